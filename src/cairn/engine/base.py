@@ -1,0 +1,123 @@
+"""The narrow waist: above it policy (who runs, what is cached), below it arithmetic.
+
+It carries token ids, block ids and pages, and nothing else. An engine keeps no per-request state: a `Row` says
+everything about its request, so aborting one means no longer naming its row, and no state can go stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from cairn.types import CacheGroup, SamplingParams, TokenLogprob
+
+T_co = TypeVar("T_co", covariant=True)
+
+NO_BLOCK = -1
+"""In a window group's table: a block that the window has passed and nobody may read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A run of positions of one sequence: compute `tokens[start:end]`, reading and writing KV through `tables`.
+
+    The KV of positions before `start` is already in the tables' blocks. Position p of group g lives in slot
+    p % block_tokens of block tables[g][p // block_tokens]; each table covers at least `end` positions.
+    """
+
+    tokens: Sequence[int]
+    """Every token of the sequence known so far: the prompt, then what was sampled. Not to be kept or changed."""
+    start: int
+    end: int
+    tables: tuple[Sequence[int], ...]
+    logits_from: int | None
+    """First position whose logits are wanted; None in the middle of a prompt.
+
+    Logits at p < len(tokens) - 1 give the log-probability of tokens[p + 1] (`RowResult.prompt_logprobs`); logits at
+    p == len(tokens) - 1 sample the next token. So a row samples exactly if it wants logits and end == len(tokens).
+    """
+    prompt_len: int
+    """Length of the original prompt: where `min_tokens` and the presence and frequency penalties start to count."""
+    sampling: SamplingParams
+    choice: int
+
+    @property
+    def samples(self) -> bool:
+        return self.logits_from is not None and self.end == len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a step made of one row. At most one of `token` and `error` is set."""
+
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+    """Of the sampled token; set if `sampling.logprobs`."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    error: str = ""
+    """This row alone failed, for instance with non-finite logits."""
+
+
+class Pending(Protocol, Generic[T_co]):
+    """Work that was started. Overlap is when you wait, not a second loop."""
+
+    def wait(self) -> T_co: ...
+
+
+class Ready(Generic[T_co]):
+    """Work that is already done: what a synchronous engine returns."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: T_co) -> None:
+        self._value = value
+
+    def wait(self) -> T_co:
+        return self._value
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the layers above need to know of a loaded engine."""
+
+    groups: tuple[CacheGroup, ...]
+    blocks: tuple[int, ...]
+    """Blocks in the pool of each group."""
+    block_tokens: int
+    block_bytes: tuple[int, ...]
+    """Bytes of one block of each group: the size of a page."""
+    context: int
+    """Longest sequence in tokens: the model's limit or the configured one, whichever is less."""
+    vocab: int
+    max_rows: int
+    """Most rows in one call."""
+    max_tokens: int
+    """Most tokens in one call, all rows together."""
+    identity: bytes
+    """Root of every KV key: changes with anything that could change a number (weights, dtype, kernels, layout)."""
+    device: str
+
+
+class Engine(Protocol):
+    """Implementations: `engine.cpu`, `engine.fake`. One thread calls; a call that raises leaves the KV of its own
+    rows undefined and everything else as it was."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def prefill(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
+        """One step over rows of any length, one-token rows included: the weights are streamed once."""
+        ...
+
+    def decode(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
+        """`prefill` for rows of exactly one token each: a static shape."""
+        ...
+
+    def read_blocks(self, group: int, ids: Sequence[int]) -> Pending[list[memoryview]]:
+        """Pages of a group's blocks, `block_bytes[group]` bytes each; views on the CPU, valid until the next call."""
+        ...
+
+    def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> Pending[None]: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,112 @@
+"""One tree of errors; `status` is the one map to HTTP.
+
+    CairnError                 500  our own fault, or unforeseen
+    |- InvalidRequest          400  a field is wrong; `field` names it, the message names the limit
+    |  |- ContextTooLong       400  code context_length_exceeded, with the figures
+    |  |- Unsupported          400  a field whose meaning is not built
+    |- Unauthorized            401
+    |- Forbidden               403
+    |- NotFound                404  unknown model, request or route
+    |- Conflict                409
+    |- TooLarge                413
+    |- Overloaded              429  the queue is full; `retry_after` is seconds
+    |- Unavailable             503  starting, draining, or the worker is being replaced; `retry_after`
+    |- DeadlineExceeded        504
+    |- Cancelled               499  ended by its owner
+    |- GenerationFailed        500  this request failed (non-finite logits, a worker that dies again and again)
+    |- ModelError              the model cannot be served; exit code 2
+    |  |- ModelFileError       a file is missing, broken or not what its header says
+    |- ConfigError             an option is unknown or out of range; exit code 2
+"""
+
+from __future__ import annotations
+
+
+class CairnError(Exception):
+    """Base of every error that Cairn raises on purpose. `str(error)` is one clear sentence for the caller."""
+
+    status = 500
+    code = "internal_error"
+    exit_code = 1
+
+    def __init__(self, message: str, *, field: str | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+        self.retry_after = retry_after
+
+
+class InvalidRequest(CairnError):
+    status = 400
+    code = "invalid_request"
+
+
+class ContextTooLong(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class Unsupported(InvalidRequest):
+    code = "unsupported"
+
+
+class Unauthorized(CairnError):
+    status = 401
+    code = "invalid_api_key"
+
+
+class Forbidden(CairnError):
+    status = 403
+    code = "forbidden"
+
+
+class NotFound(CairnError):
+    status = 404
+    code = "not_found"
+
+
+class Conflict(CairnError):
+    status = 409
+    code = "conflict"
+
+
+class TooLarge(CairnError):
+    status = 413
+    code = "request_too_large"
+
+
+class Overloaded(CairnError):
+    status = 429
+    code = "overloaded"
+
+
+class Unavailable(CairnError):
+    status = 503
+    code = "unavailable"
+
+
+class DeadlineExceeded(CairnError):
+    status = 504
+    code = "deadline_exceeded"
+
+
+class Cancelled(CairnError):
+    status = 499
+    code = "cancelled"
+
+
+class GenerationFailed(CairnError):
+    status = 500
+    code = "generation_failed"
+
+
+class ModelError(CairnError):
+    code = "model_error"
+    exit_code = 2
+
+
+class ModelFileError(ModelError):
+    code = "model_file_error"
+
+
+class ConfigError(CairnError):
+    code = "config_error"
+    exit_code = 2

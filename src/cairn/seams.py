@@ -1,0 +1,40 @@
+"""The outside world, injectable. Scheduler, kv, service and agents reach it through these and nothing else.
+
+Each seam has a real implementation here and a simulated one in the tests, so that time, chance and failure can be
+replayed from a seed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds on a clock that never goes back."""
+        ...
+
+    def time_ns(self) -> int:
+        """Nanoseconds since 1970; may jump."""
+        ...
+
+
+class Rng(Protocol):
+    def bits64(self) -> int:
+        """An unpredictable number in [0, 2**63)."""
+        ...
+
+
+class SystemClock:
+    def now(self) -> float:
+        return time.monotonic()
+
+    def time_ns(self) -> int:
+        return time.time_ns()
+
+
+class SystemRng:
+    def bits64(self) -> int:
+        return secrets.randbits(63)

@@ -1,0 +1,245 @@
+"""The values that cross Cairn's seams: requests, sampling options, events, model specs.
+
+All are frozen and slotted. They are msgspec structs, so the same type that the front builds is what the wire between
+front and worker carries. Invariants are checked where a value is built (`__post_init__`), once.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Literal
+
+import msgspec
+
+BLOCK_TOKENS = 16
+"""Tokens in one KV block."""
+
+
+class FinishReason(enum.StrEnum):
+    """Why a generation ended. `STOP`: EOS, a stop token or a stop string; `LENGTH`: a token limit."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one token is chosen from the logits. Every default means "off" or "plain sampling".
+
+    The order of application is the field's: bias and penalties on the logits, then temperature, then top-k, top-p,
+    min-p. `temperature == 0` is greedy. `stop_token_ids` is already resolved: it holds the model's EOS ids unless
+    `ignore_eos` was asked for, so nothing below the front needs to know what EOS is.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = (self.temperature, self.top_p, self.min_p, self.repetition_penalty)
+        numbers += (self.presence_penalty, self.frequency_penalty, *(bias for _, bias in self.logit_bias))
+        if not all(math.isfinite(number) for number in numbers):
+            raise ValueError("sampling parameters must be finite numbers")
+        if self.temperature < 0 or self.repetition_penalty <= 0 or not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1:
+            raise ValueError("sampling parameter out of range")
+        if self.max_tokens < 0 or self.min_tokens < 0 or self.top_k < 0 or self.top_logprobs < 0:
+            raise ValueError("token counts must not be negative")
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the tokens so far change the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """How the front reads the model's text. All off: the text is passed on as it is."""
+
+    reasoning: bool = False
+    """Text between `<think>` and `</think>` is reasoning, not content."""
+    reasoning_open: bool = False
+    """The prompt already ends inside `<think>`."""
+    tools: bool = False
+    """`<tool_call>` JSON becomes tool calls."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation of one choice: everything a worker needs, and everything needed to start over elsewhere.
+
+    `generated` holds tokens that were sampled before (a worker died, a turn is continued); they are part of the
+    context and count towards `max_tokens`, but are not reported again.
+    """
+
+    id: int
+    """64 bits, never repeats, also not after a restart."""
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    generated: tuple[int, ...] = ()
+    choice: int = 0
+    """Index among the `n` choices of one call; part of the randomness."""
+    stop: tuple[str, ...] = ()
+    output: OutputFormat = OutputFormat()
+    salt: bytes = b""
+    """The tenant's salt: contexts with different salts never share KV."""
+    timeout: float | None = None
+    """Seconds from `add` after which the request ends with `DEADLINE`."""
+    priority: int = 0
+    """Higher runs earlier; waiting raises it, so nobody starves."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("a prompt needs at least one token")
+        if not 0 <= self.id < 1 << 63:
+            raise ValueError("a request id is a positive 64-bit number")
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """Log-probability of one token under the raw distribution (before bias, penalties and temperature)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely (token, logprob) pairs, best first."""
+
+
+class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the KV of a prompt came from, in tokens. `computed + pool` is the prompt's length."""
+
+    computed: int = 0
+    pool: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds a request spent; what the metrics record."""
+
+    queue: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step did to one request: the worker's side of an event.
+
+    The last output of a request has `finish`; with `FinishReason.ERROR`, `error` is a sentence for the client.
+    """
+
+    id: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """For prompt positions 1, 2, ...: sent in pieces, in order, before the first sampled token."""
+    finish: FinishReason | None = None
+    error: str = ""
+    cache: CacheReport | None = None
+    """Set on the first output after the prompt was computed."""
+    timing: Timing | None = None
+    """Set with `finish`."""
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a tool call. The first piece of a call carries `id` and `name`; pieces of `arguments` join to JSON."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """New output of one choice. Any field may be empty; pieces of `text` join to exactly the decoded whole."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of one choice. A generation that failed raises a typed error instead."""
+
+    reason: FinishReason
+    usage: Usage
+    cache: CacheReport
+    timing: Timing = Timing()
+
+
+Event = Delta | Done
+
+
+class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary position scaling as transformers' `rope_scaling` defines it (`modeling_rope_utils`)."""
+
+    kind: Literal["none", "linear", "llama3", "yarn"] = "none"
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that keep the same kind of cache and therefore share one block table."""
+
+    kind: Literal["full", "window"]
+    layers: tuple[int, ...]
+    window: int = 0
+    """Tokens a position may attend to, itself included. 0 for full attention."""
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoder-only transformer as data: everything the forward pass and the KV cache depend on."""
+
+    name: str
+    architecture: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    context: int
+    """Longest context in tokens that the model was made for."""
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling = RopeScaling()
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    tied: bool = False
+    groups: tuple[CacheGroup, ...]
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    defaults: dict[str, float] = {}
+    """Sampling defaults of generation_config.json: temperature, top_k, top_p, min_p, repetition_penalty."""
+    identity: bytes = b""
+    """SHA-256 over everything above that could change a number, the weights and the tokenizer."""
