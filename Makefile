@@ -1,0 +1,43 @@
+# Needs Python 3.11+ with headers, g++, make and git. Everything else is installed into .venv.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: serve install test check prove bench soak clean
+
+serve: install  ## install and serve the bundled model on 127.0.0.1:8000
+	@exec $(BIN)/cairn serve
+
+install: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) --editable .
+	@touch $@
+
+# torch first and pinned: a plain dependency on torch would pull gigabytes of GPU libraries.
+.venv/.test: .venv/.installed
+	$(PIP) torch
+	$(PIP) --editable '.[test]'
+	@touch $@
+
+test: check  ## all tests, at most 15 minutes on two cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+check: .venv/.test  ## format, lint, types, import direction
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+prove: .venv/.test  ## the full figures of docs/reliability.md, at most an hour
+	CAIRN_PROVE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+bench: .venv/.test  ## speed; prints tables
+	$(BIN)/python benchmarks/server_overhead.py
+
+soak: .venv/.test  ## the simulator with new seeds until stopped
+	$(BIN)/python -m tests.laws.soak
+
+clean:
+	rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
