@@ -6,11 +6,26 @@ Precedence: flag, environment, file, default. Everything is resolved before anyt
 
 from __future__ import annotations
 
+import difflib
 import hmac
-from typing import Annotated, Literal
+import math
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+
+from cairn.errors import ConfigError
+
+PREFIX = "CAIRN_"
+"""Every environment variable with this prefix is an option, or an error."""
+
+FILE_VARIABLE = "CAIRN_CONFIG"
+"""Names the file of options, as `--config` does."""
 
 
 class Secret:
@@ -22,6 +37,7 @@ class Secret:
         self._value = value
 
     def reveal(self) -> str:
+        """The string itself: to compare or to send, never to print."""
         return self._value
 
     def __repr__(self) -> str:
@@ -30,7 +46,7 @@ class Secret:
     __str__ = __repr__
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and hmac.compare_digest(self._value, other._value)
+        return isinstance(other, Secret) and hmac.compare_digest(self._value.encode(), other._value.encode())
 
     def __hash__(self) -> int:
         return hash(self._value)
@@ -41,14 +57,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     # model and engine
     model: Annotated[str, Meta(description="A folder, a hub id (org/name), or 'demo' for the bundled model.")] = "demo"
-    served_name: Annotated[str | None, Meta(description="Name that clients use for the model; default: its own.")] = None
+    served_name: Annotated[str | None, Meta(description="Name that clients use for the model; default: its own.")] = (
+        None
+    )
     engine: Annotated[Literal["auto", "cpu", "fake"], Meta(description="What computes; 'fake' is for tests.")] = "auto"
-    threads: Annotated[int | None, Meta(ge=1, le=1024, description="CPU threads; default: all cores.")] = None
+    threads: Annotated[
+        Annotated[int, Meta(ge=1, le=1024)] | None, Meta(description="CPU threads; default: all cores.")
+    ] = None
     context: Annotated[
-        int | None, Meta(ge=16, le=1 << 24, description="Longest context in tokens; default: the model's own.")
+        Annotated[int, Meta(ge=16, le=1 << 24)] | None,
+        Meta(description="Longest context in tokens; default: the model's own."),
     ] = None
     kv_gb: Annotated[
-        float | None, Meta(gt=0, le=1 << 16, description="KV pool in GB; default: a quarter of the free memory, at most what max_running full contexts need.")
+        Annotated[float, Meta(gt=0, le=1 << 16)] | None,
+        Meta(
+            description="KV pool in GB; default: a quarter of the free memory, "
+            "at most what max_running full contexts need."
+        ),
     ] = None
     # scheduling
     max_running: Annotated[int, Meta(ge=1, le=4096, description="Most requests computed in one step.")] = 64
@@ -59,20 +84,37 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # text
     reasoning_history: Annotated[
         Literal["keep", "template"],
-        Meta(description="'keep' puts reasoning that a client left out back into the prompt; 'template' leaves it to the chat template."),
+        Meta(
+            description="'keep' puts reasoning that a client left out back into the prompt; "
+            "'template' leaves it to the chat template."
+        ),
     ] = "keep"
     template_timeout: Annotated[float, Meta(gt=0, le=60, description="Seconds a chat template may take.")] = 1.0
     # server
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8000
-    api_key: Annotated[tuple[Secret, ...], Meta(description="Keys that clients may use; repeat for several.")] = ()
-    admin_key: Annotated[Secret | None, Meta(description="Key for /metrics and other admin routes on a server with keys.")] = None
+    api_key: Annotated[
+        tuple[Secret, ...],
+        Meta(description="Key that clients may use; repeat for several. @FILE reads keys from a file, one a line."),
+    ] = ()
+    admin_key: Annotated[
+        Secret | None,
+        Meta(description="Key for /metrics and other admin routes on a server with keys; @FILE reads it."),
+    ] = None
     unsafe_no_auth: Annotated[bool, Meta(description="Listen beyond this machine without any API key.")] = False
-    allowed_hosts: Annotated[tuple[str, ...], Meta(description="Host headers to accept besides the address itself and localhost.")] = ()
-    cors_origins: Annotated[tuple[str, ...], Meta(description="Web origins that may call the API; none by default.")] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...], Meta(description="Host headers to accept besides the address itself and localhost.")
+    ] = ()
+    cors_origins: Annotated[
+        tuple[str, ...], Meta(description="Web origins that may call the API; none by default.")
+    ] = ()
     metrics_prefix: Annotated[Literal["cairn", "vllm"], Meta(description="Prefix of the metric names.")] = "cairn"
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="How much to log on stderr.")] = "info"
-    shutdown_grace: Annotated[float, Meta(ge=0, description="Seconds that running requests may go on after SIGTERM.")] = 30.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="How much to log on stderr.")
+    ] = "info"
+    shutdown_grace: Annotated[
+        float, Meta(ge=0, description="Seconds that running requests may go on after SIGTERM.")
+    ] = 30.0
     heartbeat: Annotated[float, Meta(gt=0, description="Seconds between SSE comments while a stream waits.")] = 15.0
     # limits on what a client may send
     max_header_kib: Annotated[int, Meta(ge=1, description="Most KiB of request line and headers.")] = 32
@@ -80,9 +122,293 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     header_timeout: Annotated[float, Meta(gt=0, description="Seconds to receive the headers.")] = 10.0
     body_timeout: Annotated[float, Meta(gt=0, description="Most seconds between two pieces of a body.")] = 30.0
     stream_buffer_kib: Annotated[int, Meta(ge=1, description="Most KiB kept for a client that reads slowly.")] = 256
-    stream_stall: Annotated[float, Meta(gt=0, description="Seconds after which a client that does not read is cut.")] = 30.0
+    stream_stall: Annotated[
+        float, Meta(gt=0, description="Seconds after which a client that does not read is cut.")
+    ] = 30.0
     max_json_depth: Annotated[int, Meta(ge=1, description="Deepest nesting of a JSON body.")] = 64
     max_messages: Annotated[int, Meta(ge=1, description="Most messages in a chat.")] = 4096
     max_tools: Annotated[int, Meta(ge=1, description="Most tools in a chat.")] = 128
     max_choices: Annotated[int, Meta(ge=1, description="Largest n.")] = 8
     max_connections: Annotated[int, Meta(ge=1, description="Most open connections; more are a 503.")] = 4096
+
+
+PANELS = (
+    ("Model and engine", "model"),
+    ("Scheduling", "max_running"),
+    ("Text", "reasoning_history"),
+    ("Server", "host"),
+    ("Limits on what a client may send", "max_header_kib"),
+)
+"""Groups of options in the help: each begins at the named field of `Config`."""
+
+LOCAL_PANELS = ("Model and engine", "Scheduling", "Text")
+"""What matters without a server: to `cairn chat`, `cairn generate` and `LLM`."""
+
+Kind = Literal["int", "float", "str", "bool", "choice", "secret"]
+
+
+class Option(msgspec.Struct, frozen=True, kw_only=True):
+    """One field of `Config` as flags, variables and files see it."""
+
+    name: str
+    kind: Kind
+    many: bool
+    default: Any
+    choices: tuple[str, ...] = ()
+    above: float | None = None
+    """The value must be greater."""
+    least: float | None = None
+    most: float | None = None
+    help: str
+    panel: str
+
+    @property
+    def flag(self) -> str:
+        """As on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """As in the environment."""
+        return PREFIX + self.name.upper()
+
+    @property
+    def limits(self) -> str:
+        """The bounds as words, or an empty string."""
+        low = f"more than {self.above:g}" if self.above is not None else ""
+        low = f"at least {self.least:.15g}" if self.least is not None else low
+        high = f"at most {self.most:.15g}" if self.most is not None else ""
+        return " and ".join(part for part in (low, high) if part)
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """The options, and where each came from: a flag, a variable, a file's key, or the default."""
+
+    config: Config
+    sources: dict[str, str]
+    """By field name; a field that is missing here has its default."""
+
+    def source(self, name: str) -> str:
+        """Where the value of a field came from, in words."""
+        return self.sources.get(name, "default")
+
+
+@cache
+def options() -> tuple[Option, ...]:
+    """Every option in the order of `Config`."""
+    starts = {field: panel for panel, field in PANELS}
+    panel = PANELS[0][0]
+    found = []
+    struct = msgspec.inspect.type_info(Config)
+    assert isinstance(struct, msgspec.inspect.StructType)
+    for field in struct.fields:
+        panel = starts.get(field.name, panel)
+        found.append(_option(field, panel))
+    return tuple(found)
+
+
+def _option(field: msgspec.inspect.Field, panel: str) -> Option:
+    inspect = msgspec.inspect
+    kind = field.type
+    text = ""
+    if isinstance(kind, inspect.Metadata):
+        text = str((kind.extra_json_schema or {}).get("description", ""))
+        kind = kind.type
+    if isinstance(kind, inspect.UnionType):
+        (kind,) = (part for part in kind.types if not isinstance(part, inspect.NoneType))
+    many = isinstance(kind, inspect.VarTupleType)
+    if isinstance(kind, inspect.VarTupleType):
+        kind = kind.item_type
+    choices: tuple[str, ...] = ()
+    bounds: dict[str, float | None] = {}
+    name: Kind
+    if isinstance(kind, inspect.LiteralType):
+        name, choices = "choice", tuple(str(value) for value in kind.values)
+    elif isinstance(kind, inspect.IntType | inspect.FloatType):
+        name = "int" if isinstance(kind, inspect.IntType) else "float"
+        bounds = {"above": kind.gt, "least": kind.ge, "most": kind.le}
+    elif isinstance(kind, inspect.BoolType):
+        name = "bool"
+    elif isinstance(kind, inspect.CustomType) and kind.cls is Secret:
+        name = "secret"
+    elif isinstance(kind, inspect.StrType):
+        name = "str"
+    else:
+        raise TypeError(f"Config.{field.name} has a type that no flag can carry: {kind}")
+    return Option(
+        name=field.name, kind=name, many=many, default=field.default, choices=choices, help=text, panel=panel, **bounds
+    )
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` for the known word nearest to an unknown one, or an empty string."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def resolve(
+    flags: Mapping[str, object] | None = None,
+    env: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    *,
+    keywords: bool = False,
+) -> Resolved:
+    """Flags (by field name; None means not given), then CAIRN_* variables, then a file, then defaults.
+
+    The file is `file`, else the one that CAIRN_CONFIG names, else ./cairn.toml, else ~/.config/cairn/cairn.toml; the
+    last two may be missing. An empty variable counts as not set; a list in a variable is separated by commas. Raises
+    ConfigError for an unknown name, a value of the wrong type or out of bounds; it names the source and the limit.
+    With `keywords` the flags are spelled in messages as the Python keywords they were.
+    """
+    env = os.environ if env is None else env
+    raw = _from_file(env, file) | _from_env(env) | _from_flags(flags or {}, keywords)
+    known = {option.name: option for option in options()}
+    values = {name: _value(known[name], given) for name, given in raw.items()}
+    return Resolved(Config(**values), {name: given.source for name, given in raw.items()})
+
+
+class _Given(msgspec.Struct, frozen=True):
+    """A value as it was written, before it is checked."""
+
+    value: object
+    source: str
+    text: bool
+    """Numbers may be written as text: true of flags and variables, not of a file, which has types."""
+
+
+def _from_flags(flags: Mapping[str, object], keywords: bool) -> dict[str, _Given]:
+    known = {option.name: option for option in options()}
+    found = {}
+    for name, value in flags.items():
+        if name not in known:
+            raise ConfigError(f"unknown option {name!r}{closest(name, known)}", field=name)
+        if value is not None and not (known[name].many and not value):
+            found[name] = _Given(value, name if keywords else known[name].flag, True)
+    return found
+
+
+def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
+    known = {option.variable: option for option in options()}
+    found = {}
+    for variable in sorted(env):
+        text = env[variable]
+        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE or not text:
+            continue
+        if variable not in known:
+            raise ConfigError(f"unknown environment variable {variable}{closest(variable, known)}", field=variable)
+        option = known[variable]
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        found[option.name] = _Given(parts if option.many else text, variable, True)
+    return found
+
+
+def _from_file(env: Mapping[str, str], file: Path | None) -> dict[str, _Given]:
+    path, table = _read(env, file)
+    known = {option.name for option in options()}
+    for key in table:
+        if key not in known:
+            raise ConfigError(f"unknown key {key!r} in {path}{closest(key, known)}", field=key)
+    return {key: _Given(value, f"{key} in {path}", False) for key, value in table.items()}
+
+
+def _read(env: Mapping[str, str], file: Path | None) -> tuple[Path | None, dict[str, Any]]:
+    """The file that holds and what it says; (None, {}) if there is none."""
+    path = file or (Path(env[FILE_VARIABLE]).expanduser() if env.get(FILE_VARIABLE) else None)
+    if path is None:
+        home = env.get("XDG_CONFIG_HOME") or (env["HOME"] + "/.config" if env.get("HOME") else "")
+        places = [Path("cairn.toml")] + ([Path(home) / "cairn" / "cairn.toml"] if home else [])
+        path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        return None, {}
+    try:
+        return path, tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _value(option: Option, given: _Given) -> Any:
+    """The checked value of one option; ConfigError names the source and what was expected."""
+    if not option.many:
+        return _one(option, given, given.value)
+    written = given.value
+    if not isinstance(written, list | tuple):
+        written = [written]
+    if option.kind != "secret":
+        return tuple(_one(option, given, item) for item in written)
+    keys = [key for item in written for key in (_lines(given, item) if _is_file(item) else [item])]
+    return tuple(_one(option, given, key) for key in keys)
+
+
+def _one(option: Option, given: _Given, value: object) -> Any:
+    match option.kind:
+        case "secret":
+            if _is_file(value):
+                (value, *more) = _lines(given, value)
+                if more:
+                    raise ConfigError(f"{given.source}: the file must hold one key", field=option.name)
+            if not isinstance(value, str) or not value:
+                raise ConfigError(f"{given.source} must be a text that is not empty", field=option.name)
+            return Secret(value)
+        case "str":
+            if not isinstance(value, str) or not value:
+                raise _wrong(option, given, value, "a text that is not empty")
+            return value
+        case "choice":
+            if value not in option.choices:
+                raise _wrong(option, given, value, "one of " + ", ".join(option.choices))
+            return value
+        case "bool":
+            return _bool(option, given, value)
+        case "int" | "float":
+            return _number(option, given, value)
+
+
+def _bool(option: Option, given: _Given, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    word = value.lower() if given.text and isinstance(value, str) else ""
+    if word not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
+        raise _wrong(option, given, value, "true or false")
+    return word in ("true", "1", "yes", "on")
+
+
+def _number(option: Option, given: _Given, value: object) -> int | float:
+    kind = int if option.kind == "int" else float
+    wanted = "a whole number" if kind is int else "a number"
+    if given.text and isinstance(value, str):
+        try:
+            value = kind(value)
+        except ValueError:
+            raise _wrong(option, given, value, wanted) from None
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        raise _wrong(option, given, value, wanted)
+    if not math.isfinite(value):
+        raise _wrong(option, given, value, wanted)
+    below = (option.above is not None and value <= option.above) or (option.least is not None and value < option.least)
+    if below or (option.most is not None and value > option.most):
+        raise _wrong(option, given, value, option.limits)
+    return kind(value)
+
+
+def _wrong(option: Option, given: _Given, value: object, wanted: str) -> ConfigError:
+    return ConfigError(f"{given.source} is {value!r} but must be {wanted}", field=option.name)
+
+
+def _is_file(value: object) -> bool:
+    return isinstance(value, str) and value.startswith("@") and len(value) > 1
+
+
+def _lines(given: _Given, value: object) -> list[str]:
+    """The keys in a file that was named as @FILE: one a line, empty lines do not count."""
+    path = Path(str(value)[1:]).expanduser()
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{given.source}: the key file {path} cannot be read: {error}", field=None) from None
+    if not lines:
+        raise ConfigError(f"{given.source}: the key file {path} is empty", field=None)
+    return lines
