@@ -1,0 +1,260 @@
+"""From what a caller asked for to frozen `Request`s: the one place that knows ranges, defaults and limits.
+
+The HTTP API, the Python API and the CLI all come through here, so that the same options mean the same everywhere.
+An option that is None was not given: it takes the model's default (generation_config.json), else "off".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from cairn.errors import ContextTooLong, InvalidRequest
+from cairn.seams import Rng, SystemRng
+from cairn.types import ModelSpec, OutputFormat, Request, SamplingParams
+
+MAX_STOP = 4
+MAX_STOP_BYTES = 256
+MAX_BIAS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_TOKENS = 64
+
+RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 10),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 10),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "top_logprobs": (0, MAX_TOP_LOGPROBS),
+    "seed": (-(1 << 63), (1 << 64) - 1),
+    "priority": (-1000, 1000),
+}
+"""Least and greatest value; for what is not here see `SamplingOptions`."""
+
+
+class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a caller may ask of one generation. Nothing is checked here: `sampling_params` and `requests` do that."""
+
+    max_tokens: int | None = None
+    """At least 1. Default: what is left of the context. 0 is allowed by `requests(..., allow_empty=True)`."""
+    temperature: float | None = None
+    """0 to 10; 0 is greedy."""
+    top_k: int | None = None
+    """-1 or 0 is off."""
+    top_p: float | None = None
+    """More than 0, at most 1."""
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    """Token id -> -100 to 100, at most 1,024 of them."""
+    seed: int | None = None
+    """Any 64-bit number. Default: drawn, so that every generation can be repeated."""
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    """0 to 20; needs `logprobs`."""
+    prompt_logprobs: bool = False
+    stop: str | Sequence[str] | None = None
+    """At most 4 texts of at most 256 bytes."""
+    stop_token_ids: Sequence[int] | None = None
+    """Token ids that end the generation beside the model's EOS."""
+    min_tokens: int | None = None
+    ignore_eos: bool = False
+    n: int | None = None
+    """Choices, at most `max_choices`."""
+    priority: int | None = None
+
+
+PLAIN = SamplingOptions()
+
+
+def sampling_params(
+    spec: ModelSpec,
+    options: SamplingOptions = PLAIN,
+    *,
+    prompt_tokens: int,
+    context: int | None = None,
+    allow_empty: bool = False,
+    rng: Rng | None = None,
+) -> SamplingParams:
+    """Checked and complete sampling parameters.
+
+    Order of precedence: the option, the model's generation_config.json (`spec.defaults`), off. `context` is the
+    engine's limit in tokens (`EngineInfo.context`), default the model's. `allow_empty` admits `max_tokens=0` (only
+    the prompt is scored). Raises InvalidRequest (with `field` and the limit) or ContextTooLong (with the figures).
+    """
+    context = spec.context if context is None else context
+
+    def number(name: str, off: float) -> float:
+        given = getattr(options, name)
+        return _number(name, spec.defaults.get(name, off) if given is None else given)
+
+    max_tokens = _max_tokens(options.max_tokens, prompt_tokens, context, allow_empty)
+    min_tokens = _count("min_tokens", options.min_tokens or 0, 0, max_tokens, "max_tokens")
+    top_k = options.top_k if options.top_k is not None else int(spec.defaults.get("top_k", 0))
+    top_p = number("top_p", 1.0)
+    if top_p == 0:
+        raise InvalidRequest("top_p must be more than 0 and at most 1; it is 0", field="top_p")
+    _flags(options)
+    seed = (rng or SystemRng()).bits64() if options.seed is None else _count("seed", options.seed, *_seed_range())
+    eos = () if options.ignore_eos else spec.eos_ids
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=number("temperature", 1.0),
+        top_k=max(_count("top_k", top_k, -1, 1 << 31), 0),
+        top_p=top_p,
+        min_p=number("min_p", 0.0),
+        repetition_penalty=number("repetition_penalty", 1.0),
+        presence_penalty=number("presence_penalty", 0.0),
+        frequency_penalty=number("frequency_penalty", 0.0),
+        logit_bias=_bias(options.logit_bias or {}, spec.vocab),
+        seed=seed & ((1 << 63) - 1),
+        logprobs=options.logprobs,
+        top_logprobs=_top_logprobs(options),
+        prompt_logprobs=options.prompt_logprobs,
+        stop_token_ids=tuple(dict.fromkeys((*eos, *_stop_tokens(options.stop_token_ids or (), spec.vocab)))),
+        min_tokens=min_tokens,
+    )
+
+
+def requests(
+    spec: ModelSpec,
+    prompt: Sequence[int],
+    options: SamplingOptions = PLAIN,
+    *,
+    ids: Callable[[], int],
+    context: int | None = None,
+    max_choices: int = 8,
+    output: OutputFormat | None = None,
+    salt: bytes = b"",
+    timeout: float | None = None,
+    allow_empty: bool = False,
+    rng: Rng | None = None,
+) -> tuple[Request, ...]:
+    """One `Request` a choice (`options.n`, default 1) for a prompt of token ids; `ids` gives each its id.
+
+    Raises InvalidRequest for an empty prompt, a token id outside the vocabulary or an option out of range, and
+    ContextTooLong where prompt and max_tokens together exceed the context.
+    """
+    tokens = tuple(prompt)
+    if not tokens:
+        raise InvalidRequest("the prompt is empty; it must hold at least one token", field="prompt")
+    low, high = min(tokens), max(tokens)
+    if low < 0 or high >= spec.vocab:
+        wrong = low if low < 0 else high
+        raise InvalidRequest(f"prompt holds token id {wrong}; ids go from 0 to {spec.vocab - 1}", field="prompt")
+    choices = 1 if options.n is None else _count("n", options.n, 1, max_choices)
+    sampling = sampling_params(
+        spec, options, prompt_tokens=len(tokens), context=context, allow_empty=allow_empty, rng=rng
+    )
+    stop = _stop(options.stop)
+    priority = 0 if options.priority is None else _count("priority", options.priority, -1000, 1000)
+    return tuple(
+        Request(
+            id=ids(),
+            prompt=tokens,
+            sampling=sampling,
+            choice=choice,
+            stop=stop,
+            output=output or OutputFormat(),
+            salt=salt,
+            timeout=timeout,
+            priority=priority,
+        )
+        for choice in range(choices)
+    )
+
+
+def _number(name: str, value: object) -> float:
+    low, high = RANGES[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidRequest(f"{name} must be a finite number", field=name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be from {low:g} to {high:g}; it is {value:g}", field=name)
+    return float(value)
+
+
+def _count(name: str, value: object, low: int, high: int, limit: str = "") -> int:
+    """A whole number in [low, high]; `limit` names the option that `high` comes from."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be a whole number", field=name)
+    if not low <= value <= high:
+        named = f" ({limit})" if limit else ""
+        raise InvalidRequest(f"{name} must be from {low} to {high}{named}; it is {value}", field=name)
+    return value
+
+
+def _seed_range() -> tuple[int, int]:
+    low, high = RANGES["seed"]
+    return int(low), int(high)
+
+
+def _max_tokens(asked: int | None, prompt_tokens: int, context: int, allow_empty: bool) -> int:
+    if asked is not None:
+        asked = _count("max_tokens", asked, 0 if allow_empty else 1, 1 << 31)
+    room = context - prompt_tokens
+    if room < (1 if asked is None else 0):
+        raise ContextTooLong(
+            f"the prompt has {prompt_tokens} tokens; the context is {context} tokens, so no room is left for an answer",
+            field="prompt",
+        )
+    if asked is not None and asked > room:
+        raise ContextTooLong(
+            f"the prompt has {prompt_tokens} tokens and max_tokens is {asked}, together {prompt_tokens + asked}; "
+            f"the context is {context} tokens",
+            field="max_tokens",
+        )
+    return room if asked is None else asked
+
+
+def _flags(options: SamplingOptions) -> None:
+    for name in ("logprobs", "prompt_logprobs", "ignore_eos"):
+        if not isinstance(getattr(options, name), bool):
+            raise InvalidRequest(f"{name} must be true or false", field=name)
+
+
+def _top_logprobs(options: SamplingOptions) -> int:
+    if options.top_logprobs is None:
+        return 0
+    count = _count("top_logprobs", options.top_logprobs, 0, MAX_TOP_LOGPROBS)
+    if count and not (options.logprobs or options.prompt_logprobs):
+        raise InvalidRequest("top_logprobs needs logprobs to be true", field="top_logprobs")
+    return count
+
+
+def _bias(bias: Mapping[int, float], vocab: int) -> tuple[tuple[int, float], ...]:
+    if not isinstance(bias, Mapping):
+        raise InvalidRequest("logit_bias must map token ids to numbers", field="logit_bias")
+    if len(bias) > MAX_BIAS:
+        raise InvalidRequest(f"logit_bias has {len(bias)} entries; at most {MAX_BIAS}", field="logit_bias")
+    found = []
+    for token, value in bias.items():
+        _count("logit_bias", token, 0, vocab - 1, "the vocabulary")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -100 <= value <= 100:
+            raise InvalidRequest("logit_bias values must be numbers from -100 to 100", field="logit_bias")
+        found.append((token, float(value)))
+    return tuple(sorted(found))
+
+
+def _stop_tokens(tokens: Sequence[int], vocab: int) -> tuple[int, ...]:
+    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+        raise InvalidRequest("stop_token_ids must be a list of token ids", field="stop_token_ids")
+    if len(tokens) > MAX_STOP_TOKENS:
+        raise InvalidRequest(f"stop_token_ids has {len(tokens)} ids; at most {MAX_STOP_TOKENS}", field="stop_token_ids")
+    return tuple(_count("stop_token_ids", token, 0, vocab - 1, "the vocabulary") for token in tokens)
+
+
+def _stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    texts = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(texts) > MAX_STOP:
+        raise InvalidRequest(f"stop has {len(texts)} texts; at most {MAX_STOP}", field="stop")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest("stop must hold texts that are not empty", field="stop")
+        if len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
+            raise InvalidRequest(f"a stop text may have at most {MAX_STOP_BYTES} bytes", field="stop")
+    return tuple(dict.fromkeys(texts))
