@@ -7,8 +7,13 @@
     |- Unauthorized            401
     |- Forbidden               403
     |- NotFound                404  unknown model, request or route
+    |  |- UnknownModel         404  code model_not_found; the message lists the names there are
+    |- MethodNotAllowed        405
+    |- RequestTimeout          408  the headers or the body did not arrive in time
     |- Conflict                409
     |- TooLarge                413
+    |- UnsupportedMedia        415  a body that is not application/json
+    |- HeadersTooLarge         431
     |- Overloaded              429  the queue is full; `retry_after` is seconds
     |- Unavailable             503  starting, draining, or the worker is being replaced; `retry_after`
     |- DeadlineExceeded        504
@@ -63,6 +68,20 @@ class NotFound(CairnError):
     code = "not_found"
 
 
+class UnknownModel(NotFound):
+    code = "model_not_found"
+
+
+class MethodNotAllowed(CairnError):
+    status = 405
+    code = "method_not_allowed"
+
+
+class RequestTimeout(CairnError):
+    status = 408
+    code = "request_timeout"
+
+
 class Conflict(CairnError):
     status = 409
     code = "conflict"
@@ -71,6 +90,16 @@ class Conflict(CairnError):
 class TooLarge(CairnError):
     status = 413
     code = "request_too_large"
+
+
+class UnsupportedMedia(CairnError):
+    status = 415
+    code = "unsupported_media_type"
+
+
+class HeadersTooLarge(CairnError):
+    status = 431
+    code = "headers_too_large"
 
 
 class Overloaded(CairnError):
