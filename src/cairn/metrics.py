@@ -1,0 +1,181 @@
+"""What `/metrics` says: vLLM's names under `cairn:` or `vllm:`, one label (the model), every one of them recorded.
+
+Names and meanings follow vLLM's metrics page (docs.vllm.ai, usage/metrics), so that its dashboards work unchanged.
+Nothing here grows with traffic: no label holds a path, a request or a client.
+
+The instruments are our own and prometheus-client only renders them: a token costs one bisection for all requests
+of a step, not one locked update for each.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from cairn.types import FinishReason, Timing
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Content type of `Metrics.render()`."""
+
+_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+)
+_LONG_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 480.0, 1920.0)
+_SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
+_FEW_TOKENS = tuple(float(1 << power) for power in range(15))
+
+
+class Tally:
+    """A histogram that one thread writes. Bounds are upper bounds, inclusive, as Prometheus counts them."""
+
+    __slots__ = ("_counts", "bounds", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.sum = 0.0
+        self._counts = [0] * (len(bounds) + 1)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count `value`, `times` times."""
+        self._counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    @property
+    def count(self) -> int:
+        """Observations so far."""
+        return sum(self._counts)
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, observations up to it), ending with +Inf."""
+        pairs, total = [], 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            pairs.append((bound, float(total)))
+        return pairs
+
+
+class Metrics:
+    """The instruments of one served model. One thread writes; `render` may be called by another."""
+
+    def __init__(self, prefix: str, model_name: str) -> None:
+        self._prefix = prefix
+        self._model = model_name
+        self.running = 0
+        self.waiting = 0
+        self.kv_usage = 0.0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self.prompt_tokens = 0
+        self.prompt_tokens_cached = 0
+        self.generation_tokens = 0
+        self.preemptions = 0
+        self.worker_restarts = 0
+        self.finished = dict.fromkeys(FinishReason, 0)
+        self.first_token = Tally(_SECONDS)
+        self.inter_token = Tally(_SHORT_SECONDS)
+        self.time_per_token = Tally(_SHORT_SECONDS)
+        self.end_to_end = Tally(_LONG_SECONDS)
+        self.queue = Tally(_LONG_SECONDS)
+        self.prefill = Tally(_LONG_SECONDS)
+        self.decode = Tally(_LONG_SECONDS)
+        self.inference = Tally(_LONG_SECONDS)
+        self.prompt_length = Tally(_TOKENS)
+        self.generation_length = Tally(_TOKENS)
+        self.max_tokens = Tally(_TOKENS)
+        self.step_tokens = Tally(_FEW_TOKENS)
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def record_end(
+        self, reason: FinishReason, timing: Timing, *, total: float, first: float | None, generated: int, limit: int
+    ) -> None:
+        """A request ended: `total` and `first` are seconds from its arrival to its end and to its first token."""
+        self.finished[reason] += 1
+        self.end_to_end.observe(total)
+        self.queue.observe(timing.queue)
+        self.generation_length.observe(generated)
+        self.max_tokens.observe(limit)
+        if first is None:
+            return
+        self.prefill.observe(timing.prefill)
+        self.decode.observe(timing.decode)
+        self.inference.observe(timing.prefill + timing.decode)
+        if generated > 1:
+            self.time_per_token.observe((total - first) / (generated - 1))
+
+    def render(self) -> bytes:
+        """All of it in Prometheus' text format, with content type `CONTENT_TYPE`."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus-client for each scrape."""
+        for name, text, value in self._gauges():
+            gauge = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name",))
+            gauge.add_metric((self._model,), value)
+            yield gauge
+        for name, text, value in self._counters():
+            counter = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name",))
+            counter.add_metric((self._model,), value)
+            yield counter
+        success = CounterMetricFamily(
+            f"{self._prefix}:request_success",
+            "Requests that ended, by reason.",
+            labels=("model_name", "finished_reason"),
+        )
+        for reason, count in self.finished.items():
+            success.add_metric((self._model, reason.value), count)
+        yield success
+        for name, text, tally in self._tallies():
+            histogram = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name",))
+            histogram.add_metric((self._model,), tally.buckets(), tally.sum)
+            yield histogram
+
+    def _gauges(self) -> Iterator[tuple[str, str, float]]:
+        yield "num_requests_running", "Requests being computed.", self.running
+        yield "num_requests_waiting", "Requests waiting to be computed.", self.waiting
+        yield "kv_cache_usage_perc", "Share of the KV pool that requests hold; 1 is all of it.", self.kv_usage
+
+    def _counters(self) -> Iterator[tuple[str, str, float]]:
+        yield "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", self.prefix_queries
+        yield "prefix_cache_hits", "Prompt tokens found in the prefix cache.", self.prefix_hits
+        yield "prompt_tokens", "Prompt tokens processed.", self.prompt_tokens
+        yield "prompt_tokens_cached", "Prompt tokens that were not computed again.", self.prompt_tokens_cached
+        yield "generation_tokens", "Tokens generated.", self.generation_tokens
+        yield "num_preemptions", "Requests sent back to wait because the KV pool was full.", self.preemptions
+        yield "worker_restarts", "Times the worker process was replaced.", self.worker_restarts
+
+    def _tallies(self) -> Iterator[tuple[str, str, Tally]]:
+        yield "time_to_first_token_seconds", "From arrival to the first token.", self.first_token
+        yield "inter_token_latency_seconds", "Between two tokens of a request.", self.inter_token
+        yield "request_time_per_output_token_seconds", "Mean time of a token after the first.", self.time_per_token
+        yield "e2e_request_latency_seconds", "From arrival to the end.", self.end_to_end
+        yield "request_queue_time_seconds", "Waiting to be computed.", self.queue
+        yield "request_prefill_time_seconds", "Computing the prompt.", self.prefill
+        yield "request_decode_time_seconds", "Generating.", self.decode
+        yield "request_inference_time_seconds", "Computing the prompt and generating.", self.inference
+        yield "request_prompt_tokens", "Prompt tokens of a request.", self.prompt_length
+        yield "request_generation_tokens", "Generated tokens of a request.", self.generation_length
+        yield "request_params_max_tokens", "max_tokens of a request.", self.max_tokens
+        yield "iteration_tokens_total", "Tokens generated in a step, all requests together.", self.step_tokens

@@ -1,0 +1,233 @@
+"""Frames between the front and a worker: typed, length-prefixed, length-capped; nothing in them is ever executed.
+
+A frame is a 4-byte big-endian length and that many bytes of MessagePack: one of the structs below as an array whose
+first element names it. A frame that is too long, broken or of an unknown kind ends the connection (`WireError`).
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from typing import Generic, TypeVar
+
+import msgspec
+
+from cairn.config import Config
+from cairn.errors import CairnError
+from cairn.types import FinishReason, ModelSpec, Output, Request
+
+MAX_FRAME = 64 << 20
+"""Bytes in the longest frame, both ways: a prompt of 8 million tokens still fits."""
+_PREFIX = 4
+_RECEIVE = 1 << 20
+
+T = TypeVar("T")
+
+
+class WireError(CairnError):
+    """The other side sent something that is not a frame, or a frame would be too long."""
+
+    code = "wire_error"
+
+
+# ---------------------------------------------------------------------------------------------- front -> worker
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    """The first frame: what to load. Secrets are not sent."""
+
+    config: Config
+    folder: str
+
+
+class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
+    """Take this request. The answer is its outputs in `Step` frames, or `Refused`."""
+
+    request: Request
+
+
+class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
+    """The front has no more use for this request; unknown ids are ignored."""
+
+    id: int
+    reason: FinishReason
+
+
+ToWorker = Load | Add | Drop
+
+
+# ---------------------------------------------------------------------------------------------- worker -> front
+
+
+class Info(msgspec.Struct, frozen=True, kw_only=True):
+    """What the front needs to know of the loaded engine; the names are those of `EngineInfo`."""
+
+    blocks: tuple[int, ...]
+    block_tokens: int
+    block_bytes: tuple[int, ...]
+    context: int
+    """Longest sequence in tokens: prompt and completion."""
+    vocab: int
+    max_rows: int
+    max_tokens: int
+    device: str
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True):
+    """The worker after a step. Counters are totals of this worker's life."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    """Share of the pool's blocks that requests hold, 0 to 1; what could be evicted does not count."""
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix index."""
+    prefix_hits: int = 0
+    """Prompt tokens found there."""
+    preemptions: int = 0
+    received: int = 0
+    """`Add` frames read so far: tells the front which requests `waiting` already counts."""
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """The model is loaded."""
+
+    spec: ModelSpec
+    info: Info
+
+
+class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"):
+    """The model cannot be served; `code` is that of an error in `cairn.errors`."""
+
+    code: str
+    message: str
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """One step of all requests in one frame. An output that is just one token travels as (id, token) in columns."""
+
+    stats: Stats
+    ids: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    outputs: tuple[Output, ...] = ()
+    """Every output that says more than one token; a request is in `ids` or here, never in both."""
+    started: tuple[int, ...] = ()
+    """Requests that were computed for the first time in this step."""
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """The worker did not take this request; `code` is that of an error in `cairn.errors`."""
+
+    id: int
+    code: str
+    message: str
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+    """Sent every second while the worker loads or has work: the process is alive."""
+
+    steps: int
+    """Steps begun so far."""
+    cpu: float
+    """CPU seconds used so far: a long step that computes is not a stalled one."""
+
+
+ToFront = Ready | LoadFailed | Step | Refused | Beat
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def worker_frames() -> Frames[ToWorker]:
+    """A reader of what the front sends."""
+    return Frames(msgspec.msgpack.Decoder(ToWorker))
+
+
+def front_frames() -> Frames[ToFront]:
+    """A reader of what a worker sends."""
+    return Frames(msgspec.msgpack.Decoder(ToFront))
+
+
+def encode(message: ToWorker | ToFront) -> bytes:
+    """The message as one frame. Raises `WireError` if it is longer than `MAX_FRAME`."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME:
+        raise WireError(f"a message of {len(body):,} bytes is more than the {MAX_FRAME:,} that a worker takes")
+    return len(body).to_bytes(_PREFIX, "big") + body
+
+
+class Frames(Generic[T]):
+    """Cuts a stream of bytes into messages. Holds at most one unfinished frame."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        self._decoder = decoder
+        self._rest = bytearray()
+        self._wanted = 0  # bytes until there is any use in looking at `_rest` again
+
+    def feed(self, data: bytes) -> list[T]:
+        """The messages that `data` completes, in order. Raises `WireError`; nothing may be fed after that."""
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._wanted:
+                return []
+            data = bytes(self._rest)
+        messages, used = self._parse(memoryview(data))
+        self._rest = bytearray(data[used:])
+        return messages
+
+    def _parse(self, view: memoryview) -> tuple[list[T], int]:
+        messages: list[T] = []
+        at = 0
+        self._wanted = _PREFIX
+        try:
+            while len(view) - at >= _PREFIX:
+                size = int.from_bytes(view[at : at + _PREFIX], "big")
+                if size > MAX_FRAME:
+                    raise WireError(f"a frame claims {size:,} bytes; the limit is {MAX_FRAME:,}")
+                if len(view) - at < _PREFIX + size:
+                    self._wanted = _PREFIX + size
+                    break
+                at += _PREFIX + size
+                messages.append(self._decoder.decode(view[at - size : at]))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise WireError(f"a frame is broken: {error}") from error
+        return messages, at
+
+
+class Channel:
+    """The worker's end of the socket. `send` may be called by several threads.
+
+    `send` blocks while the front does not read, so a slow front holds the worker up instead of filling its memory.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
+        self._sock = sock
+        self._frames = worker_frames()
+        self._lock = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+
+    def send(self, message: ToFront) -> None:
+        """Send one frame. Raises `OSError` when the front is gone."""
+        data = encode(message)
+        with self._lock:
+            self._sock.sendall(data)
+
+    def receive(self, timeout: float | None) -> list[ToWorker]:
+        """Messages that are there, waiting up to `timeout` seconds (None: for ever) for the first.
+
+        Raises `EOFError` when the front is gone and `WireError` on a bad frame.
+        """
+        messages: list[ToWorker] = []
+        wait = None if timeout is None else timeout * 1000
+        while not messages and self._poll.poll(wait):
+            data = self._sock.recv(_RECEIVE)
+            if not data:
+                raise EOFError("the front closed the connection")
+            messages.extend(self._frames.feed(data))
+        return messages
+
+    def close(self) -> None:
+        """Close the socket: the front sees the end of the stream."""
+        self._sock.close()
