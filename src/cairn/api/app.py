@@ -1,0 +1,133 @@
+"""The ASGI application: one layer of access before every route, one place where errors become answers.
+
+Routes (POST bodies are JSON):
+
+    POST /v1/chat/completions   POST /v1/completions         openai.py
+    GET  /v1/models             GET  /v1/models/{id}         admin.py
+    POST /tokenize              POST /detokenize
+    GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
+    GET  /health/live           GET  /health/ready
+    GET  /metrics
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Awaitable, Callable
+
+from cairn.api.admin import Admin
+from cairn.api.auth import PREFLIGHT, Access
+from cairn.api.openai import OpenAI
+from cairn.api.registry import Registry
+from cairn.api.reply import Call, Disconnected, Receive, Scope, Send
+from cairn.config import Config
+from cairn.errors import CairnError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable
+from cairn.seams import Rng, SystemClock, SystemRng
+from cairn.service.service import Service
+
+log = logging.getLogger("cairn.api")
+
+Endpoint = Callable[[Call, Service], Awaitable[None]]
+STARTING_RETRY = 2.0
+"""Seconds after which a client may ask again while the model loads."""
+
+
+class App:
+    """The application of one server. `service` is None until the model is loaded; `draining` refuses new work."""
+
+    def __init__(self, service: Service | None, config: Config, rng: Rng | None = None) -> None:
+        self.service = service
+        self.config = config
+        self.draining = False
+        self._rng = rng or SystemRng()
+        self._access = Access(config)
+        registry = Registry(SystemClock())
+        openai = OpenAI(config, registry)
+        admin = self._admin = Admin(config, registry)
+        self._exact: dict[str, dict[str, Endpoint]] = {
+            "/v1/chat/completions": {"POST": openai.chat},
+            "/v1/completions": {"POST": openai.complete},
+            "/v1/models": {"GET": admin.models},
+            "/tokenize": {"POST": admin.tokenize},
+            "/detokenize": {"POST": admin.detokenize},
+            "/metrics": {"GET": admin.metrics},
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI 3. Only HTTP is served; a lifespan is acknowledged and does nothing."""
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            raise RuntimeError(f"a {scope['type']} connection is not served")
+        call = Call(scope, receive, send, self._rng.bits64() if self.service is None else self.service.next_id())
+        try:
+            await self._answer(call)
+        except Disconnected:
+            pass
+        except CairnError as error:
+            await self._fail(call, error)
+        except Exception as error:
+            # The message may quote the prompt, so only its type and the places are logged.
+            log.error("request %s: %s\n%s", call.id, type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+            await self._fail(call, CairnError(f"an internal error; the server's log names request {call.id}"))
+
+    async def _answer(self, call: Call) -> None:
+        self._access.cors(call)
+        if self._access.is_preflight(call):
+            await call.respond(204, b"", PREFLIGHT)
+            return
+        self._access.check(call)
+        if call.path == "/health/live":
+            _allow(call, {"GET", "HEAD"})
+            await call.json({"status": "live"})
+            return
+        if call.path == "/health/ready":
+            _allow(call, {"GET", "HEAD"})
+            await self._admin.ready(call, self.service, self.draining)
+            return
+        endpoint = self._route(call)
+        if self.service is None:
+            raise Unavailable("the model is still being loaded; ask again shortly", retry_after=STARTING_RETRY)
+        if self.draining and call.scope["method"] == "POST" and not call.path.endswith("/cancel"):
+            raise Unavailable("the server is shutting down", retry_after=max(1.0, self.config.shutdown_grace))
+        await endpoint(call, self.service)
+
+    def _route(self, call: Call) -> Endpoint:
+        methods = self._exact.get(call.path) or self._admin.routes(call.path)
+        if methods is None:
+            shown = "".join(char if char.isprintable() else "?" for char in call.path[:200])
+            raise NotFound(f"there is no route {shown}")
+        method = call.scope["method"]
+        _allow(call, {*methods, *(("HEAD",) if "GET" in methods else ())})
+        return methods["GET" if method == "HEAD" else method]
+
+    async def _fail(self, call: Call, error: CairnError) -> None:
+        if call.started:
+            log.warning("request %s ended after its answer began: %s", call.id, error.code)
+            raise Disconnected from None
+        headers = [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
+        if error.status == 405:
+            headers.append((b"allow", str(error.field).encode()))
+            error.field = None
+        await call.fail(error, headers)
+
+
+def build_app(service: Service | None, config: Config) -> App:
+    """The ASGI application for a service; with None it answers 503 until `app.service` is set."""
+    return App(service, config)
+
+
+def _allow(call: Call, methods: set[str]) -> None:
+    method = call.scope["method"]
+    if method not in methods:
+        raise MethodNotAllowed(f"{call.path} is not for {method[:20]}", field=", ".join(sorted(methods)))
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": message["type"] + ".complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

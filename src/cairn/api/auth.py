@@ -1,0 +1,184 @@
+"""Who may call: one layer before every route, closed by default.
+
+Without configured keys everything is open to whoever can reach the address, which is this machine unless
+`unsafe_no_auth` was given. With keys, only the two health routes are open. The Host header is checked always, so that
+a web page cannot reach a local server through a name it controls (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from dataclasses import dataclass
+
+from cairn.api.reply import Call
+from cairn.config import Config, Secret
+from cairn.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
+
+OPEN = frozenset({"/health/live", "/health/ready"})
+"""Routes that need no key."""
+ADMIN = frozenset({"/metrics"})
+"""Routes that need the admin key on a server with keys."""
+SALT_LABEL = b"cairn tenant salt 1\0"
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose request it is. Tenants never share KV (`salt`) and never see each other's requests."""
+
+    name: str
+    salt: bytes
+
+
+DEFAULT = Tenant("default", b"")
+"""The only tenant of a server with no key or one key."""
+
+
+class Access:
+    """The rules of one server, made from its options once."""
+
+    def __init__(self, config: Config) -> None:
+        keys = dict.fromkeys(_bytes(key) for key in config.api_key)
+        alone = len(keys) == 1
+        self._tenants = [(_digest(key), DEFAULT if alone else _tenant(key)) for key in keys]
+        self._admin = _digest(_bytes(config.admin_key)) if config.admin_key else None
+        self._hosts = {"localhost", "127.0.0.1", "::1", _bare(config.host)}
+        self._hosts |= {_bare(host) for host in config.allowed_hosts}
+        self._any_host = "*" in config.allowed_hosts
+        self._origins = frozenset(config.cors_origins)
+
+    def check(self, call: Call) -> None:
+        """Let the call pass and give it its tenant, or raise InvalidRequest, Unauthorized or Forbidden."""
+        self._check_host(call)
+        if call.path in OPEN:
+            return
+        if call.path in ADMIN:
+            self._check_admin(call)
+            return
+        if not self._tenants:
+            return
+        given = _digest(_credential(call))
+        found = None
+        for digest, tenant in self._tenants:
+            if hmac.compare_digest(given, digest):
+                found = tenant
+        if found is None:
+            raise _unauthorized("an API key is needed" if not _credential(call) else "the API key is not known here")
+        call.tenant, call.salt = found.name, found.salt
+
+    def cors(self, call: Call) -> None:
+        """Add the CORS headers if the page's origin is one of the configured ones; never reflect another."""
+        if not self._origins:
+            return
+        call.headers.append((b"vary", b"origin"))
+        origin = (call.header(b"origin") or b"").decode("latin-1")
+        if origin in self._origins or ("*" in self._origins and origin):
+            allowed = b"*" if "*" in self._origins else origin.encode("latin-1")
+            call.headers += [
+                (b"access-control-allow-origin", allowed),
+                (b"access-control-expose-headers", b"x-request-id, retry-after"),
+            ]
+
+    def is_preflight(self, call: Call) -> bool:
+        """Whether a browser asks if a page of a configured origin may call. It carries no key."""
+        return (
+            call.scope["method"] == "OPTIONS"
+            and call.header(b"access-control-request-method") is not None
+            and any(name == b"access-control-allow-origin" for name, _ in call.headers)
+        )
+
+    def _check_admin(self, call: Call) -> None:
+        if self._admin is None:
+            if self._tenants:
+                raise Forbidden("this route needs an admin key and the server has none; start it with --admin-key")
+            return
+        if not hmac.compare_digest(_digest(_credential(call)), self._admin):
+            raise _unauthorized("this route needs the admin key")
+
+    def _check_host(self, call: Call) -> None:
+        values = [value for name, value in call.scope["headers"] if name == b"host"]
+        if len(values) != 1:
+            raise InvalidRequest("the request must carry exactly one Host header", field="Host")
+        if self._any_host:
+            return
+        host = _without_port(values[0].decode("latin-1")).lower()
+        if host in self._hosts:
+            return
+        server = call.scope.get("server")
+        if server and _same_address(host, server[0]):
+            return
+        shown = "".join(char if char.isprintable() else "?" for char in host[:100])
+        raise Forbidden(f"the Host {shown!r} is not served here; allow it with --allowed-hosts", field="Host")
+
+
+PREFLIGHT = [
+    (b"access-control-allow-methods", b"GET, POST"),
+    (b"access-control-allow-headers", b"authorization, content-type, x-api-key"),
+    (b"access-control-max-age", b"600"),
+]
+
+
+def check_exposure(config: Config) -> None:
+    """Raise ConfigError if the server would listen beyond this machine without any key."""
+    if config.api_key or config.unsafe_no_auth or is_local(config.host):
+        return
+    raise ConfigError(
+        f"host {config.host} can be reached from other machines: set --api-key, "
+        "or say --unsafe-no-auth to serve everyone without a key",
+        field="host",
+    )
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    bare = _bare(host)
+    if bare == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(bare).is_loopback
+    except ValueError:
+        return False
+
+
+def _credential(call: Call) -> bytes:
+    value = call.header(b"authorization")
+    if value is not None:
+        scheme, _, key = value.partition(b" ")
+        return key.strip() if scheme.lower() == b"bearer" else b""
+    return (call.header(b"x-api-key") or b"").strip()
+
+
+def _bytes(key: Secret) -> bytes:
+    return key.reveal().encode("utf-8", "surrogateescape")
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _tenant(key: bytes) -> Tenant:
+    salt = hashlib.sha256(SALT_LABEL + key).digest()
+    return Tenant("key-" + salt.hex()[:12], salt)
+
+
+def _unauthorized(why: str) -> Unauthorized:
+    return Unauthorized(f"{why}; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'")
+
+
+def _bare(host: str) -> str:
+    return host.strip("[]").lower()
+
+
+def _without_port(value: str) -> str:
+    if value.startswith("["):
+        return value[1:].partition("]")[0]
+    name, _, port = value.rpartition(":")
+    return name if name and port.isdigit() and ":" not in name else value
+
+
+def _same_address(host: str, address: str) -> bool:
+    try:
+        return ipaddress.ip_address(host) == ipaddress.ip_address(address)
+    except ValueError:
+        return False

@@ -1,0 +1,113 @@
+"""JSON that may come from anybody: parsed strictly, within stated limits."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+from cairn.errors import InvalidRequest
+
+
+def parse_json(body: bytes, *, max_depth: int) -> dict[str, Any]:
+    """The object that a request body holds.
+
+    Refused with InvalidRequest: anything but an object; invalid UTF-8 or JSON (RFC 8259: no NaN or Infinity); a key
+    given twice; nesting deeper than `max_depth` (the outermost object is 1); a number beyond a 64-bit float or of
+    thousands of digits; half a surrogate pair, which no UTF-8 text can hold.
+    """
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the request body is not valid UTF-8 at byte {error.start}") from None
+    try:
+        value = _decoder(text)
+    except _Twice as error:
+        raise InvalidRequest(f"the request body gives the key {_short(error.key)} twice in one object") from None
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise _too_deep(max_depth) from None
+    except ValueError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {_reason(error)}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest("the request body must be a JSON object")
+    _check(value, max_depth)
+    return value
+
+
+class _Twice(Exception):
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+class _Constant(ValueError):
+    """NaN, Infinity or -Infinity."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _Twice(key)
+            seen.add(key)
+    return found
+
+
+def _constant(name: str) -> None:
+    raise _Constant(f"{name} is not a JSON number")
+
+
+_decoder: Callable[[str], Any] = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant).decode
+
+
+def _check(value: Any, max_depth: int) -> None:
+    """Depth, finite numbers and whole characters, without recursion."""
+    level = [value]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > max_depth:
+            raise _too_deep(max_depth)
+        below = []
+        for container in level:
+            if isinstance(container, dict):
+                for key in container:
+                    _whole(key)
+                items = container.values()
+            else:
+                items = container
+            for item in items:
+                kind = type(item)
+                if kind is str:
+                    _whole(item)
+                elif kind is dict or kind is list:
+                    below.append(item)
+                elif kind is float and not math.isfinite(item):
+                    raise InvalidRequest("the request body holds a number beyond the range of a 64-bit float")
+        level = below
+
+
+def _whole(text: str) -> None:
+    if text.isascii():
+        return
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InvalidRequest("the request body holds half a surrogate pair, which is not a character") from None
+
+
+def _reason(error: ValueError) -> str:
+    return str(error) if isinstance(error, _Constant) else "a number has too many digits"
+
+
+def _too_deep(limit: int) -> InvalidRequest:
+    return InvalidRequest(f"the request body is nested deeper than {limit} levels, the limit")
+
+
+def _short(key: str) -> str:
+    shown = key if len(key) <= 40 else key[:40] + "..."
+    return repr(shown.encode("utf-8", "replace").decode())

@@ -1,0 +1,167 @@
+"""One HTTP exchange as the endpoints see it, and the shape of every answer.
+
+Error bodies are OpenAI's: {"error": {"message", "type", "param", "code"}}
+(https://platform.openai.com/docs/guides/error-codes, checked against openai-python's `_exceptions.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from cairn.errors import CairnError, RequestTimeout, TooLarge
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+JSON = (b"content-type", b"application/json")
+TEXT = (b"content-type", b"text/plain; charset=utf-8")
+encode = msgspec.json.Encoder().encode
+
+
+class Disconnected(Exception):
+    """The client is gone; nobody is left to answer."""
+
+
+def error_body(error: CairnError) -> dict[str, Any]:
+    """The error in OpenAI's shape."""
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 499: "cancelled"}
+    fallback = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = kinds.get(error.status, fallback)
+    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": error.code}}
+
+
+def retry_after(error: CairnError) -> Headers:
+    """The Retry-After header in whole seconds, rounded up, where the error knows it."""
+    if error.retry_after is None:
+        return []
+    return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
+
+
+class Call:
+    """One request and its answer: a thin layer over ASGI that puts the request id on every response.
+
+    `id` is 16 hexadecimal digits, unique for ever; `tenant` and `salt` are set by the access layer.
+    """
+
+    __slots__ = ("_receive", "_send", "headers", "id", "number", "path", "salt", "scope", "started", "tenant")
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, number: int) -> None:
+        self.scope = scope
+        self.path: str = scope["path"]
+        self.number = number
+        self.id = f"{number:016x}"
+        self.headers: Headers = []
+        """Sent with every answer beside the endpoint's own (CORS)."""
+        self.tenant = "default"
+        self.salt = b""
+        self.started = False
+        self._receive = receive
+        self._send = send
+
+    def header(self, name: bytes) -> bytes | None:
+        """The value of a request header, the first if it came twice."""
+        for key, value in self.scope["headers"]:
+            if key == name:
+                return bytes(value)
+        return None
+
+    async def body(self, limit: int) -> bytes:
+        """The whole request body; TooLarge beyond `limit` bytes, Disconnected if the client left."""
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise Disconnected
+            part = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise too_large(limit)
+            parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def gone(self) -> None:
+        """Return once the client has closed the connection. Call only after the body was read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def respond(self, status: int, body: bytes, headers: Headers) -> None:
+        """A whole answer."""
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def json(self, value: Any, status: int = 200) -> None:
+        """A whole answer as JSON."""
+        await self.respond(status, encode(value), [JSON])
+
+    async def fail(self, error: CairnError, headers: Headers | None = None) -> None:
+        """A whole answer that reports an error."""
+        extra = [JSON, *(headers or ()), *retry_after(error)]
+        await self.respond(error.status, encode(error_body(error)), extra)
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """Status and headers of an answer whose body follows by `write`."""
+        self.started = True
+        headers = [*headers, *self.headers, (b"x-request-id", self.id.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes, more: bool = True) -> None:
+        """A piece of the body; waits while the client reads too slowly."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def too_large(limit: int) -> TooLarge:
+    """The error for a body over `limit` bytes."""
+    return TooLarge(f"the request body is larger than {limit} bytes, the limit")
+
+
+def too_slow(what: str, seconds: float) -> RequestTimeout:
+    """The error for headers or a body that did not arrive in time."""
+    return RequestTimeout(f"the {what} did not arrive within {seconds:g} seconds, the limit")
+
+
+class Watch:
+    """While entered, cancels the current task as soon as the client disconnects.
+
+    `left` tells that this happened; the cancellation then ends here. Call `stop` before the last piece of the answer.
+    """
+
+    __slots__ = ("_call", "_main", "_task", "left")
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.left = False
+
+    async def __aenter__(self) -> Watch:
+        task = asyncio.current_task()
+        assert task is not None
+        self._main = task
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def _run(self) -> None:
+        await self._call.gone()
+        self.left = True
+        self._main.cancel()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        if not self.left:
+            self._task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        self.stop()
+        if not self.left:
+            return False
+        if self._main.cancelling() and self._main.uncancel() > 0:
+            return False
+        return kind is not None and issubclass(kind, asyncio.CancelledError)
