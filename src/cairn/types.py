@@ -231,6 +231,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling = RopeScaling()
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """Of the gated MLP."""
     qk_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
