@@ -1,0 +1,59 @@
+"""SHA-256 of files, remembered by (path, size, mtime, inode) so that a start does not hash gigabytes again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from cairn.errors import ModelFileError
+
+REMEMBER_FROM = 64 << 20
+"""Bytes: smaller files are hashed each time, which takes at most some 30 ms."""
+
+
+def file_digest(path: Path) -> bytes:
+    """SHA-256 of a file's bytes. Raises `ModelFileError` if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            if stat.st_size < REMEMBER_FROM:
+                return hashlib.file_digest(file, "sha256").digest()
+            key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
+            known = _load()
+            if key in known:
+                return bytes.fromhex(known[key])
+            digest = hashlib.file_digest(file, "sha256").digest()
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read ({error.strerror})") from None
+    _save(known | {key: digest.hex()})
+    return digest
+
+
+def memory_path() -> Path:
+    """Where digests are remembered: derived data, safe to delete."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if cache else Path.home() / ".cache") / "cairn" / "digests.json"
+
+
+def _load() -> dict[str, str]:
+    """What was remembered; anything in doubt is forgotten, which costs one more hash."""
+    try:
+        known = json.loads(memory_path().read_bytes())
+        return {key: value for key, value in known.items() if len(bytes.fromhex(value)) == 32}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, RuntimeError):
+        return {}
+
+
+def _save(known: dict[str, str]) -> None:
+    """Best effort: a home that cannot be written costs a hash at every start and nothing else."""
+    with contextlib.suppress(OSError, RuntimeError):
+        path = memory_path()
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, temporary = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w") as file:
+            json.dump(known, file)
+        os.replace(temporary, path)

@@ -1,0 +1,105 @@
+"""Reading a model folder's small files: bounded, typed, and never executed.
+
+Whatever is wrong becomes one `ModelFileError` sentence that names the file, the field and what was expected.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from cairn.errors import ModelFileError
+
+MAX_JSON_BYTES = 256 << 20
+"""Larger JSON files are refused: the largest real one, a tokenizer.json, has about 35 MB."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises `ModelFileError` if it is missing, unreadable, too large or no object."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelFileError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB, which no model's JSON file is")
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise ModelFileError(f"{path}: the file is missing") from None
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read ({error.strerror})") from None
+    return parse_object(text, path)
+
+
+def parse_object(text: bytes, path: Path) -> dict[str, Any]:
+    """The JSON object in `text`; `path` is for the message only."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path}: not valid JSON ({type(error).__name__}: {str(error)[:120]})") from None
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+class Fields:
+    """Typed access to the fields of a JSON object. A wrong type or range raises `ModelFileError`."""
+
+    __slots__ = ("path", "prefix", "values")
+
+    def __init__(self, values: dict[str, Any], path: Path, prefix: str = "") -> None:
+        self.values = values
+        self.path = path
+        self.prefix = prefix
+
+    def error(self, name: str, expected: str) -> ModelFileError:
+        """An error about one field: what it should be, and what it is."""
+        found = repr(self.values[name])[:80] if name in self.values else "nothing"
+        return ModelFileError(f"{self.path}: {self.prefix}{name} must be {expected}, found {found}")
+
+    def has(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self.values.get(name) is not None
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        """A whole number in [low, high]; without a default the field is required."""
+        value = self.values[name] if self.has(name) else default
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.error(name, f"a whole number from {low} to {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
+        """A finite number in [low, high]; without a default the field is required."""
+        value = self.values[name] if self.has(name) else default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(name, f"a number from {low:g} to {high:g}")
+        if not math.isfinite(value) or not low <= value <= high:
+            raise self.error(name, f"a number from {low:g} to {high:g}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self.values[name] if self.has(name) else default
+        if not isinstance(value, bool):
+            raise self.error(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """A string."""
+        value = self.values[name] if self.has(name) else default
+        if not isinstance(value, str):
+            raise self.error(name, "a string")
+        return value
+
+    def ids(self, name: str, vocab: int) -> tuple[int, ...]:
+        """One token id or a list of them, each below `vocab`; empty if the field is not there."""
+        value = self.values.get(name)
+        found = [] if value is None else value if isinstance(value, list) else [value]
+        if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < vocab for one in found):
+            raise self.error(name, f"a token id or a list of token ids below {vocab}")
+        return tuple(dict.fromkeys(found))
+
+    def object(self, name: str) -> Fields:
+        """A nested object; empty if the field is not there."""
+        value = self.values[name] if self.has(name) else {}
+        if not isinstance(value, dict):
+            raise self.error(name, "an object")
+        return Fields(value, self.path, f"{self.prefix}{name}.")

@@ -1,0 +1,273 @@
+"""config.json, generation_config.json and tokenizer files -> `ModelSpec`.
+
+Field names and defaults are those of transformers' configuration classes (`configuration_llama.py` and its
+siblings, `modeling_rope_utils.py`). Families are rows of one table; a family whose meaning is not built is refused
+by name, and so is anything in a config that would change a number and is not understood.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from cairn.errors import ModelError, ModelFileError
+from cairn.models.digests import file_digest
+from cairn.models.files import Fields, read_json
+from cairn.types import CacheGroup, ModelSpec, RopeScaling
+
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""`hidden_act` as configs spell it -> the kernels' name."""
+
+ROPE_SCALINGS: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
+    "default": "none",
+    "linear": "linear",
+    "llama3": "llama3",
+    "yarn": "yarn",
+}
+"""`rope_type` as configs spell it -> `RopeScaling.kind`."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+
+_MAX_CONTEXT = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture differs from the plain decoder. A string names the config field that decides."""
+
+    qkv_bias: bool | str = False
+    out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    head_dim: int | None = None
+    """Default head size; None: hidden_size / num_attention_heads."""
+    kv_heads: int | None = None
+    """Default of num_key_value_heads; None: num_attention_heads."""
+    window: Literal["none", "all", "by layer"] = "none"
+    """Which layers `sliding_window` limits."""
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
+    "MistralForCausalLM": Family(kv_heads=8, window="all"),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, kv_heads=32, window="by layer"),
+    "Qwen3ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        head_dim=128,
+        kv_heads=32,
+        window="by layer",
+    ),
+}
+
+
+def load_spec(folder: Path) -> ModelSpec:
+    """The spec of the model in a folder. Reads every file once to know the model's identity.
+
+    Raises `ModelFileError` for a missing or wrong file or field, `ModelError` for an architecture or an option of
+    one that is not built.
+    """
+    if not folder.is_dir():
+        raise ModelFileError(f"{folder}: expected a folder with config.json, a tokenizer and safetensors files")
+    config = Fields(read_json(folder / "config.json"), folder / "config.json")
+    architecture, family = _family(config)
+    heads = config.integer("num_attention_heads", 1, 1 << 14)
+    hidden = config.integer("hidden_size", 1, 1 << 20)
+    layers = config.integer("num_hidden_layers", 1, 1 << 12)
+    vocab = config.integer("vocab_size", 1, 1 << 24)
+    rope, theta, context = _rope(config)
+    spec = ModelSpec(
+        name=folder.resolve().name,
+        architecture=architecture,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=config.integer("num_key_value_heads", 1, heads, family.kv_heads or heads),
+        head_dim=config.integer("head_dim", 2, 1 << 14, family.head_dim or hidden // heads),
+        ffn=config.integer("intermediate_size", 1, 1 << 22),
+        vocab=vocab,
+        context=context,
+        norm_eps=config.number("rms_norm_eps", 0.0, 1.0, 1e-6),
+        rope_theta=theta,
+        rope_scaling=rope,
+        activation=_activation(config),
+        qk_norm=family.qk_norm,
+        qkv_bias=_bias(config, family.qkv_bias),
+        out_bias=_bias(config, family.out_bias),
+        mlp_bias=_bias(config, family.mlp_bias),
+        tied=config.flag("tie_word_embeddings", False),
+        groups=_groups(config, family, layers, context),
+        eos_ids=_eos(config, folder, vocab),
+        bos_id=next(iter(config.ids("bos_token_id", vocab)), None),
+        defaults=_defaults(folder),
+    )
+    if spec.heads % spec.kv_heads:
+        raise config.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
+    if spec.head_dim % 2:
+        raise config.error("head_dim", "an even number, because rotary positions turn pairs")
+    return msgspec.structs.replace(spec, identity=_identity(spec, folder))
+
+
+def _family(config: Fields) -> tuple[str, Family]:
+    named = config.values.get("architectures")
+    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
+        raise config.error("architectures", "a list with one architecture name")
+    if named[0] not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ModelError(f"{config.path}: the architecture {named[0][:80]!r} is not supported; supported are {known}")
+    if config.has("quantization_config"):
+        raise ModelError(f"{config.path}: quantised safetensors (quantization_config) are not supported")
+    return named[0], FAMILIES[named[0]]
+
+
+def _bias(config: Fields, rule: bool | str) -> bool:
+    return config.flag(rule, False) if isinstance(rule, str) else rule
+
+
+def _activation(config: Fields) -> Literal["silu", "gelu_tanh"]:
+    name = config.text("hidden_act", "silu")
+    if name not in ACTIVATIONS:
+        raise ModelError(
+            f"{config.path}: hidden_act {name[:80]!r} is not supported; supported are {', '.join(sorted(ACTIVATIONS))}"
+        )
+    return ACTIVATIONS[name]
+
+
+def _rope(config: Fields) -> tuple[RopeScaling, float, int]:
+    """Rope scaling, theta, and the context that the scaling gives."""
+    old, new = config.object("rope_scaling"), config.object("rope_parameters")
+    rope = new if new.values else old
+    theta = (rope if rope.has("rope_theta") else config).number("rope_theta", 1.0, 1e15, 10000.0)
+    trained = config.integer("max_position_embeddings", 1, _MAX_CONTEXT)
+    for place in (rope, config):
+        if place.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
+            raise ModelError(f"{config.path}: partial_rotary_factor other than 1 is not supported")
+    named = rope.text("rope_type", rope.text("type", "default"))
+    if named not in ROPE_SCALINGS:
+        raise ModelError(
+            f"{config.path}: rope scaling {named[:80]!r} is not supported; supported are {', '.join(ROPE_SCALINGS)}"
+        )
+    kind = ROPE_SCALINGS[named]
+    if kind == "none":
+        return RopeScaling(), theta, trained
+    original = trained
+    if kind != "linear":
+        outer = config if config.has("original_max_position_embeddings") else rope
+        original = outer.integer("original_max_position_embeddings", 1, _MAX_CONTEXT, trained)
+    implied = trained / original if kind == "yarn" and not rope.has("factor") else None
+    factor = rope.number("factor", 1e-3, 1e6, implied)
+    scaling = RopeScaling(
+        kind=kind,
+        factor=factor,
+        original_context=original,
+        low_freq_factor=rope.number("low_freq_factor", 1e-6, 1e6) if kind == "llama3" else 1.0,
+        high_freq_factor=rope.number("high_freq_factor", 1e-6, 1e6) if kind == "llama3" else 4.0,
+        beta_fast=rope.number("beta_fast", 0.0, 1e6, 32.0) or 32.0,
+        beta_slow=rope.number("beta_slow", 0.0, 1e6, 1.0) or 1.0,
+        attention_factor=rope.number("attention_factor", 1e-6, 1e6) if rope.has("attention_factor") else None,
+        mscale=rope.number("mscale", 0.0, 1e6) if rope.has("mscale") else None,
+        mscale_all_dim=rope.number("mscale_all_dim", 0.0, 1e6) if rope.has("mscale_all_dim") else None,
+        truncate=rope.flag("truncate", True),
+    )
+    if scaling.low_freq_factor >= scaling.high_freq_factor:
+        raise rope.error("low_freq_factor", f"less than high_freq_factor ({scaling.high_freq_factor:g})")
+    # llama3 configs state the scaled length; linear and yarn ones may still state the length before scaling.
+    scaled = trained if kind == "llama3" else max(trained, math.floor(original * factor))
+    return scaling, theta, min(scaled, _MAX_CONTEXT)
+
+
+def _groups(config: Fields, family: Family, layers: int, context: int) -> tuple[CacheGroup, ...]:
+    """Layers by cache kind. A window that no context can outgrow is full attention."""
+    limited: list[int] = []
+    window = 0
+    if family.window == "all":
+        # A missing field means transformers' default; an explicit null means full attention.
+        if "sliding_window" not in config.values or config.has("sliding_window"):
+            window = config.integer("sliding_window", 1, _MAX_CONTEXT, 4096)
+            limited = list(range(layers))
+    elif family.window == "by layer" and config.flag("use_sliding_window", False):
+        window = config.integer("sliding_window", 1, _MAX_CONTEXT, 4096)
+        limited = _window_layers(config, layers)
+    if window >= context:
+        limited = []
+    full = [layer for layer in range(layers) if layer not in set(limited)]
+    groups = [CacheGroup(kind="full", layers=tuple(full))] if full else []
+    if limited:
+        groups.append(CacheGroup(kind="window", layers=tuple(limited), window=window))
+    return tuple(groups)
+
+
+def _window_layers(config: Fields, layers: int) -> list[int]:
+    if not config.has("layer_types"):
+        return list(range(config.integer("max_window_layers", 0, 1 << 12, 28), layers))
+    kinds = config.values["layer_types"]
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise config.error("layer_types", f"a list of {layers} entries, each full_attention or sliding_attention")
+    return [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+
+
+def _eos(config: Fields, folder: Path, vocab: int) -> tuple[int, ...]:
+    """Ids that end a generation: generation_config.json first, then config.json, then the tokenizer's eos_token."""
+    path = folder / "generation_config.json"
+    if path.exists() and (found := Fields(read_json(path), path).ids("eos_token_id", vocab)):
+        return found
+    if found := config.ids("eos_token_id", vocab):
+        return found
+    path = folder / "tokenizer_config.json"
+    if not path.exists():
+        return ()
+    tokenizer = Fields(read_json(path), path)
+    token = tokenizer.values.get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    for number, added in tokenizer.object("added_tokens_decoder").values.items():
+        is_eos = isinstance(added, dict) and content is not None and added.get("content") == content
+        if is_eos and number.isdecimal() and int(number[:12]) < vocab:
+            return (int(number[:12]),)
+    return ()
+
+
+def _defaults(folder: Path) -> dict[str, float]:
+    """Sampling defaults of generation_config.json. An explicit `do_sample: false` is temperature 0."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return {}
+    fields = Fields(read_json(path), path)
+    bounds = {
+        "temperature": (0.0, 100.0),
+        "top_k": (0, 1 << 24),
+        "top_p": (1e-9, 1.0),
+        "min_p": (0.0, 1.0),
+        "repetition_penalty": (1e-3, 100.0),
+    }
+    found = {name: fields.number(name, low, high) for name, (low, high) in bounds.items() if fields.has(name)}
+    if fields.has("do_sample") and not fields.flag("do_sample", True):
+        found["temperature"] = 0.0
+    return found
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The folder's safetensors files in a fixed order; the index's own order is irrelevant."""
+    return sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+
+
+def _identity(spec: ModelSpec, folder: Path) -> bytes:
+    """SHA-256 over the spec's facts, the weights and the tokenizer. Names, sampling defaults and EOS change no KV."""
+    facts = msgspec.structs.replace(spec, name="", defaults={}, eos_ids=(), identity=b"")
+    digest = hashlib.sha256(b"cairn-model-1\0")
+    digest.update(hashlib.sha256(msgspec.json.encode(facts, order="sorted")).digest())
+    tokenizer = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    for path in [*weight_files(folder), *tokenizer]:
+        # The index only says which file holds a tensor, so the files themselves say everything.
+        digest.update(path.name.encode() + b"\0" + file_digest(path))
+    return digest.digest()
