@@ -138,12 +138,9 @@ def _choose(rows: list[Row], logits: Floats) -> list[int | None]:
     for begin in range(0, len(whole), _SLICE):
         part = whole[begin : begin + _SLICE]
         temperature = np.array([rows[i].sampling.temperature for i in part], np.float32)
-        scaled = logits[part]
-        scaled -= peak[part, None]
-        scaled /= temperature[:, None]
-        sums = np.cumsum(np.exp(scaled, out=scaled), axis=1, dtype=np.float64)
-        for i, running in zip(part, sums, strict=True):
-            tokens[i] = _invert(running, _draw(rows[i]))
+        scaled = (logits[part] - peak[part, None]) / temperature[:, None]
+        for i, token in zip(part, _draw_whole(scaled, [_draw(rows[i]) for i in part]), strict=True):
+            tokens[i] = token
     return tokens
 
 
@@ -179,34 +176,93 @@ def _adjust(row: Row, logits: Floats) -> None:
         logits[[token for token in params.stop_token_ids if token < vocab]] = -np.inf
 
 
+def _lanes(vocab: int) -> int:
+    """Columns that a row of logits is dealt into, a power of two near the root of `vocab`."""
+    return 1 << (vocab.bit_length() // 2)
+
+
+def _draw_whole(scaled: Floats, draws: list[float]) -> list[int]:
+    """Draw one token a row of `scaled` [rows, vocab], whose maxima are 0, with weight exp(scaled).
+
+    A running sum over the vocabulary is slow in numpy. So token t is dealt to column t mod lanes, a column is drawn by
+    its sum, then a token within the column: the same distribution for two short running sums.
+    """
+    count, vocab = scaled.shape
+    lanes = _lanes(vocab)
+    weights = np.zeros((count, -(-vocab // lanes) * lanes), np.float32)
+    np.exp(scaled, out=weights[:, :vocab])
+    dealt = weights.reshape(count, -1, lanes)
+    columns = np.cumsum(dealt.sum(axis=1), axis=1, dtype=np.float64)
+    tokens = []
+    for sums, table, u in zip(columns, dealt, draws, strict=True):
+        column = _invert(sums, u)
+        before = float(sums[column - 1]) if column else 0.0
+        inner = min((u * float(sums[-1]) - before) / (float(sums[column]) - before), 1.0)
+        tokens.append(_invert(np.cumsum(table[:, column], dtype=np.float64), inner) * lanes + column)
+    return tokens
+
+
+def _by_rank(values: Floats, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """`ids` (ascending) ordered by their `values`, highest first, equal values by id.
+
+    Value and id become one integer, the value's bits mapped so that integers order as floats do: sorting integers is
+    several times faster here than a stable argsort.
+    """
+    bits = (np.float32(0) - values).view(np.int32).astype(np.int64)
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    return np.sort((bits << 32) | ids) & 0xFFFFFFFF
+
+
+def _ranked(scaled: Floats, count: int) -> NDArray[np.int64]:
+    """The ids of the `count` highest of one row [vocab], ordered by rank; `count` <= vocab."""
+    vocab = len(scaled)
+    lanes = _lanes(vocab)
+    if count > lanes:
+        return _by_rank(scaled, np.arange(vocab))[:count]
+    # The count-th highest of any `lanes` distinct tokens is a lower bound: take each column's maximum.
+    heads = scaled[: vocab // lanes * lanes].reshape(-1, lanes).max(axis=0)
+    kept = np.flatnonzero(scaled >= np.partition(heads, lanes - count)[lanes - count])
+    return _by_rank(scaled[kept], kept)[:count]
+
+
+def _nucleus(scaled: Floats, top_p: float) -> tuple[NDArray[np.int64], float]:
+    """The ids that hold the `top_p` most likely mass of one row [vocab] by rank, perhaps some more, and the whole mass.
+
+    They are looked for among the highest few first. Failing that, tokens below (1 - top_p) / vocab of the mass are
+    dropped before sorting: all of them together are less than the tail that top-p cuts.
+    """
+    weights = np.exp(scaled)
+    mass = float(weights.sum(dtype=np.float64))
+    few = _ranked(scaled, _lanes(len(scaled)))
+    if float(weights[few].sum(dtype=np.float64)) >= top_p * mass:
+        return few, mass
+    kept = np.flatnonzero(weights >= mass * (1 - top_p) / len(scaled))
+    return _by_rank(scaled[kept], kept), mass
+
+
 def _draw_kept(scaled: Floats, params: SamplingParams, u: float) -> int:
     """Draw among the tokens that top-k, then top-p, then min-p keep. `scaled` is one row [vocab] with maximum 0.
 
-    Candidates are ordered by logit, equal ones by id. Sorting the whole vocabulary is avoided: tokens that cannot be
-    kept are dropped first. For top-p these are the ones below (1 - top_p) / vocab of the mass, because all of them
-    together are less than the tail that top-p cuts.
+    Each filter keeps a prefix of the tokens ordered by logit, equal ones by id.
     """
     vocab = len(scaled)
+    lowest = math.log(params.min_p) if params.min_p > 0 else -math.inf
     mass = None
     if 0 < params.top_k < vocab:
-        kept = np.flatnonzero(scaled >= np.partition(scaled, vocab - params.top_k)[vocab - params.top_k])
+        kept = _ranked(scaled, params.top_k)
     elif params.top_p < 1:
-        weights = np.exp(scaled)
-        mass = float(weights.sum(dtype=np.float64))
-        kept = np.flatnonzero(weights >= mass * (1 - params.top_p) / vocab)
+        kept, mass = _nucleus(scaled, params.top_p)
     else:
-        kept = np.flatnonzero(scaled >= math.log(params.min_p))
-    kept = kept[np.argsort(-scaled[kept], kind="stable")]
-    if params.top_k:
-        kept = kept[: params.top_k]
-    weights = np.exp(scaled[kept]).astype(np.float64)
-    running = np.cumsum(weights)
+        kept = np.flatnonzero(scaled >= lowest)
+        kept = _by_rank(scaled[kept], kept)
+    running = np.cumsum(np.exp(scaled[kept]), dtype=np.float64)
     count = len(kept)
     if params.top_p < 1:
         # A token stays while the mass before it is short of top_p; the first always stays.
-        count = int(np.searchsorted(running, params.top_p * (running[-1] if mass is None else mass), side="left")) + 1
+        goal = params.top_p * (float(running[-1]) if mass is None else mass)
+        count = min(count, int(np.searchsorted(running, goal, side="left")) + 1)
     if params.min_p > 0:
-        count = min(count, int(np.count_nonzero(scaled[kept] >= math.log(params.min_p))))
+        count = min(count, int(np.count_nonzero(scaled[kept] >= lowest)))
     return int(kept[_invert(running[:count], u)])
 
 
@@ -220,10 +276,5 @@ def _logprob(logits: Floats, token: int, top: int) -> TokenLogprob:
     """log softmax of one raw row [vocab] at `token`, and its `top` most likely tokens, equal ones by id."""
     peak = logits.max()
     total = float(peak) + math.log(float(np.exp(logits - peak).sum(dtype=np.float64)))
-    best: tuple[tuple[int, float], ...] = ()
-    if top:
-        top = min(top, len(logits))
-        kept = np.flatnonzero(logits >= np.partition(logits, len(logits) - top)[len(logits) - top])
-        kept = kept[np.argsort(-logits[kept], kind="stable")][:top]
-        best = tuple((int(i), float(logits[i]) - total) for i in kept)
+    best = tuple((int(i), float(logits[i]) - total) for i in _ranked(logits, min(top, len(logits)))) if top else ()
     return TokenLogprob(token, float(logits[token]) - total, best)
