@@ -1,0 +1,244 @@
+"""The KV of sequences: open what is cached, grow, publish what was computed, close.
+
+One `BlockPool` and one key chain a cache group, all behind four calls. A hit of length L needs every full-attention
+block of [0, L) and, in a window group, the blocks of the W - 1 positions before L, which are all that position L may
+still read; `open` takes the longest such L. L ends on a block boundary and is less than the sequence: at least one
+token is left to compute, because its logits are wanted and because a shared block is never written to.
+
+Regions of one table (block_tokens = 4, window 6, computed = 18, reserved up to 24):
+
+    window group   [  -1  |  -1  |  -1  | 12..15 | 16..19 ]            -1: passed, given back, still published
+    full group     [ 0..3 | 4..7 | 8..11| 12..15 | 16..19 | 20..23 ]
+                     published --------------------> private -------->
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cairn.engine.base import NO_BLOCK, EngineInfo
+from cairn.kv.blocks import BlockPool
+from cairn.kv.prefix import Chain, root
+from cairn.types import CacheGroup
+
+PATIENCE = 32
+"""How often `awaits` says yes while the sequence that computes the block makes no progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUse:
+    """Blocks of one group's pool. `free + cached + held` is its size."""
+
+    free: int
+    cached: int
+    held: int
+
+
+class Context:
+    """One sequence's hold on the cache: its block tables and the keys of its full blocks.
+
+    Made once a sequence by `Cache.context`; the keys stay while it is closed and opened again.
+    """
+
+    __slots__ = ("awaited", "capacity", "chains", "claimed", "patience", "published", "seen", "tables")
+
+    def __init__(self, chains: tuple[Chain, ...]) -> None:
+        self.chains = chains
+        self.tables: tuple[list[int], ...] = tuple([] for _ in chains)
+        """One table a group; `NO_BLOCK` where a window has passed."""
+        self.published = [0] * len(chains)
+        """Leading blocks of each table that keys find, or that a window has passed."""
+        self.capacity = 0
+        """Positions that every table covers."""
+        self.claimed = range(0)
+        """Blocks that this sequence is computing: others that need one of them may wait for it."""
+        self.awaited: bytes | None = None
+        """Key of the block that this sequence waits for."""
+        self.seen = -1
+        """How far the sequence that computes that block had got at the last look."""
+        self.patience = PATIENCE
+
+
+class Cache:
+    """All block pools of one engine. One thread."""
+
+    def __init__(self, info: EngineInfo) -> None:
+        self.info = info
+        self._groups = info.groups
+        self._block_tokens = info.block_tokens
+        self._identity = info.identity
+        self.pools = tuple(BlockPool(blocks) for blocks in info.blocks)
+        self._computing: dict[bytes, Context] = {}
+        """Who computes the block with this key (of the first group's chain) now."""
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence that fits when it has every pool to itself, in tokens."""
+        spans = (self._span(group) for group in self._groups)
+        sizes = (pool.size for pool in self.pools)
+        limits = [size * self._block_tokens for size, span in zip(sizes, spans, strict=True) if not span or size < span]
+        return min(limits, default=1 << 62)
+
+    def use(self) -> tuple[GroupUse, ...]:
+        """Blocks free, cached and held, a group."""
+        return tuple(GroupUse(pool.free, pool.cached, pool.held) for pool in self.pools)
+
+    def context(self, salt: bytes) -> Context:
+        """A context that holds nothing yet. Contexts of different salts share nothing."""
+        size = self._block_tokens
+        return Context(tuple(Chain(root(self._identity, salt, group, size), size) for group in self._groups))
+
+    def awaits(self, context: Context, tokens: Sequence[int]) -> bool:
+        """Whether another sequence is computing the first block that `open` would not find.
+
+        Waiting for it is bounded: the answer becomes no when that block is published, when its sequence is closed (the
+        next to open computes it then), and after `PATIENCE` calls in which that sequence got no further.
+        """
+        if context.awaited is None or context.awaited not in self._computing:
+            hit = self._hit(context, tokens)
+            if hit >= (len(tokens) - 1) // self._block_tokens:
+                return False
+            context.awaited = context.chains[0].key(hit, tokens)
+        owner = self._computing.get(context.awaited)
+        if owner is None:
+            context.awaited = None
+            return False
+        if owner.published[0] != context.seen:
+            context.seen, context.patience = owner.published[0], PATIENCE
+        context.patience -= 1
+        return context.patience >= 0
+
+    def open(self, context: Context, tokens: Sequence[int], *, reuse: bool = True, spare: int = 0) -> int | None:
+        """Hold the longest cached prefix of `tokens`, and blocks for all the rest of them in the full groups.
+
+        Returns the tokens covered, or None with nothing held where that leaves fewer than `spare` blocks available in a
+        pool. Window groups grow as they are computed; here they only need room for one window. Without `reuse`
+        nothing cached is used, and everything is computed.
+        """
+        size = self._block_tokens
+        hit = self._hit(context, tokens) if reuse else 0
+        self._hold_prefix(context, tokens, hit)
+        wanted = -(-len(tokens) // size) - hit
+        for group, pool in zip(self._groups, self.pools, strict=True):
+            span = self._span(group)
+            if (min(wanted, span) if span else wanted) + spare > pool.available:
+                self.close(context, tokens)
+                return None
+        for group, pool, table in zip(self._groups, self.pools, context.tables, strict=True):
+            if group.kind == "full":
+                table.extend(pool.take(wanted))
+        self._measure(context)
+        context.claimed = range(hit, len(tokens) // size)
+        for index in context.claimed:
+            self._computing.setdefault(context.chains[0].key(index, tokens), context)
+        context.awaited = None
+        return hit * size
+
+    def grow(self, context: Context, end: int) -> bool:
+        """Make every table cover `end` positions: all of them, or none and False."""
+        blocks = -(-end // self._block_tokens)
+        pairs = tuple(zip(self.pools, context.tables, strict=True))
+        if any(blocks - len(table) > pool.available for pool, table in pairs):
+            return False
+        for pool, table in pairs:
+            if blocks > len(table):
+                table.extend(pool.take(blocks - len(table)))
+        self._measure(context)
+        return True
+
+    def publish(self, context: Context, tokens: Sequence[int], computed: int) -> None:
+        """Let others find the full blocks of the first `computed` positions, and give back what a window has passed.
+
+        Call it after the step that computed them, never before. A partly filled block stays private.
+        """
+        full = computed // self._block_tokens
+        for number, (group, pool, table) in enumerate(zip(self._groups, self.pools, context.tables, strict=True)):
+            done = context.published[number]
+            while done < full:
+                if table[done] != NO_BLOCK:
+                    part = tokens[done * self._block_tokens : (done + 1) * self._block_tokens]
+                    block = pool.publish(table[done], context.chains[number].key(done, tokens), part)
+                    if block is None:
+                        break
+                    table[done] = block
+                done += 1
+            context.published[number] = done
+            self._give_back_passed(group, pool, table, computed)
+        self._unclaim(context, tokens, context.published[0])
+
+    def close(self, context: Context, tokens: Sequence[int]) -> None:
+        """Give back everything. What was published stays findable until its blocks are needed."""
+        self._unclaim(context, tokens, context.claimed.stop)
+        for pool, table in zip(self.pools, context.tables, strict=True):
+            pool.release(block for block in reversed(table) if block != NO_BLOCK)
+        context.tables = tuple([] for _ in self.pools)
+        context.published = [0] * len(self.pools)
+        context.capacity = 0
+        context.awaited = None
+
+    def _span(self, group: CacheGroup) -> int:
+        """Most blocks that one position of a window group reads or writes; 0 for full attention, which has no bound."""
+        return -(-(group.window - 1) // self._block_tokens) + 1 if group.kind == "window" else 0
+
+    def _first_read(self, group: CacheGroup, position: int) -> int:
+        """The first block that `position` and those after it still read."""
+        return max(0, position - group.window + 1) // self._block_tokens if group.kind == "window" else 0
+
+    def _hit(self, context: Context, tokens: Sequence[int]) -> int:
+        """Blocks in the longest usable prefix that every group has."""
+        hit = (len(tokens) - 1) // self._block_tokens
+        for number, group in enumerate(self._groups):
+            if group.kind == "full":
+                hit = next((i for i in range(hit) if self._find(context, number, i, tokens) is None), hit)
+        while hit:
+            gap = self._window_gap(context, tokens, hit)
+            if gap is None:
+                return hit
+            hit = gap
+        return 0
+
+    def _window_gap(self, context: Context, tokens: Sequence[int], hit: int) -> int | None:
+        """The last block that a window group lacks for a hit of `hit` blocks; any shorter hit must end before it."""
+        for number, group in enumerate(self._groups):
+            if group.kind == "window":
+                for index in range(hit - 1, self._first_read(group, hit * self._block_tokens) - 1, -1):
+                    if self._find(context, number, index, tokens) is None:
+                        return index
+        return None
+
+    def _find(self, context: Context, number: int, index: int, tokens: Sequence[int]) -> int | None:
+        at = index * self._block_tokens
+        key = context.chains[number].key(index, tokens)
+        return self.pools[number].find(key, tokens[at : at + self._block_tokens])
+
+    def _hold_prefix(self, context: Context, tokens: Sequence[int], hit: int) -> None:
+        for number, (group, pool, table) in enumerate(zip(self._groups, self.pools, context.tables, strict=True)):
+            first = self._first_read(group, hit * self._block_tokens)
+            table.extend([NO_BLOCK] * first)
+            for index in range(first, hit):
+                block = self._find(context, number, index, tokens)
+                assert block is not None, "a block that _hit saw is gone"
+                pool.hold(block)
+                table.append(block)
+            context.published[number] = hit
+
+    def _give_back_passed(self, group: CacheGroup, pool: BlockPool, table: list[int], computed: int) -> None:
+        """Drop the blocks that no position from `computed` on reads. They stay findable."""
+        index = self._first_read(group, computed) - 1
+        while index >= 0 and table[index] != NO_BLOCK:
+            pool.release((table[index],))
+            table[index] = NO_BLOCK
+            index -= 1
+
+    def _unclaim(self, context: Context, tokens: Sequence[int], stop: int) -> None:
+        """Stop computing blocks before `stop` for others: they are published, or the sequence ends."""
+        claimed = context.claimed
+        for index in range(claimed.start, min(stop, claimed.stop)):
+            key = context.chains[0].key(index, tokens)
+            if self._computing.get(key) is context:
+                del self._computing[key]
+        context.claimed = range(max(claimed.start, min(stop, claimed.stop)), claimed.stop)
+
+    def _measure(self, context: Context) -> None:
+        context.capacity = min(len(table) for table in context.tables) * self._block_tokens

@@ -1,0 +1,305 @@
+"""Who computes what in the next step: `plan`, run it, `commit`, again.
+
+A step is one engine call of at most `step_tokens` tokens: every running sequence that only needs its next token first,
+then the prompts that are being computed, in chunks, then new sequences. Sequences join and leave at every step.
+
+Order is by `rank`, lowest first: the time of arrival, less `AGE_SECONDS` for every level of priority. Waiting therefore
+raises everybody alike, and a request is only ever overtaken by those that arrive within `AGE_SECONDS` times the
+difference in priority after it. One that does not fit is not overtaken at all; one that waits for another to compute
+their common prefix may be, for a bounded time. When blocks run out, the running sequence of the highest rank goes back
+to waiting: it keeps its tokens and its rank and computes its KV again. The one of the lowest rank is never preempted,
+so something always finishes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import msgspec
+
+from cairn.engine.base import Engine, Row, RowResult
+from cairn.errors import Conflict
+from cairn.kv.cache import Cache, GroupUse
+from cairn.seams import Clock
+from cairn.sequence import Sequence, State, check
+from cairn.types import FinishReason, Output, Request, Timing
+from cairn.waiting import WaitingQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the scheduler, named as in `Config`; the engine's own limits apply too."""
+
+    max_running: int = 64
+    step_tokens: int = 512
+    max_queue: int = 256
+    max_queue_tokens: int = 1 << 20
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The scheduler now. Counters are totals since its start."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    groups: tuple[GroupUse, ...]
+    """Blocks, a cache group."""
+    prefix_queries: int
+    """Prompt tokens looked up in the prefix index."""
+    prefix_hits: int
+    """Prompt tokens found there."""
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: the rows for one engine call, and what ended before it. `rows` may be empty; commit it all the same."""
+
+    rows: list[Row]
+    sequences: list[Sequence]
+    """Whose row it is, in the order of `rows`."""
+    ended: list[Output]
+    """Requests that ended without a row: past their deadline, or with nothing left to compute."""
+    started: list[int]
+    """Ids of requests that run for the first time."""
+
+    def run(self, engine: Engine) -> list[RowResult] | Exception:
+        """The engine's results for `rows`, or what it raised; both go to `Scheduler.commit`."""
+        try:
+            if not self.rows:
+                return []
+            if all(row.end - row.start == 1 for row in self.rows):
+                return engine.decode(self.rows).wait()
+            return engine.prefill(self.rows).wait()
+        except Exception as error:
+            return error
+
+
+class Scheduler:
+    """All requests of one engine. One thread; `add`, `drop`, `plan` and `commit` are all that changes anything."""
+
+    def __init__(self, cache: Cache, limits: Limits, clock: Clock) -> None:
+        self._cache = cache
+        self._clock = clock
+        self._step_tokens = min(limits.step_tokens, cache.info.max_tokens)
+        self._max_rows = min(limits.max_running, cache.info.max_rows, self._step_tokens)
+        self._longest = min(cache.info.context, cache.longest)
+        self._sequences: dict[int, Sequence] = {}
+        self._waiting = WaitingQueue(limits.max_queue, limits.max_queue_tokens)
+        self._running: list[Sequence] = []
+        self._planned: Plan | None = None
+        self._next_deadline = math.inf
+        self._serial = itertools.count()
+        self._queries = self._hits = self._preemptions = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no request at all; `plan` returns None exactly then."""
+        return not self._sequences
+
+    def stats(self) -> SchedulerStats:
+        """The scheduler now."""
+        return SchedulerStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            waiting_tokens=self._waiting.tokens,
+            groups=self._cache.use(),
+            prefix_queries=self._queries,
+            prefix_hits=self._hits,
+            preemptions=self._preemptions,
+        )
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises `InvalidRequest` or `ContextTooLong` for one that could never run, `Conflict` for an id in use, and
+        `Overloaded` with the seconds until there will be room when the queue is full.
+        """
+        if request.id in self._sequences:
+            raise Conflict(f"request {request.id} is running already")
+        check(request, self._cache.info, self._longest)
+        self._waiting.check(len(request.prompt) + len(request.generated))
+        now = self._clock.now()
+        kv = self._cache.context(request.salt)
+        sequence = Sequence(request, kv, self._longest, next(self._serial), now)
+        self._sequences[request.id] = sequence
+        self._waiting.push(sequence)
+        self._next_deadline = min(self._next_deadline, sequence.deadline)
+
+    def drop(self, id: int, reason: FinishReason) -> Output | None:
+        """End a request in any state and give back its blocks now; None if there is no such request (any more)."""
+        sequence = self._sequences.get(id)
+        if sequence is None:
+            return None
+        timing = self._end(sequence, State.CANCELLED, self._clock.now())
+        return Output(id=id, finish=reason, timing=timing)
+
+    def plan(self) -> Plan | None:
+        """Choose the rows of the next step and make room for them. None if there is nothing to do at all."""
+        if self._planned is not None:
+            raise RuntimeError("the last plan was not committed")
+        now = self._clock.now()
+        ended, started = self._expire(now), list[int]()
+        preemptions = self._preemptions
+        work: list[tuple[Sequence, int]] = []
+        prompts = []
+        for sequence in tuple(self._running):
+            if sequence.target - sequence.computed > 1:
+                prompts.append(sequence)
+            elif self._fit(sequence, sequence.computed + 1):
+                work.append((sequence, sequence.computed + 1))
+        budget = self._step_tokens - len(work)
+        for sequence in prompts:
+            budget -= self._chunk(sequence, budget, work)
+        if self._preemptions == preemptions:
+            self._admit(work, budget, now, ended, started)
+        else:
+            work = [(sequence, end) for sequence, end in work if sequence.state is State.RUNNING]
+        self._waiting.tick(now)
+        if not work and not ended:
+            return None
+        rows = [sequence.row(end) for sequence, end in work]
+        self._planned = Plan(rows, [sequence for sequence, _ in work], ended, started)
+        return self._planned
+
+    def commit(self, plan: Plan, results: list[RowResult] | Exception) -> list[Output]:
+        """Take the results of the last plan, in the order of its rows, or what the engine raised instead.
+
+        Requests that were dropped in between get nothing. If the engine raised, all requests of the step end with an
+        error; nothing that the step wrote is ever found by a key.
+        """
+        if plan is not self._planned:
+            raise RuntimeError("this is not the plan that was made last")
+        self._planned = None
+        now = self._clock.now()
+        outputs = list(plan.ended)
+        if not isinstance(results, Exception) and len(results) != len(plan.rows):
+            results = RuntimeError(f"{len(results)} results for {len(plan.rows)} rows")
+        for index, (sequence, row) in enumerate(zip(plan.sequences, plan.rows, strict=True)):
+            if sequence.state is not State.RUNNING:
+                continue
+            if isinstance(results, Exception):
+                error = f"the engine failed while it computed this request ({type(results).__name__})"
+                output: Output | None = self._fail(sequence, now, error)
+            else:
+                output = self._advance(sequence, row, results[index], now)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _expire(self, now: float) -> list[Output]:
+        """End what is past its deadline."""
+        if now < self._next_deadline:
+            return []
+        late = [sequence for sequence in self._sequences.values() if sequence.deadline <= now]
+        ended = [
+            Output(id=s.request.id, finish=FinishReason.DEADLINE, timing=self._end(s, State.FAILED, now)) for s in late
+        ]
+        self._next_deadline = min((s.deadline for s in self._sequences.values()), default=math.inf)
+        return ended
+
+    def _fit(self, sequence: Sequence, end: int) -> bool:
+        """Give a running sequence room up to `end`, at the cost of those behind it; False if it was preempted."""
+        while sequence.state is State.RUNNING:
+            if end <= sequence.kv.capacity or self._cache.grow(sequence.kv, end):
+                return True
+            victim = max(self._running, key=Sequence.by_rank)
+            victim.become(State.WAITING)
+            self._cache.close(victim.kv, victim.tokens)
+            victim.computed = 0
+            self._running.remove(victim)
+            self._waiting.push(victim)
+            self._preemptions += 1
+        return False
+
+    def _chunk(self, sequence: Sequence, budget: int, work: list[tuple[Sequence, int]]) -> int:
+        """Plan as much of a prompt as the budget and the blocks allow; returns the tokens."""
+        count = min(budget, sequence.target - sequence.computed)
+        while count > 1 and not self._cache.grow(sequence.kv, sequence.computed + count):
+            count //= 2
+        if count < 1 or not self._fit(sequence, sequence.computed + count):
+            return 0
+        work.append((sequence, sequence.computed + count))
+        return count
+
+    def _admit(
+        self, work: list[tuple[Sequence, int]], budget: int, now: float, ended: list[Output], started: list[int]
+    ) -> None:
+        """Let waiting sequences run, in order, while there is budget, a row and room."""
+        for sequence in self._waiting:
+            if budget < 1 or len(self._running) >= self._max_rows:
+                break
+            finish = sequence.ending()
+            reuse = sequence.scored >= sequence.to_score
+            if finish is None:
+                if reuse and self._cache.awaits(sequence.kv, sequence.tokens):
+                    continue
+                covered = self._cache.open(sequence.kv, sequence.tokens, reuse=reuse, spare=len(self._running))
+                if covered is None:
+                    break
+                sequence.computed = covered
+            sequence.become(State.RUNNING)
+            self._waiting.pop(sequence)
+            self._running.append(sequence)
+            if sequence.admitted is None:
+                sequence.admitted, sequence.cached = now, sequence.computed
+                started.append(sequence.request.id)
+                self._queries += sequence.prompt_len if reuse else 0
+                self._hits += min(sequence.computed, sequence.prompt_len)
+            if finish is None and sequence.computed >= sequence.target:
+                finish = FinishReason.LENGTH
+            if finish is not None:
+                cache, timing = sequence.report(), self._end(sequence, State.FINISHED, now)
+                ended.append(Output(id=sequence.request.id, finish=finish, cache=cache, timing=timing))
+            else:
+                budget -= self._chunk(sequence, budget, work)
+
+    def _advance(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> Output | None:
+        """Take one row's result: what it computed is published, what it sampled is appended."""
+        if result.error:
+            return self._fail(sequence, now, result.error)
+        end = sequence.computed = row.end
+        if end - row.start > 1 or end % self._cache.info.block_tokens == 0:
+            self._cache.publish(sequence.kv, sequence.tokens, end)
+        sequence.scored += len(result.prompt_logprobs)
+        if end < sequence.target:
+            if not result.prompt_logprobs:
+                return None
+            return Output(id=sequence.request.id, prompt_logprobs=result.prompt_logprobs)
+        finish: FinishReason | None = FinishReason.LENGTH
+        tokens: tuple[int, ...] = ()
+        if row.samples:
+            if result.token is None:
+                return self._fail(sequence, now, "the engine gave neither a token nor an error")
+            tokens = (result.token,)
+            sequence.tokens.append(result.token)
+            finish = sequence.ending()
+        cache = None
+        if sequence.first_token is None:
+            sequence.first_token, cache = now, sequence.report()
+        return Output(
+            id=sequence.request.id,
+            tokens=tokens,
+            logprobs=(result.logprob,) if result.logprob is not None and tokens else (),
+            prompt_logprobs=result.prompt_logprobs,
+            finish=finish,
+            cache=cache,
+            timing=self._end(sequence, State.FINISHED, now) if finish is not None else None,
+        )
+
+    def _fail(self, sequence: Sequence, now: float, error: str) -> Output:
+        timing = self._end(sequence, State.FAILED, now)
+        return Output(id=sequence.request.id, finish=FinishReason.ERROR, error=error, timing=timing)
+
+    def _end(self, sequence: Sequence, state: State, now: float) -> Timing:
+        """The one way out: nothing of the request stays here, its blocks are given back."""
+        if sequence.state is State.RUNNING:
+            self._running.remove(sequence)
+        else:
+            self._waiting.discard(sequence)
+        sequence.become(state)
+        self._cache.close(sequence.kv, sequence.tokens)
+        del self._sequences[sequence.request.id]
+        return sequence.timing(now)

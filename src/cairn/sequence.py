@@ -1,0 +1,153 @@
+"""One request while the scheduler has it, and the states it may pass through."""
+
+from __future__ import annotations
+
+import enum
+import math
+
+from cairn.engine.base import EngineInfo, Row
+from cairn.errors import ContextTooLong, InvalidRequest
+from cairn.kv.cache import Context
+from cairn.types import CacheReport, FinishReason, Request, Timing
+
+AGE_SECONDS = 5.0
+"""Waiting that weighs as much as one level of priority."""
+MAX_PRIORITY = 100
+"""Priorities are within ± this, so that `AGE_SECONDS` bounds how long anybody can be overtaken."""
+
+
+class State(enum.Enum):
+    """Where a sequence is. The last three are ends."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+LEGAL: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.RUNNING, State.FAILED, State.CANCELLED}),
+    State.RUNNING: frozenset({State.WAITING, State.FINISHED, State.FAILED, State.CANCELLED}),
+    State.FINISHED: frozenset(),
+    State.FAILED: frozenset(),
+    State.CANCELLED: frozenset(),
+}
+"""Every transition there is; running -> waiting is preemption."""
+
+
+class Sequence:
+    """One request while the scheduler has it: the only place where its tokens and its progress are kept."""
+
+    __slots__ = (
+        "admitted",
+        "arrival",
+        "cached",
+        "computed",
+        "deadline",
+        "first_token",
+        "kv",
+        "limit",
+        "prompt_len",
+        "rank",
+        "request",
+        "scored",
+        "state",
+        "to_score",
+        "tokens",
+    )
+
+    def __init__(self, request: Request, kv: Context, limit: int, serial: int, now: float) -> None:
+        self.request = request
+        self.kv = kv
+        self.limit = limit
+        """Most tokens it may grow to: the context, or what the pools can hold."""
+        self.tokens = [*request.prompt, *request.generated]
+        self.prompt_len = len(request.prompt)
+        self.computed = 0
+        """Leading tokens whose KV is in the tables."""
+        self.state = State.WAITING
+        self.arrival = now
+        self.deadline = math.inf if request.timeout is None else now + request.timeout
+        self.rank = (now - request.priority * AGE_SECONDS, serial)
+        self.admitted: float | None = None
+        self.first_token: float | None = None
+        self.cached: int | None = None
+        """Prompt tokens found in the pool when it first ran; None until then."""
+        self.scored = 0
+        """Prompt log-probabilities given out so far, of `to_score`."""
+        self.to_score = self.prompt_len - 1 if request.sampling.prompt_logprobs and not request.generated else 0
+
+    def by_rank(self) -> tuple[float, int]:
+        """Key of the order in which sequences run: the lowest first."""
+        return self.rank
+
+    @property
+    def target(self) -> int:
+        """Tokens to compute before the next token can be sampled; without `max_tokens`, to score the prompt."""
+        return len(self.tokens) if self.request.sampling.max_tokens else len(self.tokens) - 1
+
+    def become(self, state: State) -> None:
+        """Change the state; anything but a legal transition is a bug of ours."""
+        if state not in LEGAL[self.state]:
+            raise RuntimeError(f"request {self.request.id}: {self.state.value} -> {state.value} is not legal")
+        self.state = state
+
+    def ending(self) -> FinishReason | None:
+        """Why the tokens so far are the last, if they are. A stop token counts as one of the completion's tokens."""
+        sampling = self.request.sampling
+        count = len(self.tokens) - self.prompt_len
+        if not count:
+            return None
+        if self.tokens[-1] in sampling.stop_token_ids and count > sampling.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if count >= sampling.max_tokens or len(self.tokens) >= self.limit else None
+
+    def row(self, end: int) -> Row:
+        """The row that computes up to position `end`."""
+        first = end - 1 if end == len(self.tokens) else None
+        if self.scored < self.to_score:
+            first = max(self.computed, self.scored)
+            first = first if first < end else None
+        request = self.request
+        return Row(
+            self.tokens,
+            self.computed,
+            end,
+            self.kv.tables,
+            first,
+            self.prompt_len,
+            request.sampling,
+            request.choice,
+        )
+
+    def report(self) -> CacheReport:
+        """Where the prompt's KV came from."""
+        pool = min(self.cached or 0, self.prompt_len)
+        return CacheReport(computed=self.prompt_len - pool, pool=pool)
+
+    def timing(self, now: float) -> Timing:
+        """Seconds until it first ran, from there to its first token, and from there to now."""
+        admitted = now if self.admitted is None else self.admitted
+        first = now if self.first_token is None else self.first_token
+        return Timing(queue=admitted - self.arrival, prefill=first - admitted, decode=now - first)
+
+
+def check(request: Request, info: EngineInfo, longest: int) -> None:
+    """Raise `InvalidRequest` for a request that could never run; `longest`: tokens that the KV pools can ever hold."""
+    prompt, completion = len(request.prompt), int(request.sampling.max_tokens > 0)
+    if prompt + completion > info.context:
+        raise ContextTooLong(
+            f"the prompt has {prompt} tokens and the context holds {info.context}, the completion included",
+            field="prompt",
+        )
+    if prompt + completion > longest:
+        raise InvalidRequest(
+            f"the prompt has {prompt} tokens and the KV pool holds {longest}, the completion included; "
+            "a larger --kv-gb makes room",
+            field="prompt",
+        )
+    if not all(0 <= token < info.vocab for part in (request.prompt, request.generated) for token in part):
+        raise InvalidRequest(f"the prompt has a token id outside the vocabulary of {info.vocab}", field="prompt")
+    if abs(request.priority) > MAX_PRIORITY:
+        raise InvalidRequest(f"priority {request.priority} is not within {MAX_PRIORITY} of 0", field="priority")
