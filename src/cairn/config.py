@@ -129,6 +129,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_messages: Annotated[int, Meta(ge=1, description="Most messages in a chat.")] = 4096
     max_tools: Annotated[int, Meta(ge=1, description="Most tools in a chat.")] = 128
     max_choices: Annotated[int, Meta(ge=1, description="Largest n.")] = 8
+    max_prompts: Annotated[int, Meta(ge=1, description="Most prompts in one text completion.")] = 128
     max_connections: Annotated[int, Meta(ge=1, description="Most open connections; more are a 503.")] = 4096
 
 
