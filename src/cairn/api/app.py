@@ -20,7 +20,7 @@ from cairn.api.admin import Admin
 from cairn.api.auth import PREFLIGHT, Access
 from cairn.api.openai import OpenAI
 from cairn.api.registry import Registry
-from cairn.api.reply import Call, Disconnected, Receive, Scope, Send
+from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal
 from cairn.config import Config
 from cairn.errors import CairnError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable
 from cairn.seams import Rng, SystemClock, SystemRng
@@ -71,7 +71,7 @@ class App:
         except Exception as error:
             # The message may quote the prompt, so only its type and the places are logged.
             log.error("request %s: %s\n%s", call.id, type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
-            await self._fail(call, CairnError(f"an internal error; the server's log names request {call.id}"))
+            await self._fail(call, internal(call))
 
     async def _answer(self, call: Call) -> None:
         self._access.cors(call)
@@ -105,8 +105,7 @@ class App:
 
     async def _fail(self, call: Call, error: CairnError) -> None:
         if call.started:
-            log.warning("request %s ended after its answer began: %s", call.id, error.code)
-            raise Disconnected from None
+            return
         headers = [(b"www-authenticate", b"Bearer")] if error.status == 401 else []
         if error.status == 405:
             headers.append((b"allow", str(error.field).encode()))

@@ -129,6 +129,11 @@ def too_slow(what: str, seconds: float) -> RequestTimeout:
     return RequestTimeout(f"the {what} did not arrive within {seconds:g} seconds, the limit")
 
 
+def internal(call: Call) -> CairnError:
+    """The error for what was not foreseen; it tells the client nothing but where to look."""
+    return CairnError(f"an internal error; the server's log names request {call.id}")
+
+
 class Watch:
     """While entered, cancels the current task as soon as the client disconnects.
 

@@ -1,0 +1,171 @@
+"""Everything but generation: models, tokens, requests, health, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from cairn.api.openai import LONG_TEXT, check_model, encode_text, read_json
+from cairn.api.registry import Registry, parse_id
+from cairn.api.reply import Call
+from cairn.api.schemas import (
+    DetokenizeBody,
+    TokenizeBody,
+    check_messages,
+    check_template_args,
+    parse,
+    plain_messages,
+    plain_tools,
+)
+from cairn.config import Config
+from cairn.errors import InvalidRequest, NotFound
+from cairn.metrics import CONTENT_TYPE
+from cairn.service.service import Service
+
+Endpoint = Callable[[Call, Service], Awaitable[None]]
+
+
+class Admin:
+    """The routes beside generation."""
+
+    def __init__(self, config: Config, registry: Registry) -> None:
+        self._config = config
+        self._registry = registry
+        self._started = int(time.time())
+
+    def routes(self, path: str) -> dict[str, Endpoint] | None:
+        """The methods of a path with a name in it, or None."""
+        kind, _, rest = path.removeprefix("/v1/").partition("/")
+        if not path.startswith("/v1/") or not rest:
+            return None
+        if kind == "models":
+            return {"GET": self.model}
+        if kind == "requests" and rest.endswith("/cancel") and "/" not in rest.removesuffix("/cancel"):
+            return {"POST": self.cancel}
+        if kind == "requests" and "/" not in rest:
+            return {"GET": self.request}
+        return None
+
+    async def models(self, call: Call, service: Service) -> None:
+        """GET /v1/models."""
+        await call.json({"object": "list", "data": [self._model(service)]})
+
+    async def model(self, call: Call, service: Service) -> None:
+        """GET /v1/models/{id}; an id may hold slashes."""
+        check_model(call.path.removeprefix("/v1/models/"), service)
+        await call.json(self._model(service))
+
+    async def tokenize(self, call: Call, service: Service) -> None:
+        """POST /tokenize: {"prompt"} or {"messages"} -> {"tokens", "count", "max_model_len"}."""
+        body = parse(TokenizeBody, await read_json(call, self._config))
+        if body.model is not None:
+            check_model(body.model, service)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("give either prompt or messages", field="prompt")
+        if body.prompt is not None:
+            if body.tools is not None or body.chat_template_kwargs is not None:
+                raise InvalidRequest("tools and chat_template_kwargs go with messages, not with prompt", field="prompt")
+            tokens = await encode_text(service.tokenizer, body.prompt)
+        else:
+            messages = body.messages or []
+            check_messages(messages, body.tools, self._config)
+            check_template_args(body.chat_template_kwargs)
+            prompt = await service.chat.prompt(
+                plain_messages(messages),
+                plain_tools(body.tools),
+                tenant=call.tenant,
+                template_args=body.chat_template_kwargs,
+            )
+            tokens = list(prompt.tokens)
+        await call.json({"tokens": tokens, "count": len(tokens), "max_model_len": service.info.context})
+
+    async def detokenize(self, call: Call, service: Service) -> None:
+        """POST /detokenize: {"tokens"} -> {"prompt"}, control tokens included."""
+        body = parse(DetokenizeBody, await read_json(call, self._config))
+        if body.model is not None:
+            check_model(body.model, service)
+        vocab = service.spec.vocab
+        for token in body.tokens:
+            if not 0 <= token < vocab:
+                raise InvalidRequest(f"tokens holds {token}; ids go from 0 to {vocab - 1}", field="tokens")
+        if len(body.tokens) < LONG_TEXT:
+            text = service.tokenizer.decode(body.tokens, skip_special=False)
+        else:
+            text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special=False)
+        await call.json({"prompt": text})
+
+    async def request(self, call: Call, service: Service) -> None:
+        """GET /v1/requests/{id}: the state, and of each choice the tokens and the text so far."""
+        number = self._number(call.path.removeprefix("/v1/requests/"))
+        await call.json(self._report(number, self._known(call, service, number)))
+
+    async def cancel(self, call: Call, service: Service) -> None:
+        """POST /v1/requests/{id}/cancel: end it; one that has ended already stays as it is."""
+        number = self._number(call.path.removeprefix("/v1/requests/").removesuffix("/cancel"))
+        self._known(call, service, number)
+        ended = [service.abort(id) for id in self._registry.ids(number)]
+        report = self._report(number, self._known(call, service, number))
+        await call.json(report | {"cancelled": any(ended)})
+
+    async def metrics(self, call: Call, service: Service) -> None:
+        """GET /metrics, in Prometheus' text format."""
+        await call.respond(200, service.metrics.render(), [(b"content-type", CONTENT_TYPE.encode())])
+
+    async def ready(self, call: Call, service: Service | None, draining: bool) -> None:
+        """GET /health/ready: 200, or 503 with the reasons."""
+        reasons = ["the model is still being loaded"] if service is None else service.unready()
+        if draining:
+            reasons = [*reasons, "the server is shutting down"]
+        await call.json({"status": "not ready" if reasons else "ready", "reasons": reasons}, 503 if reasons else 200)
+
+    def _model(self, service: Service) -> dict[str, Any]:
+        return {
+            "id": service.name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "cairn",
+            "max_model_len": service.info.context,
+        }
+
+    def _number(self, text: str) -> int:
+        number = parse_id(text)
+        if number is None:
+            raise _unknown()
+        return number
+
+    def _known(self, call: Call, service: Service, number: int) -> list[Any]:
+        """The status of each choice; NotFound also for another tenant's request."""
+        found = [service.status(id) for id in self._registry.ids(number)]
+        known = [status for status in found if status is not None and status.salt == call.salt]
+        if not known:
+            raise _unknown()
+        return known
+
+    def _report(self, number: int, statuses: list[Any]) -> dict[str, Any]:
+        states = [status.state for status in statuses]
+        order = ("failed", "running", "waiting", "cancelled", "finished")
+        return {
+            "id": f"{number:016x}",
+            "object": "request",
+            "state": next(state for state in order if state in states),
+            "prompt_tokens": statuses[0].prompt_tokens,
+            "completion_tokens": sum(status.completion_tokens for status in statuses),
+            "choices": [
+                {
+                    "index": index,
+                    "state": status.state,
+                    "completion_tokens": status.completion_tokens,
+                    "text": status.text,
+                    "reasoning_content": status.reasoning,
+                    "finish_reason": status.reason,
+                    "error": status.error or None,
+                }
+                for index, status in enumerate(statuses)
+            ],
+        }
+
+
+def _unknown() -> NotFound:
+    return NotFound("there is no such request, or it ended more than ten minutes ago", field="id")

@@ -1,0 +1,213 @@
+"""The wire shapes of answers: OpenAI's objects, and their streamed chunks as bytes built by hand.
+
+Shapes: platform.openai.com/docs/api-reference (chat/object, chat/streaming, completions/object), as openai-python's
+`types.chat.ChatCompletionChunk` and `types.Completion` state them; `reasoning_content` as DeepSeek and vLLM have it.
+Framing: server-sent events (html.spec.whatwg.org, 9.2). A chunk differs from the next in a few bytes, so what stays
+is encoded once a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from cairn.api.reply import encode, error_body
+from cairn.errors import CairnError
+from cairn.types import Delta, TokenLogprob, ToolCallDelta, Usage
+
+DONE = b"data: [DONE]\n\n"
+"""Ends every stream that went well."""
+HEARTBEAT = b": still here\n\n"
+"""A comment, which clients skip: keeps proxies and the connection awake while nothing else is sent."""
+EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+
+class Pieces(Protocol):
+    """What this module needs of an incremental detokenizer."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these tokens complete."""
+        ...
+
+
+class Vocabulary(Protocol):
+    """What this module needs of a tokenizer."""
+
+    def token_bytes(self, id: int) -> bytes:
+        """The bytes that the token stands for."""
+        ...
+
+    def detokenizer(self) -> Pieces:
+        """A detokenizer at the start of a text."""
+        ...
+
+
+def error_event(error: CairnError) -> bytes:
+    """The event that ends a stream which failed after it began."""
+    return b"data: " + encode(error_body(error)) + b"\n\n"
+
+
+def usage_object(usages: Iterable[tuple[Usage, bool]]) -> dict[str, Any]:
+    """The usage of a whole call. Of several choices of one prompt only the first (True) counts the prompt."""
+    prompt = completion = cached = 0
+    for usage, first in usages:
+        completion += usage.completion_tokens
+        if first:
+            prompt += usage.prompt_tokens
+            cached += usage.cached_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> dict[str, Any]:
+    """The `logprobs` object of a chat choice."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        raw = vocabulary.token_bytes(token)
+        return {"token": _readable(token, vocabulary), "logprob": _finite(logprob), "bytes": list(raw)}
+
+    content = [
+        one(entry.token, entry.logprob) | {"top_logprobs": [one(token, value) for token, value in entry.top]}
+        for entry in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+class TextLogprobs:
+    """Collects the parallel lists of a text completion's `logprobs`; offsets are characters of the choice's text."""
+
+    def __init__(self, vocabulary: Vocabulary, top: int) -> None:
+        self._vocabulary = vocabulary
+        self._top = top
+        self._pieces = vocabulary.detokenizer()
+        self._offset = 0
+        self._tokens: list[str] = []
+        self._logprobs: list[float | None] = []
+        self._tops: list[dict[str, float] | None] = []
+        self._offsets: list[int] = []
+
+    def add(self, token: int, entry: TokenLogprob | None) -> None:
+        """A token, with None for the first of an echoed prompt, which nothing precedes."""
+        text = _readable(token, self._vocabulary)
+        self._tokens.append(text)
+        self._offsets.append(self._offset)
+        self._offset += len(self._pieces.push([token]))
+        if entry is None:
+            self._logprobs.append(None)
+            self._tops.append(None)
+            return
+        self._logprobs.append(_finite(entry.logprob))
+        tops = {_readable(other, self._vocabulary): _finite(value) for other, value in entry.top[: self._top]}
+        tops.setdefault(text, _finite(entry.logprob))
+        self._tops.append(tops)
+
+    def take(self) -> dict[str, Any]:
+        """What was added since the last time."""
+        found = {
+            "tokens": self._tokens,
+            "token_logprobs": self._logprobs,
+            "top_logprobs": self._tops if self._top else None,
+            "text_offset": self._offsets,
+        }
+        self._tokens, self._logprobs, self._tops, self._offsets = [], [], [], []
+        return found
+
+
+def tool_call(delta: ToolCallDelta) -> dict[str, Any]:
+    """A piece of a tool call: `id`, `type` and `name` in the first piece only."""
+    if delta.id:
+        function = {"name": delta.name, "arguments": delta.arguments}
+        return {"index": delta.index, "id": delta.id, "type": "function", "function": function}
+    return {"index": delta.index, "function": {"arguments": delta.arguments}}
+
+
+class ChatChunks:
+    """The chunks of one streamed chat completion."""
+
+    def __init__(self, head: dict[str, Any], choices: int, include_usage: bool, vocabulary: Vocabulary) -> None:
+        fixed = encode(head | {"object": "chat.completion.chunk"})[:-1]
+        self._open = b"data: " + fixed + b',"choices":['
+        self._heads = [self._open + b'{"index":%d,"delta":' % index for index in range(choices)]
+        self._usage_null = b',"usage":null' if include_usage else b""
+        self._plain = b'},"logprobs":null,"finish_reason":null}]' + self._usage_null + b"}\n\n"
+        self._vocabulary = vocabulary
+
+    def first(self, index: int) -> bytes:
+        """The chunk that names the role."""
+        return self._heads[index] + b'{"role":"assistant","content":""' + self._plain
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """The chunks of one delta; empty where it says nothing that a client sees."""
+        if delta.text and not (delta.logprobs or delta.reasoning or delta.tool_calls):
+            return self._heads[index] + b'{"content":' + encode(delta.text) + self._plain
+        pieces: list[dict[str, Any]] = []
+        if delta.reasoning:
+            pieces.append({"reasoning_content": delta.reasoning})
+        if delta.text:
+            pieces.append({"content": delta.text})
+        pieces += [{"tool_calls": [tool_call(call)]} for call in delta.tool_calls]
+        if not delta.logprobs:
+            return b"".join(self._heads[index] + encode(piece)[:-1] + self._plain for piece in pieces)
+        logprobs = encode(chat_logprobs(delta.logprobs, self._vocabulary))
+        found = [self._chunk(index, encode(pieces[0] if pieces else {"content": ""}), logprobs, b"null")]
+        found += [self._chunk(index, encode(piece), b"null", b"null") for piece in pieces[1:]]
+        return b"".join(found)
+
+    def finish(self, index: int, reason: str) -> bytes:
+        """The last chunk of a choice."""
+        return self._chunk(index, b"{}", b"null", encode(reason))
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The chunk without choices that carries the usage."""
+        return self._open + b'],"usage":' + encode(usage) + b"}\n\n"
+
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes, reason: bytes) -> bytes:
+        tail = b',"logprobs":' + logprobs + b',"finish_reason":' + reason + b"}]" + self._usage_null + b"}\n\n"
+        return self._heads[index] + delta + tail
+
+
+class TextChunks:
+    """The chunks of one streamed text completion."""
+
+    def __init__(self, head: dict[str, Any], choices: int, include_usage: bool) -> None:
+        fixed = encode(head | {"object": "text_completion"})[:-1]
+        self._open = b"data: " + fixed + b',"choices":['
+        self._heads = [self._open + b'{"index":%d,"text":' % index for index in range(choices)]
+        self._usage_null = b',"usage":null' if include_usage else b""
+        self._plain = b',"logprobs":null,"finish_reason":null}]' + self._usage_null + b"}\n\n"
+
+    def text(self, index: int, text: str, logprobs: dict[str, Any] | None = None) -> bytes:
+        """A piece of text."""
+        if logprobs is None:
+            return self._heads[index] + encode(text) + self._plain
+        tail = b',"logprobs":' + encode(logprobs) + b',"finish_reason":null}]' + self._usage_null + b"}\n\n"
+        return self._heads[index] + encode(text) + tail
+
+    def finish(self, index: int, reason: str) -> bytes:
+        """The last chunk of a choice."""
+        tail = b'"","logprobs":null,"finish_reason":' + encode(reason) + b"}]" + self._usage_null + b"}\n\n"
+        return self._heads[index] + tail
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The chunk without choices that carries the usage."""
+        return self._open + b'],"usage":' + encode(usage) + b"}\n\n"
+
+
+def _readable(token: int, vocabulary: Vocabulary) -> str:
+    """The token's own text; bytes that are no whole character become U+FFFD, `bytes` has them as they are."""
+    return vocabulary.token_bytes(token).decode("utf-8", "replace")
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
