@@ -18,6 +18,7 @@ import msgspec
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.digests import file_digest
 from cairn.models.files import Fields, read_json
+from cairn.models.weights import weight_files
 from cairn.types import CacheGroup, ModelSpec, RopeScaling
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
@@ -254,11 +255,6 @@ def _defaults(folder: Path) -> dict[str, float]:
     if fields.has("do_sample") and not fields.flag("do_sample", True):
         found["temperature"] = 0.0
     return found
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The folder's safetensors files in a fixed order; the index's own order is irrelevant."""
-    return sorted(path for path in folder.glob("*.safetensors") if path.is_file())
 
 
 def _identity(spec: ModelSpec, folder: Path) -> bytes:

@@ -1,0 +1,112 @@
+"""The kernels that a decoder is written over. Arrays, matrices and rope tables are opaque to whoever calls them.
+
+Sizes: M tokens of a step, B rows of a step, R logits rows, H hidden, D head size, Q query heads, K key-value heads,
+F the gated MLP's width, V vocabulary. `kernels.reference` is the meaning of every kernel; native ones keep these
+signatures.
+
+The law of the same answer: what a kernel computes for one token depends on that token and on its row's KV alone, bit
+for bit - never on M, B or R, on where in the step the token stands, or on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from cairn.types import RopeScaling
+
+Array = Any
+Matrix = Any
+Rope = Any
+
+
+class Kernels(Protocol):
+    """Storage first, then one method a fused step. Weights are in float32, float16 or bfloat16, shaped [out, in]."""
+
+    def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
+        """A zeroed array; `dtype` is numpy's name."""
+        ...
+
+    def first(self, array: Array, count: int) -> Array:
+        """The first `count` entries along axis 0, sharing memory."""
+        ...
+
+    def vector(self, source: Array) -> Array:
+        """A norm's weight, as the kernels want it."""
+        ...
+
+    def table(self, source: Array) -> Array:
+        """An embedding [V, H], as `embed` wants it."""
+        ...
+
+    def matrix(self, weights: Sequence[Array], biases: Sequence[Array | None]) -> Matrix:
+        """Matrices [out, in] with one input, packed into one; outputs are concatenated in order."""
+        ...
+
+    def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
+        """Frequencies of rotary positions."""
+        ...
+
+    def embed(self, table: Array, tokens: Array, hidden: Array) -> None:
+        """hidden[M, H] = table[tokens[M]]."""
+        ...
+
+    def rope_angles(self, rope: Rope, positions: Array, angles: Array) -> None:
+        """angles[M, 2, D/2]: cosine and sine of each position, times the scaling's attention factor."""
+        ...
+
+    def norm_project(self, hidden: Array, norm: Array, eps: float, matrix: Matrix, out: Array) -> None:
+        """out[M, N] = rms_norm(hidden[M, H]) @ matrix + bias."""
+        ...
+
+    def rope_write(
+        self,
+        qkv: Array,
+        angles: Array,
+        q_norm: Array | None,
+        k_norm: Array | None,
+        eps: float,
+        kv: Array,
+        layer: int,
+        slots: Array,
+        query: Array,
+    ) -> None:
+        """Split qkv[M, (Q + 2K) D], norm heads of q and k where there is a weight [D], rotate them, write q to
+        query[M, Q, D] and k, v into the KV pool kv[blocks, layers, 2, K, block_tokens, D] at slots[M]
+        (block * block_tokens + offset)."""
+        ...
+
+    def attention(
+        self,
+        query: Array,
+        kv: Array,
+        layer: int,
+        rows: Array,
+        tables: Array,
+        window: int,
+        scale: float,
+        out: Array,
+    ) -> None:
+        """out[M, Q D] = causal attention of each token over its row's KV.
+
+        rows[B, 3]: a row's first token in the step, its number of tokens, the position of its first token.
+        tables[B, width]: block of each 16 positions; -1 where there is none. With window > 0 position p sees
+        (p - window, p], else [0, p].
+        """
+        ...
+
+    def project_add(self, x: Array, matrix: Matrix, hidden: Array) -> None:
+        """hidden[M, H] += x[M, N] @ matrix + bias."""
+        ...
+
+    def gated_mlp(self, hidden: Array, norm: Array, eps: float, gate_up: Matrix, activation: str, down: Matrix) -> None:
+        """hidden[M, H] += (act(g) * u) @ down + bias, where g[M, F], u[M, F] = rms_norm(hidden) @ gate_up + bias."""
+        ...
+
+    def logits(self, hidden: Array, wanted: Array, norm: Array, eps: float, head: Matrix, out: Array) -> None:
+        """out[R, V] = rms_norm(hidden[wanted[R]]) @ head."""
+        ...
+
+    def close(self) -> None:
+        """Give threads and memory back."""
+        ...

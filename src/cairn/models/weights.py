@@ -1,0 +1,225 @@
+"""Safetensors files -> mapped arrays, checked whole before anything is built.
+
+The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian length of the header, the
+header as a JSON object of `{name: {dtype, shape, data_offsets}}`, then the data without holes. Arrays are views of
+the mapped file: opening a model copies nothing. Pickle files (.bin, .pt) are never opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.errors import ModelFileError
+from cairn.models.files import Fields, parse_object, read_json
+from cairn.types import ModelSpec
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own bound."""
+
+_HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.self_attn\.(bias|masked_bias)")
+"""Buffers that old checkpoints carry beside the weights and that the config determines."""
+
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a model of this spec has, in transformers' names; matrices are [out, in]."""
+    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (spec.vocab, spec.hidden),
+        "model.norm.weight": (spec.hidden,),
+    }
+    if not spec.tied:
+        shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
+    matrices = {
+        "self_attn.q_proj": (query, spec.hidden, spec.qkv_bias),
+        "self_attn.k_proj": (kv, spec.hidden, spec.qkv_bias),
+        "self_attn.v_proj": (kv, spec.hidden, spec.qkv_bias),
+        "self_attn.o_proj": (spec.hidden, query, spec.out_bias),
+        "mlp.gate_proj": (spec.ffn, spec.hidden, spec.mlp_bias),
+        "mlp.up_proj": (spec.ffn, spec.hidden, spec.mlp_bias),
+        "mlp.down_proj": (spec.hidden, spec.ffn, spec.mlp_bias),
+    }
+    norms = {"input_layernorm": spec.hidden, "post_attention_layernorm": spec.hidden}
+    if spec.qk_norm:
+        norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
+    for layer in range(spec.layers):
+        prefix = f"model.layers.{layer}."
+        for name, (rows, columns, bias) in matrices.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        for name, size in norms.items():
+            shapes[f"{prefix}{name}.weight"] = (size,)
+    return shapes
+
+
+def parameters(spec: ModelSpec) -> int:
+    """Numbers in a model of this spec, by its shapes alone."""
+    return sum(math.prod(shape) for shape in expected_tensors(spec).values())
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold the folder's weights, in a fixed order; empty if there are none.
+
+    Raises `ModelFileError` for an index that is broken or names a file that is not there.
+    """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    if (folder / INDEX).is_file():
+        return sorted({folder / name for name in _weight_map(folder).values()})
+    return []
+
+
+def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
+    """Every tensor of the model as a read-only array mapped from its file: float32, float16 or bfloat16.
+
+    The names are those of `expected_tensors`, each with the expected shape: a missing, unknown or misshapen tensor, a
+    truncated file and a folder without safetensors are a `ModelFileError`, raised before anything is returned.
+    """
+    files = weight_files(folder)
+    if not files:
+        raise _no_weights(folder)
+    homes = _weight_map(folder) if files != [folder / SINGLE] else None
+    expected = expected_tensors(spec)
+    found: dict[str, NDArray[Any]] = {}
+    for path in files:
+        for name, array in _tensors(path):
+            if homes is not None and homes.get(name) != path.name:
+                place = homes.get(name, "no file")
+                raise ModelFileError(f"{path}: holds the tensor {name[:120]!r}, which {INDEX} puts in {place}")
+            if name in expected:
+                if array.shape != expected[name]:
+                    raise ModelFileError(
+                        f"{path}: the tensor {name} has the shape {list(array.shape)}, "
+                        f"expected {list(expected[name])} from config.json"
+                    )
+                found[name] = array
+            elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight")):
+                raise ModelFileError(f"{path}: the tensor {name[:120]!r} is not part of a {spec.architecture}")
+    missing = next((name for name in expected if name not in found), None)
+    if missing is not None:
+        home = SINGLE if homes is None else homes.get(missing, INDEX)
+        raise ModelFileError(f"{folder / home}: the tensor {missing} of shape {list(expected[missing])} is missing")
+    return found
+
+
+def _no_weights(folder: Path) -> ModelFileError:
+    wanted = f"expected {SINGLE}, or {INDEX} and its files"
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+    if pickles:
+        return ModelFileError(
+            f"{folder}: the weights are only in {pickles[0]}, a pickle, which is never opened; {wanted}"
+        )
+    return ModelFileError(f"{folder}: there are no weights; {wanted}")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> file name, from the index. File names are plain names of files in the same folder."""
+    path = folder / INDEX
+    homes = Fields(read_json(path), path).object("weight_map").values
+    if not homes:
+        raise ModelFileError(f"{path}: weight_map must be an object from tensor names to file names")
+    for home in homes.values():
+        if not isinstance(home, str) or not re.fullmatch(r"[\w.-]+\.safetensors", home):
+            raise ModelFileError(f"{path}: weight_map must name .safetensors files in its folder, found {home!r:.80}")
+    for name in set(homes.values()):
+        if not (folder / name).is_file():
+            raise ModelFileError(f"{folder / name}: the file is missing, and {INDEX} names it")
+    return homes
+
+
+def _tensors(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
+    """The tensors of one file, after its whole header was checked against its size."""
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            header = _header(path, file.read(8), size)
+            text = file.read(header)
+        data = np.memmap(path, np.uint8, "r", offset=8 + header) if size > 8 + header else np.empty(0, np.uint8)
+    except OSError as error:
+        raise ModelFileError(f"{path}: cannot be read ({error.strerror})") from None
+    entries = _entries(path, text, len(data))
+    for name, (dtype, shape, begin, end) in entries.items():
+        # A plain ndarray: slices of np.memmap carry a subclass through every operation.
+        yield name, np.asarray(data[begin:end]).view(dtype).reshape(shape)
+
+
+def _header(path: Path, prefix: bytes, size: int) -> int:
+    length = int.from_bytes(prefix, "little")
+    if len(prefix) < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+        raise ModelFileError(
+            f"{path}: not a whole safetensors file: its {size} bytes cannot hold the header it announces"
+        )
+    return length
+
+
+_Entry = tuple[np.dtype[Any], tuple[int, ...], int, int]
+
+
+def _entries(path: Path, text: bytes, size: int) -> dict[str, _Entry]:
+    """Header entries, which must cover the `size` bytes of data exactly: no hole, no overlap, nothing beyond."""
+    header = parse_object(text, path)
+    if len(header) != _keys(text):
+        raise ModelFileError(f"{path}: the header names a tensor twice")
+    header.pop("__metadata__", None)
+    entries = {name: _entry(path, name, entry) for name, entry in header.items()}
+    at = 0
+    for name, (_, _, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):
+        if begin != at:
+            raise ModelFileError(f"{path}: the tensor {name[:120]!r} starts at byte {begin}, expected {at}")
+        at = end
+    if at != size:
+        state = "truncated" if at > size else "too long"
+        raise ModelFileError(f"{path}: the file is {state}: its header describes {at} bytes of data, found {size}")
+    return entries
+
+
+def _keys(text: bytes) -> int:
+    """Keys of the outermost JSON object, counted before duplicates fall together."""
+    counted = 0
+
+    def count(pairs: list[tuple[str, Any]]) -> None:
+        # Inner objects end before the outermost one, so the last call is the one that counts.
+        nonlocal counted
+        counted = len(pairs)
+
+    json.loads(text, object_pairs_hook=count)
+    return counted
+
+
+def _entry(path: Path, name: str, entry: object) -> _Entry:
+    where = f"{path}: the tensor {name[:120]!r}"
+    if not isinstance(entry, dict):
+        raise ModelFileError(f"{where} must be described by an object")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ModelFileError(f"{where} has the type {dtype!r:.40}; supported are {', '.join(DTYPES)}")
+    if not _counts(shape) or len(shape) > 8 or not _counts(offsets) or len(offsets) != 2:
+        raise ModelFileError(f"{where} needs a shape and two data_offsets of whole numbers")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise ModelFileError(f"{where} has {end - begin} bytes, expected {dtype} of shape {shape}")
+    return DTYPES[dtype], tuple(shape), begin, end
+
+
+def _counts(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(one) is int and 0 <= one < 1 << 62 for one in value)
