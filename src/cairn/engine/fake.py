@@ -1,0 +1,296 @@
+"""An engine without a model, whose output shows every mistake of the layers above it.
+
+Each KV slot holds a 64-bit digest of the whole prefix up to its position, chained from the digest that is *read* from
+the slot before it. The logits of a position come from all digests that it may attend to, read back through the block
+table: the whole prefix in a full-attention group, the window in a window group. So a wrong table, position, window,
+stale block or page changes the tokens. The real sampler picks them. `FakeEngine.oracle` knows the right answer without
+any KV: tests compare.
+
+Arithmetic is modulo 2**64:
+
+    digest[p]   = MULTIPLIER * digest[p - 1] + mix(token[p], p, group)
+    state[p]    = mix(sum over groups of mix(sum over readable q <= p of weight[q] * digest[q]))
+    logits[p]   = a slice of fixed noise and a few peaks, both chosen by state[p]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.engine.base import NO_BLOCK, EngineInfo, Pending, Ready, Row, RowResult
+from cairn.sampling import sample
+from cairn.types import BLOCK_TOKENS, CacheGroup, ModelSpec, SamplingParams
+
+_MULTIPLIER = 0xD1342543DE82EF95
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = (1 << 64) - 1
+_NOISE = 4096
+_PEAKS = 8
+
+Words = NDArray[np.uint64]
+Floats = NDArray[np.float32]
+
+
+def fake_spec(vocab: int = 256, context: int = 2048, windows: Sequence[int] = (0,)) -> ModelSpec:
+    """A model spec for tests: one cache group an entry of `windows`, 0 for full attention."""
+    groups = tuple(
+        CacheGroup(kind="window" if window else "full", layers=(layer,), window=window)
+        for layer, window in enumerate(windows)
+    )
+    return ModelSpec(
+        name="fake",
+        architecture="fake",
+        layers=len(groups),
+        hidden=8,
+        heads=1,
+        kv_heads=1,
+        head_dim=8,
+        ffn=8,
+        vocab=vocab,
+        context=context,
+        norm_eps=1e-6,
+        rope_theta=10000.0,
+        groups=groups,
+        identity=b"fake",
+    )
+
+
+class FakeEngine:
+    """An `Engine` over digests. Broken rows raise `ValueError` before anything is written."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        blocks: int | Sequence[int],
+        block_tokens: int = BLOCK_TOKENS,
+        context: int | None = None,
+        max_rows: int = 4096,
+        max_tokens: int = 1 << 16,
+        step_seconds: float = 0.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`blocks`: the pool of each group, or one size for all. `step_seconds`: how long a call pretends to take."""
+        sizes = (blocks,) * len(spec.groups) if isinstance(blocks, int) else tuple(blocks)
+        if len(sizes) != len(spec.groups):
+            raise ValueError(f"{len(sizes)} pool sizes for {len(spec.groups)} cache groups")
+        if any(group.kind == "window" and group.window < 2 for group in spec.groups):
+            raise ValueError("a window of one position cannot chain digests")
+        self._step_seconds = step_seconds
+        self._sleep = sleep
+        self._block_tokens = block_tokens
+        length = min(context or spec.context, spec.context)
+        self._info = EngineInfo(
+            groups=spec.groups,
+            blocks=sizes,
+            block_tokens=block_tokens,
+            block_bytes=(8 * block_tokens,) * len(sizes),
+            context=length,
+            vocab=spec.vocab,
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            identity=hashlib.sha256(
+                b"fake engine 1" + spec.identity + repr((spec.vocab, spec.groups)).encode()
+            ).digest(),
+            device="fake",
+        )
+        random = np.random.Generator(np.random.PCG64(20))
+        padded = -(-length // block_tokens) * block_tokens
+        self._kv = [random.integers(0, 1 << 64, (size, block_tokens), dtype=np.uint64) for size in sizes]
+        self._seeds = random.integers(0, 1 << 64, len(sizes), dtype=np.uint64)
+        self._salt = random.integers(0, 1 << 64, padded, dtype=np.uint64)
+        self._weights = random.integers(
+            0, 1 << 64, (padded // block_tokens, block_tokens), dtype=np.uint64
+        ) | np.uint64(1)
+        self._noise = random.random(spec.vocab + _NOISE, dtype=np.float32)
+        self._offsets = np.arange(block_tokens)
+        self._peaks = np.arange(1, _PEAKS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        self._heights = np.linspace(8, 3, _PEAKS, dtype=np.float32)
+
+    @property
+    def info(self) -> EngineInfo:
+        """Groups, pools and limits."""
+        return self._info
+
+    def prefill(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
+        """One step, as `Engine.prefill`."""
+        if self._step_seconds:
+            self._sleep(self._step_seconds)
+        self._check(rows)
+        for number in range(len(self._kv)):
+            self._write(number, rows)
+        wanted = [(row, p) for row in rows if row.logits_from is not None for p in range(row.logits_from, row.end)]
+        if not wanted:
+            return Ready([RowResult() for _ in rows])
+        return Ready(sample(rows, self._logits(self._states(wanted))))
+
+    def decode(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
+        """One step over rows of one token, as `Engine.decode`."""
+        if any(row.end - row.start != 1 for row in rows):
+            raise ValueError("decode takes rows of exactly one token")
+        return self.prefill(rows)
+
+    def read_blocks(self, group: int, ids: Sequence[int]) -> Pending[list[memoryview]]:
+        """Pages of digests."""
+        return Ready([memoryview(self._kv[group][block]).cast("B") for block in ids])
+
+    def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> Pending[None]:
+        """Put pages of digests into blocks."""
+        for block, page in zip(ids, pages, strict=True):
+            self._kv[group][block] = np.frombuffer(page, dtype=np.uint64)
+        return Ready(None)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    # ------------------------------------------------------------------------------------------------- the truth
+
+    def oracle(self, prompt: Sequence[int], sampling: SamplingParams, n: int, choice: int = 0) -> list[int]:
+        """The first `n` tokens after `prompt`, fewer where a stop token (the last one then) ends them."""
+        tokens, out = list(prompt), list[int]()
+        truth = _Truth(self)
+        while len(out) < n:
+            state = truth.state(tokens)
+            row = Row(tokens, len(tokens) - 1, len(tokens), (), len(tokens) - 1, len(prompt), sampling, choice)
+            result = sample([row], self._logits(np.array([state], dtype=np.uint64)))[0]
+            if result.token is None:
+                raise ValueError(f"the sampler refused: {result.error}")
+            tokens.append(result.token)
+            out.append(result.token)
+            if result.token in sampling.stop_token_ids and len(out) > sampling.min_tokens:
+                break
+        return out
+
+    def oracle_logits(self, tokens: Sequence[int]) -> Floats:
+        """The logits after each of `tokens`, float32 [len(tokens), vocab]."""
+        truth = _Truth(self)
+        states = [truth.state(tokens[: end + 1]) for end in range(len(tokens))]
+        return self._logits(np.array(states, dtype=np.uint64))
+
+    # ------------------------------------------------------------------------------------------------- arithmetic
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        """Refuse rows that break the contract of `Row`, or that write one block from two rows."""
+        size, info = self._block_tokens, self._info
+        if len(rows) > info.max_rows or sum(row.end - row.start for row in rows) > info.max_tokens:
+            raise ValueError("more rows or tokens in one call than the engine takes")
+        written: list[tuple[int, int]] = []
+        for row in rows:
+            if not 0 <= row.start < row.end <= len(row.tokens) or row.end > info.context:
+                raise ValueError(f"a row of {len(row.tokens)} tokens cannot compute [{row.start}, {row.end})")
+            if row.logits_from is not None and not row.start <= row.logits_from < row.end:
+                raise ValueError("logits are wanted outside the row")
+            for number, (group, table) in enumerate(zip(info.groups, row.tables, strict=True)):
+                first = max(0, row.start - group.window + 1) // size if group.window else 0
+                blocks = table[first : (row.end - 1) // size + 1]
+                if len(blocks) != (row.end - 1) // size + 1 - first or min(blocks) <= NO_BLOCK:
+                    raise ValueError("a block table lacks blocks that the row reads or writes")
+                written.extend((number, block) for block in table[row.start // size : (row.end - 1) // size + 1])
+        if len(set(written)) != len(written):
+            raise ValueError("two rows of one step write the same block")
+
+    def _write(self, number: int, rows: Sequence[Row]) -> None:
+        """Compute and store the digests of the rows' positions in one group."""
+        size, kv = self._block_tokens, self._kv[number]
+        before = [row.tables[number][(row.start - 1) // size] * size + (row.start - 1) % size for row in rows]
+        digests = kv.reshape(-1)[before]
+        starts = np.array([row.start for row in rows])
+        digests[starts == 0] = self._seeds[number]
+        tokens = np.array([row.tokens[row.start] for row in rows], dtype=np.uint64)
+        digests = digests * np.uint64(_MULTIPLIER) + _mix(tokens + self._salt[starts] + self._seeds[number])
+        slots = [row.tables[number][row.start // size] * size + row.start % size for row in rows]
+        kv.reshape(-1)[slots] = digests
+        for row, digest in zip(rows, digests, strict=True):
+            if row.end - row.start > 1:
+                self._write_rest(number, row, int(digest))
+
+    def _write_rest(self, number: int, row: Row, digest: int) -> None:
+        """The positions of a row after its first, each from the one before."""
+        size, first, table = self._block_tokens, row.start + 1, row.tables[number]
+        parts = _mix(
+            np.array(row.tokens[first : row.end], dtype=np.uint64) + self._salt[first : row.end] + self._seeds[number]
+        )
+        digests = []
+        for part in parts.tolist():
+            digest = (digest * _MULTIPLIER + part) & _MASK
+            digests.append(digest)
+        positions = np.arange(first, row.end)
+        self._kv[number][np.array(table)[positions // size], positions % size] = np.array(digests, dtype=np.uint64)
+
+    def _states(self, wanted: Sequence[tuple[Row, int]]) -> Words:
+        """The state of each wanted position, from the digests that its table leads to."""
+        size, total = self._block_tokens, np.zeros(len(wanted), dtype=np.uint64)
+        last = np.array([position for _, position in wanted])
+        for number, group in enumerate(self._info.groups):
+            first = np.maximum(0, last - group.window + 1) if group.window else np.zeros_like(last)
+            heads, ends = (first // size).tolist(), (last // size + 1).tolist()
+            counts = last // size + 1 - first // size
+            blocks: list[int] = []
+            for (row, _), head, end in zip(wanted, heads, ends, strict=True):
+                blocks += row.tables[number][head:end]
+            index = list(itertools.chain.from_iterable(map(range, heads, ends)))
+            values = self._kv[number][blocks] * self._weights[index]
+            positions = np.array(index)[:, None] * size + self._offsets
+            values[positions > np.repeat(last, counts)[:, None]] = 0
+            if group.window:
+                values[positions < np.repeat(first, counts)[:, None]] = 0
+            starts = np.cumsum(counts) - counts
+            total += _mix(np.add.reduceat(values.sum(axis=1, dtype=np.uint64), starts) + self._seeds[number])
+        return _mix(total)
+
+    def _logits(self, states: Words) -> Floats:
+        """float32 [n, vocab]: noise from a place that the state picks, and peaks at tokens that it picks."""
+        vocab = self._info.vocab
+        out = np.empty((len(states), vocab), dtype=np.float32)
+        for line, start in zip(out, (states % np.uint64(_NOISE)).tolist(), strict=True):
+            line[:] = self._noise[start : start + vocab]
+        peaks = (_mix(states[:, None] + self._peaks) % np.uint64(vocab)).astype(np.int64)
+        out[np.arange(len(states))[:, None], peaks[:, ::-1]] = self._heights[::-1]
+        return out
+
+
+class _Truth:
+    """Digests of a growing list of tokens, straight from the definition: no blocks, no tables."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+        self._groups: tuple[CacheGroup, ...] = engine.info.groups
+        self._digests = [int(seed) for seed in engine._seeds]
+        self._sums: list[list[int]] = [[0] for _ in self._groups]
+
+    def state(self, tokens: Sequence[int]) -> int:
+        engine = self._engine
+        weights, salt = engine._weights.reshape(-1), engine._salt
+        for position in range(len(self._sums[0]) - 1, len(tokens)):
+            for number, sums in enumerate(self._sums):
+                seed = int(engine._seeds[number])
+                part = _mix_int(tokens[position] + int(salt[position]) + seed)
+                digest = (self._digests[number] * _MULTIPLIER + part) & _MASK
+                self._digests[number] = digest
+                sums.append(sums[-1] + int(weights[position]) * digest)
+        total = 0
+        for number, (group, sums) in enumerate(zip(self._groups, self._sums, strict=True)):
+            first = max(0, len(tokens) - group.window) if group.window else 0
+            total += _mix_int(sums[len(tokens)] - sums[first] + int(engine._seeds[number]))
+        return _mix_int(total)
+
+
+def _mix(words: Words) -> Words:
+    """The finaliser of splitmix64: every bit of the input changes half of the output's."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def _mix_int(word: int) -> int:
+    """`_mix` of one number."""
+    word &= _MASK
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _MASK
+    return word ^ (word >> 31)
