@@ -121,6 +121,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_body_mib: Annotated[int, Meta(ge=1, description="Most MiB of request body.")] = 16
     header_timeout: Annotated[float, Meta(gt=0, description="Seconds to receive the headers.")] = 10.0
     body_timeout: Annotated[float, Meta(gt=0, description="Most seconds between two pieces of a body.")] = 30.0
+    min_body_rate: Annotated[
+        int, Meta(ge=0, description="Fewest bytes a second of a body that takes longer than body_timeout.")
+    ] = 1024
+    idle_timeout: Annotated[float, Meta(gt=0, description="Seconds that a connection may stay open unused.")] = 75.0
     stream_buffer_kib: Annotated[int, Meta(ge=1, description="Most KiB kept for a client that reads slowly.")] = 256
     stream_stall: Annotated[
         float, Meta(gt=0, description="Seconds after which a client that does not read is cut.")
