@@ -1,0 +1,189 @@
+"""The engine that runs everywhere: the recorded decoder over the reference kernels, KV in main memory.
+
+KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32: a block is contiguous over
+its group's layers, so a page is a view. The engine holds weights, pools and step buffers, and nothing about requests.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_info
+
+from cairn.config import Config
+from cairn.engine.base import EngineInfo, Ready, Row, RowResult
+from cairn.engine.machine import cpu_count
+from cairn.engine.pool import block_bytes, check_memory, pool_blocks
+from cairn.kernels import reference
+from cairn.models import decoder
+from cairn.models.weights import open_weights
+from cairn.sampling import sample
+from cairn.types import BLOCK_TOKENS, ModelSpec
+
+LAYOUT = "f32-blocks-1"
+"""Version of the KV layout above."""
+NUMERICS = "reference-1"
+"""Version of the reference kernels' order of operations; a change that can move a bit gets a new one."""
+
+Floats = NDArray[np.float32]
+
+
+class CpuEngine:
+    """`engine.base.Engine` on the CPU."""
+
+    def __init__(self, spec: ModelSpec, weights: dict[str, Any], config: Config, blocks: tuple[int, ...]) -> None:
+        """`weights` as `models.weights.open_weights` returns them; `blocks` in the pool of each group."""
+        context = min(spec.context, config.context or spec.context)
+        max_rows = min(config.max_running, config.step_tokens)
+        self._kernels = reference.ReferenceKernels(config.threads or cpu_count())
+        self._buffers = decoder.allocate(self._kernels, spec, config.step_tokens, max_rows, context)
+        page = (2, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
+        self._kv: list[Floats] = [
+            self._kernels.allocate((count, len(group.layers), *page), "float32")
+            for count, group in zip(blocks, spec.groups, strict=True)
+        ]
+        built = decoder.build(self._kernels, spec, weights)
+        self._body, self._head = decoder.record(self._kernels, built, self._kv, self._buffers)
+        self.info = EngineInfo(
+            groups=spec.groups,
+            blocks=blocks,
+            block_tokens=BLOCK_TOKENS,
+            block_bytes=block_bytes(spec),
+            context=context,
+            vocab=spec.vocab,
+            max_rows=max_rows,
+            max_tokens=config.step_tokens,
+            identity=identity(spec),
+            device="cpu",
+        )
+
+    @classmethod
+    def load(cls, spec: ModelSpec, folder: Path, config: Config) -> CpuEngine:
+        """The whole model, or an exception: memory and files are checked before anything is built."""
+        blocks = pool_blocks(spec, config)
+        check_memory(spec, config, blocks)
+        return cls(spec, dict(open_weights(folder, spec)), config, blocks)
+
+    def prefill(self, rows: Sequence[Row]) -> Ready[list[RowResult]]:
+        """Compute the rows' tokens in one step. Positions whose logits are wanted are sampled or scored."""
+        if not rows:
+            return Ready([])
+        with np.errstate(all="ignore"):
+            firsts = self._write_inputs(rows)
+            tokens = firsts[-1] + rows[-1].end - rows[-1].start
+            self._body.replay({"tokens": tokens, "rows": len(rows)})
+            results = [RowResult()] * len(rows)
+            for slice_ in _slices(rows):
+                self._sample(rows, firsts, slice_, results, tokens)
+        return Ready(results)
+
+    def decode(self, rows: Sequence[Row]) -> Ready[list[RowResult]]:
+        """Rows of one token each: the same program, so the same bits."""
+        return self.prefill(rows)
+
+    def read_blocks(self, group: int, ids: Sequence[int]) -> Ready[list[memoryview]]:
+        """Views of the blocks: no copy."""
+        return Ready([memoryview(self._kv[group][one]).cast("B") for one in ids])
+
+    def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> Ready[None]:
+        """Copy pages into blocks; a page of another size is a `ValueError` and writes nothing."""
+        size = self.info.block_bytes[group]
+        if any(len(memoryview(page).cast("B")) != size for page in pages):
+            raise ValueError(f"a page of group {group} has {size} bytes")
+        for one, page in zip(ids, pages, strict=True):
+            memoryview(self._kv[group][one]).cast("B")[:] = memoryview(page).cast("B")
+        return Ready(None)
+
+    def close(self) -> None:
+        """Give the memory and the threads back; the engine cannot be used afterwards."""
+        self._kernels.close()
+        self._kv = []
+        del self._buffers, self._body, self._head
+
+    def _write_inputs(self, rows: Sequence[Row]) -> list[int]:
+        """Fill the step's input buffers; returns each row's first token in the step."""
+        buffers, firsts, at = self._buffers, [], 0
+        assert len(rows) <= self.info.max_rows, "more rows than the engine takes"
+        for number, row in enumerate(rows):
+            count = row.end - row.start
+            assert count > 0 and at + count <= self.info.max_tokens and row.end <= self.info.context
+            step = slice(at, at + count)
+            positions = np.arange(row.start, row.end, dtype=np.int32)
+            buffers.tokens[step] = row.tokens[row.start : row.end]
+            buffers.positions[step] = positions
+            buffers.rows[number] = at, count, row.start
+            for table, slots, given in zip(buffers.tables, buffers.slots, row.tables, strict=True):
+                filled = -(-row.end // BLOCK_TOKENS)
+                table[number, :filled] = given[:filled]
+                table[number, filled:] = -1
+                slots[step] = table[number, positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+                assert slots[step].min() >= 0, "a token without a block"
+            firsts.append(at)
+            at += count
+        tokens = buffers.tokens[:at]
+        assert tokens.min() >= 0 and tokens.max() < self.info.vocab, "a token outside the vocabulary"
+        return firsts
+
+    def _sample(
+        self,
+        rows: Sequence[Row],
+        firsts: list[int],
+        slice_: list[tuple[int, int, int]],
+        results: list[RowResult],
+        tokens: int,
+    ) -> None:
+        """Run the head for one slice of wanted positions and fold what it gives into `results`."""
+        wanted = [
+            firsts[row] + position - rows[row].start for row, low, high in slice_ for position in range(low, high)
+        ]
+        self._buffers.wanted[: len(wanted)] = wanted
+        self._head.replay({"tokens": tokens, "logits": len(wanted)})
+        # A row that wants more positions than a slice holds is seen by the sampler as several shorter rows.
+        pieces = [dataclasses.replace(rows[row], logits_from=low, end=high) for row, low, high in slice_]
+        sampled = sample(pieces, self._buffers.logits[: len(wanted)])
+        for (row, _, _), result in zip(slice_, sampled, strict=True):
+            before = results[row]
+            results[row] = dataclasses.replace(
+                result,
+                token=None if before.error else result.token,
+                error=before.error or result.error,
+                prompt_logprobs=before.prompt_logprobs + result.prompt_logprobs,
+            )
+
+
+def _slices(rows: Sequence[Row]) -> Iterator[list[tuple[int, int, int]]]:
+    """The wanted positions as (row, low, high), in slices of at most `LOGITS_ROWS` positions."""
+    slice_: list[tuple[int, int, int]] = []
+    room = decoder.LOGITS_ROWS
+    for number, row in enumerate(rows):
+        low = row.end if row.logits_from is None else row.logits_from
+        while low < row.end:
+            high = min(row.end, low + room)
+            slice_.append((number, low, high))
+            room -= high - low
+            low = high
+            if not room:
+                yield slice_
+                slice_, room = [], decoder.LOGITS_ROWS
+    if slice_:
+        yield slice_
+
+
+def identity(spec: ModelSpec) -> bytes:
+    """Root of the KV keys: the model, the KV's layout, and everything about this machine that can move a bit."""
+    blas = sorted(
+        f"{info['internal_api']} {info.get('version')} {info.get('architecture')}"
+        for info in threadpool_info()
+        if info["user_api"] == "blas"
+    )
+    cpu = np._core._multiarray_umath.__cpu_features__  # type: ignore[attr-defined]
+    features = sorted(name for name, here in cpu.items() if here)
+    facts = [LAYOUT, BLOCK_TOKENS, NUMERICS, reference.SPAN, reference.TILE, np.__version__, platform.machine()]
+    return hashlib.sha256(spec.identity + repr((facts, blas, features)).encode()).digest()

@@ -1,0 +1,116 @@
+"""What this machine has: cores, memory, instruction sets, GPUs. Found by looking at files; no GPU library is imported.
+
+`root` is where the file system starts; tests pass a made-up one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/")
+
+INSTRUCTION_SETS = (
+    *("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"),
+    *("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),
+)
+"""Names of /proc/cpuinfo that decide which kernels a CPU can run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU that was seen. No engine uses it yet."""
+
+    kind: str
+    """cuda, rocm or metal."""
+    name: str
+
+
+def cpu_count(root: Path = ROOT) -> int:
+    """Cores this process may use: its affinity and its control group's quota, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for folder in _control_groups(root, "cpu"):
+        quota, _, period = _read(folder / "cpu.max").partition(" ")
+        if not quota:
+            quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, cores)
+
+
+def memory_available(root: Path = ROOT) -> int:
+    """Bytes that can be allocated without swapping: the machine's, or what the control group still allows."""
+    available = 0
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    if not available:
+        # No procfs (macOS): half of what is built in is a safe guess at what is free.
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    for folder in _control_groups(root, "memory"):
+        limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
+        used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
+        if limit.isdecimal() and used.isdecimal():
+            # Clean file pages count as used and are given back on demand.
+            cached = [
+                line.split()[1] for line in _read(folder / "memory.stat").splitlines() if "inactive_file " in line
+            ]
+            available = min(available, max(0, int(limit) - int(used) + int(cached[-1] if cached else 0)))
+    return available
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's control group and its parents, version 1 or 2."""
+    mount = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        base = mount / names if names else mount
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            yield base.joinpath(*parts[:depth])
+
+
+def instruction_sets(root: Path = ROOT) -> tuple[str, ...]:
+    """The CPU's instruction sets among `INSTRUCTION_SETS`; empty where the system does not tell."""
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        name, _, flags = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return tuple(one for one in INSTRUCTION_SETS if one in flags.split())
+    return ("asimd",) if platform.machine() == "arm64" else ()
+
+
+def cpu_name(root: Path = ROOT) -> str:
+    """The CPU as it calls itself."""
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def gpus(root: Path = ROOT) -> tuple[Gpu, ...]:
+    """GPUs whose drivers are here, found without loading a library."""
+    found = []
+    for information in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
+        fields = dict(line.split(":", 1) for line in _read(information).splitlines() if ":" in line)
+        found.append(Gpu("cuda", fields.get("Model", "NVIDIA GPU").strip()))
+    for node in sorted(root.glob("sys/class/kfd/kfd/topology/nodes/*")):
+        properties = dict(line.split(" ", 1) for line in _read(node / "properties").splitlines() if " " in line)
+        if properties.get("simd_count", "0").strip() not in ("", "0"):
+            found.append(Gpu("rocm", _read(node / "name") or "AMD GPU"))
+    if platform.system() == "Darwin" and platform.machine() == "arm64":
+        found.append(Gpu("metal", "Apple GPU"))
+    return tuple(found)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
