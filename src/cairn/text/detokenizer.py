@@ -1,0 +1,279 @@
+"""Token ids -> text, piece by piece: the pieces join to exactly what decoding all ids at once gives.
+
+What a decoder of a tokenizer.json does (the `tokenizers` library) comes in three kinds, and each has its own way of
+being exact while it streams:
+
+    bytes    byte-level BPE: tokens are bytes; a character is passed on when its last byte has come
+    runs     SentencePiece with byte fallback: a run of byte tokens is valid or invalid as a whole
+    pieces   each token has a text of its own, but the first one may lose its leading space
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from tokenizers import Tokenizer as Library
+
+V = TypeVar("V")
+
+RUN_STEPS = ("Replace", "ByteFallback", "Fuse", "Strip")
+"""The decoders of SentencePiece-style tokenizers, in the order in which `_RunDetokenizer` is exact for them."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+"""How byte fallback spells a byte."""
+
+
+class Detokenizer(Protocol):
+    """The text of one stream of ids."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Text that is now certain; "" while a character is incomplete."""
+        ...
+
+    def flush(self) -> str:
+        """The rest, incomplete bytes as U+FFFD. Nothing may be pushed afterwards."""
+        ...
+
+
+class _ByteDetokenizer:
+    """Tokens are bytes; text is their UTF-8 with every maximal invalid part as one U+FFFD."""
+
+    __slots__ = ("_decoder", "_skip", "_table")
+
+    def __init__(self, table: Mapping[int, bytes], skip: Collection[int]) -> None:
+        self._table = table
+        self._skip = skip
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        table, skip = self._table, self._skip
+        return self._decoder.decode(b"".join([table[i] for i in ids if i not in skip]))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _RunDetokenizer:
+    """Tokens are texts or single bytes; `strip` leading spaces of the whole are dropped.
+
+    As in the library's ByteFallback, a run of byte tokens that is not valid UTF-8 as a whole becomes one U+FFFD a
+    byte. So a run is passed on when it ends.
+    """
+
+    __slots__ = ("_run", "_skip", "_strip", "_table")
+
+    def __init__(self, table: Mapping[int, str | int], skip: Collection[int], strip: int) -> None:
+        self._table = table
+        self._skip = skip
+        self._strip = strip
+        self._run = bytearray()
+
+    def push(self, ids: Sequence[int]) -> str:
+        pieces: list[str] = []
+        for i in ids:
+            if i in self._skip:
+                continue
+            piece = self._table[i]
+            if isinstance(piece, int):
+                self._run.append(piece)
+                continue
+            if self._run:
+                pieces.append(self._end_run())
+            pieces.append(piece)
+        return self._stripped("".join(pieces)) if pieces else ""
+
+    def flush(self) -> str:
+        return self._stripped(self._end_run())
+
+    def _end_run(self) -> str:
+        run = bytes(self._run)
+        self._run.clear()
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return REPLACEMENT * len(run)
+
+    def _stripped(self, text: str) -> str:
+        while self._strip and text:
+            if not text.startswith(" "):
+                self._strip = 0
+                break
+            text = text[1:]
+            self._strip -= 1
+        return text
+
+
+class _PieceDetokenizer:
+    """Every token has a text, which depends only on whether the token is the first that is not skipped."""
+
+    __slots__ = ("_first", "_first_text", "_skip", "_table")
+
+    def __init__(self, first_text: Callable[[int], str], table: Mapping[int, str], skip: Collection[int]) -> None:
+        self._first_text = first_text
+        self._table = table
+        self._skip = skip
+        self._first = True
+
+    def push(self, ids: Sequence[int]) -> str:
+        text = ""
+        for i in ids:
+            if i in self._skip:
+                continue
+            text += self._first_text(i) if self._first else self._table[i]
+            self._first = False
+        return text
+
+    def flush(self) -> str:
+        return ""
+
+
+class _WindowDetokenizer:
+    """For any other decoder: decode a window of recent ids twice, with and without the new ones.
+
+    Exact wherever a token's text depends on at most the window before it.
+    """
+
+    __slots__ = ("_decode", "_ids", "_shown", "_skip")
+
+    WINDOW = 8
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], skip: Collection[int]) -> None:
+        self._decode = decode
+        self._skip = skip
+        self._ids: list[int] = []
+        self._shown = 0
+
+    def push(self, ids: Sequence[int]) -> str:
+        self._ids += [i for i in ids if i not in self._skip]
+        return self._new(final=False)
+
+    def flush(self) -> str:
+        return self._new(final=True)
+
+    def _new(self, *, final: bool) -> str:
+        before = self._decode(self._ids[: self._shown])
+        text = self._decode(self._ids)
+        if text.endswith(REPLACEMENT) and not final:
+            return ""
+        if self._shown > 4 * self.WINDOW:
+            del self._ids[: self._shown - self.WINDOW]
+        self._shown = len(self._ids)
+        return text[len(before) :]
+
+
+class Decoding:
+    """How one tokenizer's ids become text: the decoder of its tokenizer.json, by kind."""
+
+    def __init__(self, library: Library, decoder: dict[str, Any] | None) -> None:
+        """`decoder` is tokenizer.json's, as JSON."""
+        self._library = library
+        steps = _steps(decoder)
+        self._kind = _kind(steps)
+        self._fallback = any(step["type"] == "ByteFallback" for step in steps)
+        self._strip = sum(int(step["start"]) for step in steps if step["type"] == "Strip")
+        self._replace = [
+            (str(step["pattern"].get("String")), str(step["content"])) for step in steps if step["type"] == "Replace"
+        ]
+        self._bytes = _Memo(self._spelt_bytes)
+        self._runs = _Memo(self._run_piece)
+        self._pieces = _Memo(self._inner_piece)
+
+    def stream(self, skip: Collection[int]) -> Detokenizer:
+        """A detokenizer that leaves out the ids in `skip`."""
+        if self._kind == "bytes":
+            return _ByteDetokenizer(self._bytes, skip)
+        if self._kind == "runs":
+            return _RunDetokenizer(self._runs, skip, self._strip)
+        if self._kind == "pieces":
+            return _PieceDetokenizer(self._first_piece, self._pieces, skip)
+        return _WindowDetokenizer(lambda ids: str(self._library.decode(ids, skip_special_tokens=False)), skip)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token in the middle of a text stands for; b"" for an unknown id."""
+        if self._kind == "bytes":
+            return self._bytes[token]
+        if self._kind == "runs":
+            piece = self._runs[token]
+            return bytes([piece]) if isinstance(piece, int) else piece.encode()
+        return self._pieces[token].encode()
+
+    def _spelt_bytes(self, token: int) -> bytes:
+        text = self._library.id_to_token(token) or ""
+        try:
+            return bytes([_BYTES[character] for character in text])
+        except KeyError:  # an added token that is not spelt in the byte alphabet
+            return text.encode()
+
+    def _run_piece(self, token: int) -> str | int:
+        text = str(self._library.id_to_token(token) or "")
+        if self._fallback and BYTE_TOKEN.fullmatch(text):
+            return int(text[3:5], 16)
+        for pattern, content in self._replace:
+            text = text.replace(pattern, content)
+        return text
+
+    def _first_piece(self, token: int) -> str:
+        text = self._library.id_to_token(token)
+        return "" if text is None else self._join([text])
+
+    def _inner_piece(self, token: int) -> str:
+        text = self._library.id_to_token(token)
+        return "" if text is None else self._join(["x", text])[len(self._join(["x"])) :]
+
+    def _join(self, tokens: list[str]) -> str:
+        decoder = self._library.decoder
+        return " ".join(tokens) if decoder is None else str(decoder.decode(tokens))
+
+
+class _Memo(dict[int, V]):
+    """A table that computes an entry when it is first asked for."""
+
+    def __init__(self, compute: Callable[[int], V]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, key: int) -> V:
+        value = self[key] = self._compute(key)
+        return value
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte of GPT-2's byte-level alphabet: printable bytes are themselves, the rest follow from U+0100."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(rest)}
+
+
+_BYTES = _byte_alphabet()
+
+
+def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The decoders of a (nested) sequence, in order."""
+    if decoder is None:
+        return []
+    if decoder.get("type") == "Sequence":
+        return [step for part in decoder["decoders"] for step in _steps(part)]
+    return [decoder]
+
+
+def _kind(steps: list[dict[str, Any]]) -> str:
+    """Which detokenizer is exact for these decoders: "bytes", "runs", "pieces" or "window"."""
+    kinds = [step["type"] for step in steps]
+    bare = [kind for kind in kinds if kind != "Fuse"]
+    if bare == ["ByteLevel"]:
+        return "bytes"
+    if not bare or bare in (["Metaspace"], ["WordPiece"]):
+        return "pieces"
+    places = [RUN_STEPS.index(kind) if kind in RUN_STEPS else -1 for kind in kinds]
+    strips = [step for step in steps if step["type"] == "Strip"]
+    understood = (
+        -1 not in places
+        and places == sorted(places)
+        and all("String" in step["pattern"] for step in steps if step["type"] == "Replace")
+        and all(step["content"] == " " and step["stop"] == 0 for step in strips)
+        and (not strips or (len(strips) == 1 and "Fuse" in kinds))
+    )
+    return "runs" if understood else "window"

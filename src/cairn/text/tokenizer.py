@@ -1,0 +1,252 @@
+"""Text <-> token ids, by the model's own tokenizer.json; there is no fallback.
+
+Two tokenizers share one model. The *full* one is the file as it is: it recognises control tokens (`<|im_end|>`,
+`<think>`) in a text, so only text that Cairn itself wrote may go through it. The *plain* one knows each control token
+by an alias that nobody can type, so control tokens in a text are ordinary text; where a chat template wrote one,
+`encode_rendered` puts its alias. Both split, normalise and merge alike, so apart from that the ids are the same.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Library
+
+from cairn.errors import ModelFileError
+from cairn.text.controls import Controls, is_control
+from cairn.text.detokenizer import Decoding, Detokenizer
+
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that transformers names; chat templates may use them by these names."""
+
+
+class _File(msgspec.Struct):
+    """The part of tokenizer.json that the library does not show."""
+
+    decoder: dict[str, Any] | None = None
+
+
+class Tokenizer:
+    """One model's tokenizer. Its methods may be called from several threads at once."""
+
+    def __init__(self, library: Library, decoder: dict[str, Any] | None, config: Mapping[str, Any]) -> None:
+        """`library` is taken over; `decoder` is tokenizer.json's, `config` tokenizer_config.json's."""
+        library.no_truncation()
+        library.no_padding()
+        self._full = library
+        self._config = config
+        self.special_tokens = {name: text for name in SPECIAL_NAMES if (text := _content(config.get(name)))}
+        """Name ("bos_token", ...) -> text of the special tokens that the model names."""
+        added = library.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        """Ids that are no text: decoding leaves them out."""
+        self.controls = Controls({token.content: i for i, token in added.items() if is_control(token)})
+        """The tokens that a user must not be able to write."""
+        self.control_ids = frozenset(self.controls.ids.values())
+        self._decoding = Decoding(library, decoder)
+        self._plain, self._real = self._with_aliases(library)
+        unk = library.token_to_id(self.special_tokens.get("unk_token", ""))
+        model = library.model
+        self._spellable = frozenset(i for i in self.control_ids - {unk} if model.id_to_token(i) is not None)
+        self._unspellable: tuple[Library, dict[int, int]] | None = None
+        self._prefix = self._bos_prefix()
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read tokenizer.json and, where present, tokenizer_config.json and special_tokens_map.json.
+
+        Raises ModelFileError naming the file that is missing or broken.
+        """
+        path = folder / "tokenizer.json"
+        try:
+            data = path.read_bytes()
+            decoder = msgspec.json.decode(data, type=_File).decoder
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ModelFileError(f"{path}: {reason}; a model folder must hold a tokenizer.json") from error
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ModelFileError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
+        config = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
+        try:
+            library = Library.from_str(data.decode())
+        except Exception as error:  # the library raises bare Exception
+            raise ModelFileError(f"{path}: the tokenizers library refuses it ({error})") from error
+        _add_missing(library, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
+        return cls(library, decoder, config)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, added ones included."""
+        return int(self._full.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def bos_id(self) -> int | None:
+        """The token that starts a text, where the model names one."""
+        return self.token_id(self.special_tokens.get("bos_token", ""))
+
+    @property
+    def eos_id(self) -> int | None:
+        """tokenizer_config.json's end of text. What ends a generation is `ModelSpec.eos_ids`."""
+        return self.token_id(self.special_tokens.get("eos_token", ""))
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token spelt `text` in the vocabulary."""
+        return self._full.token_to_id(text)
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of `text`, nothing put before or after it. Control tokens in it are ordinary text unless `special`."""
+        if special:
+            return list(self._full.encode(_valid(text), add_special_tokens=False).ids)
+        return self._encode(_valid(text))
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a raw completion prompt: BOS once if the tokenizer wants one, control tokens in it are text."""
+        return self._prefix + self.encode(text)
+
+    def encode_rendered(self, text: str, mark: str = "") -> list[int]:
+        """Ids of a rendered chat template: its control tokens are recognised, except those broken up by `mark`.
+
+        `mark` (see `Controls.break_up`) is taken out, so the ids are those of the text without it.
+        """
+        text = self.controls.with_aliases(_valid(text))
+        return self._encode(text.replace(mark, "") if mark else text)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of `ids`; special tokens are left out unless told otherwise, unknown ids always."""
+        return str(self._full.decode(list(ids), skip_special_tokens=skip_special))
+
+    def detokenizer(self, *, skip: Collection[int] | None = None) -> Detokenizer:
+        """Decode a stream: the pieces join to exactly `decode` of all ids. `skip` replaces the special ids."""
+        return self._decoding.stream(self.special_ids if skip is None else skip)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token in the middle of a text stands for; b"" for an unknown id."""
+        return self._decoding.token_bytes(token)
+
+    def token_text(self, token: int) -> str:
+        """`token_bytes` as text, incomplete characters as U+FFFD."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def _encode(self, text: str) -> list[int]:
+        """Ids by the plain tokenizer; aliases in `text` become the control tokens' ids."""
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        real = self._real
+        if not self._spellable.isdisjoint(ids):
+            # The model's own vocabulary has a control token as a piece, and the text met it.
+            if self._unspellable is None:
+                self._unspellable = self._with_aliases(_without_pieces(self._full, self.controls.ids))
+            plain, real = self._unspellable
+            ids = plain.encode(text, add_special_tokens=False).ids
+        return [real.get(i, i) for i in ids] if real else list(ids)
+
+    def _with_aliases(self, library: Library) -> tuple[Library, dict[int, int]]:
+        """A tokenizer on `library`'s model that knows control tokens by alias only, and its ids -> the real ones."""
+        plain = Library(library.model)
+        if self._full.normalizer is not None:
+            plain.normalizer = self._full.normalizer
+        if self._full.pre_tokenizer is not None:
+            plain.pre_tokenizer = self._full.pre_tokenizer
+        real: dict[int, int] = {}
+        free = plain.get_vocab_size()
+        for i, token in sorted(self._full.get_added_tokens_decoder().items()):
+            while library.model.id_to_token(free) is not None:  # ids with holes: the next one is taken
+                plain.add_tokens([AddedToken(f"\ufdd2{secrets.token_hex(8)}\ufdd3", normalized=False)])
+                free += 1
+            text = self.controls.aliases.get(token.content, token.content)
+            plain.add_tokens(
+                [
+                    AddedToken(
+                        text,
+                        single_word=token.single_word,
+                        lstrip=token.lstrip,
+                        rstrip=token.rstrip,
+                        normalized=token.normalized,
+                        special=False,
+                    )
+                ]
+            )
+            given = cast(int, plain.token_to_id(text))
+            free = max(free, given + 1)
+            if given != i:
+                real[given] = i
+        return plain, real
+
+    def _bos_prefix(self) -> list[int]:
+        """What the tokenizer puts before a text: by tokenizer_config.json's word, else by its post-processor."""
+        wanted = self._config.get("add_bos_token")
+        if wanted is False:
+            return []
+        if wanted is True and self.bos_id is not None:
+            return [self.bos_id]
+        bare = self._full.encode("a", add_special_tokens=False).ids
+        whole = self._full.encode("a", add_special_tokens=True).ids
+        starts = (n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
+        return list(whole[: next(starts, 0)])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from an optional file; {} where it is absent. Raises ModelFileError if it is broken."""
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path}: must hold a JSON object")
+    return value
+
+
+def _valid(text: str) -> str:
+    """`text` with lone surrogates, which UTF-8 cannot hold, as U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _content(token: object) -> str:
+    """The text of a special token as tokenizer_config.json writes it: a string, or an object with `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else ""
+
+
+def _add_missing(library: Library, decoder: object, path: Path) -> None:
+    """Add the tokens that only tokenizer_config.json lists (`added_tokens_decoder`: id -> token)."""
+    if not isinstance(decoder, dict):
+        return
+    if not all(str(key).isdecimal() for key in decoder):
+        raise ModelFileError(f"{path}: the keys of added_tokens_decoder must be token ids")
+    for key, token in sorted(decoder.items(), key=lambda item: int(item[0])):
+        text = _content(token)
+        if not text or library.token_to_id(text) is not None:
+            continue
+        flags = {name: bool(token.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        library.add_tokens([AddedToken(text, **flags)])
+        if library.token_to_id(text) != int(key):
+            raise ModelFileError(f"{path}: gives {text!r} the id {key}, which does not follow from tokenizer.json")
+
+
+def _without_pieces(library: Library, texts: Collection[str]) -> Library:
+    """`library`'s model with the vocabulary pieces `texts` respelt so that no text can match them; ids stay."""
+    data = json.loads(library.to_str())
+    model = data["model"]
+    names = {text: f"\ufdd4{secrets.token_hex(8)}\ufdd5" for text in texts}
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
+        model["merges"] = [[a, b] for a, b in pairs if names.keys().isdisjoint((a, b, a + b))]
+    return Library.from_str(json.dumps({**data, "added_tokens": [], "post_processor": None}))
