@@ -67,7 +67,9 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
     block_bytes: tuple[int, ...]
     context: int
-    """Longest sequence in tokens: prompt and completion."""
+    """Longest sequence in tokens: the model's limit or the configured one, whichever is less."""
+    pool_tokens: int
+    """Longest sequence that fits when it has the whole KV pool to itself."""
     vocab: int
     max_rows: int
     max_tokens: int
@@ -86,8 +88,6 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     prefix_hits: int = 0
     """Prompt tokens found there."""
     preemptions: int = 0
-    received: int = 0
-    """`Add` frames read so far: tells the front which requests `waiting` already counts."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -136,6 +136,16 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
 ToFront = Ready | LoadFailed | Step | Refused | Beat
 
 _encoder = msgspec.msgpack.Encoder()
+
+
+def error(code: str, message: str) -> CairnError:
+    """The typed error that a worker named by its code."""
+    kinds: list[type[CairnError]] = [CairnError]
+    for kind in kinds:
+        if kind.code == code:
+            return kind(message)
+        kinds.extend(kind.__subclasses__())
+    return CairnError(message)
 
 
 def worker_frames() -> Frames[ToWorker]:

@@ -1,0 +1,507 @@
+"""The front of one model: `generate`, `abort`, `status`, `drain`, `close`. HTTP, CLI and Python all come through here.
+
+Everything runs on one event loop. A frame of the worker is one step of all requests: each request's record (`Flight`)
+takes its tokens, and its consumer is woken once. Every request leaves by `_release`, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections import OrderedDict
+
+import msgspec
+
+from cairn.config import Config
+from cairn.errors import (
+    CairnError,
+    Cancelled,
+    Conflict,
+    ContextTooLong,
+    DeadlineExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
+from cairn.metrics import Metrics
+from cairn.models.hub import locate
+from cairn.seams import Clock, SystemClock
+from cairn.service import wire
+from cairn.service.stream import Flight, RequestStatus, Stream
+from cairn.service.supervisor import Patience, Supervisor
+from cairn.text.chat import Chat
+from cairn.text.stream import TextStream
+from cairn.text.tokenizer import Tokenizer
+from cairn.types import FinishReason, ModelSpec, Output, Request, Timing
+
+log = logging.getLogger(__name__)
+
+KEEP_SECONDS = 600.0
+KEEP_REQUESTS = 1000
+KEEP_CHARACTERS = 32 << 20
+"""Bounds of what is remembered of requests that have ended."""
+FULL = 0.9
+"""Share of the KV pool in use by requests from which the server says that it is not ready."""
+_TICK = 0.25
+_LATE = 1.0
+"""Seconds past a deadline after which the front ends a request itself; the worker normally does."""
+_MEMORY = 30.0
+
+
+class Pace:
+    """How fast the queue moves, measured while somebody waits; what is older than `_MEMORY` seconds fades."""
+
+    def __init__(self) -> None:
+        self._left = self._seconds = self._last = self._due = 0.0
+        self._queued = False
+
+    def note(self, now: float, left: int, queued: bool) -> None:
+        """`left` requests left the queue since the last call; `queued`: whether others still wait."""
+        if self._queued:
+            passed = now - self._last
+            fade = math.exp(-passed / _MEMORY)
+            self._left, self._seconds = self._left * fade + left, self._seconds * fade + passed
+        self._last, self._queued = now, queued
+
+    def book(self, now: float, most: int) -> float:
+        """Seconds until a place in the queue is free that nobody was told of yet; at most `most` places ahead."""
+        each = (self._seconds + 1) / (self._left + 1)
+        self._due = min(max(self._due, now) + each, now + most * each)
+        return max(1.0, self._due - now)
+
+
+class ServiceStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The service now; counters are totals of the present worker's life."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+    worker_pid: int | None
+    worker_restarts: int
+
+
+class Service:
+    """One model being served. Make it with `await Service.start(config)`; end it with `await close()`."""
+
+    spec: ModelSpec
+    """The model."""
+    info: wire.Info
+    """What the loaded engine can do."""
+    tokenizer: Tokenizer
+    chat: Chat
+    metrics: Metrics
+    name: str
+    """What clients call the model."""
+
+    def __init__(
+        self, config: Config, *, in_process: bool = False, patience: Patience | None = None, clock: Clock | None = None
+    ) -> None:
+        self._config = config
+        self._clock = clock or SystemClock()
+        self._supervisor = Supervisor(
+            config,
+            in_process=in_process,
+            patience=patience or Patience(),
+            clock=self._clock,
+            on_ready=self._on_ready,
+            on_step=self._on_step,
+            on_refused=self._on_refused,
+            on_lost=self._on_lost,
+        )
+        self._flights = self._supervisor.flights
+        self._stats = wire.Stats()
+        self._queued = 0
+        self._queued_tokens = 0
+        """Requests that no worker has begun to compute, and the tokens of their prompts."""
+        self._stepped = 0.0
+        self._pace = Pace()
+        self._ended: OrderedDict[int, tuple[float, RequestStatus]] = OrderedDict()
+        self._characters = 0
+        self._last_id = 0
+        self._loaded = False
+        self._draining = False
+        self._closed = False
+        self._empty = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls, config: Config, *, in_process: bool = False, patience: Patience | None = None, clock: Clock | None = None
+    ) -> Service:
+        """Load the model in a worker process (`in_process`: on a thread) and serve it.
+
+        Raises ModelError (or what else the model's files deserve) with nothing left running.
+        """
+        service = cls(config, in_process=in_process, patience=patience, clock=clock)
+        try:
+            await service._load()
+        except BaseException:
+            await service.close()
+            raise
+        return service
+
+    async def _load(self) -> None:
+        folder = await asyncio.to_thread(locate, self._config.model)
+        self._ticker = asyncio.create_task(self._tick())
+        loading = asyncio.create_task(self._supervisor.start(folder))
+        try:
+            self.tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+            await loading
+        finally:
+            loading.cancel()
+        self.chat = await Chat.start(folder, self.tokenizer, self.spec, self._config)
+        self._loaded = True
+
+    # ---------------------------------------------------------------------------------------------- for callers
+
+    def next_id(self) -> int:
+        """A request id: strictly increasing, below 2**63, and beyond those of earlier runs (it follows the clock)."""
+        self._last_id = max(self._last_id + 1, self._clock.time_ns())
+        return self._last_id
+
+    def generate(self, request: Request) -> Stream:
+        """Start a request. The events follow as an async iterator; what goes wrong later is raised by it.
+
+        Raises here, before anything is computed: ContextTooLong, InvalidRequest, Overloaded and Unavailable (both with
+        `retry_after`). A request without a timeout gets the configured one.
+        """
+        self._admit(request)
+        if request.timeout is None:
+            request = msgspec.structs.replace(request, timeout=self._config.request_timeout)
+        flight = Flight(request, TextStream(self.tokenizer, request), self._clock.now())
+        stream = Stream(flight, self.abort)
+        try:
+            self._supervisor.add(flight)
+        except wire.WireError as error:
+            flight.end(FinishReason.ERROR, error, None)
+            raise InvalidRequest(str(error), field="prompt") from error
+        self._queued += 1
+        self._queued_tokens += len(request.prompt)
+        return stream
+
+    def abort(self, id: int) -> bool:
+        """Cancel a request: its stream raises `Cancelled` after what was said. False if it does not run."""
+        return self._release(id, FinishReason.CANCELLED, error=Cancelled("the request was cancelled"), tell=True)
+
+    def status(self, id: int) -> RequestStatus | None:
+        """What is known of a request; None if it never was, or ended too long ago."""
+        flight = self._flights.get(id)
+        if flight is not None:
+            return flight.status()
+        ended = self._ended.get(id)
+        return ended[1] if ended else None
+
+    def stats(self) -> ServiceStats:
+        """Numbers of now."""
+        stats = self._stats
+        return ServiceStats(
+            running=len(self._flights) - self._queued,
+            waiting=self._queued,
+            kv_usage=stats.kv_usage,
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+            preemptions=stats.preemptions,
+            worker_pid=self._supervisor.pid,
+            worker_restarts=self._supervisor.restarts,
+        )
+
+    def unready(self) -> list[str]:
+        """Why new requests would not be served well now; empty when they would."""
+        reasons = []
+        if self._supervisor.gave_up:
+            reasons.append(self._supervisor.gave_up)
+        elif not self._loaded:
+            reasons.append("the model is being loaded")
+        elif not self._supervisor.up:
+            reasons.append("the worker is being replaced")
+        if self._draining:
+            reasons.append("the server is shutting down")
+        if self._stats.kv_usage > FULL:
+            reasons.append(f"requests hold {self._stats.kv_usage:.0%} of the KV pool")
+        return reasons
+
+    async def drain(self, grace: float) -> None:
+        """Take no more requests, wait up to `grace` seconds for those that run, and end the rest with Unavailable."""
+        self._draining = True
+        if self._flights:
+            self._empty.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), grace)
+        self._end_all()
+
+    async def close(self) -> None:
+        """End everything at once: requests, the worker, the template helper. Nothing is left. May be called again."""
+        self._draining = True
+        self._end_all()
+        if self._closed:
+            return
+        self._closed = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+        await self._supervisor.close()
+        if hasattr(self, "chat"):
+            await self.chat.close()
+
+    # ------------------------------------------------------------------------------------------------ admission
+
+    def _admit(self, request: Request) -> None:
+        self._check_open()
+        if request.id in self._flights:
+            raise Conflict(f"request {request.id} runs already")
+        self._check_length(request)
+        tokens = (*request.prompt, *request.generated) if request.generated else request.prompt
+        if min(tokens) < 0 or max(tokens) >= self.info.vocab:
+            raise InvalidRequest(f"token ids must be from 0 to {self.info.vocab - 1}", field="prompt")
+        waiting = self._queued
+        if not self._stats.waiting:  # the worker takes everybody: its free places are for those on the way to it
+            rows = min(self._config.max_running, self.info.max_rows)
+            waiting -= max(0, rows - (len(self._flights) - self._queued))
+        limit, limit_tokens = self._config.max_queue, self._config.max_queue_tokens
+        if waiting >= limit or (waiting > 0 and self._queued_tokens + len(request.prompt) > limit_tokens):
+            pause = self._pace.book(self._clock.now(), limit)
+            raise Overloaded(
+                f"the queue is full: {self._queued} requests with {self._queued_tokens} prompt tokens wait "
+                f"(limits: {limit} and {limit_tokens})",
+                retry_after=pause,
+            )
+
+    def _check_open(self) -> None:
+        if self._draining:
+            raise Unavailable("the server is shutting down", retry_after=max(1.0, self._config.shutdown_grace))
+        if self._supervisor.gave_up:
+            raise Unavailable(self._supervisor.gave_up, retry_after=60.0)
+        if self._supervisor.failing and not self._supervisor.up:
+            raise Unavailable("the worker is being replaced", retry_after=self._supervisor.pause)
+
+    def _check_length(self, request: Request) -> None:
+        prompt, asked = len(request.prompt), request.sampling.max_tokens
+        context, pool = self.info.context, self.info.pool_tokens
+        if prompt + asked > context:
+            raise ContextTooLong(
+                f"the context holds {context} tokens; the prompt has {prompt} and the completion asks for {asked}",
+                field="prompt" if prompt + 1 > context else "max_tokens",
+            )
+        if prompt + min(asked, 1) > pool:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens and the whole KV pool holds {pool}; a larger --kv-gb makes room",
+                field="prompt",
+            )
+
+    # --------------------------------------------------------------------------------------- what the worker says
+
+    def _on_ready(self, ready: wire.Ready) -> None:
+        self._stats = wire.Stats()
+        self.spec, self.info = ready.spec, ready.info
+        if not self._loaded:
+            self.name = self._config.served_name or ready.spec.name
+            self.metrics = Metrics(self._config.metrics_prefix, self.name)
+        self.metrics.worker_restarts = self._supervisor.restarts
+
+    def _on_step(self, step: wire.Step) -> None:
+        now = self._clock.now()
+        for id in step.started:
+            self._on_started(id, now)
+        self._note_stats(step, now)
+        metrics, flights, before, together = self.metrics, self._flights, self._stepped, 0
+        for id, token in zip(step.ids, step.tokens, strict=True):
+            flight = flights.get(id)
+            if flight is None:
+                continue
+            flight.accept_token(token)
+            if flight.last_at == before:
+                together += 1
+            else:
+                metrics.inter_token.observe(now - flight.last_at)
+            flight.last_at = now
+            self._show(flight)
+        if together:
+            metrics.inter_token.observe(now - before, together)
+        self._stepped = now
+        for output in step.outputs:
+            self._on_output(output, now)
+
+    def _note_stats(self, step: wire.Step, now: float) -> None:
+        metrics, old, new = self.metrics, self._stats, step.stats
+        self._stats = new
+        self._pace.note(now, len(step.started), new.waiting > 0)
+        metrics.running, metrics.waiting, metrics.kv_usage = new.running, new.waiting, new.kv_usage
+        metrics.prefix_queries += new.prefix_queries - old.prefix_queries
+        metrics.prefix_hits += new.prefix_hits - old.prefix_hits
+        metrics.preemptions += new.preemptions - old.preemptions
+        tokens = len(step.ids) + sum(len(output.tokens) for output in step.outputs)
+        if tokens:
+            metrics.generation_tokens += tokens
+            metrics.step_tokens.observe(tokens)
+
+    def _on_started(self, id: int, now: float) -> None:
+        flight = self._flights.get(id)
+        if flight is not None and flight.started_at is None:
+            flight.started_at = now
+            self._leave_queue(flight)
+
+    def _on_output(self, output: Output, now: float) -> None:
+        flight = self._flights.get(output.id)
+        if flight is None:
+            return
+        if output.cache is not None and flight.cache is None:
+            self.metrics.prompt_tokens += len(flight.request.prompt)
+            self.metrics.prompt_tokens_cached += output.cache.pool
+            self.metrics.prompt_length.observe(len(flight.request.prompt))
+        flight.accept(output)
+        if output.tokens:
+            if flight.first_at is None:
+                flight.first_at = now
+                self.metrics.first_token.observe(now - flight.arrived)
+            else:
+                self.metrics.inter_token.observe(now - flight.last_at)
+            flight.last_at = now
+        if output.finish is None:
+            self._show(flight)
+        else:
+            error = _error(output)
+            self._release(output.id, output.finish, error=error, timing=output.timing)
+
+    def _on_refused(self, refused: wire.Refused) -> None:
+        error = wire.error(refused.code, refused.message)
+        if isinstance(error, Overloaded | Unavailable):
+            error.retry_after = self._pace.book(self._clock.now(), self._config.max_queue)
+        self._release(refused.id, FinishReason.ERROR, error=error)
+
+    def _on_lost(self, flight: Flight, error: CairnError) -> None:
+        self._release(flight.request.id, FinishReason.ERROR, error=error)
+
+    def _show(self, flight: Flight) -> None:
+        """Let the consumer know of news; a request with stop strings is read at once."""
+        if flight.eager:
+            try:
+                flight.read()
+            except Exception as error:
+                self._release(flight.request.id, FinishReason.ERROR, error=_broken(error), tell=True)
+                return
+            if flight.text.stopped:
+                self._release(flight.request.id, FinishReason.STOP, tell=True)
+                return
+        if flight.waker is not None:
+            flight.waker.wake()
+
+    # ---------------------------------------------------------------------------------------------- the one way out
+
+    def _release(
+        self,
+        id: int,
+        reason: FinishReason,
+        *,
+        error: CairnError | None = None,
+        timing: Timing | None = None,
+        tell: bool = False,
+    ) -> bool:
+        """End a request, whatever ended it. `tell`: the worker does not know yet. False if it had ended before."""
+        flight = self._supervisor.remove(id, reason if tell else None)
+        if flight is None:
+            return False
+        if flight.started_at is None:
+            self._leave_queue(flight)
+        now = self._clock.now()
+        timing = timing or _timing(flight, now)
+        try:
+            flight.end(reason, error, timing)
+        except Exception as failure:
+            flight.fail(_broken(failure))
+        self.metrics.record_end(
+            flight.reason or reason,
+            timing,
+            total=now - flight.arrived,
+            first=None if flight.first_at is None else flight.first_at - flight.arrived,
+            generated=flight.text.completion_tokens,
+            limit=flight.request.sampling.max_tokens,
+        )
+        self._remember(flight.status(), now)
+        if flight.waker is not None:
+            flight.waker.wake()
+        if not self._flights:
+            self._empty.set()
+        return True
+
+    def _leave_queue(self, flight: Flight) -> None:
+        self._queued -= 1
+        self._queued_tokens -= len(flight.request.prompt)
+
+    def _remember(self, status: RequestStatus, now: float) -> None:
+        self._ended[status.id] = (now, status)
+        self._characters += len(status.text) + len(status.reasoning)
+        self._forget(now)
+
+    def _forget(self, now: float) -> None:
+        while self._ended:
+            ended, status = next(iter(self._ended.values()))
+            many = len(self._ended) > KEEP_REQUESTS or self._characters > KEEP_CHARACTERS
+            if not many and now - ended < KEEP_SECONDS:
+                break
+            self._ended.popitem(last=False)
+            self._characters -= len(status.text) + len(status.reasoning)
+
+    def _end_all(self) -> None:
+        for id in tuple(self._flights):
+            error = Unavailable("the server is shutting down", retry_after=max(1.0, self._config.shutdown_grace))
+            self._release(id, FinishReason.ERROR, error=error, tell=True)
+
+    # --------------------------------------------------------------------------------------------------- the clock
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK)
+            try:
+                self._supervisor.look()
+                self._end_late(self._clock.now())
+                self._forget(self._clock.now())
+            except Exception:
+                log.exception("the periodic check failed")
+
+    def _end_late(self, now: float) -> None:
+        """End what is past its deadline although the worker did not say so, and what nobody reads."""
+        for id, flight in tuple(self._flights.items()):
+            timeout = flight.request.timeout
+            if timeout is not None and now - flight.arrived > timeout + _LATE:
+                self._release(id, FinishReason.DEADLINE, error=_late(), tell=True)
+            elif flight.idle:
+                flight.read_at = now
+            elif now - flight.read_at > self._config.stream_stall and flight.backlog > self._limit:
+                error = Cancelled(f"nobody read the answer for {self._config.stream_stall:g} s")
+                self._release(id, FinishReason.CANCELLED, error=error, tell=True)
+
+    @property
+    def _limit(self) -> int:
+        return self._config.stream_buffer_kib << 10
+
+
+def _error(output: Output) -> CairnError | None:
+    """What an end that is no success raises."""
+    if output.finish is FinishReason.DEADLINE:
+        return _late()
+    if output.finish is FinishReason.CANCELLED:
+        return Cancelled("the request was cancelled")
+    if output.finish is FinishReason.ERROR:
+        return GenerationFailed(output.error or "the generation failed")
+    return None
+
+
+def _late() -> CairnError:
+    return DeadlineExceeded("the request reached its time limit before it was done")
+
+
+def _broken(error: Exception) -> CairnError:
+    log.error("the text of an answer could not be built", exc_info=error)
+    return GenerationFailed("the text of the answer could not be built")
+
+
+def _timing(flight: Flight, now: float) -> Timing:
+    """The same three spans that the worker reports, as this side saw them."""
+    started = now if flight.started_at is None else flight.started_at
+    first = now if flight.first_at is None else flight.first_at
+    return Timing(queue=started - flight.arrived, prefill=max(0.0, first - started), decode=now - first)

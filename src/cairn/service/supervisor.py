@@ -1,0 +1,433 @@
+"""Keeps a worker alive: starts it, watches it, replaces it, and lets the requests in flight go on in the next one.
+
+A worker that ends, falls silent while it has work, or makes no progress is replaced. Requests in flight are added
+again with the tokens that were already received, so they go on with the same tokens. One that was there at two deaths
+in a row without a new token is a suspect: suspects are tried one at a time, and one that is there alone when the
+worker dies again fails alone. After `Patience.restarts` deaths in a row without any progress the supervisor gives up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from cairn.config import Config
+from cairn.errors import CairnError, GenerationFailed, ModelError
+from cairn.seams import Clock
+from cairn.service import wire
+from cairn.service.stream import Flight
+from cairn.types import FinishReason, Request
+
+log = logging.getLogger(__name__)
+
+_RECEIVE = 1 << 20
+_CLOSE_SECONDS = 2.0
+"""How long a worker whose socket was closed may take to end before it is killed."""
+_COMPUTING = 0.1
+"""CPU seconds that show that a step computes; the pulse alone uses far less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a worker may stay silent, in seconds, and how often it is replaced."""
+
+    load: float = 60.0
+    """Without a sign of life while it loads (one is sent every second)."""
+    silence: float = 6.0
+    """Without a sign of life while it has work."""
+    stall: float = 120.0
+    """In one step without using the CPU: a step may take long, but not by waiting."""
+    step: float = 1800.0
+    """In one step at all."""
+    restarts: int = 8
+    """Deaths in a row without progress before the supervisor gives up."""
+    backoff: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0, 2.0, 5.0)
+    """Pause before each restart in such a row; the last holds for all further ones."""
+
+
+class Link:
+    """One worker's life: its process (or thread), the socket to it, and what was last heard."""
+
+    def __init__(self, in_process: bool, clock: Clock, receive: Callable[[wire.ToFront], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._clock = clock
+        self._receive = receive
+        self._frames = wire.front_frames()
+        self._backlog = bytearray()
+        self.ended: asyncio.Future[str] = self._loop.create_future()
+        """Why it ended, once it has."""
+        self.ready = False
+        self.progressed = False
+        """Whether any request got further in it."""
+        self._heard = self._stepped = self._computed = clock.now()
+        self._cpu = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._sock, theirs = socket.socketpair()
+        self._sock.setblocking(False)
+        if in_process:
+            self._thread = threading.Thread(target=_serve_quietly, args=(theirs,), name="cairn-worker", daemon=True)
+            self._thread.start()
+        else:
+            with theirs:
+                command = [sys.executable, "-m", "cairn.service.worker", str(theirs.fileno())]
+                self._process = subprocess.Popen(
+                    command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=2
+                )
+        self._loop.add_reader(self._sock, self._on_readable)
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id; None in-process."""
+        return self._process.pid if self._process else None
+
+    def send(self, message: wire.ToWorker) -> None:
+        """Send a frame now or as soon as the worker reads. A worker that is gone is noticed by the reader."""
+        if self.ended.done():
+            return
+        data = wire.encode(message)
+        if not self._backlog:
+            try:
+                sent = self._sock.send(data)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError:
+                return
+            if sent == len(data):
+                return
+            data = data[sent:]
+            self._loop.add_writer(self._sock, self._on_writable)
+        self._backlog += data
+
+    def overdue(self, patience: Patience, working: bool) -> str:
+        """Why it has to be taken for dead; empty if it is well. `working`: whether it has a request."""
+        now = self._clock.now()
+        if self._process is None or self.ended.done():
+            return ""
+        if not self.ready:
+            silent = now - self._heard > patience.load
+            return f"no sign of life for {patience.load:g} s while loading" if silent else ""
+        if not working:
+            self.rest()
+        elif now - self._heard > patience.silence:
+            return f"no sign of life for {patience.silence:g} s"
+        elif now - max(self._stepped, self._computed) > patience.stall:
+            return f"a step stood still for {patience.stall:g} s"
+        elif now - self._stepped > patience.step:
+            return f"a step took more than {patience.step:g} s"
+        return ""
+
+    def rest(self) -> None:
+        """Forget how long it has been silent: it had nothing to do, or nobody could have heard it."""
+        self._heard = self._stepped = self._computed = self._clock.now()
+
+    def kill(self, reason: str) -> None:
+        """End the process at once."""
+        if self._process is not None:
+            self._process.kill()
+        self.end(reason)
+
+    def end(self, reason: str) -> None:
+        """Cut the connection and end the process. Does nothing the second time."""
+        if self.ended.done():
+            return
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
+        self._sock.close()
+        self.ended.set_result(reason)
+
+    async def reap(self, grace: float) -> str:
+        """Wait until nothing is left of it; a process that is still there after `grace` seconds is killed.
+
+        Returns how it ended, in words.
+        """
+        if self._process is None:
+            if self._thread is not None:
+                await asyncio.to_thread(self._thread.join, 5.0 + grace)
+            return "its thread ended"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, grace)
+        if self._process.poll() is None:
+            self._process.kill()
+        code = await asyncio.to_thread(self._process.wait)
+        if code >= 0:
+            return f"its process ended with exit code {code}"
+        return f"its process was ended by {signal.Signals(-code).name}"
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._sock.recv(_RECEIVE)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.end(f"the connection broke: {error}")
+            return
+        if not data:
+            self.end("it closed the connection")
+            return
+        self._heard = self._clock.now()
+        try:
+            messages = self._frames.feed(data)
+        except wire.WireError as error:
+            self.end(str(error))
+            return
+        for message in messages:
+            if isinstance(message, wire.Beat):
+                self._note_cpu(message.cpu)
+            else:
+                self._stepped = self._heard
+                self._receive(message)
+
+    def _on_writable(self) -> None:
+        try:
+            sent = self._sock.send(self._backlog)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            sent = len(self._backlog)
+        del self._backlog[:sent]
+        if not self._backlog:
+            self._loop.remove_writer(self._sock)
+
+    def _note_cpu(self, cpu: float) -> None:
+        if cpu - self._cpu > _COMPUTING:
+            self._cpu, self._computed = cpu, self._heard
+
+
+def _serve_quietly(sock: socket.socket) -> None:
+    """The worker of in-process use: an unforeseen error is shown, and the front sees the connection close."""
+    from cairn.service.worker import serve
+
+    try:
+        serve(sock)
+    except Exception:
+        traceback.print_exc(file=sys.stderr)
+
+
+class Supervisor:
+    """One model's worker, always the same to the service however often it is replaced.
+
+    `flights` are the requests that have not ended. The callbacks are called on the event loop's thread: `on_ready`
+    for every worker that has loaded, `on_lost` for a request that its workers did not survive.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        in_process: bool,
+        patience: Patience,
+        clock: Clock,
+        on_ready: Callable[[wire.Ready], None],
+        on_step: Callable[[wire.Step], None],
+        on_refused: Callable[[wire.Refused], None],
+        on_lost: Callable[[Flight, CairnError], None],
+    ) -> None:
+        self._config = msgspec.structs.replace(config, api_key=(), admin_key=None)
+        self._in_process = in_process
+        self._patience = patience
+        self._clock = clock
+        self._on_ready = on_ready
+        self._on_step = on_step
+        self._on_refused = on_refused
+        self._on_lost = on_lost
+        self.flights: dict[int, Flight] = {}
+        self._sent: set[int] = set()
+        """The flights that the present worker has."""
+        self._suspects: deque[int] = deque()
+        """While there are any, the first of them is tried, alone but for those that were cleared before it."""
+        self._link: Link | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._loaded: asyncio.Future[None] | None = None
+        self._folder = ""
+        self._failures = 0
+        self._looked = clock.now()
+        self.restarts = 0
+        self.gave_up = ""
+        """Why there is no worker and will be none."""
+
+    async def start(self, folder: Path) -> None:
+        """Start the first worker and wait until it has loaded. Raises the typed error of what went wrong."""
+        self._folder = str(folder)
+        self._loaded = asyncio.get_running_loop().create_future()
+        self._keeper = asyncio.create_task(self._keep())
+        await self._loaded
+
+    @property
+    def up(self) -> bool:
+        """Whether there is a worker that has loaded."""
+        return self._link is not None and self._link.ready and not self._link.ended.done()
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id; None in-process or without a worker."""
+        return self._link.pid if self._link else None
+
+    @property
+    def failing(self) -> bool:
+        """Whether workers die one after the other: a new request should not wait for the next."""
+        return self._failures > 1
+
+    @property
+    def pause(self) -> float:
+        """Seconds after which a client may come back while workers are failing."""
+        return max(1.0, self._backoff())
+
+    def add(self, flight: Flight) -> None:
+        """Give a request to the worker, or to the next one. Raises `WireError` if it is too long to be sent."""
+        if self.up and not self._suspects:
+            self._send(flight.request)
+        self.flights[flight.request.id] = flight
+
+    def remove(self, id: int, reason: FinishReason | None) -> Flight | None:
+        """Forget a request, and (unless `reason` is None) tell the worker that nobody wants it any more."""
+        flight = self.flights.pop(id, None)
+        if id in self._sent:
+            self._sent.discard(id)
+            if reason is not None and self._link is not None:
+                self._link.send(wire.Drop(id, reason))
+        if id in self._suspects:
+            self._next_trial()
+        return flight
+
+    def look(self) -> None:
+        """Check the worker; to be called a few times a second."""
+        now = self._clock.now()
+        late, self._looked = now - self._looked, now
+        if self._link is None:
+            return
+        if late > self._patience.silence / 2:
+            self._link.rest()  # this process itself stood still: what the worker sent has not been read yet
+        elif why := self._link.overdue(self._patience, bool(self._sent)):
+            self._link.kill(why)
+
+    async def close(self) -> None:
+        """End the worker and wait until nothing of it is left."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._keeper
+        if self._link is not None:
+            self._link.end("closed")
+            await self._link.reap(_CLOSE_SECONDS)
+            self._link = None
+
+    # --------------------------------------------------------------------------------------------- one life
+
+    async def _keep(self) -> None:
+        """Start workers until cancelled or given up."""
+        while True:
+            why = await self._live()
+            if not self._carry_on(why):
+                return
+            await asyncio.sleep(self._backoff())
+            self.restarts += 1
+
+    async def _live(self) -> str:
+        """One worker from start to end; returns why it ended."""
+        try:
+            link = self._link = Link(self._in_process, self._clock, self._receive)
+        except OSError as error:
+            self._failures += 1
+            return f"it could not be started: {error}"
+        link.send(wire.Load(self._config, self._folder))
+        why = await link.ended
+        how = await link.reap(_CLOSE_SECONDS)
+        self._failures = 0 if link.progressed else self._failures + 1
+        return f"{why}; {how}"
+
+    def _backoff(self) -> float:
+        steps = self._patience.backoff
+        return steps[min(self._failures, len(steps) - 1)]
+
+    def _receive(self, message: wire.ToFront) -> None:
+        link = self._link
+        assert link is not None
+        if isinstance(message, wire.Step):
+            if message.ids or message.outputs:
+                link.progressed = True
+            self._on_step(message)
+            if self._suspects:
+                self._next_trial()
+        elif isinstance(message, wire.Refused):
+            self._sent.discard(message.id)
+            self._on_refused(message)
+        elif isinstance(message, wire.Ready):
+            link.ready = True
+            self._on_ready(message)
+            if self._loaded is not None and not self._loaded.done():
+                self._loaded.set_result(None)
+            self._next_trial()
+        elif isinstance(message, wire.LoadFailed):
+            if self._loaded is not None and not self._loaded.done():
+                self._loaded.set_exception(wire.error(message.code, message.message))
+            link.end(message.message)
+
+    # ------------------------------------------------------------------------------------- after a worker's death
+
+    def _send(self, request: Request) -> None:
+        assert self._link is not None
+        if not self._sent:
+            self._link.rest()
+        self._link.send(wire.Add(request))
+        self._sent.add(request.id)
+
+    def _next_trial(self) -> None:
+        """Clear suspects that ended or got further; try the next one, or without suspects send everything."""
+        while self._suspects:
+            suspect = self.flights.get(self._suspects[0])
+            if suspect is not None and len(suspect.tokens) == suspect.survived:
+                break
+            self._suspects.popleft()
+        for id in (self._suspects[0],) if self._suspects else tuple(self.flights):
+            if id not in self._sent and self.up:
+                self._send(self.flights[id].resume(self._clock.now()))
+
+    def _carry_on(self, why: str) -> bool:
+        """Account for a death. Returns whether to start another worker."""
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_exception(ModelError(f"the worker ended while loading the model: {why}"))
+        if self._loaded is not None and self._loaded.exception() is not None:
+            return False
+        log.error("the worker is replaced: %s", why)
+        self._blame()
+        if self._failures <= self._patience.restarts:
+            return True
+        self.gave_up = f"the worker died {self._failures} times in a row: {why}"
+        log.error(self.gave_up)
+        for flight in list(self.flights.values()):
+            self._on_lost(flight, GenerationFailed(self.gave_up))
+        return False
+
+    def _blame(self) -> None:
+        """Find the requests that may have killed the worker, and end the one that must have."""
+        sent, self._sent = self._sent, set()
+        stuck: list[int] = []
+        for flight in [self.flights[id] for id in sent]:
+            if len(flight.tokens) > flight.survived:
+                flight.survived, flight.deaths = len(flight.tokens), 0
+            flight.deaths += 1
+            if flight.deaths > 1:
+                stuck.append(flight.request.id)
+        guilty = self._suspects[0] if self._suspects and self._suspects[0] in stuck else None
+        if guilty is None and len(sent) == 1 and stuck:
+            guilty = stuck[0]
+        if not self._suspects:
+            self._suspects.extend(sorted(stuck))
+        if guilty is not None:
+            self._failures = min(self._failures, 1)
+            lost = GenerationFailed("the worker died each time it computed this request")
+            self._on_lost(self.flights[guilty], lost)

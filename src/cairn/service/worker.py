@@ -1,0 +1,217 @@
+"""The process that steps: `python -m cairn.service.worker <fd>`, the socket's number as its only argument.
+
+It loads what the first frame names, then repeats: read what the front sent, plan, run, commit, send one frame. It keeps
+nothing that the front could not send again, so it may be killed at any moment; it ends by itself when the front is
+gone. SIGINT and SIGTERM are the front's to decide about. In-process use runs the same `serve` on a thread.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from cairn.config import Config
+from cairn.engine.base import Engine, EngineInfo
+from cairn.errors import CairnError
+from cairn.kv.cache import Cache
+from cairn.scheduler import Limits, Plan, Scheduler
+from cairn.seams import SystemClock
+from cairn.service import wire
+from cairn.types import Output
+
+BEAT_SECONDS = 1.0
+FAILED_STEPS = 3
+"""Steps in a row whose engine call raised, after which the worker ends and is replaced."""
+_RETRY_SECONDS = 0.01
+
+
+class Pulse:
+    """Tells the front once a second that the process is alive, while it loads or has work."""
+
+    def __init__(self, channel: wire.Channel) -> None:
+        self.busy = True
+        self.steps = 0
+        self._channel = channel
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="cairn-pulse", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; it may be blocked in a send until the socket is closed."""
+        self._over.set()
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_SECONDS):
+            if self.busy:
+                try:
+                    self._channel.send(wire.Beat(steps=self.steps, cpu=time.process_time()))
+                except OSError:
+                    return
+
+
+class Loop:
+    """One thread that steps until the front is gone."""
+
+    def __init__(self, channel: wire.Channel, engine: Engine, scheduler: Scheduler, pulse: Pulse) -> None:
+        self._channel = channel
+        self._engine = engine
+        self._scheduler = scheduler
+        self._pulse = pulse
+        self._failures = 0
+
+    def run(self) -> None:
+        """Serve. Raises `EOFError` or `OSError` when the front is gone, `WireError` when it sends nonsense."""
+        wait: float | None = None
+        while True:
+            self._pulse.busy = wait is not None
+            messages = self._channel.receive(wait)
+            self._pulse.busy = True
+            for message in messages:
+                self._take(message)
+            plan = self._scheduler.plan()
+            if plan is not None:
+                self._channel.send(self._step(plan))
+            elif messages:
+                self._channel.send(wire.Step(stats=self._stats()))
+            wait = None if self._scheduler.idle else 0 if plan is not None else _RETRY_SECONDS
+
+    def _take(self, message: wire.ToWorker) -> None:
+        if isinstance(message, wire.Add):
+            try:
+                self._scheduler.add(message.request)
+            except CairnError as error:
+                self._channel.send(wire.Refused(message.request.id, error.code, str(error)))
+        elif isinstance(message, wire.Drop):
+            self._scheduler.drop(message.id, message.reason)
+        else:
+            raise wire.WireError("a worker loads once")
+
+    def _step(self, plan: Plan) -> wire.Step:
+        self._pulse.steps += 1
+        results = plan.run(self._engine)
+        if isinstance(results, Exception):
+            self._failures += 1
+            traceback.print_exception(results, file=sys.stderr)
+            if self._failures >= FAILED_STEPS:
+                raise results
+        elif plan.rows:
+            self._failures = 0
+        outputs = self._scheduler.commit(plan, results)
+        ids, tokens, others = _columns(outputs)
+        return wire.Step(stats=self._stats(), ids=ids, tokens=tokens, outputs=others, started=tuple(plan.started))
+
+    def _stats(self) -> wire.Stats:
+        stats = self._scheduler.stats()
+        usage = max((use.held / max(1, use.free + use.cached + use.held) for use in stats.groups), default=0.0)
+        return wire.Stats(
+            running=stats.running,
+            waiting=stats.waiting,
+            kv_usage=usage,
+            prefix_queries=stats.prefix_queries,
+            prefix_hits=stats.prefix_hits,
+            preemptions=stats.preemptions,
+        )
+
+
+def _columns(outputs: list[Output]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Output, ...]]:
+    """Outputs that are one token and nothing else as two columns, and the others."""
+    ids: list[int] = []
+    tokens: list[int] = []
+    others: list[Output] = []
+    for output in outputs:
+        plain = not (output.finish or output.logprobs or output.prompt_logprobs or output.cache or output.timing)
+        if plain and len(output.tokens) == 1:
+            ids.append(output.id)
+            tokens.append(output.tokens[0])
+        else:
+            others.append(output)
+    return tuple(ids), tuple(tokens), tuple(others)
+
+
+def serve(sock: socket.socket) -> None:
+    """Load what the front asks for and step until the front is gone. An unforeseen error is raised."""
+    channel = wire.Channel(sock)
+    pulse = Pulse(channel)
+    engine: Engine | None = None
+    try:
+        (first, *rest) = channel.receive(None)
+        if not isinstance(first, wire.Load) or rest:
+            raise wire.WireError("the first frame must say what to load, and nothing may follow before the answer")
+        loaded = _load(channel, first.config, Path(first.folder))
+        if loaded is None:
+            return
+        engine, scheduler = loaded
+        Loop(channel, engine, scheduler, pulse).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    finally:
+        pulse.stop()
+        if engine is not None:
+            engine.close()
+        channel.close()
+
+
+def _load(channel: wire.Channel, config: Config, folder: Path) -> tuple[Engine, Scheduler] | None:
+    """The engine and its scheduler, or None after telling the front why not."""
+    try:
+        from cairn.engine.device import load_engine
+
+        spec, engine = load_engine(config, folder)
+    except Exception as error:
+        if isinstance(error, CairnError):
+            channel.send(wire.LoadFailed(error.code, str(error)))
+        else:
+            traceback.print_exc(file=sys.stderr)
+            channel.send(wire.LoadFailed(CairnError.code, f"the model could not be loaded: {error!r}"))
+        return None
+    cache = Cache(engine.info)
+    # The front keeps the queue's bounds; here everything in flight must fit, also when it is all sent again.
+    limits = Limits(
+        max_running=config.max_running,
+        step_tokens=config.step_tokens,
+        max_queue=config.max_running + config.max_queue,
+        max_queue_tokens=1 << 62,
+    )
+    scheduler = Scheduler(cache, limits, SystemClock())
+    channel.send(wire.Ready(spec, _info(engine.info, cache)))
+    return engine, scheduler
+
+
+def _info(info: EngineInfo, cache: Cache) -> wire.Info:
+    return wire.Info(
+        blocks=info.blocks,
+        block_tokens=info.block_tokens,
+        block_bytes=info.block_bytes,
+        context=info.context,
+        pool_tokens=cache.longest,
+        vocab=info.vocab,
+        max_rows=info.max_rows,
+        max_tokens=info.max_tokens,
+        device=info.device,
+    )
+
+
+def main() -> int:
+    """The process: 0 when the front is gone, 1 after an unforeseen error."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    try:
+        serve(socket.socket(fileno=int(sys.argv[1])))
+    except Exception:
+        traceback.print_exc(file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to clean up, and a thread blocked in a send must not hold the exit up
