@@ -1,0 +1,131 @@
+"""Every family against transformers in float32: prefill and decode logits within 1e-4, greedy tokens equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.tiny_models import BFLOAT16, MODELS, Driver, load, prompt, write_model
+
+from cairn.engine.cpu import CpuEngine
+from cairn.kernels import reference
+from cairn.kernels.reference import ReferenceKernels
+
+CLOSE = 1e-4
+STEPS = 64
+
+
+def answers(folder: Path, tokens: list[int]) -> np.ndarray:
+    """transformers' logits [len(tokens), V] for a whole sequence."""
+    torch.set_num_threads(1)
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        return model.eval()(torch.tensor([tokens])).logits[0].numpy()
+
+
+def check(folder: Path, monkeypatch: pytest.MonkeyPatch, length: int = 90) -> None:
+    """Prefill in chunks, then decode greedily; every logits row and token must be transformers'."""
+    engine = load(folder)
+    driver = Driver(engine, monkeypatch)
+    start = prompt(length, engine.info.vocab)
+    tables = driver.tables(length)
+    chunks = [53] * (length // 53) + [length % 53]
+    prefill = driver.logits(start, chunks, tables)
+    driver.seen.clear()
+    generated = driver.greedy(start, STEPS)
+    decode = np.concatenate([logits for _, logits in driver.seen])
+    engine.close()
+    want = answers(folder, start + generated)
+    np.testing.assert_allclose(prefill, want[:length], rtol=0, atol=CLOSE)
+    np.testing.assert_allclose(decode, want[length - 1 : -1], rtol=0, atol=CLOSE)
+    assert generated == want[length - 1 : -1].argmax(axis=-1).tolist()
+    # Guards the test itself: logits that hardly differ would hide mistakes.
+    assert want.std(axis=-1).min() > 0.3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_greedy_tokens_equal_those_of_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known failure 36: windows hold in chunked prefill too."""
+    check(write_model(tmp_path, **MODELS[name]), monkeypatch)
+
+
+def test_long_contexts_with_scaled_rope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(write_model(tmp_path, **MODELS["llama 3 rope"]), monkeypatch, length=420)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16])
+def test_half_precision_weights(dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(write_model(tmp_path, dtype=dtype), monkeypatch)
+
+
+def late_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions off by one from the 41st token on. (A shift of all would not matter: rotary positions are relative.)"""
+    real = ReferenceKernels.rope_angles
+
+    def planted(self: Any, rope: Any, positions: Any, angles: Any) -> None:
+        real(self, rope, positions + (positions > 40).astype(np.int32), angles)
+
+    monkeypatch.setattr(ReferenceKernels, "rope_angles", planted)
+
+
+def shifted_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention reads block i - 1 where it should read block i."""
+    real = ReferenceKernels.attention
+
+    def planted(self: Any, query: Any, kv: Any, layer: int, rows: Any, tables: Any, *rest: Any) -> None:
+        real(self, query, kv, layer, rows, np.concatenate([tables[:, :1], tables[:, :-1]], axis=1), *rest)
+
+    monkeypatch.setattr(ReferenceKernels, "attention", planted)
+
+
+def loose_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every position also sees the one after it."""
+    real = reference._seen
+
+    def planted(piece: Any, fan: int, padded: int, window: int) -> Any:
+        seen = real(piece, fan, padded, window)
+        flat = seen.transpose(0, 1, 3, 2, 4).reshape(*seen.shape[:2], padded, -1)
+        flat[..., 1:] |= flat[..., :-1].copy()
+        return flat.reshape(*seen.shape[:2], padded, piece.spans, -1).transpose(0, 1, 3, 2, 4)
+
+    monkeypatch.setattr(reference, "_seen", planted)
+
+
+def loose_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window is one position too long."""
+    real = reference._seen
+    monkeypatch.setattr(reference, "_seen", lambda piece, fan, padded, window: real(piece, fan, padded, window + 1))
+
+
+@pytest.mark.parametrize("plant", [late_positions, shifted_table, loose_mask, loose_window])
+def test_an_off_by_one_is_caught(plant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model(tmp_path, **MODELS["mistral"])
+    check(folder, monkeypatch)
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(folder, monkeypatch)
+
+
+def test_a_wrong_slot_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV written one slot too far within its block."""
+    folder = write_model(tmp_path)
+    real = CpuEngine._write_inputs
+
+    def planted(self: CpuEngine, rows: Any) -> list[int]:
+        firsts = real(self, rows)
+        for slots in self._buffers.slots:
+            slots[:] = slots // 16 * 16 + (slots + 1) % 16
+        return firsts
+
+    monkeypatch.setattr(CpuEngine, "_write_inputs", planted)
+    with pytest.raises(AssertionError):
+        check(folder, monkeypatch)

@@ -1,0 +1,221 @@
+"""Tiny random models for tests, written to disk as transformers would read them; and a driver of engines.
+
+No torch here: the weights come from numpy, so that tests of the engine run without it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+import cairn.engine.cpu
+from cairn.config import Config
+from cairn.engine.base import Row, RowResult
+from cairn.engine.cpu import CpuEngine
+from cairn.models.spec import load_spec
+from cairn.models.weights import expected_tensors
+from cairn.types import SamplingParams
+
+PLAIN: dict[str, Any] = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 160,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama 2": {"architecture": "LlamaForCausalLM", "num_key_value_heads": 4},
+    "llama with biases, tied": {
+        "architecture": "LlamaForCausalLM",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "llama 3 rope": {"architecture": "LlamaForCausalLM", "rope_theta": 500000.0, "rope_scaling": LLAMA3},
+    "llama 3 rope, new field": {
+        "architecture": "LlamaForCausalLM",
+        "rope_parameters": {**LLAMA3, "rope_theta": 500000.0},
+    },
+    "llama linear rope": {"architecture": "LlamaForCausalLM", "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "qwen 2, three heads a group": {
+        "architecture": "Qwen2ForCausalLM",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    },
+    "qwen 2 with windows": {
+        "architecture": "Qwen2ForCausalLM",
+        "use_sliding_window": True,
+        "sliding_window": 21,
+        "max_window_layers": 1,
+        "num_hidden_layers": 3,
+    },
+    "qwen 2 yarn": {
+        "architecture": "Qwen2ForCausalLM",
+        "max_position_embeddings": 64,
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+    },
+    "qwen 3, head size of its own": {
+        "architecture": "Qwen3ForCausalLM",
+        "head_dim": 20,
+        "tie_word_embeddings": True,
+    },
+    "qwen 3, eight heads a group": {
+        "architecture": "Qwen3ForCausalLM",
+        "head_dim": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "vocab_size": 171,
+        "intermediate_size": 37,
+    },
+    "qwen 3 with window layers": {
+        "architecture": "Qwen3ForCausalLM",
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+    },
+    "mistral": {"architecture": "MistralForCausalLM", "sliding_window": 24},
+    "mistral without window, gelu": {
+        "architecture": "MistralForCausalLM",
+        "sliding_window": None,
+        "head_dim": 10,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+}
+"""Every family, and every odd shape that its arithmetic could get wrong."""
+
+
+def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields: Any) -> Path:
+    """config.json of a tiny model; `fields` add to and replace `PLAIN`'s."""
+    kinds = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
+    config = {**PLAIN, "architectures": [architecture], "model_type": kinds[architecture.removesuffix("ForCausalLM")]}
+    if architecture == "Qwen3ForCausalLM":
+        config["head_dim"] = 16
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return folder
+
+
+def random_tensors(folder: Path, seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    """Tensors for the folder's config, scaled so that logits differ clearly and signals neither fade nor explode."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in expected_tensors(load_spec(folder)).items():
+        values = rng.standard_normal(shape)
+        if "norm" in name:
+            values = 1 + 0.3 * values
+        elif name.endswith("bias"):
+            values = 0.3 * values
+        else:
+            values = values * (1.2 / np.sqrt(shape[-1]) if "embed" not in name else 0.7)
+        tensors[name] = np.ascontiguousarray(values.astype(dtype))
+    return tensors
+
+
+def write_model(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields: Any) -> Path:
+    """A tiny model in one model.safetensors."""
+    seed, dtype = fields.pop("seed", 0), fields.pop("dtype", np.float32)
+    write_config(folder, architecture, **fields)
+    save_file(random_tensors(folder, seed, dtype), folder / "model.safetensors")
+    return folder
+
+
+BFLOAT16 = ml_dtypes.bfloat16
+
+GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0)
+SCORED = SamplingParams(max_tokens=1 << 20, temperature=0, prompt_logprobs=True)
+
+
+def load(folder: Path, **options: Any) -> CpuEngine:
+    """The engine of a model folder, with a small pool."""
+    config = Config(**{"step_tokens": 256, "max_running": 16, "threads": 1, "kv_gb": 0.05, **options})
+    return CpuEngine.load(load_spec(folder), folder, config)
+
+
+class Driver:
+    """Runs sequences through an engine and keeps every logits row that the sampler saw."""
+
+    def __init__(self, engine: CpuEngine, monkeypatch: Any) -> None:
+        self.engine = engine
+        self.seen: list[tuple[Row, np.ndarray]] = []
+        self._next = [0] * len(engine.info.groups)
+
+        def spy(rows: Sequence[Row], logits: np.ndarray) -> list[RowResult]:
+            at = 0
+            for row in rows:
+                if row.logits_from is not None:
+                    self.seen.append((row, logits[at : at + row.end - row.logits_from].copy()))
+                    at += row.end - row.logits_from
+            return real(rows, logits)
+
+        real = cairn.engine.cpu.sample
+        monkeypatch.setattr(cairn.engine.cpu, "sample", spy)
+
+    def tables(self, tokens: int) -> tuple[list[int], ...]:
+        """Fresh blocks for a sequence of `tokens` tokens, in an order that is not the natural one."""
+        count = -(-tokens // self.engine.info.block_tokens)
+        made = []
+        for group, at in enumerate(self._next):
+            assert at + count <= self.engine.info.blocks[group], "the test's pool is too small"
+            made.append([at + (place * 7) % count if count % 7 else at + place for place in range(count)])
+            self._next[group] = at + count
+        return tuple(made)
+
+    def step(self, rows: Sequence[Row]) -> list[RowResult]:
+        return self.engine.prefill(rows).wait()
+
+    def row(
+        self, tokens: Sequence[int], start: int, end: int, tables: tuple[Sequence[int], ...], logits_from: int | None
+    ) -> Row:
+        return Row(tokens, start, end, tables, logits_from, len(tokens), SCORED if logits_from == start else GREEDY, 0)
+
+    def logits(self, tokens: Sequence[int], chunks: Sequence[int], tables: tuple[Sequence[int], ...]) -> np.ndarray:
+        """Logits [len(tokens), V] of all positions, computed in chunks of the given sizes."""
+        self.seen.clear()
+        at = 0
+        for size in chunks:
+            self.step([self.row(tokens, at, at + size, tables, at)])
+            at += size
+        assert at == len(tokens)
+        return np.concatenate([logits for _, logits in self.seen])
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The prompt's continuation by `count` tokens, decoded one by one."""
+        tokens = list(prompt)
+        tables = self.tables(len(tokens) + count)
+        start = 0
+        while len(tokens) - start > self.engine.info.max_tokens:
+            self.step([self.row(tokens, start, start + self.engine.info.max_tokens, tables, None)])
+            start += self.engine.info.max_tokens
+        for _ in range(count):
+            row = Row(tokens, start, len(tokens), tables, len(tokens) - 1, len(prompt), GREEDY, 0)
+            (result,) = self.step([row])
+            assert result.token is not None, result.error
+            start = len(tokens)
+            tokens.append(result.token)
+        return tokens[len(prompt) :]
+
+
+def prompt(length: int, vocab: int = 160, seed: int = 1) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, vocab, length)]
