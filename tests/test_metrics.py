@@ -1,0 +1,91 @@
+"""The metrics' names, and that recording shows in what is rendered."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cairn.metrics import Metrics, Tally
+from cairn.types import FinishReason, Timing
+
+VLLM = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "prompt_tokens",
+    "generation_tokens",
+    "num_preemptions",
+    "request_success",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_max_tokens",
+    "iteration_tokens_total",
+}
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, str], float]:
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            rest = {k: v for k, v in sample.labels.items() if k != "model_name"}
+            found[sample.name, ",".join(rest.values())] = sample.value
+    return found
+
+
+@pytest.mark.parametrize("prefix", ["cairn", "vllm"])
+def test_the_names_are_vllms(prefix: str) -> None:
+    metrics = Metrics(prefix, "m")
+    names = {family.name for family in text_string_to_metric_families(metrics.render().decode())}
+    assert {f"{prefix}:{name}" for name in VLLM} <= names
+
+
+def test_every_instrument_shows_what_was_recorded() -> None:
+    """Known failure 46: declared and never recorded."""
+    metrics = Metrics("cairn", "m")
+    before = samples(metrics)
+    for name in ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "prompt_tokens"):
+        setattr(metrics, name, 3)
+    for name in ("prompt_tokens_cached", "generation_tokens", "preemptions", "worker_restarts"):
+        setattr(metrics, name, 3)
+    metrics.first_token.observe(0.1)
+    metrics.inter_token.observe(0.1, 3)
+    metrics.prompt_length.observe(100)
+    metrics.step_tokens.observe(4)
+    for reason in FinishReason:
+        timing = Timing(queue=0.1, prefill=0.2, decode=0.3)
+        metrics.record_end(reason, timing, total=0.6, first=0.3, generated=4, limit=8)
+    after = samples(metrics)
+    assert before.keys() == after.keys()
+    quiet = {key[0] for key, value in after.items() if value == before[key] and not key[0].endswith("_bucket")}
+    assert not quiet
+    assert after["cairn:request_success_total", "deadline"] == 1
+    assert after["cairn:inter_token_latency_seconds_count", ""] == 3
+    assert after["cairn:inter_token_latency_seconds_sum", ""] == pytest.approx(0.3)
+
+
+def test_the_only_labels_are_the_model_and_the_finish_reason() -> None:
+    """Known failure 46: labels that grow."""
+    metrics = Metrics("cairn", "m")
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            assert set(sample.labels) <= {"model_name", "finished_reason", "le"}
+            assert sample.labels["model_name"] == "m"
+
+
+def test_a_tally_counts_as_prometheus_does() -> None:
+    tally = Tally((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 2.5):
+        tally.observe(value)
+    assert tally.buckets() == [("1.0", 2), ("2.0", 4), ("+Inf", 5)]
+    assert tally.count == 5
+    assert tally.sum == 7.5
