@@ -70,7 +70,9 @@ class App:
             await self._fail(call, error)
         except Exception as error:
             # The message may quote the prompt, so only its type and the places are logged.
-            log.error("request %s: %s\n%s", call.id, type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+            log.error(
+                "request %s: %s\n%s", call.id, type(error).__name__, "".join(traceback.format_tb(error.__traceback__))
+            )
             await self._fail(call, internal(call))
 
     async def _answer(self, call: Call) -> None:

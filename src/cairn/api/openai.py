@@ -144,9 +144,7 @@ class ChatAnswer:
             if choice.request.sampling.logprobs:
                 logprobs = chat_logprobs(choice.logprobs, self._service.tokenizer)
             message = choice.message() | {"refusal": None}
-            found.append(
-                {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason(choice)}
-            )
+            found.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason(choice)})
         return self._head | {"object": "chat.completion", "choices": found, "usage": usage}
 
 
@@ -255,9 +253,7 @@ class OpenAI:
             plain_messages(body.messages), tools, tenant=call.tenant, template_args=body.chat_template_kwargs
         )
         max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-        options = body.options(
-            max_tokens=max_tokens, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs
-        )
+        options = body.options(max_tokens=max_tokens, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs)
         made = requests(
             service.spec,
             prompt.tokens,

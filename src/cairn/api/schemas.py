@@ -317,7 +317,16 @@ def check_stream(body: Generation) -> None:
 
 MAX_TEMPLATE_ARGS = 16
 RESERVED_TEMPLATE_ARGS = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "raise_exception", "strftime_now"}
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "bos_token",
+        "eos_token",
+        "raise_exception",
+        "strftime_now",
+    }
 )
 
 

@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
+import logging
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from cairn.api.app import App, build_app
+from cairn.api.auth import check_exposure, is_local
+from cairn.api.guard import Listener
 from cairn.config import Config
+from cairn.errors import ConfigError
+from cairn.service.service import Service
+
+log = logging.getLogger("cairn.api")
+
+FLUSH_SECONDS = 2.0
+"""How long clients may take to read the end of their answers once everything has ended."""
+CLOSE_SECONDS = 5.0
+SPARE_FILES = 256
+"""File descriptors beside those of the connections."""
 
 
 def serve(config: Config) -> None:
@@ -12,3 +39,145 @@ def serve(config: Config) -> None:
     `config.shutdown_grace`; a second one ends them at once. Raises ConfigError (busy port, an address that needs a
     key) or ModelError; both carry exit code 2.
     """
+    check_exposure(config)
+    _log_to_stderr(config.log_level)
+    raise_file_limit(config.max_connections)
+    with bind(config.host, config.port) as sock:
+        _run(_serve(config, sock))
+
+
+async def _serve(config: Config, sock: socket.socket) -> None:
+    stop = Signals()
+    app = build_app(None, config)
+    listener = Listener(app, config)
+    await listener.start(sock)
+    url = address(config.host, sock)
+    _say(f"Cairn listens on [bold]{url}[/bold] and loads {escape(config.model)} ...")
+    service: Service | None = None
+    try:
+        service = await _until(Service.start(config), stop.first)
+        if service is None:
+            return
+        app.service = service
+        _announce(url, service, config)
+        await stop.first.wait()
+        await _drain(app, service, config, stop)
+    finally:
+        await listener.close(0 if stop.second.is_set() else FLUSH_SECONDS)
+        if service is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(service.close(), CLOSE_SECONDS)
+        stop.close()
+
+
+async def _drain(app: App, service: Service, config: Config, stop: Signals) -> None:
+    app.draining = True
+    running = service.stats().running + service.stats().waiting
+    if running:
+        _say(f"Finishing {running} requests, at most {config.shutdown_grace:g} s; a second signal ends them now.")
+    await _until(service.drain(config.shutdown_grace), stop.second)
+
+
+class Signals:
+    """SIGTERM and SIGINT: the first and the second."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._seen)
+
+    def _seen(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+    def close(self) -> None:
+        """Give the signals back."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)
+
+
+async def _until(work: Coroutine[Any, Any, Any], event: asyncio.Event) -> Any:
+    """The result of `work`, or None if the event came first; then the work is cancelled."""
+    task = asyncio.ensure_future(work)
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+        if not task.done():
+            task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        return await task
+    return None
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises ConfigError in one sentence where that is not possible."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError):
+        raise ConfigError(f"host {host} is not an address of this machine", field="host") from None
+    family, kind, proto, _, where = found[0]
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(where)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} on {host} is used by another program; choose one with --port", field="port"
+            ) from None
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}", field="host") from None
+    return sock
+
+
+def raise_file_limit(connections: int) -> None:
+    """Raise RLIMIT_NOFILE as far as it goes, and say so if it is still less than the connections need."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ceiling = 1 << 20
+    wanted = ceiling if hard == resource.RLIM_INFINITY else min(hard, ceiling)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < connections + SPARE_FILES:
+        log.warning("this system allows %d open files, too few for max_connections %d", soft, connections)
+
+
+def address(host: str, sock: socket.socket) -> str:
+    """The URL that clients on this machine use."""
+    port = sock.getsockname()[1]
+    name = host.strip("[]")
+    if name in ("0.0.0.0", "::"):
+        name = "127.0.0.1"
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    factory = None
+    if sys.platform != "win32":
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(main)
+
+
+def _announce(url: str, service: Service, config: Config) -> None:
+    key = ' -H "Authorization: Bearer $CAIRN_KEY"' if config.api_key else ""
+    body = f'{{"model": "{service.name}", "messages": [{{"role": "user", "content": "What is Cairn?"}}]}}'
+    _say(f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it. Try:")
+    _say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
+    if not config.api_key and not is_local(config.host):
+        _say("[bold red]Everyone who can reach this address can use it: no API key is set.[/bold red]")
+
+
+def _say(text: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(text)
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )

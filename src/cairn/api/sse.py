@@ -28,11 +28,10 @@ LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
 
-
 class Pieces(Protocol):
     """What this module needs of an incremental detokenizer."""
 
-    def push(self, ids: Sequence[int]) -> str:
+    def push(self, ids: Sequence[int], /) -> str:
         """The text that these tokens complete."""
         ...
 
@@ -40,7 +39,7 @@ class Pieces(Protocol):
 class Vocabulary(Protocol):
     """What this module needs of a tokenizer."""
 
-    def token_bytes(self, id: int) -> bytes:
+    def token_bytes(self, token: int, /) -> bytes:
         """The bytes that the token stands for."""
         ...
 

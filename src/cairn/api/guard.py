@@ -1,0 +1,390 @@
+"""What stands between a socket and the HTTP parser, so that no client can hold a connection or memory for ever.
+
+`Guard` is uvicorn's httptools protocol with bounds: bytes of headers and body (chunked bodies too), time for headers,
+time between pieces of a body and its rate, time for a client to read, number of connections. Refusals are answers in
+the API's error shape. One sweep over all connections replaces timers for each of them.
+
+A connection is in one phase at a time:
+
+    NEW -> HEAD -> BODY -> ANSWER -> IDLE -> HEAD ...        any of them -> LINGER (only flushing) -> CLOSED
+
+A request that arrives before the previous answer has ended is not read (no pipelining: RFC 9112, 9.3.2 lets a server
+close instead); the connection closes after that answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from cairn.api.reply import encode, error_body, retry_after, too_large, too_slow
+from cairn.config import Config
+from cairn.errors import CairnError, HeadersTooLarge, InvalidRequest, Unavailable
+from cairn.seams import Rng, SystemRng
+
+LINGER_SECONDS = 2.0
+"""How long a refused client is still listened to, so that it can read the refusal before the reset."""
+CONNECTIONS_RETRY = 1.0
+
+
+class Phase(enum.Enum):
+    """Where a connection is in its exchange."""
+
+    NEW = "new"
+    HEAD = "head"
+    BODY = "body"
+    ANSWER = "answer"
+    IDLE = "idle"
+    LINGER = "linger"
+    CLOSED = "closed"
+
+
+class Output:
+    """A transport that counts what was written and closes through its guard."""
+
+    __slots__ = ("_guard", "raw", "write", "written")
+
+    def __init__(self, raw: asyncio.Transport, guard: Guard) -> None:
+        self.raw = raw
+        self.written = 0
+        self._guard = guard
+
+        def write(data: bytes) -> None:
+            self.written += len(data)
+            raw.write(data)
+
+        self.write = write
+
+    def close(self) -> None:
+        """Close after what was written is sent; a client that still sends gets time to read it."""
+        self._guard.end()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+class Guard(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__(listener.uvicorn, listener.state, {}, listener.loop)
+        self.access_log = False
+        self._listener = listener
+        self._config = listener.config
+        self._max_head = listener.config.max_header_kib << 10
+        self._max_body = listener.config.max_body_mib << 20
+        self.phase = Phase.NEW
+        self._since = self.loop.time()
+        self._heard = self._since
+        self._head_bytes = 0
+        self._body_bytes = 0
+        self._deaf = False
+        self._sent = 0
+        self._stalled: float | None = None
+
+    # ------------------------------------------------------------------------------------------- the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client connected."""
+        transport.set_write_buffer_limits(high=self._config.stream_buffer_kib << 10)
+        self.output = Output(transport, self)
+        super().connection_made(self.output)  # type: ignore[arg-type]
+        if len(self.connections) > self._config.max_connections:
+            self.refuse(
+                Unavailable(
+                    f"{self._config.max_connections} connections are open, the limit", retry_after=CONNECTIONS_RETRY
+                )
+            )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone, whoever ended it."""
+        self.phase = Phase.CLOSED
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the client."""
+        if self._deaf:
+            return
+        self._heard = self.loop.time()
+        if self.phase is Phase.NEW or self.phase is Phase.IDLE:
+            self._to_head()
+        began_in_head = self.phase is Phase.HEAD
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._hear_no_more()
+        except httptools.HttpParserError:
+            self._garbage()
+        if self.phase is Phase.HEAD and began_in_head and not self._deaf:
+            self._head_bytes += len(data)
+            if self._head_bytes > self._max_head:
+                self._refuse_head()
+
+    def _garbage(self) -> None:
+        if self.phase is Phase.ANSWER:
+            self._hear_no_more()
+        elif not self._deaf:
+            self.refuse(InvalidRequest("this is not a valid HTTP request"))
+
+    def _hear_no_more(self) -> None:
+        """Read nothing further; the connection closes after the answer that is under way."""
+        self._deaf = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+        else:
+            self.end()
+
+    def _to_head(self) -> None:
+        self.phase = Phase.HEAD
+        self._since = self._heard
+        self._head_bytes = 0
+
+    # --------------------------------------------------------------------------------------- the parser's events
+
+    def on_message_begin(self) -> None:
+        """A request line begins."""
+        if self._deaf:
+            return
+        if self.phase is Phase.BODY or self.phase is Phase.ANSWER:
+            self._hear_no_more()
+            return
+        if self.phase is not Phase.HEAD:
+            self._to_head()
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """A piece of the target."""
+        if not self._deaf:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header line."""
+        if not self._deaf:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """All headers are there: check their size and the announced body, then start the application."""
+        if self._deaf:
+            return
+        # Exactly the bytes of the request line, the headers and the empty line, written with one space each.
+        size = len(self.parser.get_method()) + len(self.url) + 14
+        announced = 0
+        for name, value in self.headers:
+            size += len(name) + len(value) + 4
+            if name == b"content-length" and value.isdigit():
+                announced = int(value) if len(value) < 19 else 1 << 62
+        if size > self._max_head:
+            self._refuse_head()
+            return
+        if announced > self._max_body:
+            self.refuse(too_large(self._max_body))
+            return
+        super().on_headers_complete()
+        self.phase = Phase.BODY
+        self._since = self._heard
+        self._body_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        if self._deaf:
+            return
+        self._body_bytes += len(body)
+        if self._body_bytes > self._max_body:
+            self.refuse(too_large(self._max_body))
+            return
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is whole."""
+        if self._deaf:
+            return
+        if self.phase is Phase.BODY:
+            self.phase = Phase.ANSWER
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The application has answered."""
+        self.server_state.total_requests += 1
+        if self.phase in (Phase.LINGER, Phase.CLOSED):
+            return
+        if self.phase is Phase.BODY or self._deaf:
+            self.end()
+            return
+        self.flow.resume_reading()
+        if not self.output.raw.is_closing():
+            self.phase = Phase.IDLE
+            self._since = self.loop.time()
+
+    # --------------------------------------------------------------------------------------------------- endings
+
+    def refuse(self, error: CairnError) -> None:
+        """Answer instead of the application, then close."""
+        if self.phase in (Phase.LINGER, Phase.CLOSED):
+            return
+        if self.phase is Phase.BODY or self.phase is Phase.ANSWER:
+            if self.cycle.response_started:
+                self.output.raw.abort()
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.output.write(_refusal(error, f"{self._listener.rng.bits64():016x}"))
+        self._linger()
+
+    def _refuse_head(self) -> None:
+        limit = self._max_head
+        self.refuse(HeadersTooLarge(f"the request line and headers are larger than {limit} bytes, the limit"))
+
+    def end(self) -> None:
+        """Close after what was written is sent."""
+        if self.phase in (Phase.LINGER, Phase.CLOSED):
+            return
+        if self.phase is Phase.BODY or self.phase is Phase.HEAD or self._deaf:
+            self._linger()
+        else:
+            self.output.raw.close()
+
+    def _linger(self) -> None:
+        """Closing a socket that has unread input resets it, and the client may never see the answer: so first say
+        that nothing more will come, and drop what still arrives for a moment."""
+        self._deaf = True
+        self.phase = Phase.LINGER
+        self._since = self.loop.time()
+        raw = self.output.raw
+        if raw.is_closing():
+            return
+        self.flow.resume_reading()
+        try:
+            raw.write_eof()
+        except (OSError, RuntimeError):
+            raw.close()
+
+    def shutdown(self) -> None:
+        """Close if nothing is under way."""
+        if self.phase in (Phase.NEW, Phase.IDLE, Phase.HEAD):
+            self.output.raw.close()
+        elif self.cycle is not None:
+            self.cycle.keep_alive = False
+
+    def abort(self) -> None:
+        """Close now, whatever is under way."""
+        self.output.raw.abort()
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is under way or not yet sent."""
+        return self.phase in (Phase.BODY, Phase.ANSWER) or self.output.raw.get_write_buffer_size() > 0
+
+    # ----------------------------------------------------------------------------------------------------- sweep
+
+    def sweep(self, now: float) -> None:
+        """Enforce the times. Called a few times within the shortest of them."""
+        config = self._config
+        if self._is_stalled(now):
+            self.output.raw.abort()
+            return
+        elapsed = now - self._since
+        match self.phase:
+            case Phase.NEW if elapsed > config.header_timeout:
+                self.output.raw.close()
+            case Phase.HEAD if elapsed > config.header_timeout:
+                self.refuse(too_slow("headers", config.header_timeout))
+            case Phase.BODY if not self.flow.read_paused:
+                if now - self._heard > config.body_timeout:
+                    self.refuse(too_slow("next piece of the body", config.body_timeout))
+                elif elapsed > config.body_timeout and self._body_bytes < config.min_body_rate * elapsed:
+                    self.refuse(too_slow(f"body, at {config.min_body_rate} bytes a second or more,", elapsed))
+            case Phase.IDLE if elapsed > config.idle_timeout:
+                self.output.raw.close()
+            case Phase.LINGER if elapsed > LINGER_SECONDS and self._stalled is None:
+                self.output.raw.abort()
+
+    def _is_stalled(self, now: float) -> bool:
+        """Whether the client has read nothing of what is written for `stream_stall` seconds."""
+        unsent = self.output.raw.get_write_buffer_size()
+        sent = self.output.written - unsent
+        if unsent == 0:
+            self._stalled = None
+        elif self._stalled is None or sent != self._sent:
+            self._stalled = now
+        self._sent = sent
+        return self._stalled is not None and now - self._stalled > self._config.stream_stall
+
+
+class Listener:
+    """A bound socket and its connections."""
+
+    def __init__(self, app: Any, config: Config, rng: Rng | None = None) -> None:
+        self.config = config
+        self.rng = rng or SystemRng()
+        self.loop = asyncio.get_running_loop()
+        self.state = ServerState()
+        self.uvicorn = uvicorn.Config(
+            app,
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+        )
+        self.uvicorn.load()
+        shortest = min(config.header_timeout, config.body_timeout, config.stream_stall, config.idle_timeout)
+        self._tick = min(1.0, shortest / 4)
+        self._timer: asyncio.TimerHandle | None = None
+        self._server: asyncio.Server | None = None
+
+    async def start(self, sock: Any) -> None:
+        """Begin to accept."""
+        self._server = await self.loop.create_server(lambda: Guard(self), sock=sock, backlog=4096)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        self.state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+        now = self.loop.time()
+        for guard in self.guards():
+            guard.sweep(now)
+        self._timer = self.loop.call_later(self._tick, self._sweep)
+
+    def guards(self) -> list[Guard]:
+        """The open connections."""
+        return [guard for guard in self.state.connections if isinstance(guard, Guard)]
+
+    async def close(self, patience: float) -> None:
+        """Accept no more, close idle connections, wait up to `patience` seconds for the others, then cut them."""
+        if self._server is not None:
+            self._server.close()
+        for guard in self.guards():
+            guard.shutdown()
+        deadline = self.loop.time() + patience
+        while any(guard.busy for guard in self.guards()) and self.loop.time() < deadline:
+            await asyncio.sleep(0.01)
+        for guard in self.guards():
+            guard.abort()
+        if self._timer is not None:
+            self._timer.cancel()
+        tasks = list(self.state.tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _refusal(error: CairnError, request_id: str) -> bytes:
+    body = encode(error_body(error))
+    lines = [
+        b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode()),
+        b"content-type: application/json",
+        b"content-length: %d" % len(body),
+        b"connection: close",
+        b"x-request-id: " + request_id.encode(),
+        *(name + b": " + value for name, value in retry_after(error)),
+    ]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body

@@ -1,0 +1,168 @@
+"""A service that says what a test tells it to: for wire shapes and failures that a real one produces rarely."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from cairn.errors import CairnError, Cancelled
+from cairn.metrics import Metrics
+from cairn.types import CacheGroup, CacheReport, Delta, Done, Event, FinishReason, ModelSpec, OutputFormat, Request, Usage
+
+SPEC = ModelSpec(
+    name="scripted",
+    architecture="qwen3",
+    layers=1,
+    hidden=8,
+    heads=1,
+    kv_heads=1,
+    head_dim=8,
+    ffn=8,
+    vocab=300,
+    context=128,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    groups=(CacheGroup(kind="full", layers=(0,)),),
+    eos_ids=(256,),
+    defaults={"temperature": 0.7},
+    identity=b"\x01\x02\x03\x04\x05\x06\x07\x08",
+)
+
+
+class Bytes:
+    """Token n is byte n; 256 and more are control tokens."""
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        parts = [bytes([id]) if id < 256 else (b"" if skip_special else b"<%d>" % id) for id in ids]
+        return b"".join(parts).decode("utf-8", "replace")
+
+    def token_bytes(self, id: int) -> bytes:
+        return bytes([id]) if id < 256 else b"<%d>" % id
+
+    def detokenizer(self) -> Any:
+        return SimpleNamespace(push=lambda ids: self.decode(ids))
+
+
+def done(reason: FinishReason = FinishReason.STOP, prompt: int = 3, completion: int = 2, cached: int = 0) -> Done:
+    usage = Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
+    return Done(reason=reason, usage=usage, cache=CacheReport(computed=prompt - cached, pool=cached))
+
+
+Step = Event | CairnError | float | list[Event]
+"""An event, several at once, an error to raise, or seconds to wait."""
+
+
+@dataclass
+class ScriptedStream:
+    request: Request
+    steps: list[Step]
+    waker: Any = None
+    over: bool = False
+    closed: bool = False
+    _queue: list[Event | CairnError] = field(default_factory=list)
+    _task: asyncio.Task[None] | None = None
+
+    def wake_with(self, waker: Any) -> None:
+        self.waker = waker
+        self._task = asyncio.ensure_future(self._play())
+
+    async def _play(self) -> None:
+        for step in self.steps:
+            if isinstance(step, float):
+                await asyncio.sleep(step)
+                continue
+            self._queue += step if isinstance(step, list) else [step]
+            self.waker.wake()
+            await asyncio.sleep(0)
+
+    def push(self, event: Event | CairnError) -> None:
+        self._queue.append(event)
+        self.waker.wake()
+
+    def take(self) -> list[Event]:
+        found: list[Event] = []
+        while self._queue:
+            head = self._queue[0]
+            if isinstance(head, CairnError):
+                if found:
+                    break
+                self.over = True
+                raise head
+            found.append(head)
+            self._queue.pop(0)
+            if isinstance(head, Done):
+                self.over = True
+        return found
+
+    def close(self) -> None:
+        self.closed = True
+        if self._task is not None:
+            self._task.cancel()
+
+
+class ScriptedService:
+    """`script(request) -> steps` decides what each request says."""
+
+    def __init__(self, script: Callable[[Request], list[Step]] | None = None, *, name: str = "scripted") -> None:
+        self.script = script or (lambda request: [Delta(text="hi", tokens=(104, 105)), done()])
+        self.name = name
+        self.spec = SPEC
+        self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab)
+        self.tokenizer = Bytes()
+        self.chat = self
+        self.metrics = Metrics("scripted", "cairn")
+        self.streams: list[ScriptedStream] = []
+        self.remembered: list[tuple[Any, ...]] = []
+        self.prompts: list[tuple[Any, ...]] = []
+        self.reasons: list[str] = []
+        self.output = OutputFormat()
+        self._ids = itertools.count(1)
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    async def prompt(self, messages: Any, tools: Any, *, tenant: str, template_args: Any = None) -> Any:
+        self.prompts.append((messages, tools, tenant, template_args))
+        text = "".join(message["content"] or "" for message in messages)
+        return SimpleNamespace(tokens=tuple(text.encode()) or (1,), output=self.output)
+
+    def remember(self, tenant: str, prompt: Sequence[int], generated: Sequence[int], message: Any) -> None:
+        self.remembered.append((tenant, tuple(prompt), tuple(generated), message))
+
+    def generate(self, request: Request) -> ScriptedStream:
+        stream = ScriptedStream(request, self.script(request))
+        self.streams.append(stream)
+        return stream
+
+    def abort(self, id: int) -> bool:
+        for stream in self.streams:
+            if stream.request.id == id and not stream.over:
+                stream.push(Cancelled("the request was cancelled"))
+                return True
+        return False
+
+    def status(self, id: int) -> Any:
+        for stream in self.streams:
+            if stream.request.id == id:
+                return SimpleNamespace(
+                    id=id,
+                    state="finished" if stream.over else "running",
+                    prompt_tokens=len(stream.request.prompt),
+                    completion_tokens=2,
+                    text="hi",
+                    reasoning="",
+                    reason=None,
+                    error="",
+                    salt=stream.request.salt,
+                )
+        return None
+
+    def unready(self) -> list[str]:
+        return self.reasons

@@ -1,0 +1,80 @@
+import json
+import sys
+
+import pytest
+
+from cairn.api.limits import parse_json
+from cairn.errors import InvalidRequest
+
+
+def nested(depth: int) -> bytes:
+    """An object of exactly this depth."""
+    return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
+
+
+@pytest.mark.parametrize("depth", [1, 63, 64])
+def test_depth_up_to_the_limit_is_parsed(depth: int) -> None:
+    body = b"{}" if depth == 1 else nested(depth)
+    assert parse_json(body, max_depth=64) == json.loads(body)
+
+
+@pytest.mark.parametrize("depth", [65, 66, 900, 5_000, 200_000])
+def test_deeper_nesting_is_refused(depth: int) -> None:
+    with pytest.raises(InvalidRequest, match="deeper than 64"):
+        parse_json(nested(depth), max_depth=64)
+
+
+@pytest.mark.parametrize("body", [b'{"a":1,"a":2}', b'{"x":{"b":1,"c":2,"b":3}}', b'[{"a":1,"a":1}]'])
+def test_a_key_given_twice_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="twice"):
+        parse_json(body, max_depth=64)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+def test_numbers_that_are_not_finite_are_refused(number: str) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_json(f'{{"temperature":{number}}}'.encode(), max_depth=64)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"1",
+        b'"a"',
+        b"null",
+        b"{'a':1}",
+        b'{"a":1}x',
+        b'{"a":\xff}',
+        b'\xef\xbb\xbf{"a":1}',
+        b'{"a":"\\ud800"}',
+        b'{"\\udc00":1}',
+        b'{"a":["\\ud800x"]}',
+        b'{"a":01}',
+        b'{"a":' + b"9" * 5000 + b"}",
+        b'{"a":"\n"}',
+    ],
+)
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_json(body, max_depth=64)
+
+
+def test_whole_characters_pass() -> None:
+    assert parse_json(b'{"a":"\\ud83d\\ude00"}', max_depth=2) == {"a": "\N{GRINNING FACE}"}
+
+
+def test_messages_do_not_quote_the_body() -> None:
+    """Bodies hold prompts, and messages may end up in logs."""
+    with pytest.raises(InvalidRequest) as caught:
+        parse_json(b'{"a": secret-prompt}', max_depth=64)
+    assert "secret" not in str(caught.value)
+
+
+def test_recursion_limit_is_not_needed() -> None:
+    limit = sys.getrecursionlimit()
+    with pytest.raises(InvalidRequest):
+        parse_json(b"[" * 10_000_000, max_depth=64)
+    assert sys.getrecursionlimit() == limit

@@ -1,0 +1,539 @@
+"""Wire shapes of both generating routes over a real socket, raw and through the openai client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+from scripted import ScriptedService, done
+from serving import Site, answer, events, request_bytes, site
+
+from cairn.config import Config
+from cairn.errors import GenerationFailed, Overloaded, Unavailable
+from cairn.types import Delta, FinishReason, Request, TokenLogprob, ToolCallDelta
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+async def post(at: Site, body: dict[str, Any], path: str = "/v1/chat/completions") -> Any:
+    async with at.http() as http:
+        return await http.post(path, json=body)
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": "scripted", "messages": HI, **more}
+
+
+def complete(**more: Any) -> dict[str, Any]:
+    return {"model": "scripted", "prompt": "hi", **more}
+
+
+# ------------------------------------------------------------------------------------------------------------- chat
+
+
+async def test_chat_object() -> None:
+    service = ScriptedService(lambda request: [Delta(text="Hel"), Delta(text="lo"), done(cached=2)])
+    async with site(service) as at:
+        response = await post(at, chat())
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert body["id"] == "chatcmpl-" + response.headers["x-request-id"]
+    assert body["object"] == "chat.completion" and body["model"] == "scripted"
+    assert body["system_fingerprint"] == "fp_010203040506"
+    assert isinstance(body["created"], int)
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hello", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
+
+
+async def test_chat_chunks() -> None:
+    service = ScriptedService(lambda request: [Delta(text="Hel"), 0.01, Delta(text="lo"), done(FinishReason.LENGTH)])
+    async with site(service) as at:
+        response = await post(at, chat(stream=True, stream_options={"include_usage": True}))
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-request-id"]
+    *chunks, last = events(response.text)
+    assert last == "[DONE]"
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert {chunk["id"] for chunk in chunks} == {"chatcmpl-" + response.headers["x-request-id"]}
+    assert [chunk["choices"] for chunk in chunks] == [
+        [{"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}],
+        [{"index": 0, "delta": {"content": "Hel"}, "logprobs": None, "finish_reason": None}],
+        [{"index": 0, "delta": {"content": "lo"}, "logprobs": None, "finish_reason": None}],
+        [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}],
+        [],
+    ]
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 4
+    assert chunks[-1]["usage"]["total_tokens"] == 5
+
+
+async def test_no_usage_in_chunks_unless_asked() -> None:
+    async with site(ScriptedService()) as at:
+        response = await post(at, chat(stream=True))
+    *chunks, _ = events(response.text)
+    assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
+
+
+TOOL_STEPS = [
+    Delta(reasoning="Which "),
+    Delta(reasoning="tool?"),
+    Delta(tool_calls=(ToolCallDelta(index=0, id="call_a", name="weather"),)),
+    Delta(tool_calls=(ToolCallDelta(index=0, arguments='{"city":'),)),
+    Delta(tool_calls=(ToolCallDelta(index=0, arguments='"Oslo"}'), ToolCallDelta(index=1, id="call_b", name="time"))),
+    Delta(tool_calls=(ToolCallDelta(index=1, arguments="{}"),)),
+    done(FinishReason.TOOL_CALLS),
+]
+CALLS = [
+    {"id": "call_a", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}},
+    {"id": "call_b", "type": "function", "function": {"name": "time", "arguments": "{}"}},
+]
+
+
+async def test_tool_calls_and_reasoning_whole() -> None:
+    """Known failure 24: a call is in tool_calls and nowhere in content."""
+    async with site(ScriptedService(lambda request: list(TOOL_STEPS))) as at:
+        body = (await post(at, chat())).json()
+    message = body["choices"][0]["message"]
+    assert message["content"] is None
+    assert message["reasoning_content"] == "Which tool?"
+    assert message["tool_calls"] == CALLS
+    assert body["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_tool_calls_and_reasoning_in_chunks() -> None:
+    """Known failure 24: id, type and name once; argument pieces join to the JSON; no content beside them."""
+    async with site(ScriptedService(lambda request: list(TOOL_STEPS))) as at:
+        *chunks, _ = events((await post(at, chat(stream=True))).text)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("content") or "" for delta in deltas) == ""
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Which tool?"
+    pieces = [piece for delta in deltas for piece in delta.get("tool_calls", [])]
+    assert pieces[0] == {
+        "index": 0,
+        "id": "call_a",
+        "type": "function",
+        "function": {"name": "weather", "arguments": ""},
+    }
+    for index, call in enumerate(CALLS):
+        mine = [piece for piece in pieces if piece["index"] == index]
+        assert [piece["id"] for piece in mine if "id" in piece] == [call["id"]]
+        assert "".join(piece["function"].get("arguments", "") for piece in mine) == call["function"]["arguments"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+LOGPROB = TokenLogprob(0xC3, -0.5, ((0xC3, -0.5), (104, float("-inf"))))
+
+
+async def test_chat_logprobs() -> None:
+    script = [Delta(text="", tokens=(0xC3,), logprobs=(LOGPROB,)), Delta(text="x", tokens=(1,)), done()]
+    async with site(ScriptedService(lambda request: list(script))) as at:
+        whole = (await post(at, chat(logprobs=True, top_logprobs=2))).json()["choices"][0]["logprobs"]
+        *chunks, _ = events((await post(at, chat(logprobs=True, top_logprobs=2, stream=True))).text)
+    wanted = {
+        "token": "\ufffd",
+        "logprob": -0.5,
+        "bytes": [0xC3],
+        "top_logprobs": [
+            {"token": "\ufffd", "logprob": -0.5, "bytes": [0xC3]},
+            {"token": "h", "logprob": -9999.0, "bytes": [104]},
+        ],
+    }
+    assert whole == {"content": [wanted], "refusal": None}
+    streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [entry for entry in streamed if entry] == [{"content": [wanted], "refusal": None}]
+
+
+async def test_choices_are_indexed_and_the_prompt_counted_once() -> None:
+    def script(request: Request) -> list[Any]:
+        return [0.02 * (3 - request.choice), Delta(text=f"c{request.choice}"), done()]
+
+    service = ScriptedService(script)
+    async with site(service) as at:
+        body = (await post(at, chat(n=3, seed=5))).json()
+        *chunks, last = events((await post(at, chat(n=3, stream=True))).text)
+    assert [choice["message"]["content"] for choice in body["choices"]] == ["c0", "c1", "c2"]
+    assert body["usage"]["prompt_tokens"] == 3 and body["usage"]["completion_tokens"] == 6
+    assert {stream.request.sampling.seed for stream in service.streams[:3]} == {5}
+    assert len({stream.request.id for stream in service.streams}) == 6
+    texts = dict.fromkeys(range(3), "")
+    for chunk in chunks:
+        choice = chunk["choices"][0]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == {0: "c0", 1: "c1", 2: "c2"} and last == "[DONE]"
+
+
+async def test_the_answer_is_remembered_with_its_tokens() -> None:
+    for stream in (False, True):
+        service = ScriptedService(lambda request: [Delta(text="a", tokens=(97,)), Delta(tokens=(256,)), done()])
+        async with site(service) as at:
+            await post(at, chat(stream=stream))
+        assert service.remembered == [("default", tuple(b"hi"), (97, 256), {"role": "assistant", "content": "a"})]
+
+
+async def test_messages_as_the_template_gets_them() -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "name": "bob"},
+        {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None, "function_call": None,
+         "tool_calls": CALLS, "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "call_a", "content": "rain"},
+    ]  # fmt: skip
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}, "strict": False}}
+    service = ScriptedService()
+    async with site(service) as at:
+        body = chat(messages=messages, tools=[tool], tool_choice="auto", chat_template_kwargs={"enable_thinking": False})
+        assert (await post(at, body)).status_code == 200
+        assert (await post(at, body | {"tool_choice": "none"})).status_code == 200
+    got, tools, tenant, args = service.prompts[0]
+    assert got == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one\ntwo", "name": "bob"},
+        {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": CALLS},
+        {"role": "tool", "content": "rain", "tool_call_id": "call_a"},
+    ]
+    assert tools == [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    assert (tenant, args) == ("default", {"enable_thinking": False})
+    assert service.prompts[1][1] is None
+
+
+async def test_every_sampling_option_reaches_the_request() -> None:
+    """Known failures 10, 50: no option is accepted and ignored."""
+    given: dict[str, Any] = {
+        "temperature": 0.3,
+        "top_k": 7,
+        "top_p": 0.8,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "logit_bias": {"5": 1.5, "6": -100},
+        "seed": 11,
+        "min_tokens": 2,
+        "max_completion_tokens": 9,
+        "stop": ["END"],
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
+    service = ScriptedService()
+    async with site(service) as at:
+        assert (await post(at, chat(**given))).status_code == 200
+        assert (await post(at, chat())).status_code == 200
+    request = service.streams[0].request
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.3, 7, 0.8, 0.1)
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.1, 0.5, -0.5)
+    assert dict(sampling.logit_bias) == {5: 1.5, 6: -100}
+    assert (sampling.seed, sampling.min_tokens, sampling.max_tokens) == (11, 2, 9)
+    assert sampling.stop_token_ids == (9,) and request.stop == ("END",)
+    assert sampling.logprobs and sampling.top_logprobs == 3
+    plain = service.streams[1].request.sampling
+    assert plain.temperature == 0.7 and plain.stop_token_ids == (256,) and plain.max_tokens == 126
+
+
+# ------------------------------------------------------------------------------------------------- text completions
+
+
+async def test_completion_object_and_chunks() -> None:
+    service = ScriptedService(lambda request: [Delta(text="a", tokens=(97,)), Delta(text="b", tokens=(98,)), done()])
+    async with site(service) as at:
+        whole = (await post(at, complete(), "/v1/completions")).json()
+        options = {"include_usage": True}
+        stream = await post(at, complete(stream=True, stream_options=options), "/v1/completions")
+    assert whole["object"] == "text_completion" and whole["id"].startswith("cmpl-")
+    assert whole["choices"] == [{"index": 0, "text": "ab", "logprobs": None, "finish_reason": "stop"}]
+    assert service.streams[0].request.sampling.max_tokens == 16
+    *chunks, last = events(stream.text)
+    assert last == "[DONE]" and {chunk["object"] for chunk in chunks} == {"text_completion"}
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == "ab"
+    assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [
+        ("ab", [(97, 98)]),
+        (["a", "b"], [(97,), (98,)]),
+        ([97, 98, 256], [(97, 98, 256)]),
+        ([[97], [98, 99]], [(97,), (98, 99)]),
+    ],
+)
+async def test_prompt_forms(prompt: Any, tokens: list[tuple[int, ...]]) -> None:
+    service = ScriptedService(lambda request: [Delta(text=f"<{len(request.prompt)}>"), done()])
+    async with site(service) as at:
+        body = (await post(at, complete(prompt=prompt, n=2), "/v1/completions")).json()
+    assert [stream.request.prompt for stream in service.streams] == [one for one in tokens for _ in range(2)]
+    assert [choice["index"] for choice in body["choices"]] == list(range(2 * len(tokens)))
+    assert body["usage"]["prompt_tokens"] == 3 * len(tokens)
+
+
+def entry(token: int, logprob: float) -> TokenLogprob:
+    return TokenLogprob(token, logprob, ((token, logprob), (120, -3.0)))
+
+
+async def test_echo_with_logprobs() -> None:
+    def script(request: Request) -> list[Any]:
+        assert request.sampling.prompt_logprobs
+        return [
+            Delta(prompt_logprobs=(entry(105, -1.0),)),
+            Delta(text="a", tokens=(97,), logprobs=(entry(97, -0.25),)),
+            done(),
+        ]
+
+    wanted = {
+        "tokens": ["h", "i", "a"],
+        "token_logprobs": [None, -1.0, -0.25],
+        "top_logprobs": [None, {"i": -1.0, "x": -3.0}, {"a": -0.25, "x": -3.0}],
+        "text_offset": [0, 1, 2],
+    }
+    async with site(ScriptedService(script)) as at:
+        body = complete(echo=True, logprobs=2)
+        whole = (await post(at, body, "/v1/completions")).json()["choices"][0]
+        *chunks, _ = events((await post(at, body | {"stream": True}, "/v1/completions")).text)
+    assert whole["text"] == "hia" and whole["logprobs"] == wanted
+    pieces = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(piece["text"] for piece in pieces) == "hia"
+    joined: dict[str, list[Any]] = {key: [] for key in wanted}
+    for piece in pieces:
+        for key, values in (piece["logprobs"] or {}).items():
+            joined[key] += values
+    assert joined == wanted
+
+
+async def test_echo_without_logprobs_and_scoring_only() -> None:
+    service = ScriptedService(lambda request: [done(FinishReason.LENGTH, completion=0)])
+    async with site(service) as at:
+        whole = (await post(at, complete(echo=True, max_tokens=0), "/v1/completions")).json()
+        refused = await post(at, complete(max_tokens=0), "/v1/completions")
+        *chunks, _ = events((await post(at, complete(echo=True, stream=True), "/v1/completions")).text)
+    assert whole["choices"][0]["text"] == "hi" and service.streams[0].request.sampling.max_tokens == 0
+    assert refused.status_code == 400
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hi"
+
+
+async def test_default_max_tokens_fits_the_context() -> None:
+    service = ScriptedService()
+    async with site(service) as at:
+        assert (await post(at, complete(prompt="x" * 120), "/v1/completions")).status_code == 200
+        assert (await post(at, complete(prompt="x" * 128), "/v1/completions")).status_code == 400
+    assert service.streams[0].request.sampling.max_tokens == 8
+
+
+# ----------------------------------------------------------------------------------------------- the openai client
+
+
+async def test_openai_client() -> None:
+    script = [Delta(text="Hello", tokens=(1,)), Delta(text=" world", tokens=(2,)), done(cached=1)]
+    async with site(ScriptedService(lambda request: list(script))) as at, at.openai() as client:
+        whole = await client.chat.completions.create(model="scripted", messages=HI)
+        assert whole.choices[0].message.content == "Hello world"
+        assert whole.usage and whole.usage.prompt_tokens_details
+        assert whole.usage.prompt_tokens_details.cached_tokens == 1
+        stream = await client.chat.completions.create(
+            model="scripted", messages=HI, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert text == "Hello world" and chunks[-1].usage and chunks[-1].usage.completion_tokens == 2
+        plain = await client.completions.create(model="scripted", prompt="x", logprobs=1)
+        assert plain.choices[0].text == "Hello world"
+        pieces = await client.completions.create(model="scripted", prompt="x", stream=True)
+        assert "".join([piece.choices[0].text async for piece in pieces]) == "Hello world"
+        models = await client.models.list()
+        assert [model.id for model in models.data] == ["scripted"]
+        assert (await client.models.retrieve("scripted")).id == "scripted"
+
+
+async def test_openai_client_takes_an_assistant_message_back() -> None:
+    """What the client library makes of an answer can be sent back as history."""
+    service = ScriptedService(lambda request: list(TOOL_STEPS))
+    async with site(service) as at, at.openai() as client:
+        first = await client.chat.completions.create(model="scripted", messages=HI)
+        history: Any = [*HI, first.choices[0].message.model_dump()]
+        history += [{"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in CALLS]
+        await client.chat.completions.create(model="scripted", messages=history)
+        await client.chat.completions.create(model="scripted", messages=[*HI, first.choices[0].message, *history[2:]])
+    assert service.prompts[1][0][1]["tool_calls"] == CALLS
+    assert service.prompts[2][0] == service.prompts[1][0]
+
+
+async def test_openai_client_sees_typed_errors() -> None:
+    async with site(ScriptedService()) as at, at.openai() as client:
+        with pytest.raises(openai.NotFoundError, match="scripted") as unknown:
+            await client.chat.completions.create(model="gpt-4", messages=HI)
+        assert unknown.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError) as wrong:
+            await client.chat.completions.create(model="scripted", messages=HI, temperature=11)
+        assert wrong.value.param == "temperature" and "10" in str(wrong.value)
+
+
+async def test_openai_client_raises_on_an_error_in_the_stream() -> None:
+    """Known failures 15, 47: it does not look like an answer that ended well."""
+    script = [Delta(text="par"), 0.01, GenerationFailed("the logits are not finite")]
+    async with site(ScriptedService(lambda request: list(script))) as at, at.openai() as client:
+        stream = await client.chat.completions.create(model="scripted", messages=HI, stream=True)
+        seen = []
+        with pytest.raises(openai.APIError, match="not finite"):
+            async for chunk in stream:
+                seen.append(chunk.choices[0])
+    assert [choice.finish_reason for choice in seen] == [None, None]
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_error_before_the_answer_is_a_status(stream: bool) -> None:
+    """Known failure 41: 429 carries the Retry-After that the error states."""
+    error = Overloaded("the queue is full", retry_after=2.2)
+    async with site(ScriptedService(lambda request: [error])) as at:
+        response = await post(at, chat(stream=stream))
+    assert response.status_code == 429 and response.headers["retry-after"] == "3"
+    assert response.json() == {
+        "error": {"message": "the queue is full", "type": "rate_limit_error", "param": None, "code": "overloaded"}
+    }
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_an_error_in_the_stream_is_an_event_and_the_end(path: str) -> None:
+    """Known failures 15, 47: a well-formed error event, then the end; no finish_reason, no [DONE]."""
+    script = [Delta(text="par"), 0.01, Unavailable("the server is shutting down", retry_after=1)]
+    async with site(ScriptedService(lambda request: list(script))) as at:
+        response = await post(at, (chat if "chat" in path else complete)(stream=True), path)
+    *chunks, last = events(response.text)
+    assert last["error"]["code"] == "unavailable" and last["error"]["type"] == "server_error"
+    assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
+
+
+@pytest.mark.parametrize("reason", [FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR])
+async def test_an_end_that_is_no_success_never_looks_like_one(reason: FinishReason) -> None:
+    """Known failure 15: a timeout or an error is never a finish_reason of an answer."""
+    async with site(ScriptedService(lambda request: [Delta(text="x"), done(reason)])) as at:
+        whole = await post(at, chat())
+        stream = await post(at, chat(stream=True))
+    assert whole.status_code in (499, 500, 504) and "error" in whole.json()
+    assert "error" in events(stream.text)[-1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_unforeseen_error_is_a_500_that_tells_nothing(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def script(request: Request) -> list[Any]:
+        raise RuntimeError("the prompt was: " + "".join(("sec", "ret")))
+
+    async with site(ScriptedService(script)) as at:
+        response = await post(at, chat(stream=stream))
+    assert response.status_code == 500 and response.json()["error"]["code"] == "internal_error"
+    assert response.headers["x-request-id"] in response.json()["error"]["message"]
+    assert "secret" not in response.text and "secret" not in caplog.text and "RuntimeError" in caplog.text
+
+
+async def test_an_unforeseen_error_in_a_stream_ends_it_with_an_error_event(caplog: pytest.LogCaptureFixture) -> None:
+    """Known failure 47."""
+    broken: Any = [Delta(text="x"), 0.01, Delta(tool_calls=(None,))]  # type: ignore[arg-type]
+    async with site(ScriptedService(lambda request: list(broken))) as at:
+        response = await post(at, chat(stream=True))
+    assert events(response.text)[-1]["error"]["code"] == "internal_error"
+
+
+# ------------------------------------------------------------------------------------------ clients that leave, wait
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_closed_connection_cancels(stream: bool, begun: bool) -> None:
+    """Known failure 42: streaming and not, before and after the first token; the other request goes on."""
+    steps: list[Any] = [Delta(text="x"), 60.0] if begun else [60.0]
+    service = ScriptedService(lambda request: list(steps))
+    async with site(service) as at:
+        keep = await at.raw()
+        gone = await at.raw()
+        for _, writer in (keep, gone):
+            writer.write(request_bytes("POST", "/v1/chat/completions", json.dumps(chat(n=2, stream=stream)).encode()))
+        while len(service.streams) < 4:
+            await asyncio.sleep(0.01)
+        if stream and begun:
+            await gone[0].readuntil(b'"x"')
+        kept, left = service.streams[:2], service.streams[2:]
+        if kept[0].request.id > left[0].request.id:
+            kept, left = left, kept
+        gone[1].close()
+        async with asyncio.timeout(5):
+            while not all(one.closed for one in service.streams[2:]) and not all(
+                one.closed for one in service.streams[:2]
+            ):
+                await asyncio.sleep(0.01)
+        assert sum(one.closed for one in service.streams) == 2
+        keep[1].close()
+
+
+async def test_a_client_that_sends_more_still_cancels_when_it_leaves() -> None:
+    """Known failure 42: a second request behind the first does not hide the disconnect."""
+    service = ScriptedService(lambda request: [60.0])
+    async with site(service) as at:
+        _, writer = await at.raw()
+        body = json.dumps(chat()).encode()
+        writer.write(request_bytes("POST", "/v1/chat/completions", body) * 2)
+        while not service.streams:
+            await asyncio.sleep(0.01)
+        writer.close()
+        async with asyncio.timeout(5):
+            while not service.streams[0].closed:
+                await asyncio.sleep(0.01)
+    assert len(service.streams) == 1
+
+
+async def test_heartbeat_while_waiting_then_the_answer() -> None:
+    script = [0.3, Delta(text="x"), done()]
+    async with site(ScriptedService(lambda request: list(script)), Config(heartbeat=0.1)) as at:
+        response = await post(at, chat(stream=True))
+    assert response.text.count(": still here\n\n") >= 2
+    *chunks, last = events(response.text)
+    assert last == "[DONE]" and chunks[1]["choices"][0]["delta"] == {"content": "x"}
+
+
+async def test_an_error_after_a_heartbeat_is_an_event() -> None:
+    """Known failure 47: the status was sent with the heartbeat."""
+    script = [0.2, Overloaded("full", retry_after=1)]
+    async with site(ScriptedService(lambda request: list(script)), Config(heartbeat=0.1)) as at:
+        response = await post(at, chat(stream=True))
+    assert response.status_code == 200 and events(response.text)[-1]["error"]["code"] == "overloaded"
+
+
+async def test_events_that_are_there_together_go_out_together() -> None:
+    """One write a wake-up."""
+    together: list[Any] = [[Delta(text="a"), Delta(text="b"), done()]]
+    async with site(ScriptedService(lambda request: list(together))) as at:
+        reader, writer = await at.raw()
+        writer.write(request_bytes("POST", "/v1/chat/completions", json.dumps(chat(stream=True)).encode()))
+        await reader.readuntil(b"\r\n\r\n")
+        size = int((await reader.readline()).strip(), 16)
+        data = await reader.readexactly(size)
+        writer.close()
+    assert len(events(data)) == 5 and events(data)[-1] == "[DONE]"
+
+
+async def test_connections_are_reused() -> None:
+    async with site(ScriptedService()) as at:
+        reader, writer = await at.raw()
+        for _ in range(3):
+            writer.write(request_bytes("POST", "/v1/chat/completions", json.dumps(chat()).encode()))
+            status, _, _ = await answer(reader)
+            assert status == 200
+        writer.close()
