@@ -152,7 +152,8 @@ class Scheduler:
                 work.append((sequence, sequence.computed + 1))
         budget = self._step_tokens - len(work)
         for sequence in prompts:
-            budget -= self._chunk(sequence, budget, work)
+            if sequence.state is State.RUNNING:
+                budget -= self._chunk(sequence, budget, work)
         if self._preemptions == preemptions:
             self._admit(work, budget, now, ended, started)
         else:

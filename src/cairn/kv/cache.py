@@ -121,8 +121,9 @@ class Cache:
         self._hold_prefix(context, tokens, hit)
         wanted = -(-len(tokens) // size) - hit
         for group, pool in zip(self._groups, self.pools, strict=True):
+            held = hit - self._first_read(group, hit * size)
             span = self._span(group)
-            if (min(wanted, span) if span else wanted) + spare > pool.available:
+            if (min(wanted, span - held) if span else wanted) + spare > pool.available:
                 self.close(context, tokens)
                 return None
         for group, pool, table in zip(self._groups, self.pools, context.tables, strict=True):

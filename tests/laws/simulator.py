@@ -1,0 +1,577 @@
+"""The scheduler simulator: the real scheduler and cache over the fake engine, from one seed, on a virtual clock.
+
+A schedule is a small world (block size, cache groups, pools, limits) and a script of arrivals, cancels, deadlines,
+engine failures, worker deaths and drops in the middle of a step. After every step the laws are checked; the first that
+is broken raises `Broken` with the seed in front. `run(seed)` is one schedule.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cairn.engine.base import NO_BLOCK, Row, RowResult
+from cairn.engine.fake import FakeEngine, fake_spec
+from cairn.errors import ContextTooLong, InvalidRequest, Overloaded
+from cairn.kv import prefix
+from cairn.kv.cache import Cache
+from cairn.sampling import sample
+from cairn.scheduler import Limits, Plan, Scheduler
+from cairn.sequence import AGE_SECONDS, Sequence, State
+from cairn.types import FinishReason, Output, Request, SamplingParams, TokenLogprob
+
+VOCAB = 24
+WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))
+
+
+class Broken(AssertionError):
+    """A law does not hold."""
+
+
+def law(holds: bool, text: str) -> None:
+    if not holds:
+        raise Broken(text)
+
+
+class VirtualClock:
+    """A clock that moves when the schedule says so."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+    def time_ns(self) -> int:
+        return int(self.time * 1e9)
+
+
+class FaultyEngine:
+    """The fake engine, with calls that raise and rows that fail, whose KV is then garbage."""
+
+    def __init__(self, inner: FakeEngine, chance: random.Random) -> None:
+        self.inner = inner
+        self.chance = chance
+        self.raising = 0.0
+        self.failing = 0.0
+        self.failed_rows: set[int] = set()
+
+    def run(self, plan: Plan) -> list[RowResult] | Exception:
+        self.failed_rows = set()
+        if plan.rows and self.chance.random() < self.raising:
+            for row in plan.rows:
+                self._garble(row)
+            return RuntimeError("injected")
+        results = plan.run(self.inner)
+        if isinstance(results, Exception):
+            raise Broken(f"the engine refused a row: {results}") from results
+        for index, row in enumerate(plan.rows):
+            if self.chance.random() < self.failing:
+                self._garble(row)
+                self.failed_rows.add(index)
+                results[index] = RowResult(error="injected")
+        return results
+
+    def _garble(self, row: Row) -> None:
+        size = self.inner.info.block_tokens
+        for kv, table in zip(self.inner._kv, row.tables, strict=True):
+            for position in range(row.start, row.end):
+                kv[table[position // size], position % size] = self.chance.getrandbits(64)
+
+
+@dataclass
+class Client:
+    """What the receiver of one request knows and expects."""
+
+    request: Request
+    order: int
+    arrival: float
+    expected: list[int]
+    reason: FinishReason
+    scores: tuple[TokenLogprob, ...]
+    got: list[int] = field(default_factory=list)
+    scored: list[TokenLogprob] = field(default_factory=list)
+    reports: int = 0
+    start: int | None = None
+    overtaken: int = 0
+    awaited: int = 0
+
+    @property
+    def deadline(self) -> float:
+        return self.arrival + self.request.timeout if self.request.timeout is not None else float("inf")
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        return self.arrival - AGE_SECONDS * self.request.priority, self.order
+
+
+class World:
+    """One schedule."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = chance = random.Random(seed)
+        self.calm = seed % 6 == 0
+        """No faults and room for everything: the prefix must be computed once."""
+        self.clock = VirtualClock()
+        self.size = chance.choice((2, 3, 4, 4))
+        self.windows = chance.choice(WINDOWS)
+        self.context = chance.randint(16, 48)
+        self.talkative = not self.calm and chance.random() < 0.5
+        """Short prompts, long answers, small pools: preemption."""
+        full = 400 if self.calm else chance.choice((chance.randint(3, 8), chance.randint(8, 24), 60))
+        full = chance.randint(8, 16) if self.talkative else full
+        spans = [-(-(window - 1) // self.size) + 1 if window else 0 for window in self.windows]
+        self.blocks = tuple(
+            400 if self.calm else chance.randint(max(2, span - 1), span * 3 + 4) if span else full for span in spans
+        )
+        limited = [b * self.size for b, span in zip(self.blocks, spans, strict=True) if not span or b < span]
+        self.longest = min([self.context, *limited])
+        running = chance.randint(3 if self.talkative else 1, 8)
+        self.limits = Limits(
+            max_running=running,
+            step_tokens=chance.randint(16, 40) if self.calm else chance.randint(running, 24),
+            max_queue=64 if self.calm else chance.randint(2, 16),
+            max_queue_tokens=4000 if self.calm else chance.randint(30, 300),
+        )
+        spec = fake_spec(VOCAB, self.context, self.windows)
+        self.model = FakeEngine(spec, blocks=self.blocks, block_tokens=self.size)
+        self.truth: dict[tuple[object, ...], list[int]] = {}
+        self.parents: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
+        self.live: dict[int, Client] = {}
+        self.computed_once: Counter[tuple[bytes, tuple[int, ...]]] = Counter()
+        self.steps = self.finished = 0
+        self.orders = 0
+        self.deaths = 0 if self.calm else chance.choice((0, 0, 0, 1, 2))
+        self.cancels = 0.0 if self.calm else chance.choice((0.0, 0.05, 0.2))
+        self.start_worker(self.limits)
+        if not self.calm:
+            self.engine.raising = chance.choice((0.0, 0.0, 0.02, 0.1))
+            self.engine.failing = chance.choice((0.0, 0.0, 0.02))
+        bases = [[chance.randrange(VOCAB) for _ in range(self.context)] for _ in range(chance.randint(1, 3))]
+        self.arrivals = sorted(
+            ((self.arrival_time(), self.request(bases, number)) for number in range(1, chance.randint(3, 12))),
+            key=lambda pair: pair[0],
+        )
+
+    # ------------------------------------------------------------------------------------------------- the script
+
+    def arrival_time(self) -> float:
+        return self.clock.now() + self.chance.choice((0.0, 0.0, self.chance.uniform(0, 5), self.chance.uniform(0, 30)))
+
+    def request(self, bases: list[list[int]], number: int) -> Request:
+        """A request that often shares a prefix with others."""
+        chance = self.chance
+        longest = self.context + 2 if chance.random() < 0.05 else max(1, min(self.context, self.longest) - 1)
+        base = chance.choice(bases)
+        shared = base[: chance.choice((chance.randint(0, longest), longest * 3 // 4, longest // 2))]
+        tail = [chance.randrange(VOCAB) for _ in range(chance.choice((0, 0, 1, 3, chance.randint(0, 12))))]
+        prompt = tuple((shared + tail)[:longest]) or (chance.randrange(VOCAB),)
+        scoring = not self.calm and chance.random() < 0.1
+        most = chance.choice((0, 1, chance.randint(1, 6), chance.randint(1, 20)))
+        if self.talkative:
+            prompt, most = prompt[: chance.randint(1, 16)], chance.randint(8, 30)
+        sampling = SamplingParams(
+            max_tokens=most,
+            temperature=chance.choice((0.0, 0.0, 1.0)),
+            repetition_penalty=chance.choice((1.0, 1.0, 1.0, 1.5)),
+            seed=chance.randrange(4),
+            logprobs=chance.random() < 0.1,
+            prompt_logprobs=scoring,
+            stop_token_ids=tuple(chance.sample(range(VOCAB), chance.choice((0, 0, 1, 3)))),
+            min_tokens=chance.choice((0, 0, 0, chance.randint(0, 4))),
+        )
+        choice = chance.choice((0, 0, 1, 2))
+        generated: tuple[int, ...] = ()
+        if most and not scoring and len(prompt) < self.longest and chance.random() < 0.15:
+            known = self.oracle(prompt, sampling, choice)
+            generated = tuple(known[: chance.randint(0, len(known))])
+        return Request(
+            id=number * 1_000_003,
+            prompt=prompt,
+            sampling=sampling,
+            generated=generated,
+            choice=choice,
+            salt=chance.choice((b"", b"", b"", b"tenant")),
+            timeout=None if self.calm or chance.random() < 0.8 else chance.uniform(0.5, 20),
+            priority=chance.choice((0, 0, 0, -1, 1, 3)),
+        )
+
+    def oracle(self, prompt: tuple[int, ...], sampling: SamplingParams, choice: int) -> list[int]:
+        key = (prompt, sampling, choice)
+        if key not in self.truth:
+            most = min(sampling.max_tokens, self.longest - len(prompt))
+            self.truth[key] = self.model.oracle(prompt, sampling, most, choice)
+        return self.truth[key]
+
+    def start_worker(self, limits: Limits) -> None:
+        """A scheduler, a cache and a pool full of garbage, as after a start or a death."""
+        spec = fake_spec(VOCAB, self.context, self.windows)
+        inner = FakeEngine(spec, blocks=self.blocks, block_tokens=self.size)
+        faults = (self.engine.raising, self.engine.failing) if hasattr(self, "engine") else (0.0, 0.0)
+        self.engine = FaultyEngine(inner, self.chance)
+        self.engine.raising, self.engine.failing = faults
+        self.cache = Cache(inner.info)
+        self.scheduler = Scheduler(self.cache, limits, self.clock)
+        self.max_rows = min(limits.max_running, limits.step_tokens)
+        self.queue_limits = limits
+
+    # ------------------------------------------------------------------------------------------------- actions
+
+    def add(self, request: Request) -> None:
+        chance = self.chance
+        needed = len(request.prompt) + (request.sampling.max_tokens > 0)
+        waiting = list(self.scheduler._waiting)
+        tokens = sum(len(sequence.tokens) for sequence in waiting) + len(request.prompt) + len(request.generated)
+        full = len(waiting) >= self.queue_limits.max_queue
+        full = full or (len(waiting) > 0 and tokens > self.queue_limits.max_queue_tokens)
+        try:
+            self.scheduler.add(request)
+        except ContextTooLong:
+            law(needed > self.context, "a prompt that fits the context was refused")
+        except InvalidRequest:
+            law(needed > self.longest, "a prompt that fits the pool was refused")
+        except Overloaded as error:
+            law(full, "overloaded with room in the queue")
+            law(error.retry_after is not None and 0 < error.retry_after <= 3600, "no sensible retry_after")
+        else:
+            law(needed <= self.longest, "a prompt that can never fit was taken")
+            law(not full, "the queue's bound was ignored")
+            expected = self.oracle(request.prompt, request.sampling, request.choice)
+            sampling = request.sampling
+            stopped = len(expected) > sampling.min_tokens and expected[-1] in sampling.stop_token_ids
+            scores: tuple[TokenLogprob, ...] = ()
+            if sampling.prompt_logprobs:
+                row = Row(request.prompt, 0, len(request.prompt), (), 0, len(request.prompt), sampling, 0)
+                scores = sample([row], self.model.oracle_logits(request.prompt))[0].prompt_logprobs
+            self.orders += 1
+            self.live[request.id] = Client(
+                request,
+                self.orders,
+                self.clock.now(),
+                expected,
+                FinishReason.STOP if stopped else FinishReason.LENGTH,
+                scores,
+                got=list(request.generated),
+            )
+            law(request.id in self.scheduler._sequences, "an accepted request is not there")
+            if chance.random() < 0.02:
+                self.drop(request.id)
+
+    def drop(self, id: int) -> None:
+        """A cancel, a disconnect or a stop string seen by the front."""
+        reason = self.chance.choice((FinishReason.CANCELLED, FinishReason.STOP))
+        output = self.scheduler.drop(id, reason)
+        law(output is not None and output.id == id and output.finish is reason, "drop did not end the request")
+        law(output is not None and not output.tokens and output.timing is not None, "drop sent tokens or no timing")
+        del self.live[id]
+        law(self.scheduler.drop(id, reason) is None, "a request was dropped twice")
+
+    def die(self) -> None:
+        """The worker dies; every request goes on in the next one from the tokens that were sent."""
+        clients = sorted(self.live.values(), key=lambda client: client.order)
+        self.live.clear()
+        self.start_worker(Limits(self.limits.max_running, self.limits.step_tokens, 1000, 100_000))
+        for client in clients:
+            left = None if client.request.timeout is None else max(0.001, client.deadline - self.clock.now())
+            old = client.request
+            again = Request(
+                id=old.id,
+                prompt=old.prompt,
+                sampling=old.sampling,
+                generated=tuple(client.got),
+                choice=old.choice,
+                salt=old.salt,
+                timeout=left,
+                priority=old.priority,
+            )
+            self.add(again)
+
+    # ------------------------------------------------------------------------------------------------- the run
+
+    def run(self) -> None:
+        chance = self.chance
+        calm_from = None
+        while True:
+            while self.arrivals and self.arrivals[0][0] <= self.clock.now():
+                self.add(self.arrivals.pop(0)[1])
+            if self.live and chance.random() < self.cancels:
+                self.drop(chance.choice(list(self.live)))
+            if self.live and self.deaths and chance.random() < 0.05:
+                self.deaths -= 1
+                self.die()
+            if not self.arrivals and calm_from is None:
+                calm_from = self.steps
+                self.engine.raising = self.engine.failing = self.cancels = 0.0
+                self.deaths = 0
+                work = sum(2 * len(c.request.prompt) + 2 * len(c.expected) + 4 for c in self.live.values())
+                bound = self.steps + 4 * work
+            if calm_from is not None:
+                law(self.steps <= bound, "requests do not finish although faults and arrivals have stopped")
+            if not self.step():
+                if not self.arrivals:
+                    break
+                self.clock.time = max(self.clock.time, self.arrivals[0][0])
+        self.at_rest()
+
+    def step(self) -> bool:
+        """Plan, run, commit, with the laws in between. False if there was nothing to do."""
+        before = {sequence.request.id: sequence.state for sequence in self.scheduler._sequences.values()}
+        preemptions = self.scheduler.stats().preemptions
+        planned_at = self.clock.now()
+        plan = self.scheduler.plan()
+        if plan is None:
+            law(self.scheduler.idle and not self.live, "nothing was planned although requests are there")
+            return False
+        self.steps += 1
+        ended = {output.id for output in plan.ended}
+        self.after_plan(plan, before, ended, preempted=self.scheduler.stats().preemptions > preemptions)
+        victims = {id for id in self.live if id not in ended and self.chance.random() < self.cancels / 4}
+        results = self.engine.run(plan)
+        for id in victims:
+            self.drop(id)
+        self.clock.time += self.chance.choice((0.01, 0.1, self.chance.uniform(0, 1)))
+        outputs = self.scheduler.commit(plan, results)
+        self.receive(plan, results, outputs, planned_at)
+        self.audit()
+        return True
+
+    def after_plan(self, plan: Plan, before: dict[int, State], ended: set[int], *, preempted: bool) -> None:
+        """Laws of one plan: budget, decode first, nobody starves, nothing is computed twice."""
+        law(bool(plan.rows) or bool(plan.ended), "an empty plan")
+        used = sum(row.end - row.start for row in plan.rows)
+        law(len(plan.rows) <= self.max_rows, "more rows than max_running")
+        law(used <= self.limits.step_tokens, "more tokens than step_tokens")
+        law(len({id(row.tokens) for row in plan.rows}) == len(plan.rows), "a sequence has two rows in a step")
+        rows = {sequence.request.id: row for sequence, row in zip(plan.sequences, plan.rows, strict=True)}
+        running = [s for s in self.scheduler._sequences.values() if s.state is State.RUNNING]
+        law(len(running) <= self.max_rows, "more requests run than rows fit")
+        for sequence in running:
+            left = sequence.target - sequence.computed
+            if left == 1 or used < self.limits.step_tokens:
+                law(sequence.request.id in rows, "a running sequence was left out of the step")
+        for sequence, row in zip(plan.sequences, plan.rows, strict=True):
+            law(sequence.state is State.RUNNING and row.start == sequence.computed, "a row of something else")
+            law(row.choice == sequence.request.choice and row.sampling == sequence.request.sampling, "other options")
+            client = self.live[sequence.request.id]
+            if client.start is None:
+                client.start = row.start
+            if self.calm:
+                self.count_blocks(sequence, row)
+        law({c.request.id for c in self.live.values() if c.deadline <= self.clock.now()} <= ended, "a deadline passed")
+        law(all(self.cache.use()[g].held <= n for g, n in enumerate(self.blocks)), "more held than there is")
+        self.fairness(before, preempted=preempted, budget_left=self.limits.step_tokens - used, running=len(running))
+
+    def fairness(self, before: dict[int, State], *, preempted: bool, budget_left: int, running: int) -> None:
+        """Nobody is overtaken but by rank, or while waiting for a prefix, which is bounded."""
+        sequences = self.scheduler._sequences
+        waiting = sorted(
+            (self.live[id] for id, s in sequences.items() if s.state is State.WAITING), key=lambda client: client.rank
+        )
+        admitted = [
+            self.live[id] for id, s in sequences.items() if s.state is State.RUNNING and before[id] is State.WAITING
+        ]
+        for client in waiting:
+            past = any(other.rank > client.rank for other in admitted)
+            awaiting = sequences[client.request.id].kv.awaited is not None
+            law(awaiting or not past, "a waiting request was overtaken")
+            client.overtaken += past
+            client.awaited = client.awaited + 1 if awaiting else 0
+            law(client.overtaken <= 12 * 48, "a request was overtaken without end")
+        head = next((c for c in waiting if sequences[c.request.id].kv.awaited is None), None)
+        if head is None or preempted or budget_left < 1 or running >= self.max_rows:
+            return
+        need = -(-len(sequences[head.request.id].tokens) // self.size)
+        law(any(pool.available < need + running for pool in self.cache.pools), "a request waits although there is room")
+
+    def count_blocks(self, sequence: Sequence, row: Row) -> None:
+        """In a calm schedule no full block of a prompt that another could have reused is computed twice."""
+        request, size = sequence.request, self.size
+        for end in range(size, row.end + 1, size):
+            if row.start < end <= (len(request.prompt) - 1) // size * size:
+                self.computed_once[request.salt, request.prompt[:end]] += 1
+                once = self.computed_once[request.salt, request.prompt[:end]]
+                law(once == 1, "a prefix that another sequence was computing was computed twice")
+
+    def receive(
+        self, plan: Plan, results: list[RowResult] | Exception, outputs: list[Output], planned_at: float
+    ) -> None:
+        """The stream law: what arrives is the oracle's answer, once, in order, and nothing after the end."""
+        owners = [sequence.request.id for sequence in plan.sequences]
+        broken = {id for index, id in enumerate(owners) if index in self.engine.failed_rows}
+        broken |= set(owners) if isinstance(results, Exception) else set()
+        law(len({output.id for output in outputs}) == len(outputs), "two outputs of one request in a step")
+        for output in outputs:
+            client = self.live.get(output.id)
+            if client is None:
+                raise Broken("output of a request that has ended")
+            client.got.extend(output.tokens)
+            client.scored.extend(output.prompt_logprobs)
+            law(client.got == client.expected[: len(client.got)], "tokens are not the oracle's")
+            if client.request.sampling.logprobs:
+                law(tuple(lp.token for lp in output.logprobs) == output.tokens, "logprobs of other tokens")
+            law(tuple(client.scored) == client.scores[: len(client.scored)], "prompt logprobs are not the oracle's")
+            if output.cache is not None:
+                self.check_report(client, output)
+            if output.finish is not None:
+                self.check_end(client, output, broken, planned_at)
+                del self.live[output.id]
+                self.finished += 1
+            else:
+                law(output.id not in broken, "a failed row went on")
+                law(bool(output.tokens or output.prompt_logprobs), "an empty output")
+                law(len(client.got) < len(client.expected) or not output.tokens, "the last token without an end")
+        law(not broken & set(self.live), "a request outlived the failure of its row")
+
+    def check_report(self, client: Client, output: Output) -> None:
+        report, prompt = output.cache, len(client.request.prompt)
+        law(report is not None and report.computed + report.pool == prompt, "the cache report does not add up")
+        law(client.reports == 0, "two cache reports")
+        client.reports += 1
+        if client.start is not None and report is not None:
+            law(report.pool == min(client.start, prompt), "the cache report is not what happened")
+
+    def check_end(self, client: Client, output: Output, broken: set[int], planned_at: float) -> None:
+        timing = output.timing
+        law(
+            timing is not None and min(timing.queue, timing.prefill, timing.decode) >= 0, "no timing, or a negative one"
+        )
+        total = timing.queue + timing.prefill + timing.decode if timing else 0.0
+        late = {planned_at, self.clock.now()}
+        law(any(abs(client.arrival + total - end) < 1e-6 for end in late), "the timing does not add up")
+        if output.finish is FinishReason.ERROR:
+            law(output.id in broken and bool(output.error), "an error from nowhere")
+        elif output.finish is FinishReason.DEADLINE:
+            law(client.deadline <= planned_at, "ended before its deadline")
+        else:
+            law(output.id not in broken, "a failed row finished well")
+            law(output.finish is client.reason and client.got == client.expected, "ended early or for another reason")
+            law(client.reports == 1, "no cache report")
+            if client.request.sampling.prompt_logprobs and not client.request.generated:
+                law(len(client.scored) == len(client.scores), "prompt logprobs are missing")
+
+    # ------------------------------------------------------------------------------------------------- the state
+
+    def audit(self) -> None:
+        """Laws of the state after a step, from the tables alone."""
+        sequences = self.scheduler._sequences
+        law(set(sequences) == set(self.live), "the scheduler holds other requests than there are")
+        listed = [*self.scheduler._waiting, *self.scheduler._running]
+        law(len(listed) == len(sequences) and {id(s) for s in listed} == {id(s) for s in sequences.values()}, "lists")
+        for sequence in self.scheduler._waiting:
+            law(sequence.state is State.WAITING and sequence.computed == 0, "a waiting sequence with progress")
+            law(not any(sequence.kv.tables), "a waiting sequence holds blocks")
+        for sequence in self.scheduler._running:
+            law(sequence.state is State.RUNNING, "a running sequence in another state")
+            law(sequence.tokens[: sequence.prompt_len] == list(sequence.request.prompt), "the prompt changed")
+        running = self.scheduler._running
+        for number, pool in enumerate(self.cache.pools):
+            named = Counter(block for s in running for block in s.kv.tables[number] if block != NO_BLOCK)
+            use = self.cache.use()[number]
+            law(use.free + use.cached + use.held == pool.size == self.blocks[number], "blocks do not add up")
+            law(use.held == len(named), "held blocks are not those in tables")
+            law(all(pool.holders(block) == named[block] for block in range(pool.size)), "wrong count of holders")
+            free = set(pool._free)
+            law(len(free) == use.free and not free & set(named), "a block is free and in a table, or free twice")
+            law(all(pool.published(block) is None for block in free), "a free block has a key")
+            law(all(pool.published(b) is not None for b, users in named.items() if users > 1), "a private block shared")
+            law(len(pool._index) == sum(pool.published(b) is not None for b in range(pool.size)), "an index of its own")
+            if not self.windows[number]:
+                law(all(self.parents[key][0] in pool._index or self.first(key) for key in pool._index), "orphan block")
+        self.window_blocks()
+
+    def first(self, key: bytes) -> bool:
+        """Whether a key is that of a first block: its parent is a root."""
+        return self.parents[key][0] not in self.parents
+
+    def window_blocks(self) -> None:
+        """A window group keeps at most one window, and everything that is still read."""
+        for sequence in self.scheduler._running:
+            for window, table in zip(self.windows, sequence.kv.tables, strict=True):
+                first = max(0, sequence.computed - window + 1) // self.size if window else 0
+                ends = -(-sequence.computed // self.size)
+                law(NO_BLOCK not in table[first:ends], "a block that is still read was given back")
+                boundary = sequence.computed // self.size * self.size
+                passed = max(0, boundary - window + 1) // self.size if window else 0
+                law(all(b == NO_BLOCK for b in table[:passed]), "a block that the window has passed is held")
+
+    def at_rest(self) -> None:
+        """Nothing is left of any request, and every block that a key finds holds what the key says."""
+        law(not self.live and self.scheduler.idle, "requests are left")
+        law(not self.cache._computing, "somebody still claims to compute a block")
+        stats = self.scheduler.stats()
+        law(stats.running == stats.waiting == stats.waiting_tokens == 0, "the statistics see requests")
+        law(stats.prefix_hits <= stats.prefix_queries, "more hits than queries")
+        for number, pool in enumerate(self.cache.pools):
+            law(pool.held == 0, "blocks are held at the end")
+            for key, block in pool._index.items():
+                tokens = self.tokens_of(key)
+                digests = self.digests(number, tokens)[-self.size :]
+                law(list(tokens[-self.size :]) == list(pool.published(block).tokens), "a key over other tokens")
+                stored = self.engine.inner._kv[number][block].tolist()
+                law(stored == digests, "a published block does not hold what its key says")
+
+    def tokens_of(self, key: bytes) -> tuple[int, ...]:
+        parts: list[tuple[int, ...]] = []
+        while key in self.parents:
+            key, tokens = self.parents[key]
+            parts.insert(0, tokens)
+        return sum(parts, ())
+
+    def digests(self, number: int, tokens: tuple[int, ...]) -> list[int]:
+        """What the fake engine's definition says a group's slots hold for a prefix."""
+        engine = self.model
+        words = np.array(tokens, dtype=np.uint64) + engine._salt[: len(tokens)] + engine._seeds[number]
+        words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        words = words ^ (words >> np.uint64(31))
+        digest, out = int(engine._seeds[number]), []
+        for word in words.tolist():
+            digest = (digest * 0xD1342543DE82EF95 + word) % (1 << 64)
+            out.append(digest)
+        return out
+
+
+def run(seed: int) -> World:
+    """Run one schedule; raises `Broken` (or whatever the code under test raised) with the seed in the message."""
+    world = World(seed)
+    original: Callable[..., bytes] = prefix.extend
+
+    def recording(parent: bytes, tokens: list[int]) -> bytes:
+        key = original(parent, tokens)
+        world.parents[key] = (parent, tuple(tokens))
+        return key
+
+    prefix.extend = recording
+    try:
+        world.run()
+    except Exception as error:
+        raise Broken(f"seed {seed}, step {world.steps}: {type(error).__name__}: {error}") from error
+    finally:
+        prefix.extend = original
+    return world
+
+
+def run_many(first: int, count: int) -> Counter[str]:
+    """Run schedules `first`, `first + 1`, ...; returns what they did in total."""
+    total: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        world = run(seed)
+        stats = world.scheduler.stats()
+        total.update(
+            schedules=1,
+            steps=world.steps,
+            finished=world.finished,
+            preemptions=stats.preemptions,
+            hits=stats.prefix_hits,
+        )
+    return total
+
+
+if __name__ == "__main__":
+    first, count = (int(word) for word in sys.argv[1:3]) if len(sys.argv) > 2 else (0, 2000)
+    print(dict(run_many(first, count)))
