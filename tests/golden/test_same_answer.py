@@ -1,0 +1,197 @@
+"""The law of the same answer: a token's logits are the same bits in any chunking, any batch, from any blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.tiny_models import GREEDY, MODELS, SCORED, Driver, load, prompt, write_model
+
+from cairn.engine.base import NO_BLOCK, Row
+from cairn.kernels import reference
+
+LENGTH = 150
+CHUNKINGS = ([1] * LENGTH, [16] * 9 + [6], [64, 64, 22], [7, 100, 43], [149, 1], [3, 13, 17, 1, 1, 115])
+
+
+def same_bits(got: np.ndarray, want: np.ndarray) -> bool:
+    return got.shape == want.shape and got.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_any_chunking_gives_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failures 17, 36: recomputing in other pieces, with a window or without, changes nothing."""
+    driver = Driver(load(write_model(tmp_path, **MODELS[name])), monkeypatch)
+    tokens = prompt(LENGTH)
+    whole = driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
+    for chunks in CHUNKINGS:
+        assert same_bits(driver.logits(tokens, chunks, driver.tables(LENGTH)), whole), chunks
+
+
+def mixed_batch(driver: Driver, rng: np.random.Generator, lengths: list[int]) -> dict[int, np.ndarray]:
+    """Logits of every position of several sequences that advance together, by random amounts and in random order."""
+    budget, done = driver.engine.info.max_tokens, [0] * len(lengths)
+    tables = [driver.tables(length) for length in lengths]
+    tokens = [prompt(length, seed=seed) for seed, length in enumerate(lengths)]
+    collected: dict[int, list[np.ndarray]] = {seed: [] for seed in range(len(lengths))}
+    while any(at < length for at, length in zip(done, lengths, strict=True)):
+        rows, owners, room = [], [], budget
+        for one in rng.permutation(len(lengths)):
+            size = min(int(rng.choice([1, 1, 2, 9, 40, 200])), lengths[one] - done[one], room)
+            if size > 0 and rng.random() < 0.8:
+                rows.append(driver.row(tokens[one], done[one], done[one] + size, tables[one], done[one]))
+                owners.append((int(one), size))
+                done[one] += size
+                room -= size
+        driver.seen.clear()
+        driver.step(rows)
+        logits = np.concatenate([np.empty((0, driver.engine.info.vocab), np.float32), *(one for _, one in driver.seen)])
+        at = 0
+        for one, size in owners:
+            collected[one].append(logits[at : at + size])
+            at += size
+    return {one: np.concatenate(parts) for one, parts in collected.items()}
+
+
+@pytest.mark.parametrize("name", ["qwen 3, eight heads a group", "qwen 2 with windows", "llama 2", "mistral"])
+def test_any_batch_gives_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 9: sequences that share steps share nothing else."""
+    driver = Driver(load(write_model(tmp_path, **MODELS[name])), monkeypatch)
+    lengths = [1, 2, 15, 16, 17, 33, 64, 90, 130, 201]
+    alone = [driver.logits(prompt(n, seed=seed), [n], driver.tables(n)) for seed, n in enumerate(lengths)]
+    for seed in range(3):
+        driver._next = [0] * len(driver._next)
+        together = mixed_batch(driver, np.random.default_rng(seed), lengths)
+        for one, want in enumerate(alone):
+            assert same_bits(together[one], want), (seed, lengths[one])
+
+
+@pytest.mark.parametrize("name", ["qwen 3, head size of its own", "qwen 3 with window layers"])
+def test_cached_blocks_give_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failures 33, 38: a prefix read through other tables, or restored from pages, is as good as computed."""
+    folder = write_model(tmp_path, **MODELS[name])
+    driver = Driver(load(folder), monkeypatch)
+    tokens = prompt(LENGTH)
+    cold_tables = driver.tables(LENGTH)
+    cold = driver.logits(tokens, [LENGTH], cold_tables)
+    other = Driver(load(folder), monkeypatch)
+    other._next = [9] * len(other._next)
+    restored = other.tables(LENGTH)
+    for hit in (16, 64, 144):
+        shared = hit // 16
+        fresh = driver.tables(LENGTH)
+        mixed = tuple([*old[:shared], *new[shared:]] for old, new in zip(cold_tables, fresh, strict=True))
+        driver.seen.clear()
+        driver.step([driver.row(tokens, hit, LENGTH, mixed, hit)])
+        assert same_bits(np.concatenate([logits for _, logits in driver.seen]), cold[hit:])
+        for group, (source, target) in enumerate(zip(cold_tables, restored, strict=True)):
+            pages = driver.engine.read_blocks(group, source[:shared]).wait()
+            other.engine.write_blocks(group, target[:shared], pages).wait()
+        other.seen.clear()
+        other.step([other.row(tokens, hit, LENGTH, restored, hit)])
+        assert same_bits(np.concatenate([logits for _, logits in other.seen]), cold[hit:])
+
+
+def test_blocks_that_a_window_passed_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 36: with the passed blocks gone (`NO_BLOCK`) the answer is the same, bit for bit."""
+    driver = Driver(load(write_model(tmp_path, **MODELS["mistral"])), monkeypatch)
+    tokens, (table,) = prompt(LENGTH), driver.tables(LENGTH)
+    whole = driver.logits(tokens, [LENGTH], (table,))
+    at, driver.seen = 0, []
+    for size in (50, 3, 1, 1, 30, 16, 49):
+        passed = max(0, at - 24 + 1) // 16
+        held = [NO_BLOCK] * passed + table[passed:]
+        driver.step([driver.row(tokens, at, at + size, (held,), at)])
+        at += size
+    assert same_bits(np.concatenate([logits for _, logits in driver.seen]), whole)
+
+
+@pytest.mark.parametrize("name", ["llama 2", "mistral", "qwen 2 with windows"])
+def test_what_an_earlier_owner_left_in_a_block_is_not_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known failures 9, 38: blocks full of NaN, given to a new sequence, change no bit of its answer."""
+    driver = Driver(load(write_model(tmp_path, **MODELS[name])), monkeypatch)
+    tokens = prompt(LENGTH)
+    clean = driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
+    for pool in driver.engine._kv:
+        pool[:] = np.nan
+    for chunks in ([LENGTH], [40, 1, 1, 108]):
+        assert same_bits(driver.logits(tokens, chunks, driver.tables(LENGTH)), clean)
+
+
+def test_any_number_of_threads_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model(tmp_path, vocab_size=700, intermediate_size=600)
+    monkeypatch.setattr(reference, "_WORTH_THREADS", 0)
+    found = []
+    for threads in (1, 2, 3):
+        driver = Driver(load(folder, threads=threads), monkeypatch)
+        found.append(driver.logits(prompt(100), [60, 40], driver.tables(100)))
+        driver.engine.close()
+    assert same_bits(found[0], found[1]) and same_bits(found[0], found[2])
+
+
+def test_the_sampler_sees_the_same_bits_for_one_position_and_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scoring a prompt and answering it agree, also across slices of the logits."""
+    driver = Driver(load(write_model(tmp_path)), monkeypatch)
+    tokens = prompt(100)
+    every = driver.logits(tokens, [100], driver.tables(100))
+    driver.seen.clear()
+    rows = [Row(tokens, 0, 100, driver.tables(100), 99, 100, GREEDY, 0) for _ in range(2)]
+    driver.step(rows)
+    assert all(same_bits(logits, every[99:]) for _, logits in driver.seen)
+
+
+def neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole matrices in one BLAS call: what the law forbids."""
+
+    def planted(self: Any, x: Any, matrix: reference.Matrix) -> Any:
+        whole = matrix.panels.transpose(1, 0, 2).reshape(x.shape[1], -1)
+        got = (x @ whole)[:, : matrix.out]
+        return got if matrix.bias is None else got + matrix.bias
+
+    monkeypatch.setattr(reference.ReferenceKernels, "_project", planted)
+
+
+def relative_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Softmax sums over all positions at once instead of over fixed spans in order."""
+
+    def planted(q: Any, keys: Any, values: Any, seen: Any, scale: float) -> Any:
+        rows, heads, tiles, tile, size = q.shape
+        keys = keys.reshape(rows, heads, 1, -1, size)
+        values = values.reshape(rows, heads, 1, -1, size)
+        scores = np.matmul(q, keys.swapaxes(-1, -2)) * np.float32(scale)
+        mask = seen.transpose(0, 1, 3, 2, 4).reshape(rows, 1, tiles, tile, -1)
+        weights = np.where(mask, np.exp(scores - np.where(mask, scores, -np.inf).max(-1, keepdims=True)), 0)
+        return np.matmul(weights, values) / weights.sum(-1, keepdims=True)
+
+    monkeypatch.setattr(reference, "_attend", planted)
+
+
+@pytest.mark.parametrize("plant", [neighbour, relative_spans])
+def test_an_order_that_depends_on_the_batch_is_caught(
+    plant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(load(write_model(tmp_path, hidden_size=256, num_attention_heads=4, head_dim=64)), monkeypatch)
+    plant(monkeypatch)
+    tokens = prompt(LENGTH)
+    whole = driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
+    assert not all(same_bits(driver.logits(tokens, chunks, driver.tables(LENGTH)), whole) for chunks in CHUNKINGS)
+
+
+def test_scores_survive_a_slice_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's log-probabilities are whole and in order although its logits come in slices of 32 rows."""
+    driver = Driver(load(write_model(tmp_path)), monkeypatch)
+    tokens = prompt(100)
+    rows = [Row(tokens, 0, 100, driver.tables(100), 0, 100, SCORED, 0) for _ in range(2)]
+    first, second = driver.step(rows)
+    assert first == second and first.token is not None
+    assert [one.token for one in first.prompt_logprobs] == tokens[1:]
+    logits = np.concatenate([logits for row, logits in driver.seen])[:100].astype(np.float64)
+    want = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    got = [one.logprob for one in first.prompt_logprobs]
+    np.testing.assert_allclose(got, want[np.arange(99), tokens[1:]], atol=1e-5)
