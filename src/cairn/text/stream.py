@@ -1,0 +1,140 @@
+"""One choice's tokens -> deltas: detokenizer, then splitter, then stop strings.
+
+    tokens -> text (`detokenizer`) -> content | reasoning | tool calls (`split`) -> content up to a stop (`stops`)
+
+Stop strings are looked for in content only: reasoning and the JSON of a tool call are not what a caller means by
+"stop at". The same steps serve streams and whole answers, so both give the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cairn.text.split import TAGS, Piece, Splitter
+from cairn.text.stops import StopScanner
+from cairn.text.tokenizer import Tokenizer
+from cairn.types import Delta, FinishReason, OutputFormat, Request, TokenLogprob, ToolCallDelta
+
+_NO_FORMAT = OutputFormat()
+_ORDER = {"reasoning": 0, "text": 1}
+
+
+class TextStream:
+    """What one request says. Tokens in `request.generated` are part of its text but are not reported again."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        output = request.output
+        formats = output.reasoning or output.tools
+        kept = {i for tag in TAGS if formats and (i := tokenizer.token_id(tag)) is not None}
+        ends = tokenizer.control_ids.intersection(request.sampling.stop_token_ids)
+        self._detokenizer = tokenizer.detokenizer(skip=(tokenizer.special_ids | ends) - kept)
+        self._splitter = Splitter(output, request.id, request.choice) if formats else None
+        self._stops = StopScanner(request.stop) if request.stop else None
+        self._unstoppable = request.sampling.min_tokens
+        self.tokens: list[int] = []
+        """Every token that counts: those after the one that completed a stop string do not."""
+        if request.generated:
+            self.push(request.generated)
+            self._unstoppable -= len(self.tokens)
+            self.tokens = []
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string was hit: the generation is over, further tokens are ignored."""
+        return self._stops is not None and self._stops.hit
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens that count."""
+        return len(self.tokens)
+
+    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> list[Delta]:
+        """Take new tokens, with one logprob each or none; at least one delta comes back for tokens that count.
+
+        The first delta carries the tokens and logprobs, also where their text is held back or dropped.
+        """
+        if self._splitter is None and self._stops is None:
+            self.tokens += tokens
+            return [Delta(text=self._detokenizer.push(tokens), tokens=tuple(tokens), logprobs=tuple(logprobs))]
+        pieces: list[Piece] = []
+        counted = len(self.tokens)
+        for token in tokens:
+            if self.stopped:
+                break
+            self.tokens.append(token)
+            pieces += self._visible(self._split(self._detokenizer.push((token,))))
+        counted = len(self.tokens) - counted
+        return _deltas(pieces, tuple(tokens[:counted]), tuple(logprobs[:counted]))
+
+    def finish(self, reason: FinishReason) -> tuple[list[Delta], FinishReason]:
+        """The generation ended: the text still held back, and the reason as a caller is to see it.
+
+        STOP becomes TOOL_CALLS if a complete tool call came out. A stop string in the last text turns LENGTH into STOP.
+        """
+        pieces: list[Piece] = []
+        if not self.stopped:
+            pieces = self._split(self._detokenizer.flush())
+            if self._splitter is not None:
+                pieces += self._splitter.finish(by_model=reason is FinishReason.STOP)
+            pieces = self._visible(pieces)
+            if self._stops is not None and (held := self._stops.release()):
+                pieces.append(("text", held))
+        if self.stopped and reason is FinishReason.LENGTH:
+            reason = FinishReason.STOP
+        if reason is FinishReason.STOP and self._splitter is not None and self._splitter.complete_calls:
+            reason = FinishReason.TOOL_CALLS
+        return _deltas(pieces, (), ()), reason
+
+    def _split(self, text: str) -> list[Piece]:
+        if not text:
+            return []
+        return [("text", text)] if self._splitter is None else self._splitter.push(text)
+
+    def _visible(self, pieces: list[Piece]) -> list[Piece]:
+        """Apply stop strings to content; whatever follows a stop is dropped."""
+        stops = self._stops
+        if stops is None:
+            return pieces
+        seen: list[Piece] = []
+        for piece in pieces:
+            if stops.hit:
+                break
+            if isinstance(piece, ToolCallDelta) or piece[0] != "text":
+                # A stop string does not reach across what is no content.
+                text, after = stops.release(), [piece]
+            elif len(self.tokens) <= self._unstoppable:
+                text, after = piece[1], []
+            else:
+                text, after = stops.push(piece[1]), []
+            if text:
+                seen.append(("text", text))
+            seen += after
+        return seen
+
+
+def _deltas(pieces: list[Piece], tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> list[Delta]:
+    """As few deltas as keep the order: one holds reasoning, then text, then tool calls."""
+    deltas: list[Delta] = []
+    texts = ["", ""]
+    calls: list[ToolCallDelta] = []
+    highest = 0
+
+    def close() -> None:
+        nonlocal texts, calls, highest, tokens, logprobs
+        if any(texts) or calls or tokens:
+            deltas.append(
+                Delta(text=texts[1], reasoning=texts[0], tool_calls=tuple(calls), tokens=tokens, logprobs=logprobs)
+            )
+        texts, calls, highest, tokens, logprobs = ["", ""], [], 0, (), ()
+
+    for piece in pieces:
+        rank = 2 if isinstance(piece, ToolCallDelta) else _ORDER[piece[0]]
+        if rank < highest:
+            close()
+        highest = rank
+        if isinstance(piece, ToolCallDelta):
+            calls.append(piece)
+        else:
+            texts[rank] += piece[1]
+    close()
+    return deltas
