@@ -1,0 +1,57 @@
+"""The command `cairn`. Each file here is one group of commands; what they need is imported when they run.
+
+Stdout carries data (an answer, a path, a table), stderr carries talk. A CairnError is one sentence on stderr and its
+exit code: 2 for a model or an option that cannot be used, 1 for what failed later, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from cairn.cli import chat, doctor, generate, models, options, remote, serve
+from cairn.errors import CairnError
+
+app = typer.Typer(
+    name="cairn",
+    help="An LLM server for agents: a context that was computed once is never computed again.",
+    epilog="Start with: cairn chat   (or: cairn serve)",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
+) -> None:
+    if version:
+        from cairn import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+for _group in (serve, chat, generate, models, remote, doctor, options):
+    _group.register(app)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and leave the process with its exit code."""
+    try:
+        code = app(arguments, standalone_mode=True)
+    except CairnError as error:
+        print(f"cairn: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:  # the reader of stdout has gone; nothing more can be said there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 1
+    sys.exit(code)

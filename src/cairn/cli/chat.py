@@ -1,0 +1,217 @@
+"""`cairn chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cairn.cli.options import LOCAL, configured
+from cairn.cli.sampling import Answering, Source, sampling_parameters, source
+from cairn.config import Resolved, closest
+from cairn.errors import CairnError
+
+if TYPE_CHECKING:
+    from cairn.llm import Answer
+
+HELP = """\
+/help          this list
+/system TEXT   what the model is told before everything; alone: show it
+/undo          take back the last question and its answer
+/clear         start over (the system text stays)
+/save FILE     write the conversation as JSON
+/exit          leave; Ctrl-D does too
+
+Ctrl-C stops an answer; what was said of it stays. A line that ends in \\ goes on in the next."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add `cairn chat`."""
+
+    @app.command(rich_help_panel="Run a model")
+    @configured((*LOCAL, "api_key"), more=sampling_parameters())
+    def chat(
+        resolved: Resolved,
+        system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told first.")] = None,
+        host: Annotated[
+            str | None, typer.Option(metavar="URL", help="Talk to this running server; otherwise the model runs here.")
+        ] = None,
+        *,
+        sampling: dict[str, Any],
+    ) -> None:
+        """Talk with a model. Ctrl-C stops an answer; /help lists the commands."""
+        from cairn.cli.output import talk
+
+        with ExitStack() as opened:
+            with talk().status("loading the model"):
+                model = opened.enter_context(source(resolved, host))
+            Conversation(model, sampling, system).run(resolved.config.model if host is None else host)
+
+
+class Conversation:
+    """The messages so far, and the loop that reads lines and answers them."""
+
+    def __init__(self, model: Source, sampling: dict[str, Any], system: str | None = None) -> None:
+        from rich.console import Console
+
+        from cairn.cli.output import talk
+
+        self.messages: list[dict[str, Any]] = []
+        self.system = system
+        self._model = model
+        self._sampling = sampling
+        self._out = Console(highlight=False, markup=False, soft_wrap=True)
+        self._talk = talk()
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda _: self._say(HELP),
+            "/clear": self._clear,
+            "/system": self._system,
+            "/save": self._save,
+            "/undo": self._undo,
+        }
+
+    def run(self, name: str) -> None:
+        """Until /exit or the end of input."""
+        with suppress(ImportError):
+            import readline  # noqa: F401  (gives `input` line editing and history)
+        self._say(f"{name} is ready. /help lists the commands, Ctrl-D leaves.")
+        while True:
+            try:
+                line = self._read()
+            except KeyboardInterrupt:
+                self._say("\n(Ctrl-D or /exit leaves)")
+                continue
+            except EOFError:
+                return
+            word = line.split(maxsplit=1)[0] if line.strip() else ""
+            if word in ("/exit", "/quit"):
+                return
+            if word.startswith("/"):
+                self._command(word, line.strip()[len(word) :].strip())
+            elif word:
+                self.ask(line)
+
+    def ask(self, question: str) -> None:
+        """Answer one question on the terminal and remember both; a failed one is forgotten."""
+        asked = {"role": "user", "content": question}
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        started = time.monotonic()
+        answering: Answering | None = None
+        try:
+            answering = self._model.chat([*first, *self.messages, asked], **self._sampling)
+            stopped = self._show(answering)
+        except KeyboardInterrupt:
+            stopped = True
+        except CairnError as error:
+            self._say(f"\n{error}\n(your question was taken back)")
+            return
+        finally:
+            if answering is not None:
+                answering.close()
+        answer = answering.answer if answering is not None else None
+        if answer is None or not (answer.text or answer.reasoning or answer.tool_calls):
+            self._say("\n(nothing was said; your question was taken back)")
+            return
+        self.messages += [asked, answer.message]
+        self._say("\n" + _summary(answer, time.monotonic() - started, stopped))
+
+    def _show(self, answering: Answering) -> bool:
+        """Write the pieces as they come; whether Ctrl-C ended that."""
+        thought = False
+        waiting = self._talk.status("thinking")
+        if self._talk.is_terminal:
+            waiting.start()
+        try:
+            for piece in answering:
+                waiting.stop()
+                if piece.reasoning:
+                    self._out.print(_printable(piece.reasoning), end="", style="dim italic")
+                    thought = True
+                if piece.text:
+                    self._out.print(("\n\n" if thought else "") + _printable(piece.text), end="")
+                    thought = False
+                self._out.file.flush()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            waiting.stop()
+        for call in answering.answer.tool_calls:
+            self._out.print(f"{call.name}({_printable(call.arguments)})", style="yellow")
+        return False
+
+    def _read(self) -> str:
+        """One line; a backslash at its end goes on in the next. EOFError at the end of input."""
+        lines: list[str] = []
+        prompt = "> " if sys.stdin.isatty() else ""
+        while True:
+            line = input(prompt)
+            if not line.endswith("\\"):
+                return "\n".join([*lines, line])
+            lines.append(line[:-1])
+            prompt = ". " if prompt else ""
+
+    def _command(self, word: str, text: str) -> None:
+        command = self._commands.get(word)
+        if command is None:
+            self._say(f"unknown command {word}{closest(word, [*self._commands, '/exit'])}")
+        else:
+            command(text)
+
+    def _clear(self, _: str) -> None:
+        self.messages.clear()
+        self._say("(a new conversation)")
+
+    def _system(self, text: str) -> None:
+        if text:
+            self.system = text
+        self._say(f"system: {self.system or '(none)'}")
+
+    def _undo(self, _: str) -> None:
+        if not self.messages:
+            self._say("(there is nothing to take back)")
+            return
+        taken = self.messages[-2]["content"]
+        del self.messages[-2:]
+        self._say(f"(took back: {taken})")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            self._say("/save needs the name of a file")
+            return
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        text = json.dumps([*first, *self.messages], ensure_ascii=False, indent=2) + "\n"
+        try:
+            with Path(name).expanduser().open("x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            self._say(f"{name} exists already; give another name")
+        except OSError as error:
+            self._say(f"{name} cannot be written: {error.strerror}")
+        else:
+            self._say(f"(saved {len(self.messages)} messages to {name})")
+
+    def _say(self, text: str) -> None:
+        self._talk.print(text, style="dim", markup=False, soft_wrap=True)
+
+
+def _summary(answer: Answer, seconds: float, stopped: bool) -> str:
+    """What the last answer cost, in a line."""
+    parts = ["stopped"] if stopped else []
+    if answer.finish_reason == "length":
+        parts.append("cut at the token limit")
+    usage = answer.usage
+    if usage is not None:
+        parts.append(f"{usage.completion_tokens} tokens in {seconds:.1f} s")
+        parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens were already computed")
+    return f"({'; '.join(parts)})" if parts else ""
+
+
+def _printable(text: str) -> str:
+    """Text without control characters, so that a model cannot steer the terminal."""
+    return "".join(char if char in "\n\t" or ord(char) >= 0xA0 or " " <= char <= "~" else "\ufffd" for char in text)

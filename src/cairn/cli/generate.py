@@ -1,0 +1,73 @@
+"""`cairn generate`: one answer, for scripts. Stdout is the answer's text and nothing else."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from cairn.cli.options import LOCAL, configured
+from cairn.cli.sampling import Answering, sampling_parameters, source
+from cairn.config import Resolved
+from cairn.errors import InvalidRequest
+
+
+def register(app: typer.Typer) -> None:
+    """Add `cairn generate`."""
+
+    @app.command(rich_help_panel="Run a model")
+    @configured((*LOCAL, "api_key"), more=sampling_parameters())
+    def generate(
+        resolved: Resolved,
+        prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="The question; - reads stdin.")],
+        system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told before it.")] = None,
+        raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
+        stream: Annotated[bool, typer.Option("--stream", help="Write the answer while it is made.")] = False,
+        host: Annotated[
+            str | None, typer.Option(metavar="URL", help="Ask this running server; otherwise the model runs here.")
+        ] = None,
+        *,
+        sampling: dict[str, Any],
+    ) -> None:
+        """Answer one prompt and leave. Ctrl-C writes what there is of the answer."""
+        text = _stdin() if prompt == "-" else prompt
+        if raw and system is not None:
+            raise InvalidRequest("--system needs the chat template, which --raw leaves out", field="system")
+        with source(resolved, host) as model:
+            if raw:
+                answering = model.generate(text, **sampling)
+            else:
+                messages = [{"role": "system", "content": system}] if system is not None else []
+                messages.append({"role": "user", "content": text.removesuffix("\n")})
+                answering = model.chat(messages, **sampling)
+            write(answering, stream)
+
+
+def write(answering: Answering, stream: bool) -> None:
+    """The text of an answer on stdout, at once or as it comes; one newline at the end, never two.
+
+    An interrupt or an error still writes what there is, then goes on its way.
+    """
+    last = ""
+    try:
+        for piece in answering:
+            if stream and piece.text:
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+                last = piece.text
+    finally:
+        if not stream:
+            last = answering.answer.text
+            sys.stdout.write(last)
+        if last and not last.endswith("\n"):
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+        answering.close()
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"stdin is not UTF-8: {error}", field="prompt") from None

@@ -1,0 +1,56 @@
+"""`cairn models` and `cairn pull`: what is on this machine, and how it gets here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    """Add `cairn pull` and `cairn models`."""
+
+    @app.command(rich_help_panel="Models")
+    def pull(
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub id: org/name.")],
+    ) -> None:
+        """Download a model from the hub. An interrupted download goes on; every file's checksum is verified."""
+        print(_pull(model))
+
+    @app.command(name="models", rich_help_panel="Models")
+    def list_models() -> None:
+        """List the models on this machine."""
+        from cairn.cli.output import table
+        from cairn.models import hub
+
+        demo = hub.demo_folder()
+        size = sum(file.stat().st_size for file in demo.glob("*") if file.is_file())
+        rows = [(hub.DEMO, _size(size), str(demo))]
+        rows += [(model.name, _size(model.bytes), str(model.folder)) for model in hub.downloaded()]
+        table(("model", "size", "folder"), rows)
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _pull(model: str) -> Path:
+    """`hub.pull` with a progress bar on stderr, where somebody watches."""
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress as Bar
+
+    from cairn.cli.output import talk
+    from cairn.models import hub
+
+    if not sys.stderr.isatty():
+        return hub.pull(model)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Bar(*columns, TimeRemainingColumn(), console=talk(), transient=True) as bar:
+        task = bar.add_task(model, total=None)
+
+        def show(progress: hub.Progress) -> None:
+            bar.update(task, description=progress.file, completed=progress.done, total=progress.total)
+
+        return hub.pull(model, progress=show)

@@ -1,0 +1,118 @@
+"""Flags generated from `Config`, and `cairn config`, which shows every value and where it came from."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cairn.config import LOCAL_PANELS, Option, Resolved, options, resolve
+
+ALL = tuple(option.name for option in options())
+LOCAL = tuple(option.name for option in options() if option.panel in LOCAL_PANELS)
+"""Options of a run without a server."""
+
+_METAVARS = {"int": "N", "float": "X", "str": "TEXT", "secret": "KEY", "bool": ""}
+
+Command = Callable[..., None]
+
+
+def configured(
+    names: Sequence[str], *, model: bool = True, more: Sequence[inspect.Parameter] = ()
+) -> Callable[[Command], Command]:
+    """Give a command the named options as flags, `--config`, and with `model` the optional argument MODEL.
+
+    The command is called with a `Resolved` first, then with the arguments of its own; those in `more` come as a
+    dictionary of the ones that were given, named `sampling`.
+    """
+
+    def wrap(command: Command) -> Command:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        known = {option.name: option for option in options()}
+        flags = [_parameter(known[name]) for name in names if name != "model"]
+        first = [_model_parameter(known["model"])] if model else []
+        extra = [parameter.name for parameter in more]
+        own = [parameter for parameter in own if parameter.name != "sampling"]
+        generated = first + own + list(more) + flags + [_config_parameter()]
+        taken = [parameter.name for parameter in first + flags]
+
+        def run(**given: Any) -> None:
+            chosen = {name: given.pop(name) for name in taken}
+            if more:
+                asked = {name: given.pop(name) for name in extra}
+                given["sampling"] = {name: value for name, value in asked.items() if value not in (None, [])}
+            command(resolve(chosen, file=given.pop("config_file")), **given)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in generated]
+        )
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in generated}
+        return run
+
+    return wrap
+
+
+def _parameter(option: Option) -> inspect.Parameter:
+    kind: Any = bool if option.kind == "bool" else list[str] if option.many else str
+    names = f"{option.flag}/--no-{option.flag[2:]}" if option.kind == "bool" else option.flag
+    metavar = "|".join(option.choices) or _METAVARS[option.kind]
+    info = typer.Option(
+        names, help=_help(option), rich_help_panel=option.panel, metavar=metavar or None, show_default=False
+    )
+    return _keyword(option.name, Annotated[kind | None, info], None)
+
+
+def _help(option: Option) -> str:
+    notes = [note for note in (option.limits, _default(option)) if note]
+    text = option.help.replace("[", r"\[")
+    return f"{text} [dim]({'; '.join(notes)})[/dim]" if notes else text
+
+
+def _default(option: Option) -> str:
+    return "" if option.default in (None, (), False) else f"default {_shown(option.default)}"
+
+
+def _model_parameter(option: Option) -> inspect.Parameter:
+    info = typer.Argument(metavar="MODEL", help=_help(option), show_default=False)
+    return _keyword("model", Annotated[str | None, info], None)
+
+
+def _config_parameter() -> inspect.Parameter:
+    text = "File of options; otherwise ./cairn.toml, else ~/.config/cairn/cairn.toml."
+    return _keyword("config_file", Annotated[Path | None, typer.Option("--config", metavar="FILE", help=text)], None)
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _shown(value: object) -> str:
+    """A value as a person reads it. A `Secret` stays hidden."""
+    if isinstance(value, tuple):
+        return ", ".join(_shown(item) for item in value) or "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "none" if value is None else str(value)
+
+
+def register(app: typer.Typer) -> None:
+    """Add `cairn config`."""
+
+    @app.command(name="config", rich_help_panel="This machine")
+    @configured(ALL)
+    def config(resolved: Resolved) -> None:
+        """Show the value of every option and where it came from. Keys are never shown."""
+        from cairn.cli.output import table
+
+        rows = []
+        for option in options():
+            value: Any = getattr(resolved.config, option.name)
+            shown = "not set" if value is None and option.kind == "secret" else _shown(value)
+            rows.append((option.name, shown, resolved.source(option.name)))
+        table(("option", "value", "from"), rows)

@@ -1,0 +1,47 @@
+"""Where output goes: data to stdout, talk to stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+
+def talk() -> Console:
+    """The console for everything that is not data."""
+    return Console(stderr=True, highlight=False)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Rows on stdout: a table for a person, tab-separated lines without a header for a program."""
+    if not sys.stdout.isatty():
+        for row in rows:
+            print("\t".join(row))
+        return
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for index, title in enumerate(header):
+        shown.add_column(title, overflow="fold", style="" if index else "cyan")
+    for row in rows:
+        shown.add_row(*row)
+    Console(highlight=False, markup=False).print(shown)
+
+
+def sections(parts: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> None:
+    """Titled lists of (name, value) on stdout; for a program tab-separated lines that begin with the title."""
+    if not sys.stdout.isatty():
+        for title, rows in parts:
+            for name, value in rows:
+                print(f"{title.lower()}\t{name}\t{value}")
+        return
+    console = Console(highlight=False, markup=False)
+    width = max(len(name) for _, rows in parts for name, _ in rows)
+    for title, rows in parts:
+        console.print(title, style="bold")
+        shown = Table.grid(padding=(0, 2))
+        shown.add_column(style="cyan", min_width=width)
+        shown.add_column(overflow="fold")
+        for name, value in rows:
+            shown.add_row("  " + name, value)
+        console.print(shown)

@@ -1,0 +1,119 @@
+"""`cairn status` and `cairn cancel`: a look at a running server."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from cairn.cli.options import configured
+from cairn.config import Resolved
+from cairn.errors import CairnError
+
+if TYPE_CHECKING:
+    from cairn.cli.client import Client
+
+_SERVER = ("api_key", "admin_key")
+_Host = Annotated[str | None, typer.Option(metavar="URL", help="The server; default: the configured address and port.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add `cairn status` and `cairn cancel`."""
+
+    @app.command(rich_help_panel="Running servers")
+    @configured(_SERVER, model=False)
+    def status(
+        resolved: Resolved,
+        request: Annotated[
+            str | None, typer.Argument(metavar="ID", help="A request, by the id of its answer.")
+        ] = None,
+        host: _Host = None,
+    ) -> None:
+        """Show how a running server is doing, or how far one of its requests is."""
+        from cairn.cli.client import connect
+
+        client = connect(resolved, host)
+        try:
+            rows = _request(client.get(_path(request)).json()) if request else _server(client)
+        finally:
+            client.close()
+        _print(rows)
+
+    @app.command(rich_help_panel="Running servers")
+    @configured(_SERVER, model=False)
+    def cancel(
+        resolved: Resolved,
+        request: Annotated[str, typer.Argument(metavar="ID", help="A request, by the id of its answer.")],
+        host: _Host = None,
+    ) -> None:
+        """Cancel a request of a running server."""
+        from cairn.cli.client import connect
+
+        client = connect(resolved, host)
+        try:
+            report = client.post(_path(request) + "/cancel", {})
+        finally:
+            client.close()
+        if not report["cancelled"]:
+            raise CairnError(f"request {report['id']} had already ended ({report['state']})")
+        _print(_request(report))
+
+
+Rows = list[tuple[str, str]]
+
+
+def _path(request: str) -> str:
+    return f"/v1/requests/{quote(request, safe='')}"
+
+
+def _print(rows: Rows) -> None:
+    from cairn.cli.output import table
+
+    table(("", ""), rows)
+
+
+def _server(client: Client) -> Rows:
+    """Health is open to all; what is running needs the (admin) key on a server with keys."""
+    health = client.get("/health/ready").json()
+    rows = [("server", client.url), ("status", health["status"])]
+    rows += [("because", reason) for reason in health["reasons"]]
+    if health["status"] != "ready":
+        return rows
+    for model in client.get("/v1/models").json()["data"]:
+        rows.append(("model", f"{model['id']}, context {model['max_model_len']} tokens"))
+    try:
+        values = _metrics(client.get("/metrics", admin=True).text)
+    except CairnError as error:
+        return [*rows, ("load", f"not shown: {error}")]
+    rows.append(("running", f"{values.get('num_requests_running', 0):.0f} requests"))
+    rows.append(("waiting", f"{values.get('num_requests_waiting', 0):.0f} requests"))
+    rows.append(("KV pool", f"{values.get('kv_cache_usage_perc', 0):.1%} held by requests"))
+    asked, hits = values.get("prefix_cache_queries_total", 0), values.get("prefix_cache_hits_total", 0)
+    if asked:
+        rows.append(("cache", f"{hits:.0f} of {asked:.0f} prompt tokens were not computed again ({hits / asked:.0%})"))
+    return rows
+
+
+def _metrics(text: str) -> dict[str, float]:
+    """Plain samples of Prometheus' text format, by name without prefix and labels."""
+    found = {}
+    for line in text.splitlines():
+        head, _, value = line.rpartition(" ")
+        if head and not line.startswith("#"):
+            found[head.partition("{")[0].partition(":")[2]] = float(value)
+    return found
+
+
+def _request(report: dict[str, Any]) -> Rows:
+    rows = [
+        ("request", report["id"]),
+        ("state", report["state"]),
+        ("prompt", f"{report['prompt_tokens']} tokens"),
+        ("answer", f"{report['completion_tokens']} tokens"),
+    ]
+    for choice in report["choices"]:
+        name = "text" if len(report["choices"]) == 1 else f"text {choice['index']}"
+        rows += [(name, choice["text"])] if choice["text"] else []
+        rows += [("error", choice["error"])] if choice["error"] else []
+    return rows

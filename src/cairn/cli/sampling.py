@@ -1,0 +1,113 @@
+"""Flags that say how the answer is sampled, and what answers: a model in this process or a running server."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+
+from cairn.config import LOCAL_PANELS, Resolved, options
+from cairn.errors import ConfigError
+from cairn.types import Delta
+
+if TYPE_CHECKING:
+    from cairn.llm import Answer
+
+_PANEL = "Sampling (default: what the model's makers recommend)"
+_FLAGS: dict[str, tuple[Any, str, str]] = {
+    "max_tokens": (int, "N", "Most tokens of an answer; default: what is left of the context."),
+    "temperature": (float, "X", "0 always takes the likeliest token; higher is more varied."),
+    "top_p": (float, "X", "Keep the likeliest tokens that together have this probability."),
+    "top_k": (int, "N", "Keep this many of the likeliest tokens."),
+    "min_p": (float, "X", "Keep tokens at least this fraction as likely as the likeliest."),
+    "repetition_penalty": (float, "X", "Above 1: tokens that were there before become less likely."),
+    "presence_penalty": (float, "X", "Lowers tokens that the answer already has."),
+    "frequency_penalty": (float, "X", "Lowers tokens by how often the answer already has them."),
+    "seed": (int, "N", "The same seed gives the same answer."),
+    "stop": (list[str], "TEXT", "End the answer before this text; repeat for several."),
+}
+
+SAMPLING = tuple(_FLAGS)
+
+
+def sampling_parameters() -> list[inspect.Parameter]:
+    """The flags as parameters of a command."""
+    found = []
+    for name, (kind, metavar, text) in _FLAGS.items():
+        flag = "--" + name.replace("_", "-")
+        info = typer.Option(flag, metavar=metavar, help=text, rich_help_panel=_PANEL, show_default=False)
+        wanted: Any = kind
+        annotation = Annotated[wanted | None, info]
+        found.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    return found
+
+
+class Answering(Protocol):
+    """The pieces of one answer."""
+
+    @property
+    def answer(self) -> Answer:
+        """What has come so far."""
+        ...
+
+    def __iter__(self) -> Iterator[Delta]: ...
+
+    def close(self) -> None:
+        """Cancel the request if it still runs."""
+        ...
+
+
+class Source(Protocol):
+    """What answers: a model in this process, or a server."""
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Answering:
+        """The answer to a conversation."""
+        ...
+
+    def generate(self, prompt: str, **sampling: Any) -> Answering:
+        """The continuation of a text."""
+        ...
+
+
+class _Local:
+    """A model in this process."""
+
+    def __init__(self, resolved: Resolved) -> None:
+        from cairn.llm import LLM
+
+        self.llm = LLM(config=resolved.config)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> Answering:
+        """The answer to a conversation."""
+        return self.llm.chat(messages, stream=True, **sampling)
+
+    def generate(self, prompt: str, **sampling: Any) -> Answering:
+        """The continuation of a text."""
+        return self.llm.generate(prompt, stream=True, **sampling)
+
+
+@contextmanager
+def source(resolved: Resolved, host: str | None) -> Iterator[Source]:
+    """A model in this process, or the server at `host`. Local options beside `host` are an error, not ignored."""
+    if host is None:
+        if resolved.source("api_key").startswith("--"):
+            raise ConfigError("--api-key is for a server; it needs --host")
+        local = _Local(resolved)
+        try:
+            yield local
+        finally:
+            local.llm.close()
+        return
+    from cairn.cli.client import connect
+
+    for option in options():
+        if option.panel in LOCAL_PANELS and resolved.source(option.name) == option.flag and option.name != "model":
+            raise ConfigError(f"{option.flag} is for a model in this process; the server at --host has its own")
+    client = connect(resolved, host)
+    try:
+        yield client
+    finally:
+        client.close()
