@@ -1,0 +1,98 @@
+"""From conversations to batches of token ids: rendering, loss masks, rows of like length together."""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from .dialogue import Message, Talk
+from .tokenizer import END_OF_TEXT, TURN_END, TURN_START
+
+TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+LENGTHS = (96, 160, 256, 384, 576, 832, 1216, 1920)
+BATCH_TOKENS = 4096
+
+
+class Renderer:
+    """Turns messages into text as a server would: the sandboxed template, and JSON that keeps its letters."""
+
+    def __init__(self) -> None:
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+        self._template = environment.from_string(TEMPLATE.read_text("utf-8"))
+
+    def __call__(self, messages: list[Message], tools: list[dict[str, Any]], *, prompt: bool = False) -> str:
+        """The text of a conversation; with ``prompt`` it ends where the assistant begins."""
+        return self._template.render(messages=messages, tools=tools or None, add_generation_prompt=prompt)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Token ids (rows, length), and for the places that count: which position predicts which token."""
+
+    ids: Tensor
+    places: Tensor
+    targets: Tensor
+
+
+class Batches:
+    """An endless source of batches; each holds rows of about one length, so little is padding."""
+
+    def __init__(self, talks: Iterator[Talk], tokenizer: Tokenizer, seed: int) -> None:
+        self._talks, self._tokenizer, self._render = talks, tokenizer, Renderer()
+        self._rows: dict[int, list[tuple[list[int], list[bool]]]] = {length: [] for length in LENGTHS}
+        self._random = random.Random(seed)
+        self._start = tokenizer.token_to_id(TURN_START)
+        self._end = tokenizer.token_to_id(TURN_END)
+        self._pad = tokenizer.token_to_id(END_OF_TEXT)
+        self._head = tokenizer.encode(f"{TURN_START}assistant\n").ids
+
+    def row(self, talk: Talk) -> tuple[list[int], list[bool]]:
+        """The ids of a conversation and, for each, whether the assistant wrote it (its end mark included)."""
+        ids: list[int] = self._tokenizer.encode(self._render(talk.messages, talk.tools)).ids
+        counts = [False] * len(ids)
+        head, spot = self._head, 0
+        while spot < len(ids):
+            if ids[spot] == self._start and ids[spot : spot + len(head)] == head:
+                spot += len(head)
+                while spot < len(ids):
+                    counts[spot] = True
+                    if ids[spot] == self._end:
+                        break
+                    spot += 1
+            spot += 1
+        return ids, counts
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Fill the buckets until some are ready, then hand those out in random order."""
+        ready: list[Batch] = []
+        while True:
+            while len(ready) < 24:
+                ids, counts = self.row(next(self._talks))
+                length = next((size for size in LENGTHS if len(ids) <= size + 1), None)
+                if length is None:
+                    continue
+                bucket = self._rows[length]
+                bucket.append((ids, counts))
+                if len(bucket) == max(1, BATCH_TOKENS // length):
+                    ready.append(self._batch(bucket, length))
+                    self._rows[length] = []
+            yield ready.pop(self._random.randrange(len(ready)))
+
+    def _batch(self, rows: list[tuple[list[int], list[bool]]], length: int) -> Batch:
+        inputs = torch.full((len(rows), length), self._pad, dtype=torch.long)
+        places, targets = [], []
+        for index, (ids, counts) in enumerate(rows):
+            inputs[index, : len(ids) - 1] = torch.tensor(ids[:-1])
+            for spot in range(1, len(ids)):
+                if counts[spot]:
+                    places.append(index * length + spot - 1)
+                    targets.append(ids[spot])
+        return Batch(inputs, torch.tensor(places), torch.tensor(targets))

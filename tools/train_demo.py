@@ -1,0 +1,215 @@
+"""Train the bundled demo model from nothing: ``python tools/train_demo.py --minutes 80 --out FOLDER``.
+
+Text comes from demo_data.py, so nothing is downloaded. A run writes a checkpoint (safetensors and JSON) every few
+minutes beside a usable Hugging Face folder, and goes on from it when started again with the same ``--out``.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from demo.batches import TEMPLATE, Batch, Batches, Renderer
+from demo.muon import Muon
+from demo.network import Network, Shape
+from demo.tokenizer import END_OF_TEXT, TURN_END, VOCABULARY, train_tokenizer
+from demo_data import conversations
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn import functional as F
+
+MATRIX_RATE, VECTOR_RATE = 0.02, 0.004
+WARM_UP, DECAY = 60, 0.45
+SAVE_EVERY = 240.0
+
+
+@dataclass(slots=True)
+class State:
+    """How far training has come."""
+
+    step: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    counted: int = 0
+    runs: int = 0
+
+
+class Trainer:
+    """The network, its two optimisers and the way to save and load them."""
+
+    def __init__(self, network: Network, device: torch.device) -> None:
+        self.network, self.device, self.state = network.to(device), device, State()
+        named = dict(network.named_parameters())
+        self.muon = Muon({n: p for n, p in named.items() if p.ndim == 2 and "embed" not in n})
+        rest = [p for n, p in named.items() if n not in self.muon.parameters]
+        self.adam = torch.optim.AdamW(rest, lr=VECTOR_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean loss of the places that count; only their logits are computed."""
+        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+            hidden = self.network(batch.ids.to(self.device)).flatten(0, 1)
+            logits = self.network.logits(hidden[batch.places.to(self.device)])
+        return F.cross_entropy(logits.float(), batch.targets.to(self.device))
+
+    def step(self, batches: list[Batch], rate: float) -> float:
+        """One update over some micro-batches, each token weighing the same; returns the loss."""
+        total = sum(len(batch.targets) for batch in batches)
+        value = 0.0
+        for batch in batches:
+            loss = self.loss(batch) * (len(batch.targets) / total)
+            loss.backward()  # type: ignore[no-untyped-call]
+            value += float(loss.detach())
+            self.state.tokens += batch.ids.numel()
+        self.state.counted += total
+        self.state.step += 1
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        self.muon.step(MATRIX_RATE * rate)
+        for group in self.adam.param_groups:
+            group["lr"] = VECTOR_RATE * rate
+        self.adam.step()
+        self.network.zero_grad(set_to_none=True)
+        return value
+
+    def save(self, folder: Path) -> None:
+        """Write the checkpoint; the JSON goes last and names what it belongs to."""
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {f"weight.{n}": p.detach() for n, p in self.network.named_parameters()}
+        tensors |= {f"muon.{n}": b for n, b in self.muon.buffers.items()}
+        for index, state in self.adam.state_dict()["state"].items():
+            tensors |= {f"adam.{index}.{key}": value for key, value in state.items()}
+        partial = folder / "checkpoint.partial"
+        save_file({n: t.contiguous() for n, t in tensors.items()}, partial)
+        partial.replace(folder / "checkpoint.safetensors")
+        progress = {f: getattr(self.state, f) for f in State.__slots__}  # type: ignore[attr-defined]
+        (folder / "checkpoint.json").write_text(json.dumps(progress) + "\n")
+
+    def load(self, folder: Path) -> bool:
+        """Go on from the checkpoint in the folder, if there is one."""
+        if not (folder / "checkpoint.json").exists():
+            return False
+        tensors = load_file(folder / "checkpoint.safetensors")
+        with torch.no_grad():
+            for name, parameter in self.network.named_parameters():
+                parameter.copy_(tensors[f"weight.{name}"])
+            for name, buffer in self.muon.buffers.items():
+                buffer.copy_(tensors[f"muon.{name}"])
+        state: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith("adam."):
+                _, index, key = name.split(".")
+                state.setdefault(int(index), {})[key] = tensor
+        self.adam.load_state_dict({"state": state, "param_groups": self.adam.state_dict()["param_groups"]})
+        self.state = State(**json.loads((folder / "checkpoint.json").read_text()))
+        return True
+
+
+def rate_at(state: State, total_seconds: float) -> float:
+    """Share of the full learning rate: up in the first steps, down to nothing over the last part of the time."""
+    left = max(0.0, 1 - state.seconds / total_seconds)
+    return min(1.0, (state.step + 1) / WARM_UP, left / DECAY)
+
+
+def export(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the Hugging Face folder: weights in bfloat16, configuration, tokenizer and template."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {f"model.{n}": p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in network.named_parameters()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    end, pad = tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)
+    _write(folder / "config.json", network.shape.config(eos=end, bos=pad) | {"pad_token_id": pad})
+    generation = {"do_sample": False, "temperature": 0.0, "eos_token_id": [end, pad], "pad_token_id": pad, "bos_token_id": pad}
+    _write(folder / "generation_config.json", generation | {"max_new_tokens": 512})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": network.shape.max_position_embeddings,
+        "bos_token": None,
+        "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT,
+        "unk_token": None,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": TEMPLATE.read_text("utf-8"),
+    }
+    _write(folder / "tokenizer_config.json", described)
+
+
+def _write(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def make_tokenizer(folder: Path, seed: int) -> Tokenizer:
+    """The tokenizer of a run: the saved one, or one learnt from the first conversations of the seed."""
+    path = folder / "tokenizer.json"
+    if path.exists():
+        return Tokenizer.from_file(str(path))
+    render = Renderer()
+    talks = itertools.islice(conversations(seed), 12000)
+    tokenizer = train_tokenizer(render(talk.messages, talk.tools) for talk in talks)
+    assert tokenizer.get_vocab_size() <= VOCABULARY
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path))
+    return tokenizer
+
+
+def train(trainer: Trainer, source: Iterator[Batch], tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
+    """Step until the time is used up, saving now and then."""
+    state, total, out = trainer.state, arguments.minutes * 60.0, arguments.out
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    smooth, saved, logged = 0.0, state.seconds, state.seconds
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("training", total=total, completed=state.seconds)
+        while state.seconds < total:
+            began = time.perf_counter()
+            value = trainer.step([next(source), next(source)], rate_at(state, total))
+            state.seconds += time.perf_counter() - began
+            smooth = value if not smooth else 0.97 * smooth + 0.03 * value
+            speed = state.tokens / max(state.seconds, 1e-9)
+            text = f"step {state.step}  loss {smooth:.4f}  {state.tokens / 1e6:.2f} M tokens  {speed:.0f} tokens/s"
+            progress.update(bar, completed=state.seconds, description=text)
+            if not console.is_terminal and state.seconds - logged > 30:
+                logged = state.seconds
+                console.print(f"{state.seconds / 60:.1f} min  {text}", soft_wrap=True)
+            if state.seconds - saved > SAVE_EVERY:
+                saved = state.seconds
+                trainer.save(out)
+                export(trainer.network, tokenizer, out)
+    trainer.save(out)
+    export(trainer.network, tokenizer, out)
+
+
+def main() -> None:
+    """Read the options and train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=80.0, help="training time in all, over every run (default 80)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of text and weights (default 1)")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and of the model")
+    parser.add_argument("--eager", action="store_true", help="do not compile the layers")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(arguments.seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = make_tokenizer(arguments.out, arguments.seed)
+    network = Network(Shape())
+    if not arguments.eager:
+        network.run_layer = torch.compile(network.run_layer, dynamic=False)
+        torch._dynamo.config.cache_size_limit = 64
+    trainer = Trainer(network, device)
+    trainer.load(arguments.out)
+    trainer.state.runs += 1
+    # Each run reads fresh conversations; only the tokenizer is learnt from those of the bare seed.
+    seed = arguments.seed * 1000 + trainer.state.runs
+    train(trainer, iter(Batches(conversations(seed), tokenizer, seed)), tokenizer, arguments)
+
+
+if __name__ == "__main__":
+    main()
