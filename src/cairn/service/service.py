@@ -13,6 +13,7 @@ import math
 from collections import OrderedDict
 
 import msgspec
+from cairn.text.chat import Chat
 
 from cairn.config import Config
 from cairn.errors import (
@@ -32,7 +33,6 @@ from cairn.seams import Clock, SystemClock
 from cairn.service import wire
 from cairn.service.stream import Flight, RequestStatus, Stream
 from cairn.service.supervisor import Patience, Supervisor
-from cairn.text.chat import Chat
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import FinishReason, ModelSpec, Output, Request, Timing

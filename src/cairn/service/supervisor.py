@@ -187,9 +187,14 @@ class Link:
         for message in messages:
             if isinstance(message, wire.Beat):
                 self._note_cpu(message.cpu)
-            else:
-                self._stepped = self._heard
+                continue
+            self._stepped = self._heard
+            try:
                 self._receive(message)
+            except Exception as error:  # what it said is lost, but not the tokens before: another worker goes on
+                log.exception("a frame of the worker could not be used")
+                self.kill(f"the front failed: {error!r}")
+                return
 
     def _on_writable(self) -> None:
         try:
@@ -264,7 +269,7 @@ class Supervisor:
         self._folder = str(folder)
         self._loaded = asyncio.get_running_loop().create_future()
         self._keeper = asyncio.create_task(self._keep())
-        await self._loaded
+        await asyncio.shield(self._loaded)
 
     @property
     def up(self) -> bool:
@@ -344,7 +349,7 @@ class Supervisor:
             self._failures += 1
             return f"it could not be started: {error}"
         link.send(wire.Load(self._config, self._folder))
-        why = await link.ended
+        why = await asyncio.shield(link.ended)
         how = await link.reap(_CLOSE_SECONDS)
         self._failures = 0 if link.progressed else self._failures + 1
         return f"{why}; {how}"

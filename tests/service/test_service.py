@@ -1,0 +1,544 @@
+"""The service on the fake engine, with the worker on a thread: the same code as with a process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tiny import Answer, collect, config, request, until
+
+from cairn.engine.device import load_engine
+from cairn.engine.fake import FakeEngine
+from cairn.errors import (
+    Cancelled,
+    Conflict,
+    ContextTooLong,
+    DeadlineExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    ModelError,
+    Overloaded,
+    Unavailable,
+)
+from cairn.service import service as module
+from cairn.service.service import Service
+from cairn.service.stream import merge
+from cairn.types import Delta, Done, FinishReason, OutputFormat, Request
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, **options: Any) -> AsyncIterator[Service]:
+    service = await Service.start(config(folder, **options), in_process=True)
+    try:
+        yield service
+    finally:
+        await service.close()
+
+
+@pytest.fixture
+async def service(folder: Path) -> AsyncIterator[Service]:
+    async with serving(folder) as service:
+        yield service
+
+
+def oracle(folder: Path, request: Request) -> list[int]:
+    _, engine = load_engine(config(folder), folder)
+    assert isinstance(engine, FakeEngine)
+    return engine.oracle(request.prompt, request.sampling, request.sampling.max_tokens, request.choice)
+
+
+async def test_a_request_gives_the_engines_tokens_their_text_and_the_figures(service: Service, folder: Path) -> None:
+    asked = request(service, "hello " * 20, 50)
+    answer = await collect(service.generate(asked))
+    assert list(answer.tokens) == oracle(folder, asked)
+    assert answer.text == service.tokenizer.decode(answer.tokens)
+    assert answer.done is not None
+    assert answer.done.reason is FinishReason.LENGTH
+    assert answer.done.usage.prompt_tokens == len(asked.prompt)
+    assert answer.done.usage.completion_tokens == 50
+    assert answer.done.cache.computed == len(asked.prompt)
+    again = await collect(service.generate(request(service, "hello " * 20, 50)))
+    assert again.tokens == answer.tokens
+    assert again.cache.pool == 112
+    assert again.done is not None
+    assert again.done.usage.cached_tokens == 112
+
+
+async def test_many_requests_at_once_each_get_their_own_answer(service: Service, folder: Path) -> None:
+    """Known failures 8, 9, 13: nobody stalls after the first token, nobody waits, nothing is mixed up."""
+    asked = [request(service, f"request {n} " * (n % 5 + 1), 10 + n % 7, temperature=1.0, seed=n) for n in range(40)]
+    answers = await asyncio.gather(*(collect(service.generate(one)) for one in asked))
+    for one, answer in zip(asked, answers, strict=True):
+        assert list(answer.tokens) == oracle(folder, one)
+
+
+async def test_a_late_request_starts_while_others_run(folder: Path) -> None:
+    """Known failure 13."""
+    async with serving(folder, max_running=4) as service:
+        long = service.generate(request(service, "long", 1500))
+        assert isinstance(await anext(long), Delta)
+        answer = await collect(service.generate(request(service, "short", 4)))
+        assert len(answer.tokens) == 4
+        status = service.status(long.id)
+        assert status is not None and status.state == "running"
+        long.close()
+
+
+# ------------------------------------------------------------------------------------------------------- limits
+
+
+async def test_what_does_not_fit_the_context_is_refused_with_the_figures(service: Service) -> None:
+    context = service.info.context
+    prompt = (5,) * (context - 10)
+    fits = service.generate(request(service, prompt, 10))
+    assert (await collect(fits)).done is not None
+    with pytest.raises(ContextTooLong, match=f"{context}.*{context - 10}.*11") as caught:
+        service.generate(request(service, prompt, 11))
+    assert caught.value.field == "max_tokens"
+    with pytest.raises(ContextTooLong) as caught:
+        service.generate(request(service, (5,) * context, 1))
+    assert caught.value.field == "prompt"
+
+
+async def test_what_could_never_fit_the_pool_is_refused(folder: Path) -> None:
+    async with serving(folder, kv_gb=0.0001) as service:
+        pool = service.info.pool_tokens
+        assert pool < service.info.context
+        with pytest.raises(InvalidRequest, match=f"{pool}.*kv-gb"):
+            service.generate(request(service, (5,) * pool, 1))
+        answer = await collect(service.generate(request(service, (5,) * (pool - 1), 5)))
+        assert answer.tokens
+
+
+@pytest.mark.parametrize("token", [-1, 288, 1 << 40])
+async def test_tokens_outside_the_models_vocabulary_are_refused(service: Service, token: int) -> None:
+    assert service.info.vocab == 288
+    with pytest.raises(InvalidRequest, match="0 to 287") as caught:
+        service.generate(request(service, (1, token, 2)))
+    assert caught.value.field == "prompt"
+
+
+async def test_an_id_that_runs_is_refused(service: Service) -> None:
+    asked = request(service, "x", 500)
+    stream = service.generate(asked)
+    with pytest.raises(Conflict):
+        service.generate(asked)
+    stream.close()
+
+
+async def test_a_full_queue_refuses_before_anything_is_computed(folder: Path) -> None:
+    """Known failure 41: a bounded queue, a refusal at once, with a time that was measured."""
+    async with serving(folder, max_running=2, max_queue=3) as service:
+        streams = [service.generate(request(service, f"r{n}", 300)) for n in range(5)]
+        with pytest.raises(Overloaded, match="limits: 3") as caught:
+            service.generate(request(service, "one more"))
+        assert caught.value.retry_after is not None and caught.value.retry_after >= 1
+        later = [refusal(service) for _ in range(3)]
+        assert later == sorted(later)
+        assert service.stats().waiting <= 5
+        answers = await asyncio.gather(*map(collect, streams))
+        assert all(len(answer.tokens) == 300 for answer in answers)
+        assert (await collect(service.generate(request(service, "one more")))).done is not None
+
+
+def refusal(service: Service) -> float:
+    with pytest.raises(Overloaded) as caught:
+        service.generate(request(service, "x"))
+    assert caught.value.retry_after is not None
+    return caught.value.retry_after
+
+
+async def test_the_queue_is_bounded_in_tokens_too(folder: Path) -> None:
+    async with serving(folder, max_running=1, max_queue_tokens=1000) as service:
+        first = service.generate(request(service, "run", 1000))
+        await anext(first)
+        waiting = service.generate(request(service, (7,) * 1900))
+        with pytest.raises(Overloaded):
+            service.generate(request(service, (7,) * 10))
+        first.close()
+        waiting.close()
+
+
+async def test_retry_after_follows_the_pace_of_the_queue() -> None:
+    """Known failure 41."""
+    pace, now = module.Pace(), 0.0
+    pace.note(now, 0, True)
+    for _ in range(400):
+        now += 0.5
+        pace.note(now, 1, True)
+    assert 8 <= max(pace.book(now, 100) for _ in range(20)) <= 12
+    assert pace.book(now + 60, 100) == 1.0
+    assert max(pace.book(now, 100) for _ in range(1000)) <= 60
+
+
+# ---------------------------------------------------------------------------------------------------- ways to end
+
+
+async def test_a_stop_string_ends_in_the_worker_and_what_follows_is_not_counted(service: Service) -> None:
+    whole = await collect(service.generate(request(service, "stop here", 400)))
+    cut = whole.text[40:43]
+    at = whole.text.index(cut)
+    answer = await collect(service.generate(request(service, "stop here", 400, stop=(cut,))))
+    assert answer.text == whole.text[:at]
+    assert answer.done is not None
+    assert answer.done.reason is FinishReason.STOP
+    assert answer.done.usage.completion_tokens == len(answer.tokens) < 60
+    await until(lambda: service._stats.running == 0)
+
+
+async def test_a_stop_string_ends_a_request_that_nobody_reads(service: Service) -> None:
+    whole = await collect(service.generate(request(service, "nobody", 1000)))
+    stream = service.generate(request(service, "nobody", 1000, stop=(whole.text[40:43],)))
+    await until(lambda: service.status(stream.id).state == "finished")  # type: ignore[union-attr]
+    assert (await collect(stream)).text == whole.text[: whole.text.index(whole.text[40:43])]
+
+
+async def test_closing_the_iterator_cancels(service: Service) -> None:
+    """Known failure 42."""
+    stream = service.generate(request(service, "x", 1900))
+    async with contextlib.aclosing(stream):
+        await anext(stream)
+    status = service.status(stream.id)
+    assert status is not None and status.state == "cancelled"
+    await until(lambda: (service._stats.running, service._stats.kv_usage) == (0, 0))
+
+
+async def test_leaving_the_loop_or_cancelling_the_task_cancels(service: Service) -> None:
+    """Known failure 42."""
+
+    async def leave() -> int:
+        stream = service.generate(request(service, "x", 1900))
+        async for _ in stream:
+            break
+        return stream.id
+
+    left = await leave()
+    gc.collect()
+    await until(lambda: service.status(left).state == "cancelled")  # type: ignore[union-attr]
+    stream = service.generate(request(service, "y", 1900))
+    task = asyncio.create_task(collect(stream))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert service.status(stream.id).state == "cancelled"  # type: ignore[union-attr]
+    await until(lambda: service._stats.running == 0)
+
+
+async def test_abort_raises_to_the_reader_after_what_was_said(service: Service) -> None:
+    stream = service.generate(request(service, "x", 1900))
+    answer = Answer()
+    answer.add(await anext(stream))
+    assert service.abort(stream.id)
+    assert not service.abort(stream.id)
+    with pytest.raises(Cancelled):
+        await collect(stream, answer)
+    assert answer.done is None
+    status = service.status(stream.id)
+    assert status is not None
+    assert (status.state, status.completion_tokens, status.text) == ("cancelled", len(answer.tokens), answer.text)
+
+
+async def test_a_deadline_is_an_error_never_a_success(service: Service) -> None:
+    """Known failure 15."""
+    stream = service.generate(request(service, "x", 1900, timeout=0.05))
+    answer = Answer()
+    with pytest.raises(DeadlineExceeded):
+        await collect(stream, answer)
+    assert answer.done is None
+    status = service.status(stream.id)
+    assert status is not None
+    assert (status.state, status.reason) == ("failed", FinishReason.DEADLINE)
+
+
+async def test_a_request_without_a_timeout_gets_the_configured_one(folder: Path) -> None:
+    async with serving(folder, request_timeout=0.05) as service:
+        with pytest.raises(DeadlineExceeded):
+            await collect(service.generate(request(service, "x", 1900)))
+
+
+async def test_an_engine_that_raises_fails_its_rows_and_the_worker_goes_on(
+    service: Service, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known failure 12."""
+    decode, broken = FakeEngine.prefill, []
+
+    def prefill(self: FakeEngine, rows: Any) -> Any:
+        if any(row.tokens[0] == 13 for row in rows):
+            broken.append(len(rows))
+            raise RuntimeError("the engine broke")
+        return decode(self, rows)
+
+    monkeypatch.setattr(FakeEngine, "prefill", prefill)
+    with pytest.raises(GenerationFailed):
+        await collect(service.generate(request(service, (13, 14))))
+    assert broken
+    asked = request(service, "still here")
+    assert list((await collect(service.generate(asked))).tokens) == oracle(folder, asked)
+    assert service.stats().worker_restarts == 0
+    await until(lambda: service._stats.kv_usage == 0)
+
+
+async def test_a_text_that_cannot_be_built_fails_that_request_alone(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known failure 19."""
+    bad = service.generate(request(service, "bad", 500, stop=("never",)))
+    good = service.generate(request(service, "good", 100))
+
+    def broken(*_: Any) -> list[Delta]:
+        raise RuntimeError("no text")
+
+    monkeypatch.setattr(bad._flight.text, "push", broken, raising=False)
+    with pytest.raises(GenerationFailed, match="text"):
+        await collect(bad)
+    assert len((await collect(good)).tokens) == 100
+    assert service.status(bad.id).state == "failed"  # type: ignore[union-attr]
+
+
+# ------------------------------------------------------------------------------------------------- slow consumers
+
+
+async def test_a_consumer_that_lags_gets_what_it_missed_as_one_event(service: Service) -> None:
+    """Known failure 43: one merged event instead of a growing queue of them, and nothing lost."""
+    asked = request(service, "lag", 400)
+    stream = service.generate(asked)
+    await until(lambda: service.status(stream.id).state == "finished")  # type: ignore[union-attr]
+    events = stream.take()
+    assert [type(event) for event in events] == [Delta, Done]
+    assert len(events[0].tokens) == 400  # type: ignore[union-attr]
+    assert stream.take() == []
+
+
+@pytest.mark.parametrize("stop", [(), ("never said",)])
+async def test_a_consumer_that_never_reads_is_bounded_and_cut(folder: Path, stop: tuple[str, ...]) -> None:
+    """Known failure 43."""
+    async with serving(folder, stream_buffer_kib=1, stream_stall=0.3) as service:
+        fields: dict[str, Any] = {"stop": stop, "logprobs": True, "top_logprobs": 5}
+        stream = service.generate(request(service, "x", 2000, **fields))
+        await until(lambda: service.status(stream.id).state != "running" and stream._flight.done)  # type: ignore[union-attr]
+        assert len(stream._flight._events) <= 34
+        with pytest.raises(Cancelled, match="nobody read"):
+            await collect(stream)
+
+
+async def test_a_slow_reader_below_the_bound_is_left_alone(folder: Path) -> None:
+    async with serving(folder, stream_stall=0.01) as service:
+        stream = service.generate(request(service, "x", 50))
+        await asyncio.sleep(0.6)
+        assert len((await collect(stream)).tokens) == 50
+
+
+# ---------------------------------------------------------------------------------------------------------- merge
+
+
+async def test_merge_gives_all_choices_as_they_come(service: Service, folder: Path) -> None:
+    asked = [request(service, "choices", 30, temperature=1.0, choice=n) for n in range(4)]
+    answers = [Answer() for _ in asked]
+    async for pair in merge([service.generate(one) for one in asked]):
+        assert pair is not None
+        answers[pair[0]].add(pair[1])
+    for one, answer in zip(asked, answers, strict=True):
+        assert list(answer.tokens) == oracle(folder, one)
+    assert len({answer.tokens for answer in answers}) == 4
+
+
+async def test_closing_merge_cancels_every_choice(service: Service) -> None:
+    """Known failure 42."""
+    streams = [service.generate(request(service, "choices", 1900, choice=n)) for n in range(3)]
+    async with contextlib.aclosing(merge(streams)) as events:
+        await anext(events)
+    assert [service.status(stream.id).state for stream in streams] == ["cancelled"] * 3  # type: ignore[union-attr]
+    streams = [service.generate(request(service, "choices", 1900, choice=n)) for n in range(3)]
+    service.abort(streams[1].id)
+    with pytest.raises(Cancelled):
+        async for _ in merge(streams):
+            pass
+    assert [service.status(stream.id).state for stream in streams] == ["cancelled"] * 3  # type: ignore[union-attr]
+
+
+async def test_merge_says_none_while_nothing_comes(folder: Path) -> None:
+    async with serving(folder, max_running=1) as service:
+        first = service.generate(request(service, "first", 1900))
+        second = service.generate(request(service, "second", 2))
+        beats = 0
+        async with contextlib.aclosing(merge([second], heartbeat=0.01)) as events:
+            async for pair in events:
+                beats += pair is None
+                if beats == 2:
+                    first.close()
+        assert beats >= 2
+
+
+# -------------------------------------------------------------------------------------------- status and the end
+
+
+async def test_status_follows_a_request(folder: Path) -> None:
+    """Known failure 6."""
+    async with serving(folder, max_running=1) as service:
+        first, second = (service.generate(request(service, name, 200, salt=b"s")) for name in ("one", "two"))
+        await anext(first)
+        states = [service.status(stream.id) for stream in (first, second)]
+        assert [status.state for status in states if status] == ["running", "waiting"]
+        assert [status.salt for status in states if status] == [b"s", b"s"]
+        answer = await collect(second)
+        status = service.status(second.id)
+        assert status is not None
+        assert (status.state, status.reason, status.text) == ("finished", FinishReason.LENGTH, answer.text)
+        assert service.status(12345) is None
+        assert not service.abort(second.id)
+        assert service.status(second.id) == status
+        first.close()
+
+
+async def test_finished_requests_are_forgotten_by_number_age_and_size(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known failure 11."""
+    monkeypatch.setattr(module, "KEEP_REQUESTS", 5)
+    ids = []
+    for n in range(8):
+        stream = service.generate(request(service, f"r{n}", 20))
+        await collect(stream)
+        ids.append(stream.id)
+    assert [service.status(id) is not None for id in ids] == [False] * 3 + [True] * 5
+    assert not service._flights
+    monkeypatch.setattr(module, "KEEP_SECONDS", 0.0)
+    await until(lambda: service.status(ids[-1]) is None)
+    assert service._characters == 0
+    monkeypatch.setattr(module, "KEEP_SECONDS", 600.0)
+    monkeypatch.setattr(module, "KEEP_CHARACTERS", 50)
+    for n in range(4):
+        await collect(service.generate(request(service, f"r{n}", 20)))
+    assert service._characters <= 50
+
+
+def test_ids_are_unique_and_survive_restarts(folder: Path) -> None:
+    """Known failure 4."""
+
+    class Clock:
+        ns = 1_800_000_000_000_000_000
+
+        def now(self) -> float:
+            return 0.0
+
+        def time_ns(self) -> int:
+            return self.ns
+
+    async def ids(clock: Clock, count: int) -> list[int]:
+        service = Service(config(folder), clock=clock)
+        return [service.next_id() for _ in range(count)]
+
+    clock = Clock()
+    first = asyncio.run(ids(clock, 1000))
+    clock.ns += 2000
+    second = asyncio.run(ids(clock, 1000))
+    both = first + second
+    assert both == sorted(set(both))
+    assert all(0 < id < 1 << 63 for id in both)
+
+
+async def test_drain_finishes_what_runs_and_takes_nothing_new(folder: Path) -> None:
+    """Known failure 3: a drain that waits for the requests, not for a fixed time."""
+    async with serving(folder) as service:
+        streams = [service.generate(request(service, f"r{n}", 200)) for n in range(5)]
+        readers = [asyncio.create_task(collect(stream)) for stream in streams]
+        drain = asyncio.create_task(service.drain(20))
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable) as caught:
+            service.generate(request(service, "late"))
+        assert caught.value.retry_after
+        assert "the server is shutting down" in service.unready()
+        await drain
+        assert [len((await reader).tokens) for reader in readers] == [200] * 5
+
+
+async def test_drain_ends_the_rest_with_a_typed_error(folder: Path) -> None:
+    """Known failures 3, 15."""
+    async with serving(folder) as service:
+        stream = service.generate(request(service, "long", 2000))
+        answer = Answer()
+        answer.add(await anext(stream))
+        await service.drain(0.02)
+        with pytest.raises(Unavailable):
+            await collect(stream, answer)
+        assert answer.done is None
+
+
+async def test_close_leaves_nothing_and_may_be_repeated(folder: Path) -> None:
+    service = await Service.start(config(folder), in_process=True)
+    stream = service.generate(request(service, "x", 1900))
+    await service.close()
+    with pytest.raises(Unavailable):
+        await collect(stream)
+    await service.close()
+    with pytest.raises(Unavailable):
+        service.generate(request(service, "x"))
+    assert service._supervisor.pid is None
+
+
+async def test_a_model_that_cannot_be_loaded_is_a_model_error(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    for in_process in (True, False):
+        with pytest.raises(ModelError) as caught:
+            await Service.start(config(tmp_path), in_process=in_process)
+        assert caught.value.exit_code == 2
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ModelError):
+        await Service.start(config(tmp_path), in_process=True)
+
+
+async def test_a_service_is_ready_once_it_has_loaded_and_while_the_pool_has_room(service: Service) -> None:
+    """Known failure 46: health that always says yes."""
+    assert service.unready() == []
+    stream = service.generate(request(service, (7,) * 1900, 100))
+    await until(lambda: service._stats.kv_usage > 0)
+    service._stats = type(service._stats)(kv_usage=0.95)
+    assert service.unready() == ["requests hold 95% of the KV pool"]
+    stream.close()
+
+
+# -------------------------------------------------------------------------------------------------------- metrics
+
+
+async def test_requests_are_in_the_metrics(service: Service) -> None:
+    """Known failure 46."""
+    for n in range(3):
+        await collect(service.generate(request(service, "the same prompt, longer than one block", 20, stop=("nope",))))
+        stream = service.generate(request(service, f"cancelled {n}", 1900))
+        await anext(stream)
+        stream.close()
+    found = {}
+    for family in text_string_to_metric_families(service.metrics.render().decode()):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == service.name
+            found[sample.name, sample.labels.get("finished_reason", "")] = sample.value
+    assert found["cairn:request_success_total", "length"] == 3
+    assert found["cairn:request_success_total", "cancelled"] == 3
+    assert found["cairn:prompt_tokens_total", ""] == 3 * 38 + 3 * 11
+    assert found["cairn:prefix_cache_queries_total", ""] == 3 * 38 + 3 * 11
+    assert found["cairn:prefix_cache_hits_total", ""] == 2 * 32
+    assert found["cairn:prompt_tokens_cached_total", ""] == 2 * 32
+    assert found["cairn:generation_tokens_total", ""] >= 63
+    assert found["cairn:time_to_first_token_seconds_count", ""] == 6
+    assert found["cairn:inter_token_latency_seconds_count", ""] >= 57
+    for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
+        assert found[f"cairn:{name}_seconds_count", ""] == 6
+        assert found[f"cairn:{name}_seconds_sum", ""] > 0
+    assert found["cairn:request_generation_tokens_sum", ""] >= 63
+
+
+async def test_reasoning_is_told_apart_in_the_status(service: Service) -> None:
+    output = OutputFormat(reasoning=True, reasoning_open=True)
+    stream = service.generate(request(service, "x", 20, output=output))
+    await collect(stream)
+    status = service.status(stream.id)
+    assert status is not None
+    assert status.reasoning and not status.text

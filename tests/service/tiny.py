@@ -1,0 +1,111 @@
+"""A model folder for tests of the service: a byte tokenizer, a tiny config, weights that nobody reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from cairn.config import Config
+from cairn.service.service import Service
+from cairn.types import CacheReport, Delta, Done, Event, Request, SamplingParams
+
+VOCAB = 288
+CONTEXT = 2048
+CONTROLS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+def make_model(folder: Path) -> Path:
+    """Write the folder's files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={piece: at for at, piece in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(CONTROLS)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    eos = tokenizer.token_to_id("<|im_end|>")
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "intermediate_size": 32,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "eos_token_id": eos,
+        "bos_token_id": None,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    details = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(details))
+    save_file({"model.norm.weight": np.ones(16, dtype=np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+def config(folder: Path, **options: Any) -> Config:
+    return Config(**{"model": str(folder), "engine": "fake", "kv_gb": 0.01, **options})
+
+
+def request(service: Service, prompt: str | tuple[int, ...] = "hello", max_tokens: int = 16, **fields: Any) -> Request:
+    tokens = tuple(service.tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+    options = {name: fields.pop(name) for name in tuple(fields) if name in SamplingParams.__struct_fields__}
+    sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "seed": 1, **options})
+    return Request(id=service.next_id(), prompt=tokens, sampling=sampling, **fields)
+
+
+class Answer:
+    """Everything a stream said."""
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+        self.done: Done | None = None
+
+    def add(self, event: Event) -> None:
+        assert self.done is None, "an event after the end"
+        if isinstance(event, Done):
+            self.done = event
+        else:
+            self.deltas.append(event)
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for delta in self.deltas for token in delta.tokens)
+
+    @property
+    def cache(self) -> CacheReport:
+        assert self.done is not None
+        return self.done.cache
+
+
+async def collect(stream: AsyncIterable[Event], answer: Answer | None = None) -> Answer:
+    answer = answer or Answer()
+    async for event in stream:
+        answer.add(event)
+    return answer
+
+
+async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait for something that must become true; generous, because the machine may be busy."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
