@@ -1,0 +1,238 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cairn.config import Config, Secret, options, resolve
+from cairn.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Every test runs in an empty folder with an empty home."""
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    for name in list(os.environ):
+        if name.startswith(("CAIRN_", "XDG_")):
+            monkeypatch.delenv(name)
+    return tmp_path
+
+
+def test_every_field_is_an_option():
+    """Known failure 50: what is declared is what can be set, by flag, variable and key."""
+    assert [option.name for option in options()] == list(Config.__struct_fields__)
+    for option in options():
+        assert option.help, option.name
+        assert option.panel
+
+
+def sample(option):
+    """A valid value of an option that is not its default, and what a command line would say."""
+    if option.kind == "bool":
+        return True, "true"
+    if option.kind == "secret":
+        return Secret("k1"), "k1"
+    if option.kind == "choice":
+        value = next(choice for choice in option.choices if choice != option.default)
+        return value, value
+    if option.kind == "str":
+        return "other", "other"
+    low = option.least if option.least is not None else option.above or 0
+    value = low + 1 if low + 1 != option.default else low + 2
+    value = min(value, option.most) if option.most is not None else value
+    return (int(value), str(int(value))) if option.kind == "int" else (float(value), str(value))
+
+
+@pytest.mark.parametrize("option", options(), ids=lambda option: option.name)
+def test_each_option_is_read_from_flag_variable_and_file(option, elsewhere):
+    """Known failure 50: no option is accepted and then read by nothing, whatever way it comes."""
+    value, text = sample(option)
+    expected = (value,) if option.many else value
+    for resolved, origin in (
+        (resolve({option.name: [text] if option.many else text}, {}), option.flag),
+        (resolve({}, {option.variable: text}), option.variable),
+        (resolve({}, {}, write(elsewhere, option, value)), option.name + " in"),
+    ):
+        assert getattr(resolved.config, option.name) == expected
+        assert resolved.source(option.name).startswith(origin)
+        for other in options():
+            if other.name != option.name:
+                assert getattr(resolved.config, other.name) == other.default
+                assert resolved.source(other.name) == "default"
+
+
+def write(folder: Path, option, value) -> Path:
+    shown = value.reveal() if isinstance(value, Secret) else value
+    text = str(shown).lower() if isinstance(shown, bool) else repr(shown)
+    path = folder / f"{option.name}.toml"
+    path.write_text(f"{option.name} = {[shown]!r}\n" if option.many else f"{option.name} = {text}\n")
+    return path
+
+
+def test_precedence_is_flag_environment_file_default(elsewhere):
+    Path("cairn.toml").write_text("port = 1\nhost = 'file'\nmax_queue = 5\nthreads = 3\n")
+    resolved = resolve({"port": "3", "threads": None}, {"CAIRN_PORT": "2", "CAIRN_HOST": "env"})
+    config = resolved.config
+    assert (config.port, config.host, config.max_queue, config.threads, config.max_running) == (3, "env", 5, 3, 64)
+    assert [resolved.source(name) for name in ("port", "host", "max_queue", "max_running")] == [
+        "--port",
+        "CAIRN_HOST",
+        "max_queue in cairn.toml",
+        "default",
+    ]
+
+
+def test_files_are_found_in_order(elsewhere):
+    home = elsewhere / "home" / ".config" / "cairn"
+    home.mkdir(parents=True)
+    (home / "cairn.toml").write_text("port = 1\n")
+    named = elsewhere / "named.toml"
+    named.write_text("port = 3\n")
+    flagged = elsewhere / "flagged.toml"
+    flagged.write_text("port = 4\n")
+    env = {"HOME": os.environ["HOME"]}
+    assert resolve({}, {}).config.port == 8000
+    assert resolve({}, env).config.port == 1
+    assert resolve({}, {"XDG_CONFIG_HOME": str(home.parent)}).config.port == 1
+    Path("cairn.toml").write_text("port = 2\n")
+    assert resolve({}, env).config.port == 2
+    assert resolve({}, env | {"CAIRN_CONFIG": str(named)}).config.port == 3
+    assert resolve({}, env | {"CAIRN_CONFIG": str(named)}, flagged).config.port == 4
+
+
+def refused(*args, **kwargs) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolve(*args, **kwargs)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def test_unknown_names_are_errors_with_a_suggestion(elsewhere):
+    """Known failure 50: a misspelt option is never dropped silently."""
+    assert refused({"kv_bg": 1}, {}) == "unknown option 'kv_bg'; did you mean kv_gb?"
+    assert refused({}, {"CAIRN_PROT": "1"}) == "unknown environment variable CAIRN_PROT; did you mean CAIRN_PORT?"
+    Path("cairn.toml").write_text("max_que = 1\n")
+    assert refused({}, {}) == "unknown key 'max_que' in cairn.toml; did you mean max_queue?"
+    Path("cairn.toml").write_text("[server]\nport = 1\n")
+    assert refused({}, {}).startswith("unknown key 'server' in cairn.toml")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("99999", "CAIRN_PORT is 99999 but must be at least 0 and at most 65535"),
+        ("-1", "CAIRN_PORT is -1 but must be at least 0 and at most 65535"),
+        ("80.5", "CAIRN_PORT is '80.5' but must be a whole number"),
+        ("http", "CAIRN_PORT is 'http' but must be a whole number"),
+    ],
+)
+def test_bounds_errors_name_source_value_and_limit(value, message):
+    assert refused({}, {"CAIRN_PORT": value}) == message
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e9", "x", "true"])
+def test_a_bounded_float_refuses(value):
+    assert "CAIRN_KV_GB" in refused({}, {"CAIRN_KV_GB": value})
+
+
+@pytest.mark.parametrize("option", [one for one in options() if one.kind in ("int", "float")], ids=lambda o: o.name)
+def test_limits_hold_at_the_limit_and_beyond(option):
+    kind = int if option.kind == "int" else float
+    if option.least is not None:
+        assert getattr(resolve({option.name: kind(option.least)}, {}).config, option.name) == option.least
+        assert option.flag in refused({option.name: kind(option.least - 1)}, {})
+    if option.above is not None:
+        assert option.flag in refused({option.name: kind(option.above)}, {})
+    if option.most is not None:
+        assert getattr(resolve({option.name: kind(option.most)}, {}).config, option.name) == option.most
+        assert option.flag in refused({option.name: kind(option.most + 1)}, {})
+
+
+def test_a_file_has_types(elsewhere):
+    for text, wanted in (
+        ("port = '8000'", "a whole number"),
+        ("port = true", "a whole number"),
+        ("port = 80.0", "a whole number"),
+        ("host = 5", "a text"),
+        ("engine = 'gpu'", "one of auto, cpu, fake"),
+        ("unsafe_no_auth = 'yes'", "true or false"),
+        ("kv_gb = nan", "a number"),
+    ):
+        Path("cairn.toml").write_text(text)
+        assert wanted in refused({}, {}), text
+    Path("cairn.toml").write_text("kv_gb = 2\nunsafe_no_auth = true\nallowed_hosts = ['a', 'b']\ncors_origins = 'c'\n")
+    config = resolve({}, {}).config
+    assert (config.kv_gb, config.unsafe_no_auth, config.allowed_hosts) == (2.0, True, ("a", "b"))
+    assert config.cors_origins == ("c",)
+
+
+def test_broken_files_are_one_sentence(elsewhere):
+    Path("cairn.toml").write_text("port = = 1")
+    assert refused({}, {}).startswith("cairn.toml is not valid TOML: ")
+    Path("cairn.toml").write_bytes(b"host = '\xff'")
+    assert refused({}, {}).startswith("cairn.toml cannot be read: ")
+    assert refused({}, {}, Path("absent.toml")) == "there is no file absent.toml"
+    assert refused({}, {"CAIRN_CONFIG": "gone.toml"}) == "there is no file gone.toml"
+    assert refused({}, {}, elsewhere).startswith(f"{elsewhere} cannot be read: ")
+
+
+def test_lists_come_with_commas_in_a_variable_and_repeated_as_flags():
+    env = {"CAIRN_ALLOWED_HOSTS": "a, b,,c", "CAIRN_CORS_ORIGINS": ""}
+    assert resolve({}, env).config.allowed_hosts == ("a", "b", "c")
+    assert resolve({}, env).config.cors_origins == ()
+    assert resolve({"allowed_hosts": ["x", "y"]}, env).config.allowed_hosts == ("x", "y")
+    assert resolve({"allowed_hosts": []}, env).config.allowed_hosts == ("a", "b", "c")
+
+
+def test_an_empty_variable_counts_as_not_set():
+    resolved = resolve({}, {"CAIRN_PORT": "", "CAIRN_ADMIN_KEY": ""})
+    assert resolved.config.port == 8000 and resolved.config.admin_key is None
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("Yes", True), ("off", False), ("false", False)])
+def test_switches_in_variables(text, value):
+    assert resolve({}, {"CAIRN_UNSAFE_NO_AUTH": text}).config.unsafe_no_auth is value
+    assert "true or false" in refused({}, {"CAIRN_UNSAFE_NO_AUTH": "perhaps"})
+
+
+def test_secrets_do_not_print(elsewhere):
+    resolved = resolve({"api_key": ["hush-1", "hush-2"]}, {"CAIRN_ADMIN_KEY": "hush-3"})
+    assert [key.reveal() for key in resolved.config.api_key] == ["hush-1", "hush-2"]
+    assert "hush" not in f"{resolved} {resolved.config!r} {resolved.config.api_key} {resolved.config.admin_key:}"
+    assert resolved.config.admin_key == Secret("hush-3") != Secret("hush-4")
+    Path("cairn.toml").write_text("api_key = ['hush-9', 7]\n")
+    assert "hush" not in refused({}, {})
+
+
+def test_keys_come_from_a_file(elsewhere):
+    """A key on the command line is seen by everybody on the machine; in a file it is not."""
+    keys = elsewhere / "keys"
+    keys.write_text("one\n\n  two  \n")
+    config = resolve({"api_key": [f"@{keys}", "three"]}, {}).config
+    assert [key.reveal() for key in config.api_key] == ["one", "two", "three"]
+    assert "must hold one key" in refused({"admin_key": f"@{keys}"}, {})
+    keys.write_text("one\n")
+    assert resolve({}, {"CAIRN_ADMIN_KEY": f"@{keys}"}).config.admin_key == Secret("one")
+    keys.write_text("\n")
+    assert f"the key file {keys} is empty" in refused({"api_key": [f"@{keys}"]}, {})
+    assert "cannot be read" in refused({"api_key": ["@absent"]}, {})
+
+
+def test_keywords_are_named_as_such():
+    assert refused({"threads": 0}, {}, keywords=True) == "threads is 0 but must be at least 1 and at most 1024"
+
+
+def test_config_never_changes():
+    with pytest.raises(AttributeError):
+        resolve({}, {}).config.port = 1
+
+
+def test_import_is_cheap():
+    """`import cairn` and reading options load neither numpy nor the server."""
+    heavy = "('numpy', 'asyncio', 'httpx', 'typer')"
+    code = f"import sys, cairn, cairn.config; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
