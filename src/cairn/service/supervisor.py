@@ -33,6 +33,8 @@ from cairn.types import FinishReason, Request
 
 log = logging.getLogger(__name__)
 
+WORKER = (sys.executable, "-m", "cairn.service.worker")
+"""The worker's command line; the socket's number is added to it."""
 _RECEIVE = 1 << 20
 _CLOSE_SECONDS = 2.0
 """How long a worker whose socket was closed may take to end before it is killed."""
@@ -83,7 +85,7 @@ class Link:
             self._thread.start()
         else:
             with theirs:
-                command = [sys.executable, "-m", "cairn.service.worker", str(theirs.fileno())]
+                command = [*WORKER, str(theirs.fileno())]
                 self._process = subprocess.Popen(
                     command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=2
                 )

@@ -1,0 +1,78 @@
+"""A worker that goes wrong in a chosen way: `faulty_worker.py MODE FD`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cairn.engine.base import Row
+from cairn.engine.fake import FakeEngine
+from cairn.service import worker
+
+PREFILL = FakeEngine.prefill
+KILLER = 13
+
+
+def dies(rows: Sequence[Row]) -> None:
+    """The process is killed by every step that computes a request whose prompt begins with `KILLER`."""
+    if any(row.tokens[0] == KILLER for row in rows):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stops(rows: Sequence[Row]) -> None:
+    """A step of such a request waits for ever, without computing."""
+    if any(row.tokens[0] == KILLER for row in rows):
+        time.sleep(3600)
+
+
+def takes_long(rows: Sequence[Row]) -> None:
+    """A step of such a request takes 2.5 seconds."""
+    if any(row.tokens[0] == KILLER for row in rows):
+        time.sleep(2.5)
+
+
+def computes_long(rows: Sequence[Row]) -> None:
+    """The same, computing all the time."""
+    end = time.monotonic() + 2.5
+    while any(row.tokens[0] == KILLER for row in rows) and time.monotonic() < end:
+        pass
+
+
+def raises(rows: Sequence[Row]) -> None:
+    """A step of such a request raises."""
+    if any(row.tokens[0] == KILLER for row in rows):
+        raise RuntimeError("the engine broke")
+
+
+def paced(rows: Sequence[Row]) -> None:
+    """Every step takes 5 ms."""
+    time.sleep(0.005)
+
+
+MODES: dict[str, Callable[[Sequence[Row]], None]] = {
+    mode.__name__: mode for mode in (dies, stops, takes_long, computes_long, raises, paced)
+}
+
+
+def main() -> int:
+    mode = sys.argv.pop(1)
+    if mode == "exits":
+        return 3
+    if mode == "nonsense":
+        os.write(int(sys.argv[1]), b"\x00\x00\x00\x03abc")
+        time.sleep(60)
+
+    def prefill(self: FakeEngine, rows: Sequence[Row]) -> Any:
+        MODES[mode](rows)
+        return PREFILL(self, rows)
+
+    FakeEngine.prefill = prefill  # type: ignore[method-assign]
+    return worker.main()
+
+
+if __name__ == "__main__":
+    os._exit(main())
