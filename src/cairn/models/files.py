@@ -6,7 +6,6 @@ Whatever is wrong becomes one `ModelFileError` sentence that names the file, the
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ class Fields:
 
     def error(self, name: str, expected: str) -> ModelFileError:
         """An error about one field: what it should be, and what it is."""
-        found = repr(self.values[name])[:80] if name in self.values else "nothing"
+        found = repr(self.values[name])[:80] if self.has(name) else "nothing"
         return ModelFileError(f"{self.path}: {self.prefix}{name} must be {expected}, found {found}")
 
     def has(self, name: str) -> bool:
@@ -69,9 +68,8 @@ class Fields:
     def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
         """A finite number in [low, high]; without a default the field is required."""
         value = self.values[name] if self.has(name) else default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(name, f"a number from {low:g} to {high:g}")
-        if not math.isfinite(value) or not low <= value <= high:
+        # NaN fails every comparison, and integers of any size compare exactly.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise self.error(name, f"a number from {low:g} to {high:g}")
         return float(value)
 

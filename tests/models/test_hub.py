@@ -1,0 +1,380 @@
+import hashlib
+import itertools
+import json
+import shutil
+import threading
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from cairn.errors import ModelError, ModelFileError
+from cairn.models import download, hub
+
+COMMIT = "a" * 40
+INDEX = json.dumps({"weight_map": {"x": "model-1-of-2.safetensors", "y": "model-2-of-2.safetensors"}}).encode()
+
+
+class FakeHub:
+    """A server that speaks the hub's protocol for one model, org/m, and misbehaves where a test asks it to."""
+
+    def __init__(self) -> None:
+        self.files = {
+            "config.json": b'{"model_type": "llama"}',
+            "tokenizer.json": b"{}",
+            "tokenizer_config.json": b'{"chat_template": "x"}',
+            "model.safetensors.index.json": INDEX,
+            "model-1-of-2.safetensors": bytes(range(256)) * 12000,
+            "model-2-of-2.safetensors": b"second" * 1000,
+            "pytorch_model.bin": b"pickle",
+            "consolidated.safetensors": b"again" * 1000,
+            "modeling_evil.py": b"import os",
+            "README.md": b"# m",
+            "onnx/model.onnx": b"x",
+        }
+        self.commit = COMMIT
+        self.stated: dict[str, str] = {}
+        """Checksums that differ from the truth."""
+        self.cut: dict[str, list[int]] = {}
+        """Bytes after which the connection of the next answers for a file is cut."""
+        self.ranges = True
+        self.token = ""
+        self.status: tuple[int, str] | None = None
+        self.served: Counter[str] = Counter()
+        self.requests: list[tuple[str, str]] = []
+        fake = self
+
+        class Answer(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                fake.answer(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+    def answer(self, http: BaseHTTPRequestHandler) -> None:
+        path = http.path.partition("?")[0]
+        self.requests.append((http.path, http.headers.get("range", "")))
+        if self.status is not None:
+            self.send(http, self.status[0], b"{}", {"x-error-code": self.status[1]})
+        elif self.token and http.headers.get("authorization") != f"Bearer {self.token}":
+            self.send(http, 401, b"{}", {"x-error-code": "GatedRepo"})
+        elif http.path == "/api/models/org/m/revision/main?blobs=true":
+            self.send(http, 200, json.dumps(self.listing()).encode())
+        elif path.startswith(f"/org/m/resolve/{self.commit}/"):
+            self.redirect_or_send(http, path.rpartition("/")[2])
+        elif path.startswith("/cdn/"):
+            self.bytes(http, path.removeprefix("/cdn/"))
+        else:
+            self.send(http, 404, b"{}", {"x-error-code": "RepoNotFound"})
+
+    def redirect_or_send(self, http: BaseHTTPRequestHandler, name: str) -> None:
+        if name.endswith(".safetensors"):  # large files live elsewhere
+            self.send(http, 302, b"", {"location": f"/cdn/{name}"})
+        else:
+            self.bytes(http, name)
+
+    def bytes(self, http: BaseHTTPRequestHandler, name: str) -> None:
+        data, start = self.files[name], 0
+        asked = http.headers.get("range", "")
+        if asked and self.ranges:
+            start = int(asked.removeprefix("bytes=").removesuffix("-"))
+        headers = {"content-range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
+        body = data[start:]
+        limit = self.cut.get(name, [])
+        send = body[: limit.pop(0)] if limit else body
+        self.served[name] += len(send)
+        self.send(http, 206 if start else 200, send, headers, len(body))
+        if len(send) < len(body):
+            http.close_connection = True
+
+    def send(self, http, status: int, body: bytes, headers=None, length=None) -> None:
+        http.send_response(status)
+        for name, value in (headers or {}).items():
+            http.send_header(name, value)
+        http.send_header("content-length", str(len(body) if length is None else length))
+        http.end_headers()
+        http.wfile.write(body)
+
+    def listing(self):
+        siblings = []
+        for name, data in self.files.items():
+            entry = {"rfilename": name, "size": len(data)}
+            if name.endswith((".safetensors", ".bin")):
+                digest = self.stated.get(name) or hashlib.sha256(data).hexdigest()
+                entry["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 135}
+            else:
+                git = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+                entry["blobId"] = self.stated.get(name) or git
+            siblings.append(entry)
+        return {"id": "org/m", "sha": self.commit, "siblings": siblings}
+
+
+@pytest.fixture
+def remote(monkeypatch):
+    monkeypatch.setattr(download.time, "sleep", lambda _: None)
+    fake = FakeHub()
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def env(remote, tmp_path):
+    return {"HF_ENDPOINT": remote.url, "HF_HOME": str(tmp_path / "hf")}
+
+
+WANTED = {
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors.index.json",
+    "model-1-of-2.safetensors",
+    "model-2-of-2.safetensors",
+}
+
+
+def test_pull_fetches_what_is_needed_and_nothing_else(remote, env):
+    """Never pickles, never code, no second copy of the weights."""
+    seen = []
+    folder = hub.pull("org/m", env=env, progress=seen.append)
+    assert {file.name for file in folder.iterdir()} == WANTED
+    assert all((folder / name).read_bytes() == remote.files[name] for name in WANTED)
+    assert not {"pytorch_model.bin", "modeling_evil.py", "consolidated.safetensors"} & set(remote.served)
+    assert hub.locate("org/m", env) == folder
+    assert [(model.name, model.folder) for model in hub.downloaded(env)] == [("org/m", folder)]
+    assert hub.downloaded(env)[0].bytes == sum(len(remote.files[name]) for name in WANTED)
+    total = sum(len(remote.files[name]) for name in WANTED)
+    assert seen[-1].done == seen[-1].total == total
+    assert all(before.done <= after.done for before, after in itertools.pairwise(seen))
+
+
+def test_the_cache_has_the_layout_of_the_hubs_own_tools(remote, env):
+    folder = hub.pull("org/m", env=env)
+    home = Path(env["HF_HOME"]) / "hub" / "models--org--m"
+    assert folder == home / "snapshots" / COMMIT
+    assert (home / "refs" / "main").read_text() == COMMIT
+    blob = hashlib.sha256(remote.files["model-2-of-2.safetensors"]).hexdigest()
+    assert (folder / "model-2-of-2.safetensors").resolve() == (home / "blobs" / blob).resolve()
+    assert hub.cache_folder({"HF_HUB_CACHE": "/x"}) == Path("/x")
+    assert hub.cache_folder({"XDG_CACHE_HOME": "/y"}) == Path("/y/huggingface/hub")
+
+
+def test_a_cut_connection_goes_on_where_it_stopped(remote, env):
+    name = "model-1-of-2.safetensors"
+    size = len(remote.files[name])
+    remote.cut[name] = [1_500_000, 700_000]
+    folder = hub.pull("org/m", env=env)
+    assert (folder / name).read_bytes() == remote.files[name]
+    assert remote.served[name] == size
+    ranges = [asked for path, asked in remote.requests if path == f"/cdn/{name}"]
+    assert ranges == ["", "bytes=1500000-", "bytes=2200000-"]
+
+
+def test_a_pull_that_was_given_up_resumes_in_the_next_process(remote, env):
+    name = "model-1-of-2.safetensors"
+    remote.cut[name] = [1_000_000] + [0] * 100
+    with pytest.raises(ModelError, match="run the same command again to go on"):
+        hub.pull("org/m", env=env)
+    with pytest.raises(ModelError, match=r"neither a folder nor downloaded; get it with: cairn pull org/m"):
+        hub.locate("org/m", env)
+    remote.cut.clear()
+    served = remote.served[name]
+    folder = hub.pull("org/m", env=env)
+    assert remote.served[name] - served == len(remote.files[name]) - 1_000_000
+    assert (folder / name).read_bytes() == remote.files[name]
+    assert not list(folder.parent.parent.rglob("*.incomplete"))
+
+
+def test_a_server_without_ranges_starts_over(remote, env):
+    name = "model-1-of-2.safetensors"
+    remote.cut[name] = [1_000_000]
+    remote.ranges = False
+    assert (hub.pull("org/m", env=env) / name).read_bytes() == remote.files[name]
+
+
+@pytest.mark.parametrize("name", ["model-2-of-2.safetensors", "config.json"])
+def test_a_wrong_checksum_installs_nothing(remote, env, name):
+    """Known failure 38: half a model never looks like a model."""
+    remote.stated[name] = "0" * (64 if name.endswith("safetensors") else 40)
+    with pytest.raises(ModelFileError, match=f"{name} of org/m has checksum .* but the hub states 0000"):
+        hub.pull("org/m", env=env)
+    with pytest.raises(ModelError):
+        hub.locate("org/m", env)
+    assert hub.downloaded(env) == []
+    home = Path(env["HF_HOME"]) / "hub" / "models--org--m"
+    assert not (home / "snapshots").exists() and not (home / "refs").exists()
+    assert not [blob for blob in (home / "blobs").iterdir() if blob.name.startswith("0000")]
+
+
+def test_a_damaged_part_is_not_trusted(remote, env):
+    name = "model-1-of-2.safetensors"
+    remote.cut[name] = [1_000_000] + [0] * 100
+    with pytest.raises(ModelError):
+        hub.pull("org/m", env=env)
+    (part,) = Path(env["HF_HOME"]).rglob("*.incomplete")
+    data = bytearray(part.read_bytes())
+    data[17] ^= 1
+    part.write_bytes(data)
+    remote.cut.clear()
+    with pytest.raises(ModelFileError, match="what was downloaded is removed"):
+        hub.pull("org/m", env=env)
+    assert (hub.pull("org/m", env=env) / name).read_bytes() == remote.files[name]
+
+
+def test_pull_again_verifies_and_repairs(remote, env):
+    folder = hub.pull("org/m", env=env)
+    name = "model-1-of-2.safetensors"
+    served = Counter(remote.served)
+    assert hub.pull("org/m", env=env) == folder
+    assert remote.served == served  # nothing was fetched twice
+    blob = (folder / name).resolve()
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.write_bytes(data)
+    hub.pull("org/m", env=env)
+    assert (folder / name).read_bytes() == remote.files[name]
+
+
+def test_a_new_commit_keeps_what_did_not_change(remote, env):
+    old = hub.pull("org/m", env=env)
+    served = remote.served["model-1-of-2.safetensors"]
+    remote.commit = "b" * 40
+    remote.files["config.json"] = b'{"model_type": "qwen3"}'
+    new = hub.pull("org/m", env=env)
+    assert new != old and hub.locate("org/m", env) == new
+    assert (new / "config.json").read_bytes() == remote.files["config.json"]
+    assert remote.served["model-1-of-2.safetensors"] == served
+
+
+def test_offline_works_from_the_cache(remote, env):
+    folder = hub.pull("org/m", env=env)
+    remote.close()
+    asked = len(remote.requests)
+    assert hub.locate("org/m", env | {"HF_HUB_OFFLINE": "1"}) == folder
+    assert len(remote.requests) == asked
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE is set"):
+        hub.pull("org/m", env=env | {"HF_HUB_OFFLINE": "1"})
+
+
+def test_no_network_is_one_sentence(remote, env):
+    remote.close()
+    with pytest.raises(ModelError, match=r"cannot download org/m from http://127.0.0.1:\d+: "):
+        hub.pull("org/m", env=env)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (401, "RepoNotFound", "does not exist on .* or is private: check the name, or set HF_TOKEN"),
+        (401, "GatedRepo", "is gated on .*accept its terms there, then set HF_TOKEN"),
+        (403, "GatedRepo", "is gated on"),
+        (404, "RepoNotFound", "there is no org/m on"),
+        (429, "", "asks to wait"),
+        (500, "", "answered 500 for org/m"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_sentence(remote, env, status, code, words):
+    remote.status = (status, code)
+    with pytest.raises(ModelError, match=words):
+        hub.pull("org/m", env=env)
+
+
+def test_a_token_opens_a_gated_model_and_stays_at_home(remote, env):
+    remote.token = "secret"
+    with pytest.raises(ModelError, match="gated"):
+        hub.pull("org/m", env=env)
+    hub.pull("org/m", env=env | {"HF_TOKEN": "secret"})
+    shutil.rmtree(Path(env["HF_HOME"]) / "hub")
+    (Path(env["HF_HOME"]) / "token").write_text("secret\n")
+    hub.pull("org/m", env=env)
+
+
+def test_a_full_disk_is_found_before_the_download(remote, env, monkeypatch):
+    usage = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ModelError, match=r"org/m needs 0\.00 GB more, but .* has only 0\.00 GB free"):
+        hub.pull("org/m", env=env)
+    assert "model-1-of-2.safetensors" not in remote.served
+
+
+def test_a_disk_that_fills_on_the_way_is_one_sentence(remote, env, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(download.Hub, "_fill", full)
+    with pytest.raises(ModelError, match=r"cannot be written to .*: No space left on device"):
+        hub.pull("org/m", env=env)
+
+
+@pytest.mark.parametrize(
+    ("drop", "words"),
+    [
+        (["config.json"], "has no config.json on the hub"),
+        (["tokenizer.json"], "has no tokenizer.json on the hub"),
+        (["model.safetensors.index.json"], r"has no model.safetensors on the hub, only pickles \(.bin\)"),
+        (["model-2-of-2.safetensors"], "names model-2-of-2.safetensors, which the hub does not have"),
+    ],
+)
+def test_models_that_cannot_be_served_are_refused(remote, env, drop, words):
+    for name in drop:
+        del remote.files[name]
+    with pytest.raises(ModelFileError, match=words):
+        hub.pull("org/m", env=env)
+    assert hub.downloaded(env) == []
+
+
+@pytest.mark.parametrize("name", ["../../evil.safetensors", "/etc/passwd.safetensors", "a/b.safetensors", 7, "x.bin"])
+def test_an_index_cannot_name_other_places(remote, env, name):
+    remote.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"x": name}}).encode()
+    with pytest.raises(ModelFileError, match="is not an index of safetensors files"):
+        hub.pull("org/m", env=env)
+
+
+def test_a_listing_that_is_none_is_one_sentence(remote, env):
+    for commit in ("../..", "main"):
+        remote.commit = commit
+        with pytest.raises(ModelError, match="does not answer as a model hub does"):
+            hub.pull("org/m", env=env)
+
+
+def test_one_pull_at_a_time(remote, env):
+    home = Path(env["HF_HOME"]) / "hub" / "models--org--m"
+    home.mkdir(parents=True)
+    with hub._locked(home, "org/m"), pytest.raises(ModelError, match="being downloaded by another process"):
+        hub.pull("org/m", env=env)
+    hub.pull("org/m", env=env)
+
+
+def test_an_incomplete_snapshot_names_the_missing_file(remote, env):
+    folder = hub.pull("org/m", env=env)
+    (folder / "model-2-of-2.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"incomplete \(model-2-of-2.safetensors is missing\); run: cairn pull org/m"):
+        hub.locate("org/m", env)
+    assert hub.downloaded(env) == []
+
+
+def test_names_of_models(tmp_path, monkeypatch):
+    env = {"HF_HOME": str(tmp_path)}
+    monkeypatch.chdir(tmp_path)
+    assert hub.locate("demo", env) == Path(hub.__file__).parent.parent / "demo"
+    (tmp_path / "here").mkdir()
+    assert hub.locate(str(tmp_path / "here"), env) == tmp_path / "here"
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(ModelError, match=r"m.gguf is a file; a model is a folder"):
+        hub.locate("m.gguf", env)
+    with pytest.raises(ModelError, match="there is no folder nowhere; a model is a folder, a hub id"):
+        hub.locate("nowhere", env)
+    for wrong in ("nowhere", "a/b/c", "../x", "org/..", "/abs/path", "org/m?x", ""):
+        with pytest.raises(ModelError):
+            hub.pull(wrong, env=env)
