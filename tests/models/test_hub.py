@@ -1,7 +1,10 @@
 import hashlib
 import itertools
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -378,3 +381,20 @@ def test_names_of_models(tmp_path, monkeypatch):
     for wrong in ("nowhere", "a/b/c", "../x", "org/..", "/abs/path", "org/m?x", ""):
         with pytest.raises(ModelError):
             hub.pull(wrong, env=env)
+
+
+def cairn(env, *arguments):
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("CAIRN_", "HF_"))}
+    command = [sys.executable, "-c", "from cairn.cli import main; main()", *arguments]
+    return subprocess.run(command, env=outside | env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_cairn_pull_prints_the_folder_and_models_lists_it(remote, env):
+    done = cairn(env, "pull", "org/m")
+    folder = str(hub.locate("org/m", env))
+    assert (done.returncode, done.stdout, done.stderr) == (0, folder + "\n", "")
+    assert f"org/m\t3.1 MB\t{folder}" in cairn(env, "models").stdout.splitlines()
+    remote.stated["config.json"] = "0" * 40
+    done = cairn(env, "pull", "org/m")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("cairn: config.json of org/m has checksum") and done.stderr.count("\n") == 1

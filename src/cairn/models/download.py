@@ -145,7 +145,7 @@ class Hub:
             self._check(response)
             if start and response.status_code != 206:
                 yield None
-            yield from response.iter_bytes(_CHUNK)
+            yield from response.iter_bytes()
 
     def _check(self, response: httpx.Response) -> None:
         status = response.status_code
