@@ -11,7 +11,18 @@ from typing import Any
 
 from cairn.errors import CairnError, Cancelled
 from cairn.metrics import Metrics
-from cairn.types import CacheGroup, CacheReport, Delta, Done, Event, FinishReason, ModelSpec, OutputFormat, Request, Usage
+from cairn.types import (
+    CacheGroup,
+    CacheReport,
+    Delta,
+    Done,
+    Event,
+    FinishReason,
+    ModelSpec,
+    OutputFormat,
+    Request,
+    Usage,
+)
 
 SPEC = ModelSpec(
     name="scripted",
@@ -102,7 +113,7 @@ class ScriptedStream:
         return found
 
     def close(self) -> None:
-        self.closed = True
+        self.closed = self.over = True
         if self._task is not None:
             self._task.cancel()
 
@@ -117,7 +128,7 @@ class ScriptedService:
         self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab)
         self.tokenizer = Bytes()
         self.chat = self
-        self.metrics = Metrics("scripted", "cairn")
+        self.metrics = Metrics("cairn", "scripted")
         self.streams: list[ScriptedStream] = []
         self.remembered: list[tuple[Any, ...]] = []
         self.prompts: list[tuple[Any, ...]] = []

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -25,6 +25,7 @@ class Site:
     app: App
     listener: Listener
     port: int
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -38,7 +39,9 @@ class Site:
         return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, http_client=http)
 
     async def raw(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
+        self.writers.append(writer)
+        return reader, writer
 
 
 @contextlib.asynccontextmanager
@@ -48,10 +51,13 @@ async def site(service: Any, config: Config | None = None) -> AsyncIterator[Site
     with bind("127.0.0.1", 0) as sock:
         listener = Listener(app, config)
         await listener.start(sock)
+        at = Site(app, listener, sock.getsockname()[1])
         try:
-            yield Site(app, listener, sock.getsockname()[1])
+            yield at
         finally:
             await listener.close(0)
+            for writer in at.writers:
+                writer.close()
 
 
 def request_bytes(method: str, path: str, body: bytes = b"", *headers: str) -> bytes:

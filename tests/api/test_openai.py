@@ -196,7 +196,9 @@ async def test_messages_as_the_template_gets_them() -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}, "strict": False}}
     service = ScriptedService()
     async with site(service) as at:
-        body = chat(messages=messages, tools=[tool], tool_choice="auto", chat_template_kwargs={"enable_thinking": False})
+        body = chat(
+            messages=messages, tools=[tool], tool_choice="auto", chat_template_kwargs={"enable_thinking": False}
+        )
         assert (await post(at, body)).status_code == 200
         assert (await post(at, body | {"tool_choice": "none"})).status_code == 200
     got, tools, tenant, args = service.prompts[0]

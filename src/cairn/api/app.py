@@ -22,7 +22,7 @@ from cairn.api.openai import OpenAI
 from cairn.api.registry import Registry
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal
 from cairn.config import Config
-from cairn.errors import CairnError, InvalidRequest, MethodNotAllowed, NotFound, Unavailable
+from cairn.errors import CairnError, MethodNotAllowed, NotFound, Unavailable
 from cairn.seams import Rng, SystemClock, SystemRng
 from cairn.service.service import Service
 

@@ -117,16 +117,30 @@ class Guard(HttpToolsProtocol):
         if self.phase is Phase.NEW or self.phase is Phase.IDLE:
             self._to_head()
         began_in_head = self.phase is Phase.HEAD
-        try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._hear_no_more()
-        except httptools.HttpParserError:
-            self._garbage()
+        self._feed(data)
         if self.phase is Phase.HEAD and began_in_head and not self._deaf:
             self._head_bytes += len(data)
             if self._head_bytes > self._max_head:
                 self._refuse_head()
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if not self._deaf:
+                self._feed_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._garbage()
+
+    def _feed_without_upgrade(self, rest: bytes) -> None:
+        """Some clients (Java's) offer to switch protocols with every request. The parser then drops the body, so the
+        same head is parsed again without the offer, which a server may ignore (RFC 9110, 7.8)."""
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/1.1"]
+        offers = (b"upgrade", b"connection", b"http2-settings")
+        lines += [name + b": " + value for name, value in self.headers if name not in offers]
+        self.parser = httptools.HttpRequestParser(self)
+        self.phase = Phase.HEAD
+        self._feed(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def _garbage(self) -> None:
         if self.phase is Phase.ANSWER:
@@ -187,6 +201,8 @@ class Guard(HttpToolsProtocol):
         if announced > self._max_body:
             self.refuse(too_large(self._max_body))
             return
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            return
         super().on_headers_complete()
         self.phase = Phase.BODY
         self._since = self._heard
@@ -204,7 +220,7 @@ class Guard(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is whole."""
-        if self._deaf:
+        if self._deaf or self.phase is Phase.HEAD:
             return
         if self.phase is Phase.BODY:
             self.phase = Phase.ANSWER

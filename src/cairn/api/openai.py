@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -305,17 +305,16 @@ class OpenAI:
         answer = TextAnswer(call, service, choices, body.include_usage, echoes if echo else None, top)
         await self._run(call, service, choices, answer, bool(body.stream), body.include_usage)
 
-    def _prompts(self, body: CompletionBody) -> list[str] | list[list[int]]:
-        prompt = body.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not prompt or isinstance(prompt[0], int):
-            return [prompt]  # type: ignore[list-item]
-        if len(prompt) > self._config.max_prompts:
+    def _prompts(self, body: CompletionBody) -> list[str | list[int]]:
+        given = body.prompt
+        if isinstance(given, str) or isinstance(given[0], int):
+            return [cast("str | list[int]", given)]
+        prompts = cast("list[str | list[int]]", given)
+        if len(prompts) > self._config.max_prompts:
             raise InvalidRequest(
-                f"prompt holds {len(prompt)} prompts; the limit is {self._config.max_prompts}", field="prompt"
+                f"prompt holds {len(prompts)} prompts; the limit is {self._config.max_prompts}", field="prompt"
             )
-        return prompt  # type: ignore[return-value]
+        return prompts
 
     async def _run(
         self, call: Call, service: Service, choices: Sequence[Choice], answer: Answer, stream: bool, usage: bool

@@ -304,7 +304,8 @@ def check_messages(messages: list[ChatMessage], tools: list[Tool] | None, config
         raise InvalidRequest(f"tools holds {len(tools)} tools; the limit is {config.max_tools}", field="tools")
     for index, tool in enumerate(tools or ()):
         if tool.function.strict:
-            raise Unsupported("strict tools are not built yet", field=f"tools[{index}].function.strict")
+            field = f"tools[{index}].function.strict"
+            raise Unsupported(f"{field} is not built yet", field=field)
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]")
 

@@ -1,0 +1,197 @@
+"""Who may call what: closed by default, one layer over every route."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scripted import ScriptedService
+from serving import Site, site
+
+from cairn.api.app import App
+from cairn.api.auth import OPEN, check_exposure
+from cairn.config import Config, Secret
+from cairn.errors import ConfigError
+
+CHAT = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
+ONE = Config(api_key=(Secret("alpha"),), admin_key=Secret("root"))
+TWO = Config(api_key=(Secret("alpha"), Secret("beta")))
+
+
+async def call(at: Site, path: str, method: str = "GET", body: Any = None, **headers: str) -> Any:
+    async with at.http() as http:
+        return await http.request(method, path, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
+
+
+async def preflight(at: Site, origin: str) -> Any:
+    return await call(at, "/v1/chat/completions", "OPTIONS", origin=origin, access_control_request_method="POST")
+
+
+def every_route(app: App) -> list[tuple[str, str]]:
+    """Each path and method that the application knows, from its own table."""
+    exact = [(method, path) for path, methods in app._exact.items() for method in methods]
+    shaped = ["/v1/models/x", "/v1/requests/0000000000000001", "/v1/requests/0000000000000001/cancel"]
+    return exact + [(method, path) for path in shaped for method in app._admin.routes(path) or {}]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"x_api_key": "alphA"},
+        {"authorization": "Basic alpha"},
+        {"authorization": "alpha"},
+    ],
+)
+async def test_every_route_needs_a_key(headers: dict[str, str]) -> None:
+    """Known failure 45: no route is open because nobody thought of it; not even one that does not exist."""
+    async with site(ScriptedService(), ONE) as at:
+        routes = [
+            *every_route(at.app),
+            ("GET", "/"),
+            ("GET", "/nowhere"),
+            ("DELETE", "/v1/models"),
+            ("GET", "//health/live"),
+        ]
+        assert len(routes) > 10
+        for method, path in routes:
+            response = await call(at, path, method, **headers)
+            assert response.status_code == 401, (method, path)
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer" and response.headers["x-request-id"]
+
+
+async def test_only_health_is_open() -> None:
+    assert {"/health/live", "/health/ready"} == OPEN
+    async with site(ScriptedService(), ONE) as at:
+        for path in OPEN:
+            assert (await call(at, path)).status_code == 200
+
+
+async def test_bearer_and_x_api_key() -> None:
+    async with site(ScriptedService(), ONE) as at:
+        assert (await call(at, "/v1/models", authorization="Bearer alpha")).status_code == 200
+        assert (await call(at, "/v1/models", authorization="bearer  alpha")).status_code == 200
+        assert (await call(at, "/v1/models", x_api_key="alpha")).status_code == 200
+        assert (await call(at, "/v1/chat/completions", "POST", CHAT, x_api_key="alpha")).status_code == 200
+
+
+async def test_admin_routes_need_their_own_key() -> None:
+    async with site(ScriptedService(), ONE) as at:
+        assert (await call(at, "/metrics", authorization="Bearer alpha")).status_code == 401
+        assert (await call(at, "/metrics", authorization="Bearer root")).status_code == 200
+        assert (await call(at, "/v1/models", authorization="Bearer root")).status_code == 401
+    async with site(ScriptedService(), TWO) as at:
+        assert (await call(at, "/metrics", authorization="Bearer alpha")).status_code == 403
+    async with site(ScriptedService(), Config()) as at:
+        assert (await call(at, "/metrics")).status_code == 200
+
+
+async def test_one_key_is_the_default_tenant_and_several_never_share() -> None:
+    """Known failure 40 as far as the front goes: each key has its own salt."""
+    salts = {}
+    for config, key in ((ONE, "alpha"), (TWO, "alpha"), (TWO, "beta")):
+        service = ScriptedService()
+        async with site(service, config) as at:
+            for _ in range(2):
+                response = await call(at, "/v1/chat/completions", "POST", CHAT, authorization=f"Bearer {key}")
+                assert response.status_code == 200
+        assert len({stream.request.salt for stream in service.streams}) == 1
+        salts[len(config.api_key), key] = (service.streams[0].request.salt, service.prompts[0][2])
+    assert salts[1, "alpha"] == (b"", "default")
+    (first, first_name), (second, second_name) = salts[2, "alpha"], salts[2, "beta"]
+    assert len(first) == 32 and first != second and first_name != second_name
+    assert "alpha" not in first_name
+
+
+async def test_requests_of_another_tenant_do_not_exist() -> None:
+    service = ScriptedService()
+    async with site(service, TWO) as at:
+        made = await call(at, "/v1/chat/completions", "POST", CHAT, authorization="Bearer alpha")
+        path = "/v1/requests/" + made.json()["id"]
+        assert (await call(at, path, authorization="Bearer alpha")).status_code == 200
+        other = await call(at, path, authorization="Bearer beta")
+        never = await call(at, "/v1/requests/00000000000000ff", authorization="Bearer beta")
+        assert other.status_code == never.status_code == 404
+        assert other.json()["error"]["message"] == never.json()["error"]["message"]
+        assert (await call(at, path + "/cancel", "POST", authorization="Bearer beta")).status_code == 404
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1", "127.0.0.1:1", "[::1]:80", "LOCALHOST"])
+async def test_hosts_of_this_machine(host: str) -> None:
+    async with site(ScriptedService()) as at:
+        assert (await call(at, "/v1/models", host=host)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:8000", "", "a:b:c", "[x"]
+)
+async def test_another_host_is_refused(host: str) -> None:
+    """DNS rebinding: a page's own name never reaches the API, not even health."""
+    async with site(ScriptedService()) as at:
+        for path in ("/v1/models", "/health/live"):
+            response = await call(at, path, host=host)
+            assert response.status_code == 403 and response.json()["error"]["code"] == "forbidden"
+
+
+async def test_hosts_can_be_allowed() -> None:
+    async with site(ScriptedService(), Config(allowed_hosts=("box.lan",))) as at:
+        assert (await call(at, "/v1/models", host="box.lan:9000")).status_code == 200
+        assert (await call(at, "/v1/models", host="evil.example")).status_code == 403
+
+
+async def test_two_host_headers_are_refused() -> None:
+    async with site(ScriptedService()) as at:
+        reader, writer = await at.raw()
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+
+
+async def test_cors_is_off_and_never_reflected() -> None:
+    """Known failure 45."""
+    async with site(ScriptedService()) as at:
+        response = await call(at, "/v1/models", origin="https://evil.example")
+        assert not any(name.startswith("access-control") for name in response.headers)
+        asked = await preflight(at, "https://evil.example")
+        assert asked.status_code == 405 and "access-control-allow-origin" not in asked.headers
+
+
+async def test_cors_for_configured_origins_only() -> None:
+    config = Config(cors_origins=("https://app.example",), api_key=(Secret("alpha"),))
+    async with site(ScriptedService(), config) as at:
+        asked = await preflight(at, "https://app.example")
+        assert asked.status_code == 204
+        assert asked.headers["access-control-allow-origin"] == "https://app.example"
+        response = await call(at, "/v1/models", origin="https://app.example", x_api_key="alpha")
+        assert response.headers["access-control-allow-origin"] == "https://app.example"
+        assert response.headers["vary"] == "origin"
+        other = await call(at, "/v1/models", origin="https://evil.example", x_api_key="alpha")
+        assert "access-control-allow-origin" not in other.headers
+        asked = await preflight(at, "https://evil.example")
+        assert asked.status_code == 401
+
+
+async def test_a_page_cannot_post_without_a_preflight() -> None:
+    """A form or a plain fetch cannot send application/json, and nothing else is read."""
+    async with site(ScriptedService()) as at, at.http() as http:
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+            response = await http.post("/v1/chat/completions", content=b"{}", headers={"content-type": kind})
+            assert response.status_code == 415
+            assert response.json()["error"]["code"] == "unsupported_media_type"
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])
+def test_another_address_needs_a_key(host: str) -> None:
+    """Known failure 45: nothing listens beyond this machine without a key unless told so in so many words."""
+    assert Config().host == "127.0.0.1"
+    with pytest.raises(ConfigError, match="--unsafe-no-auth"):
+        check_exposure(Config(host=host))
+    check_exposure(Config(host=host, api_key=(Secret("k"),)))
+    check_exposure(Config(host=host, unsafe_no_auth=True))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
+def test_this_machine_needs_no_key(host: str) -> None:
+    check_exposure(Config(host=host))

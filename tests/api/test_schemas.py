@@ -1,0 +1,253 @@
+"""What a body may hold: shapes, limits at the limit and one beyond, and the tables of fields without effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scripted import SPEC, ScriptedService
+from serving import site
+
+from cairn.api.schemas import (
+    HARMLESS,
+    MESSAGE_NEUTRAL,
+    NEUTRAL,
+    ChatBody,
+    CompletionBody,
+    check_chat,
+    parse,
+)
+from cairn.config import Config
+from cairn.errors import InvalidRequest, Unsupported
+
+USER = {"role": "user", "content": "hi"}
+IMAGE = {"type": "image_url", "image_url": {"url": "http://x"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [USER], **more}
+
+
+def checked(body: dict[str, Any], config: Config | None = None) -> ChatBody:
+    found = parse(ChatBody, body)
+    check_chat(found, config or Config())
+    return found
+
+
+def refused(body: dict[str, Any], field: str, *words: str, config: Config | None = None) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        checked(body, config)
+    assert caught.value.field == field
+    for word in (field, *words):
+        assert word in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize("field", sorted(HARMLESS))
+def test_harmless_fields_are_accepted(field: str) -> None:
+    for value in ("x", None, True, {"a": 1}):
+        checked(chat(**{field: value}))
+
+
+@pytest.mark.parametrize("field", ["temprature", "Temperature", "max_token", "guided_json", "__class__", "logprob", ""])
+def test_an_unknown_field_is_refused_by_name(field: str) -> None:
+    refused(chat(**{field: 1}), field, "not a field")
+
+
+@pytest.mark.parametrize("field", sorted(NEUTRAL))
+def test_what_is_not_built_is_refused_unless_it_asks_for_nothing(field: str) -> None:
+    for value in NEUTRAL[field]:
+        checked(chat(**{field: value}))
+    with pytest.raises(Unsupported, match=field):
+        checked(chat(**{field: {"type": "json_object"}}))
+    if field == "best_of":
+        with pytest.raises(Unsupported):
+            checked(chat(best_of=True))
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": [TOOL]}, "tool_choice"),
+        ({"parallel_tool_calls": False, "tools": [TOOL]}, "parallel_tool_calls"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": "x"}}]}, "messages[0].audio"),
+        ({"messages": [{"role": "assistant", "content": "a", "refusal": "no"}]}, "messages[0].refusal"),
+    ],
+)
+def test_what_is_not_built_yet(more: dict[str, Any], field: str) -> None:
+    assert isinstance(refused(chat(**more), field), Unsupported)
+
+
+@pytest.mark.parametrize(
+    ("more", "field"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
+        (
+            {"messages": [USER | {"tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]},
+            "messages[0].tool_calls",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]}, "messages[0].reasoning_content"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ({"model": 1}, "model"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+        ({"n": "2"}, "n"),
+        ({"stream": "yes"}, "stream"),
+        ({"stop": 5}, "stop"),
+        ({"stop": [5]}, "stop[0]"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": True}}, "stream_options.x"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"logit_bias": {"a": "b"}}, "logit_bias.a"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools[0].function.name"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "maybe", "tools": [TOOL]}, "tool_choice"),
+        ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"__x": 1}}, "chat_template_kwargs.__x"),
+        ({"chat_template_kwargs": {"x": {"y": 1}}}, "chat_template_kwargs.x"),
+        ({"chat_template_kwargs": {f"k{i}": i for i in range(17)}}, "chat_template_kwargs"),
+    ],
+)
+def test_a_wrong_field_is_named(more: dict[str, Any], field: str) -> None:
+    refused(chat(**more), field)
+
+
+def test_a_missing_field_is_named() -> None:
+    refused({"messages": [USER]}, "model")
+    refused({"model": "m"}, "messages")
+
+
+def test_messages_and_tools_at_the_limit_and_one_more() -> None:
+    """Known failure 50: the configured limits are the ones that hold."""
+    checked(chat(messages=[USER] * 4096))
+    refused(chat(messages=[USER] * 4097), "messages", "4097", "4096")
+    checked(chat(tools=[TOOL] * 128))
+    refused(chat(tools=[TOOL] * 129), "tools", "129", "128")
+    small = Config(max_messages=2, max_tools=1)
+    checked(chat(messages=[USER] * 2, tools=[TOOL]), small)
+    refused(chat(messages=[USER] * 3), "messages", "2", config=small)
+    refused(chat(tools=[TOOL] * 2), "tools", "1", config=small)
+
+
+def test_what_a_client_library_sends_back_is_accepted() -> None:
+    message = {"role": "assistant", "content": "x", **{name: values[0] for name, values in MESSAGE_NEUTRAL.items()}}
+    assert parse(ChatBody, chat(messages=[USER, message])).messages[1].content == "x"
+
+
+def test_broken_arguments_in_history_are_accepted() -> None:
+    """Known failure 24: a call that was cut off does not make every later turn a 400."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
+    checked(chat(messages=[USER, {"role": "assistant", "content": None, "tool_calls": [call]}]))
+
+
+def test_completion_prompts() -> None:
+    for prompt in ("", "a", ["a"], [1], [[1], [2]]):
+        parse(CompletionBody, {"model": "m", "prompt": prompt})
+    for prompt in ([], {}, None, 1, ["a", 1], [1, "a"], [[1], "a"], [1.5], [True], [["a"]]):
+        with pytest.raises(InvalidRequest, match="prompt"):
+            parse(CompletionBody, {"model": "m", "prompt": prompt})
+    with pytest.raises(Unsupported, match="suffix"):
+        parse(CompletionBody, {"model": "m", "prompt": "a", "suffix": "b"})
+
+
+def test_messages_of_errors_do_not_quote_values() -> None:
+    for body in (chat(temperature="secret-prompt"), chat(messages=[{"role": "secret-prompt", "content": "x"}])):
+        with pytest.raises(InvalidRequest) as caught:
+            checked(body)
+        assert "secret" not in str(caught.value)
+
+
+# Limits that the service checks, seen through HTTP: (body, status at the limit), (body, status one beyond).
+
+AT_LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"temperature": 0}, {"temperature": -0.01}, "temperature"),
+    ({"temperature": 10}, {"temperature": 10.01}, "temperature"),
+    ({"top_p": 1}, {"top_p": 1.01}, "top_p"),
+    ({"top_p": 0.01}, {"top_p": 0}, "top_p"),
+    ({"min_p": 1}, {"min_p": 1.1}, "min_p"),
+    ({"top_k": -1}, {"top_k": -2}, "top_k"),
+    ({"repetition_penalty": 10}, {"repetition_penalty": 10.1}, "repetition_penalty"),
+    ({"repetition_penalty": 0.01}, {"repetition_penalty": 0}, "repetition_penalty"),
+    ({"presence_penalty": 2}, {"presence_penalty": 2.1}, "presence_penalty"),
+    ({"frequency_penalty": -2}, {"frequency_penalty": -2.1}, "frequency_penalty"),
+    ({"seed": -(1 << 63)}, {"seed": -(1 << 63) - 1}, "seed"),
+    ({"seed": (1 << 64) - 1}, {"seed": 1 << 64}, "seed"),
+    ({"n": 8}, {"n": 9}, "n"),
+    ({"n": 1}, {"n": 0}, "n"),
+    ({"stop": ["a", "b", "c", "d"]}, {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": "\u00e9" * 128}, {"stop": "\u00e9" * 128 + "x"}, "stop"),
+    ({"stop": ["a"]}, {"stop": [""]}, "stop"),
+    ({"stop_token_ids": [SPEC.vocab - 1]}, {"stop_token_ids": [SPEC.vocab]}, "stop_token_ids"),
+    ({"stop_token_ids": [0] * 64}, {"stop_token_ids": [0] * 65}, "stop_token_ids"),
+    ({"logit_bias": {str(SPEC.vocab - 1): 1}}, {"logit_bias": {str(SPEC.vocab): 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 100}}, {"logit_bias": {"1": 100.1}}, "logit_bias"),
+    ({"logprobs": True, "top_logprobs": 20}, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 1}, {"top_logprobs": 1}, "top_logprobs"),
+    ({"max_tokens": 126}, {"max_tokens": 127}, "max_tokens"),
+    ({"max_tokens": 1}, {"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 5, "min_tokens": 5}, {"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
+]
+
+
+@pytest.mark.parametrize(("good", "bad", "field"), AT_LIMITS)
+async def test_at_the_limit_and_one_beyond(good: dict[str, Any], bad: dict[str, Any], field: str) -> None:
+    async with site(ScriptedService()) as at, at.http() as http:
+        body = {"model": "scripted", "messages": [USER]}
+        fine = await http.post("/v1/chat/completions", json=body | good)
+        assert fine.status_code == 200, fine.text
+        wrong = await http.post("/v1/chat/completions", json=body | bad)
+        assert wrong.status_code == 400
+        assert wrong.json()["error"]["param"] == field and field in wrong.json()["error"]["message"]
+
+
+async def test_lists_and_figures_at_their_limits() -> None:
+    async with site(ScriptedService()) as at, at.http() as http:
+        body = {"model": "scripted", "messages": [USER]}
+        bias = {str(token): 1 for token in range(300)}
+        assert (await http.post("/v1/chat/completions", json=body | {"logit_bias": bias})).status_code == 200
+        wrong = await http.post("/v1/chat/completions", json=body | {"logit_bias": {"1": 1, "01": 2}})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "logit_bias.01"
+        text = {"model": "scripted", "prompt": ["a"] * 128}
+        assert (await http.post("/v1/completions", json=text)).status_code == 200
+        wrong = await http.post("/v1/completions", json=text | {"prompt": ["a"] * 129})
+        assert wrong.status_code == 400 and "128" in wrong.json()["error"]["message"]
+        for prompt in ([SPEC.vocab], [-1], [1 << 70], ""):
+            wrong = await http.post("/v1/completions", json=text | {"prompt": prompt})
+            assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "prompt"
+        long = await http.post("/v1/completions", json=text | {"prompt": "x" * 100, "max_tokens": 29})
+        assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
+        for figure in ("100", "29", "128"):
+            assert figure in long.json()["error"]["message"]
+        assert (
+            await http.post("/v1/completions", json=text | {"prompt": "x" * 100, "max_tokens": 28})
+        ).status_code == 200
+        for number in (10**400, -(10**400), 1e308, -1e308):
+            for field in ("temperature", "seed", "n", "max_tokens", "presence_penalty", "top_k", "min_tokens"):
+                wrong = await http.post("/v1/chat/completions", json=body | {field: number})
+                assert wrong.status_code == 400, (field, number)
