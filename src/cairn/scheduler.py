@@ -133,8 +133,7 @@ class Scheduler:
         sequence = self._sequences.get(id)
         if sequence is None:
             return None
-        timing = self._end(sequence, State.CANCELLED, self._clock.now())
-        return Output(id=id, finish=reason, timing=timing)
+        return Output(id=id, finish=reason, timing=self._end(sequence, State.CANCELLED, self._clock.now()))
 
     def plan(self) -> Plan | None:
         """Choose the rows of the next step and make room for them. None if there is nothing to do at all."""
@@ -183,10 +182,8 @@ class Scheduler:
                 continue
             if isinstance(results, Exception):
                 error = f"the engine failed while it computed this request ({type(results).__name__})"
-                output: Output | None = self._fail(sequence, now, error)
-            else:
-                output = self._advance(sequence, row, results[index], now)
-            if output is not None:
+                outputs.append(self._fail(sequence, now, FinishReason.ERROR, error))
+            elif (output := self._advance(sequence, row, results[index], now)) is not None:
                 outputs.append(output)
         return outputs
 
@@ -195,9 +192,7 @@ class Scheduler:
         if now < self._next_deadline:
             return []
         late = [sequence for sequence in self._sequences.values() if sequence.deadline <= now]
-        ended = [
-            Output(id=s.request.id, finish=FinishReason.DEADLINE, timing=self._end(s, State.FAILED, now)) for s in late
-        ]
+        ended = [self._fail(sequence, now, FinishReason.DEADLINE) for sequence in late]
         self._next_deadline = min((s.deadline for s in self._sequences.values()), default=math.inf)
         return ended
 
@@ -260,20 +255,19 @@ class Scheduler:
     def _advance(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> Output | None:
         """Take one row's result: what it computed is published, what it sampled is appended."""
         if result.error:
-            return self._fail(sequence, now, result.error)
+            return self._fail(sequence, now, FinishReason.ERROR, result.error)
         end = sequence.computed = row.end
         if end - row.start > 1 or end % self._cache.info.block_tokens == 0:
             self._cache.publish(sequence.kv, sequence.tokens, end)
         sequence.scored += len(result.prompt_logprobs)
         if end < sequence.target:
-            if not result.prompt_logprobs:
-                return None
-            return Output(id=sequence.request.id, prompt_logprobs=result.prompt_logprobs)
+            scores = result.prompt_logprobs
+            return Output(id=sequence.request.id, prompt_logprobs=scores) if scores else None
         finish: FinishReason | None = FinishReason.LENGTH
         tokens: tuple[int, ...] = ()
         if row.samples:
             if result.token is None:
-                return self._fail(sequence, now, "the engine gave neither a token nor an error")
+                return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
             tokens = (result.token,)
             sequence.tokens.append(result.token)
             finish = sequence.ending()
@@ -290,9 +284,9 @@ class Scheduler:
             timing=self._end(sequence, State.FINISHED, now) if finish is not None else None,
         )
 
-    def _fail(self, sequence: Sequence, now: float, error: str) -> Output:
-        timing = self._end(sequence, State.FAILED, now)
-        return Output(id=sequence.request.id, finish=FinishReason.ERROR, error=error, timing=timing)
+    def _fail(self, sequence: Sequence, now: float, reason: FinishReason, error: str = "") -> Output:
+        id, timing = sequence.request.id, self._end(sequence, State.FAILED, now)
+        return Output(id=id, finish=reason, error=error, timing=timing)
 
     def _end(self, sequence: Sequence, state: State, now: float) -> Timing:
         """The one way out: nothing of the request stays here, its blocks are given back."""

@@ -124,7 +124,7 @@ class World:
         self.talkative = not self.calm and chance.random() < 0.5
         """Short prompts, long answers, small pools: preemption."""
         full = 400 if self.calm else chance.choice((chance.randint(3, 8), chance.randint(8, 24), 60))
-        full = chance.randint(8, 16) if self.talkative else full
+        full = chance.randint(6, 14) if self.talkative else full
         spans = [-(-(window - 1) // self.size) + 1 if window else 0 for window in self.windows]
         self.blocks = tuple(
             400 if self.calm else chance.randint(max(2, span - 1), span * 3 + 4) if span else full for span in spans
@@ -142,6 +142,7 @@ class World:
         self.model = FakeEngine(spec, blocks=self.blocks, block_tokens=self.size)
         self.truth: dict[tuple[object, ...], list[int]] = {}
         self.parents: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
+        self.salts: dict[bytes, bytes] = {}
         self.live: dict[int, Client] = {}
         self.computed_once: Counter[tuple[bytes, tuple[int, ...]]] = Counter()
         self.steps = self.finished = 0
@@ -161,7 +162,8 @@ class World:
     # ------------------------------------------------------------------------------------------------- the script
 
     def arrival_time(self) -> float:
-        return self.clock.now() + self.chance.choice((0.0, 0.0, self.chance.uniform(0, 5), self.chance.uniform(0, 30)))
+        spread = (0.0, 0.0, 2.0) if self.talkative else (0.0, 0.0, 5.0, 30.0)
+        return self.clock.now() + self.chance.uniform(0, self.chance.choice(spread))
 
     def request(self, bases: list[list[int]], number: int) -> Request:
         """A request that often shares a prefix with others."""
@@ -174,7 +176,7 @@ class World:
         scoring = not self.calm and chance.random() < 0.1
         most = chance.choice((0, 1, chance.randint(1, 6), chance.randint(1, 20)))
         if self.talkative:
-            prompt, most = prompt[: chance.randint(1, 16)], chance.randint(8, 30)
+            prompt, most = prompt[: chance.randint(1, 10)], chance.randint(8, 30)
         sampling = SamplingParams(
             max_tokens=most,
             temperature=chance.choice((0.0, 0.0, 1.0)),
@@ -364,7 +366,16 @@ class World:
                 self.count_blocks(sequence, row)
         law({c.request.id for c in self.live.values() if c.deadline <= self.clock.now()} <= ended, "a deadline passed")
         law(all(self.cache.use()[g].held <= n for g, n in enumerate(self.blocks)), "more held than there is")
+        self.victims(before)
         self.fairness(before, preempted=preempted, budget_left=self.limits.step_tokens - used, running=len(running))
+
+    def victims(self, before: dict[int, State]) -> None:
+        """Whoever was preempted stood behind everybody who still runs."""
+        sequences = self.scheduler._sequences
+        was = {id: sequences[id].state for id, state in before.items() if state is State.RUNNING and id in sequences}
+        gone = [self.live[id].rank for id, state in was.items() if state is State.WAITING]
+        kept = [self.live[id].rank for id, state in was.items() if state is State.RUNNING]
+        law(not gone or not kept or max(kept) < min(gone), "the wrong sequence was preempted")
 
     def fairness(self, before: dict[int, State], *, preempted: bool, budget_left: int, running: int) -> None:
         """Nobody is overtaken but by rank, or while waiting for a prefix, which is bounded."""
@@ -483,6 +494,15 @@ class World:
             if not self.windows[number]:
                 law(all(self.parents[key][0] in pool._index or self.first(key) for key in pool._index), "orphan block")
         self.window_blocks()
+        for sequence in running:
+            for pool, table in zip(self.cache.pools, sequence.kv.tables, strict=True):
+                for published in (pool.published(block) for block in table if block != NO_BLOCK):
+                    if published is not None:
+                        salt = self.salts.setdefault(published.key, sequence.request.salt)
+                        law(salt == sequence.request.salt, "tenants share a block")
+        for key, owner in self.cache._computing.items():
+            index = len(self.tokens_of(key)) // self.size - 1
+            law(owner.published[0] <= index, "a published block is still claimed")
 
     def first(self, key: bytes) -> bool:
         """Whether a key is that of a first block: its parent is a root."""

@@ -1,0 +1,229 @@
+"""Deliberate bugs, each applied alone, that the simulator must find: the score that says what the laws are worth.
+
+A bug is one snippet of source that is replaced by another; the snippet must occur exactly once, so a bug cannot
+silently do nothing. Each runs in a forked process over freshly imported modules, until a law breaks or 2,000 schedules
+have passed.
+
+    python -m tests.laws.planted_bugs [name ...]
+"""
+
+# ruff: noqa: E501  a snippet is quoted as it stands
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+SOURCE = Path(__file__).parents[2] / "src" / "cairn"
+SCHEDULES = 2000
+STUCK_SECONDS = 20
+"""A single schedule that takes so long hangs; that counts as found."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """What is wrong, in which file, and the snippet that makes it so."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+    def source(self) -> str:
+        """The file with the bug in it."""
+        text = (SOURCE / self.file).read_text()
+        if text.count(self.old) != 1 or self.old == self.new:
+            raise ValueError(f"{self.name}: the snippet must occur exactly once in {self.file}: {self.old!r}")
+        return text.replace(self.old, self.new)
+
+    @property
+    def module(self) -> str:
+        return "cairn." + self.file.removesuffix(".py").replace("/", ".")
+
+
+BLOCKS = "kv/blocks.py"
+PREFIX = "kv/prefix.py"
+CACHE = "kv/cache.py"
+SCHEDULER = "scheduler.py"
+SEQUENCE = "sequence.py"
+WAITING = "waiting.py"
+FAKE = "engine/fake.py"
+
+BUGS = (
+    # ------------------------------------------------------------------------------------------------ block pool
+    Bug("taken blocks are not held", BLOCKS, "self._holders[block] = 1", "self._holders[block] = 0"),
+    Bug("a shared block is freed by its first user", BLOCKS, "            if self._holders[block] == 0:\n                if self", "            if True:\n                if self"),
+    Bug("a held block stays evictable", BLOCKS, "            del self._cached[block]\n", "            pass\n"),
+    Bug("a cached block is also free", BLOCKS, "                if self._published[block] is None:\n                    self._free", "                if True:\n                    self._free"),
+    Bug("the newest block is evicted first", BLOCKS, "popitem(last=False)", "popitem(last=True)"),
+    Bug("an evicted block is still found", BLOCKS, "        del self._index[published.key]\n", ""),
+    Bug("an evicted block keeps its key", BLOCKS, "        del self._index[published.key]\n        self._published[block] = None\n", "        del self._index[published.key]\n"),
+    Bug("the second publisher replaces the first", BLOCKS, "if key not in self._index:", "if True:"),
+    Bug("an adopted block is not held", BLOCKS, "            self.hold(twin)\n", ""),
+    Bug("a block whose twin is adopted leaks", BLOCKS, "            self.release((block,))\n", ""),
+    Bug("one more block is promised than there is", BLOCKS, "return len(self._free) + len(self._cached)", "return len(self._free) + len(self._cached) + 1"),
+    # ---------------------------------------------------------------------------------------------- keys and hits
+    Bug("a key forgets what came before its block", PREFIX, "hashlib.sha256(parent + struct", "hashlib.sha256(struct"),
+    Bug("tenants share keys", PREFIX, "(_DOMAIN, identity, salt, group", "(_DOMAIN, identity, group"),
+    Bug("a whole-prompt hit leaves nothing to compute", CACHE, "        hit = (len(tokens) - 1) // self._block_tokens\n        for", "        hit = len(tokens) // self._block_tokens\n        for"),
+    Bug("a hit ignores missing window blocks", CACHE, "            if gap is None:\n", "            if True:\n"),
+    Bug("a window hit skips too far", CACHE, "            hit = gap\n", "            return gap\n"),
+    Bug("a window is one position too short", CACHE, "position - group.window + 1", "position - group.window + 2"),
+    Bug("a window is one block too short", CACHE, "return max(0, position - group.window + 1) // self._block_tokens if", "return -(-max(0, position - group.window + 1) // self._block_tokens) if"),
+    # ----------------------------------------------------------------------------------------- open, grow, publish
+    Bug("a passed block stays in the table", CACHE, "            table[index] = NO_BLOCK\n", "            break\n"),
+    Bug("a passed block is never given back", CACHE, "index = self._first_read(group, computed) - 1", "index = -1"),
+    Bug("a partly filled block is published", CACHE, "        full = computed // self._block_tokens\n", "        full = min(len(tokens), computed + 1) // self._block_tokens\n"),
+    Bug("the room of the second pool is not checked", CACHE, "for pool, table in pairs):", "for pool, table in pairs[:1]):"),
+    Bug("blocks are given back first to last", CACHE, "for block in reversed(table) if", "for block in table if"),
+    Bug("an open that finds no room keeps what it held", CACHE, "                self.close(context, tokens)\n                return None\n", "                return None\n"),
+    Bug("room is counted before the hit is held", CACHE, "        self._hold_prefix(context, tokens, hit)\n        wanted", "        wanted"),
+    Bug("the table keeps the block that was released for its twin", CACHE, "                    table[done] = block\n", ""),
+    Bug("a hit is published again", CACHE, "            context.published[number] = hit\n", ""),
+    Bug("capacity is that of the longest table", CACHE, "context.capacity = min(", "context.capacity = max("),
+    Bug("a closed context still claims to compute", CACHE, "        self._unclaim(context, tokens, context.claimed.stop)\n", ""),
+    Bug("published blocks are still claimed", CACHE, "        self._unclaim(context, tokens, context.published[0])\n", ""),
+    Bug("equal prompts do not wait for each other", CACHE, "return context.patience >= 0", "return False"),
+    Bug("a window needs one block less than it does", CACHE, "// self._block_tokens) + 1 if group.kind", "// self._block_tokens) if group.kind"),
+    Bug("a window hit counts its held blocks twice", CACHE, "min(wanted, span - held)", "min(wanted, span)"),
+    # -------------------------------------------------------------------------------------------------- scheduler
+    Bug("a preempted sequence believes in its old progress", SCHEDULER, "            victim.computed = 0\n", ""),
+    Bug("a preempted sequence keeps its blocks", SCHEDULER, "            self._cache.close(victim.kv, victim.tokens)\n", ""),
+    Bug("the oldest sequence is preempted", SCHEDULER, "victim = max(", "victim = min("),
+    Bug("a victim of this plan grows again", SCHEDULER, "            if sequence.state is State.RUNNING:\n                budget", "            if True:\n                budget"),
+    Bug("a victim of this plan keeps its row", SCHEDULER, "if sequence.state is State.RUNNING]\n", "]\n"),
+    Bug("decode rows are not counted in the budget", SCHEDULER, "budget = self._step_tokens - len(work)", "budget = self._step_tokens"),
+    Bug("one row too many", SCHEDULER, "len(self._running) >= self._max_rows", "len(self._running) > self._max_rows"),
+    Bug("nobody joins while others run", SCHEDULER, "            if budget < 1 or", "            if self._running or budget < 1 or"),
+    Bug("a small request overtakes one that does not fit", SCHEDULER, "                if covered is None:\n                    break\n", "                if covered is None:\n                    continue\n"),
+    Bug("deadlines are not looked at", SCHEDULER, "        if now < self._next_deadline:", "        if True:"),
+    Bug("a deadline is reported as success", SCHEDULER, "self._fail(sequence, now, FinishReason.DEADLINE)", "self._fail(sequence, now, FinishReason.LENGTH)"),
+    Bug("the next deadline is forgotten", SCHEDULER, "self._next_deadline = min((s.deadline for s in self._sequences.values()), default=math.inf)", "self._next_deadline = math.inf"),
+    Bug("a dropped request gets its result", SCHEDULER, "            if sequence.state is not State.RUNNING:\n                continue\n", ""),
+    Bug("requests survive an engine that raised", SCHEDULER, "                outputs.append(self._fail(sequence, now, FinishReason.ERROR, error))", "                pass"),
+    Bug("what a failed row computed is published", SCHEDULER, "        if result.error:\n            return self._fail(sequence, now, FinishReason.ERROR, result.error)\n", "        if result.error:\n            self._cache.publish(sequence.kv, sequence.tokens, row.end)\n            return self._fail(sequence, now, FinishReason.ERROR, result.error)\n"),
+    Bug("a finished request is kept", SCHEDULER, "        del self._sequences[sequence.request.id]\n", ""),
+    Bug("blocks are published before the step has run", SCHEDULER, "        rows = [sequence.row(end) for sequence, end in work]\n", "        rows = [sequence.row(end) for sequence, end in work]\n        for sequence, end in work:\n            self._cache.publish(sequence.kv, sequence.tokens, end)\n"),
+    Bug("scored prompts use cached tokens", SCHEDULER, "reuse = sequence.scored >= sequence.to_score", "reuse = True"),
+    Bug("prompt logprobs are sent again after preemption", SCHEDULER, "        sequence.scored += len(result.prompt_logprobs)\n", ""),
+    Bug("a cache report with every token", SCHEDULER, "        if sequence.first_token is None:\n", "        if True:\n"),
+    Bug("the covered prefix is computed again", SCHEDULER, "                sequence.computed = covered\n", "                sequence.computed = 0\n"),
+    Bug("a sampled token is lost", SCHEDULER, "            tokens = (result.token,)\n", "            tokens = (result.token,) if end % 7 else ()\n"),
+    Bug("progress stops at the end of a chunk", SCHEDULER, "        end = sequence.computed = row.end\n", "        end = row.end\n        sequence.computed = min(end, row.start + 8)\n"),
+    Bug("a stop token is passed over", SEQUENCE, "            return FinishReason.STOP\n", "            pass\n"),
+    Bug("stop tokens count before min_tokens", SEQUENCE, "in sampling.stop_token_ids and count > sampling.min_tokens", "in sampling.stop_token_ids and sampling.min_tokens < 3"),
+    Bug("one token more than max_tokens", SEQUENCE, "count >= sampling.max_tokens", "count > sampling.max_tokens"),
+    Bug("one token more than the context", SEQUENCE, "len(self.tokens) >= self.limit", "len(self.tokens) > self.limit"),
+    Bug("the choice is not passed on", SEQUENCE, "            request.choice,\n", "            0,\n"),
+    Bug("a continuation starts over", SEQUENCE, "[*request.prompt, *request.generated]", "[*request.prompt]"),
+    Bug("a continuation's tokens count as prompt", SEQUENCE, "self.prompt_len = len(request.prompt)", "self.prompt_len = len(self.tokens)"),
+    Bug("priorities are ignored", SEQUENCE, "now - request.priority * AGE_SECONDS", "now"),
+    Bug("logits are wanted in the middle of a prompt", SEQUENCE, "first = end - 1 if end == len(self.tokens) else None", "first = end - 1"),
+    Bug("the queue is last in, first out", WAITING, "insort(self._items, sequence, key=Sequence.by_rank)", "self._items.insert(0, sequence)"),
+    Bug("the queue takes one too many", WAITING, "if waiting < self._max_requests", "if waiting <= self._max_requests"),
+    Bug("the queue does not count tokens", WAITING, "and (not waiting or queued + tokens <= self._max_tokens)", ""),
+    # ------------------------------------------------------------------------------------------------- the engine
+    Bug("the digest before is read one slot off", FAKE, "(row.start - 1) % size for row", "row.start % size for row"),
+    Bug("attention reads past the window", FAKE, "            if group.window:\n                values[", "            if False:\n                values["),
+    Bug("attention reads past the position", FAKE, "            values[positions > np.repeat(last, counts)[:, None]] = 0\n", ""),
+    Bug("positions restart at every chunk", FAKE, "self._salt[first : row.end] + self._seeds", "self._salt[first - row.start : row.end - row.start] + self._seeds"),
+)  # fmt: skip
+
+
+class _Planted(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
+    """Imports one module from its source with a bug in it; never from cached bytecode."""
+
+    def __init__(self, bug: Bug) -> None:
+        self._bug = bug
+        self._source = bug.source().encode()
+
+    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_loader(name, self) if name == self._bug.module else None
+
+    def get_filename(self, name: str) -> str:
+        return f"{self._bug.file} with a bug: {self._bug.name}"
+
+    def get_data(self, path: str) -> bytes:
+        return self._source
+
+
+def hunt(bug: Bug, schedules: int = SCHEDULES) -> tuple[int, str] | None:
+    """In a process of its own: the first seed that finds the bug, and what it says; None if none does."""
+    finder = _Planted(bug)
+    for name in [name for name in sys.modules if name.split(".")[0] == "cairn" or name.startswith("tests.laws.simul")]:
+        del sys.modules[name]
+    sys.meta_path.insert(0, finder)
+    simulator = importlib.import_module("tests.laws.simulator")
+    spec = sys.modules[bug.module].__spec__
+    if spec is None or spec.loader is not finder:
+        raise RuntimeError(f"{bug.name}: the planted module was not imported")
+
+    def stuck(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError("the schedule hangs")
+
+    signal.signal(signal.SIGALRM, stuck)
+    for seed in range(schedules):
+        signal.alarm(STUCK_SECONDS)
+        try:
+            simulator.run(seed)
+        except Exception as error:
+            return seed, str(error)
+        finally:
+            signal.alarm(0)
+    return None
+
+
+def hunt_apart(bug: Bug) -> tuple[int, str] | None:
+    """`hunt` in a forked child, so that no bug outlives its turn."""
+    bug.source()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            found = hunt(bug)
+            os.write(writer, f"{found[0]} {found[1]}".encode()[:4000] if found else b"none")
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        answer = pipe.read().decode(errors="replace")
+    os.waitpid(child, 0)
+    if not answer:
+        raise RuntimeError(f"{bug.name}: the hunt itself failed")
+    if answer == "none":
+        return None
+    seed, _, text = answer.partition(" ")
+    return int(seed), text
+
+
+def main(names: Sequence[str]) -> int:
+    """Print bug -> seed and the score; 1 if fewer than 95 % were found."""
+    bugs = [bug for bug in BUGS if not names or bug.name in names]
+    importlib.import_module("tests.laws.simulator")
+    started, caught = time.monotonic(), 0
+    for bug in bugs:
+        found = hunt_apart(bug)
+        caught += found is not None
+        where = "NOT FOUND" if found is None else f"{found[0]:5}"
+        what = "" if found is None else found[1].split(": ", 1)[-1][:100]
+        print(f"{where:>9}  {bug.name:60} {what}", flush=True)
+    print(f"planted bugs found: {caught} of {len(bugs)} in {time.monotonic() - started:.0f} s")
+    return 0 if caught * 40 >= len(bugs) * 38 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

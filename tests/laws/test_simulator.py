@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.laws import simulator
+
+
+def test_every_schedule_keeps_the_laws(prove: bool, figure: Callable[[str, str], None]) -> None:
+    """Known failures 2, 6, 7, 8, 9, 11, 12, 13, 14, 15, 17, 33, 34, 36."""
+    total = simulator.run_many(0, 20_000 if prove else 2_000)
+    figure(
+        "scheduler simulator",
+        f"{total['schedules']:,} schedules clean ({total['steps']:,} steps, {total['finished']:,} requests, "
+        f"{total['preemptions']:,} preemptions)",
+    )
+    # A simulator that never gets into trouble proves nothing.
+    assert total["preemptions"] > 100
+    assert total["hits"] > 10_000
+    assert total["finished"] > 4 * total["schedules"]
+
+
+def test_a_schedule_is_the_same_again() -> None:
+    first, second = simulator.run(12), simulator.run(12)
+    assert (first.steps, first.finished, first.clock.time) == (second.steps, second.finished, second.clock.time)
+
+
+def test_a_broken_law_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulator.FakeEngine, "oracle", lambda *_: [0, 0, 0])
+    with pytest.raises(simulator.Broken, match=r"seed \d+, step \d+"):
+        simulator.run_many(0, 20)
