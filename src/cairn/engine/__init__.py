@@ -1,0 +1,1 @@
+"""The narrow waist and what implements it."""

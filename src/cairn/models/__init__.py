@@ -1,0 +1,1 @@
+"""Models as data: config, weights, the decoder, the hub."""
