@@ -1,27 +1,27 @@
 """One tree of errors; `status` is the one map to HTTP.
 
-    CairnError                 500  our own fault, or unforeseen
-    |- InvalidRequest          400  a field is wrong; `field` names it, the message names the limit
-    |  |- ContextTooLong       400  code context_length_exceeded, with the figures
-    |  |- Unsupported          400  a field whose meaning is not built
-    |- Unauthorized            401
-    |- Forbidden               403
-    |- NotFound                404  unknown model, request or route
-    |  |- UnknownModel         404  code model_not_found; the message lists the names there are
-    |- MethodNotAllowed        405
-    |- RequestTimeout          408  the headers or the body did not arrive in time
-    |- Conflict                409
-    |- TooLarge                413
-    |- UnsupportedMedia        415  a body that is not application/json
-    |- HeadersTooLarge         431
-    |- Overloaded              429  the queue is full; `retry_after` is seconds
-    |- Unavailable             503  starting, draining, or the worker is being replaced; `retry_after`
-    |- DeadlineExceeded        504
-    |- Cancelled               499  ended by its owner
-    |- GenerationFailed        500  this request failed (non-finite logits, a worker that dies again and again)
-    |- ModelError              the model cannot be served; exit code 2
-    |  |- ModelFileError       a file is missing, broken or not what its header says
-    |- ConfigError             an option is unknown or out of range; exit code 2
+CairnError                 500  our own fault, or unforeseen
+|- InvalidRequest          400  a field is wrong; `field` names it, the message names the limit
+|  |- ContextTooLong       400  code context_length_exceeded, with the figures
+|  |- Unsupported          400  a field whose meaning is not built
+|- Unauthorized            401
+|- Forbidden               403
+|- NotFound                404  unknown model, request or route
+|  |- UnknownModel         404  code model_not_found; the message lists the names there are
+|- MethodNotAllowed        405
+|- RequestTimeout          408  the headers or the body did not arrive in time
+|- Conflict                409
+|- TooLarge                413
+|- UnsupportedMedia        415  a body that is not application/json
+|- HeadersTooLarge         431
+|- Overloaded              429  the queue is full; `retry_after` is seconds
+|- Unavailable             503  starting, draining, or the worker is being replaced; `retry_after`
+|- DeadlineExceeded        504
+|- Cancelled               499  ended by its owner
+|- GenerationFailed        500  this request failed (non-finite logits, a worker that dies again and again)
+|- ModelError              the model cannot be served; exit code 2
+|  |- ModelFileError       a file is missing, broken or not what its header says
+|- ConfigError             an option is unknown or out of range; exit code 2
 """
 
 from __future__ import annotations

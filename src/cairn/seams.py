@@ -12,6 +12,8 @@ from typing import Protocol
 
 
 class Clock(Protocol):
+    """Time."""
+
     def now(self) -> float:
         """Seconds on a clock that never goes back."""
         ...
@@ -22,19 +24,28 @@ class Clock(Protocol):
 
 
 class Rng(Protocol):
+    """Chance."""
+
     def bits64(self) -> int:
         """An unpredictable number in [0, 2**63)."""
         ...
 
 
 class SystemClock:
+    """The machine's clocks."""
+
     def now(self) -> float:
+        """Monotonic seconds."""
         return time.monotonic()
 
     def time_ns(self) -> int:
+        """Wall clock."""
         return time.time_ns()
 
 
 class SystemRng:
+    """The operating system's generator."""
+
     def bits64(self) -> int:
+        """From `secrets`."""
         return secrets.randbits(63)

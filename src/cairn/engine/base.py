@@ -44,6 +44,7 @@ class Row:
 
     @property
     def samples(self) -> bool:
+        """Whether the step samples the token after this row."""
         return self.logits_from is not None and self.end == len(self.tokens)
 
 
@@ -62,7 +63,9 @@ class RowResult:
 class Pending(Protocol, Generic[T_co]):
     """Work that was started. Overlap is when you wait, not a second loop."""
 
-    def wait(self) -> T_co: ...
+    def wait(self) -> T_co:
+        """Block until it is done; raises what the work raised."""
+        ...
 
 
 class Ready(Generic[T_co]):
@@ -74,6 +77,7 @@ class Ready(Generic[T_co]):
         self._value = value
 
     def wait(self) -> T_co:
+        """The value, at once."""
         return self._value
 
 
@@ -104,7 +108,9 @@ class Engine(Protocol):
     rows undefined and everything else as it was."""
 
     @property
-    def info(self) -> EngineInfo: ...
+    def info(self) -> EngineInfo:
+        """What was loaded; constant."""
+        ...
 
     def prefill(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
         """One step over rows of any length, one-token rows included: the weights are streamed once."""
@@ -118,6 +124,10 @@ class Engine(Protocol):
         """Pages of a group's blocks, `block_bytes[group]` bytes each; views on the CPU, valid until the next call."""
         ...
 
-    def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> Pending[None]: ...
+    def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> Pending[None]:
+        """Fill blocks with pages that `read_blocks` gave, here or in another process with the same identity."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give threads and memory back. No call follows."""
+        ...
