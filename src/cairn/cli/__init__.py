@@ -27,15 +27,21 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)] = False,
-) -> None:
-    if version:
+def _version(wanted: bool) -> None:
+    if wanted:
         from cairn import __version__
 
         print(__version__)
         raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
+    pass
 
 
 for _group in (serve, chat, generate, models, remote, doctor, options):

@@ -58,15 +58,12 @@ class Conversation:
     """The messages so far, and the loop that reads lines and answers them."""
 
     def __init__(self, model: Source, sampling: dict[str, Any], system: str | None = None) -> None:
-        from rich.console import Console
-
         from cairn.cli.output import talk
 
         self.messages: list[dict[str, Any]] = []
         self.system = system
         self._model = model
         self._sampling = sampling
-        self._out = Console(highlight=False, markup=False, soft_wrap=True)
         self._talk = talk()
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self._say(HELP),
@@ -131,18 +128,20 @@ class Conversation:
             for piece in answering:
                 waiting.stop()
                 if piece.reasoning:
-                    self._out.print(_printable(piece.reasoning), end="", style="dim italic")
+                    self._talk.print(_printable(piece.reasoning), end="", style="dim italic", markup=False)
                     thought = True
                 if piece.text:
-                    self._out.print(("\n\n" if thought else "") + _printable(piece.text), end="")
+                    if thought:
+                        self._say("\n")
+                    sys.stdout.write(_printable(piece.text))
+                    sys.stdout.flush()
                     thought = False
-                self._out.file.flush()
         except KeyboardInterrupt:
             return True
         finally:
             waiting.stop()
         for call in answering.answer.tool_calls:
-            self._out.print(f"{call.name}({_printable(call.arguments)})", style="yellow")
+            print(_printable(f"{call.name}({call.arguments})"))
         return False
 
     def _read(self) -> str:

@@ -25,9 +25,7 @@ def register(app: typer.Typer) -> None:
     @configured(_SERVER, model=False)
     def status(
         resolved: Resolved,
-        request: Annotated[
-            str | None, typer.Argument(metavar="ID", help="A request, by the id of its answer.")
-        ] = None,
+        request: Annotated[str | None, typer.Argument(metavar="ID", help="A request, by the id of its answer.")] = None,
         host: _Host = None,
     ) -> None:
         """Show how a running server is doing, or how far one of its requests is."""
