@@ -102,8 +102,8 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of `text`, nothing put before or after it. Control tokens in it are ordinary text unless `special`."""
         if special:
-            return list(self._full.encode(_valid(text), add_special_tokens=False).ids)
-        return self._encode(_valid(text))
+            return list(self._full.encode(valid_text(text), add_special_tokens=False).ids)
+        return self._encode(valid_text(text))
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a raw completion prompt: BOS once if the tokenizer wants one, control tokens in it are text."""
@@ -114,7 +114,7 @@ class Tokenizer:
 
         `mark` (see `Controls.break_up`) is taken out, so the ids are those of the text without it.
         """
-        text = self.controls.with_aliases(_valid(text))
+        text = self.controls.with_aliases(valid_text(text))
         return self._encode(text.replace(mark, "") if mark else text)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -203,7 +203,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _valid(text: str) -> str:
+def valid_text(text: str) -> str:
     """`text` with lone surrogates, which UTF-8 cannot hold, as U+FFFD."""
     try:
         text.encode()

@@ -1,0 +1,230 @@
+"""Messages -> prompt ids, as the model's chat template says.
+
+messages -> plain dicts (`messages`), control tokens in their texts broken up by a mark (`controls`)
+         -> rendered in a process of its own (`renderer`)
+         -> ids (`tokenizer`), answers of old put back as they were sampled (`replay`)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cairn.config import Config
+from cairn.errors import InvalidRequest, ModelFileError, Unsupported
+from cairn.text.messages import plain_message, texts_in, with_texts
+from cairn.text.render_wire import Job, Setup
+from cairn.text.renderer import Renderer
+from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
+from cairn.text.sampled import opener, visible_ids
+from cairn.text.split import END_THINK, THINK
+from cairn.text.tokenizer import Tokenizer, read_json, valid_text
+from cairn.text.tools import OPEN as TOOL_CALL
+from cairn.types import ModelSpec, OutputFormat
+
+INLINE_CHARACTERS = 16_384
+"""Longer texts are encoded in a thread, so that other requests go on meanwhile."""
+
+_MARKS = [chr(code) for block in (range(0xFDE0, 0xFDF0), range(0x10F000, 0x10FF00)) for code in block]
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A chat as the model will see it."""
+
+    tokens: tuple[int, ...]
+    output: OutputFormat
+    """How the answer is to be read."""
+
+
+class Chat:
+    """One model's chats. Made by `Chat.start`; every method runs on the event loop that started it."""
+
+    def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, str], config: Config) -> None:
+        """`templates`: name -> text, none for a model that has no chat template."""
+        self._tokenizer = tokenizer
+        self._templates = templates
+        self._thinks = any(tag in text for tag in (THINK, END_THINK) for text in templates.values())
+        self._keep_reasoning = config.reasoning_history == "keep"
+        self._table = ReplayTable()
+        self._renderer: Renderer | None = None
+        if templates:
+            variables = tokenizer.special_tokens
+            self._renderer = Renderer(
+                Setup(templates=dict(templates), variables=variables, timeout=config.template_timeout)
+            )
+
+    @classmethod
+    async def start(cls, folder: Path, tokenizer: Tokenizer, spec: ModelSpec, config: Config) -> Chat:
+        """Read the model's chat templates and start the process that renders them.
+
+        Raises ModelFileError if a template or its file is broken. A model without one starts; `prompt` then refuses.
+        """
+        chat = cls(tokenizer, await asyncio.to_thread(load_templates, folder), config)
+        if chat._renderer is not None:
+            try:
+                await chat._renderer.start()
+            except ModelFileError as error:
+                raise ModelFileError(f"{folder}: {error}") from error
+        return chat
+
+    async def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        tenant: str = "default",
+        template_args: Mapping[str, Any] | None = None,
+    ) -> Prompt:
+        """Render and encode a chat up to the beginning of the assistant's next message.
+
+        Messages are OpenAI's: role, content (text or text parts), reasoning_content, tool_calls, tool_call_id, name.
+        `template_args` are variables of the template, such as enable_thinking. Raises InvalidRequest or Unsupported
+        naming the field, Overloaded if too many chats wait to be rendered.
+        """
+        if self._renderer is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions instead", field="messages")
+        if not messages:
+            raise InvalidRequest("messages is empty; it must hold at least one message", field="messages")
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if tools and TOOL_CALL not in self._templates[name]:
+            raise Unsupported("this model's chat template does not know tool calls in <tool_call> tags", field="tools")
+        arguments = self._arguments(template_args or {})
+        try:
+            clean = [plain_message(message, n, thinks=self._thinks) for n, message in enumerate(messages)]
+            mark, edge = _unused([*texts_in([clean, tools or [], arguments]), *self._templates.values()])
+            plain, offered, given = with_texts([clean, tools or None, arguments], lambda text: self._broken(text, mark))
+        except RecursionError:
+            raise InvalidRequest("messages or tools are nested too deeply", field="messages") from None
+        found = dict(self._answers(tenant, clean))
+        answers = {f"{edge}{n}{edge}": answer for n, answer in found.items()}
+        conversations = [plain]
+        if found:
+            stand_ins = zip(found, answers, strict=True)
+            shown = dict(enumerate(plain)) | {n: {"role": "assistant", "content": text} for n, text in stand_ins}
+            conversations.append(list(shown.values()))
+        payload = _json({"messages": conversations, "tools": offered, "arguments": given})
+        texts = await self._renderer.render(Job(template=name, payload=payload, marks=mark + edge))
+        if sum(map(len, texts)) > INLINE_CHARACTERS:
+            tokens = await asyncio.to_thread(self._encode, texts, mark, answers, tenant)
+        else:
+            tokens = self._encode(texts, mark, answers, tenant)
+        thought = _OPEN_THOUGHT.search(texts[0], max(len(texts[0]) - 64, 0)) is not None
+        output = OutputFormat(reasoning=self._thinks, reasoning_open=thought and self._thinks, tools=bool(tools))
+        return Prompt(tuple(tokens), output)
+
+    def remember(
+        self, tenant: str, prompt_tokens: Sequence[int], generated_tokens: Sequence[int], message: Mapping[str, Any]
+    ) -> None:
+        """Keep what was sampled for `message`, as the client saw it, so that it can be put back when it returns."""
+        if self._renderer is None:
+            return
+        seen = plain_message(message, 0, thinks=False)
+        answer = answer_of(plain_message(message, 0, thinks=self._thinks))
+        size = opener(self._tokenizer, prompt_tokens)
+        before = list(prompt_tokens[: len(prompt_tokens) - size])
+        opened = list(prompt_tokens[len(before) :])
+        if answer is None or (not self._keep_reasoning and (opened or answer.reasoning)):
+            return
+        thought = bool(opened) and END_THINK.encode() not in b"".join(map(self._tokenizer.token_bytes, opened))
+        for tools in (True, False):
+            output = OutputFormat(reasoning=self._thinks, reasoning_open=thought, tools=tools)
+            ids = visible_ids(self._tokenizer, generated_tokens, seen, output)
+            if ids is not None:
+                self._table.put(tenant, Prefix().digest(before), answer, opened + ids)
+                return
+
+    async def close(self) -> None:
+        """End the rendering process."""
+        if self._renderer is not None:
+            await self._renderer.close()
+
+    def _answers(self, tenant: str, messages: list[dict[str, Any]]) -> list[tuple[int, Answer]]:
+        """(place, identity) of the assistant messages that may have been sampled here."""
+        found = []
+        for n, message in enumerate(messages):
+            answer = answer_of(message) if message["role"] == "assistant" else None
+            if answer is not None and self._table.knows(tenant, answer):
+                found.append((n, answer))
+        return found
+
+    def _broken(self, text: str, mark: str) -> str:
+        return self._tokenizer.controls.break_up(valid_text(text), mark)
+
+    def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        taken = sorted(given.keys() & (_RESERVED | self._tokenizer.special_tokens.keys()))
+        if taken:
+            raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]!r}", field="chat_template_kwargs")
+        return dict(given)
+
+    def _encode(self, texts: list[str], mark: str, answers: Mapping[str, Answer], tenant: str) -> list[int]:
+        def encode(text: str) -> list[int]:
+            return self._tokenizer.encode_rendered(text, mark)
+
+        if len(texts) == 1:
+            return encode(texts[0])
+        return assemble(
+            texts[0],
+            texts[1],
+            answers,
+            encode,
+            lambda before, answer: self._table.find(tenant, before, answer),
+            lambda text: next(self._tokenizer.controls.find(text), None) is not None,
+        )
+
+
+def load_templates(folder: Path) -> dict[str, str]:
+    """A model's chat templates by name, {} if it has none; "default" is always among them.
+
+    chat_template.jinja and additional_chat_templates/*.jinja come before chat_template.json, which comes before
+    tokenizer_config.json (a text, or a list of {name, template}). Raises ModelFileError naming the file.
+    """
+    templates: dict[str, str] = {}
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        path = folder / name
+        value = read_json(path).get("chat_template")
+        if isinstance(value, str):
+            templates["default"] = value
+        elif isinstance(value, list) and all(
+            isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str)
+            for one in value
+        ):
+            templates |= {one["name"]: one["template"] for one in value}
+        elif value is not None:
+            raise ModelFileError(f"{path}: chat_template must be a text or a list of objects with name and template")
+    files = [(path.stem, path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))]
+    for name, path in [*files, ("default", folder / "chat_template.jinja")]:
+        try:
+            templates[name] = path.read_text("utf-8")
+        except FileNotFoundError:
+            continue
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelFileError(f"{path}: cannot be read as text ({error})") from error
+    if templates and "default" not in templates:
+        raise ModelFileError(f"{folder}: has chat templates {sorted(templates)} but none named 'default'")
+    return templates
+
+
+def _unused(texts: Iterable[str]) -> tuple[str, str]:
+    """Two characters that no text contains."""
+    seen = list(texts)
+    free = (mark for mark in _MARKS if not any(mark in text for text in seen))
+    try:
+        return next(free), next(free)
+    except StopIteration:
+        raise InvalidRequest("messages use every private character there is", field="messages") from None
+
+
+def _json(value: Any) -> bytes:
+    """JSON with integers of any size, which msgpack does not hold."""
+    try:
+        return json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"messages or tools are not JSON: {error}", field="messages") from error

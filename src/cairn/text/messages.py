@@ -1,0 +1,107 @@
+"""OpenAI's chat messages -> the plain dicts that chat templates of the Hugging Face hub expect."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from cairn.errors import InvalidRequest, Unsupported
+
+_THOUGHT = re.compile(r"\s*<think>\n*(.*?)\n?</think>\n*", re.DOTALL)
+_KEPT = ("role", "type")
+"""Fields whose values a template compares and a client cannot choose freely."""
+
+
+def plain_message(message: Mapping[str, Any], index: int, *, thinks: bool) -> dict[str, Any]:
+    """One message as a template sees it; fields that are None or unknown are left out.
+
+    Content is a text (text parts are joined by line breaks), `developer` is `system`, the arguments of a tool call are
+    an object. If the template knows reasoning (`thinks`), content that begins with `<think>...</think>` is taken apart,
+    so that the template decides what becomes of it. Raises InvalidRequest or Unsupported naming the field.
+    """
+    where = f"messages[{index}]"
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise InvalidRequest(f"{where}.role must be a text", field=f"{where}.role")
+    role = "system" if role == "developer" else role
+    content = _content(message.get("content"), f"{where}.content")
+    plain: dict[str, Any] = {"role": role, "content": content}
+    if role == "assistant":
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        if not reasoning and thinks and (found := _THOUGHT.match(content)):
+            reasoning, plain["content"] = found[1], content[found.end() :]
+        if reasoning:
+            if not isinstance(reasoning, str):
+                field = f"{where}.reasoning_content"
+                raise InvalidRequest(f"{field} must be a text", field=field)
+            plain["reasoning_content"] = reasoning
+        if calls := message.get("tool_calls"):
+            plain["tool_calls"] = [_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    for name in ("name", "tool_call_id"):
+        if message.get(name) is not None:
+            plain[name] = message[name]
+    return plain
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield key
+            yield from texts_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from texts_in(item)
+
+
+def with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with `change` applied to every text, keys included, except to roles and types."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {
+            change(key): item if key in _KEPT and isinstance(item, str) else with_texts(item, change)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [with_texts(item, change) for item in value]
+    return value
+
+
+def _content(content: Any, field: str) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise InvalidRequest(f"{field} must be a text or a list of parts", field=field)
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise Unsupported(f"{field} has a part of type {kind!r}; only 'text' is supported", field=field)
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"{field} has a text part without text", field=field)
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _call(call: Any, field: str) -> dict[str, Any]:
+    """A tool call with its arguments as an object. Arguments that are no JSON object stay as they are: an answer that
+    was cut in the middle of a call must not spoil every later turn."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{field}.function.name must be a text", field=f"{field}.function.name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            parsed = None
+        arguments = parsed if isinstance(parsed, dict) else arguments
+    plain = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+    return {**plain, "id": call["id"]} if isinstance(call.get("id"), str) else plain

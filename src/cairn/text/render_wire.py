@@ -1,0 +1,48 @@
+"""What the front and the process that renders chat templates say to each other.
+
+Frames are a 4-byte little-endian length and msgpack. The first is a `Setup`, every other a `Job`; each is answered by
+one `Rendered`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+MAX_FRAME = 128 << 20
+"""Longest frame in bytes, either way."""
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What stays the same for one model."""
+
+    templates: dict[str, str]
+    """Name -> template text; "default" is among them."""
+    variables: dict[str, str]
+    """The special tokens' texts by their names in templates."""
+    timeout: float
+    """Seconds for one job. The parent kills earlier; past twice this the process ends by itself."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """Conversations to render, all with the same template, tools and arguments, each up to the assistant's turn."""
+
+    template: str
+    payload: bytes
+    """JSON: {"messages": [conversation, ...], "tools": [...] or null, "arguments": {...}}."""
+    marks: str
+    """Characters that must come out as they are wherever a template puts them."""
+
+
+class Rendered(msgspec.Struct, frozen=True, kw_only=True):
+    """One text a conversation, or why there is none."""
+
+    texts: list[str] = []
+    error: str = ""
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    """A message as it goes over the wire. Raises ValueError if it is too long."""
+    data = msgspec.msgpack.encode(message)
+    if len(data) > MAX_FRAME:
+        raise ValueError(f"a frame of {len(data)} bytes is longer than {MAX_FRAME}")
+    return len(data).to_bytes(4, "little") + data

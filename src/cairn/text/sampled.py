@@ -1,0 +1,100 @@
+"""Which of the ids that were sampled stand for what a client saw of an answer, and nothing beyond it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cairn.text.split import TAGS, THINK, Splitter
+from cairn.text.tokenizer import Tokenizer
+from cairn.types import OutputFormat, ToolCallDelta
+
+_OPENER = re.compile(r"<think>\s*(?:</think>\s*)?")
+_OPENER_TOKENS = 8
+
+
+def opener(tokenizer: Tokenizer, prompt: Sequence[int]) -> int:
+    """How many ids at the end of a prompt open (or open and close) the reasoning: a template writes them for the
+    turn to come, and not in front of an answer of old."""
+    think = tokenizer.token_id(THINK)
+    tail = list(prompt[-_OPENER_TOKENS:])
+    if think is None or think not in tail:
+        return 0
+    size = tail[::-1].index(think) + 1
+    text = b"".join(tokenizer.token_bytes(i) for i in tail[-size:]).decode("utf-8", "replace")
+    return size if _OPENER.fullmatch(text) else 0
+
+
+def visible_ids(
+    tokenizer: Tokenizer, generated: Sequence[int], message: Mapping[str, Any], output: OutputFormat
+) -> list[int] | None:
+    """The ids of `generated` up to the end of what `message` shows; None if that cannot be told exactly.
+
+    A stop string, an incomplete character and the end token are not part of it. Where a token reaches beyond what is
+    visible it is dropped whole, and the visible text that it began is encoded again.
+    """
+    skip = tokenizer.special_ids - {i for tag in TAGS if (i := tokenizer.token_id(tag)) is not None}
+    ids = list(generated)
+    while ids and ids[-1] in skip:
+        ids.pop()
+    detokenizer = tokenizer.detokenizer(skip=skip)
+    certain = detokenizer.push(ids)
+    text = certain + detokenizer.flush()
+    content, reasoning, calls = _parse(text, output)
+    shown = message.get("content") or ""
+    if reasoning != (message.get("reasoning_content") or "") or not _same_calls(calls, message.get("tool_calls") or []):
+        return None
+    if content == shown and certain == text:
+        return ids
+    if calls or not content.startswith(shown) or not text.endswith(content):
+        return None
+    return _cut(tokenizer, ids, skip, text[: len(text) - len(content) + len(shown)])
+
+
+def _parse(text: str, output: OutputFormat) -> tuple[str, str, list[tuple[str, str]]]:
+    """Content, reasoning and tool calls (name, arguments) of a whole text."""
+    splitter = Splitter(output, 0, 0)
+    texts = {"text": "", "reasoning": ""}
+    calls: list[tuple[str, str]] = []
+    for piece in splitter.push(text) + splitter.finish(by_model=True):
+        if not isinstance(piece, ToolCallDelta):
+            texts[piece[0]] += piece[1]
+        elif piece.index == len(calls):
+            calls.append((piece.name, piece.arguments))
+        else:
+            name, arguments = calls[piece.index]
+            calls[piece.index] = (name, arguments + piece.arguments)
+    return texts["text"], texts["reasoning"], calls
+
+
+def _same_calls(calls: list[tuple[str, str]], shown: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the calls read from the text are the ones of the message, arguments compared as parsed JSON."""
+    if len(calls) != len(shown):
+        return False
+    try:
+        for (name, arguments), call in zip(calls, shown, strict=True):
+            given = call["function"]["arguments"]
+            given = json.loads(given) if isinstance(given, str) else given
+            if name != call["function"]["name"] or json.loads(arguments) != given:
+                return False
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _cut(tokenizer: Tokenizer, ids: list[int], skip: frozenset[int], visible: str) -> list[int] | None:
+    """The fewest ids that show the most of `visible` and nothing else, then the encoding of the rest of it."""
+    detokenizer = tokenizer.detokenizer(skip=skip)
+    shown = 0
+    best, best_shown = 0, 0
+    for count, i in enumerate(ids, 1):
+        shown += len(detokenizer.push((i,)))
+        if shown > len(visible):
+            break
+        if shown > best_shown:
+            best, best_shown = count, shown
+    cut = ids[:best] + tokenizer.encode(visible[best_shown:])
+    check = tokenizer.detokenizer(skip=skip)
+    return cut if check.push(cut) + check.flush() == visible else None
