@@ -308,7 +308,7 @@ class OpenAI:
     def _prompts(self, body: CompletionBody) -> list[str | list[int]]:
         given = body.prompt
         if isinstance(given, str) or isinstance(given[0], int):
-            return [cast("str | list[int]", given)]
+            return [given]
         prompts = cast("list[str | list[int]]", given)
         if len(prompts) > self._config.max_prompts:
             raise InvalidRequest(

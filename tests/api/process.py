@@ -1,0 +1,153 @@
+"""`cairn serve` as a process of its own, on the fake engine with the bundled model's tokenizer and template."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MAIN = """
+import json, sys
+from cairn.api.server import serve
+from cairn.config import resolve
+from cairn.errors import CairnError
+try:
+    serve(resolve(json.loads(sys.argv[1]), {}).config)
+except CairnError as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Served:
+    """A server process. `options` are fields of Config."""
+
+    def __init__(self, **options: Any) -> None:
+        self.port = options.setdefault("port", free_port())
+        options.setdefault("engine", "fake")
+        options.setdefault("kv_gb", 0.2)
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("CAIRN_")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", MAIN, json.dumps(options)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env=environment | {"OMP_NUM_THREADS": "1"},
+        )
+        self.errors = b""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        """Until /health/ready says 200."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server ended: {self.stderr()}")
+            with contextlib.suppress(OSError), urllib.request.urlopen(self.url + "/health/ready", timeout=5):
+                return
+            time.sleep(0.05)
+        raise AssertionError("the server did not become ready")
+
+    def wait_live(self, timeout: float = 30.0) -> None:
+        """Until the port answers."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError), urllib.request.urlopen(self.url + "/health/live", timeout=5):
+                return
+            time.sleep(0.01)
+        raise AssertionError("the server did not listen")
+
+    def post(self, path: str, body: Any, timeout: float = 60.0) -> Any:
+        """The parsed answer of a POST that succeeds."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return json.load(response)
+
+    def family(self) -> set[int]:
+        """The server's own and all its descendants' process ids."""
+        found, todo = set(), [self.pid]
+        while todo:
+            pid = todo.pop()
+            found.add(pid)
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                with contextlib.suppress(OSError):
+                    todo += [int(child) for child in children.read_text().split()]
+        return found
+
+    def rss(self) -> int:
+        """Resident bytes of the front process."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """The exit code."""
+        code = self.process.wait(timeout)
+        self.stderr()
+        return code
+
+    def stderr(self) -> str:
+        """What it wrote, once it has ended."""
+        assert self.process.stderr is not None
+        if not self.process.stderr.closed:
+            self.errors += self.process.stderr.read()
+            self.process.stderr.close()
+        return self.errors.decode()
+
+    def end(self) -> None:
+        """Kill it if it still runs."""
+        family = self.family()
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.stderr()
+        for pid in family - {self.pid}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def served(**options: Any) -> Iterator[Served]:
+    """A server that is ready; killed at the end if the test has not ended it."""
+    server = Served(**options)
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.end()
+
+
+def alive(pids: set[int]) -> set[int]:
+    """Those of the processes that still exist (a zombie does not count)."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.add(pid)
+    return found

@@ -1,0 +1,266 @@
+"""Start and end of a server: the port, the signals, the exit code, what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import socket
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from process import Served, alive, free_port, served
+from scripted import ScriptedService, done
+from serving import answer, events, request_bytes
+
+from cairn.api import server
+from cairn.config import Config
+from cairn.errors import ConfigError, ModelFileError, Unavailable
+from cairn.types import Delta
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+SCRIPTED = json.dumps(CHAT | {"model": "scripted"}).encode()
+
+
+class SlowService(ScriptedService):
+    """Loads when told to, and drains as the real one does: waits, then ends what still runs with an error."""
+
+    def __init__(self, script: Any = None) -> None:
+        super().__init__(script)
+        self.load = asyncio.Event()
+        self.closed = False
+
+    async def start(self, config: Config) -> SlowService:
+        await self.load.wait()
+        return self
+
+    def stats(self) -> Any:
+        return SimpleNamespace(running=len([one for one in self.streams if not one.over]), waiting=0)
+
+    async def drain(self, grace: float) -> None:
+        try:
+            async with asyncio.timeout(grace):
+                while not all(one.over for one in self.streams):
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            for one in self.streams:
+                if not one.over:
+                    one.push(Unavailable("the server is shutting down", retry_after=1))
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Running:
+    """A server in this process whose service is scripted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, service: SlowService, config: Config) -> None:
+        monkeypatch.setattr(server, "Service", service)
+        self.service = service
+        self.sock = server.bind("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
+        self.task = asyncio.create_task(server._serve(config, self.sock))
+
+    async def get(self, path: str) -> Any:
+        async with httpx.AsyncClient(base_url=self.url, trust_env=False) as http:
+            return await http.get(path)
+
+    async def connect(self, stream: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.sock.getsockname()[1])
+        body = json.dumps(json.loads(SCRIPTED) | {"stream": stream}).encode()
+        writer.write(request_bytes("POST", "/v1/chat/completions", body))
+        return reader, writer
+
+    async def end(self) -> None:
+        async with asyncio.timeout(10):
+            await self.task
+        self.sock.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_the_port_answers_while_the_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 1: loading never keeps the port from answering."""
+    running = Running(monkeypatch, SlowService(), Config())
+    assert (await running.get("/health/live")).status_code == 200
+    assert (await running.get("/health/ready")).status_code == 503
+    running.service.load.set()
+    while (await running.get("/health/ready")).status_code != 200:
+        await asyncio.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await running.end()
+    assert running.service.closed
+
+
+async def test_a_signal_while_the_model_loads_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 3."""
+    running = Running(monkeypatch, SlowService(), Config())
+    assert (await running.get("/health/live")).status_code == 200
+    os.kill(os.getpid(), signal.SIGINT)
+    await running.end()
+
+
+async def test_a_model_that_cannot_be_served_ends_the_server_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(config: Config) -> Any:
+        raise ModelFileError("model.safetensors is cut off")
+
+    service = SlowService()
+    service.start = start  # type: ignore[method-assign]
+    running = Running(monkeypatch, service, Config())
+    with pytest.raises(ModelFileError, match="cut off"):
+        await running.end()
+    running.sock.close()
+
+
+async def test_the_first_signal_lets_running_requests_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 3: requests end before the server does, new ones get 503 with Retry-After meanwhile."""
+    script = [Delta(text="a"), 0.5, Delta(text="b"), done()]
+    running = Running(monkeypatch, SlowService(lambda request: list(script)), Config(shutdown_grace=5))
+    running.service.load.set()
+    await asyncio.sleep(0.05)
+    streamed = await running.connect(True)
+    whole = await running.connect(False)
+    await until(lambda: len(running.service.streams) == 2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0.1)
+    late = await running.connect(False)
+    status, headers, body = await answer(late[0])
+    assert status == 503 and headers["retry-after"] == "5"
+    assert json.loads(body)["error"]["code"] == "unavailable"
+    status, _, body = await answer(whole[0])
+    assert status == 200 and json.loads(body)["choices"][0]["message"]["content"] == "ab"
+    text = (await streamed[0].read()).decode()
+    assert '"content":"b"' in text and "[DONE]" in text
+    await running.end()
+    for _, writer in (streamed, whole, late):
+        writer.close()
+
+
+async def test_what_runs_beyond_the_grace_ends_with_an_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failures 3, 47."""
+    running = Running(monkeypatch, SlowService(lambda request: [Delta(text="a"), 60.0]), Config(shutdown_grace=0.2))
+    running.service.load.set()
+    await asyncio.sleep(0.05)
+    reader, writer = await running.connect(True)
+    whole, other = await running.connect(False)
+    await until(lambda: len(running.service.streams) == 2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    text = (await reader.read()).partition(b"\r\n\r\n")[2].decode()
+    pieces = [line for line in text.split("\r\n") if line.startswith("data")]
+    assert events("".join(pieces))[-1]["error"]["code"] == "unavailable" and "[DONE]" not in text
+    status, _, body = await answer(whole)
+    assert status == 503 and json.loads(body)["error"]["code"] == "unavailable"
+    await running.end()
+    writer.close()
+    other.close()
+
+
+async def test_a_second_signal_is_immediate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 3."""
+    running = Running(monkeypatch, SlowService(lambda request: [Delta(text="a"), 60.0]), Config(shutdown_grace=600))
+    running.service.load.set()
+    await asyncio.sleep(0.05)
+    reader, writer = await running.connect(True)
+    await until(lambda: len(running.service.streams) == 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(0.1)
+    assert not running.task.done()
+    os.kill(os.getpid(), signal.SIGINT)
+    await running.end()
+    assert running.service.closed and running.service.streams[0].closed
+    writer.close()
+    assert reader is not None
+
+
+def test_a_busy_port_is_one_sentence_and_exit_code_2() -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is used") as caught:
+            server.serve(Config(engine="fake", port=port))
+        assert caught.value.exit_code == 2
+        process = Served(port=port)
+        assert process.wait() == 2
+        assert process.stderr().strip().count("\n") == 0 and "used by another program" in process.stderr()
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "300.1.1.1", "203.0.113.7"])
+def test_an_address_that_is_not_ours_is_one_sentence(host: str) -> None:
+    with pytest.raises(ConfigError, match=host):
+        server.serve(Config(host=host, unsafe_no_auth=True))
+
+
+def test_another_address_without_a_key_is_refused_before_anything_starts() -> None:
+    """Known failure 45."""
+    process = Served(host="0.0.0.0")
+    assert process.wait() == 2 and "--unsafe-no-auth" in process.stderr()
+
+
+def test_a_missing_model_is_exit_code_2(tmp_path: Any) -> None:
+    process = Served(model=str(tmp_path / "nothing"))
+    assert process.wait() == 2
+    assert "nothing" in process.stderr() and "Traceback" not in process.stderr()
+
+
+def test_the_file_limit_is_raised() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, before[0]), before[1]))
+        server.raise_file_limit(100)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(before[1], 1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_server_ends_with_0_and_leaves_nothing(number: int) -> None:
+    """Known failure 3."""
+    with served() as process:
+        assert process.post("/v1/chat/completions", CHAT)["choices"][0]["finish_reason"] == "length"
+        family = process.family()
+        assert len(family) >= 2
+        process.signal(number)
+        assert process.wait(20) == 0
+        assert not alive(family)
+        assert "Traceback" not in process.stderr()
+        assert "curl" in process.stderr() and process.url in process.stderr()
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.3, 0.8])
+def test_a_signal_in_start_up_ends_with_0(delay: float) -> None:
+    process = Served(port=free_port())
+    try:
+        process.wait_live()
+        import time
+
+        time.sleep(delay)
+        family = process.family()
+        process.signal()
+        assert process.wait(20) == 0
+        assert not alive(family)
+        assert "Traceback" not in process.stderr()
+    finally:
+        process.end()
+
+
+async def test_prompts_are_not_logged() -> None:
+    with served(log_level="debug") as process:
+        async with httpx.AsyncClient(base_url=process.url, trust_env=False, timeout=30) as http:
+            secret = "xyzzy-prompt-text"
+            body = CHAT | {"messages": [{"role": "user", "content": secret}]}
+            assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+            assert (await http.post("/v1/chat/completions", json=body | {"n": 99})).status_code == 400
+            assert (await http.post("/v1/completions", json={"model": "demo", "prompt": secret})).status_code == 200
+        process.signal()
+        assert process.wait(20) == 0
+        assert "xyzzy" not in process.stderr()
