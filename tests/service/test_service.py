@@ -26,7 +26,7 @@ from cairn.errors import (
     Overloaded,
     Unavailable,
 )
-from cairn.service import service as module
+from cairn.service import admission, history
 from cairn.service.service import Service
 from cairn.service.stream import merge
 from cairn.types import Delta, Done, FinishReason, OutputFormat, Request
@@ -167,7 +167,7 @@ async def test_the_queue_is_bounded_in_tokens_too(folder: Path) -> None:
 
 async def test_retry_after_follows_the_pace_of_the_queue() -> None:
     """Known failure 41."""
-    pace, now = module.Pace(), 0.0
+    pace, now = admission.Pace(), 0.0
     pace.note(now, 0, True)
     for _ in range(400):
         now += 0.5
@@ -401,7 +401,7 @@ async def test_finished_requests_are_forgotten_by_number_age_and_size(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Known failure 11."""
-    monkeypatch.setattr(module, "KEEP_REQUESTS", 5)
+    monkeypatch.setattr(history, "KEEP_REQUESTS", 5)
     ids = []
     for n in range(8):
         stream = service.generate(request(service, f"r{n}", 20))
@@ -409,14 +409,14 @@ async def test_finished_requests_are_forgotten_by_number_age_and_size(
         ids.append(stream.id)
     assert [service.status(id) is not None for id in ids] == [False] * 3 + [True] * 5
     assert not service._flights
-    monkeypatch.setattr(module, "KEEP_SECONDS", 0.0)
+    monkeypatch.setattr(history, "KEEP_SECONDS", 0.0)
     await until(lambda: service.status(ids[-1]) is None)
-    assert service._characters == 0
-    monkeypatch.setattr(module, "KEEP_SECONDS", 600.0)
-    monkeypatch.setattr(module, "KEEP_CHARACTERS", 50)
+    assert service._history._characters == 0
+    monkeypatch.setattr(history, "KEEP_SECONDS", 600.0)
+    monkeypatch.setattr(history, "KEEP_CHARACTERS", 50)
     for n in range(4):
         await collect(service.generate(request(service, f"r{n}", 20)))
-    assert service._characters <= 50
+    assert service._history._characters <= 50
 
 
 def test_ids_are_unique_and_survive_restarts(folder: Path) -> None:

@@ -19,10 +19,10 @@ from tiny import Answer, collect, config, request, until
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
 from cairn.errors import GenerationFailed, ModelError, Unavailable
-from cairn.service import supervisor
+from cairn.service import link, supervisor
+from cairn.service.link import Patience
 from cairn.service.service import Service
 from cairn.service.stream import Stream
-from cairn.service.supervisor import Patience
 from cairn.types import Event, Request
 
 FAULTY = Path(__file__).parent / "faulty_worker.py"
@@ -44,7 +44,7 @@ async def serving(folder: Path, patience: Patience = QUICK, **options: Any) -> A
 
 
 def faulty(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    monkeypatch.setattr(supervisor, "WORKER", (sys.executable, str(FAULTY), mode))
+    monkeypatch.setattr(link, "WORKER", (sys.executable, str(FAULTY), mode))
 
 
 def oracle(service: Service) -> Callable[[Request], list[int]]:
@@ -354,7 +354,7 @@ async def test_an_idle_service_closes_at_once(folder: Path) -> None:
     pid, started = pid_of(service), time.monotonic()
     await service.close()
     assert not os.path.exists(f"/proc/{pid}")
-    assert time.monotonic() - started < supervisor._CLOSE_SECONDS
+    assert time.monotonic() - started < supervisor.CLOSE_SECONDS
 
 
 async def test_sixteen_equal_prompts_at_once_compute_the_prefix_once(folder: Path, figure: Figure) -> None:
@@ -410,7 +410,7 @@ async def test_cancels_at_random_points_leave_nothing_held(folder: Path, figure:
         await until(lambda: (service._stats.running, service._stats.waiting, service._stats.kv_usage) == (0, 0, 0))
         freed = time.monotonic() - started
         assert not service._flights
-        assert service._queued == service._queued_tokens == 0
+        assert service._queue.requests == service._queue.tokens == 0
         assert not service._supervisor._sent
         assert sum(service.metrics.finished.values()) == count
         asked = request(service, "after", 20)

@@ -9,18 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
-from collections import OrderedDict
 
 import msgspec
-from cairn.text.chat import Chat
 
 from cairn.config import Config
 from cairn.errors import (
     CairnError,
     Cancelled,
     Conflict,
-    ContextTooLong,
     DeadlineExceeded,
     GenerationFailed,
     InvalidRequest,
@@ -31,46 +27,24 @@ from cairn.metrics import Metrics
 from cairn.models.hub import locate
 from cairn.seams import Clock, SystemClock
 from cairn.service import wire
-from cairn.service.stream import Flight, RequestStatus, Stream
-from cairn.service.supervisor import Patience, Supervisor
+from cairn.service.admission import Queue, check_tokens
+from cairn.service.flight import Flight, RequestStatus
+from cairn.service.history import History
+from cairn.service.link import Patience
+from cairn.service.stream import Stream
+from cairn.service.supervisor import Supervisor
+from cairn.text.chat import Chat
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import FinishReason, ModelSpec, Output, Request, Timing
 
 log = logging.getLogger(__name__)
 
-KEEP_SECONDS = 600.0
-KEEP_REQUESTS = 1000
-KEEP_CHARACTERS = 32 << 20
-"""Bounds of what is remembered of requests that have ended."""
 FULL = 0.9
 """Share of the KV pool in use by requests from which the server says that it is not ready."""
 _TICK = 0.25
 _LATE = 1.0
 """Seconds past a deadline after which the front ends a request itself; the worker normally does."""
-_MEMORY = 30.0
-
-
-class Pace:
-    """How fast the queue moves, measured while somebody waits; what is older than `_MEMORY` seconds fades."""
-
-    def __init__(self) -> None:
-        self._left = self._seconds = self._last = self._due = 0.0
-        self._queued = False
-
-    def note(self, now: float, left: int, queued: bool) -> None:
-        """`left` requests left the queue since the last call; `queued`: whether others still wait."""
-        if self._queued:
-            passed = now - self._last
-            fade = math.exp(-passed / _MEMORY)
-            self._left, self._seconds = self._left * fade + left, self._seconds * fade + passed
-        self._last, self._queued = now, queued
-
-    def book(self, now: float, most: int) -> float:
-        """Seconds until a place in the queue is free that nobody was told of yet; at most `most` places ahead."""
-        each = (self._seconds + 1) / (self._left + 1)
-        self._due = min(max(self._due, now) + each, now + most * each)
-        return max(1.0, self._due - now)
 
 
 class ServiceStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,13 +90,9 @@ class Service:
         )
         self._flights = self._supervisor.flights
         self._stats = wire.Stats()
-        self._queued = 0
-        self._queued_tokens = 0
-        """Requests that no worker has begun to compute, and the tokens of their prompts."""
+        self._queue = Queue(config)
+        self._history = History()
         self._stepped = 0.0
-        self._pace = Pace()
-        self._ended: OrderedDict[int, tuple[float, RequestStatus]] = OrderedDict()
-        self._characters = 0
         self._last_id = 0
         self._loaded = False
         self._draining = False
@@ -181,8 +151,7 @@ class Service:
         except wire.WireError as error:
             flight.end(FinishReason.ERROR, error, None)
             raise InvalidRequest(str(error), field="prompt") from error
-        self._queued += 1
-        self._queued_tokens += len(request.prompt)
+        self._queue.enter(request)
         return stream
 
     def abort(self, id: int) -> bool:
@@ -194,15 +163,14 @@ class Service:
         flight = self._flights.get(id)
         if flight is not None:
             return flight.status()
-        ended = self._ended.get(id)
-        return ended[1] if ended else None
+        return self._history.get(id)
 
     def stats(self) -> ServiceStats:
         """Numbers of now."""
         stats = self._stats
         return ServiceStats(
-            running=len(self._flights) - self._queued,
-            waiting=self._queued,
+            running=len(self._flights) - self._queue.requests,
+            waiting=self._queue.requests,
             kv_usage=stats.kv_usage,
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
@@ -251,47 +219,17 @@ class Service:
     # ------------------------------------------------------------------------------------------------ admission
 
     def _admit(self, request: Request) -> None:
-        self._check_open()
-        if request.id in self._flights:
-            raise Conflict(f"request {request.id} runs already")
-        self._check_length(request)
-        tokens = (*request.prompt, *request.generated) if request.generated else request.prompt
-        if min(tokens) < 0 or max(tokens) >= self.info.vocab:
-            raise InvalidRequest(f"token ids must be from 0 to {self.info.vocab - 1}", field="prompt")
-        waiting = self._queued
-        if not self._stats.waiting:  # the worker takes everybody: its free places are for those on the way to it
-            rows = min(self._config.max_running, self.info.max_rows)
-            waiting -= max(0, rows - (len(self._flights) - self._queued))
-        limit, limit_tokens = self._config.max_queue, self._config.max_queue_tokens
-        if waiting >= limit or (waiting > 0 and self._queued_tokens + len(request.prompt) > limit_tokens):
-            pause = self._pace.book(self._clock.now(), limit)
-            raise Overloaded(
-                f"the queue is full: {self._queued} requests with {self._queued_tokens} prompt tokens wait "
-                f"(limits: {limit} and {limit_tokens})",
-                retry_after=pause,
-            )
-
-    def _check_open(self) -> None:
         if self._draining:
             raise Unavailable("the server is shutting down", retry_after=max(1.0, self._config.shutdown_grace))
         if self._supervisor.gave_up:
             raise Unavailable(self._supervisor.gave_up, retry_after=60.0)
         if self._supervisor.failing and not self._supervisor.up:
             raise Unavailable("the worker is being replaced", retry_after=self._supervisor.pause)
-
-    def _check_length(self, request: Request) -> None:
-        prompt, asked = len(request.prompt), request.sampling.max_tokens
-        context, pool = self.info.context, self.info.pool_tokens
-        if prompt + asked > context:
-            raise ContextTooLong(
-                f"the context holds {context} tokens; the prompt has {prompt} and the completion asks for {asked}",
-                field="prompt" if prompt + 1 > context else "max_tokens",
-            )
-        if prompt + min(asked, 1) > pool:
-            raise InvalidRequest(
-                f"the prompt has {prompt} tokens and the whole KV pool holds {pool}; a larger --kv-gb makes room",
-                field="prompt",
-            )
+        if request.id in self._flights:
+            raise Conflict(f"request {request.id} runs already")
+        check_tokens(request, self.info)
+        running = len(self._flights) - self._queue.requests
+        self._queue.check(request, running, self.info.max_rows, self._clock.now())
 
     # --------------------------------------------------------------------------------------- what the worker says
 
@@ -329,7 +267,7 @@ class Service:
     def _note_stats(self, step: wire.Step, now: float) -> None:
         metrics, old, new = self.metrics, self._stats, step.stats
         self._stats = new
-        self._pace.note(now, len(step.started), new.waiting > 0)
+        self._queue.note(now, len(step.started), new)
         metrics.running, metrics.waiting, metrics.kv_usage = new.running, new.waiting, new.kv_usage
         metrics.prefix_queries += new.prefix_queries - old.prefix_queries
         metrics.prefix_hits += new.prefix_hits - old.prefix_hits
@@ -343,7 +281,7 @@ class Service:
         flight = self._flights.get(id)
         if flight is not None and flight.started_at is None:
             flight.started_at = now
-            self._leave_queue(flight)
+            self._queue.leave(flight.request)
 
     def _on_output(self, output: Output, now: float) -> None:
         flight = self._flights.get(output.id)
@@ -370,7 +308,7 @@ class Service:
     def _on_refused(self, refused: wire.Refused) -> None:
         error = wire.error(refused.code, refused.message)
         if isinstance(error, Overloaded | Unavailable):
-            error.retry_after = self._pace.book(self._clock.now(), self._config.max_queue)
+            error.retry_after = self._queue.retry_after(self._clock.now())
         self._release(refused.id, FinishReason.ERROR, error=error)
 
     def _on_lost(self, flight: Flight, error: CairnError) -> None:
@@ -406,7 +344,7 @@ class Service:
         if flight is None:
             return False
         if flight.started_at is None:
-            self._leave_queue(flight)
+            self._queue.leave(flight.request)
         now = self._clock.now()
         timing = timing or _timing(flight, now)
         try:
@@ -421,30 +359,12 @@ class Service:
             generated=flight.text.completion_tokens,
             limit=flight.request.sampling.max_tokens,
         )
-        self._remember(flight.status(), now)
+        self._history.add(flight.status(), now)
         if flight.waker is not None:
             flight.waker.wake()
         if not self._flights:
             self._empty.set()
         return True
-
-    def _leave_queue(self, flight: Flight) -> None:
-        self._queued -= 1
-        self._queued_tokens -= len(flight.request.prompt)
-
-    def _remember(self, status: RequestStatus, now: float) -> None:
-        self._ended[status.id] = (now, status)
-        self._characters += len(status.text) + len(status.reasoning)
-        self._forget(now)
-
-    def _forget(self, now: float) -> None:
-        while self._ended:
-            ended, status = next(iter(self._ended.values()))
-            many = len(self._ended) > KEEP_REQUESTS or self._characters > KEEP_CHARACTERS
-            if not many and now - ended < KEEP_SECONDS:
-                break
-            self._ended.popitem(last=False)
-            self._characters -= len(status.text) + len(status.reasoning)
 
     def _end_all(self) -> None:
         for id in tuple(self._flights):
@@ -459,7 +379,7 @@ class Service:
             try:
                 self._supervisor.look()
                 self._end_late(self._clock.now())
-                self._forget(self._clock.now())
+                self._history.forget(self._clock.now())
             except Exception:
                 log.exception("the periodic check failed")
 

@@ -1,0 +1,256 @@
+"""The front's record of a request: what its worker said, and what its consumer has not read yet.
+
+The tokens so far are all that is needed to go on in another worker. They are turned into text when the consumer reads,
+so a consumer that lags gets what it missed as one event; only a request with stop strings is read at once, because a
+stop must reach the worker whether anybody reads or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from cairn.errors import CairnError
+from cairn.text.stream import TextStream
+from cairn.types import CacheReport, Delta, Done, Event, FinishReason, Output, Request, Timing, TokenLogprob, Usage
+
+if TYPE_CHECKING:
+    from cairn.service.stream import Waker
+
+State = Literal["waiting", "running", "finished", "failed", "cancelled"]
+_MERGE_AT = 32  # unread events of a stream that is read at once, before they are made one
+
+
+class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a request, now or after its end."""
+
+    id: int
+    state: State
+    prompt_tokens: int
+    completion_tokens: int
+    text: str
+    """Content so far; what a stop string or a split character may still change is not in it."""
+    reasoning: str = ""
+    reason: FinishReason | None = None
+    error: str = ""
+    salt: bytes = b""
+    """The tenant's salt, so that a tenant is shown its own requests only."""
+
+
+class Flight:
+    """A request from its admission to its end. One event loop's thread uses it."""
+
+    __slots__ = (
+        "_events",
+        "_logprobs",
+        "_parts",
+        "_reasoning",
+        "_unread",
+        "arrived",
+        "cache",
+        "deaths",
+        "done",
+        "eager",
+        "error",
+        "first_at",
+        "last_at",
+        "prompt_logprobs",
+        "read_at",
+        "reason",
+        "request",
+        "skip",
+        "started_at",
+        "survived",
+        "text",
+        "timing",
+        "tokens",
+        "waker",
+    )
+
+    def __init__(self, request: Request, text: TextStream, arrived: float) -> None:
+        self.request = request
+        self.text = text
+        self.eager = bool(request.stop)
+        self.tokens = list(request.generated)
+        """Every token of the answer so far, also what was generated before."""
+        self.prompt_logprobs = 0
+        """Prompt log-probabilities received, and (`skip`) how many of a new worker's are repetitions."""
+        self.skip = 0
+        self.cache: CacheReport | None = None
+        self.arrived = arrived
+        self.started_at: float | None = None
+        self.first_at: float | None = None
+        self.last_at = arrived
+        self.read_at = arrived
+        """When the consumer last took everything there was."""
+        self.timing: Timing | None = None
+        self.reason: FinishReason | None = None
+        self.error: CairnError | None = None
+        self.deaths = 0
+        """Workers that died in a row with this request in flight and without a new token of it."""
+        self.survived = len(self.tokens)
+        """Length of `tokens` at the last such death."""
+        self.done = False
+        self.waker: Waker | None = None
+        self._unread: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._events: list[Event] = []
+        self._parts: list[str] = []
+        self._reasoning: list[str] = []
+
+    # -------------------------------------------------------------------------------------- what the worker says
+
+    def accept(self, output: Output) -> None:
+        """Take an output of the worker; its end is the service's business."""
+        if output.cache is not None and self.cache is None:
+            self.cache = output.cache
+        if output.prompt_logprobs:
+            news = output.prompt_logprobs[self.skip :]
+            self.skip = max(0, self.skip - len(output.prompt_logprobs))
+            self.prompt_logprobs += len(news)
+            if news:
+                self._events.append(Delta(prompt_logprobs=news))
+        self.tokens.extend(output.tokens)
+        self._unread.extend(output.tokens)
+        self._logprobs.extend(output.logprobs)
+
+    def accept_token(self, token: int) -> None:
+        """Take an output that is one token and nothing else."""
+        self.tokens.append(token)
+        self._unread.append(token)
+
+    def resume(self, now: float) -> Request:
+        """The request for another worker: it goes on after the tokens that this front already has."""
+        sampling = self.request.sampling
+        if sampling.prompt_logprobs and self.tokens:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=False)
+        self.skip = self.prompt_logprobs
+        timeout = self.request.timeout
+        if timeout is not None:
+            timeout = max(0.0, timeout - (now - self.arrived))
+        return msgspec.structs.replace(self.request, generated=tuple(self.tokens), sampling=sampling, timeout=timeout)
+
+    def read(self) -> None:
+        """Turn the tokens received so far into events."""
+        if self._unread:
+            tokens, logprobs = self._unread, self._logprobs
+            self._unread, self._logprobs = [], []
+            self._add(self.text.push(tokens, logprobs))
+
+    def end(self, reason: FinishReason, error: CairnError | None, timing: Timing | None) -> None:
+        """Close the text and queue the last event. `error` is raised to the consumer after what was said before."""
+        self.read()
+        if self.text.stopped and error is None:
+            reason = FinishReason.STOP
+        deltas, self.reason = self.text.finish(reason)
+        self._add(deltas)
+        self.error = error
+        self.timing = timing
+        self.done = True
+        if error is None:
+            cache = self.cache or CacheReport()
+            self._events.append(Done(reason=self.reason, usage=self.usage, cache=cache, timing=timing or Timing()))
+
+    def fail(self, error: CairnError) -> None:
+        """End without touching the text, because the text failed."""
+        self.reason, self.error, self.done = FinishReason.ERROR, error, True
+
+    def _add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if delta.text:
+                self._parts.append(delta.text)
+            if delta.reasoning:
+                self._reasoning.append(delta.reasoning)
+        self._events.extend(deltas)
+        if len(self._events) > _MERGE_AT:
+            self._events = joined(self._events)
+
+    # ----------------------------------------------------------------------------------- what the consumer reads
+
+    def take(self) -> list[Event]:
+        """Everything new, a lagging consumer's deltas as one."""
+        self.read()
+        events = self._events
+        if len(events) > 1:
+            events = joined(events)
+        self._events = []
+        return events
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to take."""
+        return not (self._unread or self._events or self.done)
+
+    @property
+    def backlog(self) -> int:
+        """About how many bytes wait for the consumer."""
+        size = 8 * len(self._unread) + sum(64 + 32 * len(logprob.top) for logprob in self._logprobs)
+        for event in self._events:
+            if isinstance(event, Delta):
+                size += len(event.text) + len(event.reasoning) + 8 * len(event.tokens)
+                size += sum(64 + 32 * len(p.top) for p in (*event.logprobs, *event.prompt_logprobs))
+                size += sum(len(call.arguments) for call in event.tool_calls)
+        return size
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of the prompt and the answer; tokens past a stop are not counted."""
+        cached = self.cache.pool if self.cache else 0
+        prompt = len(self.request.prompt)
+        return Usage(
+            prompt_tokens=prompt, completion_tokens=self.text.completion_tokens, cached_tokens=min(cached, prompt)
+        )
+
+    def status(self) -> RequestStatus:
+        """What to tell somebody who asks for this request."""
+        self.read()
+        return RequestStatus(
+            id=self.request.id,
+            state=self._state(),
+            prompt_tokens=len(self.request.prompt),
+            completion_tokens=self.text.completion_tokens,
+            text="".join(self._parts),
+            reasoning="".join(self._reasoning),
+            reason=self.reason,
+            error=str(self.error or ""),
+            salt=self.request.salt,
+        )
+
+    def _state(self) -> State:
+        if not self.done:
+            return "waiting" if self.started_at is None else "running"
+        if self.reason is FinishReason.CANCELLED:
+            return "cancelled"
+        return "finished" if self.error is None else "failed"
+
+
+def joined(events: list[Event]) -> list[Event]:
+    """The same events with every run of deltas made one."""
+    merged: list[Event] = []
+    run: list[Delta] = []
+    for event in events:
+        if isinstance(event, Delta):
+            run.append(event)
+            continue
+        if run:
+            merged.append(_one(run))
+            run = []
+        merged.append(event)
+    if run:
+        merged.append(_one(run))
+    return merged
+
+
+def _one(deltas: list[Delta]) -> Delta:
+    if len(deltas) == 1:
+        return deltas[0]
+    return Delta(
+        text="".join(delta.text for delta in deltas),
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        prompt_logprobs=tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
+    )

@@ -1,0 +1,208 @@
+"""One worker's life as the front sees it: the process (or thread), the socket to it, and the signs of life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cairn.seams import Clock
+from cairn.service import wire
+
+log = logging.getLogger(__name__)
+
+WORKER = (sys.executable, "-m", "cairn.service.worker")
+"""The worker's command line; the socket's number is added to it."""
+_RECEIVE = 1 << 20
+_COMPUTING = 0.1
+"""CPU seconds that show that a step computes; the pulse alone uses far less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a worker may stay silent, in seconds, and how often it is replaced."""
+
+    load: float = 60.0
+    """Without a sign of life while it loads (one is sent every second)."""
+    silence: float = 6.0
+    """Without a sign of life while it has work."""
+    stall: float = 120.0
+    """In one step without using the CPU: a step may take long, but not by waiting."""
+    step: float = 1800.0
+    """In one step at all."""
+    restarts: int = 8
+    """Deaths in a row without progress before the supervisor gives up."""
+    backoff: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0, 2.0, 5.0)
+    """Pause before each restart in such a row; the last holds for all further ones."""
+
+
+class Link:
+    """One worker's life: its process (or thread), the socket to it, and what was last heard."""
+
+    def __init__(self, in_process: bool, clock: Clock, receive: Callable[[wire.ToFront], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._clock = clock
+        self._receive = receive
+        self._frames = wire.front_frames()
+        self._backlog = bytearray()
+        self.ended: asyncio.Future[str] = self._loop.create_future()
+        """Why it ended, once it has."""
+        self.ready = False
+        self.progressed = False
+        """Whether any request got further in it."""
+        self._heard = self._stepped = self._computed = clock.now()
+        self._cpu = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._sock, theirs = socket.socketpair()
+        self._sock.setblocking(False)
+        if in_process:
+            self._thread = threading.Thread(target=_serve_quietly, args=(theirs,), name="cairn-worker", daemon=True)
+            self._thread.start()
+        else:
+            with theirs:
+                command = [*WORKER, str(theirs.fileno())]
+                self._process = subprocess.Popen(
+                    command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=2
+                )
+        self._loop.add_reader(self._sock, self._on_readable)
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id; None in-process."""
+        return self._process.pid if self._process else None
+
+    def send(self, message: wire.ToWorker) -> None:
+        """Send a frame now or as soon as the worker reads. A worker that is gone is noticed by the reader."""
+        if self.ended.done():
+            return
+        data = wire.encode(message)
+        if not self._backlog:
+            try:
+                sent = self._sock.send(data)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError:
+                return
+            if sent == len(data):
+                return
+            data = data[sent:]
+            self._loop.add_writer(self._sock, self._on_writable)
+        self._backlog += data
+
+    def overdue(self, patience: Patience, working: bool) -> str:
+        """Why it has to be taken for dead; empty if it is well. `working`: whether it has a request."""
+        now = self._clock.now()
+        if self._process is None or self.ended.done():
+            return ""
+        if not self.ready:
+            silent = now - self._heard > patience.load
+            return f"no sign of life for {patience.load:g} s while loading" if silent else ""
+        if not working:
+            self.rest()
+        elif now - self._heard > patience.silence:
+            return f"no sign of life for {patience.silence:g} s"
+        elif now - max(self._stepped, self._computed) > patience.stall:
+            return f"a step stood still for {patience.stall:g} s"
+        elif now - self._stepped > patience.step:
+            return f"a step took more than {patience.step:g} s"
+        return ""
+
+    def rest(self) -> None:
+        """Forget how long it has been silent: it had nothing to do, or nobody could have heard it."""
+        self._heard = self._stepped = self._computed = self._clock.now()
+
+    def kill(self, reason: str) -> None:
+        """End the process at once."""
+        if self._process is not None:
+            self._process.kill()
+        self.end(reason)
+
+    def end(self, reason: str) -> None:
+        """Cut the connection and end the process. Does nothing the second time."""
+        if self.ended.done():
+            return
+        self._loop.remove_reader(self._sock)
+        self._loop.remove_writer(self._sock)
+        self._sock.close()
+        self.ended.set_result(reason)
+
+    async def reap(self, grace: float) -> str:
+        """Wait until nothing is left of it; a process that is still there after `grace` seconds is killed.
+
+        Returns how it ended, in words.
+        """
+        if self._process is None:
+            if self._thread is not None:
+                await asyncio.to_thread(self._thread.join, 5.0 + grace)
+            return "its thread ended"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, grace)
+        if self._process.poll() is None:
+            self._process.kill()
+        code = await asyncio.to_thread(self._process.wait)
+        if code >= 0:
+            return f"its process ended with exit code {code}"
+        return f"its process was ended by {signal.Signals(-code).name}"
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._sock.recv(_RECEIVE)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self.end(f"the connection broke: {error}")
+            return
+        if not data:
+            self.end("it closed the connection")
+            return
+        self._heard = self._clock.now()
+        try:
+            messages = self._frames.feed(data)
+        except wire.WireError as error:
+            self.end(str(error))
+            return
+        for message in messages:
+            if isinstance(message, wire.Beat):
+                self._note_cpu(message.cpu)
+                continue
+            self._stepped = self._heard
+            try:
+                self._receive(message)
+            except Exception as error:  # what it said is lost, but not the tokens before: another worker goes on
+                log.exception("a frame of the worker could not be used")
+                self.kill(f"the front failed: {error!r}")
+                return
+
+    def _on_writable(self) -> None:
+        try:
+            sent = self._sock.send(self._backlog)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            sent = len(self._backlog)
+        del self._backlog[:sent]
+        if not self._backlog:
+            self._loop.remove_writer(self._sock)
+
+    def _note_cpu(self, cpu: float) -> None:
+        if cpu - self._cpu > _COMPUTING:
+            self._cpu, self._computed = cpu, self._heard
+
+
+def _serve_quietly(sock: socket.socket) -> None:
+    """The worker of in-process use: an unforeseen error is shown, and the front sees the connection close."""
+    from cairn.service.worker import serve
+
+    try:
+        serve(sock)
+    except Exception:
+        traceback.print_exc(file=sys.stderr)
