@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.tiny_models import BFLOAT16, MODELS, Driver, load, prompt, write_model
+from tests.tiny_models import BFLOAT16, MODELS, Driver, load, prompt, write_config, write_model
 
 from cairn.engine.cpu import CpuEngine
 from cairn.kernels import reference
 from cairn.kernels.reference import ReferenceKernels
+from cairn.models.spec import load_spec
 
 CLOSE = 1e-4
 STEPS = 64
@@ -65,6 +66,54 @@ def test_long_contexts_with_scaled_rope(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16])
 def test_half_precision_weights(dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(write_model(tmp_path, dtype=dtype), monkeypatch)
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "plain": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama 3.1": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn, scaled by mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "beta_fast": 24.0,
+    },
+    "yarn, not truncated": {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 1024,
+        "truncate": False,
+        "attention_factor": 1.3,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_of_real_sizes_equals_that_of_transformers(name: str, tmp_path: Path) -> None:
+    """Cosines and sines over a long context, with the constants that published models use."""
+    shape = {"head_dim": 128, "max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": ROPES[name]}
+    spec = load_spec(write_config(tmp_path, "LlamaForCausalLM", **shape))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    positions = np.array([0, 1, 2, 17, 500, 8191, 8192, 40000, 131071], np.int32)
+    angles = np.empty((len(positions), 2, 64), np.float32)
+    kernels = ReferenceKernels()
+    kernels.rope_angles(kernels.rope(128, spec.rope_theta, spec.rope_scaling), positions, angles)
+    kernels.close()
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    cos, sin = rotary(torch.zeros(1), torch.from_numpy(positions.astype(np.int64))[None])
+    # A frequency that differs in its last bit turns by up to 131071 * 2**-24 radians more or less.
+    allowed = 1e-6 + positions[:, None] * 2.0**-23
+    for number, want in enumerate((cos, sin)):
+        assert (np.abs(angles[:, number] - want[0, :, :64].numpy()) <= allowed).all()
 
 
 def late_positions(monkeypatch: pytest.MonkeyPatch) -> None:

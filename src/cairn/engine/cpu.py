@@ -95,6 +95,8 @@ class CpuEngine:
     def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> Ready[None]:
         """Copy pages into blocks; a page of another size is a `ValueError` and writes nothing."""
         size = self.info.block_bytes[group]
+        if len(ids) != len(pages):
+            raise ValueError(f"{len(pages)} pages for {len(ids)} blocks")
         if any(len(memoryview(page).cast("B")) != size for page in pages):
             raise ValueError(f"a page of group {group} has {size} bytes")
         for one, page in zip(ids, pages, strict=True):
@@ -110,10 +112,9 @@ class CpuEngine:
     def _write_inputs(self, rows: Sequence[Row]) -> list[int]:
         """Fill the step's input buffers; returns each row's first token in the step."""
         buffers, firsts, at = self._buffers, [], 0
-        assert len(rows) <= self.info.max_rows, "more rows than the engine takes"
+        self._check(rows)
         for number, row in enumerate(rows):
             count = row.end - row.start
-            assert count > 0 and at + count <= self.info.max_tokens and row.end <= self.info.context
             step = slice(at, at + count)
             positions = np.arange(row.start, row.end, dtype=np.int32)
             buffers.tokens[step] = row.tokens[row.start : row.end]
@@ -124,12 +125,22 @@ class CpuEngine:
                 table[number, :filled] = given[:filled]
                 table[number, filled:] = -1
                 slots[step] = table[number, positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
-                assert slots[step].min() >= 0, "a token without a block"
+                if slots[step].min() < 0:
+                    raise ValueError("a row has a token without a block")
             firsts.append(at)
             at += count
-        tokens = buffers.tokens[:at]
-        assert tokens.min() >= 0 and tokens.max() < self.info.vocab, "a token outside the vocabulary"
+        if not 0 <= buffers.tokens[:at].min() <= buffers.tokens[:at].max() < self.info.vocab:
+            raise ValueError("a row has a token outside the vocabulary")
         return firsts
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        """Broken rows are our own bug; they are refused before anything is written."""
+        tokens = sum(row.end - row.start for row in rows)
+        if len(rows) > self.info.max_rows or tokens > self.info.max_tokens:
+            raise ValueError(f"{len(rows)} rows with {tokens} tokens are more than the engine takes in one step")
+        for row in rows:
+            if not 0 <= row.start < row.end <= min(self.info.context, len(row.tokens)):
+                raise ValueError(f"a row cannot compute [{row.start}, {row.end}) of {len(row.tokens)} tokens")
 
     def _sample(
         self,
@@ -178,11 +189,10 @@ def _slices(rows: Sequence[Row]) -> Iterator[list[tuple[int, int, int]]]:
 
 def identity(spec: ModelSpec) -> bytes:
     """Root of the KV keys: the model, the KV's layout, and everything about this machine that can move a bit."""
-    blas = sorted(
-        f"{info['internal_api']} {info.get('version')} {info.get('architecture')}"
-        for info in threadpool_info()
-        if info["user_api"] == "blas"
-    )
+    libraries = [info for info in threadpool_info() if info["user_api"] == "blas"]
+    # Other packages may have loaded a BLAS of their own, which computes nothing here.
+    ours = [info for info in libraries if "numpy" in info["filepath"]] or libraries
+    blas = sorted(f"{info['internal_api']} {info.get('version')} {info.get('architecture')}" for info in ours)
     cpu = np._core._multiarray_umath.__cpu_features__  # type: ignore[attr-defined]
     features = sorted(name for name, here in cpu.items() if here)
     facts = [LAYOUT, BLOCK_TOKENS, NUMERICS, reference.SPAN, reference.TILE, np.__version__, platform.machine()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cairn.config import Config
 from cairn.engine.machine import memory_available
 from cairn.errors import ModelError
@@ -30,35 +32,31 @@ def pool_blocks(spec: ModelSpec, config: Config, free: int | None = None) -> tup
     """Blocks of each group's pool.
 
     `config.kv_gb`, or a quarter of the memory that is free beside the weights, at most what `max_running` full contexts
-    need. Groups share the bytes so that each can hold the same number of contexts. Raises `ModelError` with the
-    figures where that leaves less than one context of `LEAST_CONTEXT` tokens.
+    need and at least one context of `LEAST_CONTEXT` tokens. Groups share the bytes so that each can hold the same
+    number of contexts. Raises `ModelError` with the figures for a `kv_gb` below that least.
     """
     context = min(spec.context, config.context or spec.context)
     needs = [_blocks_for(group, context, config) for group in spec.groups]
-    one = sum(need * size for need, size in zip(needs, block_bytes(spec), strict=True))
-    if config.kv_gb is not None:
-        budget, source = int(config.kv_gb * GB), "kv_gb"
-    else:
+    least = [_blocks_for(group, min(context, LEAST_CONTEXT), config) for group in spec.groups]
+    one, fewest = _bytes(spec, needs), _bytes(spec, least)
+    if config.kv_gb is None:
         free = memory_available() if free is None else free
         rest = free - weight_bytes(spec) - _buffers(spec, config)
-        budget, source = min(rest // 4, config.max_running * one), "a quarter of the free memory"
-    least = [
-        min(need, _blocks_for(group, LEAST_CONTEXT, config)) for group, need in zip(spec.groups, needs, strict=True)
-    ]
-    wanted = sum(count * size for count, size in zip(least, block_bytes(spec), strict=True))
-    if budget < wanted:
-        raise ModelError(
-            f"{spec.name}: the KV pool needs at least {_gb(wanted)} for a context of {min(context, LEAST_CONTEXT)} "
-            f"tokens, {source} gives {_gb(max(0, budget))}; free memory, or set kv_gb or a shorter context"
-        )
+        budget = max(fewest, min(rest // 4, config.max_running * one))
+    else:
+        budget = int(config.kv_gb * GB)
+        if budget < fewest:
+            raise ModelError(
+                f"{spec.name}: kv_gb is {config.kv_gb:g}, but {min(context, LEAST_CONTEXT)} tokens of context need "
+                f"{fewest / GB:.4f} GB"
+            )
     return tuple(max(few, need * budget // one) for few, need in zip(least, needs, strict=True))
 
 
 def check_memory(spec: ModelSpec, config: Config, blocks: tuple[int, ...], free: int | None = None) -> None:
     """Raise `ModelError` with the figures if weights, pools and buffers do not fit the free memory."""
     free = memory_available() if free is None else free
-    pool = sum(count * size for count, size in zip(blocks, block_bytes(spec), strict=True))
-    weights, buffers = weight_bytes(spec), _buffers(spec, config)
+    weights, pool, buffers = weight_bytes(spec), _bytes(spec, blocks), _buffers(spec, config)
     if weights + buffers + pool > free:
         raise ModelError(
             f"{spec.name}: needs {_gb(weights + buffers + pool)} of memory ({_gb(weights)} weights, {_gb(pool)} KV "
@@ -70,6 +68,10 @@ def _blocks_for(group: CacheGroup, context: int, config: Config) -> int:
     """Blocks of a group that one sequence of `context` tokens holds at once."""
     tokens = min(context, group.window + config.step_tokens + BLOCK_TOKENS) if group.kind == "window" else context
     return -(-tokens // BLOCK_TOKENS) + 1
+
+
+def _bytes(spec: ModelSpec, blocks: Sequence[int]) -> int:
+    return sum(count * size for count, size in zip(blocks, block_bytes(spec), strict=True))
 
 
 def _buffers(spec: ModelSpec, config: Config) -> int:

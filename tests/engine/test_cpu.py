@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import threadpoolctl
+from tests.tiny_models import GREEDY, MODELS, Driver, load, prompt, random_tensors, write_config, write_model
+
+from cairn.config import Config
+from cairn.engine import cpu
+from cairn.engine.base import NO_BLOCK, Row, RowResult
+from cairn.engine.cpu import CpuEngine
+from cairn.errors import ModelError
+from cairn.models.spec import load_spec
+from cairn.types import BLOCK_TOKENS, SamplingParams
+
+
+def test_info_says_what_was_loaded(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, **MODELS["qwen 3 with window layers"])
+    info = load(folder, context=300, step_tokens=100, max_running=7).info
+    assert [group.kind for group in info.groups] == ["full", "window"]
+    token = 2 * 2 * 16 * 4  # keys and values, two heads of 16 numbers of 4 bytes
+    assert info.block_bytes == (1 * BLOCK_TOKENS * token, 2 * BLOCK_TOKENS * token)
+    assert (info.context, info.max_tokens, info.max_rows, info.vocab) == (300, 100, 7, 160)
+    assert sum(b * s for b, s in zip(info.blocks, info.block_bytes, strict=True)) <= 0.05 * 10**9
+    assert load(folder).info.context == 512
+
+
+def test_identity_is_stable_and_names_what_can_move_a_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failures 27, 28: the same engine in another process has it again, any other does not."""
+    folder = write_model(tmp_path / "a")
+    first = load(folder).info.identity
+    assert first == load(folder, threads=2, context=128, step_tokens=32).info.identity
+    found = {first, load(write_model(tmp_path / "b", seed=1)).info.identity}
+    for name in ("NUMERICS", "LAYOUT", "BLOCK_TOKENS"):
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, name, 99)
+            found.add(cpu.identity(load_spec(folder)))
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            cpu, "threadpool_info", lambda: [{"user_api": "blas", "internal_api": "other", "filepath": "/lib"}]
+        )
+        found.add(cpu.identity(load_spec(folder)))
+    assert len(found) == 6
+
+
+def test_identity_does_not_depend_on_what_else_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = load_spec(write_model(tmp_path))
+    before, real = cpu.identity(spec), cpu.threadpool_info()
+    other = {"user_api": "blas", "internal_api": "openblas", "filepath": "/lib/scipy.libs/openblas.so"}
+    monkeypatch.setattr(cpu, "threadpool_info", lambda: [other, *real, {"user_api": "openmp"}])
+    assert cpu.identity(spec) == before
+
+
+def test_rows_that_want_no_logits_give_nothing(tmp_path: Path) -> None:
+    engine = load(write_model(tmp_path))
+    tokens = prompt(40)
+    rows = [
+        Row(tokens, 0, 20, (list(range(3)),), None, 40, GREEDY, 0),
+        Row(tokens, 0, 40, (list(range(3, 6)),), 39, 40, GREEDY, 0),
+        Row(tokens, 0, 7, (list(range(6, 9)),), None, 40, GREEDY, 0),
+    ]
+    results = engine.prefill(rows).wait()
+    assert results[0] == results[2] == RowResult() and results[1].token is not None
+    assert engine.prefill([]).wait() == []
+    assert engine.prefill(rows[:1]).wait() == [RowResult()]
+
+
+def test_seeded_sampling_is_the_same_alone_and_in_a_batch(tmp_path: Path) -> None:
+    """Known failure 14: options do not make a request unbatchable, and a batch does not change them."""
+    engine = load(write_model(tmp_path))
+    sampling = [
+        SamplingParams(max_tokens=9, temperature=1.3, seed=5, top_k=40),
+        SamplingParams(max_tokens=9, temperature=0.9, seed=6, repetition_penalty=1.3, logprobs=True, top_logprobs=3),
+        SamplingParams(max_tokens=9, temperature=0, logit_bias=((3, 100.0),)),
+    ]
+    rows = [Row(prompt(30, seed=n), 0, 30, ([2 * n, 2 * n + 1],), 29, 30, one, n) for n, one in enumerate(sampling)]
+    together = engine.prefill(rows).wait()
+    assert together == [engine.prefill([row]).wait()[0] for row in rows]
+    assert together[2].token == 3
+
+
+def test_numbers_that_are_not_finite_fail_their_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN in one row is that row's error; its neighbours' answers do not change by a bit."""
+    folder = write_config(tmp_path, tie_word_embeddings=False)
+    weights = dict(random_tensors(folder))
+    weights["model.embed_tokens.weight"][7] = np.nan
+    config = Config(step_tokens=64, max_running=4, threads=1, kv_gb=0.01)
+    driver = Driver(CpuEngine(load_spec(folder), weights, config, (40,)), monkeypatch)
+    good, bad = [t for t in prompt(60) if t != 7][:30], [1, 2, 7, 3]
+    alone = driver.step([Row(good, 0, 30, (driver.tables(30)[0],), 29, 30, GREEDY, 0)])
+    want = driver.seen.pop()[1]
+    tables = driver.tables(64)
+    mixed = [
+        Row(bad, 0, 4, driver.tables(4), 3, 4, GREEDY, 0),
+        Row(good, 0, 30, tables, 29, 30, GREEDY, 0),
+        Row(bad[:2], 0, 2, driver.tables(4), 1, 2, GREEDY, 0),
+    ]
+    results = driver.step(mixed)
+    assert "not finite" in results[0].error and results[0].token is None
+    assert results[1] == alone[0] and driver.seen[1][1].tobytes() == want.tobytes()
+    assert results[2].error == ""
+
+
+def test_pages_are_views_and_come_back(tmp_path: Path) -> None:
+    engine = load(write_model(tmp_path, **MODELS["qwen 2 with windows"]))
+    tokens = prompt(32)
+    engine.prefill([Row(tokens, 0, 32, ([3, 5], [4, 6]), None, 32, GREEDY, 0)])
+    for group, ids in enumerate([[3, 5], [4, 6]]):
+        pages = engine.read_blocks(group, ids).wait()
+        assert [len(page) for page in pages] == [engine.info.block_bytes[group]] * 2
+        assert pages[0].tobytes() != pages[1].tobytes() and any(pages[0].tobytes())
+        assert np.shares_memory(np.asarray(pages[0]), engine._kv[group])
+        kept = [memoryview(page.tobytes()) for page in pages]
+        engine.write_blocks(group, [8, 9], kept).wait()
+        assert [page.tobytes() for page in engine.read_blocks(group, [8, 9]).wait()] == kept
+
+
+def test_a_page_of_the_wrong_size_writes_nothing(tmp_path: Path) -> None:
+    """Known failures 38, 39: a restore is whole or an error."""
+    engine = load(write_model(tmp_path))
+    before = engine._kv[0].tobytes()
+    size = engine.info.block_bytes[0]
+    good = memoryview(b"\1" * size)
+    for pages in ([good, memoryview(b"\1" * (size - 1))], [good, memoryview(b"\1" * (size + 1))], [good]):
+        with pytest.raises(ValueError):
+            engine.write_blocks(0, [1, 2], pages)
+        assert engine._kv[0].tobytes() == before
+
+
+def test_broken_rows_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    engine = load(write_model(tmp_path), step_tokens=64, max_running=2)
+    row = Row(prompt(40), 0, 40, ([0, 1, 2],), 39, 40, GREEDY, 0)
+    broken: list[list[Row]] = [
+        [row, row],
+        [dataclasses.replace(row, end=1)] * 3,
+        [dataclasses.replace(row, end=41)],
+        [dataclasses.replace(row, start=40)],
+        [dataclasses.replace(row, tables=([0, NO_BLOCK, 2],))],
+        [dataclasses.replace(row, tables=([0, 1],))],
+        [dataclasses.replace(row, tables=([0, 1, 2], [0, 1, 2]))],
+        [dataclasses.replace(row, tokens=[160] * 40)],
+        [dataclasses.replace(row, tokens=[-1] * 40)],
+    ]
+    for rows in broken:
+        with pytest.raises(ValueError):
+            engine.prefill(rows)
+    assert not engine._kv[0].any()
+
+
+def test_a_step_of_the_largest_size(tmp_path: Path) -> None:
+    engine = load(write_model(tmp_path), step_tokens=48, max_running=48)
+    rows = [Row([n], 0, 1, ([n],), 0, 1, GREEDY, 0) for n in range(48)]
+    many = engine.prefill(rows).wait()
+    assert many == [engine.decode([row]).wait()[0] for row in rows]
+
+
+def test_too_little_memory_is_known_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model(tmp_path)
+    opened: list[Any] = []
+    monkeypatch.setattr(cpu, "open_weights", lambda *arguments: opened.append(arguments))
+    monkeypatch.setattr("cairn.engine.pool.memory_available", lambda: 1_000_000)
+    with pytest.raises(ModelError, match=r"needs .* GB of memory \(.* weights, .* KV pool, .* buffers\), 0\.00 GB are"):
+        load(folder, kv_gb=None)
+    assert opened == []
+
+
+def test_close_gives_blas_its_threads_back(tmp_path: Path) -> None:
+    def threads() -> list[int]:
+        return [one["num_threads"] for one in threadpoolctl.threadpool_info() if one["user_api"] == "blas"]
+
+    before = threads()
+    engine = load(write_model(tmp_path), threads=2)
+    assert set(threads()) == {1}
+    engine.close()
+    assert threads() == before

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.tiny_models import GREEDY, prompt, write_model
+
+from cairn.config import Config
+from cairn.engine.base import Row
+from cairn.engine.cpu import CpuEngine
+from cairn.engine.device import load_engine
+from cairn.engine.fake import FakeEngine
+from cairn.errors import ModelError
+
+
+def test_auto_and_cpu_load_the_cpu_engine(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    for name in ("auto", "cpu"):
+        spec, engine = load_engine(Config(engine=name, kv_gb=0.01, threads=1), folder)  # type: ignore[arg-type]
+        assert isinstance(engine, CpuEngine) and spec.name == tmp_path.name
+        engine.close()
+
+
+def test_fake_takes_the_same_spec_and_limits(tmp_path: Path) -> None:
+    """Known failure 50: every option that the engines share is honoured by both."""
+    folder = write_model(tmp_path, use_sliding_window=True, sliding_window=20, max_window_layers=1)
+    config = Config(engine="fake", kv_gb=0.01, threads=1, context=100, step_tokens=32, max_running=5)
+    spec, fake = load_engine(config, folder)
+    same, real = load_engine(
+        Config(engine="cpu", kv_gb=0.01, threads=1, context=100, step_tokens=32, max_running=5), folder
+    )
+    assert isinstance(fake, FakeEngine) and spec == same
+    for name in ("groups", "blocks", "context", "vocab", "max_rows", "max_tokens", "block_tokens"):
+        assert getattr(fake.info, name) == getattr(real.info, name), name
+    assert fake.info.identity != real.info.identity
+    row = Row(prompt(9), 0, 9, ([0], [0]), 8, 9, GREEDY, 0)
+    assert fake.prefill([row]).wait()[0].token is not None
+
+
+def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="expected a folder"):
+        load_engine(Config(), tmp_path / "nothing")

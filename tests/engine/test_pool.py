@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.tiny_models import random_tensors, write_config
+
+from cairn.config import Config
+from cairn.engine.pool import block_bytes, check_memory, pool_blocks, weight_bytes
+from cairn.errors import ModelError
+from cairn.models.spec import load_spec
+from cairn.types import CacheGroup, ModelSpec
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ModelSpec:
+    """One full group of two layers: 8 KiB a block and layer pair of 2 heads of 16."""
+    return load_spec(write_config(tmp_path))
+
+
+def pool_bytes(spec: ModelSpec, blocks: tuple[int, ...]) -> int:
+    return sum(count * size for count, size in zip(blocks, block_bytes(spec), strict=True))
+
+
+def test_the_default_is_a_quarter_of_what_is_free_beside_the_weights(spec: ModelSpec) -> None:
+    config = Config(max_running=4096, step_tokens=16)
+    free = 400_000_000
+    got = pool_bytes(spec, pool_blocks(spec, config, free))
+    assert 0.2 * free < got <= (free - weight_bytes(spec)) / 4
+    check_memory(spec, config, pool_blocks(spec, config, free), free)
+
+
+def test_the_default_is_at_most_what_all_running_contexts_need(spec: ModelSpec) -> None:
+    config = Config(max_running=3)
+    assert pool_blocks(spec, config, 1 << 40) == (3 * (512 // 16 + 1),)
+    assert pool_blocks(spec, Config(max_running=3, context=64), 1 << 40) == (max(3 * (64 // 16 + 1), 5),)
+
+
+def test_a_given_size_is_kept(spec: ModelSpec) -> None:
+    size = block_bytes(spec)[0]
+    assert size == 2 * 16 * 2 * 2 * 16 * 4
+    assert pool_blocks(spec, Config(kv_gb=0.01), 0) == (int(0.01 * 10**9) // size,)
+
+
+def test_groups_hold_the_same_number_of_contexts(spec: ModelSpec) -> None:
+    groups = (CacheGroup(kind="full", layers=(0,)), CacheGroup(kind="window", layers=(1,), window=32))
+    two = msgspec.structs.replace(spec, groups=groups, context=4096)
+    full, window = pool_blocks(two, Config(max_running=10, step_tokens=64), 1 << 40)
+    assert (full, window) == (10 * 257, 10 * (112 // 16 + 1))
+    full, window = pool_blocks(two, Config(kv_gb=0.02, step_tokens=64))
+    assert abs(full / 257 - window / 8) < 0.2
+    assert pool_bytes(two, (full, window)) <= 0.02 * 10**9
+
+
+def test_too_little_for_one_context_is_an_error_with_figures(spec: ModelSpec) -> None:
+    with pytest.raises(ModelError, match=r"kv_gb is 1e-05, but 512 tokens of context need 0\.00\d+ GB") as caught:
+        pool_blocks(spec, Config(kv_gb=1e-5))
+    assert caught.value.exit_code == 2
+
+
+def test_a_model_that_does_not_fit_is_an_error_with_figures(spec: ModelSpec) -> None:
+    def fits(free: int, **options: Any) -> bool:
+        config = Config(max_running=2, step_tokens=16, **options)
+        try:
+            check_memory(spec, config, pool_blocks(spec, config, free), free)
+        except ModelError as error:
+            assert all(word in str(error) for word in ("weights", "KV pool", "buffers", "are free"))
+            return False
+        return True
+
+    assert fits(10_000_000) and not fits(100_000)
+    assert fits(100_000_000, kv_gb=0.09) and not fits(100_000_000, kv_gb=0.101)
+
+
+def test_weights_are_counted_as_they_are_held(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, tie_word_embeddings=True)
+    spec, tensors = load_spec(folder), random_tensors(folder)
+    numbers = sum(one.size for one in tensors.values()) + tensors["model.embed_tokens.weight"].size
+    assert weight_bytes(spec) == 4 * numbers

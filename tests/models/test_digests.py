@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from cairn.errors import ModelFileError
+from cairn.models import digests
+from cairn.models.digests import file_digest, memory_path
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that is large enough to be remembered, and a cache folder of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(digests, "REMEMBER_FROM", 4)
+    path = tmp_path / "weights"
+    path.write_bytes(b"first")
+    return path
+
+
+def test_a_known_file_is_not_read_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = hashlib.sha256(b"first").digest()
+    assert file_digest(file) == want
+    monkeypatch.setattr(digests.hashlib, "file_digest", lambda *arguments: pytest.fail("read again"))
+    assert file_digest(file) == want
+
+
+def test_a_changed_file_is_read_again(file: Path) -> None:
+    """Known failure 28: other weights in the same place are another model."""
+    file_digest(file)
+    stat = file.stat()
+    file.write_bytes(b"other")
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert file_digest(file) == hashlib.sha256(b"other").digest()
+    replaced = file.with_name("new")
+    replaced.write_bytes(b"third")
+    os.utime(replaced, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    os.replace(replaced, file)
+    assert file_digest(file) == hashlib.sha256(b"third").digest()
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b'{"a": 1}', b'{"a": "zz"}', b'{"a": "00"}', b"[" * 99999])
+def test_a_broken_memory_is_forgotten(text: bytes, file: Path) -> None:
+    """Known failure 30: a corrupt file costs time and nothing else."""
+    memory_path().parent.mkdir(parents=True)
+    memory_path().write_bytes(text)
+    assert file_digest(file) == hashlib.sha256(b"first").digest()
+    assert memory_path().read_bytes() != text
+
+
+def test_a_home_that_cannot_be_written(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    assert file_digest(file) == hashlib.sha256(b"first").digest()
+
+
+def test_small_files_are_not_remembered(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "REMEMBER_FROM", 1 << 20)
+    file_digest(file)
+    assert not memory_path().exists()
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="nothing: cannot be read"):
+        file_digest(tmp_path / "nothing")
