@@ -7,7 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from cairn.api.openai import LONG_TEXT, check_model, encode_text, read_json
+from cairn.api.limits import read_json
+from cairn.api.openai import LONG_TEXT, check_model, encode_text
 from cairn.api.registry import Registry, parse_id
 from cairn.api.reply import Call
 from cairn.api.schemas import (

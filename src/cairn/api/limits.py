@@ -7,7 +7,17 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from cairn.errors import InvalidRequest
+from cairn.api.reply import Call
+from cairn.config import Config
+from cairn.errors import InvalidRequest, UnsupportedMedia
+
+
+async def read_json(call: Call, config: Config) -> dict[str, Any]:
+    """The body of a request that must be a JSON object."""
+    kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise UnsupportedMedia("the content-type must be application/json", field="Content-Type")
+    return parse_json(await call.body(config.max_body_mib << 20), max_depth=config.max_json_depth)
 
 
 def parse_json(body: bytes, *, max_depth: int) -> dict[str, Any]:

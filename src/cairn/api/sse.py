@@ -180,7 +180,7 @@ class TextChunks:
     """The chunks of one streamed text completion."""
 
     def __init__(self, head: dict[str, Any], choices: int, include_usage: bool) -> None:
-        fixed = encode(head | {"object": "text_completion"})[:-1]
+        fixed = encode(head)[:-1]
         self._open = b"data: " + fixed + b',"choices":['
         self._heads = [self._open + b'{"index":%d,"text":' % index for index in range(choices)]
         self._usage_null = b',"usage":null' if include_usage else b""

@@ -1,0 +1,236 @@
+"""What a call says, whole or in chunks: one object for each of the two generating routes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from cairn.api.reply import Call
+from cairn.api.sse import ChatChunks, TextChunks, TextLogprobs, chat_logprobs, usage_object
+from cairn.errors import Cancelled, DeadlineExceeded, GenerationFailed
+from cairn.service.service import Service
+from cairn.types import Delta, Done, FinishReason, Request, TokenLogprob, Usage
+
+
+class Choice:
+    """What one choice has said so far."""
+
+    __slots__ = ("calls", "done", "logprobs", "prompt_logprobs", "reasoning", "request", "text", "tokens")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.text: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: dict[int, dict[str, Any]] = {}
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.done: Done | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Take a piece."""
+        if delta.text:
+            self.text.append(delta.text)
+        if delta.reasoning:
+            self.reasoning.append(delta.reasoning)
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
+        for piece in delta.tool_calls:
+            call = self.calls.setdefault(
+                piece.index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+            )
+            call["id"] = call["id"] or piece.id
+            call["function"]["name"] = call["function"]["name"] or piece.name
+            call["function"]["arguments"] += piece.arguments
+
+    def message(self) -> dict[str, Any]:
+        """The assistant message; content is None where the model only called tools."""
+        text = "".join(self.text)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if self.calls else "")}
+        if self.reasoning:
+            message["reasoning_content"] = "".join(self.reasoning)
+        if self.calls:
+            message["tool_calls"] = [self.calls[index] for index in sorted(self.calls)]
+        return message
+
+
+class ChatAnswer:
+    """How chat completions look."""
+
+    prefix = "chatcmpl-"
+    kind = "chat.completion"
+
+    def __init__(self, call: Call, service: Service, choices: Sequence[Choice], include_usage: bool) -> None:
+        self._service = service
+        self._tenant = call.tenant
+        self._choices = choices
+        self._head = head(call, service, self.prefix, self.kind)
+        self._chunks: ChatChunks | None = None
+        self._include_usage = include_usage
+
+    def begin(self) -> bytes:
+        """The first bytes of a stream: every choice names its role."""
+        self._chunks = ChatChunks(self._head, len(self._choices), self._include_usage, self._service.tokenizer)
+        return b"".join(self._chunks.first(index) for index in range(len(self._choices)))
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """A piece of a stream."""
+        assert self._chunks is not None
+        return self._chunks.delta(index, delta)
+
+    def finish(self, index: int, reason: str) -> bytes:
+        """The end of a choice in a stream."""
+        assert self._chunks is not None
+        return self._chunks.finish(index, reason)
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The usage chunk of a stream."""
+        assert self._chunks is not None
+        return self._chunks.usage(usage)
+
+    def done(self, index: int) -> None:
+        """Keep the exact tokens of an answer, for when it comes back as history."""
+        choice = self._choices[index]
+        self._service.chat.remember(self._tenant, choice.request.prompt, choice.tokens, choice.message())
+
+    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer in one piece."""
+        found = []
+        for index, choice in enumerate(self._choices):
+            logprobs = None
+            if choice.request.sampling.logprobs:
+                logprobs = chat_logprobs(choice.logprobs, self._service.tokenizer)
+            message = choice.message() | {"refusal": None}
+            found.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason(choice)})
+        return self._head | {"choices": found, "usage": usage}
+
+
+class TextAnswer:
+    """How text completions look. `echoes` holds the prompt's text of each choice, or None without echo."""
+
+    prefix = "cmpl-"
+    kind = "text_completion"
+
+    def __init__(
+        self,
+        call: Call,
+        service: Service,
+        choices: Sequence[Choice],
+        include_usage: bool,
+        echoes: Sequence[str] | None,
+        top: int | None,
+    ) -> None:
+        self._choices = choices
+        self._echoes = echoes
+        self._head = head(call, service, self.prefix, self.kind)
+        self._chunks: TextChunks | None = None
+        self._include_usage = include_usage
+        self._logprobs = None if top is None else [TextLogprobs(service.tokenizer, top) for _ in choices]
+        self._echoed = [echoes is None] * len(choices)
+
+    def begin(self) -> bytes:
+        """Text completions have no opening chunk."""
+        self._chunks = TextChunks(self._head, len(self._choices), self._include_usage)
+        return b""
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """A piece of a stream, after the echoed prompt."""
+        assert self._chunks is not None
+        if not (delta.tokens or delta.text or delta.logprobs):
+            return b""
+        before = self._echo(index)
+        if self._logprobs is None:
+            return before + (self._chunks.text(index, delta.text) if delta.text else b"")
+        for entry in delta.logprobs:
+            self._logprobs[index].add(entry.token, entry)
+        return before + self._chunks.text(index, delta.text, self._logprobs[index].take())
+
+    def finish(self, index: int, reason: str) -> bytes:
+        """The end of a choice in a stream."""
+        assert self._chunks is not None
+        return self._echo(index) + self._chunks.finish(index, reason)
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The usage chunk of a stream."""
+        assert self._chunks is not None
+        return self._chunks.usage(usage)
+
+    def done(self, index: int) -> None:
+        """Nothing is kept."""
+
+    def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer in one piece."""
+        found = []
+        for index, choice in enumerate(self._choices):
+            logprobs = None
+            if self._logprobs is not None:
+                if self._echoes is not None:
+                    self._add_prompt(index)
+                for entry in choice.logprobs:
+                    self._logprobs[index].add(entry.token, entry)
+                logprobs = self._logprobs[index].take()
+            text = (self._echoes[index] if self._echoes is not None else "") + "".join(choice.text)
+            found.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason(choice)})
+        return self._head | {"choices": found, "usage": usage}
+
+    def _echo(self, index: int) -> bytes:
+        if self._echoed[index]:
+            return b""
+        assert self._echoes is not None and self._chunks is not None
+        self._echoed[index] = True
+        if self._logprobs is None:
+            return self._chunks.text(index, self._echoes[index])
+        self._add_prompt(index)
+        return self._chunks.text(index, self._echoes[index], self._logprobs[index].take())
+
+    def _add_prompt(self, index: int) -> None:
+        assert self._logprobs is not None
+        choice = self._choices[index]
+        self._logprobs[index].add(choice.request.prompt[0], None)
+        for entry in choice.prompt_logprobs:
+            self._logprobs[index].add(entry.token, entry)
+
+
+Answer = ChatAnswer | TextAnswer
+
+
+def finished(choice: Choice, done: Done) -> str:
+    """Note the end of a choice; its finish_reason. An end that is no success raises instead of looking like one."""
+    match done.reason:
+        case FinishReason.CANCELLED:
+            raise Cancelled("the request was cancelled")
+        case FinishReason.DEADLINE:
+            raise DeadlineExceeded("the request reached its time limit")
+        case FinishReason.ERROR:
+            raise GenerationFailed("the generation failed")
+    choice.done = done
+    return done.reason.value
+
+
+def reason(choice: Choice) -> str:
+    """The finish_reason of a choice that has ended."""
+    assert choice.done is not None
+    return choice.done.reason.value
+
+
+def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
+    """The usage object of a call that has ended."""
+    pairs: list[tuple[Usage, bool]] = []
+    for choice in choices:
+        assert choice.done is not None
+        pairs.append((choice.done.usage, choice.request.choice == 0))
+    return usage_object(pairs)
+
+
+def head(call: Call, service: Service, prefix: str, kind: str) -> dict[str, Any]:
+    """What every object and chunk of an answer begins with. The fingerprint changes with the weights or tokenizer."""
+    identity = service.spec.identity
+    return {
+        "id": prefix + call.id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": service.name,
+        "system_fingerprint": "fp_" + identity[:6].hex() if identity else None,
+    }
