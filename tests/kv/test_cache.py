@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+import pytest
+
+from cairn.engine.base import NO_BLOCK, EngineInfo
+from cairn.kv import prefix
+from cairn.kv.cache import PATIENCE, Cache, Context
+from cairn.types import CacheGroup
+
+SIZE = 4
+TOKENS = list(range(50, 90))
+
+
+def cache(*pools: tuple[int, int], identity: bytes = b"model") -> Cache:
+    """One group a (blocks, window); window 0 is full attention."""
+    groups = tuple(
+        CacheGroup(kind="window" if window else "full", layers=(layer,), window=window)
+        for layer, (_, window) in enumerate(pools)
+    )
+    return Cache(
+        EngineInfo(
+            groups=groups,
+            blocks=tuple(blocks for blocks, _ in pools),
+            block_tokens=SIZE,
+            block_bytes=(1,) * len(groups),
+            context=1000,
+            vocab=1000,
+            max_rows=64,
+            max_tokens=1000,
+            identity=identity,
+            device="none",
+        )
+    )
+
+
+def compute(kv: Cache, tokens: list[int], salt: bytes = b"", *, reuse: bool = True, chunk: int = 1000) -> Context:
+    """Open, grow and publish a whole sequence."""
+    context = kv.context(salt)
+    computed = kv.open(context, tokens, reuse=reuse)
+    assert computed is not None
+    while computed < len(tokens):
+        end = min(len(tokens), computed + chunk)
+        assert kv.grow(context, end)
+        kv.publish(context, tokens, end)
+        computed = end
+    return context
+
+
+def covered(kv: Cache, tokens: list[int], salt: bytes = b"") -> int:
+    context = kv.context(salt)
+    found = kv.open(context, tokens)
+    assert found is not None
+    kv.close(context, tokens)
+    return found
+
+
+def left(kv: Cache) -> list[tuple[int, int, int]]:
+    return [(use.free, use.cached, use.held) for use in kv.use()]
+
+
+def test_a_prefix_is_shared_without_a_copy() -> None:
+    kv = cache((20, 0))
+    first = compute(kv, TOKENS[:18])
+    second = kv.context(b"")
+    assert kv.open(second, [*TOKENS[:13], 1, 2, 3, 4]) == 12
+    assert second.tables[0][:3] == first.tables[0][:3]
+    assert not set(second.tables[0][3:]) & set(first.tables[0])
+
+
+def test_a_whole_prompt_hit_leaves_something_to_compute() -> None:
+    """Known failure 33: at the block boundary and on both sides of it."""
+    kv = cache((20, 0))
+    kv.close(compute(kv, TOKENS[:16]), TOKENS[:16])
+    for length, hit in ((15, 12), (16, 12), (17, 16), (4, 0), (5, 4), (1, 0)):
+        assert covered(kv, TOKENS[:length]) == hit
+
+
+def test_a_shared_block_is_never_written_to() -> None:
+    kv = cache((20, 0))
+    compute(kv, TOKENS[:16])
+    again = kv.context(b"")
+    start = kv.open(again, TOKENS[:16])
+    assert start == 12
+    assert kv.pools[0].holders(again.tables[0][3]) == 1
+    assert kv.pools[0].published(again.tables[0][3]) is None
+
+
+def test_a_partly_filled_block_is_never_published() -> None:
+    """Known failure 34."""
+    kv = cache((20, 0))
+    context = compute(kv, TOKENS[:7])
+    assert [kv.pools[0].published(block) is not None for block in context.tables[0]] == [True, False]
+    kv.close(context, TOKENS[:7])
+    assert left(kv) == [(19, 1, 0)]
+
+
+def test_nothing_is_found_before_it_was_computed() -> None:
+    """Known failure 34: room for a prompt is not its content."""
+    kv = cache((20, 0))
+    context = kv.context(b"")
+    assert kv.open(context, TOKENS[:17]) == 0
+    assert covered(kv, TOKENS[:17]) == 0
+    kv.publish(context, TOKENS[:17], 9)
+    assert covered(kv, TOKENS[:17]) == 8
+
+
+def test_a_hole_ends_the_prefix() -> None:
+    """Known failure 32: asked for a, b, c with b missing, only a counts."""
+    kv = cache((20, 0))
+    keys = prefix.Chain(prefix.root(b"model", b"", kv.info.groups[0], SIZE), SIZE)
+    for index in (0, 2):
+        (block,) = kv.pools[0].take(1)
+        kv.pools[0].publish(block, keys.key(index, TOKENS), TOKENS[index * SIZE : (index + 1) * SIZE])
+    assert covered(kv, TOKENS) == SIZE
+
+
+def test_another_tenant_finds_nothing() -> None:
+    """Known failures 29, 40."""
+    kv = cache((20, 0), (20, 6))
+    compute(kv, TOKENS[:17], b"one")
+    assert covered(kv, TOKENS[:17], b"one") == 16
+    assert covered(kv, TOKENS[:17], b"two") == 0
+    assert covered(kv, TOKENS[:17]) == 0
+
+
+def test_equal_keys_of_other_tokens_are_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 26: with a hash that always collides nothing wrong is found and nothing breaks."""
+    monkeypatch.setattr(prefix, "extend", lambda parent, tokens: b"the same")
+    kv = cache((20, 0), (20, 6))
+    first, other = TOKENS[:17], list(range(17))
+    contexts = [compute(kv, first, chunk=3), compute(kv, other, chunk=3)]
+    assert covered(kv, other) == 0
+    for context, tokens in zip(contexts, (first, other), strict=True):
+        kv.close(context, tokens)
+    assert [use.held for use in kv.use()] == [0, 0]
+
+
+def test_a_failed_open_holds_nothing() -> None:
+    """Known failure 12."""
+    kv = cache((6, 0), (20, 6))
+    compute(kv, TOKENS[:12])
+    before = left(kv)
+    context = kv.context(b"")
+    assert kv.open(context, TOKENS[:40]) is None
+    assert left(kv) == before
+    assert not any(context.tables)
+    assert not kv.awaits(kv.context(b""), TOKENS[:40])
+
+
+def test_a_failed_grow_takes_nothing() -> None:
+    """Known failure 12: the second pool is the one that is exhausted."""
+    kv = cache((20, 0), (3, 8))
+    context = kv.context(b"")
+    assert kv.open(context, TOKENS[:4]) == 0
+    assert not kv.grow(context, 13)
+    assert left(kv) == [(19, 0, 1), (3, 0, 0)]
+    assert kv.grow(context, 12)
+    assert context.capacity == 12
+
+
+def test_spare_blocks_are_left() -> None:
+    kv = cache((6, 0))
+    assert kv.open(kv.context(b""), TOKENS[:20], spare=2) is None
+    assert kv.open(kv.context(b""), TOKENS[:20], spare=1) == 0
+
+
+def test_a_window_gives_back_what_it_has_passed_and_it_is_still_found() -> None:
+    """Known failure 36."""
+    kv = cache((40, 0), (40, 6))
+    context = compute(kv, TOKENS[:18], chunk=3)
+    # position 18 reads from 13 on: block 3
+    assert context.tables[1][:3] == [NO_BLOCK] * 3
+    assert NO_BLOCK not in context.tables[1][3:]
+    assert NO_BLOCK not in context.tables[0]
+    assert kv.use()[1].held == 2
+    assert covered(kv, TOKENS[:10]) == 8
+
+
+def test_a_hit_needs_the_window_before_it() -> None:
+    kv = cache((40, 0), (7, 6))
+    kv.close(compute(kv, TOKENS[:21], chunk=4), TOKENS[:21])
+    assert covered(kv, TOKENS[:21]) == 20
+    # The next sequence takes the oldest window blocks; the last ones still carry the longest hit.
+    other = kv.context(b"")
+    assert kv.open(other, [1, 2, 3, 4]) == 0
+    assert kv.grow(other, 4 * SIZE)
+    reopened = kv.context(b"")
+    assert kv.open(reopened, TOKENS[:21]) == 20
+    assert reopened.tables[1] == [NO_BLOCK] * 3 + reopened.tables[1][3:]
+    assert len(reopened.tables[1]) == 5
+    kv.close(reopened, TOKENS[:21])
+    # Without block 4 of the window group the longest hit ends before it, but those before are gone.
+    assert kv.grow(other, 6 * SIZE)
+    kv.close(other, [1, 2, 3, 4])
+    assert covered(kv, TOKENS[:21]) == 0
+
+
+def test_a_shorter_hit_is_taken_where_the_longest_lacks_its_window() -> None:
+    kv = cache((40, 0), (40, 6))
+    tokens = TOKENS[:21]
+    context = compute(kv, tokens, chunk=4)
+    kv.close(context, tokens)
+    pool = kv.pools[1]
+    last = pool.find(context.chains[1].key(4, tokens), tokens[16:20])
+    assert last is not None
+    # Use every other cached block again, so that only the last one is the oldest.
+    for block in range(pool.size):
+        if block != last and pool.published(block) is not None:
+            pool.hold(block)
+            pool.release((block,))
+    pool.take(pool.free + 1)
+    assert covered(kv, tokens) == 16
+
+
+def test_full_pools_come_first_and_windows_limit_the_longest_sequence() -> None:
+    assert cache((10, 0)).longest == 40
+    assert cache((10, 0), (3, 6)).longest == 40
+    assert cache((10, 0), (2, 6)).longest == 8
+    assert cache((3, 6)).longest > 1 << 32
+    # A window of 6 with blocks of 4 may touch three blocks.
+    kv = cache((3, 6))
+    context = compute(kv, TOKENS, chunk=1)
+    assert kv.use()[0].held <= 3
+    kv.close(context, TOKENS)
+
+
+def test_a_block_that_another_sequence_computes_is_waited_for() -> None:
+    kv = cache((40, 0))
+    first, second = kv.context(b""), kv.context(b"")
+    tokens, longer = TOKENS[:17], TOKENS[:14]
+    assert kv.open(first, tokens) == 0
+    assert kv.awaits(second, longer)
+    kv.publish(first, tokens, 8)
+    assert kv.awaits(second, longer)
+    kv.publish(first, tokens, 12)
+    assert not kv.awaits(second, longer)
+    assert kv.open(second, longer) == 12
+
+
+def test_a_waiter_takes_over_when_the_other_ends() -> None:
+    kv = cache((40, 0))
+    first, second, third = kv.context(b""), kv.context(b""), kv.context(b"")
+    tokens = TOKENS[:17]
+    assert kv.open(first, tokens) == 0
+    kv.publish(first, tokens, 4)
+    assert kv.awaits(second, tokens)
+    assert kv.awaits(third, tokens)
+    kv.close(first, tokens)
+    assert not kv.awaits(second, tokens)
+    assert kv.open(second, tokens) == 4
+    assert kv.awaits(third, tokens)
+
+
+def test_waiting_is_bounded_where_the_other_makes_no_progress() -> None:
+    """Known failure 7."""
+    kv = cache((40, 0))
+    first, second = kv.context(b""), kv.context(b"")
+    tokens = TOKENS[:17]
+    assert kv.open(first, tokens) == 0
+    assert [kv.awaits(second, tokens) for _ in range(PATIENCE)] == [True] * PATIENCE
+    kv.publish(first, tokens, 4)
+    assert [kv.awaits(second, tokens) for _ in range(PATIENCE)] == [True] * PATIENCE
+    assert not kv.awaits(second, tokens)
+    assert kv.open(second, tokens) == 4
+
+
+def test_another_tenant_or_another_prompt_does_not_wait() -> None:
+    kv = cache((40, 0))
+    assert kv.open(kv.context(b""), TOKENS[:17]) == 0
+    assert not kv.awaits(kv.context(b"other"), TOKENS[:17])
+    assert not kv.awaits(kv.context(b""), [1, *TOKENS[1:17]])
+    # What is left of a prompt shorter than one block is computed anyway.
+    assert not kv.awaits(kv.context(b""), TOKENS[:4])
+
+
+def test_the_second_publisher_of_a_key_uses_the_first_block() -> None:
+    kv = cache((40, 0))
+    first = compute(kv, TOKENS[:9])
+    second = compute(kv, TOKENS[:9], reuse=False)
+    assert second.tables[0][:2] == first.tables[0][:2]
+    assert second.tables[0][2] != first.tables[0][2]
+    assert kv.use()[0].held == 4
+    longer = TOKENS[:13]
+    kv.publish(second, longer, 12)
+    kv.close(first, TOKENS[:9])
+    kv.close(second, longer)
+    assert covered(kv, longer) == 12
+
+
+def test_without_reuse_everything_is_computed_and_published() -> None:
+    kv = cache((40, 0))
+    context = kv.context(b"")
+    compute(kv, TOKENS[:9])
+    assert kv.open(context, TOKENS[:9], reuse=False) == 0
+
+
+def test_leaves_are_evicted_first() -> None:
+    kv = cache((6, 0))
+    kv.close(compute(kv, TOKENS[:17]), TOKENS[:17])
+    assert left(kv) == [(2, 4, 0)]
+    compute(kv, [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert covered(kv, TOKENS[:9]) == 8
+
+
+def test_a_context_can_be_opened_again_after_it_was_closed() -> None:
+    kv = cache((20, 0), (20, 6))
+    context = compute(kv, TOKENS[:18])
+    kv.close(context, TOKENS[:18])
+    assert [use.held for use in kv.use()] == [0, 0]
+    assert kv.open(context, TOKENS[:18]) == 16
+    kv.close(context, TOKENS[:18])
+    kv.close(context, TOKENS[:18])
+    assert [use.held for use in kv.use()] == [0, 0]
+
+
+def test_another_model_of_the_same_shape_finds_nothing() -> None:
+    """Known failure 28: its keys have another root."""
+    one, two = cache((20, 0)), cache((20, 0), identity=b"other weights")
+    keys = [kv.context(b"").chains[0].key(0, TOKENS) for kv in (one, two)]
+    assert keys[0] != keys[1]
