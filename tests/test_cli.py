@@ -243,7 +243,7 @@ def test_a_conversation_remembers(monkeypatch, capsys):
     assert [message["content"] for message in model.asked[1]] == ["Be brief.", "I am Ada.", "Hi Ada.", "Who am I?"]
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
     out, err = capsys.readouterr()
-    assert out == "Hi Ada.Ada."  # stdout is data
+    assert out == "Hi Ada.\nAda.\n"  # stdout is data
     assert "6 of 9 prompt tokens were already computed" in err
 
 
@@ -309,7 +309,7 @@ def test_clear_and_undo_on_nothing(monkeypatch, capsys):
 
 def test_a_model_cannot_steer_the_terminal(monkeypatch, capsys):
     converse(monkeypatch, Scripted(Pieces("a\x1b[2Jb\x07\x9bc\nd\té")), "x")
-    assert capsys.readouterr().out == "a\ufffd[2Jb\ufffd\ufffdc\nd\té"
+    assert capsys.readouterr().out == "a\ufffd[2Jb\ufffd\ufffdc\nd\té\n"
 
 
 # ------------------------------------------------------------------------------------------------- a running server

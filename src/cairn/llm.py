@@ -13,7 +13,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
+import concurrent.futures.thread  # registers its end before ours, see _close_at_exit
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -332,6 +334,8 @@ class LLM:
         self._llm = AsyncLLM(model, config=config, **options)
         self._loop = _Loop()
         self._closer = weakref.finalize(self, _close, self._loop, self._llm)
+        self._closer.atexit = False  # too late for it: see _close_at_exit
+        _close_at_exit(self)
         try:
             self._loop.wait(self._llm.__aenter__())
         except BaseException:
@@ -407,6 +411,11 @@ class _Loop:
         self._thread = threading.Thread(target=self._loop.run_forever, name="cairn-llm", daemon=True)
         self._thread.start()
 
+    @property
+    def here(self) -> bool:
+        """Whether this is the loop's own thread, which must not wait for itself."""
+        return threading.current_thread() is self._thread
+
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait for it here. An interrupt here cancels it there."""
         if self._loop.is_closed():
@@ -429,10 +438,34 @@ class _Loop:
         self._thread.join(_CLOSE_SECONDS)
         if not self._thread.is_alive():
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
 
 
+_alive: weakref.WeakSet[LLM] = weakref.WeakSet()
+
+
+def _close_at_exit(llm: LLM) -> None:
+    """Have it closed at the end of the program, while threads can still be used.
+
+    `atexit` is too late: it comes after concurrent.futures has closed its pools, which asyncio needs. Threading's own
+    hook is run before that, newest first; where a Python has it no more, `atexit` has to do.
+    """
+    if not _alive:
+        hook: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
+        hook(_close_all)
+    _alive.add(llm)
+
+
+def _close_all() -> None:
+    for llm in list(_alive):
+        llm.close()
+
+
 def _close(loop: _Loop, llm: AsyncLLM) -> None:
+    if loop.here:  # the garbage collector ran there
+        threading.Thread(target=_close, args=(loop, llm), name="cairn-llm-close").start()
+        return
     try:
         loop.wait(llm.close())
     finally:

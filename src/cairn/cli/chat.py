@@ -106,21 +106,21 @@ class Conversation:
         except KeyboardInterrupt:
             stopped = True
         except CairnError as error:
-            self._say(f"\n{error}\n(your question was taken back)")
+            self._say(f"{error}\n(your question was taken back)")
             return
         finally:
             if answering is not None:
                 answering.close()
         answer = answering.answer if answering is not None else None
         if answer is None or not (answer.text or answer.reasoning or answer.tool_calls):
-            self._say("\n(nothing was said; your question was taken back)")
+            self._say("(nothing was said; your question was taken back)")
             return
         self.messages += [asked, answer.message]
-        self._say("\n" + _summary(answer, time.monotonic() - started, stopped))
+        self._say(_summary(answer, time.monotonic() - started, stopped))
 
     def _show(self, answering: Answering) -> bool:
         """Write the pieces as they come; whether Ctrl-C ended that."""
-        thought = False
+        thought, last = False, ""
         waiting = self._talk.status("thinking")
         if self._talk.is_terminal:
             waiting.start()
@@ -135,11 +135,13 @@ class Conversation:
                         self._say("\n")
                     sys.stdout.write(_printable(piece.text))
                     sys.stdout.flush()
-                    thought = False
+                    thought, last = False, piece.text
         except KeyboardInterrupt:
             return True
         finally:
             waiting.stop()
+            if last and not last.endswith("\n"):
+                print(flush=True)
         for call in answering.answer.tool_calls:
             print(_printable(f"{call.name}({call.arguments})"))
         return False

@@ -1,0 +1,398 @@
+import asyncio
+import gc
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import cairn
+from cairn import LLM, AsyncLLM
+from cairn.config import Config
+from cairn.errors import (
+    Cancelled,
+    ConfigError,
+    ContextTooLong,
+    DeadlineExceeded,
+    GenerationFailed,
+    InvalidRequest,
+    ModelError,
+    Unavailable,
+)
+from cairn.llm import AsyncStream, ToolCall
+from cairn.service.requests import SamplingOptions
+from cairn.types import CacheReport, Delta, Done, FinishReason, ToolCallDelta, Usage
+
+SMALL = {"engine": "cpu", "kv_gb": 0.1, "threads": 1}
+HELLO = [{"role": "user", "content": "Hello, who are you?"}]
+
+
+@pytest.fixture(autouse=True)
+def no_options(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in list(os.environ):
+        if name.startswith(("CAIRN_", "XDG_")):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", config=None, **SMALL) as loaded:
+        yield loaded
+
+
+def busy(llm: LLM) -> int:
+    stats = llm._llm.service.stats()
+    return stats.running + stats.waiting
+
+
+def settled(llm: LLM) -> bool:
+    """Whether nothing runs any more; a cancel takes a step to arrive."""
+    end = time.monotonic() + 20
+    while busy(llm) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not busy(llm)
+
+
+def children() -> set[str]:
+    """Processes that this one started and that have not been waited for."""
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    return {pid for task in tasks for pid in (task / "children").read_text().split()}
+
+
+# --------------------------------------------------------------------------------------------------------- answers
+
+
+def test_a_chat_whole_and_streamed_is_the_same(llm):
+    """Known failure 22: the pieces of a stream join to exactly the whole answer."""
+    whole = llm.chat(HELLO, temperature=0, max_tokens=40)
+    stream = llm.chat(HELLO, stream=True, temperature=0, max_tokens=40)
+    pieces = list(stream)
+    assert "".join(piece.text for piece in pieces) == whole.text == stream.answer.text != ""
+    assert tuple(token for piece in pieces for token in piece.tokens) == whole.tokens == stream.answer.tokens
+    assert whole.finish_reason == stream.answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    assert whole.usage.completion_tokens == len(whole.tokens)
+    assert whole.cache.computed + whole.cache.pool == whole.usage.prompt_tokens
+    assert whole.message == {"role": "assistant", "content": whole.text}
+
+
+def test_the_next_turn_computes_only_what_is_new(llm):
+    """An answer that comes back as history is the exact tokens that were sampled, and they are in the cache."""
+    question = {"role": "user", "content": "Tell me a long story about a cat, a dog and a very small horse."}
+    first = llm.chat([question], temperature=0, max_tokens=60)
+    second = llm.chat([question, first.message, {"role": "user", "content": "Go on."}], temperature=0, max_tokens=5)
+    seen = first.usage.prompt_tokens + first.usage.completion_tokens
+    assert second.usage.cached_tokens == second.cache.pool >= (seen - 1) // 16 * 16 - 16 > 0
+
+
+def test_generate_takes_one_text_many_texts_and_token_ids(llm):
+    options = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    texts = ["The cat", "A dog", "One two three"]
+    alone = [llm.generate(text, **options) for text in texts]
+    together = llm.generate(texts, **options)
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
+    assert all(len(answer.tokens) == 8 and answer.finish_reason == "length" for answer in alone)
+    ids = llm._llm.service.tokenizer.encode_prompt("The cat")
+    assert llm.generate([ids], **options)[0].tokens == alone[0].tokens
+    assert llm.generate([], **options) == []
+    streamed = llm.generate("The cat", stream=True, **options)
+    assert "".join(piece.text for piece in streamed) == alone[0].text
+
+
+def test_many_more_prompts_than_places():
+    """Offline work is not refused for being much: it waits for its turn."""
+    with LLM("demo", **SMALL, max_running=3, max_queue=2, max_queue_tokens=40) as llm:
+        answers = llm.generate(
+            [f"number {n}, and then some more words" for n in range(20)], max_tokens=3, temperature=0
+        )
+        assert len(answers) == 20 and all(answer.finish_reason for answer in answers)
+
+
+def test_seeds_and_defaults(llm):
+    """Known failure 10: options arrive. The seed alone decides, alone and in a batch."""
+    options = {"max_tokens": 12, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "ignore_eos": True}
+    one, again, other = (llm.generate("Once", seed=seed, **options).tokens for seed in (1, 1, 2))
+    assert one == again != other
+    batch = llm.generate(["Twice", "Once", "Once more"], seed=1, **options)
+    assert batch[1].tokens == one
+    greedy = llm.generate("Once", temperature=0, max_tokens=4, logprobs=True, top_logprobs=2, ignore_eos=True)
+    assert [entry.token for entry in greedy.logprobs] == list(greedy.tokens)
+    assert all(entry.top[0][0] == entry.token and len(entry.top) == 2 for entry in greedy.logprobs)
+    assert (
+        llm.generate("Once", max_tokens=30, temperature=0, stop=greedy.text[-1], ignore_eos=True).finish_reason
+        == "stop"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+
+
+def test_misspelt_and_wrong_options_are_errors(llm):
+    """Known failure 50: nothing is accepted and ignored."""
+    with pytest.raises(InvalidRequest, match="unknown option 'temprature'; did you mean temperature\\?"):
+        llm.chat(HELLO, temprature=0)
+    with pytest.raises(InvalidRequest, match="top_p must be from 0 to 1; it is 2"):
+        llm.generate("x", top_p=2)
+    with pytest.raises(InvalidRequest, match="n must be from 1 to 1"):
+        llm.generate("x", n=2)
+    with pytest.raises(InvalidRequest, match="one prompt, not a list"):
+        llm.generate(["x"], stream=True)
+    with pytest.raises(InvalidRequest, match="list of texts or of lists of token ids"):
+        llm.generate([1, 2, 3])
+    with pytest.raises(InvalidRequest, match="ids go from 0"):
+        llm.generate([[1, 10**6]])
+    with pytest.raises(ContextTooLong, match="max_tokens is 5000"):
+        llm.generate("x", max_tokens=5000)
+    with pytest.raises(ConfigError, match="port is an option of a server; there is none here"):
+        LLM("demo", port=9)
+    with pytest.raises(ConfigError, match="unknown option 'thread'; did you mean threads\\?"):
+        LLM("demo", thread=1)
+    with pytest.raises(ConfigError, match="threads is 0 but must be at least 1"):
+        LLM("demo", threads=0)
+    with pytest.raises(ConfigError, match="either a config or options"):
+        LLM("demo", config=Config())
+    assert settled(llm)
+
+
+def test_a_model_that_cannot_be_loaded_leaves_nothing(tmp_path):
+    before, threads = children(), set(threading.enumerate())
+    with pytest.raises(ModelError, match="cairn pull org/absent"):
+        LLM("org/absent")
+    with pytest.raises(ModelError):
+        LLM(str(tmp_path))
+    assert children() == before
+    assert set(threading.enumerate()) <= threads
+
+
+def test_options_come_from_the_environment_and_files_too(tmp_path, monkeypatch):
+    (tmp_path / "cairn.toml").write_text("max_running = 3\nport = 7\n")
+    monkeypatch.setenv("CAIRN_THREADS", "2")
+    config = AsyncLLM("demo", kv_gb=0.5).config
+    assert (config.model, config.max_running, config.threads, config.kv_gb) == ("demo", 3, 2, 0.5)
+    assert AsyncLLM(config=Config(threads=1)).config == Config(threads=1)
+
+
+def scripted(*events) -> SimpleNamespace:
+    """A service that says what a test wants."""
+
+    async def generate(request):
+        for event in events:
+            yield event
+
+    return SimpleNamespace(generate=generate)
+
+
+def done(reason=FinishReason.STOP):
+    return Done(reason=reason, usage=Usage(prompt_tokens=1, completion_tokens=1), cache=CacheReport(computed=1))
+
+
+async def test_tool_calls_and_reasoning_are_joined():
+    """Known failure 24: a call is in tool_calls and nowhere else, its arguments whole."""
+    kept = []
+    events = (
+        Delta(reasoning="let me "),
+        Delta(reasoning="see", tokens=(1, 2)),
+        Delta(tool_calls=(ToolCallDelta(index=0, id="c1", name="f", arguments='{"a"'),)),
+        Delta(tool_calls=(ToolCallDelta(index=0, arguments=": 1}"), ToolCallDelta(index=1, id="c2", name="g"))),
+        done(FinishReason.TOOL_CALLS),
+    )
+    answer = await AsyncStream(scripted(*events), None, kept.append).wait()
+    assert answer.tool_calls == (ToolCall("c1", "f", '{"a": 1}'), ToolCall("c2", "g", ""))
+    assert (answer.text, answer.reasoning, answer.finish_reason) == ("", "let me see", FinishReason.TOOL_CALLS)
+    assert answer.message["content"] is None and answer.message["reasoning_content"] == "let me see"
+    assert answer.message["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert kept == [answer]
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [
+        (FinishReason.DEADLINE, DeadlineExceeded),
+        (FinishReason.CANCELLED, Cancelled),
+        (FinishReason.ERROR, GenerationFailed),
+    ],
+)
+async def test_an_end_that_is_no_success_is_an_error(reason, error):
+    """Known failure 15: a timeout, a cancel or a fault is never returned as an answer."""
+    kept = []
+    stream = AsyncStream(scripted(Delta(text="half"), done(reason)), None, kept.append)
+    with pytest.raises(error):
+        await stream.wait()
+    assert stream.answer.text == "half" and not kept
+
+
+def test_a_deadline_is_an_error_for_real():
+    """Known failure 15."""
+    with LLM("demo", **SMALL, request_timeout=0.05) as llm, pytest.raises(DeadlineExceeded):
+        llm.generate("x", max_tokens=2000, ignore_eos=True)
+
+
+# ------------------------------------------------------------------------------------------------------- its life
+
+
+def test_leaving_a_stream_cancels_its_request(llm):
+    """Known failure 42: what nobody reads any more is not computed."""
+    with llm.generate("x", stream=True, max_tokens=1900, ignore_eos=True) as stream:
+        next(iter(stream))
+        assert busy(llm) == 1
+    assert settled(llm)
+    assert 0 < len(stream.answer.tokens) < 1900
+    assert list(stream) == []
+
+
+def test_close_leaves_nothing():
+    before, threads = children(), set(threading.enumerate())
+    loaded = LLM("demo", **SMALL)
+    stream = loaded.generate("x", stream=True, max_tokens=1900, ignore_eos=True)
+    next(iter(stream))
+    loaded.close()
+    loaded.close()
+    assert children() == before
+    assert set(threading.enumerate()) <= threads
+    for call in (lambda: loaded.generate("x"), lambda: loaded.chat(HELLO), lambda: next(iter(stream))):
+        with pytest.raises(Unavailable):
+            call()
+
+
+def test_letting_go_of_it_closes_it():
+    before = children()
+    loaded = LLM("demo", **SMALL)
+    assert children() != before
+    del loaded
+    gc.collect()
+    assert children() == before
+
+
+def script(code: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_script_may_just_end():
+    """No `with`, no `close`, no __main__ guard, a stream in the middle: it ends cleanly, and so do its processes."""
+    process = script(
+        """
+        from cairn import LLM
+        llm = LLM("demo", kv_gb=0.1, threads=1)
+        stream = llm.generate("x", stream=True, max_tokens=1900, ignore_eos=True)
+        next(stream)
+        import pathlib
+        for task in pathlib.Path("/proc/self/task").iterdir():
+            print((task / "children").read_text())
+        """
+    )
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out.split() and not [pid for pid in out.split() if os.path.exists(f"/proc/{pid}")]
+
+
+def test_ctrl_c_cancels_the_request_and_the_model_goes_on():
+    process = script(
+        """
+        import time
+        from cairn import LLM
+        with LLM("demo", kv_gb=0.1, threads=1) as llm:
+            for stream in (True, False):
+                try:
+                    answer = llm.generate("x", stream=stream, max_tokens=1900, ignore_eos=True)
+                    if stream:
+                        next(answer)
+                    print("ready", flush=True)
+                    while stream:
+                        next(answer)
+                    answer = llm.generate(["x"] * 3, max_tokens=1900, ignore_eos=True)
+                except KeyboardInterrupt:
+                    end = time.monotonic() + 20
+                    while llm._llm.service.stats().running and time.monotonic() < end:
+                        time.sleep(0.01)
+                    print("running", llm._llm.service.stats().running, flush=True)
+                    if stream:
+                        print("kept", bool(answer.answer.tokens), flush=True)
+                    break
+            print(len(llm.generate("x", max_tokens=5, ignore_eos=True).tokens))
+        """
+    )
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "running 0\nkept True\n5\n", "")
+
+
+def test_ctrl_c_while_it_waits_for_a_whole_answer(llm):
+    main = threading.main_thread().ident
+    timer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["x", "y", "z"], max_tokens=2000, ignore_eos=True)
+    timer.join()
+    assert settled(llm)
+    assert len(llm.generate("x", max_tokens=3, ignore_eos=True).tokens) == 3
+
+
+def test_threads_share_one_model(llm):
+    found: dict[int, tuple[int, ...]] = {}
+
+    def work(number: int) -> None:
+        found[number] = llm.generate("The same", temperature=0, max_tokens=10, ignore_eos=True).tokens
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6 and len(set(found.values())) == 1
+
+
+# --------------------------------------------------------------------------------------------------------- asyncio
+
+
+async def test_the_async_twin():
+    async with AsyncLLM("demo", **SMALL) as llm:
+        one, two, (three, four) = await asyncio.gather(
+            llm.chat(HELLO, temperature=0, max_tokens=10),
+            llm.generate("The cat", temperature=0, max_tokens=10),
+            llm.generate(["The cat", "A dog"], temperature=0, max_tokens=10),
+        )
+        assert two.tokens == three.tokens and one.text and four.tokens
+        stream = await llm.stream_chat(HELLO, temperature=0, max_tokens=10)
+        assert "".join([piece.text async for piece in stream]) == one.text
+        async with await llm.stream_generate("x", max_tokens=1900, ignore_eos=True) as stream:
+            await anext(stream)
+        task = asyncio.create_task(llm.generate(["x", "y"], max_tokens=1900, ignore_eos=True))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(InvalidRequest):
+            await llm.generate(["fine", "x" * 20000], max_tokens=1900, ignore_eos=True)
+        for _ in range(500):
+            if not llm.service.stats().running:
+                break
+            await asyncio.sleep(0.01)
+        assert llm.service.stats().running == 0
+    with pytest.raises(Unavailable):
+        await llm.chat(HELLO)
+
+
+async def test_start_without_with():
+    llm = await AsyncLLM.start("demo", **SMALL)
+    assert (await llm.generate("x", max_tokens=2, ignore_eos=True)).tokens
+    await llm.close()
+    await llm.close()
+
+
+def test_the_package_exports_it():
+    assert cairn.LLM is LLM and cairn.AsyncLLM is AsyncLLM and cairn.__version__
+    with pytest.raises(AttributeError, match="no attribute 'LLMs'"):
+        cairn.LLMs  # noqa: B018
+    names = set(inspect.signature(SamplingOptions).parameters)
+    assert {"temperature", "max_tokens", "stop"} <= names
