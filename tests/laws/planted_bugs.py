@@ -134,8 +134,8 @@ BUGS = (
     Bug("the queue does not count tokens", WAITING, "and (not waiting or queued + tokens <= self._max_tokens)", ""),
     # ------------------------------------------------------------------------------------------------- the engine
     Bug("the digest before is read one slot off", FAKE, "(row.start - 1) % size for row", "row.start % size for row"),
-    Bug("attention reads past the window", FAKE, "            if group.window:\n                values[", "            if False:\n                values["),
-    Bug("attention reads past the position", FAKE, "            values[positions > np.repeat(last, counts)[:, None]] = 0\n", ""),
+    Bug("attention reads past the window", FAKE, "            if group.window:\n                values[starts]", "            if False:\n                values[starts]"),
+    Bug("attention reads past the position", FAKE, "            values[ends] &= self._until[[position % size for _, position in wanted]]\n", ""),
     Bug("positions restart at every chunk", FAKE, "self._salt[first : row.end] + self._seeds", "self._salt[first - row.start : row.end - row.start] + self._seeds"),
 )  # fmt: skip
 

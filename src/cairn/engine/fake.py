@@ -16,7 +16,6 @@ Arithmetic is modulo 2**64:
 from __future__ import annotations
 
 import hashlib
-import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -109,7 +108,9 @@ class FakeEngine:
             0, 1 << 64, (padded // block_tokens, block_tokens), dtype=np.uint64
         ) | np.uint64(1)
         self._noise = random.random(spec.vocab + _NOISE, dtype=np.float32)
-        self._offsets = np.arange(block_tokens)
+        ones = np.full((block_tokens, block_tokens), _MASK, dtype=np.uint64)
+        self._until, self._since = np.tril(ones), np.triu(ones)
+        """Masks of one block's slots: up to one of them, and from one of them on."""
         self._peaks = np.arange(1, _PEAKS + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
         self._heights = np.linspace(8, 3, _PEAKS, dtype=np.float32)
 
@@ -226,22 +227,21 @@ class FakeEngine:
     def _states(self, wanted: Sequence[tuple[Row, int]]) -> Words:
         """The state of each wanted position, from the digests that its table leads to."""
         size, total = self._block_tokens, np.zeros(len(wanted), dtype=np.uint64)
-        last = np.array([position for _, position in wanted])
         for number, group in enumerate(self._info.groups):
-            first = np.maximum(0, last - group.window + 1) if group.window else np.zeros_like(last)
-            heads, ends = (first // size).tolist(), (last // size + 1).tolist()
-            counts = last // size + 1 - first // size
-            blocks: list[int] = []
-            for (row, _), head, end in zip(wanted, heads, ends, strict=True):
-                blocks += row.tables[number][head:end]
-            index = list(itertools.chain.from_iterable(map(range, heads, ends)))
+            blocks, index, starts, ends = list[int](), list[int](), list[int](), list[int]()
+            for row, position in wanted:
+                head = max(0, position - group.window + 1) // size if group.window else 0
+                tail = position // size + 1
+                starts.append(len(blocks))
+                blocks += row.tables[number][head:tail]
+                index += range(head, tail)
+                ends.append(len(blocks) - 1)
             values = self._kv[number][blocks] * self._weights[index]
-            positions = np.array(index)[:, None] * size + self._offsets
-            values[positions > np.repeat(last, counts)[:, None]] = 0
+            values[ends] &= self._until[[position % size for _, position in wanted]]
             if group.window:
-                values[positions < np.repeat(first, counts)[:, None]] = 0
-            starts = np.cumsum(counts) - counts
-            total += _mix(np.add.reduceat(values.sum(axis=1, dtype=np.uint64), starts) + self._seeds[number])
+                values[starts] &= self._since[[max(0, position - group.window + 1) % size for _, position in wanted]]
+            sums = np.add.reduceat(values, starts, axis=0).sum(axis=1, dtype=np.uint64)
+            total += _mix(sums + self._seeds[number])
         return _mix(total)
 
     def _logits(self, states: Words) -> Floats:
