@@ -353,7 +353,8 @@ def _pieces(rows: list[list[int]], heads: int, window: int) -> Iterator[_Piece]:
         fit = max(1, _SCORES // (heads * TILE * spans * SPAN))
         for low in range(0, len(members), fit):
             table, first, start, base = np.array(members[low : low + fit]).T
-            yield _Piece(first[:, None], table.tolist(), start, base, 1, spans)
+            longest = int((start - base).max()) // SPAN + 1
+            yield _Piece(first[:, None], table.tolist(), start, base, 1, longest)
 
 
 def _gather(kv: Floats, layer: int, tables: Ints, piece: _Piece, window: int) -> tuple[Floats, Floats]:
@@ -367,19 +368,21 @@ def _gather(kv: Floats, layer: int, tables: Ints, piece: _Piece, window: int) ->
     inside = wanted < tables.shape[1]
     ids = tables[np.array(piece.rows)[:, None], np.where(inside, wanted, 0)]
     known = inside & (ids >= 0)
-    index = np.where(known, ids, 0)[:, None, :], np.arange(kv_heads)[None, :, None]
+    # The pool as one run of [block_tokens * D] pieces in the order (block, layer, key or value, head): a plain `take`
+    # copies them twenty times faster than indexing by (block, layer, which, head) does.
+    pieces = kv.reshape(-1, block_tokens * size)
+    keys_at = (np.where(known, ids, 0)[:, None, :] * kv.shape[1] + layer) * 2 * kv_heads + np.arange(kv_heads)[:, None]
     shape = (len(piece.rows), kv_heads, piece.spans, SPAN, size)
-    keys = kv[index[0], layer, 0, index[1]]
-    values = kv[index[0], layer, 1, index[1]]
+    keys = pieces.take(keys_at, axis=0).reshape(shape)
+    values = pieces.take(keys_at + kv_heads, axis=0).reshape(shape)
     positions = piece.base[:, None] + np.arange(piece.spans * SPAN)
     hidden = positions >= (piece.starts + piece.count)[:, None]
     hidden |= np.repeat(~known, block_tokens, axis=1)
     if window:
         hidden |= positions <= (piece.starts - window)[:, None]
-    values = values.reshape(len(piece.rows), kv_heads, -1, size)
-    for row, gone in enumerate(hidden):
-        values[row, :, gone] = 0
-    return keys.reshape(shape), values.reshape(shape)
+    for row, at in np.argwhere(hidden.reshape(len(piece.rows), piece.spans, SPAN).any(axis=2)):
+        values[row, :, at, hidden[row, at * SPAN : (at + 1) * SPAN]] = 0
+    return keys, values
 
 
 def _seen(piece: _Piece, fan: int, padded: int, window: int) -> NDArray[np.bool_]:
