@@ -52,7 +52,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        numbers = (self.temperature, self.top_p, self.min_p, self.repetition_penalty)
+        numbers: tuple[float, ...] = (self.temperature, self.top_p, self.min_p, self.repetition_penalty)
         numbers += (self.presence_penalty, self.frequency_penalty, *(bias for _, bias in self.logit_bias))
         if not all(math.isfinite(number) for number in numbers):
             raise ValueError("sampling parameters must be finite numbers")
