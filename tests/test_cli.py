@@ -1,12 +1,19 @@
+import fcntl
 import http.server
 import json
 import os
+import pty
+import select
+import signal
 import subprocess
 import sys
+import termios
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -495,3 +502,198 @@ def test_local_options_beside_a_server_are_refused(canned):
     assert said == "--threads is for a model in this process; the server at --host has its own"
     assert "needs --host" in sentence(run("generate", "-p", "x", "--api-key", "k"))
     assert "--raw leaves out" in sentence(run("generate", "-p", "x", "--raw", "--system", "s"), 1)
+
+
+# ------------------------------------------------------------------------------------------------- Ctrl-C, for real
+
+
+@pytest.fixture
+def slow(canned):
+    """A server whose answers go on for ten seconds, a word every 20 ms; `gone` is set when the client has left."""
+    canned.gone = threading.Event()
+
+    def chat(handler) -> None:
+        handler.rfile.read(int(handler.headers["content-length"]))
+        handler.send_response(200)
+        handler.end_headers()
+        try:
+            for _ in range(500):
+                handler.wfile.write(sse({"choices": [{"index": 0, "delta": {"content": "word "}}]}).encode())
+                time.sleep(0.02)
+        except OSError:
+            canned.gone.set()
+
+    canned.do_POST = chat
+    return canned
+
+
+def start(*arguments: str, **more) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", MAIN, *arguments], text=True, **more)
+
+
+@pytest.mark.parametrize("stream", [[], ["--stream"]])
+def test_ctrl_c_prints_the_partial_text(slow, stream):
+    process = start("generate", "-p", "x", "--host", slow.url, *stream, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not any(path == "/v1/models" for path, *_ in slow.seen):
+        time.sleep(0.01)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+    words = out.removesuffix("\n")
+    assert out == words + "\n" and 1 <= words.count("word ") < 500 and words.replace("word ", "") == ""
+    assert slow.gone.wait(10)  # and the server was told
+
+
+def test_a_reader_that_leaves_is_no_traceback(slow):
+    process = start(
+        "generate", "-p", "x", "--stream", "--host", slow.url, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout.read(5) == "word "
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(30) == 1
+    assert slow.gone.wait(10)
+
+
+class Terminal:
+    """A program in a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.master, slave = pty.openpty()
+
+        def control() -> None:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+        self.process = start(
+            *arguments, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=control
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def expect(self, words: str) -> str:
+        """What was shown up to the words, once they are there."""
+        end = time.monotonic() + 60
+        while words not in self.seen:
+            ready, _, _ = select.select([self.master], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"{words!r} did not come; there was {self.seen!r}"
+            try:
+                self.seen += os.read(self.master, 65536).decode(errors="replace")
+            except OSError:
+                raise AssertionError(f"ended without {words!r}: {self.seen!r}") from None
+        found, _, self.seen = self.seen.partition(words)
+        return found
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def close(self) -> int:
+        code = self.process.wait(60)
+        os.close(self.master)
+        return code
+
+
+def test_ctrl_c_in_a_terminal_stops_the_answer_and_the_conversation_goes_on(slow, elsewhere):
+    terminal = Terminal("chat", "--host", slow.url)
+    terminal.expect("is ready")
+    terminal.expect("> ")
+    terminal.type("count for ever\n")
+    terminal.expect("word word")
+    terminal.type("\x03")
+    terminal.expect("stopped")
+    assert slow.gone.wait(10)
+    terminal.expect("> ")
+    terminal.type("\x03")
+    terminal.expect("/exit leaves")
+    terminal.type("/save talk.json\n")
+    terminal.expect("saved 2 messages")
+    terminal.type("\x04")
+    assert terminal.close() == 0
+    question, answer = json.loads((elsewhere / "talk.json").read_text())
+    assert question == {"role": "user", "content": "count for ever"}
+    assert answer["role"] == "assistant" and answer["content"].startswith("word word")
+
+
+# ------------------------------------------------------------------------------------------ the bundled model, for real
+
+NO_TORCH = """
+import os, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "triton"):
+            raise ModuleNotFoundError(f"{name} cannot be imported here", name=name)
+sys.meta_path.insert(0, Refuse())
+with open(os.environ["STARTED"], "a") as file:
+    file.write(f"{os.getpid()}\\n")
+"""
+
+
+def serving(process: subprocess.Popen[str]) -> str:
+    """The address at which a server that was started says it serves."""
+    for line in process.stderr:
+        if " serves " in line:
+            return line.partition("http://")[2].partition("/v1")[0]
+    raise AssertionError(f"the server ended with {process.wait()}")
+
+
+def test_serve_generate_status_and_cancel_where_torch_cannot_be_imported(elsewhere):
+    """The whole way on real input, in every process without torch: front, worker, template helper, CLI."""
+    (elsewhere / "sitecustomize.py").write_text(NO_TORCH)
+    started = elsewhere / "started"
+    env = {**os.environ, "PYTHONPATH": str(elsewhere), "STARTED": str(started), "OMP_NUM_THREADS": "1"}
+    refused = subprocess.run(
+        [sys.executable, "-c", "import torch"], env=env, capture_output=True, text=True, check=False
+    )
+    assert "cannot be imported here" in refused.stderr
+    server = start("serve", "demo", "--port", "0", "--kv-gb", "0.1", env=env, stderr=subprocess.PIPE)
+    try:
+        host = serving(server)
+        assert len(set(started.read_text().split())) >= 4  # import torch, front, worker, template helper
+        here = run("generate", "-p", "What is Cairn?", "--temperature", "0", "--kv-gb", "0.1", env=env)
+        assert (here.returncode, here.stderr) == (0, "") and here.stdout.strip()
+        there = run("generate", "-p", "What is Cairn?", "--temperature", "0", "--host", host, "--stream", env=env)
+        assert (there.returncode, there.stderr, there.stdout) == (0, "", here.stdout)
+        raw = run(
+            "generate", "-p", "What is", "--raw", "--max-tokens", "3", "--temperature", "0", "--host", host, env=env
+        )
+        local = run(
+            "generate", "-p", "What is", "--raw", "--max-tokens", "3", "--temperature", "0", "--kv-gb", "0.1", env=env
+        )
+        assert (raw.returncode, raw.stdout) == (0, local.stdout)
+        rows = dict(line.split("\t") for line in run("status", "--host", host).stdout.splitlines())
+        assert (rows["status"], rows["model"]) == ("ready", "demo, context 2048 tokens")
+        assert sentence(run("cancel", "00000000000000ff", "--host", host), 1).startswith("there is no such request")
+        port = host.rpartition(":")[2]
+        said = sentence(run("serve", "--port", port))
+        assert said == f"port {port} on 127.0.0.1 is used by another program; choose one with --port"
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.stderr.read()
+        server.stderr.close()
+        assert server.wait(30) == 0
+
+
+def test_cancel_ends_a_request_of_a_server(elsewhere):
+    arguments = ("--engine", "fake", "--port", "0", "--kv-gb", "0.1", "--max-running", "1")
+    server = start("serve", "demo", *arguments, stderr=subprocess.PIPE)
+    try:
+        host = serving(server)
+        # Eight long choices one after another: they cannot have ended by themselves when the cancel comes.
+        body = {"model": "demo", "prompt": "x", "max_tokens": 2000, "stream": True, "ignore_eos": True, "n": 8}
+        with httpx.stream("POST", f"http://{host}/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            lines = (line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: "))
+            number = json.loads(next(lines))["id"]
+            done = run("cancel", number, "--host", host)
+            assert (done.returncode, done.stderr) == (0, "") and "state\tcancelled" in done.stdout.splitlines()
+            assert "cancelled" in list(lines)[-1]
+        shown = run("status", number, "--host", host).stdout
+        rows = dict(line.split("\t") for line in shown.removesuffix("\n").split("\n"))
+        assert rows["state"] == "cancelled"
+        assert "had already ended (cancelled)" in sentence(run("cancel", number, "--host", host), 1)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.stderr.read()
+        server.stderr.close()
+        assert server.wait(30) == 0

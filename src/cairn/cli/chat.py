@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cairn.cli.options import LOCAL, configured
+from cairn.cli.output import printable, talk
 from cairn.cli.sampling import Answering, Source, sampling_parameters, source
 from cairn.config import Resolved, closest
 from cairn.errors import CairnError
@@ -46,8 +47,6 @@ def register(app: typer.Typer) -> None:
         sampling: dict[str, Any],
     ) -> None:
         """Talk with a model. Ctrl-C stops an answer; /help lists the commands."""
-        from cairn.cli.output import talk
-
         with ExitStack() as opened:
             with talk().status("loading the model"):
                 model = opened.enter_context(source(resolved, host))
@@ -58,8 +57,6 @@ class Conversation:
     """The messages so far, and the loop that reads lines and answers them."""
 
     def __init__(self, model: Source, sampling: dict[str, Any], system: str | None = None) -> None:
-        from cairn.cli.output import talk
-
         self.messages: list[dict[str, Any]] = []
         self.system = system
         self._model = model
@@ -128,12 +125,12 @@ class Conversation:
             for piece in answering:
                 waiting.stop()
                 if piece.reasoning:
-                    self._talk.print(_printable(piece.reasoning), end="", style="dim italic", markup=False)
+                    self._talk.print(printable(piece.reasoning), end="", style="dim italic", markup=False)
                     thought = True
                 if piece.text:
                     if thought:
                         self._say("\n")
-                    sys.stdout.write(_printable(piece.text))
+                    sys.stdout.write(printable(piece.text))
                     sys.stdout.flush()
                     thought, last = False, piece.text
         except KeyboardInterrupt:
@@ -143,7 +140,7 @@ class Conversation:
             if last and not last.endswith("\n"):
                 print(flush=True)
         for call in answering.answer.tool_calls:
-            print(_printable(f"{call.name}({call.arguments})"))
+            print(printable(f"{call.name}({call.arguments})"))
         return False
 
     def _read(self) -> str:
@@ -211,8 +208,3 @@ def _summary(answer: Answer, seconds: float, stopped: bool) -> str:
         parts.append(f"{usage.completion_tokens} tokens in {seconds:.1f} s")
         parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens were already computed")
     return f"({'; '.join(parts)})" if parts else ""
-
-
-def _printable(text: str) -> str:
-    """Text without control characters, so that a model cannot steer the terminal."""
-    return "".join(char if char in "\n\t" or ord(char) >= 0xA0 or " " <= char <= "~" else "\ufffd" for char in text)

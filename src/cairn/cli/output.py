@@ -9,22 +9,33 @@ from rich.console import Console
 from rich.table import Table
 
 
+_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"})
+
+
 def talk() -> Console:
     """The console for everything that is not data."""
     return Console(stderr=True, highlight=False)
 
 
+def printable(text: str) -> str:
+    """Text without control characters, so that a model or a server cannot steer the terminal."""
+    return "".join(char if char in "\n\t" or " " <= char <= "~" or ord(char) >= 0xA0 else "\ufffd" for char in text)
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Rows on stdout: a table for a person, tab-separated lines without a header for a program."""
+    """Rows on stdout: a table for a person; for a program tab-separated lines without a header.
+
+    There, line ends and tabs inside a value are written as a backslash and a letter.
+    """
     if not sys.stdout.isatty():
         for row in rows:
-            print("\t".join(row))
+            print("\t".join(value.translate(_ESCAPES) for value in row))
         return
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for index, title in enumerate(header):
         shown.add_column(title, overflow="fold", style="" if index else "cyan")
     for row in rows:
-        shown.add_row(*row)
+        shown.add_row(*map(printable, row))
     Console(highlight=False, markup=False).print(shown)
 
 
