@@ -125,6 +125,8 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts of one choice, as the OpenAI API defines them."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
