@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"})
 
 
