@@ -65,7 +65,7 @@ class _RunDetokenizer:
 
     __slots__ = ("_run", "_skip", "_strip", "_table")
 
-    def __init__(self, table: Mapping[int, str | int], skip: Collection[int], strip: int) -> None:
+    def __init__(self, table: Mapping[int, str | int | None], skip: Collection[int], strip: int) -> None:
         self._table = table
         self._skip = skip
         self._strip = strip
@@ -77,6 +77,8 @@ class _RunDetokenizer:
             if i in self._skip:
                 continue
             piece = self._table[i]
+            if piece is None:
+                continue
             if isinstance(piece, int):
                 self._run.append(piece)
                 continue
@@ -111,7 +113,9 @@ class _PieceDetokenizer:
 
     __slots__ = ("_first", "_first_text", "_skip", "_table")
 
-    def __init__(self, first_text: Callable[[int], str], table: Mapping[int, str], skip: Collection[int]) -> None:
+    def __init__(
+        self, first_text: Callable[[int], str], table: Mapping[int, str | None], skip: Collection[int]
+    ) -> None:
         self._first_text = first_text
         self._table = table
         self._skip = skip
@@ -120,9 +124,10 @@ class _PieceDetokenizer:
     def push(self, ids: Sequence[int]) -> str:
         text = ""
         for i in ids:
-            if i in self._skip:
+            piece = None if i in self._skip else self._table[i]
+            if piece is None:
                 continue
-            text += self._first_text(i) if self._first else self._table[i]
+            text += self._first_text(i) if self._first else piece
             self._first = False
         return text
 
@@ -197,8 +202,8 @@ class Decoding:
             return self._bytes[token]
         if self._kind == "runs":
             piece = self._runs[token]
-            return bytes([piece]) if isinstance(piece, int) else piece.encode()
-        return self._pieces[token].encode()
+            return bytes([piece]) if isinstance(piece, int) else (piece or "").encode()
+        return (self._pieces[token] or "").encode()
 
     def _spelt_bytes(self, token: int) -> bytes:
         text = self._library.id_to_token(token) or ""
@@ -207,8 +212,10 @@ class Decoding:
         except KeyError:  # an added token that is not spelt in the byte alphabet
             return text.encode()
 
-    def _run_piece(self, token: int) -> str | int:
-        text = str(self._library.id_to_token(token) or "")
+    def _run_piece(self, token: int) -> str | int | None:
+        text: str | None = self._library.id_to_token(token)
+        if text is None:
+            return None
         if self._fallback and BYTE_TOKEN.fullmatch(text):
             return int(text[3:5], 16)
         for pattern, content in self._replace:
@@ -216,12 +223,11 @@ class Decoding:
         return text
 
     def _first_piece(self, token: int) -> str:
-        text = self._library.id_to_token(token)
-        return "" if text is None else self._join([text])
+        return self._join([self._library.id_to_token(token) or ""])
 
-    def _inner_piece(self, token: int) -> str:
+    def _inner_piece(self, token: int) -> str | None:
         text = self._library.id_to_token(token)
-        return "" if text is None else self._join(["x", text])[len(self._join(["x"])) :]
+        return None if text is None else self._join(["x", text])[len(self._join(["x"])) :]
 
     def _join(self, tokens: list[str]) -> str:
         decoder = self._library.decoder
