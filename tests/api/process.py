@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+KV_GB = 0.2
 MAIN = """
 import json, sys
 from cairn.api.server import serve
@@ -41,7 +42,7 @@ class Served:
     def __init__(self, **options: Any) -> None:
         self.port = options.setdefault("port", free_port())
         options.setdefault("engine", "fake")
-        options.setdefault("kv_gb", 0.2)
+        options.setdefault("kv_gb", KV_GB)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("CAIRN_")}
         self.process = subprocess.Popen(
             [sys.executable, "-c", MAIN, json.dumps(options)],

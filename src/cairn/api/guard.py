@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import socket
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any
@@ -358,8 +359,10 @@ class Listener:
         self._timer: asyncio.TimerHandle | None = None
         self._server: asyncio.Server | None = None
 
-    async def start(self, sock: Any) -> None:
+    async def start(self, sock: socket.socket) -> None:
         """Begin to accept."""
+        # Connections inherit it: what the kernel keeps for a client that does not read is bounded too.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.config.stream_buffer_kib << 10)
         self._server = await self.loop.create_server(lambda: Guard(self), sock=sock, backlog=4096)
         self._sweep()
 

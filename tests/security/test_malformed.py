@@ -1,0 +1,330 @@
+"""Input that nobody should send: a typed 4xx, never a 500, and the server goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from process import Served, served
+from serving import events, request_bytes
+
+Figure = Callable[[str, str], None]
+
+CANARY = {"model": "demo", "prompt": "a canary", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+CHAT: dict[str, Any] = {
+    "model": "demo",
+    "messages": [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": "r"},
+        {"role": "user", "content": "hi"},
+    ],
+    "tools": [TOOL],
+    "tool_choice": "auto",
+    "max_tokens": 3,
+    "temperature": 0.5,
+    "top_k": 5,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "logit_bias": {"5": 1},
+    "seed": 3,
+    "stop": ["x"],
+    "stop_token_ids": [9],
+    "min_tokens": 1,
+    "ignore_eos": False,
+    "n": 1,
+    "logprobs": True,
+    "top_logprobs": 2,
+    "stream": False,
+    "user": "u",
+    "chat_template_kwargs": {"a": 1},
+}  # fmt: skip
+TEXT: dict[str, Any] = {
+    "model": "demo",
+    "prompt": "hi",
+    "max_tokens": 3,
+    "echo": True,
+    "logprobs": 2,
+    "n": 2,
+    "stop": "x",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "suffix": None,
+    "best_of": 1,
+    "temperature": 1,
+}
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", TEXT),
+    ("/tokenize", {"model": "demo", "prompt": "hi"}),
+    ("/tokenize", {"messages": CHAT["messages"], "tools": [TOOL]}),
+    ("/detokenize", {"model": "demo", "tokens": [5, 6, 7]}),
+]
+ODD: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    1.5,
+    -0.0,
+    1e308,
+    5e-324,
+    10**18,
+    10**19,
+    10**30,
+    2**63,
+    -(2**63),
+    2**64,
+    "",
+    "x",
+    "0",
+    "\x00",
+    "<|im_start|>system\n",
+    "\u202e\ud7ff\ufffe",
+    "\N{GRINNING FACE}" * 50,
+    "x" * 5000,
+    [],
+    {},
+    [[]],
+    [None],
+    [0],
+    [-1],
+    [10**12],
+    ["a", 1],
+    [{}],
+    {"": 0},
+    {"type": "text"},
+    {"type": "function"},
+    [[[[[[]]]]]],
+    {"a": {"b": {"c": [1, 2, {"d": None}]}}},
+]
+TEXTS: list[bytes] = [
+    b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-1e999", b"01", b"+1", b".5", b"1.", b"0x1", b"'a'", b"tru", b"nul",
+    b'"\\ud800"', b'"\\x"', b'"\xff"', b'"\x01"', b'{"a":1,"a":1}', b"[1,]", b'{"a":1,}', b"//", b"[" * 70 + b"]" * 70,
+    b"9" * 5000, b"-" + b"9" * 400, b"1e-400", b'"' + b"\\u0000" * 20 + b'"',
+]  # fmt: skip
+
+
+def paths(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a JSON value."""
+    found = [at]
+    if isinstance(value, dict):
+        for key, item in value.items():
+            found += paths(item, (*at, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            found += paths(item, (*at, index))
+    return found
+
+
+def replaced(value: Any, at: tuple[Any, ...], new: Callable[[Any], Any]) -> Any:
+    if not at:
+        return new(value)
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[at[0]] = replaced(value[at[0]], at[1:], new)
+    return copy
+
+
+def odd_body(rng: random.Random) -> tuple[str, bytes]:
+    """A body that is nearly right."""
+    path, body = rng.choice(BODIES)
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        at = rng.choice(paths(body)[1:] or [()])
+        kind = rng.randrange(5)
+        if kind == 0 and at and isinstance(at[-1], str):
+            body = replaced(body, at[:-1], lambda value: {k: v for k, v in value.items() if k != at[-1]})  # noqa: B023
+        elif kind == 1:
+            name = rng.choice(["extra", "Model", "", "response_format", "suffix", "__proto__", "n" * 100, "functions"])
+            spot = rng.choice([p for p in paths(body) if isinstance(_get(body, p), dict)])
+            odd = rng.choice(ODD)
+            body = replaced(body, spot, lambda value: {**value, name: odd})  # noqa: B023
+        else:
+            odd = rng.choice(ODD)
+            body = replaced(body, at, lambda value: odd)  # noqa: B023
+        if not isinstance(body, dict) or len(paths(body)) < 2:
+            break
+    data = json.dumps(body).encode()
+    if rng.random() < 0.3:
+        spot = rng.choice([i for i, byte in enumerate(data) if byte in b':,[{"'] or [0])
+        data = data[: spot + 1] + rng.choice(TEXTS) + data[spot + 1 + rng.randrange(3) :]
+    return path, data
+
+
+def _get(value: Any, at: tuple[Any, ...]) -> Any:
+    for key in at:
+        value = value[key]
+    return value
+
+
+def odd_bytes(rng: random.Random) -> bytes:
+    """A raw request that is nearly right."""
+    path, body = rng.choice(BODIES)
+    data = bytearray(request_bytes("POST", path, json.dumps(body).encode()))
+    if rng.random() < 0.3:
+        chunk = json.dumps(body).encode()
+        head = request_bytes("POST", path, b"", "Content-Type: application/json", "Transfer-Encoding: chunked")
+        data = bytearray(head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(chunk), chunk))
+    for _ in range(rng.choice((1, 1, 2, 3, 8))):
+        spot = rng.randrange(min(len(data), 250) if rng.random() < 0.7 else len(data))
+        match rng.randrange(6):
+            case 0:
+                data[spot] = rng.randrange(256)
+            case 1:
+                del data[spot : spot + rng.choice((1, 2, 10, 100))]
+            case 2:
+                data[spot:spot] = rng.randbytes(rng.choice((1, 2, 20)))
+            case 3:
+                data[spot:spot] = data[spot : spot + rng.choice((1, 20, 200))]
+            case 4:
+                data[spot:spot] = rng.choice((b"\r\n", b"\n", b"\r", b"\0", b" ", b":", b"HTTP/1.1", b"Host: evil\r\n"))
+            case 5:
+                del data[spot:]
+        if not data:
+            data = bytearray(b"\r\n")
+    return bytes(data)
+
+
+def check_error(status: int, body: bytes, what: Any) -> None:
+    assert 400 <= status < 500, (status, body[:300], what)
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"] and error["code"], what
+    assert len(error["message"]) < 1000, what
+
+
+async def exchange(port: int, data: bytes) -> bytes:
+    """All that the server says to these bytes and the end of the client's side."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        found = b""
+        async with asyncio.timeout(60):
+            while not complete(found):
+                try:
+                    piece = await asyncio.wait_for(reader.read(1 << 16), 0.2 if found else 0.5)
+                except TimeoutError:
+                    if writer.transport.is_closing() or not writer.can_write_eof():
+                        break
+                    writer.write_eof()  # the server waits for more: there is none
+                    piece = await reader.read(1 << 16)
+                if not piece:
+                    break
+                found += piece
+        return found
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def complete(found: bytes) -> bool:
+    head, separator, rest = found.partition(b"\r\n\r\n")
+    if not separator or b" 100 " in head[:13]:
+        return False
+    for line in head.lower().split(b"\r\n"):
+        if line.startswith(b"content-length: "):
+            return len(rest) >= int(line[16:])
+    return rest.endswith(b"0\r\n\r\n")
+
+
+async def attacks(count: int, each: Callable[[int], Any]) -> None:
+    numbers: AsyncIterator[int] | Any = iter(range(count))
+
+    async def work() -> None:
+        for number in numbers:
+            await each(number)
+
+    await asyncio.gather(*(work() for _ in range(32)))
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    with served(context=256, max_queue=2000, max_running=128, body_timeout=3.0, header_timeout=3.0) as process:
+        yield process
+
+
+def canary(server: Served) -> Any:
+    return server.post("/v1/completions", CANARY)["choices"]
+
+
+async def test_the_bodies_are_right_before_they_are_changed(server: Served) -> None:
+    for path, body in BODIES:
+        found = await exchange(server.port, request_bytes("POST", path, json.dumps(body).encode()))
+        assert found.startswith(b"HTTP/1.1 200"), found
+
+
+async def test_odd_json_is_a_typed_4xx(server: Served, figure: Figure, prove: bool) -> None:
+    """Known failures 10, 50: nothing that is nearly a request becomes a 500 or kills the worker."""
+    count = 10_000 if prove else 1_000
+    truth, family = canary(server), server.family()
+    refused = 0
+
+    async def each(number: int) -> None:
+        nonlocal refused
+        path, data = odd_body(random.Random(number))
+        found = await exchange(server.port, request_bytes("POST", path, data))
+        head, _, body = found.partition(b"\r\n\r\n")
+        assert head, (number, data)
+        status = int(head.split()[1])
+        if status == 200:
+            if b"event-stream" in head:
+                text = b"".join(
+                    piece for piece in body.split(b"\r\n") if piece.startswith((b"data", b": ")) or piece == b"\n"
+                )
+                assert events(text)[-1] == "[DONE]", (number, data)
+            else:
+                json.loads(body)
+            return
+        refused += 1
+        check_error(status, body, (number, data))
+
+    await attacks(count, each)
+    assert refused > count // 2
+    assert server.family() == family
+    assert canary(server) == truth
+    figure("malformed JSON", f"{count}: {refused} typed 4xx, the rest valid; no 5xx, same processes, canary exact")
+
+
+async def test_odd_http_is_a_typed_4xx_or_a_closed_connection(server: Served, figure: Figure, prove: bool) -> None:
+    count = 10_000 if prove else 1_000
+    truth, family = canary(server), server.family()
+    outcomes = {"refused": 0, "served": 0, "closed": 0}
+
+    async def each(number: int) -> None:
+        data = odd_bytes(random.Random(number))
+        found = await exchange(server.port, data)
+        head, _, body = found.partition(b"\r\n\r\n")
+        if head.startswith(b"HTTP/1.1 100"):
+            head, _, body = body.partition(b"\r\n\r\n")
+        if not head:
+            outcomes["closed"] += 1
+            return
+        status = int(head.split()[1])
+        if status in (200, 204):
+            outcomes["served"] += 1
+        else:
+            outcomes["refused"] += 1
+            if data[:4] != b"HEAD":
+                size = next(
+                    int(line[16:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length: ")
+                )
+                check_error(status, body[:size], (number, data))
+
+    await attacks(count, each)
+    assert outcomes["refused"] > count // 4 and outcomes["closed"] < count // 2
+    assert server.family() == family
+    assert canary(server) == truth
+    said = ", ".join(f"{number} {what}" for what, number in outcomes.items())
+    figure("malformed HTTP", f"{count}: {said}; no 5xx, same processes, canary exact")
