@@ -1,7 +1,7 @@
 # Needs Python 3.11+ with headers, g++, make and git. Everything else is installed into .venv.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
-# Bytecode is written when a module is first imported: a third less disk than compiling all of every dependency.
+# Bytecode is written for what the server imports: a third less disk than compiling all of every dependency.
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
 .PHONY: serve install test check prove bench soak clean
@@ -14,6 +14,7 @@ install: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) --editable .
+	@$(BIN)/python -c 'import cairn.cli, cairn.api.server, cairn.service.worker, cairn.engine.device, cairn.text.render'
 	@touch $@
 
 # torch first and pinned: a plain dependency on torch would pull gigabytes of GPU libraries.
