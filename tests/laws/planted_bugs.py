@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 SOURCE = Path(__file__).parents[2] / "src" / "cairn"
+SIMULATORS = ("tests.laws.simulator", "tests.laws.streams")
 SCHEDULES = 2000
 STUCK_SECONDS = 20
 """A single schedule that takes so long hangs; that counts as found."""
@@ -58,6 +59,11 @@ SCHEDULER = "scheduler.py"
 SEQUENCE = "sequence.py"
 WAITING = "waiting.py"
 FAKE = "engine/fake.py"
+STOPS = "text/stops.py"
+TEXT = "text/stream.py"
+BYTES = "text/detokenizer.py"
+FLIGHT = "service/flight.py"
+WORKER = "service/worker.py"
 
 BUGS = (
     # ------------------------------------------------------------------------------------------------ block pool
@@ -137,7 +143,27 @@ BUGS = (
     Bug("attention reads past the window", FAKE, "            if group.window:\n                values[starts]", "            if False:\n                values[starts]"),
     Bug("attention reads past the position", FAKE, "            values[ends] &= self._until[[position % size for _, position in wanted]]\n", ""),
     Bug("positions restart at every chunk", FAKE, "self._salt[first : row.end] + self._seeds", "self._salt[first - row.start : row.end - row.start] + self._seeds"),
+    # ------------------------------------------------------------------------------------------------- streaming
+    Bug("the beginning of a stop string is shown", STOPS, "keep = self._start_of_partial(text)", "keep = len(text)"),
+    Bug("a stop string is shown", STOPS, "            return text[: min(found)[1]]\n", "            return text\n"),
+    Bug("text goes on after a stop string", STOPS, "            self.hit = True\n", ""),
+    Bug("held text is lost at the end", TEXT, "(held := self._stops.release())", "(held := \"\")"),
+    Bug("an unfinished character is lost at the end", TEXT, "pieces = self._split(self._detokenizer.flush())", "pieces = []"),
+    Bug("tokens past a stop are counted", TEXT, "            if self.stopped:\n                break\n", ""),
+    Bug("known tokens are reported again", TEXT, "            self.tokens = []\n", ""),
+    Bug("a character split over tokens becomes two", BYTES, "return self._decoder.decode(b\"\".join([table[i] for i in ids if i not in skip]))", "return self._decoder.decode(b\"\".join([table[i] for i in ids if i not in skip]), final=True)"),
+    Bug("tokens that were read are read again", FLIGHT, "self._unread, self._logprobs = [], []", "self._logprobs = []"),
+    Bug("events that were taken are taken again", FLIGHT, "            events = joined(events)\n        self._events = []\n", "            events = joined(events)\n"),
+    Bug("merging turns the order round", FLIGHT, "text=\"\".join(delta.text for delta in deltas)", "text=\"\".join(delta.text for delta in reversed(deltas))"),
+    Bug("merging loses logprobs", FLIGHT, "logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs)", "logprobs=deltas[0].logprobs"),
+    Bug("prompt logprobs come again after a worker's death", FLIGHT, "output.prompt_logprobs[self.skip :]", "output.prompt_logprobs"),
+    Bug("the next worker starts from the beginning", FLIGHT, "generated=tuple(self.tokens)", "generated=self.request.generated"),
+    Bug("the next worker starts the clock again", FLIGHT, "timeout = max(0.0, timeout - (now - self.arrived))", "timeout = max(0.0, timeout)"),
+    Bug("a token with logprobs travels as a token only", WORKER, "not (output.finish or output.logprobs or", "not (output.finish or"),
 )  # fmt: skip
+
+OF_STREAMS = {STOPS, TEXT, BYTES, FLIGHT, WORKER}
+"""Files whose bugs the stream simulator has to find; the scheduler simulator all others."""
 
 
 class _Planted(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
@@ -160,10 +186,10 @@ class _Planted(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 def hunt(bug: Bug, schedules: int = SCHEDULES) -> tuple[int, str] | None:
     """In a process of its own: the first seed that finds the bug, and what it says; None if none does."""
     finder = _Planted(bug)
-    for name in [name for name in sys.modules if name.split(".")[0] == "cairn" or name.startswith("tests.laws.simul")]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "cairn" or name in SIMULATORS]:
         del sys.modules[name]
     sys.meta_path.insert(0, finder)
-    simulator = importlib.import_module("tests.laws.simulator")
+    simulator = importlib.import_module(SIMULATORS[bug.file in OF_STREAMS])
     spec = sys.modules[bug.module].__spec__
     if spec is None or spec.loader is not finder:
         raise RuntimeError(f"{bug.name}: the planted module was not imported")
@@ -213,7 +239,8 @@ def hunt_apart(bug: Bug) -> tuple[int, str] | None:
 def main(names: Sequence[str]) -> int:
     """Print bug -> seed and the score; 1 if fewer than 95 % were found."""
     bugs = [bug for bug in BUGS if not names or bug.name in names]
-    importlib.import_module("tests.laws.simulator")
+    for name in SIMULATORS:
+        importlib.import_module(name)
     started, caught = time.monotonic(), 0
     for bug in bugs:
         found = hunt_apart(bug)
