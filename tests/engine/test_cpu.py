@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +174,24 @@ def test_close_gives_blas_its_threads_back(tmp_path: Path) -> None:
     def threads() -> list[int]:
         return [one["num_threads"] for one in threadpoolctl.threadpool_info() if one["user_api"] == "blas"]
 
+    gc.collect()  # engines that other tests left open
     before = threads()
-    engine = load(write_model(tmp_path), threads=2)
+    threadpoolctl.threadpool_limits(2, user_api="blas")
+    two = threads()
+    first, second = load(write_model(tmp_path), threads=2), load(tmp_path)
     assert set(threads()) == {1}
+    first.close()
+    first.close()
+    assert set(threads()) == {1}, "the other engine still computes"
+    second.close()
+    assert threads() == two
+    threadpoolctl.threadpool_limits(max(before), user_api="blas")
+
+
+def test_close_gives_the_pools_and_weights_back(tmp_path: Path) -> None:
+    engine = load(write_model(tmp_path))
+    pool = weakref.ref(engine._kv[0])
+    panels = weakref.ref(engine._head.calls[0].arguments[4].panels)
     engine.close()
-    assert threads() == before
+    gc.collect()
+    assert pool() is None and panels() is None

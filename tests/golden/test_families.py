@@ -12,7 +12,7 @@ import transformers
 from tests.tiny_models import BFLOAT16, MODELS, Driver, load, prompt, write_config, write_model
 
 from cairn.engine.cpu import CpuEngine
-from cairn.kernels import reference
+from cairn.kernels import paged
 from cairn.kernels.reference import ReferenceKernels
 from cairn.models.spec import load_spec
 
@@ -138,7 +138,7 @@ def shifted_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loose_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every position also sees the one after it."""
-    real = reference._seen
+    real = paged._seen
 
     def planted(piece: Any, fan: int, padded: int, window: int) -> Any:
         seen = real(piece, fan, padded, window)
@@ -146,13 +146,13 @@ def loose_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         flat[..., 1:] |= flat[..., :-1].copy()
         return flat.reshape(*seen.shape[:2], padded, piece.spans, -1).transpose(0, 1, 3, 2, 4)
 
-    monkeypatch.setattr(reference, "_seen", planted)
+    monkeypatch.setattr(paged, "_seen", planted)
 
 
 def loose_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """The window is one position too long."""
-    real = reference._seen
-    monkeypatch.setattr(reference, "_seen", lambda piece, fan, padded, window: real(piece, fan, padded, window + 1))
+    real = paged._seen
+    monkeypatch.setattr(paged, "_seen", lambda piece, fan, padded, window: real(piece, fan, padded, window + 1))
 
 
 @pytest.mark.parametrize("plant", [late_positions, shifted_table, loose_mask, loose_window])

@@ -10,7 +10,7 @@ import pytest
 from tests.tiny_models import GREEDY, MODELS, SCORED, Driver, load, prompt, write_model
 
 from cairn.engine.base import NO_BLOCK, Row
-from cairn.kernels import reference
+from cairn.kernels import blas, paged, reference
 
 LENGTH = 150
 CHUNKINGS = ([1] * LENGTH, [16] * 9 + [6], [64, 64, 22], [7, 100, 43], [149, 1], [3, 13, 17, 1, 1, 115])
@@ -124,7 +124,7 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_read(
 
 def test_any_number_of_threads_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path, vocab_size=700, intermediate_size=600)
-    monkeypatch.setattr(reference, "_WORTH_THREADS", 0)
+    monkeypatch.setattr(blas, "_WORTH_THREADS", 0)
     found = []
     for threads in (1, 2, 3):
         driver = Driver(load(folder, threads=threads), monkeypatch)
@@ -149,7 +149,7 @@ def test_the_sampler_sees_the_same_bits_for_one_position_and_for_all(
 def neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole matrices in one BLAS call: what the law forbids."""
 
-    def planted(self: Any, x: Any, matrix: reference.Matrix) -> Any:
+    def planted(self: Any, x: Any, matrix: blas.Matrix) -> Any:
         whole = matrix.panels.transpose(1, 0, 2).reshape(x.shape[1], -1)
         got = (x @ whole)[:, : matrix.out]
         return got if matrix.bias is None else got + matrix.bias
@@ -160,16 +160,16 @@ def neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
 def relative_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Softmax sums over all positions at once instead of over fixed spans in order."""
 
-    def planted(q: Any, keys: Any, values: Any, seen: Any, scale: float) -> Any:
+    def planted(q: Any, pages: Any, seen: Any, scale: float) -> Any:
         rows, heads, tiles, tile, size = q.shape
-        keys = keys.reshape(rows, heads, 1, -1, size)
-        values = values.reshape(rows, heads, 1, -1, size)
+        keys = pages.keys(slice(0, seen.shape[2])).reshape(rows, heads, 1, -1, size)
+        values = pages.values(slice(0, seen.shape[2])).reshape(rows, heads, 1, -1, size)
         scores = np.matmul(q, keys.swapaxes(-1, -2)) * np.float32(scale)
         mask = seen.transpose(0, 1, 3, 2, 4).reshape(rows, 1, tiles, tile, -1)
         weights = np.where(mask, np.exp(scores - np.where(mask, scores, -np.inf).max(-1, keepdims=True)), 0)
         return np.matmul(weights, values) / weights.sum(-1, keepdims=True)
 
-    monkeypatch.setattr(reference, "_attend", planted)
+    monkeypatch.setattr(paged, "_attend", planted)
 
 
 @pytest.mark.parametrize("plant", [neighbour, relative_spans])

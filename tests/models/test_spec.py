@@ -165,6 +165,7 @@ def test_identity_is_the_content_not_the_place(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["rope_scaling.factor"]),
         ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling.factor", "nothing"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling.low_freq_factor"]),
+        ({"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_theta", "more than 1"]),
         ({"rope_scaling": [1]}, ["rope_scaling", "an object"]),
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "true or false"]),
         ({"eos_token_id": 160}, ["eos_token_id", "below 160"]),

@@ -21,7 +21,9 @@ from cairn.config import Config
 from cairn.engine.base import EngineInfo, Ready, Row, RowResult
 from cairn.engine.machine import cpu_count
 from cairn.engine.pool import block_bytes, check_memory, pool_blocks
-from cairn.kernels import reference
+from cairn.kernels.blas import TILE
+from cairn.kernels.paged import SPAN
+from cairn.kernels.reference import ReferenceKernels
 from cairn.models import decoder
 from cairn.models.weights import open_weights
 from cairn.sampling import sample
@@ -42,7 +44,7 @@ class CpuEngine:
         """`weights` as `models.weights.open_weights` returns them; `blocks` in the pool of each group."""
         context = min(spec.context, config.context or spec.context)
         max_rows = min(config.max_running, config.step_tokens)
-        self._kernels = reference.ReferenceKernels(config.threads or cpu_count())
+        self._kernels = ReferenceKernels(config.threads or cpu_count())
         self._buffers = decoder.allocate(self._kernels, spec, config.step_tokens, max_rows, context)
         page = (2, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
         self._kv: list[Floats] = [
@@ -104,10 +106,11 @@ class CpuEngine:
         return Ready(None)
 
     def close(self) -> None:
-        """Give the memory and the threads back; the engine cannot be used afterwards."""
+        """Give the memory and the threads back; the engine cannot be used afterwards. A second call does nothing."""
         self._kernels.close()
-        self._kv = []
-        del self._buffers, self._body, self._head
+        self._kv.clear()
+        # Programs hold the weights and the pools.
+        self._body = self._head = decoder.Program(self._kernels, ())
 
     def _write_inputs(self, rows: Sequence[Row]) -> list[int]:
         """Fill the step's input buffers; returns each row's first token in the step."""
@@ -195,5 +198,5 @@ def identity(spec: ModelSpec) -> bytes:
     blas = sorted(f"{info['internal_api']} {info.get('version')} {info.get('architecture')}" for info in ours)
     cpu = np._core._multiarray_umath.__cpu_features__  # type: ignore[attr-defined]
     features = sorted(name for name, here in cpu.items() if here)
-    facts = [LAYOUT, BLOCK_TOKENS, NUMERICS, reference.SPAN, reference.TILE, np.__version__, platform.machine()]
+    facts = [LAYOUT, BLOCK_TOKENS, NUMERICS, SPAN, TILE, np.__version__, platform.machine()]
     return hashlib.sha256(spec.identity + repr((facts, blas, features)).encode()).digest()

@@ -180,6 +180,8 @@ def _rope(config: Fields) -> tuple[RopeScaling, float, int]:
         mscale_all_dim=rope.number("mscale_all_dim", 0.0, 1e6) if rope.has("mscale_all_dim") else None,
         truncate=rope.flag("truncate", True),
     )
+    if kind == "yarn" and theta <= 1:
+        raise config.error("rope_theta", "more than 1 for yarn")
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise rope.error("low_freq_factor", f"less than high_freq_factor ({scaling.high_freq_factor:g})")
     # llama3 configs state the scaled length; linear and yarn ones may still state the length before scaling.

@@ -1,0 +1,163 @@
+"""Attention over paged keys and values, in spans: its order of operations depends on positions alone.
+
+Scores, sums and products run over spans of 64 positions aligned at multiples of 64, each span by itself; span results
+are then added in order. A maximum has no order. Spans that a position does not see add exact zeros, so neither padding
+nor neighbours change a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.kernels.blas import TILE, tile_rows
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+SPAN = 64
+"""Positions in one span: a multiple of the block size."""
+
+_SCORES = 1 << 20
+"""Most attention scores computed at once; keeps the working set near the cache."""
+_SPANS = 64
+"""Most spans of keys or values gathered at once, which bounds the copy that a long context needs."""
+
+
+def attend(
+    query: Floats, kv: Floats, layer: int, rows: Ints, tables: Ints, window: int, scale: float, out: Floats
+) -> None:
+    """`kernels.base.Kernels.attention`."""
+    heads, size = query.shape[1:]
+    kv_heads = kv.shape[3]
+    fan = heads // kv_heads
+    tile = min(tile_rows(size, SPAN, transposed=True), tile_rows(SPAN, size))
+    for piece in _pieces(rows.tolist(), heads, window):
+        tokens = piece.tokens
+        # [R, K, count * fan] query rows a key-value head, padded to whole tiles.
+        rows_of = query[tokens].reshape(len(tokens), piece.count, kv_heads, fan, size).transpose(0, 2, 1, 3, 4)
+        tiles = -(-piece.count * fan // tile)
+        q = np.zeros((len(tokens), kv_heads, tiles * tile, size), np.float32)
+        q[:, :, : piece.count * fan] = rows_of.reshape(len(tokens), kv_heads, -1, size)
+        q = q.reshape(len(tokens), kv_heads, tiles, tile, size)
+        got = _attend(q, _Pages(kv, layer, tables, piece, window), _seen(piece, fan, tiles * tile, window), scale)
+        got = got.reshape(len(tokens), kv_heads, -1, size)[:, :, : piece.count * fan]
+        got = got.reshape(len(tokens), kv_heads, piece.count, fan, size).transpose(0, 2, 1, 3, 4)
+        out[tokens] = got.reshape(len(tokens), piece.count, heads * size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Query positions computed in one go: R rows with `count` tokens each, over `spans` spans from `base` on."""
+
+    tokens: NDArray[np.intp]
+    """[R, count] places in the step."""
+    rows: list[int]
+    starts: NDArray[np.intp]
+    """[R] position of each row's first token here."""
+    base: NDArray[np.intp]
+    """[R] first position of the first span."""
+    count: int
+    spans: int
+
+
+def _pieces(rows: list[list[int]], heads: int, window: int) -> Iterator[_Piece]:
+    """Cut a step into pieces of bounded size. How it is cut changes no result: every query is independent."""
+    alone: dict[int, list[tuple[int, int, int, int]]] = {}
+    for row, (first, count, start) in enumerate(rows):
+        at = 0
+        while at < count:
+            base = max(0, start + at - window + 1) // SPAN * SPAN if window else 0
+            fit = max(TILE, _SCORES // (heads * (start + count - base + SPAN)))
+            taken = min(fit, count - at)
+            spans = -(-(start + at + taken - base) // SPAN)
+            if count == 1:
+                # One-token rows of similar length share a piece; the power of two bounds the padding.
+                alone.setdefault(1 << (spans - 1).bit_length(), []).append((row, first, start, base))
+            else:
+                tokens = np.arange(first + at, first + at + taken)[None]
+                yield _Piece(tokens, [row], np.array([start + at]), np.array([base]), taken, spans)
+            at += taken
+    for spans, members in alone.items():
+        fit = max(1, _SCORES // (heads * TILE * spans * SPAN))
+        for low in range(0, len(members), fit):
+            table, first, start, base = np.array(members[low : low + fit]).T
+            longest = int((start - base).max()) // SPAN + 1
+            yield _Piece(first[:, None], table.tolist(), start, base, 1, longest)
+
+
+class _Pages:
+    """Keys and values of a piece's positions, gathered from the blocks of its rows' tables."""
+
+    def __init__(self, kv: Floats, layer: int, tables: Ints, piece: _Piece, window: int) -> None:
+        self._kv_heads, self._block_tokens, self._size = kv.shape[3:]
+        wanted = piece.base[:, None] // self._block_tokens + np.arange(piece.spans * SPAN // self._block_tokens)
+        inside = wanted < tables.shape[1]
+        ids = tables[np.array(piece.rows)[:, None], np.where(inside, wanted, 0)]
+        known = inside & (ids >= 0)
+        # The pool as one run of [block_tokens * D] parts in the order (block, layer, key or value, head): a plain
+        # `take` copies them twenty times faster than indexing by (block, layer, which, head) does.
+        self._parts = kv.reshape(-1, self._block_tokens * self._size)
+        first = (np.where(known, ids, 0)[:, None, :] * kv.shape[1] + layer) * 2 * self._kv_heads
+        self._keys_at = first + np.arange(self._kv_heads)[:, None]
+        positions = piece.base[:, None] + np.arange(piece.spans * SPAN)
+        hidden = positions >= (piece.starts + piece.count)[:, None]
+        hidden |= np.repeat(~known, self._block_tokens, axis=1)
+        if window:
+            hidden |= positions <= (piece.starts - window)[:, None]
+        self._hidden = hidden.reshape(len(piece.rows), piece.spans, SPAN)
+
+    def keys(self, spans: slice) -> Floats:
+        """[R, K, spans, SPAN, D]. Positions that nobody may see hold anything: their scores are replaced."""
+        return self._take(self._keys_at, spans)
+
+    def values(self, spans: slice) -> Floats:
+        """[R, K, spans, SPAN, D]. Positions that no query of the piece may see are zero: a weight of zero would not
+        silence a NaN that an earlier owner left in a block."""
+        found = self._take(self._keys_at + self._kv_heads, spans)
+        hidden = self._hidden[:, spans]
+        for row, span in np.argwhere(hidden.any(axis=2)):
+            found[row, :, span, hidden[row, span]] = 0
+        return found
+
+    def _take(self, parts: NDArray[np.intp], spans: slice) -> Floats:
+        blocks = SPAN // self._block_tokens
+        at = parts[..., spans.start * blocks : spans.stop * blocks]
+        return self._parts.take(at, axis=0).reshape(*at.shape[:2], -1, SPAN, self._size)
+
+
+def _seen(piece: _Piece, fan: int, padded: int, window: int) -> NDArray[np.bool_]:
+    """[R, 1, spans, query rows, SPAN]: which positions each query row may see. Padding rows see what the last does."""
+    query = np.minimum(np.arange(padded) // fan, piece.count - 1)
+    at = (piece.starts[:, None] + query)[:, None, None, :, None]
+    positions = piece.base[:, None, None] + np.arange(piece.spans * SPAN).reshape(piece.spans, SPAN)
+    spread = positions[:, None, :, None, :]
+    seen = spread <= at
+    return seen & (spread > at - window) if window else seen
+
+
+def _attend(q: Floats, pages: _Pages, seen: NDArray[np.bool_], scale: float) -> Floats:
+    """softmax(q k * scale) v for q[R, K, T, tile, D] over the spans that `seen` covers, in q's shape."""
+    rows, _, tiles, tile, _ = q.shape
+    count = seen.shape[2]
+    parts = [slice(at, min(at + _SPANS, count)) for at in range(0, count, _SPANS)]
+    scores = np.empty((*q.shape[:2], count, tiles, tile, SPAN), np.float32)
+    for part in parts:
+        keys = pages.keys(part).swapaxes(-1, -2)
+        np.matmul(q[:, :, None], keys[:, :, :, None], out=scores[:, :, part])
+    scores *= np.float32(scale)
+    np.copyto(scores, np.float32(-np.inf), where=~seen.reshape(rows, 1, count, tiles, tile, SPAN))
+    scores -= scores.max(axis=(2, 5), keepdims=True)
+    weights = np.exp(scores, out=scores)
+    sums = weights.sum(axis=-1)
+    total, out = np.zeros_like(sums[:, :, 0]), np.zeros_like(q)
+    for part in parts:
+        mixed = np.matmul(weights[:, :, part], pages.values(part)[:, :, :, None])
+        for span in range(part.start, part.stop):
+            total += sums[:, :, span]
+            out += mixed[:, :, span - part.start]
+    out /= total[..., None]
+    return out

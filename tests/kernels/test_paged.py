@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cairn.kernels import paged
+from cairn.kernels.blas import TILE
+from cairn.kernels.paged import SPAN, attend
+from cairn.types import BLOCK_TOKENS
+
+
+def random(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def naive_attention(query: Any, keys: Any, values: Any, at: int, window: int, scale: float) -> Any:
+    """One position in float64: query [Q, D]; keys, values [tokens, K, D]."""
+    low = max(0, at - window + 1) if window else 0
+    fan = query.shape[0] // keys.shape[1]
+    out = []
+    for head in range(query.shape[0]):
+        k, v = (x[low : at + 1, head // fan].astype(np.float64) for x in (keys, values))
+        scores = k @ query[head].astype(np.float64) * scale
+        weights = np.exp(scores - scores.max())
+        out.append(weights @ v / weights.sum())
+    return np.concatenate(out)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 4, 16), (6, 2, 10), (8, 1, 6), (9, 1, 32), (4, 2, 64)])
+@pytest.mark.parametrize("window", [0, 1, 5, 16, 70])
+def test_attention(heads: int, kv_heads: int, size: int, window: int) -> None:
+    """Known failure 36: chunks and decodes in one call, each with its own mask, in blocks out of order."""
+    rng = np.random.default_rng(0)
+    rows = [(0, 1, 0), (1, 1, 131), (2, 37, 50), (39, 1, 63), (40, 64, 0), (104, 1, 64), (105, 3, 126)]
+    tokens, width = 108, 12
+    kv = np.full((width * len(rows), 3, 2, kv_heads, BLOCK_TOKENS, size), np.nan, np.float32)
+    tables = np.full((len(rows), width), -1, np.int32)
+    ids = rng.permutation(len(kv))
+    query, out = random(tokens, heads, size, seed=4), np.empty((tokens, heads * size), np.float32)
+    want = np.empty_like(out)
+    for number, (first, count, start) in enumerate(rows):
+        end = start + count
+        keys, values = random(end, kv_heads, size, seed=number), random(end, kv_heads, size, seed=number + 50)
+        low = max(0, start - window + 1) // BLOCK_TOKENS if window else 0
+        for block in range(low, -(-end // BLOCK_TOKENS)):
+            tables[number, block] = one = ids[number * width + block]
+            part = slice(block * BLOCK_TOKENS, min(end, (block + 1) * BLOCK_TOKENS))
+            kv[one, 1, 0, :, : part.stop - part.start] = keys[part].transpose(1, 0, 2)
+            kv[one, 1, 1, :, : part.stop - part.start] = values[part].transpose(1, 0, 2)
+        for place in range(count):
+            want[first + place] = naive_attention(query[first + place], keys, values, start + place, window, 0.3)
+    attend(query, kv, 1, np.array(rows, np.int32), tables, window, 0.3, out)
+    np.testing.assert_allclose(out, want, atol=2e-6)
+    for number, (first, count, start) in enumerate(rows):
+        alone = np.empty((count, heads * size), np.float32)
+        row = np.array([(0, count, start)], np.int32)
+        attend(query[first : first + count], kv, 1, row, tables[number : number + 1], window, 0.3, alone)
+        assert alone.tobytes() == out[first : first + count].tobytes()
+
+
+def test_attention_is_cut_into_pieces_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv, query = random(20, 1, 2, 2, BLOCK_TOKENS, 16), random(300, 4, 16)
+    tables, rows = np.arange(20, dtype=np.int32)[None], np.array([(0, 300, 0)], np.int32)
+    whole, pieces = np.empty((300, 64), np.float32), np.empty((300, 64), np.float32)
+    attend(query, kv, 0, rows, tables, 0, 0.25, whole)
+    monkeypatch.setattr(paged, "_SCORES", 1)
+    monkeypatch.setattr(paged, "_SPANS", 2)
+    assert len(list(paged._pieces(rows.tolist(), 4, 0))) > 30
+    attend(query, kv, 0, rows, tables, 0, 0.25, pieces)
+    assert whole.tobytes() == pieces.tobytes()
+
+
+class Pages:
+    """Keys and values that are already gathered."""
+
+    def __init__(self, keys: Any, values: Any) -> None:
+        self.keys, self.values = lambda spans: keys[:, :, spans], lambda spans: values[:, :, spans]
+
+
+def test_adding_span_results_is_a_sum_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a short context gives does not change when the spans of a longer one are empty, or come in parts."""
+    q, keys, values = random(1, 2, 1, TILE, 16), random(1, 2, 5, SPAN, 16), random(1, 2, 5, SPAN, 16, seed=1)
+    seen = np.zeros((1, 1, 5, TILE, SPAN), bool)
+    seen[:, :, 1:3] = True
+    seen[:, :, 3, :, :9] = True
+    part = slice(1, 4)
+    pages: Any = Pages(keys[:, :, part], values[:, :, part])
+    short = paged._attend(q, pages, seen[:, :, part], 0.2)
+    pages = Pages(keys, values)
+    assert paged._attend(q, pages, seen, 0.2).tobytes() == short.tobytes()
+    monkeypatch.setattr(paged, "_SPANS", 2)
+    assert paged._attend(q, pages, seen, 0.2).tobytes() == short.tobytes()
