@@ -240,7 +240,7 @@ def converse(monkeypatch, model, *lines: str | BaseException, system=None) -> Co
 
     monkeypatch.setattr("builtins.input", read)
     conversation = Conversation(model, {}, system)
-    conversation.run("m")
+    conversation.run()
     return conversation
 
 
@@ -251,7 +251,7 @@ def test_a_conversation_remembers(monkeypatch, capsys):
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
     out, err = capsys.readouterr()
     assert out == "Hi Ada.\nAda.\n"  # stdout is data
-    assert "6 of 9 prompt tokens were already computed" in err
+    assert "prompt 9 tokens, 6 of them already computed" in err
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_the_part(monkeypatch, capsys):
@@ -588,28 +588,33 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def close(self) -> int:
-        code = self.process.wait(60)
+    def __enter__(self) -> "Terminal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
         os.close(self.master)
-        return code
 
 
 def test_ctrl_c_in_a_terminal_stops_the_answer_and_the_conversation_goes_on(slow, elsewhere):
-    terminal = Terminal("chat", "--host", slow.url)
-    terminal.expect("is ready")
-    terminal.expect("> ")
-    terminal.type("count for ever\n")
-    terminal.expect("word word")
-    terminal.type("\x03")
-    terminal.expect("stopped")
-    assert slow.gone.wait(10)
-    terminal.expect("> ")
-    terminal.type("\x03")
-    terminal.expect("/exit leaves")
-    terminal.type("/save talk.json\n")
-    terminal.expect("saved 2 messages")
-    terminal.type("\x04")
-    assert terminal.close() == 0
+    with Terminal("chat", "--host", slow.url) as terminal:
+        terminal.expect("is ready")
+        terminal.expect("> ")
+        terminal.type("count for ever\n")
+        terminal.expect("word word")
+        terminal.type("\x03")
+        terminal.expect("stopped")
+        assert slow.gone.wait(10)
+        terminal.expect("> ")
+        terminal.type("\x03")
+        terminal.expect("/exit leaves")
+        terminal.expect("> ")
+        terminal.type("/save talk.json\n")
+        terminal.expect("saved 2 messages")
+        terminal.expect("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(30) == 0
     question, answer = json.loads((elsewhere / "talk.json").read_text())
     assert question == {"role": "user", "content": "count for ever"}
     assert answer["role"] == "assistant" and answer["content"].startswith("word word")

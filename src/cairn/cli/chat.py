@@ -17,9 +17,14 @@ from cairn.cli.output import printable, talk
 from cairn.cli.sampling import Answering, Source, sampling_parameters, source
 from cairn.config import Resolved, closest
 from cairn.errors import CairnError
+from cairn.models.hub import DEMO
 
 if TYPE_CHECKING:
     from cairn.llm import Answer
+
+BUNDLED = """\
+This is the small model that comes with Cairn: ask it what Cairn is, or tell it your name and ask for it later.
+For a larger one: cairn pull Qwen/Qwen3-0.6B, then cairn chat Qwen/Qwen3-0.6B"""
 
 HELP = """\
 /help          this list
@@ -50,7 +55,11 @@ def register(app: typer.Typer) -> None:
         with ExitStack() as opened:
             with talk().status("loading the model"):
                 model = opened.enter_context(source(resolved, host))
-            Conversation(model, sampling, system).run(resolved.config.model if host is None else host)
+            name = resolved.config.model if host is None else host
+            talk().print(f"{name} is ready. /help lists the commands, Ctrl-D leaves.", style="dim", markup=False)
+            if name == DEMO:
+                talk().print(BUNDLED, style="dim", markup=False)
+            Conversation(model, sampling, system).run()
 
 
 class Conversation:
@@ -70,11 +79,10 @@ class Conversation:
             "/undo": self._undo,
         }
 
-    def run(self, name: str) -> None:
+    def run(self) -> None:
         """Until /exit or the end of input."""
         with suppress(ImportError):
             import readline  # noqa: F401  (gives `input` line editing and history)
-        self._say(f"{name} is ready. /help lists the commands, Ctrl-D leaves.")
         while True:
             try:
                 line = self._read()
@@ -147,6 +155,8 @@ class Conversation:
         """One line; a backslash at its end goes on in the next. EOFError at the end of input."""
         lines: list[str] = []
         prompt = "> " if sys.stdin.isatty() else ""
+        if prompt:
+            self._say("")
         while True:
             line = input(prompt)
             if not line.endswith("\\"):
@@ -206,5 +216,5 @@ def _summary(answer: Answer, seconds: float, stopped: bool) -> str:
     usage = answer.usage
     if usage is not None:
         parts.append(f"{usage.completion_tokens} tokens in {seconds:.1f} s")
-        parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens were already computed")
+        parts.append(f"prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} of them already computed")
     return f"({'; '.join(parts)})" if parts else ""

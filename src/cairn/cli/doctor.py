@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import platform
+
 import typer
 
 from cairn.cli.options import LOCAL, configured
 from cairn.config import Config, Resolved
 from cairn.errors import CairnError
+from cairn.types import BLOCK_TOKENS
 
 Rows = list[tuple[str, str]]
 
@@ -31,7 +34,10 @@ def machine() -> Rows:
     from cairn.engine import device
 
     found = device.gpus()
+    from cairn import __version__
+
     return [
+        ("Cairn", f"{__version__} on Python {platform.python_version()}"),
         ("CPU", device.cpu_name()),
         ("cores", f"{device.cpu_count()} that this process may use"),
         ("instructions", " ".join(device.instruction_sets()) or "not told by the system"),
@@ -49,7 +55,9 @@ def engines(config: Config) -> Rows:
     rows = [
         (
             "cpu",
-            f"not used: the engine is set to {config.engine}" if fake else f"used: numpy kernels, {threads} threads",
+            f"not used: the engine is set to {config.engine}"
+            if fake
+            else f"used: numpy kernels, float32, {threads} threads",
         ),
         ("fake", "used: no model is computed, for tests" if fake else "not used: it is for tests"),
     ]
@@ -64,7 +72,7 @@ def models(config: Config) -> Rows:
 
     names = [config.model, hub.DEMO, *(model.name for model in hub.downloaded())]
     rows = [(name, _fit(name, config)) for name in dict.fromkeys(names)]
-    return [*rows, ("anything else", _largest(config))]
+    return [*rows, ("others", _largest()), ("downloads", f"are kept in {hub.cache_folder()}")]
 
 
 def _fit(name: str, config: Config) -> str:
@@ -84,18 +92,18 @@ def _fit(name: str, config: Config) -> str:
     sizes = device.block_bytes(spec)
     pool = sum(count * size for count, size in zip(blocks, sizes, strict=True))
     context = min(spec.context, config.context or spec.context)
-    tokens = min(blocks) * 16
+    tokens = min(blocks) * BLOCK_TOKENS
     return (
         f"fits: {_size(device.weight_bytes(spec))} of weights; {_size(pool)} of KV pool holds {tokens:,} tokens, "
         f"context {context:,}"
     )
 
 
-def _largest(config: Config) -> str:
+def _largest() -> str:
     """A rule of thumb: weights in float32 beside a KV pool of a quarter of the free memory."""
     from cairn.engine import device
 
-    return f"up to about {device.memory_available() * 0.7 / 4 / 1e9:.1f} billion parameters fit (weights in float32)"
+    return f"fit up to about {device.memory_available() * 0.7 / 4 / 1e9:.1f} billion parameters (weights in float32)"
 
 
 def _size(size: float) -> str:
