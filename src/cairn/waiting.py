@@ -20,6 +20,8 @@ class WaitingQueue:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._items: list[Sequence] = []
+        self.tokens = 0
+        """Tokens of all waiting requests; a request's do not change while it waits."""
         self._pace = Pace()
 
     def __len__(self) -> int:
@@ -28,11 +30,6 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """In order of rank. The queue may change meanwhile; the iteration does not."""
         return iter(tuple(self._items))
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all waiting requests."""
-        return sum(len(sequence.tokens) for sequence in self._items)
 
     def check(self, tokens: int) -> None:
         """Raise `Overloaded` if a request of so many tokens is one too many."""
@@ -50,15 +47,17 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Queue a sequence, also one that was preempted: those are never refused."""
         insort(self._items, sequence, key=Sequence.by_rank)
+        self.tokens += len(sequence.tokens)
 
     def pop(self, sequence: Sequence) -> None:
         """Take this sequence out because it runs now: the progress that `Pace` measures."""
-        self._items.remove(sequence)
+        self.discard(sequence)
         self._pace.left(len(sequence.tokens))
 
     def discard(self, sequence: Sequence) -> None:
         """Take this sequence out because it ended."""
         self._items.remove(sequence)
+        self.tokens -= len(sequence.tokens)
 
     def tick(self, now: float) -> None:
         """A step was planned at this time."""
