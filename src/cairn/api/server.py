@@ -165,7 +165,7 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 
 
 def _announce(url: str, service: Service, config: Config) -> None:
-    key = ' -H "Authorization: Bearer $CAIRN_KEY"' if config.api_key else ""
+    key = ' -H "Authorization: Bearer $CAIRN_API_KEY"' if config.api_key else ""
     body = f'{{"model": "{service.name}", "messages": [{{"role": "user", "content": "What is Cairn?"}}]}}'
     _say(f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it. Try:")
     _say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
