@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +154,20 @@ def test_models_that_cannot_be_served_are_one_sentence_and_exit_2(elsewhere, com
     ):
         said = sentence(run(command[0], model, *command[1:], *(["--port", "0"] if command == ["serve"] else [])))
         assert words in said, said
+
+
+def test_a_model_without_a_chat_template_can_continue_text(elsewhere):
+    demo = Path(sys.modules["cairn"].__path__[0]) / "demo"
+    plain = elsewhere / "plain"
+    shutil.copytree(demo, plain)
+    (plain / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((plain / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (plain / "tokenizer_config.json").write_text(json.dumps(settings))
+    small = ("--kv-gb", "0.1", "--max-tokens", "2")
+    said = sentence(run("generate", "plain", "-p", "x", *small), 1)
+    assert "no chat template" in said and said.endswith("with --raw the text is continued as it is")
+    assert run("generate", "plain", "-p", "x", "--raw", *small).returncode == 0
 
 
 # ------------------------------------------------------------------------------------------------------ one answer

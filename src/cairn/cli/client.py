@@ -197,10 +197,12 @@ class HttpStream:
 
 def _error(response: httpx.Response) -> CairnError:
     """The server's own sentence, or its status."""
+    field = None
     try:
-        message = str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+        error = response.json()["error"]
+        message, field = str(error["message"]), error.get("param")
+    except (ValueError, KeyError, TypeError, AttributeError):
         message = f"the server answered {response.status_code} {response.reason_phrase}"
     if response.status_code == 401:
         message += "; give the key with CAIRN_API_KEY or --api-key @FILE"
-    return CairnError(message)
+    return CairnError(message, field=field)

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from cairn.cli.options import LOCAL, configured
-from cairn.cli.sampling import Answering, sampling_parameters, source
+from cairn.cli.sampling import Answering, Source, sampling_parameters, source
 from cairn.config import Resolved
-from cairn.errors import InvalidRequest
+from cairn.errors import CairnError, InvalidRequest
 
 
 def register(app: typer.Typer) -> None:
@@ -40,8 +40,17 @@ def register(app: typer.Typer) -> None:
             else:
                 messages = [{"role": "system", "content": system}] if system is not None else []
                 messages.append({"role": "user", "content": text.removesuffix("\n")})
-                answering = model.chat(messages, **sampling)
+                answering = _chat(model, messages, sampling)
             write(answering, stream)
+
+
+def _chat(model: Source, messages: list[dict[str, str]], sampling: dict[str, Any]) -> Answering:
+    try:
+        return model.chat(messages, **sampling)
+    except CairnError as error:
+        if error.field != "messages":
+            raise
+        raise InvalidRequest(f"{error}; with --raw the text is continued as it is", field="messages") from None
 
 
 def write(answering: Answering, stream: bool) -> None:
