@@ -1,0 +1,77 @@
+"""What does the scheduler itself cost a step? Microseconds to plan and to commit a decode step (median), and what a
+long prompt costs to look up. The goal is plan + commit <= 100 us at 32 rows.
+
+    .venv/bin/python benchmarks/scheduler_step.py
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from cairn.engine.fake import FakeEngine, fake_spec
+from cairn.kv.cache import Cache
+from cairn.scheduler import Limits, Scheduler
+from cairn.seams import SystemClock
+from cairn.types import Request, SamplingParams
+
+VOCAB = 3000
+
+
+def steps(rows: int, context: int) -> tuple[float, float, float, int]:
+    """Median microseconds to plan, run (on the fake engine) and commit a step of `rows` decoding requests."""
+    engine = FakeEngine(fake_spec(VOCAB, 8192), blocks=40_000)
+    scheduler = Scheduler(Cache(engine.info), Limits(max_running=rows, max_queue=rows), SystemClock())
+    for number in range(rows):
+        prompt = tuple((number * 31 + place * 7) % VOCAB for place in range(context))
+        scheduler.add(Request(id=number, prompt=prompt, sampling=SamplingParams(max_tokens=200, temperature=0.0)))
+    times: list[tuple[float, float, float]] = []
+    while not scheduler.idle:
+        start = time.perf_counter()
+        plan = scheduler.plan()
+        planned = time.perf_counter()
+        assert plan is not None
+        results = plan.run(engine)
+        ran = time.perf_counter()
+        outputs = scheduler.commit(plan, results)
+        end = time.perf_counter()
+        if isinstance(results, Exception):
+            raise results
+        if len(outputs) == rows == len(plan.rows) and all(row.end - row.start == 1 for row in plan.rows):
+            times.append((planned - start, ran - planned, end - ran))
+    plan_time, run_time, commit_time = (statistics.median(column) * 1e6 for column in zip(*times, strict=True))
+    return plan_time, run_time, commit_time, len(times)
+
+
+def lookup(tokens: int) -> tuple[float, float]:
+    """Milliseconds to open a prompt that is not cached (keys are computed), and one that is."""
+    engine = FakeEngine(fake_spec(VOCAB, 1 << 17), blocks=20_000)
+    cache = Cache(engine.info)
+    prompt = [place * 7 % VOCAB for place in range(tokens)]
+    took = []
+    for _ in range(2):
+        context = cache.context(b"")
+        start = time.perf_counter()
+        covered = cache.open(context, prompt)
+        took.append((time.perf_counter() - start) * 1e3)
+        assert covered is not None
+        cache.grow(context, tokens)
+        cache.publish(context, prompt, tokens)
+        cache.close(context, prompt)
+    return took[0], took[1]
+
+
+def main() -> None:
+    print("rows  context   plan us  commit us  together  (fake engine us)  steps")
+    for rows, context in ((1, 100), (4, 100), (32, 100), (32, 1000), (256, 100)):
+        plan, run, commit, count = steps(rows, context)
+        print(f"{rows:4}  {context:7}  {plan:8.1f}  {commit:9.1f}  {plan + commit:8.1f}  {run:16.0f}  {count:5}")
+    print()
+    print("prompt tokens   open, cold ms   open, cached ms")
+    for tokens in (1000, 4000, 32_000):
+        cold, cached = lookup(tokens)
+        print(f"{tokens:13}  {cold:13.2f}  {cached:15.2f}")
+
+
+if __name__ == "__main__":
+    main()
