@@ -141,7 +141,7 @@ class ScriptedService:
 
     async def prompt(self, messages: Any, tools: Any, *, tenant: str, template_args: Any = None) -> Any:
         self.prompts.append((messages, tools, tenant, template_args))
-        text = "".join(message["content"] or "" for message in messages)
+        text = "".join(str(message["content"] or "") for message in messages)
         return SimpleNamespace(tokens=tuple(text.encode()) or (1,), output=self.output)
 
     def remember(self, tenant: str, prompt: Sequence[int], generated: Sequence[int], message: Any) -> None:

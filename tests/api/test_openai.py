@@ -185,7 +185,7 @@ async def test_the_answer_is_remembered_with_its_tokens() -> None:
         assert service.remembered == [("default", tuple(b"hi"), (97, 256), {"role": "assistant", "content": "a"})]
 
 
-async def test_messages_as_the_template_gets_them() -> None:
+async def test_messages_as_the_chat_gets_them() -> None:
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "name": "bob"},
@@ -203,8 +203,8 @@ async def test_messages_as_the_template_gets_them() -> None:
         assert (await post(at, body | {"tool_choice": "none"})).status_code == 200
     got, tools, tenant, args = service.prompts[0]
     assert got == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "one\ntwo", "name": "bob"},
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}], "name": "bob"},
         {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": CALLS},
         {"role": "tool", "content": "rain", "tool_call_id": "call_a"},
     ]

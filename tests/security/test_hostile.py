@@ -23,7 +23,7 @@ FLOOD = {
     "max_tokens": 1900,
     "ignore_eos": True,
     "stream": True,
-    "logprobs": 20,
+    "n": 2,
 }
 
 

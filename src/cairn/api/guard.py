@@ -49,20 +49,32 @@ class Phase(enum.Enum):
 
 
 class Output:
-    """A transport that counts what was written and closes through its guard."""
+    """A transport that counts what was written, sends the head of an answer together with the first piece of its
+    body (each write is a system call and wakes the client), and closes through its guard."""
 
-    __slots__ = ("_guard", "raw", "write", "written")
+    __slots__ = ("_guard", "_head", "raw", "written")
 
     def __init__(self, raw: asyncio.Transport, guard: Guard) -> None:
         self.raw = raw
         self.written = 0
         self._guard = guard
+        self._head = b""
 
-        def write(data: bytes) -> None:
-            self.written += len(data)
-            raw.write(data)
+    def write(self, data: bytes) -> None:
+        """Send, or keep the head of an answer until more comes."""
+        if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
+            self._head = data
+            return
+        if self._head:
+            data = self._head + data
+            self._head = b""
+        self.written += len(data)
+        self.raw.write(data)
 
-        self.write = write
+    def flush(self) -> None:
+        """Send a head that nothing follows."""
+        if self._head:
+            self.write(b"")
 
     def close(self) -> None:
         """Close after what was written is sent; a client that still sends gets time to read it."""
@@ -230,6 +242,7 @@ class Guard(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """The application has answered."""
         self.server_state.total_requests += 1
+        self.output.flush()
         if self.phase in (Phase.LINGER, Phase.CLOSED):
             return
         if self.phase is Phase.BODY or self._deaf:
@@ -253,6 +266,7 @@ class Guard(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.output.write(_refusal(error, f"{self._listener.rng.bits64():016x}"))
+        self.output.flush()
         self._linger()
 
     def _refuse_head(self) -> None:
@@ -263,6 +277,7 @@ class Guard(HttpToolsProtocol):
         """Close after what was written is sent."""
         if self.phase in (Phase.LINGER, Phase.CLOSED):
             return
+        self.output.flush()
         if self.phase is Phase.BODY or self.phase is Phase.HEAD or self._deaf:
             self._linger()
         else:

@@ -110,6 +110,8 @@ class ChatMessage(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name for `reasoning_content`, which some servers use."""
 
 
 class FunctionTool(Body):
@@ -349,20 +351,18 @@ def check_template_args(given: dict[str, Any] | None) -> None:
 
 
 def plain_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages as the chat template wants them: content a text, `developer` as `system`, nothing that is absent.
-
-    Several text parts are joined by a newline. An assistant message that only calls tools has content None.
-    """
+    """The messages as plain values, without what is absent; what they mean to a template is the chat's business."""
     found = []
     for message in messages:
-        content = message.content
+        content: Any = message.content
         if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content}
+            content = [{"type": "text", "text": part.text} for part in content]
+        plain: dict[str, Any] = {"role": message.role, "content": content}
         if message.name is not None:
             plain["name"] = message.name
-        if message.reasoning_content is not None:
-            plain["reasoning_content"] = message.reasoning_content
+        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+        if reasoning is not None:
+            plain["reasoning_content"] = reasoning
         if message.tool_call_id is not None:
             plain["tool_call_id"] = message.tool_call_id
         if message.tool_calls:
@@ -392,10 +392,9 @@ def _check_message(message: ChatMessage, where: str) -> None:
         raise InvalidRequest(f"{where}.content is missing", field=f"{where}.content")
     if message.tool_calls and message.role != "assistant":
         raise InvalidRequest(f"{where}.tool_calls belongs to an assistant message", field=f"{where}.tool_calls")
-    if message.reasoning_content is not None and message.role != "assistant":
-        raise InvalidRequest(
-            f"{where}.reasoning_content belongs to an assistant message", field=f"{where}.reasoning_content"
-        )
+    for name in ("reasoning_content", "reasoning"):
+        if getattr(message, name) is not None and message.role != "assistant":
+            raise InvalidRequest(f"{where}.{name} belongs to an assistant message", field=f"{where}.{name}")
     if (message.tool_call_id is not None) != (message.role == "tool"):
         raise InvalidRequest(
             f"{where}.tool_call_id belongs to a tool message, and only there", field=f"{where}.tool_call_id"
