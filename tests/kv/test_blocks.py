@@ -81,6 +81,14 @@ def test_the_longest_unused_goes_first_and_its_key_with_it() -> None:
     assert pool.take(2) == [c, b]
 
 
+def test_what_was_evicted_can_be_published_again() -> None:
+    pool = BlockPool(1)
+    pool.release(published(pool, [b"k"]))
+    (block,) = pool.take(1)
+    assert pool.publish(block, b"k", (ord("k"),)) == block
+    assert pool.find(b"k", (ord("k"),)) == block
+
+
 def test_nothing_is_evicted_before_what_extends_it() -> None:
     pool = BlockPool(4)
     chain = published(pool, [b"1", b"2", b"3", b"4"])
