@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from cairn.errors import (
 )
 from cairn.service import admission, history
 from cairn.service.service import Service
-from cairn.service.stream import merge
+from cairn.service.stream import Waker, merge
 from cairn.types import Delta, Done, FinishReason, OutputFormat, Request
 
 
@@ -542,3 +543,23 @@ async def test_reasoning_is_told_apart_in_the_status(service: Service) -> None:
     status = service.status(stream.id)
     assert status is not None
     assert status.reasoning and not status.text
+
+
+async def test_a_waker_sleeps_until_woken_or_until_the_last_deadline() -> None:
+    waker = Waker()
+    loop = asyncio.get_running_loop()
+    assert not await waker.sleep(0.01)
+    loop.call_later(0.005, waker.wake)
+    assert await waker.sleep(10)
+    started = loop.time()
+    for _ in range(5):
+        loop.call_soon(waker.wake)
+        assert await waker.sleep(0.05)
+    assert not await waker.sleep(0.1)  # the timer of the first sleep fires before, and is no reason to wake
+    assert loop.time() - started >= 0.1
+    loop.call_later(0.02, waker.wake)
+    assert await waker.sleep()
+    assert waker._timer is None or waker._timer.when() > 0
+    reference = weakref.ref(waker)
+    del waker
+    assert reference() is None

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 WORKER = (sys.executable, "-m", "cairn.service.worker")
 """The worker's command line; the socket's number is added to it."""
-_RECEIVE = 1 << 20
+_RECEIVE = 1 << 16  # more would be a fresh mapping from the kernel for each call
 _COMPUTING = 0.1
 """CPU seconds that show that a step computes; the pulse alone uses far less."""
 

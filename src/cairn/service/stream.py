@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from cairn.service.flight import Flight
@@ -10,34 +12,63 @@ from cairn.types import Event
 
 
 class Waker:
-    """Lets one consumer sleep until any of its streams has something to say."""
+    """Lets one consumer sleep until any of its streams has something to say.
 
-    __slots__ = ("_future", "_loop")
+    A sleep with a timeout moves a deadline; there is one timer for all of them, which looks at the deadline when it
+    fires. So a stream that gets a token every few milliseconds does not make and cancel a timer for each.
+    """
+
+    __slots__ = ("__weakref__", "_deadline", "_future", "_loop", "_timer")
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._future: asyncio.Future[bool] | None = None
+        self._deadline = math.inf
+        self._timer: asyncio.TimerHandle | None = None
 
     def wake(self) -> None:
         """Wake the consumer; it costs nothing if it is awake."""
-        if self._future is not None and not self._future.done():
-            self._future.set_result(True)
+        future = self._future
+        if future is not None and not future.done():
+            future.set_result(True)
 
     async def sleep(self, timeout: float | None = None) -> bool:
         """Sleep until `wake` (True) or until `timeout` seconds have passed (False)."""
-        self._future = self._loop.create_future()
-        timer = None if timeout is None else self._loop.call_later(timeout, self._expire, self._future)
+        future: asyncio.Future[bool] = self._loop.create_future()
+        self._future = future
+        if timeout is None:
+            self._deadline = math.inf
+        else:
+            self._deadline = self._loop.time() + timeout
+            if self._timer is None or self._timer.when() > self._deadline:
+                self._arm()
         try:
-            return await self._future
+            return await future
         finally:
             self._future = None
-            if timer is not None:
-                timer.cancel()
 
-    @staticmethod
-    def _expire(future: asyncio.Future[bool]) -> None:
-        if not future.done():
-            future.set_result(False)
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(self._deadline, _expire, weakref.ref(self))
+
+    def __del__(self) -> None:
+        if self._timer is not None and not self._loop.is_closed():
+            self._timer.cancel()
+
+
+def _expire(reference: weakref.ref[Waker]) -> None:
+    """The timer fired: end the sleep if its deadline has come, else fire again then."""
+    waker = reference()
+    if waker is None:
+        return
+    waker._timer = None
+    if waker._future is None or waker._future.done() or waker._deadline == math.inf:
+        return
+    if waker._loop.time() >= waker._deadline:
+        waker._future.set_result(False)
+    else:
+        waker._arm()
 
 
 class Stream:

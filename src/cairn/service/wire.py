@@ -20,7 +20,7 @@ from cairn.types import FinishReason, ModelSpec, Output, Request
 MAX_FRAME = 64 << 20
 """Bytes in the longest frame, both ways: a prompt of 8 million tokens still fits."""
 _PREFIX = 4
-_RECEIVE = 1 << 20
+_RECEIVE = 1 << 16  # more would be a fresh mapping from the kernel for each call
 
 T = TypeVar("T")
 
