@@ -100,6 +100,8 @@ def test_nothing_is_found_before_it_was_computed() -> None:
     context = kv.context(b"")
     assert kv.open(context, TOKENS[:17]) == 0
     assert covered(kv, TOKENS[:17]) == 0
+    kv.publish(context, TOKENS[:17], 7)
+    assert covered(kv, TOKENS[:17]) == 4
     kv.publish(context, TOKENS[:17], 9)
     assert covered(kv, TOKENS[:17]) == 8
 
