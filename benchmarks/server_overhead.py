@@ -355,19 +355,24 @@ def scheduler() -> None:
 
 
 def profile() -> None:
-    """Where CPU time goes at 4 and at 256 streams."""
-    for name, streams, requests, tokens in (("4 at once, 10 tokens", 4, 4000, 10), ("256 streams", 256, 1024, 128)):
+    """Where CPU time goes, of the front and of the worker."""
+    cases = (
+        ("completions, 4 at once, 10 tokens", "text", 4, 4000, 10),
+        ("chat, 4 at once, 10 tokens", "chat", 4, 3000, 10),
+        ("completions, 256 streams of 128 tokens", "text", 256, 1024, 128),
+    )
+    for name, route, streams, requests, tokens in cases:
         with tempfile.TemporaryDirectory() as folder:
             server = Server(profile=folder + "/found")
-            ask(server, "text", streams, requests, tokens)
+            result = ask(server, route, streams, requests, tokens)
             server.close()
             for part in ("front", "worker"):
                 found = json.loads(Path(f"{folder}/found.{part}").read_text())
-                total = sum(found.values())
-                packages: collections.Counter[str] = collections.Counter()
+                total, packages = sum(found.values()), collections.Counter[str]()
                 for key, count in found.items():
                     packages[key.split()[0]] += count
-                print(f"\n{part}, {name}: {total * 2} ms of CPU time")
+                each = result[part] / result["tokens"] * 1e6
+                print(f"\n{part}, {name}: {each:.0f} us of CPU time a token")
                 print("  by module:   " + shares(packages, total))
                 print("  by function: " + shares(collections.Counter(found), total))
 
