@@ -1,0 +1,58 @@
+from cairn.api.registry import KEEP_CALLS, KEEP_SECONDS, Registry, parse_id
+
+
+class Hands:
+    """A clock that is set by hand."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def time_ns(self) -> int:
+        return int(self.time * 1e9)
+
+
+def test_calls_are_found_while_they_run_and_after() -> None:
+    registry = Registry(Hands())
+    registry.open(1, [1, 2, 3])
+    registry.open(9, [9])
+    assert registry.ids(1) == (1, 2, 3) and registry.ids(9) == (9,) and registry.ids(5) == (5,)
+    registry.close(1)
+    registry.close(9)
+    registry.close(5)
+    assert registry.ids(1) == (1, 2, 3)
+
+
+def test_ended_calls_are_forgotten() -> None:
+    """Known failure 11: at most 1,000 and ten minutes; what runs is never forgotten."""
+    clock = Hands()
+    registry = Registry(clock)
+    registry.open(10**9, [10**9, 1])
+    for number in range(KEEP_CALLS + 1):
+        registry.open(number, [number, -number - 1])
+        registry.close(number)
+    assert registry.ids(0) == (0,) and registry.ids(1) == (1, -2)
+    clock.time = KEEP_SECONDS + 1
+    registry.open(5000, [5000, 5001])
+    registry.close(5000)
+    assert registry.ids(1) == (1,) and registry.ids(5000) == (5000, 5001) and registry.ids(10**9) == (10**9, 1)
+
+
+def test_ids() -> None:
+    assert (
+        parse_id("00000000000000ff")
+        == parse_id("chatcmpl-00000000000000ff")
+        == parse_id("cmpl-00000000000000ff")
+        == 255
+    )
+    for wrong in (
+        "",
+        "ff",
+        "00000000000000FF",
+        "chatcmpl-",
+        "00000000000000fg",
+        "0x000000000000ff",
+        "-0000000000000ff",
+    ):
+        assert parse_id(wrong) is None
