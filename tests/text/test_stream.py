@@ -192,6 +192,13 @@ def test_stop_strings_do_not_touch_reasoning_or_calls(tokenizer: Tokenizer) -> N
     assert calls_of(deltas)[0][2] == ARGUMENTS
 
 
+def test_a_stop_string_does_not_reach_across_reasoning(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("st<think>x</think>op", special=True)
+    stream = TextStream(tokenizer, request(output=BOTH, stop=("stop",)))
+    assert text_of(run(stream, tokens)[0]) == "stop"
+    assert not stream.stopped
+
+
 def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
     tokens = tokenizer.encode("stop, and then stop")
     stream = TextStream(tokenizer, request(stop=("stop",), sampling={"min_tokens": len(tokenizer.encode("stop,"))}))

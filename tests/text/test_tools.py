@@ -24,6 +24,7 @@ BAD = [
     *('{"arguments": {"a": 1}}', '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": 5}'),
     *('{"name": "f", "arguments": "not json"}', '{"name": "f", "arguments": {"a": oops}}', "{'name': 'f'}"),
     *('{"name": "f", "arguments": {a: 1}}', '{"name": "f", "args": {"a": 1}}', '{"name": "f", "name": "g"}'),
+    *('{"name": "f", "arguments": "{\\"a\\": oops}"}', '{"name": "f", "arguments": "{} x"}'),
     *('{"name": "f"} x', '{"name": "f",}', '{"name": "f", "arguments": "[1]"}'),
 ]
 

@@ -151,7 +151,7 @@ class CallScanner:
     def _end_value(self, text: str) -> _At:
         if self._key == "name":
             name = json.loads(text)
-            if not isinstance(name, str) or not name:
+            if not isinstance(name, str):
                 return _At.FAILED
             self._name = name
         elif self._key == "arguments":
