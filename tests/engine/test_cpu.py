@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
-from tests.tiny_models import GREEDY, MODELS, Driver, load, prompt, random_tensors, write_config, write_model
+from tests.tiny_models import GREEDY, MODELS, SCORED, Driver, load, prompt, random_tensors, write_config, write_model
 
 from cairn.config import Config
 from cairn.engine import cpu
@@ -195,3 +195,23 @@ def test_close_gives_the_pools_and_weights_back(tmp_path: Path) -> None:
     engine.close()
     gc.collect()
     assert pool() is None and panels() is None
+
+
+def test_a_step_shows_the_kernels_no_block_of_the_step_before(tmp_path: Path) -> None:
+    """Known failure 9: what a shorter row does not name is -1, whatever stood there."""
+    engine = load(write_model(tmp_path))
+    tokens = prompt(100)
+    engine.prefill([Row(tokens, 0, 100, (list(range(7)),), None, 100, GREEDY, 0)])
+    engine.prefill([Row(tokens, 0, 20, ([8, 9, 10, 11],), None, 100, GREEDY, 0)])
+    table = engine._buffers.tables[0][0]
+    assert table[:2].tolist() == [8, 9] and set(table[2:].tolist()) == {NO_BLOCK}
+
+
+def test_a_row_whose_first_slice_failed_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 15: an error is never turned into a token by what comes after it."""
+    engine = load(write_model(tmp_path))
+    answers = [RowResult(error="broken"), RowResult(token=3), RowResult(token=4)]
+    monkeypatch.setattr(cpu, "sample", lambda rows, logits: [answers.pop(0)])
+    row = Row(prompt(40), 0, 40, (list(range(3)),), 0, 40, SCORED, 0)
+    assert engine.prefill([row]).wait() == [RowResult(error="broken")]
+    assert answers == [RowResult(token=4)]

@@ -97,15 +97,15 @@ class _Pages:
         wanted = piece.base[:, None] // self._block_tokens + np.arange(piece.spans * SPAN // self._block_tokens)
         inside = wanted < tables.shape[1]
         ids = tables[np.array(piece.rows)[:, None], np.where(inside, wanted, 0)]
-        known = inside & (ids >= 0)
+        # Missing blocks lie before the window or behind the last token, where everything is hidden below.
+        ids = np.where(inside & (ids >= 0), ids, 0)
         # The pool as one run of [block_tokens * D] parts in the order (block, layer, key or value, head): a plain
         # `take` copies them twenty times faster than indexing by (block, layer, which, head) does.
         self._parts = kv.reshape(-1, self._block_tokens * self._size)
-        first = (np.where(known, ids, 0)[:, None, :] * kv.shape[1] + layer) * 2 * self._kv_heads
+        first = (ids[:, None, :] * kv.shape[1] + layer) * 2 * self._kv_heads
         self._keys_at = first + np.arange(self._kv_heads)[:, None]
         positions = piece.base[:, None] + np.arange(piece.spans * SPAN)
         hidden = positions >= (piece.starts + piece.count)[:, None]
-        hidden |= np.repeat(~known, self._block_tokens, axis=1)
         if window:
             hidden |= positions <= (piece.starts - window)[:, None]
         self._hidden = hidden.reshape(len(piece.rows), piece.spans, SPAN)
