@@ -260,6 +260,27 @@ def test_a_new_commit_keeps_what_did_not_change(remote, env):
     assert remote.served["model-1-of-2.safetensors"] == served
 
 
+def test_a_crash_while_it_is_put_together_leaves_the_old_model(remote, env, monkeypatch):
+    """Known failure 38: a new commit counts once all of it is there."""
+    old = hub.pull("org/m", env=env)
+    remote.commit = "b" * 40
+    link = hub._link
+    linked = []
+
+    def crash(blob, name):
+        if len(linked) == 3:
+            raise KeyboardInterrupt
+        linked.append(name)
+        link(blob, name)
+
+    monkeypatch.setattr(hub, "_link", crash)
+    with pytest.raises(KeyboardInterrupt):
+        hub.pull("org/m", env=env)
+    assert hub.locate("org/m", env) == old
+    monkeypatch.setattr(hub, "_link", link)
+    assert hub.pull("org/m", env=env).name == "b" * 40
+
+
 def test_offline_works_from_the_cache(remote, env):
     folder = hub.pull("org/m", env=env)
     remote.close()

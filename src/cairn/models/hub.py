@@ -155,9 +155,9 @@ def _install(hub: Hub, repository: Path, progress: Callable[[Progress], None]) -
         done += file.size
     snapshot = repository / "snapshots" / commit
     snapshot.mkdir(parents=True, exist_ok=True)
-    # config.json last: a snapshot without it is not complete.
-    for file in sorted(files, key=lambda file: file.name == "config.json"):
+    for file in files:
         _link(blobs / file.digest, snapshot / file.name)
+    # The reference comes last: until then nobody finds the snapshot.
     (repository / "refs").mkdir(exist_ok=True)
     fresh = repository / "refs" / "main.new"
     fresh.write_text(commit)
