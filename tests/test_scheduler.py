@@ -457,9 +457,11 @@ def test_a_row_that_fails_ends_alone() -> None:
     results[0] = RowResult(error="the model produced nonsense")
     rig.commit(plan, results)
     assert (rig.finish(1), rig.outputs[1][-1].error) == (FinishReason.ERROR, "the model produced nonsense")
+    third = rig.add(3)
     rig.run()
-    assert rig.tokens(2) == rig.oracle(second)
-    assert rig.cache.use()[0].held == 0
+    assert [rig.tokens(id) for id in (2, 3)] == [rig.oracle(second), rig.oracle(third)]
+    assert rig.outputs[3][0].cache.pool == 0, "nothing of the failed row was found"  # type: ignore[union-attr]
+    assert rig.nothing_held()
 
 
 @pytest.mark.parametrize("wrong", [[], [RowResult(), RowResult()], [RowResult()]])

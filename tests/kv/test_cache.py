@@ -214,6 +214,14 @@ def test_a_shorter_hit_is_taken_where_the_longest_lacks_its_window() -> None:
     assert covered(kv, tokens) == 16
 
 
+def test_a_hit_in_the_smallest_window_pool_leaves_room_to_go_on() -> None:
+    kv = cache((40, 0), (2, 5))
+    kv.close(compute(kv, TOKENS[:21], chunk=1), TOKENS[:21])
+    assert kv.use()[1].cached > 0
+    again = compute(kv, [*TOKENS[:21], 1, 2, 3, 4, 5], chunk=1)
+    assert again.capacity >= 26
+
+
 def test_full_pools_come_first_and_windows_limit_the_longest_sequence() -> None:
     assert cache((10, 0)).longest == 40
     assert cache((10, 0), (3, 6)).longest == 40
