@@ -49,6 +49,7 @@ class Served:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=environment | {"OMP_NUM_THREADS": "1"},
+            start_new_session=True,
         )
         self.errors = b""
 
@@ -106,6 +107,10 @@ class Served:
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
+
+    def signal_all(self, number: int) -> None:
+        """To every process at once, as a terminal does on Ctrl-C."""
+        os.killpg(self.pid, number)
 
     def wait(self, timeout: float = 60.0) -> int:
         """The exit code."""

@@ -1,5 +1,6 @@
 import json
 import sys
+import tracemalloc
 
 import pytest
 
@@ -73,8 +74,29 @@ def test_messages_do_not_quote_the_body() -> None:
     assert "secret" not in str(caught.value)
 
 
+def test_values_up_to_the_limit_and_one_more() -> None:
+    for body, values in ((b'{"a":[1,2,3]}', 4), (b'{"a":{},"b":[[],[]]}', 7), (b'{"a":1,"b":2,"c":3}', 3)):
+        parse_json(body, max_depth=64, max_values=values)
+        with pytest.raises(InvalidRequest, match=f"more than {values - 1} JSON values"):
+            parse_json(body, max_depth=64, max_values=values - 1)
+
+
+def test_commas_and_brackets_in_a_text_are_no_values() -> None:
+    text = 'a, b, [c], {d}, "e\\' * 100
+    assert parse_json(json.dumps({"a": text}).encode(), max_depth=64, max_values=3) == {"a": text}
+
+
+def test_a_body_of_tiny_values_is_refused_before_it_is_built() -> None:
+    body = b'{"a":[' + b"{}," * 5_000_000 + b"{}]}"
+    tracemalloc.start()
+    with pytest.raises(InvalidRequest, match="JSON values"):
+        parse_json(body, max_depth=64)
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
+
+
 def test_recursion_limit_is_not_needed() -> None:
     limit = sys.getrecursionlimit()
     with pytest.raises(InvalidRequest):
-        parse_json(b"[" * 10_000_000, max_depth=64)
+        parse_json(b"[" * 10_000_000, max_depth=64, max_values=1 << 30)
     assert sys.getrecursionlimit() == limit

@@ -13,6 +13,7 @@ Routes (POST bodies are JSON):
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 
@@ -62,10 +63,11 @@ class App:
         if scope["type"] != "http":
             raise RuntimeError(f"a {scope['type']} connection is not served")
         call = Call(scope, receive, send, self._rng.bits64() if self.service is None else self.service.next_id())
+        began = time.monotonic()
         try:
             await self._answer(call)
         except Disconnected:
-            pass
+            log.debug("request %s: the client left", call.id)
         except CairnError as error:
             await self._fail(call, error)
         except Exception as error:
@@ -74,6 +76,8 @@ class App:
                 "request %s: %s\n%s", call.id, type(error).__name__, "".join(traceback.format_tb(error.__traceback__))
             )
             await self._fail(call, internal(call))
+
+        log.debug("request %s: %d after %.3f s", call.id, call.status, time.monotonic() - began)
 
     async def _answer(self, call: Call) -> None:
         self._access.cors(call)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +18,20 @@ async def read_json(call: Call, config: Config) -> dict[str, Any]:
     kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
         raise UnsupportedMedia("the content-type must be application/json", field="Content-Type")
-    return parse_json(await call.body(config.max_body_mib << 20), max_depth=config.max_json_depth)
+    body = await call.body(config.max_body_mib << 20)
+    return parse_json(body, max_depth=config.max_json_depth, max_values=config.max_json_values)
 
 
-def parse_json(body: bytes, *, max_depth: int) -> dict[str, Any]:
+def parse_json(body: bytes, *, max_depth: int, max_values: int = 1 << 19) -> dict[str, Any]:
     """The object that a request body holds.
 
     Refused with InvalidRequest: anything but an object; invalid UTF-8 or JSON (RFC 8259: no NaN or Infinity); a key
-    given twice; nesting deeper than `max_depth` (the outermost object is 1); a number beyond a 64-bit float or of
-    thousands of digits; half a surrogate pair, which no UTF-8 text can hold.
+    given twice; nesting deeper than `max_depth` (the outermost object is 1); more than `max_values` objects, lists and
+    members, which would take 20 times the body's memory and hold up everybody while they are read; a number beyond a
+    64-bit float or of thousands of digits; half a surrogate pair, which no UTF-8 text can hold.
     """
+    if _marks(body) > max_values and _marks(_STRING.sub(b"", body)) > max_values:
+        raise InvalidRequest(f"the request body holds more than {max_values} JSON values, the limit")
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -45,6 +50,14 @@ def parse_json(body: bytes, *, max_depth: int) -> dict[str, Any]:
         raise InvalidRequest("the request body must be a JSON object")
     _check(value, max_depth)
     return value
+
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
+
+
+def _marks(body: bytes) -> int:
+    """Commas and opening brackets: outside of texts, as many as there are containers and further members."""
+    return body.count(b",") + body.count(b"[") + body.count(b"{")
 
 
 class _Twice(Exception):

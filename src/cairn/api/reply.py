@@ -51,7 +51,7 @@ class Call:
     `id` is 16 hexadecimal digits, unique for ever; `tenant` and `salt` are set by the access layer.
     """
 
-    __slots__ = ("_receive", "_send", "headers", "id", "number", "path", "salt", "scope", "started", "tenant")
+    __slots__ = ("_receive", "_send", "headers", "id", "number", "path", "salt", "scope", "started", "status", "tenant")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, number: int) -> None:
         self.scope = scope
@@ -63,6 +63,8 @@ class Call:
         self.tenant = "default"
         self.salt = b""
         self.started = False
+        self.status = 0
+        """Of the answer, once it has begun."""
         self._receive = receive
         self._send = send
 
@@ -111,6 +113,7 @@ class Call:
     async def start(self, status: int, headers: Headers) -> None:
         """Status and headers of an answer whose body follows by `write`."""
         self.started = True
+        self.status = status
         headers = [*headers, *self.headers, (b"x-request-id", self.id.encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 

@@ -178,6 +178,6 @@ def _say(text: str) -> None:
 
 
 def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    # Only our own loggers become talkative: libraries might log what passes through them.
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("cairn").setLevel(level.upper())
