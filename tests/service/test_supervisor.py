@@ -395,19 +395,19 @@ async def cancel_at_random(service: Service, stream: Stream, after: int, how: in
 async def test_cancels_at_random_points_leave_nothing_held(folder: Path, figure: Figure, prove: bool) -> None:
     """Known failures 12, 42: blocks and slots are free within one step and 100 ms, none is held at the end."""
     count, dice = 2000 if prove else 200, random.Random(11)
-    async with serving(folder, max_running=8, max_queue=1000, kv_gb=0.0006) as service:
+    async with serving(folder, max_running=8, max_queue=3000, kv_gb=0.0006) as service:
         common = tuple(dice.randrange(256) for _ in range(300))
 
         async def one(n: int) -> None:
             await asyncio.sleep(dice.random() * count / 400)
             prompt = (*common[: dice.choice([0, 100, 300])], n % 256, n // 256)
             stop = ("never said",) if n % 5 == 0 else ()
-            stream = service.generate(request(service, prompt, dice.randrange(1, 500), stop=stop, temperature=1.0))
+            stream = service.generate(request(service, prompt, dice.randrange(1, 1500), stop=stop, temperature=1.0))
             await cancel_at_random(service, stream, dice.choice([0, 0, 1, 2, 5, 40]), dice.randrange(4))
 
         await asyncio.gather(*map(one, range(count)))
         started = time.monotonic()
-        await until(lambda: (service._stats.running, service._stats.waiting, service._stats.kv_usage) == (0, 0, 0))
+        await until(lambda: (service._stats.running, service._stats.waiting, service._stats.kv_usage) == (0, 0, 0), 3)
         freed = time.monotonic() - started
         assert not service._flights
         assert service._queue.requests == service._queue.tokens == 0

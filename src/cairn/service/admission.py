@@ -10,6 +10,9 @@ from cairn.service import wire
 from cairn.types import Request
 
 _MEMORY = 30.0
+_BOOKED = 10.0
+_GUESS = 0.1
+"""Seconds and requests that are assumed to have been measured already: a place a second."""
 
 
 class Pace:
@@ -28,9 +31,12 @@ class Pace:
         self._last, self._queued = now, queued
 
     def book(self, now: float, most: int) -> float:
-        """Seconds until a place in the queue is free that nobody was told of yet; at most `most` places ahead."""
-        each = (self._seconds + 1) / (self._left + 1)
-        self._due = min(max(self._due, now) + each, now + most * each)
+        """Seconds until a place in the queue is free that nobody was told of yet.
+
+        Those who were told may not come back, so at most `most` places or `_BOOKED` seconds are kept for them.
+        """
+        each = (self._seconds + _GUESS) / (self._left + _GUESS)
+        self._due = min(max(self._due, now) + each, now + max(most * each, _BOOKED))
         return max(1.0, self._due - now)
 
 

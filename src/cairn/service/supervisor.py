@@ -194,8 +194,6 @@ class Supervisor:
 
     def _send(self, request: Request) -> None:
         assert self._link is not None
-        if not self._sent:
-            self._link.rest()
         self._link.send(wire.Add(request))
         self._sent.add(request.id)
 
