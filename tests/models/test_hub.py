@@ -388,6 +388,12 @@ def test_an_incomplete_snapshot_names_the_missing_file(remote, env):
     assert hub.downloaded(env) == []
 
 
+def test_a_downloaded_model_is_called_by_its_hub_id(remote, env, tmp_path):
+    assert hub.model_name(hub.pull("org/m", env=env)) == "org/m"
+    assert hub.model_name(tmp_path / "mine") == "mine"
+    assert hub.model_name(hub.demo_folder()) == "demo"
+
+
 def test_names_of_models(tmp_path, monkeypatch):
     env = {"HF_HOME": str(tmp_path)}
     monkeypatch.chdir(tmp_path)

@@ -83,7 +83,7 @@ def _fit(name: str, config: Config) -> str:
 
     try:
         folder = hub.locate(name)
-        spec = load_spec(folder)
+        spec = load_spec(folder, identify=False)
         free = device.memory_available()
         blocks = device.pool_blocks(spec, config, free)
         device.check_memory(spec, config, blocks, free)

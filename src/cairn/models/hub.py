@@ -68,6 +68,15 @@ def is_hub_id(model: str) -> bool:
     return bool(_ID.fullmatch(model)) and ".." not in model
 
 
+def model_name(folder: Path) -> str:
+    """What the model in a folder is called: org/name in the download cache, elsewhere the folder's own name."""
+    folder = folder.resolve()
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/", 1)
+    return folder.name
+
+
 def cache_folder(env: Mapping[str, str] | None = None) -> Path:
     """Where downloads are kept: HF_HUB_CACHE, else `hub` in HF_HOME, else ~/.cache/huggingface/hub."""
     env = os.environ if env is None else env
@@ -104,7 +113,7 @@ def downloaded(env: Mapping[str, str] | None = None) -> list[Downloaded]:
         snapshot = _snapshot(repository)
         if snapshot is not None and not _missing(snapshot):
             size = sum(file.stat().st_size for file in snapshot.iterdir() if file.is_file())
-            found.append(Downloaded(repository.name.removeprefix("models--").replace("--", "/", 1), snapshot, size))
+            found.append(Downloaded(model_name(snapshot), snapshot, size))
     return found
 
 

@@ -18,6 +18,7 @@ import msgspec
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.digests import file_digest
 from cairn.models.files import Fields, read_json
+from cairn.models.hub import model_name
 from cairn.models.weights import weight_files
 from cairn.types import CacheGroup, ModelSpec, RopeScaling
 
@@ -72,8 +73,8 @@ FAMILIES = {
 }
 
 
-def load_spec(folder: Path) -> ModelSpec:
-    """The spec of the model in a folder. Reads every file once to know the model's identity.
+def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
+    """The spec of the model in a folder. Reads every file once to know the model's identity, unless told not to.
 
     Raises `ModelFileError` for a missing or wrong file or field, `ModelError` for an architecture or an option of
     one that is not built.
@@ -88,7 +89,7 @@ def load_spec(folder: Path) -> ModelSpec:
     vocab = config.integer("vocab_size", 1, 1 << 24)
     rope, theta, context = _rope(config)
     spec = ModelSpec(
-        name=folder.resolve().name,
+        name=model_name(folder),
         architecture=architecture,
         layers=layers,
         hidden=hidden,
@@ -116,7 +117,7 @@ def load_spec(folder: Path) -> ModelSpec:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     if spec.head_dim % 2:
         raise config.error("head_dim", "an even number, because rotary positions turn pairs")
-    return msgspec.structs.replace(spec, identity=_identity(spec, folder))
+    return msgspec.structs.replace(spec, identity=_identity(spec, folder)) if identify else spec
 
 
 def _family(config: Fields) -> tuple[str, Family]:
