@@ -8,7 +8,19 @@ import pytest
 from cairn.kernels import blas
 from cairn.kernels.blas import TILE, pack, project, tile_rows
 
-SHAPES = [(1, 1), (7, 5), (48, 160), (63, 65), (64, 1000), (96, 300), (256, 512), (640, 256), (1031, 77)]
+SHAPES = [
+    (1, 1),
+    (7, 5),
+    (48, 160),
+    (63, 65),
+    (64, 1000),
+    (96, 300),
+    (256, 512),
+    (640, 256),
+    (1031, 77),
+    (1024, 230),
+    (3072, 100),
+]
 
 
 def random(*shape: int, seed: int = 0) -> Any:
