@@ -152,6 +152,11 @@ def test_limits_hold_at_the_limit_and_beyond(option):
         assert option.flag in refused({option.name: kind(option.most + 1)}, {})
 
 
+def test_numbers_fit_the_wire():
+    assert resolve({"max_queue": (1 << 63) - 1}, {}).config.max_queue == (1 << 63) - 1
+    assert "64 bits" in refused({"max_queue": 1 << 63}, {})
+
+
 def test_a_file_has_types(elsewhere):
     for text, wanted in (
         ("port = '8000'", "a whole number"),

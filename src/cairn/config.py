@@ -392,8 +392,8 @@ def _number(option: Option, given: _Given, value: object) -> int | float:
             raise _wrong(option, given, value, wanted) from None
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         raise _wrong(option, given, value, wanted)
-    if not math.isfinite(value):
-        raise _wrong(option, given, value, wanted)
+    if not math.isfinite(value) or abs(value) >= 1 << 63:
+        raise _wrong(option, given, value, f"{wanted} of at most 64 bits" if math.isfinite(value) else wanted)
     below = (option.above is not None and value <= option.above) or (option.least is not None and value < option.least)
     if below or (option.most is not None and value > option.most):
         raise _wrong(option, given, value, option.limits)

@@ -53,4 +53,6 @@ def _pull(model: str) -> Path:
         def show(progress: hub.Progress) -> None:
             bar.update(task, description=progress.file, completed=progress.done, total=progress.total)
 
-        return hub.pull(model, progress=show)
+        folder = hub.pull(model, progress=show)
+    talk().print(f"{model} is complete and verified. Try: cairn chat {model}", style="dim", markup=False)
+    return folder
