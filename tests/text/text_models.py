@@ -146,7 +146,7 @@ KINDS = {
     "wordpiece": wordpiece,
 }
 
-QWEN_CONFIG = {"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>", "special": True}}
+QWEN_CONFIG = {"eos_token": "<|im_end|>", "pad_token": {"__type": "AddedToken", "content": "<|endoftext|>"}}
 LLAMA3_CONFIG = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
 LLAMA2_CONFIG = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
 
