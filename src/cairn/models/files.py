@@ -11,8 +11,8 @@ from typing import Any
 
 from cairn.errors import ModelFileError
 
-MAX_JSON_BYTES = 256 << 20
-"""Larger JSON files are refused: the largest real one, a tokenizer.json, has about 35 MB."""
+MAX_JSON_BYTES = 32 << 20
+"""Larger configs and indexes are refused: the index of the largest models has about 10 MB."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -28,15 +28,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_object(text, path)
 
 
-def parse_object(text: bytes, path: Path) -> dict[str, Any]:
-    """The JSON object in `text`; `path` is for the message only."""
+def parse_object(text: bytes, path: Path, unique: bool = False) -> dict[str, Any]:
+    """The JSON object in `text`; `path` is for the message only. `unique`: a key that stands twice is an error."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_unique if unique else None)
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path}: not valid JSON ({type(error).__name__}: {str(error)[:120]})") from None
     if not isinstance(value, dict):
         raise ModelFileError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
 
 
 class Fields:

@@ -7,7 +7,6 @@ the mapped file: opening a model copies nothing. Pickle files (.bin, .pt) are ne
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -177,9 +176,7 @@ _Entry = tuple[np.dtype[Any], tuple[int, ...], int, int]
 
 def _entries(path: Path, text: bytes, size: int) -> dict[str, _Entry]:
     """Header entries, which must cover the `size` bytes of data exactly: no hole, no overlap, nothing beyond."""
-    header = parse_object(text, path)
-    if len(header) != _keys(text):
-        raise ModelFileError(f"{path}: the header names a tensor twice")
+    header = parse_object(text, path, unique=True)
     header.pop("__metadata__", None)
     entries = {name: _entry(path, name, entry) for name, entry in header.items()}
     at = 0
@@ -191,19 +188,6 @@ def _entries(path: Path, text: bytes, size: int) -> dict[str, _Entry]:
         state = "truncated" if at > size else "too long"
         raise ModelFileError(f"{path}: the file is {state}: its header describes {at} bytes of data, found {size}")
     return entries
-
-
-def _keys(text: bytes) -> int:
-    """Keys of the outermost JSON object, counted before duplicates fall together."""
-    counted = 0
-
-    def count(pairs: list[tuple[str, Any]]) -> None:
-        # Inner objects end before the outermost one, so the last call is the one that counts.
-        nonlocal counted
-        counted = len(pairs)
-
-    json.loads(text, object_pairs_hook=count)
-    return counted
 
 
 def _entry(path: Path, name: str, entry: object) -> _Entry:
