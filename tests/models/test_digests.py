@@ -63,5 +63,5 @@ def test_small_files_are_not_remembered(file: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(ModelFileError, match="nothing: cannot be read"):
+    with pytest.raises(ModelFileError, match="nothing: the file is missing"):
         file_digest(tmp_path / "nothing")

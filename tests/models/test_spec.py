@@ -232,3 +232,16 @@ def test_a_bad_sampling_default_is_named(tmp_path: Path) -> None:
 def test_a_spec_travels_over_the_wire(tmp_path: Path) -> None:
     spec = load_spec(write_config(tmp_path))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=type(spec)) == spec
+
+
+def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    with pytest.raises(ModelFileError, match=r"cannot be read \(Permission denied\)"):
+        load_spec(tmp_path)
+    monkeypatch.undo()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelFileError, match=r"config\.json: cannot be read \(Is a directory\)"):
+        load_spec(tmp_path)

@@ -9,7 +9,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from cairn.errors import ModelFileError
+from cairn.models.files import reading
 
 REMEMBER_FROM = 64 << 20
 """Bytes: smaller files are hashed each time, which takes at most some 30 ms."""
@@ -17,18 +17,15 @@ REMEMBER_FROM = 64 << 20
 
 def file_digest(path: Path) -> bytes:
     """SHA-256 of a file's bytes. Raises `ModelFileError` if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            stat = os.fstat(file.fileno())
-            if stat.st_size < REMEMBER_FROM:
-                return hashlib.file_digest(file, "sha256").digest()
-            key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
-            known = _load()
-            if key in known:
-                return bytes.fromhex(known[key])
-            digest = hashlib.file_digest(file, "sha256").digest()
-    except OSError as error:
-        raise ModelFileError(f"{path}: cannot be read ({error.strerror})") from None
+    with reading(path), path.open("rb") as file:
+        stat = os.fstat(file.fileno())
+        if stat.st_size < REMEMBER_FROM:
+            return hashlib.file_digest(file, "sha256").digest()
+        key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
+        known = _load()
+        if key in known:
+            return bytes.fromhex(known[key])
+        digest = hashlib.file_digest(file, "sha256").digest()
     _save(known | {key: digest.hex()})
     return digest
 

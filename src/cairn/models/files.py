@@ -5,7 +5,9 @@ Whatever is wrong becomes one `ModelFileError` sentence that names the file, the
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,23 @@ MAX_JSON_BYTES = 32 << 20
 """Larger configs and indexes are refused: the index of the largest models has about 10 MB."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises `ModelFileError` if it is missing, unreadable, too large or no object."""
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What the system refuses inside becomes a `ModelFileError` about `path`."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelFileError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB, which no model's JSON file is")
-        text = path.read_bytes()
+        yield
     except FileNotFoundError:
         raise ModelFileError(f"{path}: the file is missing") from None
     except OSError as error:
         raise ModelFileError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises `ModelFileError` if it is missing, unreadable, too large or no object."""
+    with reading(path):
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise ModelFileError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB, which no model's JSON file is")
+        text = path.read_bytes()
     return parse_object(text, path)
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.digests import file_digest
-from cairn.models.files import Fields, read_json
+from cairn.models.files import Fields, read_json, reading
 from cairn.models.hub import model_name
 from cairn.models.weights import weight_files
 from cairn.types import CacheGroup, ModelSpec, RopeScaling
@@ -79,6 +79,11 @@ def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
     Raises `ModelFileError` for a missing or wrong file or field, `ModelError` for an architecture or an option of
     one that is not built.
     """
+    with reading(folder):
+        return _load(folder)
+
+
+def _load(folder: Path) -> ModelSpec:
     if not folder.is_dir():
         raise ModelFileError(f"{folder}: expected a folder with config.json, a tokenizer and safetensors files")
     config = Fields(read_json(folder / "config.json"), folder / "config.json")

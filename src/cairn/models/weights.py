@@ -8,6 +8,7 @@ the mapped file: opening a model copies nothing. Pickle files (.bin, .pt) are ne
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
-from cairn.models.files import Fields, parse_object, read_json
+from cairn.models.files import Fields, parse_object, read_json, reading
 from cairn.types import ModelSpec
 
 SINGLE = "model.safetensors"
@@ -123,7 +124,8 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
 
 def _no_weights(folder: Path) -> ModelFileError:
     wanted = f"expected {SINGLE}, or {INDEX} and its files"
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+    with reading(folder):
+        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
     if pickles:
         return ModelFileError(
             f"{folder}: the weights are only in {pickles[0]}, a pickle, which is never opened; {wanted}"
@@ -148,14 +150,11 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def _tensors(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
     """The tensors of one file, after its whole header was checked against its size."""
-    try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            header = _header(path, file.read(8), size)
-            text = file.read(header)
-        data = np.memmap(path, np.uint8, "r", offset=8 + header) if size > 8 + header else np.empty(0, np.uint8)
-    except OSError as error:
-        raise ModelFileError(f"{path}: cannot be read ({error.strerror})") from None
+    with reading(path), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        header = _header(path, file.read(8), size)
+        text = file.read(header)
+        data = np.memmap(file, np.uint8, "r", offset=8 + header) if size > 8 + header else np.empty(0, np.uint8)
     entries = _entries(path, text, len(data))
     for name, (dtype, shape, begin, end) in entries.items():
         # A plain ndarray: slices of np.memmap carry a subclass through every operation.
