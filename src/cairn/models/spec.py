@@ -80,10 +80,10 @@ def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
     one that is not built.
     """
     with reading(folder):
-        return _load(folder)
+        return _load(folder, identify)
 
 
-def _load(folder: Path) -> ModelSpec:
+def _load(folder: Path, identify: bool) -> ModelSpec:
     if not folder.is_dir():
         raise ModelFileError(f"{folder}: expected a folder with config.json, a tokenizer and safetensors files")
     config = Fields(read_json(folder / "config.json"), folder / "config.json")
