@@ -1,4 +1,7 @@
-"""A front for the tests to kill: serves the model folder given as its argument and prints the worker's pid."""
+"""A front for the tests to kill: `front.py FOLDER MODE` serves the model with a worker of that mode of `faulty_worker`.
+
+It starts requests, of which the last makes the mode show, and prints the worker's pid.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,20 @@ import asyncio
 import sys
 from pathlib import Path
 
+from faulty_worker import KILLER
 from tiny import config, request
 
+from cairn.service import link
 from cairn.service.service import Service
 
 
 async def main() -> None:
+    link.WORKER = (sys.executable, str(Path(__file__).parent / "faulty_worker.py"), sys.argv[2])
     service = await Service.start(config(Path(sys.argv[1])))
     streams = [service.generate(request(service, f"r{n}", 2000)) for n in range(4)]
     await anext(streams[0])
+    streams.append(service.generate(request(service, (KILLER, 1), 5)))
+    await asyncio.sleep(0.2)
     print(service.stats().worker_pid, flush=True)
     await asyncio.sleep(3600)
 

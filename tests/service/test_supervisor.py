@@ -26,6 +26,7 @@ from cairn.service.stream import Stream
 from cairn.types import Event, Request
 
 FAULTY = Path(__file__).parent / "faulty_worker.py"
+FRONT = Path(__file__).parent / "front.py"
 KILLER = 13
 QUICK = Patience(silence=1.5, backoff=(0.0, 0.01))
 
@@ -318,16 +319,16 @@ async def test_a_worker_that_ends_while_loading_is_a_model_error(folder: Path, m
 # ------------------------------------------------------------------------------------------------- no orphan, no leak
 
 
-@pytest.mark.parametrize("state", ["running", "stopped"])
+@pytest.mark.parametrize("state", ["running", "front stopped", "in a step"])
 async def test_no_worker_outlives_a_killed_front(folder: Path, state: str) -> None:
-    """Known failure 3."""
-    script = Path(__file__).parent / "front.py"
+    """Known failure 3: also a worker that waits for a front that does not read, or is in the middle of a long step."""
+    mode = "stops" if state == "in a step" else "paced"
     front = await asyncio.create_subprocess_exec(
-        sys.executable, str(script), str(folder), stdout=asyncio.subprocess.PIPE
+        sys.executable, str(FRONT), str(folder), mode, stdout=asyncio.subprocess.PIPE
     )
     assert front.stdout is not None
     pid = int(await asyncio.wait_for(front.stdout.readline(), 60))
-    if state == "stopped":
+    if state == "front stopped":
         os.kill(front.pid, signal.SIGSTOP)
         await asyncio.sleep(0.5)
     front.kill()
@@ -407,16 +408,21 @@ async def test_cancels_at_random_points_leave_nothing_held(folder: Path, figure:
 
         await asyncio.gather(*map(one, range(count)))
         started = time.monotonic()
-        await until(lambda: (service._stats.running, service._stats.waiting, service._stats.kv_usage) == (0, 0, 0), 3)
+        await until(lambda: (service._stats.running, service._stats.waiting, service._stats.kv_usage) == (0, 0, 0))
         freed = time.monotonic() - started
         assert not service._flights
         assert service._queue.requests == service._queue.tokens == 0
         assert not service._supervisor._sent
         assert sum(service.metrics.finished.values()) == count
+        unread = service.metrics.generation_tokens - service.metrics.generation_length.sum
+        assert unread < 100 * count  # what was under way when the cancel came, and not all that was asked for
         asked = request(service, "after", 20)
         assert list((await collect(service.generate(asked))).tokens) == oracle(service)(asked)
         assert service.stats().worker_restarts == 0
-        figure(f"{count} cancels at random points", f"nothing held, freed after {freed * 1000:.0f} ms")
+        figure(
+            f"{count} cancels at random points",
+            f"nothing held, freed after {freed * 1000:.0f} ms, {unread / count:.1f} tokens each for nothing",
+        )
 
 
 async def test_the_workers_memory_does_not_grow_with_requests(folder: Path, figure: Figure, prove: bool) -> None:

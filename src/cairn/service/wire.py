@@ -217,6 +217,8 @@ class Channel:
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
+        self._hangup = select.poll()
+        self._hangup.register(sock, 0)  # a hang-up is always reported
 
     def send(self, message: ToFront) -> None:
         """Send one frame. Raises `OSError` when the front is gone."""
@@ -237,6 +239,10 @@ class Channel:
                 raise EOFError("the front closed the connection")
             messages.extend(self._frames.feed(data))
         return messages
+
+    def hung_up(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for the front to close its end; what it has sent stays unread."""
+        return bool(self._hangup.poll(timeout * 1000))
 
     def close(self) -> None:
         """Close the socket: the front sees the end of the stream."""

@@ -27,18 +27,25 @@ from cairn.service import wire
 from cairn.types import Output
 
 BEAT_SECONDS = 1.0
+ORPHAN_SECONDS = 2.0
+"""How long a step may go on after the front is gone."""
 FAILED_STEPS = 3
 """Steps in a row whose engine call raised, after which the worker ends and is replaced."""
 _RETRY_SECONDS = 0.01
 
 
 class Pulse:
-    """Tells the front once a second that the process is alive, while it loads or has work."""
+    """A thread that tells the front once a second that the process is alive, while it loads or has work.
 
-    def __init__(self, channel: wire.Channel) -> None:
+    It also notices at once that the front is gone. The loop does, too, but not in the middle of a step; a `process`
+    whose loop has not ended `ORPHAN_SECONDS` later is ended here.
+    """
+
+    def __init__(self, channel: wire.Channel, process: bool) -> None:
         self.busy = True
         self.steps = 0
         self._channel = channel
+        self._process = process
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="cairn-pulse", daemon=True)
         self._thread.start()
@@ -48,12 +55,14 @@ class Pulse:
         self._over.set()
 
     def _beat(self) -> None:
-        while not self._over.wait(BEAT_SECONDS):
+        while not self._channel.hung_up(BEAT_SECONDS) and not self._over.is_set():
             if self.busy:
                 try:
                     self._channel.send(wire.Beat(steps=self.steps, cpu=time.process_time()))
                 except OSError:
-                    return
+                    break
+        if not self._over.wait(ORPHAN_SECONDS) and self._process:
+            os._exit(1)
 
 
 class Loop:
@@ -135,10 +144,13 @@ def _columns(outputs: list[Output]) -> tuple[tuple[int, ...], tuple[int, ...], t
     return tuple(ids), tuple(tokens), tuple(others)
 
 
-def serve(sock: socket.socket) -> None:
-    """Load what the front asks for and step until the front is gone. An unforeseen error is raised."""
+def serve(sock: socket.socket, *, process: bool = False) -> None:
+    """Load what the front asks for and step until the front is gone. An unforeseen error is raised.
+
+    `process`: the whole process exists for this and may be ended with the front.
+    """
     channel = wire.Channel(sock)
-    pulse = Pulse(channel)
+    pulse = Pulse(channel, process)
     engine: Engine | None = None
     try:
         (first, *rest) = channel.receive(None)
@@ -204,7 +216,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     try:
-        serve(socket.socket(fileno=int(sys.argv[1])))
+        serve(socket.socket(fileno=int(sys.argv[1])), process=True)
     except Exception:
         traceback.print_exc(file=sys.stderr)
         return 1
