@@ -20,13 +20,13 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from cairn.answer import Answer
 from cairn.cli import app, main
 from cairn.cli.chat import Conversation
 from cairn.cli.client import Client
 from cairn.cli.generate import write
 from cairn.config import Config, options
 from cairn.errors import CairnError, ConfigError, GenerationFailed, Unavailable
-from cairn.llm import Answer
 from cairn.types import CacheReport, Delta, FinishReason, Usage
 
 MAIN = "from cairn.cli import main; main()"

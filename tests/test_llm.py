@@ -15,6 +15,7 @@ import pytest
 
 import cairn
 from cairn import LLM, AsyncLLM
+from cairn.answer import AsyncStream, ToolCall
 from cairn.config import Config
 from cairn.errors import (
     Cancelled,
@@ -26,7 +27,6 @@ from cairn.errors import (
     ModelError,
     Unavailable,
 )
-from cairn.llm import AsyncStream, ToolCall
 from cairn.service.requests import SamplingOptions
 from cairn.types import CacheReport, Delta, Done, FinishReason, ToolCallDelta, Usage
 

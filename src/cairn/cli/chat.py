@@ -20,7 +20,7 @@ from cairn.errors import CairnError
 from cairn.models.hub import DEMO
 
 if TYPE_CHECKING:
-    from cairn.llm import Answer
+    from cairn.answer import Answer
 
 BUNDLED = """\
 This is the small model that comes with Cairn: ask it what Cairn is, or tell it your name and ask for it later.

@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 
+from cairn.answer import Answer, ToolCall
 from cairn.config import Resolved
 from cairn.errors import CairnError, ConfigError, GenerationFailed, Unavailable
-from cairn.llm import Answer, ToolCall
 from cairn.types import CacheReport, Delta, FinishReason, Usage
 
 _TIMEOUT = httpx.Timeout(10, read=600)

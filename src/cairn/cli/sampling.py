@@ -14,7 +14,7 @@ from cairn.errors import ConfigError
 from cairn.types import Delta
 
 if TYPE_CHECKING:
-    from cairn.llm import Answer
+    from cairn.answer import Answer
 
 _PANEL = "Sampling (default: what the model's makers recommend)"
 _FLAGS: dict[str, tuple[Any, str, str]] = {

@@ -1,0 +1,135 @@
+"""What a model answered, and the pieces of it as they come: what `cairn.llm` gives its callers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from cairn.errors import CairnError, Cancelled, DeadlineExceeded, GenerationFailed
+from cairn.types import CacheReport, Delta, Done, FinishReason, Request, TokenLogprob, Usage
+
+if TYPE_CHECKING:
+    from cairn.service.service import Service
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call of a tool. `arguments` is the JSON text the model wrote."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model answered. `finish_reason` is None while the answer is not complete."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tokens: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    cache: CacheReport | None = None
+    """Where the KV of the prompt came from."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant message to append to the conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text or (None if self.tool_calls else "")}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
+
+
+class AsyncStream:
+    """The pieces of one answer as they come. Iterate it to the end, or `aclose` it: that cancels the request.
+
+    `answer` is what has come so far. Raises DeadlineExceeded, Cancelled or GenerationFailed where the model did not
+    come to an end of its own.
+    """
+
+    def __init__(self, service: Service, request: Request, done: Callable[[Answer], None]) -> None:
+        self._events = service.generate(request)
+        self._done = done
+        self._parts: list[Delta] = []
+        self._end: Done | None = None
+
+    @property
+    def answer(self) -> Answer:
+        """What has come so far; complete once the iteration has ended."""
+        parts = self._parts
+        end = self._end
+        return Answer(
+            text="".join(part.text for part in parts),
+            reasoning="".join(part.reasoning for part in parts),
+            tool_calls=_tool_calls(parts),
+            tokens=tuple(token for part in parts for token in part.tokens),
+            finish_reason=end.reason if end else None,
+            usage=end.usage if end else None,
+            cache=end.cache if end else None,
+            logprobs=tuple(entry for part in parts for entry in part.logprobs),
+            prompt_logprobs=tuple(entry for part in parts for entry in part.prompt_logprobs),
+        )
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        async for event in self._events:
+            if isinstance(event, Delta):
+                self._parts.append(event)
+                return event
+            self._end = event
+            _check_end(event.reason)
+            self._done(self.answer)
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Cancel the request if it still runs."""
+        await self._events.aclose()
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def wait(self) -> Answer:
+        """Read to the end and return the whole answer."""
+        try:
+            async for _ in self:
+                pass
+        finally:
+            await self.aclose()
+        return self.answer
+
+
+def _check_end(reason: FinishReason) -> None:
+    """An end that is no success is an error, not an answer."""
+    ends: dict[FinishReason, CairnError] = {
+        FinishReason.CANCELLED: Cancelled("the request was cancelled"),
+        FinishReason.DEADLINE: DeadlineExceeded("the request reached its time limit"),
+        FinishReason.ERROR: GenerationFailed("the generation failed"),
+    }
+    if reason in ends:
+        raise ends[reason]
+
+
+def _tool_calls(parts: Sequence[Delta]) -> tuple[ToolCall, ...]:
+    found: dict[int, list[str]] = {}
+    for part in parts:
+        for piece in part.tool_calls:
+            call = found.setdefault(piece.index, ["", "", ""])
+            call[0] = call[0] or piece.id
+            call[1] = call[1] or piece.name
+            call[2] += piece.arguments
+    return tuple(ToolCall(*found[index]) for index in sorted(found))
