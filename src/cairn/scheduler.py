@@ -177,13 +177,13 @@ class Scheduler:
         outputs = list(plan.ended)
         if not isinstance(results, Exception) and len(results) != len(plan.rows):
             results = RuntimeError(f"{len(results)} results for {len(plan.rows)} rows")
-        for index, (sequence, row) in enumerate(zip(plan.sequences, plan.rows, strict=True)):
+        if isinstance(results, Exception):
+            error = f"the engine failed while it computed this request ({type(results).__name__})"
+            results = [RowResult(error=error)] * len(plan.rows)
+        for sequence, row, result in zip(plan.sequences, plan.rows, results, strict=True):
             if sequence.state is not State.RUNNING:
                 continue
-            if isinstance(results, Exception):
-                error = f"the engine failed while it computed this request ({type(results).__name__})"
-                outputs.append(self._fail(sequence, now, FinishReason.ERROR, error))
-            elif (output := self._advance(sequence, row, results[index], now)) is not None:
+            if (output := self._advance(sequence, row, result, now)) is not None:
                 outputs.append(output)
         return outputs
 

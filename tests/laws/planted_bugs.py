@@ -116,7 +116,7 @@ BUGS = (
     Bug("a deadline is reported as success", SCHEDULER, "self._fail(sequence, now, FinishReason.DEADLINE)", "self._fail(sequence, now, FinishReason.LENGTH)"),
     Bug("the next deadline is forgotten", SCHEDULER, "self._next_deadline = min((s.deadline for s in self._sequences.values()), default=math.inf)", "self._next_deadline = math.inf"),
     Bug("a dropped request gets its result", SCHEDULER, "            if sequence.state is not State.RUNNING:\n                continue\n", ""),
-    Bug("requests survive an engine that raised", SCHEDULER, "                outputs.append(self._fail(sequence, now, FinishReason.ERROR, error))", "                pass"),
+    Bug("requests survive an engine that raised", SCHEDULER, "results = [RowResult(error=error)] * len(plan.rows)", "return outputs"),
     Bug("what a failed row computed is published", SCHEDULER, "        if result.error:\n            return self._fail(sequence, now, FinishReason.ERROR, result.error)\n", "        if result.error:\n            self._cache.publish(sequence.kv, sequence.tokens, row.end)\n            return self._fail(sequence, now, FinishReason.ERROR, result.error)\n"),
     Bug("a finished request is kept", SCHEDULER, "        del self._sequences[sequence.request.id]\n", ""),
     Bug("blocks are published before the step has run", SCHEDULER, "        rows = [sequence.row(end) for sequence, end in work]\n", "        rows = [sequence.row(end) for sequence, end in work]\n        for sequence, end in work:\n            self._cache.publish(sequence.kv, sequence.tokens, end)\n"),
