@@ -154,6 +154,12 @@ def test_misspelt_and_wrong_options_are_errors(llm):
         llm.generate([[1, 10**6]])
     with pytest.raises(ContextTooLong, match="max_tokens is 5000"):
         llm.generate("x", max_tokens=5000)
+    for messages in ("hi", ["hi"], [{"content": "hi"}], []):
+        with pytest.raises(InvalidRequest, match="messages"):
+            llm.chat(messages)
+    for tool in ("f", {"name": "f"}, {"type": "function", "function": {}}):
+        with pytest.raises(InvalidRequest, match="tools"):
+            llm.chat(HELLO, [tool])
     with pytest.raises(ConfigError, match="port is an option of a server; there is none here"):
         LLM("demo", port=9)
     with pytest.raises(ConfigError, match="unknown option 'thread'; did you mean threads\\?"):

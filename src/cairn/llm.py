@@ -45,6 +45,7 @@ Prompt = str | Sequence[int]
 
 _LONG_TEXT = 16_384
 _CLOSE_SECONDS = 10.0
+_IDLE_LOOKS = 20
 
 
 class AsyncLLM:
@@ -99,8 +100,8 @@ class AsyncLLM:
         service = self.service
         asked = _sampling(sampling)
         prompt = await service.chat.prompt(
-            [dict(message) for message in messages],
-            [dict(tool) for tool in tools] if tools else None,
+            _objects("messages", messages),
+            _tools(tools) if tools else None,
             template_args=dict(template_args) if template_args else None,
         )
         request = self._request(prompt.tokens, asked, output=prompt.output)
@@ -159,14 +160,17 @@ class AsyncLLM:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _patiently(self, prompt: Prompt, sampling: Mapping[str, Any]) -> Answer:
-        """One of many prompts: where the queue is full (in tokens), it waits for the others."""
+        """One of many prompts: where the queue is full, it waits for the others, as long as there are any."""
+        idle = 0
         while True:
             try:
                 return await (await self.stream_generate(prompt, **sampling)).wait()
-            except Overloaded as error:
-                if not self.service.stats().running:
+            except Overloaded:
+                stats = self.service.stats()  # as of the last step, so one look proves nothing
+                idle = 0 if stats.running + stats.waiting else idle + 1
+                if idle == _IDLE_LOOKS:
                     raise
-                await asyncio.sleep(min(error.retry_after or 0.1, 0.1))
+                await asyncio.sleep(0.05)
 
     async def _tokens(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
@@ -387,6 +391,24 @@ def _only(config: Config, model: str | None, given: Mapping[str, object]) -> Con
     if model is not None or given:
         raise ConfigError("give either a config or options, not both")
     return config
+
+
+def _objects(field: str, given: Sequence[Message]) -> list[dict[str, Any]]:
+    if isinstance(given, str) or not all(isinstance(item, Mapping) for item in given):
+        raise InvalidRequest(f"{field} must be a list of objects, as in OpenAI's chat format", field=field)
+    return [dict(item) for item in given]
+
+
+def _tools(given: Sequence[Message]) -> list[dict[str, Any]]:
+    found = _objects("tools", given)
+    for index, tool in enumerate(found):
+        function = tool.get("function")
+        named = isinstance(function, Mapping) and isinstance(function.get("name"), str) and function["name"]
+        if tool.get("type") != "function" or not named:
+            raise InvalidRequest(
+                f'tools[{index}] must look like {{"type": "function", "function": {{"name": ...}}}}', field="tools"
+            )
+    return found
 
 
 def _sampling(given: Mapping[str, Any]) -> SamplingOptions:
