@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import time
 import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -46,6 +47,18 @@ async def serving(folder: Path, **options: Any) -> AsyncIterator[Service]:
 async def service(folder: Path) -> AsyncIterator[Service]:
     async with serving(folder) as service:
         yield service
+
+
+@pytest.fixture
+def slow_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step takes 3 ms, as if something were computed."""
+    prefill = FakeEngine.prefill
+
+    def slow(self: FakeEngine, rows: Any) -> Any:
+        time.sleep(0.003)
+        return prefill(self, rows)
+
+    monkeypatch.setattr(FakeEngine, "prefill", slow)
 
 
 def oracle(folder: Path, request: Request) -> list[int]:
@@ -194,11 +207,13 @@ async def test_a_stop_string_ends_in_the_worker_and_what_follows_is_not_counted(
     await until(lambda: service._stats.running == 0)
 
 
+@pytest.mark.usefixtures("slow_engine")
 async def test_a_stop_string_ends_a_request_that_nobody_reads(service: Service) -> None:
-    whole = await collect(service.generate(request(service, "nobody", 1000)))
+    whole = await collect(service.generate(request(service, "nobody", 100)))
     stream = service.generate(request(service, "nobody", 1000, stop=(whole.text[40:43],)))
     await until(lambda: service.status(stream.id).state == "finished")  # type: ignore[union-attr]
     assert (await collect(stream)).text == whole.text[: whole.text.index(whole.text[40:43])]
+    assert service.metrics.generation_tokens < 600
 
 
 async def test_closing_the_iterator_cancels(service: Service) -> None:
@@ -330,11 +345,12 @@ async def test_a_consumer_that_never_reads_is_bounded_and_cut(folder: Path, stop
             await collect(stream)
 
 
+@pytest.mark.usefixtures("slow_engine")
 async def test_a_slow_reader_below_the_bound_is_left_alone(folder: Path) -> None:
     async with serving(folder, stream_stall=0.01) as service:
-        stream = service.generate(request(service, "x", 50))
+        stream = service.generate(request(service, "x", 300))
         await asyncio.sleep(0.6)
-        assert len((await collect(stream)).tokens) == 50
+        assert len((await collect(stream)).tokens) == 300
 
 
 # ---------------------------------------------------------------------------------------------------------- merge
