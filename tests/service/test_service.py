@@ -138,6 +138,16 @@ async def test_tokens_outside_the_models_vocabulary_are_refused(service: Service
     assert caught.value.field == "prompt"
 
 
+async def test_what_the_worker_refuses_is_raised_with_its_type_and_field(service: Service) -> None:
+    stream = service.generate(request(service, "x", priority=1_000_000))
+    with pytest.raises(InvalidRequest, match="priority") as caught:
+        await collect(stream)
+    assert caught.value.field == "priority"
+    assert service.status(stream.id).state == "failed"  # type: ignore[union-attr]
+    assert not service._flights
+    assert service.stats().waiting == 0
+
+
 async def test_an_id_that_runs_is_refused(service: Service) -> None:
     asked = request(service, "x", 500)
     stream = service.generate(asked)

@@ -13,6 +13,7 @@ import msgspec
 
 from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.seams import Rng, SystemRng
+from cairn.sequence import MAX_PRIORITY
 from cairn.types import ModelSpec, OutputFormat, Request, SamplingParams
 
 MAX_STOP = 4
@@ -30,7 +31,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-2, 2),
     "top_logprobs": (0, MAX_TOP_LOGPROBS),
     "seed": (-(1 << 63), (1 << 64) - 1),
-    "priority": (-1000, 1000),
+    "priority": (-MAX_PRIORITY, MAX_PRIORITY),
 }
 """Least and greatest value; for what is not here see `SamplingOptions`."""
 
@@ -152,7 +153,7 @@ def requests(
         spec, options, prompt_tokens=len(tokens), context=context, allow_empty=allow_empty, rng=rng
     )
     stop = _stop(options.stop)
-    priority = 0 if options.priority is None else _count("priority", options.priority, -1000, 1000)
+    priority = 0 if options.priority is None else _count("priority", options.priority, -MAX_PRIORITY, MAX_PRIORITY)
     return tuple(
         Request(
             id=ids(),

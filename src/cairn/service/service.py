@@ -306,7 +306,7 @@ class Service:
             self._release(output.id, output.finish, error=error, timing=output.timing)
 
     def _on_refused(self, refused: wire.Refused) -> None:
-        error = wire.error(refused.code, refused.message)
+        error = wire.error(refused.code, refused.message, refused.field)
         if isinstance(error, Overloaded | Unavailable):
             error.retry_after = self._queue.retry_after(self._clock.now())
         self._release(refused.id, FinishReason.ERROR, error=error)

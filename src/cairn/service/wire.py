@@ -122,6 +122,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     id: int
     code: str
     message: str
+    field: str | None = None
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
@@ -138,14 +139,14 @@ ToFront = Ready | LoadFailed | Step | Refused | Beat
 _encoder = msgspec.msgpack.Encoder()
 
 
-def error(code: str, message: str) -> CairnError:
+def error(code: str, message: str, field: str | None = None) -> CairnError:
     """The typed error that a worker named by its code."""
     kinds: list[type[CairnError]] = [CairnError]
     for kind in kinds:
         if kind.code == code:
-            return kind(message)
+            return kind(message, field=field)
         kinds.extend(kind.__subclasses__())
-    return CairnError(message)
+    return CairnError(message, field=field)
 
 
 def worker_frames() -> Frames[ToWorker]:

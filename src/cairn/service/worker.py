@@ -96,7 +96,7 @@ class Loop:
             try:
                 self._scheduler.add(message.request)
             except CairnError as error:
-                self._channel.send(wire.Refused(message.request.id, error.code, str(error)))
+                self._channel.send(wire.Refused(message.request.id, error.code, str(error), error.field))
         elif isinstance(message, wire.Drop):
             self._scheduler.drop(message.id, message.reason)
         else:
