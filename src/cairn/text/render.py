@@ -31,6 +31,8 @@ from cairn.text.render_wire import MAX_FRAME, Job, Rendered, Setup, frame
 MEMORY = 48 << 20
 """Bytes of address space that rendering may add, beside `MEMORY_FACTOR` times the size of the job itself."""
 MEMORY_FACTOR = 16
+COMPILE_SECONDS = 5.0
+"""Most seconds to compile a model's templates; past that the process ends."""
 
 
 class TemplateRaised(jinja2.TemplateError):
@@ -45,6 +47,13 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@jinja2.pass_context
+def _as_it_is(_: jinja2.runtime.Context, value: object) -> object:
+    """What jinja2 does with a value before it prints it: nothing. Because this takes the context, and optimizing is
+    off, compiling computes no constant expression, and so no bomb goes off before a job's bounds are set."""
+    return value
 
 
 def environment(marks: Callable[[], str] = str) -> ImmutableSandboxedEnvironment:
@@ -69,7 +78,11 @@ def environment(marks: Callable[[], str] = str) -> ImmutableSandboxedEnvironment
         raise TemplateRaised(message)
 
     made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,
+        finalize=_as_it_is,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
     )
     made.filters["tojson"] = tojson
     made.globals["raise_exception"] = raise_exception
@@ -123,7 +136,11 @@ class _Room:
         self._timeout = setup.timeout
         self._environment = environment(lambda: self._marks)
         self._variables = setup.variables
+        self._base = _memory_in_use()
+        self._bound(MEMORY)
+        signal.setitimer(signal.ITIMER_REAL, COMPILE_SECONDS)
         self._templates = {name: self._environment.from_string(text) for name, text in setup.templates.items()}
+        signal.setitimer(signal.ITIMER_REAL, 0)
         self._base = _memory_in_use()
 
     def render(self, job: Job, size: int) -> Rendered:
@@ -158,6 +175,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides: it closes the socket or kills
     channel = socket.socket(fileno=0)
+    channel.sendall(frame(Rendered()))
     data = receive(channel)
     if data is None:
         return
@@ -165,6 +183,9 @@ def main() -> None:
         room = _Room(msgspec.msgpack.decode(data, type=Setup))
     except jinja2.TemplateSyntaxError as error:
         channel.sendall(frame(Rendered(error=f"line {error.lineno}: {error.message}")))
+        return
+    except (MemoryError, RecursionError):
+        channel.sendall(frame(Rendered(error="it takes too much to compile")))
         return
     channel.sendall(frame(Rendered()))
     while (data := receive(channel)) is not None:
@@ -180,7 +201,7 @@ def main() -> None:
         if spent:
             # Give the memory back before anything else is built; the parent starts a fresh process.
             del job
-            channel.sendall(frame(Rendered(error=_sentence(MemoryError()))))
+            channel.sendall(frame(Rendered(error=_sentence(MemoryError()), last=True)))
             return
         channel.sendall(answer)
 

@@ -1,7 +1,7 @@
 """What the front and the process that renders chat templates say to each other.
 
-Frames are a 4-byte little-endian length and msgpack. The first is a `Setup`, every other a `Job`; each is answered by
-one `Rendered`.
+Frames are a 4-byte little-endian length and msgpack. The process says that it is there by an empty `Rendered`. The
+first frame to it is a `Setup`, every other a `Job`; each is answered by one `Rendered`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Rendered(msgspec.Struct, frozen=True, kw_only=True):
 
     texts: list[str] = []
     error: str = ""
+    last: bool = False
+    """The process ends after this answer."""
 
 
 def frame(message: msgspec.Struct) -> bytes:

@@ -80,7 +80,7 @@ class Renderer:
         answered = False
         try:
             answer = await asyncio.wait_for(self._exchange(data), timeout)
-            answered = True
+            answered = not answer.last
         except TimeoutError:
             raise InvalidRequest(
                 f"the chat template took longer than {timeout:g} s for these messages", field="messages"
@@ -88,7 +88,7 @@ class Renderer:
         except (EOFError, OSError, msgspec.MsgspecError):
             raise InvalidRequest("the chat template broke down over these messages", field="messages") from None
         finally:
-            # Also when the caller was cancelled: the answer to come belongs to nobody.
+            # Also when the caller was cancelled: an answer still to come belongs to nobody.
             if not answered:
                 self._end()
         return answer
@@ -109,9 +109,8 @@ class Renderer:
         started = False
         try:
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
-            answer = await asyncio.wait_for(self._exchange(frame(self._setup)), START_TIMEOUT)
-            if answer.error:
-                raise ModelFileError(f"the chat template is not a valid jinja2 template: {answer.error}")
+            await asyncio.wait_for(self._receive(), START_TIMEOUT)
+            await self._compile()
             started = True
         except (EOFError, OSError, TimeoutError) as error:
             raise CairnError(f"the process that renders chat templates did not start ({error})") from error
@@ -119,11 +118,24 @@ class Renderer:
             if not started:
                 self._end()
 
+    async def _compile(self) -> None:
+        try:
+            answer = await asyncio.wait_for(self._exchange(frame(self._setup)), START_TIMEOUT)
+        except (EOFError, OSError, TimeoutError):
+            raise ModelFileError("the chat template takes too much to compile") from None
+        if answer.error:
+            raise ModelFileError(f"the chat template is not a valid jinja2 template: {answer.error}")
+
     async def _exchange(self, data: bytes) -> Rendered:
-        if self._reader is None or self._writer is None:
+        if self._writer is None:
             raise EOFError
         self._writer.write(data)
         await self._writer.drain()
+        return await self._receive()
+
+    async def _receive(self) -> Rendered:
+        if self._reader is None:
+            raise EOFError
         size = int.from_bytes(await self._reader.readexactly(4), "little")
         if size > MAX_FRAME:
             raise EOFError

@@ -1,0 +1,272 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cairn.errors import InvalidRequest, ModelFileError, Unavailable
+from cairn.text.render_wire import MAX_FRAME, Job, Setup, frame
+from cairn.text.renderer import Renderer
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+async def renderer() -> AsyncIterator[Renderer]:
+    """Templates by name; `content` renders what it is given."""
+    templates = {
+        "content": "{{ messages[0].content }}",
+        "endless": ENDLESS,
+        "slow": "{% for a in range(1500) %}{% for b in range(1500) %}{% endfor %}{% endfor %}slow",
+        "raise": "{{ raise_exception('no ' ~ messages[0].content) }}",
+        "undefined": "{{ messages[0].nothing.at_all }}",
+        "given": "{{ jinja }}",
+    }
+    made = Renderer(Setup(templates=templates, variables={"bos_token": "<s>"}, timeout=1.0))
+    await made.start()
+    yield made
+    await made.close()
+
+
+def job(template: str, content: str = "x", **fields: str) -> Job:
+    payload = {"messages": [[{"role": "user", "content": content}]], "tools": None, "arguments": {}}
+    return Job(template=template, payload=msgspec.json.encode(payload), **{"marks": "", **fields})
+
+
+async def one(template: str, timeout: float = 1.0, content: str = "x") -> str:
+    """Render with a template of its own; always ends the process."""
+    made = Renderer(Setup(templates={"default": template}, variables={}, timeout=timeout))
+    try:
+        await made.start()
+        return (await made.render(job("default", content)))[0]
+    finally:
+        await made.close()
+
+
+def gone(pid: int, seconds: float) -> bool:
+    """Whether a process is no more within some seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+async def test_renders_again_and_again_in_one_process(renderer: Renderer) -> None:
+    pid = renderer.pid
+    for content in ("a", "ü\n", "b" * 300_000):
+        assert await renderer.render(job("content", content)) == [content]
+    assert renderer.pid == pid
+
+
+async def test_overrunning_is_an_error_and_the_process_is_replaced(renderer: Renderer) -> None:
+    before = renderer.pid
+    assert before is not None
+    async with asyncio.timeout(10):
+        with pytest.raises(InvalidRequest, match="took longer than 1 s") as caught:
+            await renderer.render(job("endless"))
+        assert caught.value.field == "messages"
+        assert gone(before, 5)
+        assert await renderer.render(job("content", "again")) == ["again"]
+    assert renderer.pid != before
+
+
+async def test_what_a_template_refuses_or_cannot_do_is_the_requests_fault(renderer: Renderer) -> None:
+    pid = renderer.pid
+    with pytest.raises(InvalidRequest, match="refuses these messages: no way"):
+        await renderer.render(job("raise", "way"))
+    with pytest.raises(InvalidRequest, match="cannot render these messages"):
+        await renderer.render(job("undefined"))
+    assert await renderer.render(job("content", "fine")) == ["fine"]
+    assert renderer.pid == pid
+
+
+async def test_a_cancelled_caller_leaves_no_answer_behind_for_the_next(renderer: Renderer) -> None:
+    """Known failure 9."""
+    task = asyncio.create_task(renderer.render(job("slow")))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await renderer.render(job("content", "mine")) == ["mine"]
+
+
+async def test_a_process_killed_from_outside_is_replaced(renderer: Renderer) -> None:
+    assert renderer.pid is not None
+    os.kill(renderer.pid, signal.SIGKILL)
+    await asyncio.to_thread(gone, renderer.pid, 5)
+    assert await renderer.render(job("content", "a")) == ["a"]
+    task = asyncio.create_task(renderer.render(job("endless")))
+    await asyncio.sleep(0.1)
+    assert renderer.pid is not None
+    os.kill(renderer.pid, signal.SIGKILL)
+    with pytest.raises(InvalidRequest, match="broke down"):
+        await task
+    assert await renderer.render(job("content", "b")) == ["b"]
+
+
+async def test_signals_to_the_server_do_not_reach_the_process(renderer: Renderer) -> None:
+    assert renderer.pid is not None
+    assert os.getpgid(renderer.pid) != os.getpgid(0)
+    os.kill(renderer.pid, signal.SIGINT)
+    os.kill(renderer.pid, signal.SIGTERM)
+    assert await renderer.render(job("content", "still here")) == ["still here"]
+
+
+async def test_closing_ends_the_process() -> None:
+    """Known failure 3."""
+    made = Renderer(Setup(templates={"default": "x"}, variables={}, timeout=1.0))
+    await made.start()
+    pid = made.pid
+    assert pid is not None
+    await made.close()
+    assert gone(pid, 1)
+    with pytest.raises(Unavailable):
+        await made.render(job("default"))
+
+
+BOMBS = [
+    ENDLESS,
+    "{{ 'x' * 10**10 }}",
+    "{{ ('x' * 1000) * 10**7 }}",
+    "{{ 'x'.ljust(10**10) }}",
+    "{{ '%010000000000d' % 3 }}",
+    "{{ '{:>9999999999}'.format('x') }}",
+    "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}",
+    "{{ range(99999999) | list }}",
+    "{{ 10 ** (10**10) }}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "{{ lipsum(n=100000) }}",
+    "{{ messages[0].content * 50000 }}",
+    "{{ ('a' * 60 ~ '!') | wordwrap(1) * 10**9 }}",
+]
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+async def test_bombs_cost_their_own_request_and_little_memory(bomb: str) -> None:
+    made = Renderer(Setup(templates={"default": bomb, "fine": "{{ 1 + 1 }}"}, variables={}, timeout=0.7))
+    await made.start()
+    pid = made.pid
+    peaks: list[int] = []
+
+    def watch() -> None:
+        """The most memory that the process ever held, in KiB, until it ends."""
+        while True:
+            try:
+                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            except (FileNotFoundError, ProcessLookupError):
+                return
+            found = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
+            if not found:
+                return
+            peaks.append(found[0])
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=watch)
+    try:
+        thread.start()
+        async with asyncio.timeout(10):
+            with pytest.raises(InvalidRequest):
+                await made.render(job("default", "word " * 10_000))
+            assert await made.render(job("fine")) == ["2"]
+    finally:
+        await made.close()
+    await asyncio.to_thread(thread.join)
+    assert max(peaks) - peaks[0] <= 64 * 1024
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ lipsum.__globals__ }}",
+        "{{ cycler.__init__.__globals__.os.getpid() }}",
+        "{{ messages.append(1) }}",
+        "{% set _ = messages[0].update({'a': 1}) %}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{{ messages[0].content.__class__ }}x{{ raise_exception.__globals__ }}",
+    ],
+)
+async def test_a_template_reaches_nothing_but_its_variables(template: str) -> None:
+    try:
+        text = await one(template)
+    except InvalidRequest:
+        return
+    assert not any(word in text for word in ("class", "root", "module", "built-in"))
+
+
+async def test_a_template_that_does_not_compile_is_the_models_fault() -> None:
+    with pytest.raises(ModelFileError, match="line 1"):
+        await one("{% endfor %}")
+
+
+@pytest.mark.parametrize(
+    "template", ["{% autoescape 'x' * 10**10 %}{% endautoescape %}", "{{ " + "(" * 5000 + ")" * 5000 + " }}"]
+)
+async def test_a_bomb_that_goes_off_while_compiling_is_the_models_fault(template: str) -> None:
+    with pytest.raises((ModelFileError, InvalidRequest)):
+        await one(template)
+
+
+async def test_what_hub_templates_rely_on() -> None:
+    assert await one("{% for x in [1, 2, 3] %}{% if x == 2 %}{% continue %}{% endif %}{{ x }}{% endfor %}") == "13"
+    assert await one("{% for x in [1, 2, 3] %}{% if x == 2 %}{% break %}{% endif %}{{ x }}{% endfor %}") == "1"
+    assert await one("a\n    {% if true %}\nb\n    {% endif %}\nc") == "a\nb\nc"
+    assert await one("a{% generation %}b{{ 1 }}{% endgeneration %}c") == "ab1c"
+    assert await one("{{ {'a': '<&\\'>', 'b': 'å'} | tojson }}") == '{"a": "<&\'>", "b": "å"}'
+    assert await one("{{ {'a': [1]} | tojson(indent=2) }}") == '{\n  "a": [\n    1\n  ]\n}'
+    assert len(await one("{{ strftime_now('%Y') }}")) == 4
+    assert await one("{{ tools is none }}{{ documents is none }}{{ add_generation_prompt }}") == "TrueTrueTrue"
+    assert await one("{{ messages[0]['content'] | trim }}{{ '<b>' }}", content=" <i> ") == "<i><b>"
+
+
+PARENT = """
+import asyncio, os, sys
+from cairn.text.render_wire import Job, Setup
+from cairn.text.renderer import Renderer
+
+async def main():
+    renderer = Renderer(Setup(templates={"default": sys.argv[1]}, variables={}, timeout=0.5))
+    await renderer.start()
+    print(renderer.pid, flush=True)
+    if "for" in sys.argv[1]:
+        task = asyncio.create_task(renderer.render(Job(template="default", payload=sys.argv[2].encode(), marks="")))
+        await asyncio.sleep(0.1)
+        print("rendering", flush=True)
+    os.kill(os.getpid(), 9)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("template", ["idle", ENDLESS])
+def test_the_process_ends_when_its_parent_is_killed(template: str) -> None:
+    """Known failure 3."""
+    payload = job("default").payload.decode()
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT, template, payload], stdout=subprocess.PIPE, check=False, timeout=60
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert gone(int(done.stdout.split()[0]), 10)
+
+
+def test_frames_have_a_longest_length() -> None:
+    with pytest.raises(ValueError, match="longer than"):
+        frame(Job(template="x", payload=bytes(MAX_FRAME + 1), marks=""))
