@@ -38,8 +38,8 @@ class Site:
         http = httpx.AsyncClient(timeout=20, trust_env=False)
         return openai.AsyncOpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0, http_client=http)
 
-    async def raw(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
+    async def raw(self, limit: int = 1 << 24) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=limit)
         self.writers.append(writer)
         return reader, writer
 

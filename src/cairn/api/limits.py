@@ -18,7 +18,7 @@ async def read_json(call: Call, config: Config) -> dict[str, Any]:
     kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
         raise UnsupportedMedia("the content-type must be application/json", field="Content-Type")
-    body = await call.body(config.max_body_mib << 20)
+    body = await call.body()
     return parse_json(body, max_depth=config.max_json_depth, max_values=config.max_json_values)
 
 

@@ -75,19 +75,14 @@ class Call:
                 return bytes(value)
         return None
 
-    async def body(self, limit: int) -> bytes:
-        """The whole request body; TooLarge beyond `limit` bytes, Disconnected if the client left."""
+    async def body(self) -> bytes:
+        """The whole request body, whose size the guard bounds; Disconnected if the client left."""
         parts: list[bytes] = []
-        size = 0
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise Disconnected
-            part = message.get("body", b"")
-            size += len(part)
-            if size > limit:
-                raise too_large(limit)
-            parts.append(part)
+            parts.append(message.get("body", b""))
             if not message.get("more_body", False):
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
