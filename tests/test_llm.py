@@ -1,4 +1,5 @@
 import asyncio
+import contextlib
 import gc
 import inspect
 import os
@@ -64,8 +65,11 @@ def settled(llm: LLM) -> bool:
 
 def children() -> set[str]:
     """Processes that this one started and that have not been waited for."""
-    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
-    return {pid for task in tasks for pid in (task / "children").read_text().split()}
+    found: set[str] = set()
+    for task in Path(f"/proc/{os.getpid()}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has just ended
+            found |= set((task / "children").read_text().split())
+    return found
 
 
 # --------------------------------------------------------------------------------------------------------- answers

@@ -147,8 +147,8 @@ PANELS = (
 )
 """Groups of options in the help: each begins at the named field of `Config`."""
 
-LOCAL_PANELS = ("Model and engine", "Scheduling", "Text")
-"""What matters without a server: to `cairn chat`, `cairn generate` and `LLM`."""
+_LOCAL_PANELS = ("Model and engine", "Scheduling", "Text")
+_SERVED_ONLY = ("served_name",)
 
 Kind = Literal["int", "float", "str", "bool", "choice", "secret"]
 
@@ -211,6 +211,11 @@ def options() -> tuple[Option, ...]:
         panel = starts.get(field.name, panel)
         found.append(_option(field, panel))
     return tuple(found)
+
+
+def local_options() -> tuple[str, ...]:
+    """Names of what matters without a server: to `cairn chat`, `cairn generate` and `LLM`."""
+    return tuple(one.name for one in options() if one.panel in _LOCAL_PANELS and one.name not in _SERVED_ONLY)
 
 
 def _option(field: msgspec.inspect.Field, panel: str) -> Option:

@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from cairn.answer import Answer, AsyncStream
-from cairn.config import LOCAL_PANELS, Config, closest, options, resolve
+from cairn.config import Config, closest, local_options, options, resolve
 from cairn.errors import (
     Cancelled,
     ConfigError,
@@ -380,9 +380,8 @@ async def _next(stream: AsyncIterator[Delta]) -> Delta | None:
 
 
 def _config(model: str | None, given: Mapping[str, object]) -> Config:
-    local = {option.name for option in options() if option.panel in LOCAL_PANELS}
     for name in given:
-        if name not in local and any(option.name == name for option in options()):
+        if name not in local_options() and any(option.name == name for option in options()):
             raise ConfigError(f"{name} is an option of a server; there is none here", field=name)
     return resolve({"model": model, **given}, keywords=True).config
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cairn.answer import Answer
 
 BUNDLED = """\
-This is the small model that comes with Cairn: ask it what Cairn is, or tell it your name and ask for it later.
+It is the small model that comes with Cairn: ask it what Cairn is, or tell it your name.
 For a larger one: cairn pull Qwen/Qwen3-0.6B, then cairn chat Qwen/Qwen3-0.6B"""
 
 HELP = """\

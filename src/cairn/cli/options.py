@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from cairn.config import LOCAL_PANELS, Option, Resolved, options, resolve
+from cairn.config import Option, Resolved, local_options, options, resolve
 
 ALL = tuple(option.name for option in options())
-LOCAL = tuple(option.name for option in options() if option.panel in LOCAL_PANELS)
+LOCAL = local_options()
 """Options of a run without a server."""
 
 _METAVARS = {"int": "N", "float": "X", "str": "TEXT", "secret": "KEY", "bool": ""}

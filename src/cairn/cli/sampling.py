@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from cairn.config import LOCAL_PANELS, Resolved, options
+from cairn.config import Resolved, local_options, options
 from cairn.errors import ConfigError
 from cairn.types import Delta
 
@@ -104,7 +104,7 @@ def source(resolved: Resolved, host: str | None) -> Iterator[Source]:
     from cairn.cli.client import connect
 
     for option in options():
-        if option.panel in LOCAL_PANELS and resolved.source(option.name) == option.flag and option.name != "model":
+        if option.name in local_options() and resolved.source(option.name) == option.flag and option.name != "model":
             raise ConfigError(f"{option.flag} is for a model in this process; the server at --host has its own")
     client = connect(resolved, host)
     try:
