@@ -545,16 +545,22 @@ def test_local_options_beside_a_server_are_refused(canned):
 
 @pytest.fixture
 def slow(canned):
-    """A server whose answers go on for ten seconds, a word every 20 ms; `gone` is set when the client has left."""
+    """A server whose answers go on for ten seconds, a word every 20 ms.
+
+    `spoken` is set after 50 words, `gone` when the client has left.
+    """
     canned.gone = threading.Event()
+    canned.spoken = threading.Event()
 
     def chat(handler) -> None:
         handler.rfile.read(int(handler.headers["content-length"]))
         handler.send_response(200)
         handler.end_headers()
         try:
-            for _ in range(500):
+            for number in range(500):
                 handler.wfile.write(sse({"choices": [{"index": 0, "delta": {"content": "word "}}]}).encode())
+                if number == 50:
+                    canned.spoken.set()
                 time.sleep(0.02)
         except OSError:
             canned.gone.set()
@@ -570,11 +576,11 @@ def start(*arguments: str, **more) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("stream", [[], ["--stream"]])
 def test_ctrl_c_prints_the_partial_text(slow, stream):
     process = start("generate", "-p", "x", "--host", slow.url, *stream, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while not any(path == "/v1/models" for path, *_ in slow.seen):
-        time.sleep(0.01)
-    time.sleep(0.3)
+    assert slow.spoken.wait(60)
+    first = process.stdout.read(5) if stream else ""
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
+    out = first + out
     assert (process.returncode, err) == (130, "")
     words = out.removesuffix("\n")
     assert out == words + "\n" and 1 <= words.count("word ") < 500 and words.replace("word ", "") == ""
