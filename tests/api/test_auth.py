@@ -180,6 +180,9 @@ async def test_a_page_cannot_post_without_a_preflight() -> None:
             response = await http.post("/v1/chat/completions", content=b"{}", headers={"content-type": kind})
             assert response.status_code == 415
             assert response.json()["error"]["code"] == "unsupported_media_type"
+        for coding in ("gzip", "br", "deflate"):
+            headers = {"content-type": "application/json", "content-encoding": coding}
+            assert (await http.post("/v1/chat/completions", content=b"{}", headers=headers)).status_code == 415
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com"])

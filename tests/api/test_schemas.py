@@ -237,6 +237,10 @@ async def test_lists_and_figures_at_their_limits() -> None:
         assert (await http.post("/v1/completions", json=text)).status_code == 200
         wrong = await http.post("/v1/completions", json=text | {"prompt": ["a"] * 129})
         assert wrong.status_code == 400 and "128" in wrong.json()["error"]["message"]
+        many = text | {"prompt": ["a"] * 80, "n": 4}
+        assert (await http.post("/v1/completions", json=many)).status_code == 200
+        wrong = await http.post("/v1/completions", json=many | {"prompt": ["a"] * 81})
+        assert wrong.status_code == 400 and "320" in wrong.json()["error"]["message"]
         for prompt in ([SPEC.vocab], [-1], [1 << 70], ""):
             wrong = await http.post("/v1/completions", json=text | {"prompt": prompt})
             assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "prompt"

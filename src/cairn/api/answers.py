@@ -29,13 +29,17 @@ class Choice:
         self.done: Done | None = None
 
     def add(self, delta: Delta) -> None:
-        """Take a piece."""
+        """Take a piece of an answer that is sent whole."""
+        self.logprobs += delta.logprobs
+        self.pass_on(delta)
+
+    def pass_on(self, delta: Delta) -> None:
+        """Take a piece that a stream sends at once: its log-probabilities are not kept, they are large."""
         if delta.text:
             self.text.append(delta.text)
         if delta.reasoning:
             self.reasoning.append(delta.reasoning)
         self.tokens += delta.tokens
-        self.logprobs += delta.logprobs
         self.prompt_logprobs += delta.prompt_logprobs
         for piece in delta.tool_calls:
             call = self.calls.setdefault(

@@ -18,6 +18,9 @@ async def read_json(call: Call, config: Config) -> dict[str, Any]:
     kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
         raise UnsupportedMedia("the content-type must be application/json", field="Content-Type")
+    coding = call.header(b"content-encoding") or b"identity"
+    if coding.strip().lower() != b"identity":
+        raise UnsupportedMedia("the body must not be compressed", field="Content-Encoding")
     body = await call.body()
     return parse_json(body, max_depth=config.max_json_depth, max_values=config.max_json_values)
 

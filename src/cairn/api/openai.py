@@ -111,6 +111,11 @@ class OpenAI:
             if echo:
                 text = prompt if isinstance(prompt, str) else service.tokenizer.decode(tokens)
                 echoes += [text] * len(made)
+        most = self._config.max_running + self._config.max_queue
+        if len(choices) > most:
+            raise InvalidRequest(
+                f"prompt and n ask for {len(choices)} completions at once; this server takes {most}", field="prompt"
+            )
         top = body.logprobs
         answer = TextAnswer(call, service, choices, body.include_usage, echoes if echo else None, top)
         await self._run(call, service, choices, answer, bool(body.stream), body.include_usage)
@@ -169,7 +174,7 @@ class OpenAI:
                             data += answer.finish(index, finished(choice, event))
                             answer.done(index)
                         else:
-                            choice.add(event)
+                            choice.pass_on(event)
                             data += answer.delta(index, event)
                     if all(choice.done for choice in choices):
                         data += answer.usage(usage_of(choices)) + DONE if usage else DONE
