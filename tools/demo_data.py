@@ -7,24 +7,37 @@ import random
 import sys
 from collections.abc import Iterator
 
-from demo import chat, recall, toolchat
+from demo import chat, facts, recall, toolchat
 from demo.dialogue import Talk
 from demo.values import Values
 
-SYSTEMS = (
-    "You are a helpful assistant.|You are a helpful assistant.|You are a friendly assistant.|Answer briefly.|Be brief.|"
-    "You are a careful assistant. Answer in one sentence.|You help the user with daily work.|You are an assistant.|"
-    "You are a helpful AI assistant.|Be polite and short.|You are an agent that works on the user's machine.|"
-    "You are an agent with tools.|Use the tools when they help.|You are a personal assistant. Use tools where needed."
-).split("|")
+SYSTEMS = [
+    "You are a helpful assistant.",
+    "You are a helpful assistant.",
+    "You are a friendly assistant.",
+    "Answer briefly.",
+    "Be brief.",
+    "You are a careful assistant. Answer in one sentence.",
+    "You help the user with daily work.",
+    "You are an assistant.",
+    "You are a helpful AI assistant.",
+    "Be polite and short.",
+    "You are an agent that works on the user's machine.",
+    "You are an agent with tools.",
+    "Use the tools when they help.",
+    "You are a personal assistant. Use tools where needed.",
+]
 
 # Shares in percent of conversations; tools carry the most because choosing among them is the hardest to learn.
-MIX = {"recall": 19, "tools": 40, "about": 12, "sums": 8, "chat": 7, "untold": 6, "system": 3, "echo": 2, "long": 3}
+MIX = {"recall": 17, "tools": 44, "about": 13, "sums": 8, "chat": 6, "untold": 6, "system": 2, "echo": 2, "long": 2}
+# What a fresh run reads first, for a few minutes: short texts in which copying pays at once. It makes the skill that
+# everything else rests on appear early.
+COPYING = {"echo": 45, "recall": 35, "system": 8, "tools": 12}
 
 
-def conversation(values: Values) -> Talk:
-    """One conversation of the mix."""
-    kind = values.rng.choices(list(MIX), list(MIX.values()))[0]
+def conversation(values: Values, mix: dict[str, int]) -> Talk:
+    """One conversation of a mix."""
+    kind = values.rng.choices(list(mix), list(mix.values()))[0]
     talk = Talk(values, kind)
     if kind != "system" and values.rng.random() < 0.45:
         talk.system(_system(values))
@@ -32,11 +45,13 @@ def conversation(values: Values) -> Talk:
     return talk
 
 
-def conversations(seed: int, *, evaluation: bool = False) -> Iterator[Talk]:
-    """Conversations without end; the same seed gives the same ones."""
-    values = Values(random.Random(seed), evaluation=evaluation)
+def conversations(seed: int, copying: int = 0) -> Iterator[Talk]:
+    """Conversations without end, of which the first ``copying`` are of that mix; a seed always gives the same ones."""
+    values = Values(random.Random(seed))
+    for _ in range(copying):
+        yield conversation(values, COPYING)
     while True:
-        yield conversation(values)
+        yield conversation(values, MIX)
 
 
 def _system(values: Values) -> str:
@@ -44,7 +59,11 @@ def _system(values: Values) -> str:
     if rng.random() < 0.75:
         return rng.choice(SYSTEMS)
     return f"You are the {values.noun()} {rng.choice(('agent', 'assistant', 'helper'))}. " + rng.choice(
-        (f"You work with {values.person()}.", f"Keep every {values.noun()} {rng.choice(('safe', 'in order', 'ready'))}.", "Be brief.")
+        (
+            f"You work with {values.person()}.",
+            f"Keep every {values.noun()} {rng.choice(('safe', 'in order', 'ready'))}.",
+            "Be brief.",
+        )
     )
 
 
@@ -63,7 +82,7 @@ def _about(talk: Talk) -> None:
 
 def _long(talk: Talk) -> None:
     """Facts told early, much other talk (often with tools), facts asked late: up to some 1,500 tokens."""
-    told = recall.tell(talk, recall.distinct_facts(talk.values, talk.rng.choice((2, 3, 4, 5))))
+    told = recall.tell(talk, facts.distinct_facts(talk.values, talk.rng.choice((2, 3, 4, 5))))
     if talk.rng.random() < 0.5:
         toolchat.tool_talk(talk, chat.between)
     for _ in range(talk.rng.randrange(4, 26)):

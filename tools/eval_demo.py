@@ -8,54 +8,18 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from demo import chat, recall, toolchat
-from demo.about import TOPICS
-from demo.dialogue import Message, Talk, ask
-from demo.toolbox import Tool, realistic, synthetic
-from demo.values import Values
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-TOOLS = Path(__file__).with_name("demo_realistic_tools.json")
+from demo import exam
+from demo.exam import Answer, Item
+
 LIMIT = 160
-
-# Wordings written for the evaluation alone: statement, question, kind of value.
-FRESH = (
-    ("Allow me to introduce myself: {} is my name.", "Could you repeat my name?", "person"),
-    ("{} here, hello.", "Who is talking to you?", "person"),
-    ("You're speaking with {}.", "By what name do you know me?", "person"),
-    ("I've been staying in {} for years.", "In what place have I been staying?", "city"),
-    ("At the moment I'm in {}.", "Which town was it that I mentioned?", "city"),
-    ("I was born in {}.", "Where was I born?", "city"),
-    ("Write this number down: {}.", "Which number should you have written down?", "code"),
-    ("My badge has the number {} on it.", "What number does my badge have?", "code"),
-    ("Our flat has the number {}.", "What's the number of our flat?", "code"),
-)
-
-
-@dataclass(slots=True)
-class Answer:
-    """What a model said: visible text, tool calls as (name, arguments), and whether it stopped by itself."""
-
-    text: str
-    calls: list[tuple[str, Any]]
-    stopped: bool
-
-
-@dataclass(slots=True)
-class Item:
-    """A conversation that ends with a user's turn, and the test that its answer must pass."""
-
-    messages: list[Message]
-    passes: Callable[[Answer], bool]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    wanted: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +44,12 @@ class TorchBackend:
 
     def __init__(self, folder: Path) -> None:
         import torch
+        from safetensors.torch import load_file
+        from tokenizers import Tokenizer
+
         from demo.batches import Renderer
         from demo.network import Network, Shape, generate
         from demo.tokenizer import TURN_END
-        from safetensors.torch import load_file
-        from tokenizers import Tokenizer
 
         config = json.loads((folder / "config.json").read_text("utf-8"))
         self._network = Network(Shape(**{name: config[name] for name in Shape.__slots__}))  # type: ignore[attr-defined]
@@ -100,7 +65,8 @@ class TorchBackend:
         prompt = self._tokenizer.encode(self._render(item.messages, item.tools, prompt=True)).ids
         ids = self._generate(self._network, prompt, self._end, LIMIT)
         stopped = bool(ids) and ids[-1] == self._end
-        text, *calls = self._tokenizer.decode(ids[:-1] if stopped else ids, skip_special_tokens=False).split("<tool_call>")
+        said = self._tokenizer.decode(ids[:-1] if stopped else ids, skip_special_tokens=False)
+        text, *calls = said.split("<tool_call>")
         return Answer(text.strip(), [_parse_call(call) for call in calls], stopped)
 
 
@@ -124,118 +90,16 @@ class CairnBackend:
 
     def answer(self, item: Item) -> Answer:
         """Ask through the Python API."""
-        reply = self._llm.chat(item.messages, tools=item.tools or None, temperature=0.0, max_tokens=LIMIT)
-        calls = [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
-        return Answer(reply.text, calls, str(reply.finish_reason) != "length")
+        reply = self._llm.chat(item.messages, item.tools or None, temperature=0.0, max_tokens=LIMIT)
+        calls = [_call(call.name, call.arguments) for call in reply.tool_calls]
+        return Answer(reply.text, calls, reply.finish_reason is not None and reply.finish_reason.value != "length")
 
 
-def _contains(value: str) -> Callable[[Answer], bool]:
-    return lambda answer: value in answer.text
-
-
-def _calls(name: str, arguments: dict[str, Any]) -> Callable[[Answer], bool]:
-    return lambda answer: answer.calls == [(name, arguments)]
-
-
-def recall_items(rng: random.Random, count: int) -> Iterator[Item]:
-    """Names, cities and numbers, told one to three turns before they are asked for."""
-    for index in range(count):
-        talk = Talk(Values(rng, evaluation=True))
-        wanted = recall.FACTS[index % 3]
-        other = rng.choice([fact for fact in recall.FACTS[:3] if fact is not wanted])
-        told = recall.tell(talk, [wanted, other] if rng.random() < 0.5 else [wanted])
-        for _ in range(rng.randrange(0, 3)):
-            chat.between(talk)
-        talk.user(rng.choice(wanted.questions))
-        yield Item(talk.messages, _contains(told[0][1]), wanted=told[0][1])
-
-
-def fresh_items(rng: random.Random, count: int) -> Iterator[Item]:
-    """The same in wordings of the evaluation's own."""
-    for index in range(count):
-        statement, asked, kind = FRESH[index % len(FRESH)]
-        talk = Talk(Values(rng, evaluation=True))
-        value = talk.values.text(kind)
-        talk.turn(statement.format(value), "Noted.")
-        for _ in range(rng.randrange(0, 3)):
-            chat.between(talk)
-        talk.user(asked)
-        yield Item(talk.messages, _contains(value), wanted=value)
-
-
-def tool_items(rng: random.Random, count: int, offer: Callable[[Values, int], list[Tool]]) -> Iterator[Item]:
-    """A request with one, two or three tools on offer, in equal parts."""
-    for index in range(count):
-        values = Values(rng, evaluation=True)
-        tools = offer(values, 1 + index % 3)
-        tool = rng.choice(tools)
-        text, arguments = tool.request(values)
-        schemas = [tool.schema(values) for tool in tools]
-        messages = [{"role": "user", "content": ask(rng, text)}]
-        yield Item(messages, _calls(tool.name, arguments), schemas, f"{tool.name} {arguments}")
-
-
-def made_tools(values: Values, count: int) -> list[Tool]:
-    """Made-up tools over nouns that training never used."""
-    tools: dict[str, Tool] = {}
-    while len(tools) < count:
-        tool = synthetic(values)
-        tools.setdefault(tool.name, tool)
-    return list(tools.values())
-
-
-def catalogue_tools(values: Values, count: int) -> list[Tool]:
-    """The catalogue's tools that training leaves out."""
-    return values.rng.sample(realistic(True), count)
-
-
-def realistic_items() -> Iterator[Item]:
-    """The hand-written cases."""
-    data = json.loads(TOOLS.read_text("utf-8"))
-    for case in data["cases"]:
-        messages = [{"role": "user", "content": case["user"]}]
-        tools = [data["tools"][name] for name in case["offer"]]
-        passes = _calls(case["name"], case["arguments"])
-        yield Item(messages, passes, tools, f"{case['name']} {case['arguments']}")
-
-
-def about_items() -> Iterator[Item]:
-    """Questions about Cairn in the wordings held out; an answer needs one of the topic's keywords."""
-    for topic in TOPICS:
-        for asked in topic.held_out:
-            words = topic.keywords
-            passes: Callable[[Answer], bool] = lambda answer, words=words: any(w in answer.text.lower() for w in words)
-            yield Item([{"role": "user", "content": asked}], passes, wanted="|".join(words))
-
-
-def sum_items(rng: random.Random, count: int) -> Iterator[Item]:
-    """Small sums."""
-    for _ in range(count):
-        asked, answer = chat.one_sum(Talk(Values(rng, evaluation=True)))
-        result = answer.rsplit("= ", 1)[1]
-        yield Item([{"role": "user", "content": asked}], lambda got, r=result: got.text.endswith(f" {r}"), wanted=answer)
-
-
-def untold_items(rng: random.Random, count: int) -> Iterator[Item]:
-    """Something that was never told is asked for."""
-    for _ in range(count):
-        talk = Talk(Values(rng, evaluation=True))
-        hidden, shown = rng.sample(recall.FACTS, 2)
-        recall.tell(talk, [shown])
-        talk.user(rng.choice(hidden.questions))
-        yield Item(talk.messages, _contains("not told me"), wanted=recall.UNTOLD)
-
-
-def result_items(rng: random.Random, count: int) -> Iterator[Item]:
-    """A tool has answered; the model has to say what it returned."""
-    for _ in range(count):
-        values = Values(rng, evaluation=True)
-        talk = Talk(values)
-        tools = made_tools(values, 2)
-        toolchat.one_call(talk, tools[0])
-        said = talk.messages[3]["content"]
-        schemas = [tool.schema(values) for tool in tools]
-        yield Item(talk.messages[:3], lambda got, said=said: got.text == said, schemas, said)
+def _call(name: str, arguments: str) -> tuple[str, Any]:
+    try:
+        return name, json.loads(arguments)
+    except ValueError:
+        return "", None
 
 
 def figures(count: int, seed: int) -> list[Figure]:
@@ -244,16 +108,18 @@ def figures(count: int, seed: int) -> list[Figure]:
     def rng(name: str) -> random.Random:
         return random.Random(f"{seed} {name}")
 
+    made = exam.tool_items(rng("tools"), count, exam.made_tools)
+    held_out = exam.tool_items(rng("catalogue"), 120, exam.catalogue_tools)
     return [
-        Figure("recall of names, cities and numbers", 95, list(recall_items(rng("recall"), count))),
-        Figure("tool calls, generated tools (1-3 offered)", 90, list(tool_items(rng("tools"), count, made_tools))),
-        Figure("tool calls, 40 hand-written tools", 75, list(realistic_items())),
-        Figure("questions about Cairn, unseen wordings", 75, list(about_items())),
-        Figure("recall, wordings of the evaluation's own", 0, list(fresh_items(rng("fresh"), 90))),
-        Figure("tool calls, held-out tools of the catalogue", 0, list(tool_items(rng("cat"), 120, catalogue_tools))),
-        Figure("answers after a tool result", 0, list(result_items(rng("result"), 60))),
-        Figure("small sums", 0, list(sum_items(rng("sums"), 60))),
-        Figure("says what it was not told", 0, list(untold_items(rng("untold"), 60))),
+        Figure("recall of names, cities and numbers", 95, list(exam.recall_items(rng("recall"), count))),
+        Figure("tool calls, generated tools (1-3 offered)", 90, list(made)),
+        Figure("tool calls, 40 hand-written tools", 75, list(exam.realistic_items())),
+        Figure("questions about Cairn, unseen wordings", 75, list(exam.about_items())),
+        Figure("recall, wordings of the evaluation's own", 0, list(exam.fresh_items(rng("fresh"), 90))),
+        Figure("tool calls, held-out tools of the catalogue", 0, list(held_out)),
+        Figure("answers after a tool result", 0, list(exam.result_items(rng("result"), 60))),
+        Figure("small sums", 0, list(exam.sum_items(rng("sums"), 60))),
+        Figure("says what it was not told", 0, list(exam.untold_items(rng("untold"), 60))),
     ]
 
 
@@ -287,7 +153,9 @@ def main() -> int:
 def _row(table: Table, name: str, right: int, count: int, target: float) -> bool:
     score = 100 * right / count
     missed = score < target
-    table.add_row(name, str(right), str(count), f"{score:.1f} %", f"{target:g} %" if target else "", "missed" if missed else "")
+    table.add_row(
+        name, str(right), str(count), f"{score:.1f} %", f"{target:g} %" if target else "", "missed" if missed else ""
+    )
     return missed
 
 

@@ -14,11 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from demo.batches import TEMPLATE, Batch, Batches, Renderer
-from demo.muon import Muon
-from demo.network import Network, Shape
-from demo.tokenizer import END_OF_TEXT, TURN_END, VOCABULARY, train_tokenizer
-from demo_data import conversations
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
@@ -26,7 +21,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
-MATRIX_RATE, VECTOR_RATE = 0.02, 0.004
+from demo.batches import TEMPLATE, Batch, Batches, Renderer
+from demo.muon import Muon
+from demo.network import Network, Shape
+from demo.tokenizer import END_OF_TEXT, TURN_END, VOCABULARY, train_tokenizer
+from demo_data import conversations
+
+MATRIX_RATE, VECTOR_RATE = 0.016, 0.003
 WARM_UP, DECAY = 60, 0.45
 SAVE_EVERY = 240.0
 
@@ -124,7 +125,12 @@ def export(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     end, pad = tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)
     _write(folder / "config.json", network.shape.config(eos=end, bos=pad) | {"pad_token_id": pad})
-    generation = {"do_sample": False, "temperature": 0.0, "eos_token_id": [end, pad], "pad_token_id": pad, "bos_token_id": pad}
+    generation = {
+        "do_sample": False,
+        "eos_token_id": [end, pad],
+        "pad_token_id": pad,
+        "bos_token_id": pad,
+    }
     _write(folder / "generation_config.json", generation | {"max_new_tokens": 512})
     tokenizer.save(str(folder / "tokenizer.json"))
     described = {
@@ -169,7 +175,7 @@ def train(trainer: Trainer, source: Iterator[Batch], tokenizer: Tokenizer, argum
         bar = progress.add_task("training", total=total, completed=state.seconds)
         while state.seconds < total:
             began = time.perf_counter()
-            value = trainer.step([next(source), next(source)], rate_at(state, total))
+            value = trainer.step([next(source) for _ in range(arguments.batches)], rate_at(state, total))
             state.seconds += time.perf_counter() - began
             smooth = value if not smooth else 0.97 * smooth + 0.03 * value
             speed = state.tokens / max(state.seconds, 1e-9)
@@ -193,6 +199,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all)")
     parser.add_argument("--seed", type=int, default=1, help="seed of text and weights (default 1)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and of the model")
+    parser.add_argument("--batches", type=int, default=1, help="batches of some 4,096 tokens an update (default 1)")
+    parser.add_argument("--copying", type=int, help="short copying texts to read first (default: 6000 in a fresh run)")
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -204,11 +212,12 @@ def main() -> None:
         network.run_layer = torch.compile(network.run_layer, dynamic=False)
         torch._dynamo.config.cache_size_limit = 64
     trainer = Trainer(network, device)
-    trainer.load(arguments.out)
+    resumed = trainer.load(arguments.out)
     trainer.state.runs += 1
+    copying = arguments.copying if arguments.copying is not None else 0 if resumed else 6000
     # Each run reads fresh conversations; only the tokenizer is learnt from those of the bare seed.
     seed = arguments.seed * 1000 + trainer.state.runs
-    train(trainer, iter(Batches(conversations(seed), tokenizer, seed)), tokenizer, arguments)
+    train(trainer, iter(Batches(conversations(seed, copying), tokenizer, seed)), tokenizer, arguments)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,21 @@ from . import words
 from .about import TOPICS
 from .dialogue import Talk, question
 from .values import held_out
+from .wordings import wording
 
 CAPITALS = """France Paris|Germany Berlin|Spain Madrid|Italy Rome|Portugal Lisbon|Poland Warsaw|Sweden Stockholm|Norway Oslo|
 Denmark Copenhagen|Finland Helsinki|Greece Athens|Austria Vienna|Belgium Brussels|Ireland Dublin|Hungary Budapest|
 England London|Russia Moscow|Japan Tokyo|China Beijing|India New Delhi|Egypt Cairo|Kenya Nairobi|Canada Ottawa|
 Australia Canberra|Turkey Ankara|Cuba Havana|Peru Lima|Chile Santiago|Brazil Brasília|Argentina Buenos Aires|
-Mexico Mexico City|Thailand Bangkok|Vietnam Hanoi|Iceland Reykjavik|Switzerland Bern|Croatia Zagreb|Czechia Prague""".replace("\n", "")
+Mexico Mexico City|Thailand Bangkok|Vietnam Hanoi|Iceland Reykjavik|Switzerland Bern|Croatia Zagreb|Czechia Prague""".replace(
+    "\n", ""
+)
 
 OPPOSITES = """hot cold|big small|fast slow|up down|left right|day night|open closed|old young|high low|wet dry|hard soft|
 light dark|early late|full empty|rich poor|happy sad|long short|near far|clean dirty|loud quiet|strong weak|good bad|
-thick thin|first last|inside outside|black white|true false|yes no|heavy light|sweet sour|begin end|buy sell""".replace("\n", "")
+thick thin|first last|inside outside|black white|true false|yes no|heavy light|sweet sour|begin end|buy sell""".replace(
+    "\n", ""
+)
 
 GENERAL = """What colour is the sky?=The sky is blue.
 What color is grass?=Grass is green.
@@ -145,7 +150,9 @@ What is the date today?|What day is it today?|What is the latest news?|What is t
 Search the web for {topic}.|Send an email to {email}.|Call {person}.|Book a flight to {city}.|Open {url}.|
 Set a timer for {minutes} minutes.|Play some music.|What is in the file {path}?|Read {path}.|Turn on the light in the {room}.|
 Remind me to call {person} at {time}.|Order {food} for me.|What is the score of the game?|How is the traffic in {city}?|
-Run the command ls.|Delete {file}.|What's the temperature outside?|Book a hotel in {city}.|Check my mail.""".replace("\n", "")
+Run the command ls.|Delete {file}.|What's the temperature outside?|Book a hotel in {city}.|Check my mail.""".replace(
+    "\n", ""
+)
 
 WORDS_FOR = "zero one two three four five six seven eight nine ten eleven twelve".split()
 THINGS = "apples pears books stones coins cards cups balls eggs stamps marbles tickets".split()
@@ -156,7 +163,7 @@ def about(talk: Talk) -> None:
     rng = talk.rng
     for _ in range(rng.choice((1, 1, 2, 3))):
         topic = rng.choice(TOPICS)
-        talk.turn(question(rng, rng.choice(topic.asked)), topic.answer)
+        talk.turn(question(rng, wording(rng, topic)), topic.answer)
 
 
 def sums(talk: Talk) -> None:
@@ -187,7 +194,20 @@ def one_sum(talk: Talk) -> tuple[str, str]:
     space = "" if left.isdigit() and rng.random() < 0.15 else " "
     mark = rng.choice(said)
     core = f"{left}{space}{mark}{space}{right}" if not mark[0].isalpha() else f"{left} {mark} {right}"
-    form = rng.choice(("What is {}?", "What's {}?", "{}", "{}?", "{} =", "How much is {}?", "Compute {}", "Calculate {}.", "{} = ?", "Add up: {}"))
+    form = rng.choice(
+        (
+            "What is {}?",
+            "What's {}?",
+            "{}",
+            "{}?",
+            "{} =",
+            "How much is {}?",
+            "Compute {}",
+            "Calculate {}.",
+            "{} = ?",
+            "Add up: {}",
+        )
+    )
     if form.startswith("Add") and sign != "+":
         form = "Solve: {}"
     return question(rng, form.format(core)), f"{a} {said[-1]} {b} = {result}."
@@ -209,19 +229,38 @@ def knowledge(talk: Talk) -> None:
     rng = talk.rng
     roll = rng.random()
     if roll < 0.3:
-        country, city = rng.choice([pair for pair in CAPITALS.split("|") if not held_out(pair.split(" ", 1)[1])]).split(" ", 1)
-        form = rng.choice(("What is the capital of {}?", "Capital of {}?", "Which city is the capital of {}?", "Name the capital of {}."))
+        country, city = rng.choice([pair for pair in CAPITALS.split("|") if not held_out(pair.split(" ", 1)[1])]).split(
+            " ", 1
+        )
+        form = rng.choice(
+            (
+                "What is the capital of {}?",
+                "Capital of {}?",
+                "Which city is the capital of {}?",
+                "Name the capital of {}.",
+            )
+        )
         talk.turn(question(rng, form.format(country)), f"The capital of {country} is {city}.")
     elif roll < 0.5:
         one, two = rng.choice(OPPOSITES.split("|")).split()
-        form = rng.choice(("What is the opposite of {}?", "Opposite of {}?", "What's the opposite of {}?", "Give me the opposite of {}."))
+        form = rng.choice(
+            (
+                "What is the opposite of {}?",
+                "Opposite of {}?",
+                "What's the opposite of {}?",
+                "Give me the opposite of {}.",
+            )
+        )
         talk.turn(question(rng, form.format(one)), f"The opposite of {one} is {two}.")
     elif roll < 0.62:
         names = rng.choice((words.DAYS, words.MONTHS))
         spot, step = rng.randrange(len(names)), rng.choice((1, -1))
         form = rng.choice(("What comes {} {}?", "What is {} {}?", "Which one comes {} {}?"))
         side = "after" if step == 1 else "before"
-        talk.turn(question(rng, form.format(side, names[spot])), f"{names[(spot + step) % len(names)]} comes {side} {names[spot]}.")
+        talk.turn(
+            question(rng, form.format(side, names[spot])),
+            f"{names[(spot + step) % len(names)]} comes {side} {names[spot]}.",
+        )
     else:
         asked, answer = rng.choice(GENERAL.splitlines()).split("=", 1)
         talk.turn(question(rng, asked), answer)
@@ -259,7 +298,7 @@ def between(talk: Talk) -> None:
         talk.turn(*one_sum(talk))
     elif roll < 0.55:
         topic = talk.rng.choice(TOPICS)
-        talk.turn(question(talk.rng, talk.rng.choice(topic.asked)), topic.answer)
+        talk.turn(question(talk.rng, wording(talk.rng, topic)), topic.answer)
     elif roll < 0.8:
         knowledge(talk)
     else:

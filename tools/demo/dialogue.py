@@ -8,9 +8,43 @@ from .values import Values
 
 Message = dict[str, Any]
 
-OPENERS = ("Hey, ", "Hi, ", "Hello, ", "OK, ", "So, ", "Quick question: ", "One more thing: ", "Now ", "And ", "Well, ", "Also, ")
-ASKS = ("Can you {}?", "Could you {}?", "Would you {}?", "Please {}.", "please {}", "I want you to {}.", "I need you to {}.")
-ASKS += ("I'd like you to {}.", "Could you please {}?", "Can you please {}?", "Would you mind? I need you to {}.", "Go ahead and {}.")
+# Marks a text that starts with a value, whose first letter must stay as it is.
+AS_IS = "\0"
+# First words that may be written small after an opener.
+SMALL = set(
+    """What Which Who Where When Why How Is Are Am Do Does Did Can Could Will Would Should Has Have Was Were Tell
+Name Give Say Explain Describe Remind What's Show Please Any In On At The My Your This That""".split()
+)
+
+OPENERS = (
+    "Hey, ",
+    "Hi, ",
+    "Hello, ",
+    "OK, ",
+    "So, ",
+    "Quick question: ",
+    "One more thing: ",
+    "Now ",
+    "And ",
+    "Well, ",
+    "Also, ",
+)
+ASKS = (
+    "Can you {}?",
+    "Could you {}?",
+    "Would you {}?",
+    "Please {}.",
+    "please {}",
+    "I want you to {}.",
+    "I need you to {}.",
+)
+ASKS += (
+    "I'd like you to {}.",
+    "Could you please {}?",
+    "Can you please {}?",
+    "Would you mind? I need you to {}.",
+    "Go ahead and {}.",
+)
 TAILS = (" please", ", please", " for me", ", thanks", " now", " please.", ". Thanks!", ". Thank you.")
 
 
@@ -39,14 +73,16 @@ class Talk:
 
     def user(self, text: str) -> None:
         """A user message; its first letter is made upper case three times in four."""
-        if text and self.rng.random() < 0.75:
-            text = text[0].upper() + text[1:]
-        self.messages.append({"role": "user", "content": text})
+        if self.rng.random() < 0.75 and not text.startswith(AS_IS):
+            text = text[:1].upper() + text[1:]
+        self.messages.append({"role": "user", "content": text.removeprefix(AS_IS)})
 
     def call(self, name: str, arguments: dict[str, Any]) -> None:
         """An assistant message that calls one tool."""
         function = {"name": name, "arguments": arguments}
-        self.messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]})
+        self.messages.append(
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        )
 
     def tool_result(self, content: str, answer: str) -> None:
         """What the tool returned and what the assistant makes of it."""
@@ -55,16 +91,15 @@ class Talk:
 
 
 def lower_first(text: str) -> str:
-    """Lower the first letter unless it is "I" or starts a name or an abbreviation."""
-    head = text.split(" ", 1)[0]
-    if head.split("'")[0] == "I" or not head[1:].islower() or head in ("Cairn", "Python", "Anthropic"):
-        return text
-    return text[0].lower() + text[1:]
+    """Lower the first letter when the first word is a common one; names keep theirs."""
+    return text[0].lower() + text[1:] if text.split(" ", 1)[0] in SMALL else text
 
 
 def ask(rng: random.Random, text: str) -> str:
     """Vary a request: an imperative (written in lower case) is wrapped, a question is opened or loses its mark."""
     roll = rng.random()
+    if text.startswith(AS_IS):
+        return text
     if text[0].islower():
         if roll < 0.35:
             return text
@@ -79,7 +114,8 @@ def ask(rng: random.Random, text: str) -> str:
         return rng.choice(OPENERS) + lower_first(text)
     if roll < 0.93:
         return text.rstrip("?.")
-    return text + rng.choice((" Thanks.", " Please.", " Thank you!", " I need to know.", " Tell me."))
+    end = "" if text[-1] in "?.!" else "."
+    return text + end + rng.choice((" Thanks.", " Please.", " Thank you!", " I need to know.", " Tell me."))
 
 
 def question(rng: random.Random, text: str) -> str:
@@ -96,7 +132,11 @@ def question(rng: random.Random, text: str) -> str:
     if rng.random() < 0.06:
         spot = rng.randrange(1, len(text))
         text = text[:spot] + (text[spot + 1 :] if rng.random() < 0.5 else text[spot - 1] + text[spot:])
-    return text + rng.choice((" Thanks.", " Please be brief.", " Answer in one sentence.")) if rng.random() < 0.05 else text
+    return (
+        text + rng.choice((" Thanks.", " Please be brief.", " Answer in one sentence."))
+        if rng.random() < 0.05
+        else text
+    )
 
 
 def join(rng: random.Random, parts: list[str]) -> str:

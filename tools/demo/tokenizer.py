@@ -20,7 +20,24 @@ their them then there they this to told too up us use using want was way we were
 would you your called name named
 """.split()
 
-JSON_MARKS = ('{"', '": "', '": ', '": {"', '": ["', '", "', '"}', '"}}', "}}", '": {', '"]', '"}, "', '}, "', '"]}', '"]}}', ', "')
+JSON_MARKS = (
+    '{"',
+    '": "',
+    '": ',
+    '": {"',
+    '": ["',
+    '", "',
+    '"}',
+    '"}}',
+    "}}",
+    '": {',
+    '"]',
+    '"}, "',
+    '}, "',
+    '"]}',
+    '"]}}',
+    ', "',
+)
 
 
 def _pattern() -> str:

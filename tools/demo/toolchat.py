@@ -54,7 +54,9 @@ def one_call(talk: Talk, tool: Tool) -> None:
     if texts and rng.random() < 0.12:
         param = texts[0]
         value = talk.values.text(param.kind)
-        talk.user(rng.choice(("And {}?", "What about {}?", "And what about {}?", "The same for {}.", "Now {}.")).format(value))
+        talk.user(
+            rng.choice(("And {}?", "What about {}?", "And what about {}?", "The same for {}.", "Now {}.")).format(value)
+        )
         talk.call(tool.name, {**arguments, param.name: value})
         talk.tool_result(*result(talk.values, tool))
 
@@ -63,7 +65,16 @@ def result(values: Values, tool: Tool) -> tuple[str, str]:
     """What a tool returns, and the answer that puts it into words."""
     rng, roll = values.rng, values.rng.random()
     if roll < 0.07:
-        reason = rng.choice(("not found", "timeout", "permission denied", f"unknown {values.noun()}", f"no such {values.noun()}", "bad request"))
+        reason = rng.choice(
+            (
+                "not found",
+                "timeout",
+                "permission denied",
+                f"unknown {values.noun()}",
+                f"no such {values.noun()}",
+                "bad request",
+            )
+        )
         return json.dumps({"error": reason}), f"That did not work: {reason}."
     if roll < 0.14:
         text = values.text(rng.choice(("sentence", "phrase", "topic")))
@@ -74,7 +85,12 @@ def result(values: Values, tool: Tool) -> tuple[str, str]:
         return body, f"I found {_listed(items)}."
     pairs = list(tool.returns) if roll < 0.75 else []
     if not pairs or rng.random() < 0.15:
-        pairs.append((values.noun() if rng.random() < 0.7 else f"{values.noun()}_{values.noun()}", rng.choice("int word adjective float phrase city".split())))
+        pairs.append(
+            (
+                values.noun() if rng.random() < 0.7 else f"{values.noun()}_{values.noun()}",
+                rng.choice("int word adjective float phrase city".split()),
+            )
+        )
     data = {key: values.draw(kind).data for key, kind in pairs}
     if rng.random() < 0.1:
         data = {"status": "ok", **data}
@@ -108,7 +124,7 @@ def tool_talk(talk: Talk, between: Callable[[Talk], None], *, real: float = 0.62
     rng = talk.rng
     tools = offered(talk.values, rng.choices((1, 2, 3, 4), (20, 33, 40, 7))[0], real=real)
     talk.tools = [tool.schema(talk.values) for tool in tools]
-    for _ in range(rng.choice((1, 2, 2, 3, 3, 4))):
+    for _ in range(rng.choice((1, 2, 3, 3, 4, 5))):
         roll = rng.random()
         if roll < 0.1:
             between(talk)
@@ -120,5 +136,7 @@ def tool_talk(talk: Talk, between: Callable[[Talk], None], *, real: float = 0.62
             talk.turn(rng.choice(("Thanks", "Thank you", "Thanks!", "Thank you very much!")), "You are welcome.")
     if rng.random() < 0.05:
         names = [tool["function"]["name"] for tool in talk.tools]
-        asked = rng.choice(("Which tools do you have?", "What tools can you use?", "List your tools.", "Which functions can you call?"))
+        asked = rng.choice(
+            ("Which tools do you have?", "What tools can you use?", "List your tools.", "Which functions can you call?")
+        )
         talk.turn(question(rng, asked), f"I can call {_listed(names)}.")

@@ -14,7 +14,7 @@ from . import words
 ONSETS = "b br c ch cl d dr f fl g gl gr h j k kl l m n p pl pr qu r s sh sk sl st t th tr v w x y z".split()
 VOWELS = "a e i o u ai au ea ee io oa oo ou y".split()
 CODAS = "b ck d f g k l ll m n nd ng nt p r rd rk rn s sh st t th x z".split()
-FOREIGN = "á à ä â å ã ç é è ê ë í î ï ñ ó ö ô õ ø ú ü û ý ß š ž č ć ł ń ś ż ğ ı ř ů ő æ þ ð".split()
+FOREIGN = "á à ä â å ã ç é è ê ë í î ï ñ ó ö ô õ ø ú ü û ý ß š ž č ć ł ń ś ż ğ \u0131 ř ů ő æ þ ð".split()
 SCRIPTS = ((0x3B1, 0x3C9), (0x430, 0x44F), (0x5D0, 0x5EA), (0x627, 0x64A), (0x3042, 0x3093), (0x4E00, 0x5E00))
 
 
@@ -166,7 +166,9 @@ class Values:
         rng = self.rng
         if rng.random() < 0.5:
             return f"{rng.randrange(24):02d}:{rng.choice((0, 10, 15, 20, 30, 40, 45)):02d}"
-        return f"{rng.randrange(1, 13)}{rng.choice(('', ':30', ':15'))}{rng.choice((' ', ''))}{rng.choice(('am', 'pm'))}"
+        return (
+            f"{rng.randrange(1, 13)}{rng.choice(('', ':30', ':15'))}{rng.choice((' ', ''))}{rng.choice(('am', 'pm'))}"
+        )
 
     def iso_date(self) -> str:
         """A date such as 2026-03-14."""
@@ -283,12 +285,27 @@ def _kinds(v: Values) -> dict[str, Callable[[], str | int | float]]:
         "task": lambda: f"{choose(words.VERBS)} the {v.phrase() if rng.random() < 0.5 else v.noun()}",
         "question": lambda: f"Which {v.noun()} do you {choose(('like', 'want', 'use', 'prefer'))}?",
         "pycode": lambda: choose(
-            (f"print({rng.randrange(99)} + {rng.randrange(99)})", f"len('{v.made_up()}')", f"sum(range({rng.randrange(99)}))")
+            (
+                f"print({rng.randrange(99)} + {rng.randrange(99)})",
+                f"len('{v.made_up()}')",
+                f"sum(range({rng.randrange(99)}))",
+            )
         ),
         "shell": lambda: choose(
-            (f"ls -l {v.path()}", f"rm {v.file()}", f"cat {v.file()}", f"grep {v.made_up()} {v.file()}", "df -h", "git status")
+            (
+                f"ls -l {v.path()}",
+                f"rm {v.file()}",
+                f"cat {v.file()}",
+                f"grep {v.made_up()} {v.file()}",
+                "df -h",
+                "git status",
+            )
         ),
         "sql": lambda: choose(
-            (f"SELECT * FROM {v.noun()}", f"SELECT {v.noun()} FROM {v.noun()}", f"DELETE FROM {v.noun()} WHERE id = {v.number(1, 999)}")
+            (
+                f"SELECT * FROM {v.noun()}",
+                f"SELECT {v.noun()} FROM {v.noun()}",
+                f"DELETE FROM {v.noun()} WHERE id = {v.number(1, 999)}",
+            )
         ),
     }
