@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import collect, config, request
+from tiny import collect, config, request, until
 
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
@@ -147,11 +147,11 @@ async def test_worker_deaths_at_random_moments_change_no_answer(
             await asyncio.sleep(dice.uniform(0.1, 0.6))
             pid = service.stats().worker_pid
             assert pid is not None
-            tokens, killed = service.metrics.generation_tokens, time.monotonic()
+            killed = time.monotonic()
             os.kill(pid, signal.SIGSTOP if number % 3 == 2 else signal.SIGKILL)
-            while service.stats().worker_pid in (pid, None) or service.metrics.generation_tokens <= tokens:
-                await asyncio.sleep(0.01)
-                assert time.monotonic() - killed < 60
+            await until(lambda pid=pid: service.stats().worker_pid not in (pid, None) and service._supervisor.up, 60)
+            tokens = service.metrics.generation_tokens
+            await until(lambda tokens=tokens: service.metrics.generation_tokens > tokens, 60)
             waits.append(time.monotonic() - killed)
             assert not os.path.exists(f"/proc/{pid}")
         over.set()
