@@ -369,39 +369,58 @@ async def test_a_slow_reader_below_the_bound_is_left_alone(folder: Path) -> None
 async def test_merge_gives_all_choices_as_they_come(service: Service, folder: Path) -> None:
     asked = [request(service, "choices", 30, temperature=1.0, choice=n) for n in range(4)]
     answers = [Answer() for _ in asked]
-    async for pair in merge([service.generate(one) for one in asked]):
-        assert pair is not None
-        answers[pair[0]].add(pair[1])
+    async for batch in merge(service.generate, asked):
+        assert batch
+        for index, event in batch:
+            answers[index].add(event)
     for one, answer in zip(asked, answers, strict=True):
         assert list(answer.tokens) == oracle(folder, one)
     assert len({answer.tokens for answer in answers}) == 4
 
 
+def states(service: Service, asked: list[Request]) -> list[str]:
+    found = [service.status(one.id) for one in asked]
+    return [status.state for status in found if status]
+
+
 async def test_closing_merge_cancels_every_choice(service: Service) -> None:
     """Known failure 42."""
-    streams = [service.generate(request(service, "choices", 1900, choice=n)) for n in range(3)]
-    async with contextlib.aclosing(merge(streams)) as events:
+    asked = [request(service, "choices", 1900, choice=n) for n in range(3)]
+    async with contextlib.aclosing(merge(service.generate, asked)) as events:
         await anext(events)
-    assert [service.status(stream.id).state for stream in streams] == ["cancelled"] * 3  # type: ignore[union-attr]
-    streams = [service.generate(request(service, "choices", 1900, choice=n)) for n in range(3)]
-    service.abort(streams[1].id)
+    assert states(service, asked) == ["cancelled"] * 3
+    asked = [request(service, "choices", 1900, choice=n) for n in range(3)]
     with pytest.raises(Cancelled):
-        async for _ in merge(streams):
-            pass
-    assert [service.status(stream.id).state for stream in streams] == ["cancelled"] * 3  # type: ignore[union-attr]
+        async for _ in merge(service.generate, asked):
+            service.abort(asked[1].id)
+    assert states(service, asked) == ["cancelled"] * 3
 
 
-async def test_merge_says_none_while_nothing_comes(folder: Path) -> None:
+async def test_a_choice_that_is_refused_takes_the_others_with_it(service: Service) -> None:
+    asked = [request(service, "fits", 1900), request(service, "does not", 5000)]
+    with pytest.raises(ContextTooLong):
+        await anext(merge(service.generate, asked))
+    assert states(service, asked) == ["cancelled"]
+
+
+@pytest.mark.usefixtures("slow_engine")
+async def test_merge_says_so_while_nothing_comes(folder: Path) -> None:
     async with serving(folder, max_running=1) as service:
         first = service.generate(request(service, "first", 1900))
-        second = service.generate(request(service, "second", 2))
         beats = 0
-        async with contextlib.aclosing(merge([second], heartbeat=0.01)) as events:
-            async for pair in events:
-                beats += pair is None
+        async with contextlib.aclosing(merge(service.generate, [request(service, "x", 2)], heartbeat=0.01)) as events:
+            async for batch in events:
+                beats += not batch
                 if beats == 2:
                     first.close()
         assert beats >= 2
+
+
+async def test_an_empty_completion_scores_the_prompt(service: Service) -> None:
+    answer = await collect(service.generate(request(service, "score this", 0, prompt_logprobs=True)))
+    assert sum(len(delta.prompt_logprobs) for delta in answer.deltas) == 9
+    assert answer.done is not None
+    assert (answer.done.reason, answer.done.usage.completion_tokens) == (FinishReason.LENGTH, 0)
 
 
 # -------------------------------------------------------------------------------------------- status and the end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
@@ -37,8 +37,8 @@ from cairn.errors import (
 )
 from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
-from cairn.service.stream import Waker
-from cairn.types import Done, Event
+from cairn.service.stream import merge
+from cairn.types import Done
 
 LONG_TEXT = 16_384
 """Characters from which a text is encoded off the event loop."""
@@ -147,7 +147,8 @@ class OpenAI:
     async def _whole(
         self, call: Call, service: Service, choices: Sequence[Choice], answer: Answer, watch: Watch
     ) -> None:
-        async with contextlib.aclosing(batches(service, choices)) as found:
+        asked = [choice.request for choice in choices]
+        async with contextlib.aclosing(merge(service.generate, asked)) as found:
             async for batch in found:
                 for index, event in batch:
                     if isinstance(event, Done):
@@ -163,7 +164,9 @@ class OpenAI:
         self, call: Call, service: Service, choices: Sequence[Choice], answer: Answer, usage: bool, watch: Watch
     ) -> None:
         try:
-            async with contextlib.aclosing(batches(service, choices, self._config.heartbeat)) as found:
+            asked = [choice.request for choice in choices]
+            events = merge(service.generate, asked, heartbeat=self._config.heartbeat)
+            async with contextlib.aclosing(events) as found:
                 async for batch in found:
                     data = b"" if call.started else await self._begin(call, answer)
                     if not batch:
@@ -196,33 +199,6 @@ class OpenAI:
         data = answer.begin()
         await call.start(200, EVENT_STREAM)
         return data
-
-
-async def batches(
-    service: Service, choices: Sequence[Choice], heartbeat: float | None = None
-) -> AsyncGenerator[list[tuple[int, Event]], None]:
-    """All events that are there, each time there are any; an empty list when none came for `heartbeat` seconds.
-
-    A consumer that lags gets what it missed at once. However it ends, every request is closed.
-    """
-    waker = Waker()
-    streams = []
-    try:
-        for choice in choices:
-            stream = service.generate(choice.request)
-            streams.append(stream)
-            stream.wake_with(waker)
-        alive = list(enumerate(streams))
-        while alive:
-            found = [(index, event) for index, stream in alive for event in stream.take()]
-            alive = [pair for pair in alive if not pair[1].over]
-            if found:
-                yield found
-            elif alive and not await waker.sleep(heartbeat):
-                yield []
-    finally:
-        for stream in streams:
-            stream.close()
 
 
 def ids(call: Call, service: Service) -> Any:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from cairn.service.flight import Flight
-from cairn.types import Event
+from cairn.types import Event, Request
 
 
 class Waker:
@@ -154,27 +154,28 @@ class Stream:
 
 
 async def merge(
-    streams: Sequence[Stream], *, heartbeat: float | None = None
-) -> AsyncGenerator[tuple[int, Event] | None, None]:
-    """(index, event) of all streams as they come; None when nothing came for `heartbeat` seconds.
+    start: Callable[[Request], Stream], requests: Sequence[Request], *, heartbeat: float | None = None
+) -> AsyncGenerator[list[tuple[int, Event]], None]:
+    """Start all requests, the choices of one call, and give (index, event) as they come, all that is there at once.
 
-    The first error of any stream is raised. However it ends - the end of all, an error, `aclose`, a cancelled task -
-    every stream is closed.
+    An empty list says that nothing came for `heartbeat` seconds. The first error of any of them is raised. However
+    this ends - all are done, an error, `aclose`, a cancelled task - every request is closed.
     """
     waker = Waker()
-    for stream in streams:
-        stream.wake_with(waker)
+    streams: list[Stream] = []
     try:
+        for request in requests:
+            stream = start(request)
+            streams.append(stream)
+            stream.wake_with(waker)
         alive = list(enumerate(streams))
         while alive:
-            quiet = True
-            for index, stream in alive:
-                for event in stream.take():
-                    quiet = False
-                    yield index, event
+            found = [(index, event) for index, stream in alive for event in stream.take()]
             alive = [pair for pair in alive if not pair[1].over]
-            if quiet and alive and not await waker.sleep(heartbeat):
-                yield None
+            if found:
+                yield found
+            elif alive and not await waker.sleep(heartbeat):
+                yield []
     finally:
         for stream in streams:
             stream.close()
