@@ -93,6 +93,17 @@ def test_ids_beyond_a_stop_string_are_never_replayed(tokenizer: Tokenizer) -> No
     assert checked > 100
 
 
+def test_a_stop_string_behind_a_call_cuts_there(qwen: Tokenizer) -> None:
+    """Known failure 22."""
+    ids = [*qwen.encode(CALL, special=True), *split_ids(qwen, "\nand STOP it")]
+    message, tokens = seen(qwen, ids, BOTH, ("STOP",))
+    assert message["content"] == "and "
+    got = visible_ids(qwen, tokens, message, BOTH)
+    assert got is not None
+    assert got == ids[: len(got)]
+    assert qwen.decode(got) == CALL + "\nand "
+
+
 def test_a_cut_character_is_never_replayed(qwen: Tokenizer) -> None:
     """Known failure 19."""
     ids = split_ids(qwen, "ab") + qwen.encode("😀")[:2]
@@ -107,7 +118,10 @@ def test_an_edit_is_not_what_was_sampled(qwen: Tokenizer) -> None:
     message, tokens = seen(qwen, qwen.encode(text, special=True), BOTH)
     calls = json.loads(json.dumps(message["tool_calls"]))
     calls[0]["function"]["arguments"] = '{"x": 2}'
+    renamed = json.loads(json.dumps(message["tool_calls"]))
+    renamed[0]["function"]["name"] = "g"
     for change in (
+        {"tool_calls": renamed},
         {"content": "oK"},
         {"content": "ok "},
         {"content": "o"},

@@ -152,10 +152,10 @@ def assemble(
 ) -> list[int]:
     """The ids of a conversation with every answer that is found put back.
 
-    `plain` and `marked` are the two renderings, `marks` the marks in order and the answers they stand for; a mark
-    begins and ends with a character that is nowhere else in `marked`. `find` looks up what was sampled behind the ids
-    with a digest. `separable` tells whether a text holds a control token: only then can its place in the plain
-    rendering not be mistaken for something a user wrote.
+    `plain` and `marked` are the two renderings, `marks` the marks in order (one at least) and the answers they stand
+    for; a mark is nowhere in `plain`. `find` looks up what was sampled behind the ids with a digest. `separable` tells
+    whether a text holds a control token: only then can its place in the plain rendering not be mistaken for something
+    a user wrote.
     """
     parts = _between(plain, marked, list(marks))
     if parts is None or not all(separable(text) for text, _ in parts[1:]):
@@ -184,8 +184,6 @@ def _between(plain: str, marked: str, marks: list[str]) -> list[tuple[str, str]]
     None if the marks did not come out once each and in order, or if the renderings differ in more than the answers.
     An empty thought that a template puts before an answer without reasoning belongs to the answer.
     """
-    if not marks or marked.count(marks[0][0]) != 2 * len(marks):
-        return None
     texts = []
     for mark in marks:
         before, found, marked = marked.partition(mark)

@@ -48,7 +48,7 @@ def visible_ids(
         return None
     if content == shown and certain == text:
         return ids
-    if calls or not content.startswith(shown) or not text.endswith(content):
+    if not content.startswith(shown) or not text.endswith(content):
         return None
     return _cut(tokenizer, ids, skip, text[: len(text) - len(content) + len(shown)])
 
