@@ -53,8 +53,13 @@ class Waker:
         self._timer = self._loop.call_at(self._deadline, _expire, weakref.ref(self))
 
     def __del__(self) -> None:
-        if self._timer is not None and not self._loop.is_closed():
+        # The collector may run in any thread; a timer belongs to the loop's.
+        if self._timer is None or self._loop.is_closed():
+            return
+        if asyncio._get_running_loop() is self._loop:
             self._timer.cancel()
+        else:
+            self._loop.call_soon_threadsafe(self._timer.cancel)
 
 
 def _expire(reference: weakref.ref[Waker]) -> None:
