@@ -104,6 +104,18 @@ async def test_a_late_request_starts_while_others_run(folder: Path) -> None:
         long.close()
 
 
+async def test_nothing_waits_for_a_poll(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 5: consumers are woken by what arrives; the one periodic check only looks for what is stuck."""
+    assert service._ticker is not None
+    service._ticker.cancel()
+    monkeypatch.setattr(asyncio, "sleep", None)
+    answer = await collect(service.generate(request(service, "hello", 50)))
+    assert len(answer.tokens) == 50
+    stream = service.generate(request(service, "stop", 1900, stop=("x",)))
+    async with contextlib.aclosing(stream):
+        await anext(stream)
+
+
 # ------------------------------------------------------------------------------------------------------- limits
 
 
