@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import resource
 import signal
@@ -59,6 +60,8 @@ async def _serve(config: Config, sock: socket.socket) -> None:
         if service is None:
             return
         app.service = service
+        gc.collect()
+        gc.freeze()  # modules and tables stay; a collection that looks through them all holds every stream up for 30 ms
         _announce(url, service, config)
         await stop.first.wait()
         await _drain(app, service, config, stop)

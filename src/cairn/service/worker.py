@@ -8,6 +8,7 @@ gone. SIGINT and SIGTERM are the front's to decide about. In-process use runs th
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import socket
@@ -160,6 +161,9 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
         if loaded is None:
             return
         engine, scheduler = loaded
+        if process:
+            gc.collect()
+            gc.freeze()  # what was loaded stays; looking through it again and again would hold up steps
         Loop(channel, engine, scheduler, pulse).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
