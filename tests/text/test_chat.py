@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import text_models
+from tests.text import text_models
 
 from cairn.config import Config
 from cairn.errors import InvalidRequest, ModelFileError, Overloaded, Unsupported

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import text_models
+from tests.text import text_models
 from tokenizers import Tokenizer as Library
 
 from cairn.text.detokenizer import Detokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import text_models
+from tests.text import text_models
 
 from cairn.text.sampled import opener, visible_ids
 from cairn.text.stream import TextStream

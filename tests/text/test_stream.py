@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import text_models
+from tests.text import text_models
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 

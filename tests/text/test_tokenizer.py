@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-import text_models
+from tests.text import text_models
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
