@@ -135,14 +135,14 @@ class Tokenizer:
 
     def _encode(self, text: str) -> list[int]:
         """Ids by the plain tokenizer; aliases in `text` become the control tokens' ids."""
-        ids = self._plain.encode(text, add_special_tokens=False).ids
+        ids = _ids(self._plain, text)
         real = self._real
         if not self._spellable.isdisjoint(ids):
             # The model's own vocabulary has a control token as a piece, and the text met it.
             if self._unspellable is None:
                 self._unspellable = self._with_aliases(_without_pieces(self._full, self.controls.ids))
             plain, real = self._unspellable
-            ids = plain.encode(text, add_special_tokens=False).ids
+            ids = _ids(plain, text)
         return [real.get(i, i) for i in ids] if real else list(ids)
 
     def _with_aliases(self, library: Library) -> tuple[Library, dict[int, int]]:
@@ -188,6 +188,13 @@ class Tokenizer:
         whole = self._full.encode("a", add_special_tokens=True).ids
         starts = (n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
         return list(whole[: next(starts, 0)])
+
+
+def _ids(library: Library, text: str) -> list[int]:
+    """Ids of `text`. The library's plain `encode` holds Python's lock, so a long text in a thread would stop all others;
+    its batches do not."""
+    (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
+    return list(encoding.ids)
 
 
 def read_json(path: Path) -> dict[str, Any]:
