@@ -28,7 +28,7 @@ from cairn.text.tokenizer import Tokenizer, read_json, valid_text
 from cairn.text.tools import OPEN as TOOL_CALL
 from cairn.types import ModelSpec, OutputFormat
 
-INLINE_CHARACTERS = 16_384
+INLINE_CHARACTERS = 4_096
 """Longer texts are encoded in a thread, so that other requests go on meanwhile."""
 
 _MARKS = [chr(code) for block in (range(0xFDE0, 0xFDF0), range(0x10F000, 0x10FF00)) for code in block]

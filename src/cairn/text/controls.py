@@ -34,6 +34,7 @@ class Controls:
         self._heads = re.compile(f"(?={pattern})") if heads else None
         self._prefixes = {text[:size] for text in self.ids for size in range(2, len(text))}
         self._suffixes = {text[-size:] for text in self.ids for size in range(2, len(text))}
+        self._pairs = {text[at : at + 2] for text in self.ids for at in range(1, len(text) - 1)}
         self._longest = max(map(len, self.ids), default=0)
 
     def find(self, text: str) -> Iterator[tuple[int, int]]:
@@ -63,10 +64,10 @@ class Controls:
         between two characters of `text`, never at an end, so trimming a text works as before.
         """
         cuts = {start + 1 for start, _ in self.find(text)}
-        for size in range(2, min(self._longest, len(text)) + 1):
-            if text[-size:] in self._prefixes:
-                cuts.add(len(text) - size + 1)
-            if text[:size] in self._suffixes:
-                cuts.add(1)
+        longest = min(self._longest, len(text))
+        if self._heads is not None and self._heads.search(text, len(text) - longest):
+            cuts.update(len(text) - size + 1 for size in range(2, longest + 1) if text[-size:] in self._prefixes)
+        if text[:2] in self._pairs and any(text[:size] in self._suffixes for size in range(2, longest + 1)):
+            cuts.add(1)
         edges = [0, *sorted(cuts), len(text)]
         return mark.join(text[a:b] for a, b in itertools.pairwise(edges)) if cuts else text

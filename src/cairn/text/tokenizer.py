@@ -191,8 +191,8 @@ class Tokenizer:
 
 
 def _ids(library: Library, text: str) -> list[int]:
-    """Ids of `text`. The library's plain `encode` holds Python's lock, so a long text in a thread would stop all others;
-    its batches do not."""
+    """Ids of `text`. The library's plain `encode` holds Python's lock, so that a long text in a thread would stop all
+    others; its batches do not."""
     (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
     return list(encoding.ids)
 
