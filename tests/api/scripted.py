@@ -47,6 +47,9 @@ SPEC = ModelSpec(
 class Bytes:
     """Token n is byte n; 256 and more are control tokens."""
 
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
     def encode_prompt(self, text: str) -> list[int]:
         return list(text.encode())
 

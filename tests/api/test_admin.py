@@ -33,8 +33,11 @@ async def test_tokenize_and_detokenize() -> None:
         }
         chat = (await http.post("/tokenize", json={"messages": CHAT["messages"]})).json()
         assert chat["tokens"] == [104, 105]
-        long = "x" * 100_000
-        assert (await http.post("/tokenize", json={"prompt": long})).json()["count"] == 100_000
+        long = "x" * 16_384  # as much as is encoded without a closer look
+        assert (await http.post("/tokenize", json={"prompt": long})).json()["count"] == 16_384
+        for body in ({"prompt": long + "x"}, {"messages": [{"role": "user", "content": long}] * 2}):
+            beyond = await http.post("/tokenize", json=body)
+            assert beyond.json()["error"]["code"] == "context_length_exceeded" and "128" in beyond.text
         for path, body in (
             ("/tokenize", {}),
             ("/tokenize", {"prompt": "a", "messages": CHAT["messages"]}),

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from cairn.api.limits import read_json
-from cairn.api.openai import LONG_TEXT, check_model, encode_text
+from cairn.api.openai import LONG_TEXT, check_length, check_model, encode_text
 from cairn.api.registry import Registry, parse_id
 from cairn.api.reply import Call
 from cairn.api.schemas import (
@@ -16,6 +16,7 @@ from cairn.api.schemas import (
     TokenizeBody,
     check_messages,
     check_template_args,
+    contents,
     parse,
     plain_messages,
     plain_tools,
@@ -68,11 +69,12 @@ class Admin:
         if body.prompt is not None:
             if body.tools is not None or body.chat_template_kwargs is not None:
                 raise InvalidRequest("tools and chat_template_kwargs go with messages, not with prompt", field="prompt")
-            tokens = await encode_text(service.tokenizer, body.prompt)
+            tokens = await encode_text(service, body.prompt)
         else:
             messages = body.messages or []
             check_messages(messages, body.tools, self._config)
             check_template_args(body.chat_template_kwargs)
+            await check_length(service, contents(messages), "messages")
             prompt = await service.chat.prompt(
                 plain_messages(messages),
                 plain_tools(body.tools),

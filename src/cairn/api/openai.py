@@ -19,6 +19,7 @@ from cairn.api.schemas import (
     CompletionBody,
     check_chat,
     check_stream,
+    contents,
     parse,
     plain_messages,
     plain_tools,
@@ -32,14 +33,18 @@ from cairn.api.sse import (
 from cairn.config import Config
 from cairn.errors import (
     CairnError,
+    ContextTooLong,
     InvalidRequest,
     UnknownModel,
 )
 from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.service.stream import merge
+from cairn.text.tokenizer import Tokenizer
 from cairn.types import Done
 
+USUAL_CHARACTERS = 8
+"""Characters a token from which a text is looked at more closely; languages and code have 1 to 5."""
 LONG_TEXT = 16_384
 """Characters from which a text is encoded off the event loop."""
 COMPLETION_TOKENS = 16
@@ -59,6 +64,7 @@ class OpenAI:
         check_chat(body, self._config)
         check_model(body.model, service)
         tools = plain_tools(body.tools) if body.tool_choice != "none" else None
+        await check_length(service, contents(body.messages), "messages")
         prompt = await service.chat.prompt(
             plain_messages(body.messages), tools, tenant=call.tenant, template_args=body.chat_template_kwargs
         )
@@ -95,7 +101,7 @@ class OpenAI:
         choices: list[Choice] = []
         echoes: list[str] = []
         for prompt in self._prompts(body):
-            tokens = await encode_text(service.tokenizer, prompt) if isinstance(prompt, str) else prompt
+            tokens = await encode_text(service, prompt) if isinstance(prompt, str) else prompt
             made = requests(
                 service.spec,
                 tokens,
@@ -213,12 +219,37 @@ def check_model(name: str, service: Service) -> None:
         raise UnknownModel(f"there is no model {shown!r}; this server has: {service.name}", field="model")
 
 
-async def encode_text(tokenizer: Any, text: str) -> list[int]:
+async def encode_text(service: Service, text: str) -> list[int]:
     """The token ids of a raw prompt; a long text does not hold up the event loop."""
     if len(text) < LONG_TEXT:
-        found: list[int] = tokenizer.encode_prompt(text)
-        return found
-    return await asyncio.to_thread(tokenizer.encode_prompt, text)
+        return service.tokenizer.encode_prompt(text)
+    await check_length(service, [text], "prompt")
+    return await asyncio.to_thread(service.tokenizer.encode_prompt, text)
+
+
+async def check_length(service: Service, texts: Sequence[str], field: str) -> None:
+    """Refuse texts that are far too long for the context before they are encoded whole, which takes 150 bytes of memory
+    a byte of text. They are encoded in pieces until twice the context is passed; the cuts add far less than that."""
+    context = service.info.context
+    if sum(map(len, texts)) <= max(LONG_TEXT, USUAL_CHARACTERS * context):
+        return
+    count = await asyncio.to_thread(_count, service.tokenizer, texts, 2 * context)
+    if count > 2 * context:
+        raise ContextTooLong(
+            f"the text has more than {count} tokens where it was no longer read; the context is {context} tokens",
+            field=field,
+        )
+
+
+def _count(tokenizer: Tokenizer, texts: Sequence[str], enough: int) -> int:
+    """About how many tokens the texts have, or the first count beyond `enough`."""
+    count = 0
+    for text in texts:
+        for start in range(0, len(text), LONG_TEXT):
+            count += len(tokenizer.encode(text[start : start + LONG_TEXT]))
+            if count > enough:
+                return count
+    return count
 
 
 def _fit(options: SamplingOptions, prompt: int, context: int) -> SamplingOptions:

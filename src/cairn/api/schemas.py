@@ -378,6 +378,17 @@ def plain_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
     return found
 
 
+def contents(messages: Iterable[ChatMessage]) -> list[str]:
+    """Every text of the messages' contents, all of which a template puts into the prompt."""
+    found: list[str] = []
+    for message in messages:
+        if isinstance(message.content, str):
+            found.append(message.content)
+        else:
+            found += [part.text for part in message.content or ()]
+    return found
+
+
 def plain_tools(tools: Iterable[Tool] | None) -> list[dict[str, Any]] | None:
     """The tools as the chat template wants them, or None."""
     plain = [
