@@ -245,8 +245,13 @@ class Service:
         now = self._clock.now()
         for id in step.started:
             self._on_started(id, now)
-        self._note_stats(step, now)
+        if step.stats != self._stats or step.started:
+            self._note_stats(step, now)
         metrics, flights, before, together = self.metrics, self._flights, self._stepped, 0
+        tokens = len(step.ids) + sum([len(output.tokens) for output in step.outputs])
+        if tokens:
+            metrics.generation_tokens += tokens
+            metrics.step_tokens.observe(tokens)
         for id, token in zip(step.ids, step.tokens, strict=True):
             flight = flights.get(id)
             if flight is None:
@@ -272,10 +277,6 @@ class Service:
         metrics.prefix_queries += new.prefix_queries - old.prefix_queries
         metrics.prefix_hits += new.prefix_hits - old.prefix_hits
         metrics.preemptions += new.preemptions - old.preemptions
-        tokens = len(step.ids) + sum(len(output.tokens) for output in step.outputs)
-        if tokens:
-            metrics.generation_tokens += tokens
-            metrics.step_tokens.observe(tokens)
 
     def _on_started(self, id: int, now: float) -> None:
         flight = self._flights.get(id)
