@@ -13,6 +13,7 @@ from cairn.types import OutputFormat, ToolCallDelta
 
 _OPENER = re.compile(r"<think>\s*(?:</think>\s*)?")
 _OPENER_TOKENS = 8
+_TAIL = 64  # tokens looked at one by one at first: what is cut off is short
 
 
 def opener(tokenizer: Tokenizer, prompt: Sequence[int]) -> int:
@@ -86,10 +87,15 @@ def _same_calls(calls: list[tuple[str, str]], shown: Sequence[Mapping[str, Any]]
 
 def _cut(tokenizer: Tokenizer, ids: list[int], skip: frozenset[int], visible: str) -> list[int] | None:
     """The fewest ids that show the most of `visible` and nothing else, then the encoding of the rest of it."""
-    detokenizer = tokenizer.detokenizer(skip=skip)
-    shown = 0
-    best, best_shown = 0, 0
-    for count, i in enumerate(ids, 1):
+    tail = _TAIL
+    while True:
+        detokenizer = tokenizer.detokenizer(skip=skip)
+        best = max(len(ids) - tail, 0)
+        shown = best_shown = len(detokenizer.push(ids[:best]))
+        if best == 0 or shown < len(visible):
+            break
+        tail *= 8
+    for count, i in enumerate(ids[best:], best + 1):
         shown += len(detokenizer.push((i,)))
         if shown > len(visible):
             break
