@@ -107,7 +107,7 @@ async def test_concurrent_streams_are_complete_in_order_and_once(
     count = (1000 if prove else 100) // choices
     rng = random.Random(name)
     prompts = [truth.prompt(rng) for _ in range(count)]
-    with served(max_queue=2000, max_running=256, step_tokens=4096) as server:
+    with served(max_queue=2000, max_running=1024, step_tokens=4096) as server:
         await stream(server.port, body_of(prompts[0]))
         before = server.rss()
         results = await asyncio.gather(*(stream(server.port, body_of(prompt, **more)) for prompt in prompts))
