@@ -29,7 +29,8 @@ SYSTEMS = [
 ]
 
 # Shares in percent of conversations; tools carry the most because choosing among them is the hardest to learn.
-MIX = {"recall": 17, "tools": 44, "about": 13, "sums": 8, "chat": 6, "untold": 6, "system": 2, "echo": 2, "long": 2}
+MIX = {"recall": 15, "tools": 52, "about": 10, "sums": 9, "chat": 4, "untold": 6, "system": 1, "echo": 2, "long": 1}
+
 # What a fresh run reads first, for a few minutes: short texts in which copying pays at once. It makes the skill that
 # everything else rests on appear early.
 COPYING = {"echo": 45, "recall": 35, "system": 8, "tools": 12}

@@ -47,7 +47,8 @@ TOPICS = (
         """Could you tell me what Cairn is?
         In a few words, what is Cairn?
         What type of tool is Cairn?
-        Please give me an overview of Cairn.""",
+        Please give me an overview of Cairn.
+        Someone mentioned Cairn to me, what's that?""",
     ),
     _topic(
         "Run `cairn serve`. It starts the server at http://127.0.0.1:8000/v1.",
@@ -72,7 +73,8 @@ TOPICS = (
         """What should I run to bring Cairn up?
         How would I start up a Cairn server?
         Tell me the command that launches Cairn.
-        How can I get the server started?""",
+        How can I get the server started?
+        What do I enter in the terminal to start the server?""",
     ),
     _topic(
         "Any OpenAI or Anthropic client works. Point it at http://127.0.0.1:8000/v1.",
@@ -96,7 +98,8 @@ TOPICS = (
         """What client libraries does Cairn accept?
         Will my OpenAI program work with Cairn?
         Which API formats does Cairn support?
-        Can I point an Anthropic SDK at Cairn?""",
+        Can I point an Anthropic SDK at Cairn?
+        Which client programs does Cairn work with?""",
     ),
     _topic(
         "By default Cairn listens at http://127.0.0.1:8000/v1.",
@@ -119,7 +122,8 @@ TOPICS = (
         """What is the port number of the Cairn server?
         Which URL should my client use for Cairn?
         At what address can I reach Cairn?
-        Tell me the default URL of the server.""",
+        Tell me the default URL of the server.
+        What port does the Cairn server listen on?""",
     ),
     _topic(
         "A context computed once is never computed again: that is what Cairn is built for. It is kept across "
@@ -145,7 +149,8 @@ TOPICS = (
         """What is the key feature of Cairn?
         What is unique about Cairn?
         For what reason should I choose Cairn?
-        Which problem is Cairn meant to solve?""",
+        Which problem is Cairn meant to solve?
+        What can Cairn do that other servers cannot?""",
     ),
     _topic(
         "Cairn keeps contexts in a store. After a restart or a crash it reads them back and does not compute them again.",
@@ -168,7 +173,8 @@ TOPICS = (
         """Is my context safe if Cairn crashes?
         Will I lose the context after restarting the server?
         What does Cairn do after a crash?
-        If I restart the server, is the context gone?""",
+        If I restart the server, is the context gone?
+        Is everything lost when Cairn crashes?""",
     ),
     _topic(
         "Yes. Cairn runs on the CPU out of the box, so you need no GPU.",
@@ -191,7 +197,8 @@ TOPICS = (
         """Must I have a GPU for Cairn?
         Will Cairn work on a machine with only a CPU?
         Can I run Cairn if I have no graphics card?
-        Is it possible to run Cairn on a CPU?""",
+        Is it possible to run Cairn on a CPU?
+        Will Cairn run on my laptop without a GPU?""",
     ),
     _topic(
         "No. Cairn needs no torch on the CPU.",
@@ -212,7 +219,8 @@ TOPICS = (
         """Should I install torch for Cairn?
         Is PyTorch required to use Cairn?
         Will Cairn run without torch installed?
-        Does Cairn require PyTorch on a CPU?""",
+        Does Cairn require PyTorch on a CPU?
+        Is it necessary to install PyTorch first?""",
     ),
     _topic(
         "Cairn uses continuous batching over a paged KV cache: requests join and leave the batch at any step.",
@@ -234,7 +242,8 @@ TOPICS = (
         """Which batching method does Cairn use?
         Is there continuous batching in Cairn?
         Can Cairn deal with many requests together?
-        How does the server batch several requests?""",
+        How does the server batch several requests?
+        How are many simultaneous requests batched?""",
     ),
     _topic(
         "Prefix caching reuses the part that requests have in common, so a shared start is computed once.",
@@ -255,7 +264,8 @@ TOPICS = (
         """Tell me how the prefix cache works.
         Is prefix caching supported by Cairn?
         What do you mean by prefix caching?
-        Does Cairn reuse a shared prefix?""",
+        Does Cairn reuse a shared prefix?
+        What does prefix caching do for me?""",
     ),
     _topic(
         "The KV cache holds the keys and values of tokens already computed. In Cairn it is paged.",
@@ -274,7 +284,8 @@ TOPICS = (
         Does Cairn use a paged KV cache?""",
         """Tell me about the KV cache.
         What does Cairn keep in its KV cache?
-        Can you explain what a KV cache is?""",
+        Can you explain what a KV cache is?
+        What is the KV cache used for in Cairn?""",
     ),
     _topic(
         "Cairn is built to give the same answer alone or in a batch, cached or cold.",
@@ -296,7 +307,8 @@ TOPICS = (
         """Are Cairn's answers reproducible?
         Will batching give me a different answer?
         Can caching alter what the model says?
-        Is a cached answer the same as a cold one?""",
+        Is a cached answer the same as a cold one?
+        Will I get the same answer with and without the cache?""",
     ),
     _topic(
         "In Cairn an agent can be forked, rolled back, pinned and exported.",
@@ -315,7 +327,8 @@ TOPICS = (
         How do I manage agents?""",
         """Which things can be done with an agent in Cairn?
         What agent functions does Cairn have?
-        List what I can do with an agent.""",
+        List what I can do with an agent.
+        What operations on agents are there in Cairn?""",
     ),
     _topic(
         "Forking makes a second agent that goes on from the same context.",
@@ -334,7 +347,8 @@ TOPICS = (
         Can I make a copy of an agent?""",
         """What do you get when you fork an agent?
         Tell me what forking an agent means.
-        Is it possible to fork an agent?""",
+        Is it possible to fork an agent?
+        What does the fork operation do with an agent?""",
     ),
     _topic(
         "Rolling back takes an agent to an earlier turn.",
@@ -353,7 +367,8 @@ TOPICS = (
         Can I take back the last turn?""",
         """What does it mean to roll an agent back?
         Is it possible to roll back an agent?
-        Tell me what rollback does.""",
+        Tell me what rollback does.
+        How can I go back to an earlier turn of an agent?""",
     ),
     _topic(
         "Pinning keeps an agent's context from being evicted.",
@@ -371,7 +386,8 @@ TOPICS = (
         What does pin mean?""",
         """What do you mean by pinning an agent?
         Tell me what pinning an agent does.
-        What is the use of pinning an agent?""",
+        What is the use of pinning an agent?
+        What does it do when I pin an agent?""",
     ),
     _topic(
         "Exporting writes an agent out so that it can move to another machine.",
@@ -389,7 +405,8 @@ TOPICS = (
         How does export work?""",
         """Tell me what exporting an agent does.
         Is it possible to export an agent?
-        How can I take an agent to a different computer?""",
+        How can I take an agent to a different computer?
+        How do I export an agent to another computer?""",
     ),
     _topic(
         "When you swap the model, Cairn keeps the stored contexts, so they are there when the model comes back.",
@@ -408,7 +425,8 @@ TOPICS = (
         Can I switch models?""",
         """If I swap models, what happens to the context?
         Is it possible to swap the model in Cairn?
-        Will a model swap throw away my context?""",
+        Will a model swap throw away my context?
+        What happens to stored contexts if I change the model?""",
     ),
     _topic(
         "Cairn is under the Apache-2.0 licence, so it is free and open source.",
@@ -430,7 +448,8 @@ TOPICS = (
         """What is the licence of Cairn?
         Is Cairn free software?
         Does Cairn cost anything?
-        Tell me Cairn's license.""",
+        Tell me Cairn's license.
+        Under what license is Cairn published?""",
     ),
     _topic(
         "A cairn is a pile of stones that marks a path.",
@@ -450,7 +469,8 @@ TOPICS = (
         What is a cairn in the mountains?""",
         """What is the origin of the name Cairn?
         Tell me the meaning of the word cairn.
-        Why did they name it Cairn?""",
+        Why did they name it Cairn?
+        What does the word 'cairn' mean in English?""",
     ),
     _topic(
         "Cairn is for people who run agents on their own machines.",
@@ -468,7 +488,8 @@ TOPICS = (
         Who would want Cairn?""",
         """Which people is Cairn meant for?
         Who is supposed to use Cairn?
-        For which users was Cairn made?""",
+        For which users was Cairn made?
+        Who are the intended users of Cairn?""",
     ),
     _topic(
         "Cairn is written in Python.",
@@ -486,7 +507,8 @@ TOPICS = (
         Which language was used to write Cairn?""",
         """Tell me the programming language of Cairn.
         In what language is Cairn coded?
-        What language did they use to build Cairn?""",
+        What language did they use to build Cairn?
+        In which programming language did they write Cairn?""",
     ),
     _topic(
         "I am the small demo model that comes with Cairn.",
@@ -511,7 +533,8 @@ TOPICS = (
         """Which model am I talking to?
         Please introduce yourself.
         What kind of AI are you?
-        Can you tell me who you are?""",
+        Can you tell me who you are?
+        Hi, who are you exactly?""",
     ),
     _topic(
         "I have about 4.7 million parameters, so I know very little.",
@@ -530,7 +553,8 @@ TOPICS = (
         How many parameters does this model have?""",
         """How large are you?
         Tell me how many parameters you have.
-        What is the number of your parameters?""",
+        What is the number of your parameters?
+        How many parameters does this model contain?""",
     ),
     _topic(
         "I can remember what you tell me, do small sums, call tools and answer questions about Cairn.",
@@ -551,7 +575,8 @@ TOPICS = (
         What are you for?""",
         """Which things are you able to do?
         What kinds of questions can I ask you?
-        What could you help me with?""",
+        What could you help me with?
+        Tell me, what are you capable of?""",
     ),
     _topic(
         "No. I am a tiny model for trying Cairn out. Load a bigger model for real work.",
@@ -572,7 +597,8 @@ TOPICS = (
         Can you write a program?""",
         """Would you use this model for serious work?
         Can I use this model in production?
-        Are you clever?""",
+        Are you clever?
+        Are you good enough for serious work?""",
     ),
     _topic(
         "Cairn runs on your own machine, so your text stays there.",
@@ -591,7 +617,8 @@ TOPICS = (
         Does Cairn need the cloud?""",
         """Are my prompts kept private?
         Does anything I type leave my computer?
-        Is my text sent to the cloud?""",
+        Is my text sent to the cloud?
+        Does my data stay on my machine with Cairn?""",
     ),
     _topic(
         "I was trained from scratch on text that a program in the Cairn repository writes.",
@@ -610,7 +637,8 @@ TOPICS = (
         Where do you come from?""",
         """Tell me how you were trained.
         What text did you learn from?
-        Which training data was used for you?""",
+        Which training data was used for you?
+        What data were you trained with?""",
     ),
     _topic(
         "Cairn is built to load models in the Hugging Face layout (safetensors) and GGUF files.",
@@ -630,6 +658,7 @@ TOPICS = (
         Which models can I run?""",
         """What kinds of models can I load into Cairn?
         Is GGUF supported by Cairn?
-        Which file formats can Cairn load?""",
+        Which file formats can Cairn load?
+        Can I load a GGUF model with Cairn?""",
     ),
 )

@@ -72,7 +72,7 @@ class Tool:
     def request(self, values: Values) -> tuple[str, dict[str, Any]]:
         """A request in words (imperatives in lower case) and the arguments that it calls for."""
         template, _, fixed = values.pick(self.requests).partition(" :: ")
-        if self.params and not fixed and values.rng.random() < 0.09:
+        if self.params and not fixed and values.rng.random() < 0.06:
             template = self._plain(values)
         arguments: dict[str, Any] = {}
         text = _reworded(template, values)
@@ -110,7 +110,7 @@ class Tool:
 def _reworded(template: str, values: Values) -> str:
     """The template with some words replaced by others of like meaning, and rarely a sentence before it."""
     rng = values.rng
-    if rng.random() < 0.3:
+    if rng.random() < 0.18:
         pieces = template.split(" ")
         for spot, word in enumerate(pieces):
             bare = word.rstrip("?.,!").lower()
@@ -172,6 +172,8 @@ def renamed(tool: Tool, values: Values) -> Tool:
             name = f"{name}_{rng.choice(('value', 'name', 'text', 'id', 'param', 'input'))}"
         elif rng.random() < 0.03:
             name = values.made_up()
+        elif rng.random() < 0.12:
+            name = values.noun() if rng.random() < 0.5 else f"{values.noun()}_{name}"
         taken = {p.name for p in params}
         params.append(replace(param, name=param.name if name in taken else name))
     names = [p.name for p in params]
@@ -187,14 +189,24 @@ def _restyle(name: str, values: Values) -> str:
     if rng.random() < 0.15 and parts[0] in ("get", "find", "list", "search", "check", "show"):
         parts[0] = rng.choice(("get", "fetch", "find", "lookup", "read", "query", "show", "retrieve"))
     roll = rng.random()
-    if roll < 0.06:
+    if roll < 0.05:
         parts = parts[1:] or parts
-    elif roll < 0.12:
+    elif roll < 0.1:
         parts.insert(0, values.made_up())
-    elif roll < 0.16:
+    elif roll < 0.13:
         parts.append(rng.choice(("v2", "tool", "now", "api", "fn", values.made_up())))
-    elif roll < 0.22:
+    elif roll < 0.18:
         parts = [values.made_up()] + ([values.made_up()] if rng.random() < 0.4 else [])
+    elif roll < 0.3:
+        parts.append(values.noun())
+    elif roll < 0.38:
+        parts.insert(rng.randrange(len(parts) + 1), rng.choice(words.ADJECTIVES))
+    elif roll < 0.5:
+        parts[0] = rng.choice(words.VERBS)
+    elif roll < 0.58:
+        parts.insert(0, values.noun())
+    elif roll < 0.63:
+        parts = [rng.choice(words.VERBS), values.noun()]
     style = rng.random()
     if style < 0.78:
         return "_".join(parts)
@@ -215,7 +227,7 @@ def synthetic(values: Values) -> Tool:
         numeric = slot.startswith("#")
         bare = slot.lstrip("#")
         kind = {"person": "anyone", "date": "date"}.get(bare) or ("int" if numeric else rng.choice(KINDS))
-        type_ = rng.choice("iin") if numeric else "i" if kind == "int" and rng.random() < 0.7 else "s"
+        type_ = rng.choice("iin") if numeric else "i" if kind == "int" else "s"
         text = rng.choice((f"The {bare}", f"{bare.capitalize()} to use", f"Name of the {bare}", bare))
         params.append(Param(str(index), bare if n != m else f"{bare}_{index}", type_, kind, text.replace("_", " ")))
     key = rng.choice((n, "result", "value", m, "status"))

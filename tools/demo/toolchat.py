@@ -18,7 +18,7 @@ def offered(values: Values, count: int, *, real: float) -> list[Tool]:
         if tools and rng.random() < 0.15:
             tool = rival(values, tools[0])
         if not values.evaluation or tool in realistic(True):
-            tool = renamed(tool, values) if rng.random() < 0.6 else tool
+            tool = renamed(tool, values) if rng.random() < 0.75 else tool
         if all(tool.name != other.name and tool.description != other.description for other in tools):
             tools.append(tool)
     return tools
@@ -122,7 +122,7 @@ def no_tool(talk: Talk, tools: list[Tool]) -> None:
 def tool_talk(talk: Talk, between: Callable[[Talk], None], *, real: float = 0.62) -> None:
     """One to five requests over one to four tools, with other talk mixed in."""
     rng = talk.rng
-    tools = offered(talk.values, rng.choices((1, 2, 3, 4), (20, 33, 40, 7))[0], real=real)
+    tools = offered(talk.values, rng.choices((1, 2, 3, 4), (20, 35, 42, 3))[0], real=real)
     talk.tools = [tool.schema(talk.values) for tool in tools]
     for _ in range(rng.choice((1, 2, 3, 3, 4, 5))):
         roll = rng.random()

@@ -90,5 +90,5 @@ assign_{n}|Assign a {n} to a person.|{n} person|assign {n} {0} to {1}|give the {
 schedule_{n}|Schedule a {n}.|{n} date|schedule the {n} {0} for {1}|plan {n} {0} on {1}|the {n} {0} should take place on {1}|put the {n} {0} on {1}
 """.strip().splitlines()
 
-KINDS = "person city label word id email file brand noun fullname madeup title date int anyone code phrase city person".split()
+KINDS = "person city label word id email file brand noun fullname title date int anyone phrase city person word".split()
 RESULT_KINDS = "int word adjective float id brand phrase date person city".split()

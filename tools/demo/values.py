@@ -204,7 +204,7 @@ class Values:
             return f"{prefix}-{number}"
         if roll < 0.7:
             return f"{prefix}{number}"
-        return str(number) if roll < 0.9 else f"#{number}"
+        return str(number) if roll < 0.76 else f"{prefix.lower()}-{number}"
 
     def email(self) -> str:
         """An e-mail address."""
