@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+
 import typer
 
 from cairn.cli.options import ALL, configured
@@ -15,6 +18,9 @@ def register(app: typer.Typer) -> None:
     @configured(ALL)
     def serve(resolved: Resolved) -> None:
         """Serve a model over HTTP with OpenAI's API. Ctrl-C finishes what runs and stops."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Until the server takes over there is nothing to finish; importing it takes a moment.
+            signal.signal(number, lambda *_: sys.exit(0))
         from cairn.api.server import serve as serve_http
 
         serve_http(resolved.config)
