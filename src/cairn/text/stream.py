@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from cairn.text.split import TAGS, Piece, Splitter
 from cairn.text.stops import StopScanner
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import Delta, FinishReason, OutputFormat, Request, TokenLogprob, ToolCallDelta
+from cairn.types import Delta, FinishReason, Request, TokenLogprob, ToolCallDelta
 
-_NO_FORMAT = OutputFormat()
 _ORDER = {"reasoning": 0, "text": 1}
 
 

@@ -145,37 +145,47 @@ class Tokenizer:
             ids = _ids(plain, text)
         return [real.get(i, i) for i in ids] if real else list(ids)
 
-    def _with_aliases(self, library: Library) -> tuple[Library, dict[int, int]]:
-        """A tokenizer on `library`'s model that knows control tokens by alias only, and its ids -> the real ones."""
+    def _with_aliases(
+        self, library: Library, *, normalized: bool = True, spare: int = 0
+    ) -> tuple[Library, dict[int, int]]:
+        """A tokenizer on `library`'s model that knows control tokens by alias only, and its ids -> the real ones.
+
+        `normalized` False looks for aliases before normalising, whatever the file says. `spare` ids that would be next
+        are passed over.
+        """
         plain = Library(library.model)
         if self._full.normalizer is not None:
             plain.normalizer = self._full.normalizer
         if self._full.pre_tokenizer is not None:
             plain.pre_tokenizer = self._full.pre_tokenizer
-        real: dict[int, int] = {}
-        free = plain.get_vocab_size()
-        for i, token in sorted(self._full.get_added_tokens_decoder().items()):
-            while library.model.id_to_token(free) is not None:  # ids with holes: the next one is taken
-                plain.add_tokens([AddedToken(f"\ufdd2{secrets.token_hex(8)}\ufdd3", normalized=False)])
-                free += 1
-            text = self.controls.aliases.get(token.content, token.content)
-            plain.add_tokens(
-                [
-                    AddedToken(
-                        text,
-                        single_word=token.single_word,
-                        lstrip=token.lstrip,
-                        rstrip=token.rstrip,
-                        normalized=token.normalized,
-                        special=False,
-                    )
-                ]
-            )
-            given = cast(int, plain.token_to_id(text))
-            free = max(free, given + 1)
-            if given != i:
-                real[given] = i
-        return plain, real
+        plain.add_tokens([AddedToken(f"\ufdd2{secrets.token_hex(8)}\ufdd3", normalized=False) for _ in range(spare)])
+        added = sorted(self._full.get_added_tokens_decoder().items())
+        aliases = self.controls.aliases
+        plain.add_tokens(
+            [
+                AddedToken(
+                    aliases.get(token.content, token.content),
+                    single_word=token.single_word,
+                    lstrip=token.lstrip,
+                    rstrip=token.rstrip,
+                    normalized=token.normalized and (normalized or token.content not in aliases),
+                    special=False,
+                )
+                for _, token in added
+            ]
+        )
+        given = {i: plain.token_to_id(aliases.get(token.content, token.content)) for i, token in added}
+        if not spare and any(library.model.id_to_token(given[i]) is not None for i in self.control_ids):
+            # A vocabulary with holes: new ids begin at its size, and some of those are taken.
+            size = library.get_vocab_size(with_added_tokens=False)
+            last = max(library.get_vocab(with_added_tokens=False).values())
+            return self._with_aliases(library, normalized=normalized, spare=last + 1 - size)
+        seen = plain.encode("a".join(["", *aliases.values(), ""]), add_special_tokens=False).ids
+        if normalized and not {given[i] for i in self.control_ids}.issubset(seen):
+            # A normaliser that puts something before every text also puts it before what is looked for, and so hides it
+            # inside a text. A template's control token must always be seen.
+            return self._with_aliases(library, normalized=False, spare=spare)
+        return plain, {cast(int, new): i for i, new in given.items() if new != i}
 
     def _bos_prefix(self) -> list[int]:
         """What the tokenizer puts before a text: by tokenizer_config.json's word, else by its post-processor."""
@@ -232,14 +242,16 @@ def _add_missing(library: Library, decoder: object, path: Path) -> None:
         return
     if not all(str(key).isdecimal() for key in decoder):
         raise ModelFileError(f"{path}: the keys of added_tokens_decoder must be token ids")
+    missing = []
     for key, token in sorted(decoder.items(), key=lambda item: int(item[0])):
         text = _content(token)
-        if not text or library.token_to_id(text) is not None:
-            continue
-        flags = {name: bool(token.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
-        library.add_tokens([AddedToken(text, **flags)])
-        if library.token_to_id(text) != int(key):
-            raise ModelFileError(f"{path}: gives {text!r} the id {key}, which does not follow from tokenizer.json")
+        if text and library.token_to_id(text) is None:
+            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            missing.append((int(key), AddedToken(text, **{name: bool(token.get(name)) for name in flags})))
+    library.add_tokens([token for _, token in missing])
+    for i, token in missing:
+        if library.token_to_id(token.content) != i:
+            raise ModelFileError(f"{path}: gives {token.content!r} the id {i}, which does not follow tokenizer.json")
 
 
 def _without_pieces(library: Library, texts: Collection[str]) -> Library:
