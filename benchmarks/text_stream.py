@@ -19,7 +19,6 @@ from tokenizers.decoders import DecodeStream
 
 import cairn
 from cairn.config import Config
-from cairn.models.spec import load_spec
 from cairn.text.chat import Chat
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
@@ -50,7 +49,7 @@ def text_stream(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], out
 
 async def chats(tokenizer: Tokenizer) -> list[tuple[str, float]]:
     """Milliseconds to render and encode chats of some lengths."""
-    chat = await Chat.start(DEMO, tokenizer, load_spec(DEMO), Config())
+    chat = await Chat.start(DEMO, tokenizer, Config())
     rows = []
     for turns in (1, 10, 100):
         messages = [

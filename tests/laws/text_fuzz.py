@@ -26,10 +26,8 @@ from cairn.text.sampled import visible_ids
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import (
-    CacheGroup,
     Delta,
     FinishReason,
-    ModelSpec,
     OutputFormat,
     Request,
     SamplingParams,
@@ -60,10 +58,6 @@ WORDS = [
 ]
 FAKES = ["<tool_call>{bad}</tool_call>", '<tool_call>{"name": 1}', "</tool_call>", "<tool_call>[]", "</think>"]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-SPEC = ModelSpec(
-    name="fuzz", architecture="llama", layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, ffn=8, vocab=600,
-    context=512, norm_eps=1e-5, rope_theta=1e4, groups=(CacheGroup(kind="full", layers=(0,)),),
-)  # fmt: skip
 
 
 def folder(kind: str) -> Path:
@@ -244,7 +238,7 @@ class Chats:
     async def start(cls) -> Chats:
         """A chat whose templates are rendered in a process, as in a server."""
         path = folder("added")
-        return cls(await Chat.start(path, Tokenizer.load(path), SPEC, Config()))
+        return cls(await Chat.start(path, Tokenizer.load(path), Config()))
 
     async def run(self, seed: int) -> int:
         """One conversation of several turns; the number of prompts that were continued exactly."""

@@ -36,7 +36,7 @@ TO_FRONT = [
     wire.LoadFailed("model_file_error", "no config.json"),
     wire.Step(stats=wire.Stats(running=3), ids=(1, 2), tokens=(10, 20), outputs=(OUTPUT,), started=(1,)),
     wire.Refused(9, "overloaded", "full"),
-    wire.Beat(steps=3, cpu=0.5),
+    wire.Beat(cpu=0.5),
 ]
 
 

@@ -16,12 +16,8 @@ from cairn.errors import InvalidRequest, ModelFileError, Overloaded, Unsupported
 from cairn.text.chat import INLINE_CHARACTERS, Chat, load_templates
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import CacheGroup, FinishReason, ModelSpec, OutputFormat, Request, SamplingParams
+from cairn.types import FinishReason, OutputFormat, Request, SamplingParams
 
-SPEC = ModelSpec(
-    name="tiny", architecture="llama", layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, ffn=8, vocab=600,
-    context=512, norm_eps=1e-5, rope_theta=1e4, groups=(CacheGroup(kind="full", layers=(0,)),),
-)  # fmt: skip
 TOOLS = [
     {
         "type": "function",
@@ -77,7 +73,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         text_models.write_model(
             folder, tokenizer or text_models.byte_level(), config or text_models.QWEN_CONFIG, template
         )
-        made = await Chat.start(folder, Tokenizer.load(folder), SPEC, Config(**options))
+        made = await Chat.start(folder, Tokenizer.load(folder), Config(**options))
         chats.append(made)
         return made
 
@@ -597,7 +593,7 @@ DEMO = Path(cairn.__file__).parent / "demo"
 
 @pytest.fixture
 async def demo() -> AsyncIterator[Chat]:
-    chat = await Chat.start(DEMO, Tokenizer.load(DEMO), SPEC, Config())
+    chat = await Chat.start(DEMO, Tokenizer.load(DEMO), Config())
     yield chat
     await chat.close()
 

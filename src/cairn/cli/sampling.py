@@ -30,8 +30,6 @@ _FLAGS: dict[str, tuple[Any, str, str]] = {
     "stop": (list[str], "TEXT", "End the answer before this text; repeat for several."),
 }
 
-SAMPLING = tuple(_FLAGS)
-
 
 def sampling_parameters() -> list[inspect.Parameter]:
     """The flags as parameters of a command."""

@@ -64,7 +64,6 @@ class Flight:
         "started_at",
         "survived",
         "text",
-        "timing",
         "tokens",
         "waker",
     )
@@ -85,7 +84,6 @@ class Flight:
         self.last_at = arrived
         self.read_at = arrived
         """When the consumer last took everything there was."""
-        self.timing: Timing | None = None
         self.reason: FinishReason | None = None
         self.error: CairnError | None = None
         self.deaths = 0
@@ -147,7 +145,6 @@ class Flight:
         deltas, self.reason = self.text.finish(reason)
         self._add(deltas)
         self.error = error
-        self.timing = timing
         self.done = True
         if error is None:
             cache = self.cache or CacheReport()

@@ -21,6 +21,7 @@ MAX_STOP_BYTES = 256
 MAX_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
+LEAST_SEED, MOST_SEED = -(1 << 63), (1 << 64) - 1
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 10),
@@ -29,11 +30,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "repetition_penalty": (0.01, 10),
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
-    "top_logprobs": (0, MAX_TOP_LOGPROBS),
-    "seed": (-(1 << 63), (1 << 64) - 1),
-    "priority": (-MAX_PRIORITY, MAX_PRIORITY),
 }
-"""Least and greatest value; for what is not here see `SamplingOptions`."""
+"""Least and greatest value of the options that are any number; for the others see `SamplingOptions`."""
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,7 +99,9 @@ def sampling_params(
     if top_p == 0:
         raise InvalidRequest("top_p must be more than 0 and at most 1; it is 0", field="top_p")
     _flags(options)
-    seed = (rng or SystemRng()).bits64() if options.seed is None else _count("seed", options.seed, *_seed_range())
+    seed = (
+        (rng or SystemRng()).bits64() if options.seed is None else _count("seed", options.seed, LEAST_SEED, MOST_SEED)
+    )
     eos = () if options.ignore_eos else spec.eos_ids
     return SamplingParams(
         max_tokens=max_tokens,
@@ -187,11 +187,6 @@ def _count(name: str, value: object, low: int, high: int, limit: str = "") -> in
         named = f" ({limit})" if limit else ""
         raise InvalidRequest(f"{name} must be from {low} to {high}{named}; it is {value}", field=name)
     return value
-
-
-def _seed_range() -> tuple[int, int]:
-    low, high = RANGES["seed"]
-    return int(low), int(high)
 
 
 def _max_tokens(asked: int | None, prompt_tokens: int, context: int, allow_empty: bool) -> int:

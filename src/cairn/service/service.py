@@ -48,14 +48,11 @@ _LATE = 1.0
 
 
 class ServiceStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The service now; counters are totals of the present worker's life."""
+    """The service now."""
 
     running: int
     waiting: int
     kv_usage: float
-    prefix_queries: int
-    prefix_hits: int
-    preemptions: int
     worker_pid: int | None
     worker_restarts: int
 
@@ -125,7 +122,7 @@ class Service:
             await loading
         finally:
             loading.cancel()
-        self.chat = await Chat.start(folder, self.tokenizer, self.spec, self._config)
+        self.chat = await Chat.start(folder, self.tokenizer, self._config)
         self._loaded = True
 
     # ---------------------------------------------------------------------------------------------- for callers
@@ -167,14 +164,10 @@ class Service:
 
     def stats(self) -> ServiceStats:
         """Numbers of now."""
-        stats = self._stats
         return ServiceStats(
             running=len(self._flights) - self._queue.requests,
             waiting=self._queue.requests,
-            kv_usage=stats.kv_usage,
-            prefix_queries=stats.prefix_queries,
-            prefix_hits=stats.prefix_hits,
-            preemptions=stats.preemptions,
+            kv_usage=self._stats.kv_usage,
             worker_pid=self._supervisor.pid,
             worker_restarts=self._supervisor.restarts,
         )

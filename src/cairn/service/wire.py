@@ -61,19 +61,15 @@ ToWorker = Load | Add | Drop
 
 
 class Info(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front needs to know of the loaded engine; the names are those of `EngineInfo`."""
+    """What the front needs to know of the loaded engine."""
 
-    blocks: tuple[int, ...]
-    block_tokens: int
-    block_bytes: tuple[int, ...]
     context: int
     """Longest sequence in tokens: the model's limit or the configured one, whichever is less."""
     pool_tokens: int
     """Longest sequence that fits when it has the whole KV pool to itself."""
     vocab: int
     max_rows: int
-    max_tokens: int
-    device: str
+    """Most rows in one step."""
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):
@@ -128,8 +124,6 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """Sent every second while the worker loads or has work: the process is alive."""
 
-    steps: int
-    """Steps begun so far."""
     cpu: float
     """CPU seconds used so far: a long step that computes is not a stalled one."""
 

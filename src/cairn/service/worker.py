@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 
 from cairn.config import Config
-from cairn.engine.base import Engine, EngineInfo
+from cairn.engine.base import Engine
 from cairn.errors import CairnError
 from cairn.kv.cache import Cache
 from cairn.scheduler import Limits, Plan, Scheduler
@@ -44,7 +44,6 @@ class Pulse:
 
     def __init__(self, channel: wire.Channel, process: bool) -> None:
         self.busy = True
-        self.steps = 0
         self._channel = channel
         self._process = process
         self._over = threading.Event()
@@ -59,7 +58,7 @@ class Pulse:
         while not self._channel.hung_up(BEAT_SECONDS) and not self._over.is_set():
             if self.busy:
                 try:
-                    self._channel.send(wire.Beat(steps=self.steps, cpu=time.process_time()))
+                    self._channel.send(wire.Beat(cpu=time.process_time()))
                 except OSError:
                     break
         if not self._over.wait(ORPHAN_SECONDS) and self._process:
@@ -104,7 +103,6 @@ class Loop:
             raise wire.WireError("a worker loads once")
 
     def _step(self, plan: Plan) -> wire.Step:
-        self._pulse.steps += 1
         results = plan.run(self._engine)
         if isinstance(results, Exception):
             self._failures += 1
@@ -196,22 +194,10 @@ def _load(channel: wire.Channel, config: Config, folder: Path) -> tuple[Engine, 
         max_queue_tokens=1 << 62,
     )
     scheduler = Scheduler(cache, limits, SystemClock())
-    channel.send(wire.Ready(spec, _info(engine.info, cache)))
+    known = engine.info
+    info = wire.Info(context=known.context, pool_tokens=cache.longest, vocab=known.vocab, max_rows=known.max_rows)
+    channel.send(wire.Ready(spec, info))
     return engine, scheduler
-
-
-def _info(info: EngineInfo, cache: Cache) -> wire.Info:
-    return wire.Info(
-        blocks=info.blocks,
-        block_tokens=info.block_tokens,
-        block_bytes=info.block_bytes,
-        context=info.context,
-        pool_tokens=cache.longest,
-        vocab=info.vocab,
-        max_rows=info.max_rows,
-        max_tokens=info.max_tokens,
-        device=info.device,
-    )
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ from cairn.text.sampled import opener, visible_ids
 from cairn.text.split import END_THINK, THINK
 from cairn.text.tokenizer import Tokenizer, read_json, valid_text
 from cairn.text.tools import OPEN as TOOL_CALL
-from cairn.types import ModelSpec, OutputFormat
+from cairn.types import OutputFormat
 
 INLINE_CHARACTERS = 4_096
 """Longer texts are encoded in a thread, so that other requests go on meanwhile."""
@@ -62,7 +62,7 @@ class Chat:
             )
 
     @classmethod
-    async def start(cls, folder: Path, tokenizer: Tokenizer, spec: ModelSpec, config: Config) -> Chat:
+    async def start(cls, folder: Path, tokenizer: Tokenizer, config: Config) -> Chat:
         """Read the model's chat templates and start the process that renders them.
 
         Raises ModelFileError if a template or its file is broken. A model without one starts; `prompt` then refuses.
