@@ -36,7 +36,9 @@ prove: .venv/.test  ## the full figures of docs/reliability.md, at most an hour
 	CAIRN_PROVE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 bench: .venv/.test  ## speed; prints tables
-	$(BIN)/python benchmarks/server_overhead.py
+	$(BIN)/python benchmarks/server_overhead.py --profile
+	$(BIN)/python benchmarks/scheduler_step.py
+	$(BIN)/python benchmarks/text_stream.py
 
 soak: .venv/.test  ## the simulator with new seeds until stopped
 	$(BIN)/python -m tests.laws.soak
