@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cairn.config import Config, Secret, options, resolve
+from cairn.config import Config, Secret, options
 from cairn.errors import ConfigError
+from cairn.resolve import resolve
 
 
 @pytest.fixture(autouse=True)
@@ -239,5 +240,5 @@ def test_config_never_changes():
 def test_import_is_cheap():
     """`import cairn` and reading options load neither numpy nor the server."""
     heavy = "('numpy', 'asyncio', 'httpx', 'typer')"
-    code = f"import sys, cairn, cairn.config; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, cairn, cairn.resolve; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

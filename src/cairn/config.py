@@ -1,31 +1,22 @@
 """Every option, declared once: type, default, bounds and help.
 
-Flags (`--kv-gb`), environment variables (`CAIRN_KV_GB`) and keys of cairn.toml (`kv_gb`) are generated from `Config`.
-Precedence: flag, environment, file, default. Everything is resolved before anything is built and never written after.
+Flags (`--kv-gb`), environment variables (`CAIRN_KV_GB`) and keys of cairn.toml (`kv_gb`) are generated from `Config`;
+`cairn.resolve` finds their values. Everything is resolved before anything is built and never written after.
 """
 
 from __future__ import annotations
 
 import difflib
 import hmac
-import math
-import os
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from cairn.errors import ConfigError
-
 PREFIX = "CAIRN_"
 """Every environment variable with this prefix is an option, or an error."""
-
-FILE_VARIABLE = "CAIRN_CONFIG"
-"""Names the file of options, as `--config` does."""
 
 
 class Secret:
@@ -187,18 +178,6 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         return " and ".join(part for part in (low, high) if part)
 
 
-class Resolved(msgspec.Struct, frozen=True):
-    """The options, and where each came from: a flag, a variable, a file's key, or the default."""
-
-    config: Config
-    sources: dict[str, str]
-    """By field name; a field that is missing here has its default."""
-
-    def source(self, name: str) -> str:
-        """Where the value of a field came from, in words."""
-        return self.sources.get(name, "default")
-
-
 @cache
 def options() -> tuple[Option, ...]:
     """Every option in the order of `Config`."""
@@ -255,171 +234,3 @@ def closest(word: str, known: Iterable[str]) -> str:
     """`; did you mean ...?` for the known word nearest to an unknown one, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
-
-
-def resolve(
-    flags: Mapping[str, object] | None = None,
-    env: Mapping[str, str] | None = None,
-    file: Path | None = None,
-    *,
-    keywords: bool = False,
-) -> Resolved:
-    """Flags (by field name; None means not given), then CAIRN_* variables, then a file, then defaults.
-
-    The file is `file`, else the one that CAIRN_CONFIG names, else ./cairn.toml, else ~/.config/cairn/cairn.toml; the
-    last two may be missing. An empty variable counts as not set; a list in a variable is separated by commas. Raises
-    ConfigError for an unknown name, a value of the wrong type or out of bounds; it names the source and the limit.
-    With `keywords` the flags are spelled in messages as the Python keywords they were.
-    """
-    env = os.environ if env is None else env
-    raw = _from_file(env, file) | _from_env(env) | _from_flags(flags or {}, keywords)
-    known = {option.name: option for option in options()}
-    values = {name: _value(known[name], given) for name, given in raw.items()}
-    return Resolved(Config(**values), {name: given.source for name, given in raw.items()})
-
-
-class _Given(msgspec.Struct, frozen=True):
-    """A value as it was written, before it is checked."""
-
-    value: object
-    source: str
-    text: bool
-    """Numbers may be written as text: true of flags and variables, not of a file, which has types."""
-
-
-def _from_flags(flags: Mapping[str, object], keywords: bool) -> dict[str, _Given]:
-    known = {option.name: option for option in options()}
-    found = {}
-    for name, value in flags.items():
-        if name not in known:
-            raise ConfigError(f"unknown option {name!r}{closest(name, known)}", field=name)
-        if value is not None and not (known[name].many and not value):
-            found[name] = _Given(value, name if keywords else known[name].flag, True)
-    return found
-
-
-def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
-    known = {option.variable: option for option in options()}
-    found = {}
-    for variable in sorted(env):
-        text = env[variable]
-        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE or not text:
-            continue
-        if variable not in known:
-            raise ConfigError(f"unknown environment variable {variable}{closest(variable, known)}", field=variable)
-        option = known[variable]
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        found[option.name] = _Given(parts if option.many else text, variable, True)
-    return found
-
-
-def _from_file(env: Mapping[str, str], file: Path | None) -> dict[str, _Given]:
-    path, table = _read(env, file)
-    known = {option.name for option in options()}
-    for key in table:
-        if key not in known:
-            raise ConfigError(f"unknown key {key!r} in {path}{closest(key, known)}", field=key)
-    return {key: _Given(value, f"{key} in {path}", False) for key, value in table.items()}
-
-
-def _read(env: Mapping[str, str], file: Path | None) -> tuple[Path | None, dict[str, Any]]:
-    """The file that holds and what it says; (None, {}) if there is none."""
-    path = file or (Path(env[FILE_VARIABLE]).expanduser() if env.get(FILE_VARIABLE) else None)
-    if path is None:
-        home = env.get("XDG_CONFIG_HOME") or (env["HOME"] + "/.config" if env.get("HOME") else "")
-        places = [Path("cairn.toml")] + ([Path(home) / "cairn" / "cairn.toml"] if home else [])
-        path = next((place for place in places if place.is_file()), None)
-    if path is None:
-        return None, {}
-    try:
-        return path, tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no file {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-
-
-def _value(option: Option, given: _Given) -> Any:
-    """The checked value of one option; ConfigError names the source and what was expected."""
-    if not option.many:
-        return _one(option, given, given.value)
-    written = given.value
-    if not isinstance(written, list | tuple):
-        written = [written]
-    if option.kind != "secret":
-        return tuple(_one(option, given, item) for item in written)
-    keys = [key for item in written for key in (_lines(given, item) if _is_file(item) else [item])]
-    return tuple(_one(option, given, key) for key in keys)
-
-
-def _one(option: Option, given: _Given, value: object) -> Any:
-    match option.kind:
-        case "secret":
-            if _is_file(value):
-                (value, *more) = _lines(given, value)
-                if more:
-                    raise ConfigError(f"{given.source}: the file must hold one key", field=option.name)
-            if not isinstance(value, str) or not value:
-                raise ConfigError(f"{given.source} must be a text that is not empty", field=option.name)
-            return Secret(value)
-        case "str":
-            if not isinstance(value, str) or not value:
-                raise _wrong(option, given, value, "a text that is not empty")
-            return value
-        case "choice":
-            if value not in option.choices:
-                raise _wrong(option, given, value, "one of " + ", ".join(option.choices))
-            return value
-        case "bool":
-            return _bool(option, given, value)
-        case "int" | "float":
-            return _number(option, given, value)
-
-
-def _bool(option: Option, given: _Given, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = value.lower() if given.text and isinstance(value, str) else ""
-    if word not in ("true", "false", "1", "0", "yes", "no", "on", "off"):
-        raise _wrong(option, given, value, "true or false")
-    return word in ("true", "1", "yes", "on")
-
-
-def _number(option: Option, given: _Given, value: object) -> int | float:
-    kind = int if option.kind == "int" else float
-    wanted = "a whole number" if kind is int else "a number"
-    if given.text and isinstance(value, str):
-        try:
-            value = kind(value)
-        except ValueError:
-            raise _wrong(option, given, value, wanted) from None
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
-        raise _wrong(option, given, value, wanted)
-    if not math.isfinite(value) or abs(value) >= 1 << 63:
-        raise _wrong(option, given, value, f"{wanted} of at most 64 bits" if math.isfinite(value) else wanted)
-    below = (option.above is not None and value <= option.above) or (option.least is not None and value < option.least)
-    if below or (option.most is not None and value > option.most):
-        raise _wrong(option, given, value, option.limits)
-    return kind(value)
-
-
-def _wrong(option: Option, given: _Given, value: object, wanted: str) -> ConfigError:
-    return ConfigError(f"{given.source} is {value!r} but must be {wanted}", field=option.name)
-
-
-def _is_file(value: object) -> bool:
-    return isinstance(value, str) and value.startswith("@") and len(value) > 1
-
-
-def _lines(given: _Given, value: object) -> list[str]:
-    """The keys in a file that was named as @FILE: one a line, empty lines do not count."""
-    path = Path(str(value)[1:]).expanduser()
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{given.source}: the key file {path} cannot be read: {error}", field=None) from None
-    if not lines:
-        raise ConfigError(f"{given.source}: the key file {path} is empty", field=None)
-    return lines

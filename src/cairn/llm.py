@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from cairn.answer import Answer, AsyncStream
-from cairn.config import Config, closest, local_options, options, resolve
+from cairn.config import Config, closest, local_options, options
 from cairn.errors import (
     Cancelled,
     ConfigError,
@@ -30,6 +30,7 @@ from cairn.errors import (
     Overloaded,
     Unavailable,
 )
+from cairn.resolve import resolve
 from cairn.service.requests import SamplingOptions, requests
 from cairn.types import Delta, Request
 

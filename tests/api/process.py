@@ -20,7 +20,7 @@ KV_GB = 0.2
 MAIN = """
 import json, sys
 from cairn.api.server import serve
-from cairn.config import resolve
+from cairn.resolve import resolve
 from cairn.errors import CairnError
 try:
     serve(resolve(json.loads(sys.argv[1]), {}).config)

@@ -15,9 +15,10 @@ import typer
 from cairn.cli.options import LOCAL, configured
 from cairn.cli.output import printable, talk
 from cairn.cli.sampling import Answering, Source, sampling_parameters, source
-from cairn.config import Resolved, closest
+from cairn.config import closest
 from cairn.errors import CairnError
 from cairn.models.hub import DEMO
+from cairn.resolve import Resolved
 
 if TYPE_CHECKING:
     from cairn.answer import Answer

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 
 from cairn.answer import Answer, ToolCall
-from cairn.config import Resolved
 from cairn.errors import CairnError, ConfigError, GenerationFailed, Unavailable
+from cairn.resolve import Resolved
 from cairn.types import CacheReport, Delta, FinishReason, Usage
 
 _TIMEOUT = httpx.Timeout(10, read=600)

@@ -7,8 +7,9 @@ import platform
 import typer
 
 from cairn.cli.options import LOCAL, configured
-from cairn.config import Config, Resolved
+from cairn.config import Config
 from cairn.errors import CairnError
+from cairn.resolve import Resolved
 from cairn.types import BLOCK_TOKENS
 
 Rows = list[tuple[str, str]]

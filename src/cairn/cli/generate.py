@@ -9,8 +9,8 @@ import typer
 
 from cairn.cli.options import LOCAL, configured
 from cairn.cli.sampling import Answering, Source, sampling_parameters, source
-from cairn.config import Resolved
 from cairn.errors import CairnError, InvalidRequest
+from cairn.resolve import Resolved
 
 
 def register(app: typer.Typer) -> None:

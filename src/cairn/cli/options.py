@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from cairn.config import Option, Resolved, local_options, options, resolve
+from cairn.config import Option, local_options, options
+from cairn.resolve import Resolved, resolve
 
 ALL = tuple(option.name for option in options())
 LOCAL = local_options()

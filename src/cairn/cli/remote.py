@@ -8,8 +8,8 @@ from urllib.parse import quote
 import typer
 
 from cairn.cli.options import configured
-from cairn.config import Resolved
 from cairn.errors import CairnError
+from cairn.resolve import Resolved
 
 if TYPE_CHECKING:
     from cairn.cli.client import Client

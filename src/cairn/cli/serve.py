@@ -8,7 +8,7 @@ import sys
 import typer
 
 from cairn.cli.options import ALL, configured
-from cairn.config import Resolved
+from cairn.resolve import Resolved
 
 
 def register(app: typer.Typer) -> None:
