@@ -164,7 +164,7 @@ def test_too_little_memory_is_known_before_loading(tmp_path: Path, monkeypatch: 
     folder = write_model(tmp_path)
     opened: list[Any] = []
     monkeypatch.setattr(cpu, "open_weights", lambda *arguments: opened.append(arguments))
-    monkeypatch.setattr("cairn.engine.pool.memory_available", lambda: 1_000_000)
+    monkeypatch.setattr("cairn.engine.memory.memory_available", lambda: 1_000_000)
     with pytest.raises(ModelError, match=r"needs .* GB of memory \(.* weights, .* KV pool, .* buffers\), 0\.00 GB are"):
         load(folder, kv_gb=None)
     assert opened == []

@@ -19,8 +19,8 @@ from cairn.config import Config
 from cairn.engine.base import Row
 from cairn.engine.cpu import CpuEngine
 from cairn.errors import ModelError
+from cairn.models.files import WEIGHTS
 from cairn.models.spec import load_spec
-from cairn.models.weights import SINGLE
 
 NASTY: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1, 2, 3, 7, 1 << 31, 1 << 62, 1 << 63, 1 << 70, 10**4000),
@@ -142,7 +142,7 @@ def test_bent_model_files(
 ) -> None:
     """Known failure 30: `ModelError` only, in at most a second, and no code from a file runs."""
     # Large contexts are legal; what they take is known before it is allocated, so nothing here needs the memory.
-    monkeypatch.setattr("cairn.engine.pool.memory_available", lambda: 1 << 28)
+    monkeypatch.setattr("cairn.engine.memory.memory_available", lambda: 1 << 28)
     architectures = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
     counts = {"loaded": 0, "ModelError": 0, "ModelFileError": 0}
     total, slowest = 50_000 if prove else 5_000, 0.0
@@ -155,7 +155,7 @@ def test_bent_model_files(
             write_config(folder, rng.choice(architectures), **fields, rope_theta=100.0, eos_token_id=3)
             tensors = random_tensors(folder)
             if rng.random() < 0.5:
-                save_file(tensors, folder / SINGLE)
+                save_file(tensors, folder / WEIGHTS)
             else:
                 write_shards(folder, tensors, 2)
             (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2], "temperature": 0.5, "top_k": 3}')
@@ -180,10 +180,10 @@ def test_the_harness_sees_a_reader_that_trusts(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("cairn.models.weights._counts", lambda value: True)
     rng = random.Random(1)
     write_config(tmp_path, **TINY)
-    save_file(random_tensors(tmp_path), tmp_path / SINGLE)
-    whole = (tmp_path / SINGLE).read_bytes()
+    save_file(random_tensors(tmp_path), tmp_path / WEIGHTS)
+    whole = (tmp_path / WEIGHTS).read_bytes()
     with pytest.raises((TypeError, ValueError, IndexError, OverflowError)):
         for _ in range(500):
-            bend_tensors(tmp_path / SINGLE, rng)
+            bend_tensors(tmp_path / WEIGHTS, rng)
             load_and_run(tmp_path)
-            (tmp_path / SINGLE).write_bytes(whole)
+            (tmp_path / WEIGHTS).write_bytes(whole)

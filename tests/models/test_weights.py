@@ -10,8 +10,9 @@ from safetensors.numpy import save_file
 from tests.tiny_models import BFLOAT16, MODELS, load, random_tensors, write_config, write_model
 
 from cairn.errors import ModelFileError
+from cairn.models.files import INDEX, WEIGHTS
 from cairn.models.spec import load_spec
-from cairn.models.weights import INDEX, SINGLE, expected_tensors, open_weights, parameters, weight_files
+from cairn.models.weights import expected_tensors, open_weights, parameters, weight_files
 
 Tensors = dict[str, np.ndarray]
 
@@ -33,14 +34,14 @@ def open_folder(folder: Path) -> Any:
 def test_one_file_and_shards_hold_the_same(dtype: Any, tmp_path: Path) -> None:
     single = write_config(tmp_path / "single")
     tensors = random_tensors(single, dtype=dtype)
-    save_file(tensors, single / SINGLE)
+    save_file(tensors, single / WEIGHTS)
     shards = write_shards(write_config(tmp_path / "shards"), tensors)
     for folder in (single, shards):
         found = open_folder(folder)
         assert set(found) == set(tensors)
         for name, tensor in tensors.items():
             assert found[name].dtype == tensor.dtype and found[name].tobytes() == tensor.tobytes()
-    assert [path.name for path in weight_files(single)] == [SINGLE]
+    assert [path.name for path in weight_files(single)] == [WEIGHTS]
     assert len(weight_files(shards)) == 3
 
 
@@ -63,7 +64,7 @@ def test_parameters_are_counted_from_the_shapes(tmp_path: Path) -> None:
 def change(folder: Path, edit: Any) -> Path:
     tensors = random_tensors(write_config(folder))
     edit(tensors)
-    save_file(tensors, folder / SINGLE)
+    save_file(tensors, folder / WEIGHTS)
     return folder
 
 
@@ -74,7 +75,7 @@ def test_known_harmless_tensors_are_ignored(tmp_path: Path) -> None:
     assert set(open_folder(change(tmp_path / "a", edit))) == set(expected_tensors(load_spec(tmp_path / "a")))
     tied = write_config(tmp_path / "b", tie_word_embeddings=True)
     tensors = random_tensors(tied)
-    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, tied / SINGLE)
+    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].copy()}, tied / WEIGHTS)
     assert set(open_folder(tied)) == set(tensors)
 
 
@@ -104,29 +105,29 @@ def test_known_harmless_tensors_are_ignored(tmp_path: Path) -> None:
 def test_tensors_that_do_not_fit_the_config(edit: Any, words: list[str], tmp_path: Path) -> None:
     with pytest.raises(ModelFileError) as caught:
         open_folder(change(tmp_path, edit))
-    for word in [SINGLE, *words]:
+    for word in [WEIGHTS, *words]:
         assert word in str(caught.value)
 
 
 def test_a_truncated_or_extended_file(tmp_path: Path) -> None:
     """Known failure 30: a truncated file is refused, not trusted."""
-    whole = (write_model(tmp_path) / SINGLE).read_bytes()
+    whole = (write_model(tmp_path) / WEIGHTS).read_bytes()
     header = int.from_bytes(whole[:8], "little") + 8
     for size in (0, 4, 8, 9, header - 1, header, header + 1, len(whole) - 1):
-        (tmp_path / SINGLE).write_bytes(whole[:size])
+        (tmp_path / WEIGHTS).write_bytes(whole[:size])
         with pytest.raises(ModelFileError, match=r"model\.safetensors: (the file is truncated|not a whole)"):
             open_folder(tmp_path)
-    (tmp_path / SINGLE).write_bytes(whole + b"\0")
+    (tmp_path / WEIGHTS).write_bytes(whole + b"\0")
     with pytest.raises(ModelFileError, match="too long"):
         open_folder(tmp_path)
 
 
 def rewrite_header(folder: Path, edit: Any) -> None:
-    whole = (folder / SINGLE).read_bytes()
+    whole = (folder / WEIGHTS).read_bytes()
     size = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + size])
     text = edit(header) or json.dumps(header)
-    (folder / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text.encode() + whole[8 + size :])
+    (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text.encode() + whole[8 + size :])
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_a_header_that_lies(edit: Any, words: list[str], tmp_path: Path) -> None
     rewrite_header(tmp_path, edit)
     with pytest.raises(ModelFileError) as caught:
         open_folder(tmp_path)
-    for word in [SINGLE, *words]:
+    for word in [WEIGHTS, *words]:
         assert word in str(caught.value)
 
 

@@ -27,47 +27,41 @@ def register(app: typer.Typer) -> None:
         from cairn.cli.output import sections
 
         config = resolved.config
-        sections([("Machine", machine()), ("Engines", engines(config)), ("Models", models(config))])
+        sections([("Machine", _machine()), ("Engines", _engines(config)), ("Models", _models(config))])
 
 
-def machine() -> Rows:
+def _machine() -> Rows:
     """Cores, instruction sets, memory and GPUs."""
-    from cairn.engine import device
-
-    found = device.gpus()
     from cairn import __version__
+    from cairn.engine import machine
 
+    gpus = ", ".join(f"{gpu.name} ({gpu.kind})" for gpu in machine.gpus())
     return [
         ("Cairn", f"{__version__} on Python {platform.python_version()}"),
-        ("CPU", device.cpu_name()),
-        ("cores", f"{device.cpu_count()} that this process may use"),
-        ("instructions", " ".join(device.instruction_sets()) or "not told by the system"),
-        ("free memory", f"{device.memory_available() / GB:.1f} GB"),
-        ("GPU", ", ".join(f"{gpu.name} ({gpu.kind})" for gpu in found) or "none"),
+        ("CPU", machine.cpu_name()),
+        ("cores", f"{machine.cpu_count()} that this process may use"),
+        ("instructions", " ".join(machine.instruction_sets()) or "not told by the system"),
+        ("free memory", f"{machine.memory_available() / GB:.1f} GB"),
+        ("GPU", gpus or "none"),
     ]
 
 
-def engines(config: Config) -> Rows:
+def _engines(config: Config) -> Rows:
     """What each engine would use, or why it is not used."""
-    from cairn.engine import device
+    from cairn.engine import machine
 
-    threads = config.threads or device.cpu_count()
-    fake = config.engine == "fake"
-    rows = [
-        (
-            "cpu",
-            f"not used: the engine is set to {config.engine}"
-            if fake
-            else f"used: numpy kernels, float32, {threads} threads",
-        ),
-        ("fake", "used: no model is computed, for tests" if fake else "not used: it is for tests"),
-    ]
-    for gpu in device.gpus():
+    if config.engine == "fake":
+        cpu, fake = "not used: the engine is set to fake", "used: no model is computed, for tests"
+    else:
+        cpu = f"used: numpy kernels, float32, {config.threads or machine.cpu_count()} threads"
+        fake = "not used: it is for tests"
+    rows = [("cpu", cpu), ("fake", fake)]
+    for gpu in machine.gpus():
         rows.append((gpu.kind, f"not used: {gpu.name} is here, but this version has no engine for GPUs"))
     return rows
 
 
-def models(config: Config) -> Rows:
+def _models(config: Config) -> Rows:
     """The chosen model, the bundled one and those downloaded: what each needs, and whether that fits."""
     from cairn.models import hub
 
@@ -78,37 +72,34 @@ def models(config: Config) -> Rows:
 
 def _fit(name: str, config: Config) -> str:
     """One model in a sentence."""
-    from cairn.engine import device
+    from cairn.engine import machine, memory
     from cairn.models import hub
     from cairn.models.spec import load_spec
 
     try:
         folder = hub.locate(name)
         spec = load_spec(folder, identify=False)
-        free = device.memory_available()
-        blocks = device.pool_blocks(spec, config, free)
-        device.check_memory(spec, config, blocks, free)
+        free = machine.memory_available()
+        blocks = memory.pool_blocks(spec, config, free)
+        memory.check_memory(spec, config, blocks, free)
     except CairnError as error:
         return f"no: {str(error).removeprefix(f'{name}: ')}"
-    sizes = device.block_bytes(spec)
+    sizes = memory.block_bytes(spec)
     pool = sum(count * size for count, size in zip(blocks, sizes, strict=True))
     context = min(spec.context, config.context or spec.context)
     tokens = min(blocks) * BLOCK_TOKENS
     return (
-        f"fits: {_size(device.weight_bytes(spec))} of weights; {_size(pool)} of KV pool holds {tokens:,} tokens, "
+        f"fits: {_size(memory.weight_bytes(spec))} of weights; {_size(pool)} of KV pool holds {tokens:,} tokens, "
         f"context {context:,}"
     )
 
 
 def _largest() -> str:
     """A rule of thumb: weights in float32 beside a KV pool of a quarter of the free memory."""
-    from cairn.engine import device
+    from cairn.engine import machine
 
-    return f"fit up to about {device.memory_available() * 0.7 / 4 / 1e9:.1f} billion parameters (weights in float32)"
+    return f"fit up to about {machine.memory_available() * 0.7 / 4 / 1e9:.1f} billion parameters (weights in float32)"
 
 
 def _size(size: float) -> str:
     return f"{size / GB:.1f} GB" if size >= GB else f"{size / 1e6:.0f} MB"
-
-
-__all__ = ["engines", "machine", "models", "register"]

@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_info
 from cairn.config import Config
 from cairn.engine.base import EngineInfo, Ready, Row, RowResult
 from cairn.engine.machine import cpu_count
-from cairn.engine.pool import block_bytes, check_memory, pool_blocks
+from cairn.engine.memory import block_bytes, check_memory, pool_blocks
 from cairn.kernels.blas import TILE
 from cairn.kernels.paged import SPAN
 from cairn.kernels.reference import ReferenceKernels

@@ -1,4 +1,4 @@
-"""From a configuration and a folder to a loaded engine: which engine computes, on what, and with how much memory."""
+"""From a configuration and a folder to a loaded engine."""
 
 from __future__ import annotations
 
@@ -6,24 +6,9 @@ from pathlib import Path
 
 from cairn.config import Config
 from cairn.engine.base import Engine
-from cairn.engine.machine import Gpu, cpu_count, cpu_name, gpus, instruction_sets, memory_available
-from cairn.engine.pool import block_bytes, check_memory, pool_blocks, weight_bytes
+from cairn.engine.memory import pool_blocks
 from cairn.models.spec import load_spec
 from cairn.types import ModelSpec
-
-__all__ = [
-    "Gpu",
-    "block_bytes",
-    "check_memory",
-    "cpu_count",
-    "cpu_name",
-    "gpus",
-    "instruction_sets",
-    "load_engine",
-    "memory_available",
-    "pool_blocks",
-    "weight_bytes",
-]
 
 
 def load_engine(config: Config, folder: Path) -> tuple[ModelSpec, Engine]:

@@ -13,6 +13,10 @@ from typing import Any
 
 from cairn.errors import ModelFileError
 
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+"""Where a model's weights are: in one file, or in those that an index names."""
+
 MAX_JSON_BYTES = 32 << 20
 """Larger configs and indexes are refused: the index of the largest models has about 10 MB."""
 
@@ -35,6 +39,11 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ModelFileError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB, which no model's JSON file is")
         text = path.read_bytes()
     return parse_object(text, path)
+
+
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """`read_json`, and {} where there is no such file."""
+    return read_json(path) if path.exists() else {}
 
 
 def parse_object(text: bytes, path: Path, unique: bool = False) -> dict[str, Any]:

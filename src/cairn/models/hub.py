@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cairn.errors import ModelError, ModelFileError
+from cairn.models.files import INDEX, WEIGHTS
 
 if TYPE_CHECKING:
     from cairn.models.download import Hub, RemoteFile
 
 DEMO = "demo"
-INDEX = "model.safetensors.index.json"
-WEIGHTS = "model.safetensors"
 NEEDED = ("config.json", "tokenizer.json")
 """A model without these cannot be served."""
 USEFUL = (

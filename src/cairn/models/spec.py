@@ -17,7 +17,7 @@ import msgspec
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.digests import file_digest
-from cairn.models.files import Fields, read_json, reading
+from cairn.models.files import Fields, read_json, read_optional_json, reading
 from cairn.models.hub import model_name
 from cairn.models.weights import weight_files
 from cairn.types import CacheGroup, ModelSpec, RopeScaling
@@ -229,14 +229,12 @@ def _window_layers(config: Fields, layers: int) -> list[int]:
 def _eos(config: Fields, folder: Path, vocab: int) -> tuple[int, ...]:
     """Ids that end a generation: generation_config.json first, then config.json, then the tokenizer's eos_token."""
     path = folder / "generation_config.json"
-    if path.exists() and (found := Fields(read_json(path), path).ids("eos_token_id", vocab)):
+    if found := Fields(read_optional_json(path), path).ids("eos_token_id", vocab):
         return found
     if found := config.ids("eos_token_id", vocab):
         return found
     path = folder / "tokenizer_config.json"
-    if not path.exists():
-        return ()
-    tokenizer = Fields(read_json(path), path)
+    tokenizer = Fields(read_optional_json(path), path)
     token = tokenizer.values.get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     for number, added in tokenizer.object("added_tokens_decoder").values.items():
@@ -249,9 +247,7 @@ def _eos(config: Fields, folder: Path, vocab: int) -> tuple[int, ...]:
 def _defaults(folder: Path) -> dict[str, float]:
     """Sampling defaults of generation_config.json. An explicit `do_sample: false` is temperature 0."""
     path = folder / "generation_config.json"
-    if not path.exists():
-        return {}
-    fields = Fields(read_json(path), path)
+    fields = Fields(read_optional_json(path), path)
     bounds = {
         "temperature": (0.0, 100.0),
         "top_k": (0, 1 << 24),

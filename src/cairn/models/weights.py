@@ -19,11 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
-from cairn.models.files import Fields, parse_object, read_json, reading
+from cairn.models.files import INDEX, WEIGHTS, Fields, parse_object, read_json, reading
 from cairn.types import ModelSpec
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
@@ -82,8 +79,8 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises `ModelFileError` for an index that is broken or names a file that is not there.
     """
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
         return sorted({folder / name for name in _weight_map(folder).values()})
     return []
@@ -98,7 +95,7 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
     files = weight_files(folder)
     if not files:
         raise _no_weights(folder)
-    homes = _weight_map(folder) if files != [folder / SINGLE] else None
+    homes = _weight_map(folder) if files != [folder / WEIGHTS] else None
     expected = expected_tensors(spec)
     found: dict[str, NDArray[Any]] = {}
     for path in files:
@@ -117,13 +114,13 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
                 raise ModelFileError(f"{path}: the tensor {name[:120]!r} is not part of a {spec.architecture}")
     missing = next((name for name in expected if name not in found), None)
     if missing is not None:
-        home = SINGLE if homes is None else homes.get(missing, INDEX)
+        home = WEIGHTS if homes is None else homes.get(missing, INDEX)
         raise ModelFileError(f"{folder / home}: the tensor {missing} of shape {list(expected[missing])} is missing")
     return found
 
 
 def _no_weights(folder: Path) -> ModelFileError:
-    wanted = f"expected {SINGLE}, or {INDEX} and its files"
+    wanted = f"expected {WEIGHTS}, or {INDEX} and its files"
     with reading(folder):
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
     if pickles:

@@ -18,13 +18,14 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import InvalidRequest, ModelFileError, Unsupported
+from cairn.models.files import read_optional_json
 from cairn.text.messages import plain_message, texts_in, with_texts
 from cairn.text.render_wire import Job, Setup
 from cairn.text.renderer import Renderer
 from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
 from cairn.text.sampled import opener, visible_ids
 from cairn.text.split import END_THINK, THINK
-from cairn.text.tokenizer import Tokenizer, read_json, valid_text
+from cairn.text.tokenizer import Tokenizer, valid_text
 from cairn.text.tools import OPEN as TOOL_CALL
 from cairn.types import OutputFormat
 
@@ -189,7 +190,7 @@ def load_templates(folder: Path) -> dict[str, str]:
     templates: dict[str, str] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
         path = folder / name
-        value = read_json(path).get("chat_template")
+        value = read_optional_json(path).get("chat_template")
         if isinstance(value, str):
             templates["default"] = value
         elif isinstance(value, list) and all(

@@ -19,6 +19,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from cairn.errors import ModelFileError
+from cairn.models.files import read_optional_json
 from cairn.text.controls import Controls, is_control
 from cairn.text.detokenizer import Decoding, Detokenizer
 
@@ -72,7 +73,10 @@ class Tokenizer:
             raise ModelFileError(f"{path}: {reason}; a model folder must hold a tokenizer.json") from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ModelFileError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
-        config = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
+        config = {
+            **read_optional_json(folder / "special_tokens_map.json"),
+            **read_optional_json(folder / "tokenizer_config.json"),
+        }
         try:
             library = Library.from_str(data.decode())
         except Exception as error:  # the library raises bare Exception
@@ -205,19 +209,6 @@ def _ids(library: Library, text: str) -> list[int]:
     others; its batches do not."""
     (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
     return list(encoding.ids)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from an optional file; {} where it is absent. Raises ModelFileError if it is broken."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path}: cannot be read as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path}: must hold a JSON object")
-    return value
 
 
 def valid_text(text: str) -> str:

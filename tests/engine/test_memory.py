@@ -8,7 +8,7 @@ import pytest
 from tests.tiny_models import random_tensors, write_config
 
 from cairn.config import Config
-from cairn.engine.pool import block_bytes, check_memory, pool_blocks, weight_bytes
+from cairn.engine.memory import block_bytes, check_memory, pool_blocks, weight_bytes
 from cairn.errors import ModelError
 from cairn.models.spec import load_spec
 from cairn.types import CacheGroup, ModelSpec
