@@ -1,4 +1,4 @@
-"""The outside world, injectable. Scheduler, kv, service and agents reach it through these and nothing else.
+"""Time and chance, injectable. The scheduler and the KV cache reach the outside world through these and nothing else.
 
 Each seam has a real implementation here and a simulated one in the tests, so that time, chance and failure can be
 replayed from a seed.

@@ -1,0 +1,66 @@
+"""What the pages say is there. Known failure 50: a feature in the README with no route behind it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from cairn.api.app import build_app
+from cairn.config import Config, options
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+ROOMS = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+ROUTES = sorted(set(re.findall(r"`(/[a-z0-9/{}*_]+)`", README)) - {"/cancel"})
+
+
+def test_the_map_names_every_file_and_no_other() -> None:
+    source = ROOT / "src" / "cairn"
+    files = {path.relative_to(source) for path in source.rglob("*.py") if path.name != "__init__.py"}
+    named, room = set(), Path()
+    for line in ROOMS.splitlines()[2:]:
+        if opened := re.match(r"  (\w+)/", line):
+            room = Path(opened[1])
+        elif re.match(r"  \w", line):
+            room = Path()
+        named |= {room / name for name in re.findall(r"\b[a-z_]+\.py\b", line)}
+        if room == Path("cli"):
+            named |= {room / f"{name}.py" for name in line.partition("commands: ")[2].split()}
+    assert named == files
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route_of_the_readme_is_there(route: str) -> None:
+    app = build_app(None, Config())
+    paths = {"/health/*": ["/health/live", "/health/ready"]}
+    for path in paths.get(route, [route.replace("{id}", "0")]):
+        text = (ROOT / "src" / "cairn" / "api" / "app.py").read_text()
+        assert path in app._exact or app._admin.routes(path) or f'"{path}"' in text, path
+    assert len(ROUTES) >= 7
+
+
+def test_every_option_and_command_of_the_readme_is_there() -> None:
+    known = {option.variable for option in options()} | {option.name for option in options()}
+    assert set(re.findall(r"CAIRN_[A-Z_]+", README)) <= known
+    assert set(re.findall(r"`([a-z_]+) = ", README)) <= known
+    tree = ast.parse((ROOT / "src" / "cairn" / "cli" / "__init__.py").read_text())
+    groups = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    used = set(re.findall(r"(?:bin/|`)cairn ([a-z]+)", README))
+    assert used and used <= groups | {"pull", "config", "status", "cancel"}
+
+
+def test_every_make_target_that_a_page_names_is_there() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    pages = README + (ROOT / "docs" / "reliability.md").read_text() + (ROOT / ".ci" / "run").read_text()
+    used = set(re.findall(r"(?:`|^)make ([a-z]+)", pages, re.M))
+    assert {"serve", "test", "check", "prove"} <= used <= targets
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/reliability.md"])
+def test_every_link_leads_somewhere(page: str) -> None:
+    path = ROOT / page
+    for target in re.findall(r"\]\((?!http)([^)#]+)", path.read_text()):
+        assert (path.parent / target).exists(), target
