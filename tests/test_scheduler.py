@@ -575,6 +575,29 @@ def test_retry_after_is_what_it_takes() -> None:
     assert all(3 <= seconds <= 5 for seconds in kept)
 
 
+def test_a_cached_prompt_never_takes_more_steps_or_tokens() -> None:
+    """Known failure 37: cache on is never slower than cache off, whatever there is in the pool and beside it."""
+    cost = {}
+    for windows in ((0,), (0, 8), (8,)):
+        for length in (1, 3, 4, 5, 40, 41, 77, 120):
+            for crowd in (0, 3):
+                for salt in (b"", b"another tenant"):  # whose prompt is not in the pool
+                    rig = Rig(windows=windows, step_tokens=16)
+                    prompt = tuple(place * 7 % VOCAB for place in range(length))
+                    rig.add(1, prompt)
+                    rig.run()
+                    rig.plans.clear()
+                    for other in range(crowd):
+                        rig.add(10 + other, tuple(reversed(prompt))[: length - other] or (1,), salt=salt)
+                    rig.add(2, prompt, salt=salt)
+                    rig.run()
+                    tokens = sum(row.end - row.start for plan in rig.plans for row in plan.rows)
+                    cost[salt] = len(rig.plans), tokens
+                warm, cold = cost[b""], cost[b"another tenant"]
+                assert warm[0] <= cold[0] and warm[1] <= cold[1], (windows, length, crowd)
+                assert length < 40 or warm[1] < cold[1]
+
+
 def test_nothing_of_a_finished_request_is_kept() -> None:
     """Known failure 11."""
     rig = Rig()

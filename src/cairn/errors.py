@@ -26,6 +26,8 @@ CairnError                 500  our own fault, or unforeseen
 
 from __future__ import annotations
 
+import traceback
+
 
 class CairnError(Exception):
     """Base of every error that Cairn raises on purpose. `str(error)` is one clear sentence for the caller."""
@@ -38,6 +40,11 @@ class CairnError(Exception):
         super().__init__(message)
         self.field = field
         self.retry_after = retry_after
+
+
+def trace(error: BaseException) -> str:
+    """An unforeseen error for the log: its type and places. Its message may quote a prompt or an answer, and is not."""
+    return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}"
 
 
 class InvalidRequest(CairnError):

@@ -325,20 +325,23 @@ async def test_an_engine_that_raises_fails_its_rows_and_the_worker_goes_on(
 
 
 async def test_a_text_that_cannot_be_built_fails_that_request_alone(
-    service: Service, monkeypatch: pytest.MonkeyPatch
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Known failure 19."""
+    """Known failure 19. What the error says may quote the answer, and is not logged."""
     bad = service.generate(request(service, "bad", 500, stop=("never",)))
     good = service.generate(request(service, "good", 100))
 
+    said = "the moon is made of cheese"
+
     def broken(*_: Any) -> list[Delta]:
-        raise RuntimeError("no text")
+        raise RuntimeError(said)
 
     monkeypatch.setattr(bad._flight.text, "push", broken, raising=False)
     with pytest.raises(GenerationFailed, match="text"):
         await collect(bad)
     assert len((await collect(good)).tokens) == 100
     assert service.status(bad.id).state == "failed"  # type: ignore[union-attr]
+    assert "RuntimeError" in caplog.text and said not in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------- slow consumers

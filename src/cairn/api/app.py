@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import time
-import traceback
 from collections.abc import Awaitable, Callable
 
 from cairn.api.admin import Admin
@@ -23,7 +22,7 @@ from cairn.api.openai import OpenAI
 from cairn.api.registry import Registry
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal
 from cairn.config import Config
-from cairn.errors import CairnError, MethodNotAllowed, NotFound, Unavailable
+from cairn.errors import CairnError, MethodNotAllowed, NotFound, Unavailable, trace
 from cairn.seams import Rng, SystemClock, SystemRng
 from cairn.service.service import Service
 
@@ -71,12 +70,8 @@ class App:
         except CairnError as error:
             await self._fail(call, error)
         except Exception as error:
-            # The message may quote the prompt, so only its type and the places are logged.
-            log.error(
-                "request %s: %s\n%s", call.id, type(error).__name__, "".join(traceback.format_tb(error.__traceback__))
-            )
+            log.error("request %s: %s", call.id, trace(error))
             await self._fail(call, internal(call))
-
         log.debug("request %s: %d after %.3f s", call.id, call.status, time.monotonic() - began)
 
     async def _answer(self, call: Call) -> None:

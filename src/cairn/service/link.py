@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from cairn.errors import trace
 from cairn.seams import Clock
 from cairn.service import wire
 
@@ -178,8 +179,8 @@ class Link:
             try:
                 self._receive(message)
             except Exception as error:  # what it said is lost, but not the tokens before: another worker goes on
-                log.exception("a frame of the worker could not be used")
-                self.kill(f"the front failed: {error!r}")
+                log.error("a frame of the worker could not be used: %s", trace(error))
+                self.kill(f"the front failed: {type(error).__name__}")
                 return
 
     def _on_writable(self) -> None:

@@ -22,6 +22,7 @@ from cairn.errors import (
     InvalidRequest,
     Overloaded,
     Unavailable,
+    trace,
 )
 from cairn.metrics import Metrics
 from cairn.models.hub import locate
@@ -374,8 +375,8 @@ class Service:
                 self._supervisor.look()
                 self._end_late(self._clock.now())
                 self._history.forget(self._clock.now())
-            except Exception:
-                log.exception("the periodic check failed")
+            except Exception as error:
+                log.error("the periodic check failed: %s", trace(error))
 
     def _end_late(self, now: float) -> None:
         """End what is past its deadline although the worker did not say so, and what nobody reads."""
@@ -410,7 +411,7 @@ def _late() -> CairnError:
 
 
 def _broken(error: Exception) -> CairnError:
-    log.error("the text of an answer could not be built", exc_info=error)
+    log.error("the text of an answer could not be built: %s", trace(error))
     return GenerationFailed("the text of the answer could not be built")
 
 
