@@ -23,13 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from cairn.answer import Answer, AsyncStream
 from cairn.config import Config, closest, local_options, options
-from cairn.errors import (
-    Cancelled,
-    ConfigError,
-    InvalidRequest,
-    Overloaded,
-    Unavailable,
-)
+from cairn.errors import Cancelled, ConfigError, InvalidRequest, Overloaded, Unavailable
 from cairn.resolve import resolve
 from cairn.service.requests import SamplingOptions, requests
 from cairn.types import Delta, Request
@@ -44,7 +38,6 @@ Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
 """Text, or token ids."""
 
-_LONG_TEXT = 16_384
 _CLOSE_SECONDS = 10.0
 _IDLE_LOOKS = 20
 
@@ -176,8 +169,10 @@ class AsyncLLM:
     async def _tokens(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
+        from cairn.text.tokenizer import INLINE
+
         encode = self.service.tokenizer.encode_prompt
-        return encode(prompt) if len(prompt) < _LONG_TEXT else await asyncio.to_thread(encode, prompt)
+        return encode(prompt) if len(prompt) <= INLINE else await asyncio.to_thread(encode, prompt)
 
     def _request(self, tokens: Sequence[int], asked: SamplingOptions, **more: Any) -> Request:
         service = self.service

@@ -13,9 +13,9 @@ from tests.text import text_models
 import cairn
 from cairn.config import Config
 from cairn.errors import InvalidRequest, ModelFileError, Overloaded, Unsupported
-from cairn.text.chat import INLINE_CHARACTERS, Chat, load_templates
+from cairn.text.chat import Chat, load_templates
 from cairn.text.stream import TextStream
-from cairn.text.tokenizer import Tokenizer
+from cairn.text.tokenizer import INLINE, Tokenizer
 from cairn.types import FinishReason, OutputFormat, Request, SamplingParams
 
 TOOLS = [
@@ -318,7 +318,7 @@ async def test_long_texts_are_encoded_off_the_event_loop(start: Start, monkeypat
     monkeypatch.setattr(asyncio, "to_thread", to_thread)
     await chat.prompt([{"role": "user", "content": "short"}])
     assert threads == []
-    await chat.prompt([{"role": "user", "content": "long " * INLINE_CHARACTERS}])
+    await chat.prompt([{"role": "user", "content": "long " * INLINE}])
     assert threads == [chat._encode]
 
 

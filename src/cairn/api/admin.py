@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from cairn.api.limits import read_json
-from cairn.api.openai import LONG_TEXT, check_length, check_model, encode_text
+from cairn.api.openai import check_length, check_model, encode_text
 from cairn.api.registry import Registry, parse_id
 from cairn.api.reply import Call
 from cairn.api.schemas import (
@@ -25,6 +25,7 @@ from cairn.config import Config
 from cairn.errors import InvalidRequest, NotFound
 from cairn.metrics import CONTENT_TYPE
 from cairn.service.service import Service
+from cairn.text.tokenizer import INLINE
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
 
@@ -93,7 +94,7 @@ class Admin:
         for token in body.tokens:
             if not 0 <= token < vocab:
                 raise InvalidRequest(f"tokens holds {token}; ids go from 0 to {vocab - 1}", field="tokens")
-        if len(body.tokens) < LONG_TEXT:
+        if len(body.tokens) <= INLINE:
             text = service.tokenizer.decode(body.tokens, skip_special=False)
         else:
             text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special=False)

@@ -24,29 +24,19 @@ from cairn.api.schemas import (
     plain_messages,
     plain_tools,
 )
-from cairn.api.sse import (
-    DONE,
-    EVENT_STREAM,
-    HEARTBEAT,
-    error_event,
-)
+from cairn.api.sse import DONE, EVENT_STREAM, HEARTBEAT, error_event
 from cairn.config import Config
-from cairn.errors import (
-    CairnError,
-    ContextTooLong,
-    InvalidRequest,
-    UnknownModel,
-)
+from cairn.errors import CairnError, ContextTooLong, InvalidRequest, UnknownModel
 from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.service.stream import merge
-from cairn.text.tokenizer import Tokenizer
+from cairn.text.tokenizer import INLINE, Tokenizer
 from cairn.types import Done
 
 USUAL_CHARACTERS = 8
 """Characters a token from which a text is looked at more closely; languages and code have 1 to 5."""
-LONG_TEXT = 16_384
-"""Characters from which a text is encoded off the event loop."""
+PIECE = 16_384
+"""Characters in one piece of a text that is only measured."""
 COMPLETION_TOKENS = 16
 """max_tokens of a text completion that gives none, as in the OpenAI API."""
 
@@ -221,7 +211,7 @@ def check_model(name: str, service: Service) -> None:
 
 async def encode_text(service: Service, text: str) -> list[int]:
     """The token ids of a raw prompt; a long text does not hold up the event loop."""
-    if len(text) < LONG_TEXT:
+    if len(text) <= INLINE:
         return service.tokenizer.encode_prompt(text)
     await check_length(service, [text], "prompt")
     return await asyncio.to_thread(service.tokenizer.encode_prompt, text)
@@ -231,7 +221,7 @@ async def check_length(service: Service, texts: Sequence[str], field: str) -> No
     """Refuse texts that are far too long for the context before they are encoded whole, which takes 150 bytes of memory
     a byte of text. They are encoded in pieces until twice the context is passed; the cuts add far less than that."""
     context = service.info.context
-    if sum(map(len, texts)) <= max(LONG_TEXT, USUAL_CHARACTERS * context):
+    if sum(map(len, texts)) <= max(PIECE, USUAL_CHARACTERS * context):
         return
     count = await asyncio.to_thread(_count, service.tokenizer, texts, 2 * context)
     if count > 2 * context:
@@ -245,8 +235,8 @@ def _count(tokenizer: Tokenizer, texts: Sequence[str], enough: int) -> int:
     """About how many tokens the texts have, or the first count beyond `enough`."""
     count = 0
     for text in texts:
-        for start in range(0, len(text), LONG_TEXT):
-            count += len(tokenizer.encode(text[start : start + LONG_TEXT]))
+        for start in range(0, len(text), PIECE):
+            count += len(tokenizer.encode(text[start : start + PIECE]))
             if count > enough:
                 return count
     return count

@@ -22,7 +22,6 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 JSON = (b"content-type", b"application/json")
-TEXT = (b"content-type", b"text/plain; charset=utf-8")
 encode = msgspec.json.Encoder().encode
 
 

@@ -25,12 +25,9 @@ from cairn.text.renderer import Renderer
 from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
 from cairn.text.sampled import opener, visible_ids
 from cairn.text.split import END_THINK, THINK
-from cairn.text.tokenizer import Tokenizer, valid_text
+from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
 from cairn.text.tools import OPEN as TOOL_CALL
 from cairn.types import OutputFormat
-
-INLINE_CHARACTERS = 4_096
-"""Longer texts are encoded in a thread, so that other requests go on meanwhile."""
 
 _MARKS = [chr(code) for block in (range(0xFDE0, 0xFDF0), range(0x10F000, 0x10FF00)) for code in block]
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -113,7 +110,7 @@ class Chat:
             conversations.append(list(shown.values()))
         payload = _json({"messages": conversations, "tools": offered, "arguments": given})
         texts = await self._renderer.render(Job(template=name, payload=payload, marks=mark + edge))
-        if sum(map(len, texts)) > INLINE_CHARACTERS:
+        if sum(map(len, texts)) > INLINE:
             tokens = await asyncio.to_thread(self._encode, texts, mark, answers, tenant)
         else:
             tokens = self._encode(texts, mark, answers, tenant)

@@ -27,6 +27,10 @@ SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 """The special tokens that transformers names; chat templates may use them by these names."""
 
 
+INLINE = 4_096
+"""Most characters or tokens that are worth no thread: more of them would hold other requests up meanwhile."""
+
+
 class _File(msgspec.Struct):
     """The part of tokenizer.json that the library does not show."""
 
