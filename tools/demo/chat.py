@@ -178,7 +178,7 @@ def one_sum(talk: Talk) -> tuple[str, str]:
     if rng.random() < 0.12:
         return _story(talk)
     sign = rng.choice("++--*/")
-    top = rng.choice((10, 10, 20, 50, 100))
+    top = rng.choice((10, 10, 10, 20, 20, 50))
     a, b = rng.randint(0, top), rng.randint(0, top)
     if sign == "-":
         a, b = max(a, b), min(a, b)
@@ -283,9 +283,9 @@ def fill(talk: Talk, template: str) -> str:
 
 
 def unknowable(talk: Talk) -> None:
-    """A question that the model has no way to answer."""
+    """A question that the model has no way to answer; with tools on offer, never one that a tool might answer."""
     rng = talk.rng
-    if rng.random() < 0.6:
+    if talk.tools or rng.random() < 0.7:
         talk.turn(question(rng, fill(talk, rng.choice(UNKNOWABLE.split("|")))), CANNOT)
     else:
         talk.turn(question(rng, fill(talk, rng.choice(LIVE_QUESTIONS.split("|")))), LIVE)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 
 from .dialogue import Talk, ask, question
-from .toolbox import Tool, realistic, renamed, synthetic
+from .toolbox import POPULAR, Tool, realistic, renamed, synthetic
 from .values import Values
 
 NO_TOOL = "I have no tool for that."
@@ -12,7 +12,8 @@ NO_TOOL = "I have no tool for that."
 
 def offered(values: Values, count: int, *, real: float) -> list[Tool]:
     """Tools to offer together, no two alike; ``real`` is the share from the catalogue."""
-    rng, tools = values.rng, []
+    rng = values.rng
+    tools = [t for t in realistic(values.evaluation) if t.name in POPULAR and rng.random() < 0.04][:count]
     while len(tools) < count:
         tool = rng.choice(realistic(values.evaluation)) if rng.random() < real else synthetic(values)
         if tools and rng.random() < 0.15:
