@@ -9,11 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Taken away, not only read: for the servers that tests start, an unknown CAIRN_* variable is an error.
 PROVE = os.environ.pop("CAIRN_PROVE", "") == "1"
 PAGE = Path(__file__).parent.parent / "docs" / "reliability.md"
 MARK = "<!-- figures -->"
+
+# The same examples every time, so that a failure is about a change; `make prove` looks for new ones.
+settings.register_profile("cairn", deadline=None, derandomize=not PROVE)
+settings.load_profile("cairn")
 
 _figures = pytest.StashKey[list[tuple[str, str]]]()
 

@@ -13,7 +13,7 @@ import httpx
 import openai
 
 from cairn.api.app import App, build_app
-from cairn.api.guard import Listener
+from cairn.api.listener import Listener
 from cairn.api.server import bind
 from cairn.config import Config
 

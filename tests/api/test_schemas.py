@@ -8,13 +8,13 @@ import pytest
 from scripted import SPEC, ScriptedService
 from serving import site
 
+from cairn.api.checks import check_chat
 from cairn.api.schemas import (
     HARMLESS,
     MESSAGE_NEUTRAL,
     NEUTRAL,
     ChatBody,
     CompletionBody,
-    check_chat,
     parse,
 )
 from cairn.config import Config

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from cairn.api.checks import check_messages, check_template_args
 from cairn.api.limits import read_json
 from cairn.api.openai import check_length, check_model, encode_text
 from cairn.api.registry import Registry, parse_id
@@ -14,8 +15,6 @@ from cairn.api.reply import Call
 from cairn.api.schemas import (
     DetokenizeBody,
     TokenizeBody,
-    check_messages,
-    check_template_args,
     contents,
     parse,
     plain_messages,

@@ -20,7 +20,7 @@ from cairn.api.admin import Admin
 from cairn.api.auth import PREFLIGHT, Access
 from cairn.api.openai import OpenAI
 from cairn.api.registry import Registry
-from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal
+from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
 from cairn.config import Config
 from cairn.errors import CairnError, MethodNotAllowed, NotFound, Unavailable, trace
 from cairn.seams import Rng, SystemClock, SystemRng
@@ -98,8 +98,7 @@ class App:
     def _route(self, call: Call) -> Endpoint:
         methods = self._exact.get(call.path) or self._admin.routes(call.path)
         if methods is None:
-            shown = "".join(char if char.isprintable() else "?" for char in call.path[:200])
-            raise NotFound(f"there is no route {shown}")
+            raise NotFound(f"there is no route {shown(call.path)}")
         method = call.scope["method"]
         _allow(call, {*methods, *(("HEAD",) if "GET" in methods else ())})
         return methods["GET" if method == "HEAD" else method]

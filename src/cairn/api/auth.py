@@ -12,7 +12,7 @@ import hmac
 import ipaddress
 from dataclasses import dataclass
 
-from cairn.api.reply import Call
+from cairn.api.reply import Call, shown
 from cairn.config import Config, Secret
 from cairn.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 
@@ -108,8 +108,7 @@ class Access:
         server = call.scope.get("server")
         if server and _same_address(host, server[0]):
             return
-        shown = "".join(char if char.isprintable() else "?" for char in host[:100])
-        raise Forbidden(f"the Host {shown!r} is not served here; allow it with --allowed-hosts", field="Host")
+        raise Forbidden(f"the Host {shown(host)!r} is not served here; allow it with --allowed-hosts", field="Host")
 
 
 PREFLIGHT = [

@@ -11,19 +11,11 @@ from typing import Any, cast
 import msgspec
 
 from cairn.api.answers import Answer, ChatAnswer, Choice, TextAnswer, finished, usage_of
+from cairn.api.checks import check_chat, check_stream
 from cairn.api.limits import read_json
 from cairn.api.registry import Registry
-from cairn.api.reply import JSON, Call, Watch, encode, internal
-from cairn.api.schemas import (
-    ChatBody,
-    CompletionBody,
-    check_chat,
-    check_stream,
-    contents,
-    parse,
-    plain_messages,
-    plain_tools,
-)
+from cairn.api.reply import JSON, Call, Watch, encode, internal, shown
+from cairn.api.schemas import ChatBody, CompletionBody, contents, parse, plain_messages, plain_tools
 from cairn.api.sse import DONE, EVENT_STREAM, HEARTBEAT, error_event
 from cairn.config import Config
 from cairn.errors import CairnError, ContextTooLong, InvalidRequest, UnknownModel
@@ -205,8 +197,7 @@ def ids(call: Call, service: Service) -> Any:
 def check_model(name: str, service: Service) -> None:
     """UnknownModel unless this is the model served here."""
     if name != service.name:
-        shown = "".join(char if char.isprintable() else "?" for char in name[:100])
-        raise UnknownModel(f"there is no model {shown!r}; this server has: {service.name}", field="model")
+        raise UnknownModel(f"there is no model {shown(name)!r}; this server has: {service.name}", field="model")
 
 
 async def encode_text(service: Service, text: str) -> list[int]:

@@ -44,6 +44,11 @@ def retry_after(error: CairnError) -> Headers:
     return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
 
 
+def shown(text: str) -> str:
+    """The beginning of a text that came from the client, fit for a message."""
+    return "".join(char if char.isprintable() else "?" for char in text[:100])
+
+
 class Call:
     """One request and its answer: a thin layer over ASGI that puts the request id on every response.
 

@@ -1,4 +1,5 @@
 """Request bodies: their shapes, the fields that are accepted without effect, and those whose meaning is not built.
+What a body of the right shape may still not say is in `checks`.
 
 Shapes follow the OpenAI API reference (platform.openai.com/docs/api-reference, as openai-python's `types` state them).
 Numbers are only typed here; their ranges, and the limits of lists, are checked in `service/requests.py`.
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from cairn.config import Config
+from cairn.api.reply import shown
 from cairn.errors import InvalidRequest, Unsupported
 from cairn.service.requests import SamplingOptions
 
@@ -102,7 +103,7 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    """One message of any role; `role_errors` tells what a role may not carry."""
+    """One message of any role; `checks` knows what a role may carry."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -268,7 +269,7 @@ def parse(kind: type[B], value: dict[str, Any]) -> B:
         elif issubclass(kind, Generation):
             _outside(name, item)
         else:
-            raise InvalidRequest(f"{_shown(name)} is not a field of this route", field=_shown(name))
+            raise InvalidRequest(f"{shown(name)} is not a field of this route", field=shown(name))
     if "messages" in kept:
         kept["messages"] = _strip_messages(kept["messages"])
     try:
@@ -276,78 +277,6 @@ def parse(kind: type[B], value: dict[str, Any]) -> B:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise _explain(first["type"], first["loc"], first["msg"]) from None
-
-
-def check_chat(body: ChatBody, config: Config) -> None:
-    """The limits of a chat, and combinations that mean nothing."""
-    check_stream(body)
-    check_messages(body.messages, body.tools, config)
-    if body.tool_choice is not None and body.tool_choice not in ("none", "auto"):
-        if body.tool_choice == "required" or isinstance(body.tool_choice, dict):
-            raise Unsupported("tool_choice can only be 'none' or 'auto' so far", field="tool_choice")
-        raise InvalidRequest("tool_choice must be 'none' or 'auto'", field="tool_choice")
-    if body.tool_choice == "auto" and not body.tools:
-        raise InvalidRequest("tool_choice 'auto' needs tools", field="tool_choice")
-    both = body.max_tokens is not None and body.max_completion_tokens is not None
-    if both and body.max_tokens != body.max_completion_tokens:
-        raise InvalidRequest(
-            "max_tokens and max_completion_tokens mean the same; give one of them", field="max_completion_tokens"
-        )
-    check_template_args(body.chat_template_kwargs)
-
-
-def check_messages(messages: list[ChatMessage], tools: list[Tool] | None, config: Config) -> None:
-    """Counts, and what each role may carry."""
-    if len(messages) > config.max_messages:
-        raise InvalidRequest(
-            f"messages holds {len(messages)} messages; the limit is {config.max_messages}", field="messages"
-        )
-    if tools and len(tools) > config.max_tools:
-        raise InvalidRequest(f"tools holds {len(tools)} tools; the limit is {config.max_tools}", field="tools")
-    for index, tool in enumerate(tools or ()):
-        if tool.function.strict:
-            field = f"tools[{index}].function.strict"
-            raise Unsupported(f"{field} is not built yet", field=field)
-    for index, message in enumerate(messages):
-        _check_message(message, f"messages[{index}]")
-
-
-def check_stream(body: Generation) -> None:
-    """`stream_options` belongs to a stream."""
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
-
-
-MAX_TEMPLATE_ARGS = 16
-RESERVED_TEMPLATE_ARGS = frozenset(
-    {
-        "messages",
-        "tools",
-        "documents",
-        "add_generation_prompt",
-        "bos_token",
-        "eos_token",
-        "raise_exception",
-        "strftime_now",
-    }
-)
-
-
-def check_template_args(given: dict[str, Any] | None) -> None:
-    """Arguments of a chat template: at most 16 plain values, none of the names that the server sets itself."""
-    for name, value in (given or {}).items():
-        field = f"chat_template_kwargs.{_shown(name)}"
-        if not name.isidentifier() or name.startswith("_") or name in RESERVED_TEMPLATE_ARGS:
-            raise InvalidRequest(f"{field} cannot be set by a request", field=field)
-        if not isinstance(value, str | int | float | bool | None):
-            raise InvalidRequest(f"{field} must be a text, a number, true, false or null", field=field)
-        if isinstance(value, str) and len(value) > 1024:
-            raise InvalidRequest(f"{field} is longer than 1024 characters, the limit", field=field)
-    if given and len(given) > MAX_TEMPLATE_ARGS:
-        raise InvalidRequest(
-            f"chat_template_kwargs holds {len(given)} values; the limit is {MAX_TEMPLATE_ARGS}",
-            field="chat_template_kwargs",
-        )
 
 
 def plain_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
@@ -398,20 +327,6 @@ def plain_tools(tools: Iterable[Tool] | None) -> list[dict[str, Any]] | None:
     return plain or None
 
 
-def _check_message(message: ChatMessage, where: str) -> None:
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
-        raise InvalidRequest(f"{where}.content is missing", field=f"{where}.content")
-    if message.tool_calls and message.role != "assistant":
-        raise InvalidRequest(f"{where}.tool_calls belongs to an assistant message", field=f"{where}.tool_calls")
-    for name in ("reasoning_content", "reasoning"):
-        if getattr(message, name) is not None and message.role != "assistant":
-            raise InvalidRequest(f"{where}.{name} belongs to an assistant message", field=f"{where}.{name}")
-    if (message.tool_call_id is not None) != (message.role == "tool"):
-        raise InvalidRequest(
-            f"{where}.tool_call_id belongs to a tool message, and only there", field=f"{where}.tool_call_id"
-        )
-
-
 def _strip_messages(messages: Any) -> Any:
     """Messages without the fields that ask for nothing; Unsupported where one asks for something."""
     if not isinstance(messages, list):
@@ -434,7 +349,7 @@ def _outside(name: str, value: Any) -> None:
     if name in HARMLESS:
         return
     if name not in NEUTRAL:
-        raise InvalidRequest(f"{_shown(name)} is not a field of this route", field=_shown(name))
+        raise InvalidRequest(f"{shown(name)} is not a field of this route", field=shown(name))
     if not any(type(value) is type(neutral) and value == neutral for neutral in NEUTRAL[name]):
         allowed = ", ".join("null" if neutral is None else repr(neutral) for neutral in NEUTRAL[name])
         raise Unsupported(f"{name} is not built yet; the only values accepted are {allowed}", field=name)
@@ -444,7 +359,7 @@ def _bias(given: dict[str, float]) -> dict[int, float]:
     bias: dict[int, float] = {}
     for key, value in given.items():
         if not (key.isascii() and key.isdigit() and len(key) <= 10) or int(key) in bias:
-            field = f"logit_bias.{_shown(key)}"
+            field = f"logit_bias.{shown(key)}"
             raise InvalidRequest(f"{field} must be a token id, each at most once", field=field)
         bias[int(key)] = value
     return bias
@@ -456,7 +371,7 @@ def _explain(kind: str, loc: tuple[int | str, ...], message: str) -> InvalidRequ
         if isinstance(part, int):
             field += f"[{part}]"
         elif not part.startswith(_HIDDEN):
-            field += ("." if field else "") + _shown(part)
+            field += ("." if field else "") + shown(part)
     if kind == "missing":
         return InvalidRequest(f"{field} is missing", field=field)
     if kind == "extra_forbidden":
@@ -468,8 +383,3 @@ def _explain(kind: str, loc: tuple[int | str, ...], message: str) -> InvalidRequ
 
 def _lower(message: str) -> str:
     return message[:1].lower() + message[1:]
-
-
-def _shown(name: str) -> str:
-    """A name that came from the client, fit for a message."""
-    return "".join(char if char.isprintable() else "?" for char in name[:64])

@@ -19,7 +19,7 @@ from rich.markup import escape
 
 from cairn.api.app import App, build_app
 from cairn.api.auth import check_exposure, is_local
-from cairn.api.guard import Listener
+from cairn.api.listener import Listener
 from cairn.config import Config
 from cairn.errors import ConfigError
 from cairn.service.service import Service

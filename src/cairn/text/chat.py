@@ -29,8 +29,10 @@ from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
 from cairn.text.tools import OPEN as TOOL_CALL
 from cairn.types import OutputFormat
 
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
+"""Names in a template that are the server's to set, beside those of the special tokens."""
+
 _MARKS = [chr(code) for block in (range(0xFDE0, 0xFDF0), range(0x10F000, 0x10FF00)) for code in block]
-_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
 
 
@@ -157,7 +159,7 @@ class Chat:
         return self._tokenizer.controls.break_up(valid_text(text), mark)
 
     def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        taken = sorted(given.keys() & (_RESERVED | self._tokenizer.special_tokens.keys()))
+        taken = sorted(given.keys() & (RESERVED | self._tokenizer.special_tokens.keys()))
         if taken:
             raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]!r}", field="chat_template_kwargs")
         return dict(given)
