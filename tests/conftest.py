@@ -50,7 +50,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     terminalreporter.section("figures")
     for what, value in rows:
         terminalreporter.write_line(f"{what}: {value}")
-    if PROVE and exitstatus == 0 and PAGE.exists():
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    if PROVE and whole and exitstatus == 0:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
         table = [f"Measured at {commit.stdout.strip()} on {os.cpu_count()} cores ({platform.machine()}).", ""]
         table += ["| harness | result |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows)]
