@@ -21,12 +21,14 @@ def file_digest(path: Path) -> bytes:
         stat = os.fstat(file.fileno())
         if stat.st_size < REMEMBER_FROM:
             return hashlib.file_digest(file, "sha256").digest()
-        key = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
+        place = f"{path.resolve()}|"
+        key = f"{place}{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
         known = _load()
         if key in known:
             return bytes.fromhex(known[key])
         digest = hashlib.file_digest(file, "sha256").digest()
-    _save(known | {key: digest.hex()})
+    # What was in this place before will not come back, and would be kept for ever.
+    _save({old: known[old] for old in known if not old.startswith(place)} | {key: digest.hex()})
     return digest
 
 
