@@ -165,7 +165,7 @@ async def test_what_runs_beyond_the_grace_ends_with_an_error_event(monkeypatch: 
 
 
 async def test_a_second_signal_is_immediate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known failure 3."""
+    """Known failures 3, 47: at once, and yet with an error event."""
     running = Running(monkeypatch, SlowService(lambda request: [Delta(text="a"), 60.0]), Config(shutdown_grace=600))
     running.service.load.set()
     await asyncio.sleep(0.05)
@@ -175,10 +175,12 @@ async def test_a_second_signal_is_immediate(monkeypatch: pytest.MonkeyPatch) -> 
     await asyncio.sleep(0.1)
     assert not running.task.done()
     os.kill(os.getpid(), signal.SIGINT)
+    text = (await reader.read()).partition(b"\r\n\r\n")[2].decode()
+    pieces = [line for line in text.split("\r\n") if line.startswith("data")]
+    assert events("".join(pieces))[-1]["error"]["code"] == "unavailable" and "[DONE]" not in text
     await running.end()
     assert running.service.closed and running.service.streams[0].closed
     writer.close()
-    assert reader is not None
 
 
 def test_a_busy_port_is_one_sentence_and_exit_code_2() -> None:

@@ -28,6 +28,8 @@ log = logging.getLogger("cairn.api")
 
 FLUSH_SECONDS = 2.0
 """How long clients may take to read the end of their answers once everything has ended."""
+HASTY_FLUSH_SECONDS = 0.2
+"""The same after a second signal."""
 CLOSE_SECONDS = 5.0
 SPARE_FILES = 256
 """File descriptors beside those of the connections."""
@@ -66,7 +68,7 @@ async def _serve(config: Config, sock: socket.socket) -> None:
         await stop.first.wait()
         await _drain(app, service, config, stop)
     finally:
-        await listener.close(0 if stop.second.is_set() else FLUSH_SECONDS)
+        await listener.close(HASTY_FLUSH_SECONDS if stop.second.is_set() else FLUSH_SECONDS)
         if service is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(service.close(), CLOSE_SECONDS)
@@ -79,6 +81,8 @@ async def _drain(app: App, service: Service, config: Config, stop: Signals) -> N
     if running:
         _say(f"Finishing {running} requests, at most {config.shutdown_grace:g} s; a second signal ends them now.")
     await _until(service.drain(config.shutdown_grace), stop.second)
+    if stop.second.is_set():
+        await service.drain(0)  # streams end with an error event, also now
 
 
 class Signals:
