@@ -358,6 +358,17 @@ async def test_a_consumer_that_lags_gets_what_it_missed_as_one_event(service: Se
     assert stream.take() == []
 
 
+async def test_a_consumer_that_lags_misses_no_logprob(service: Service) -> None:
+    """Known failure 43: log-probabilities are packed while nobody reads, and all are there in order."""
+    asked = request(service, "lag", 200, logprobs=True, top_logprobs=2)
+    stream = service.generate(asked)
+    await until(lambda: service.status(stream.id).state == "finished")  # type: ignore[union-attr]
+    delta = stream.take()[0]
+    assert isinstance(delta, Delta)
+    assert [entry.token for entry in delta.logprobs] == list(delta.tokens)
+    assert all(len(entry.top) == 2 for entry in delta.logprobs)
+
+
 @pytest.mark.parametrize("stop", [(), ("never said",)])
 async def test_a_consumer_that_never_reads_is_bounded_and_cut(folder: Path, stop: tuple[str, ...]) -> None:
     """Known failure 43."""

@@ -155,7 +155,7 @@ def _rope(config: Fields) -> tuple[RopeScaling, float, int]:
     old, new = config.object("rope_scaling"), config.object("rope_parameters")
     rope = new if new.values else old
     theta = (rope if rope.has("rope_theta") else config).number("rope_theta", 1.0, 1e15, 10000.0)
-    trained = config.integer("max_position_embeddings", 1, _MAX_CONTEXT)
+    trained = config.integer("max_position_embeddings", 2, _MAX_CONTEXT)  # a prompt token and one to come
     for place in (rope, config):
         if place.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
             raise ModelError(f"{config.path}: partial_rotary_factor other than 1 is not supported")
