@@ -177,7 +177,7 @@ TOPICS = (
         Is everything lost when Cairn crashes?""",
     ),
     _topic(
-        "Yes. Cairn runs on the CPU out of the box, so you need no GPU.",
+        "Cairn needs no GPU. It runs on the CPU out of the box.",
         "cpu",
         """Do I need a GPU?
         Does Cairn need a GPU?

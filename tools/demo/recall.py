@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from .dialogue import Talk, join, question
-from .facts import Fact, distinct_facts
+from .dialogue import AS_IS, Talk, join, question
+from .facts import Fact, distinct_facts, fill, unlike
 from .values import Values
 
 UNTOLD = "You have not told me that."
@@ -20,12 +20,13 @@ NOTED = (
 def tell(talk: Talk, facts: list[Fact]) -> list[tuple[Fact, str]]:
     """State the facts in one message or in several; returns each with its value."""
     v, rng = talk.values, talk.rng
-    told = [(fact, v.text(fact.kind)) for fact in facts]
+    told = [(fact, fact.value(v)) for fact in facts]
     while_left = list(told)
     while while_left:
         size = min(len(while_left), rng.choice((1, 1, 2, 2, 3)))
         group, while_left = while_left[:size], while_left[size:]
-        parts = [rng.choice(fact.clauses).format(value) for fact, value in group]
+        clauses = [rng.choice(fact.clauses) for fact, _ in group]
+        parts = [fill(clause, value) for clause, (_, value) in zip(clauses, group, strict=True)]
         lead = rng.choice(
             (
                 "",
@@ -41,8 +42,16 @@ def tell(talk: Talk, facts: list[Fact]) -> list[tuple[Fact, str]]:
                 "FYI ",
             )
         )
-        text = ". ".join(p[0].upper() + p[1:] for p in parts) if rng.random() < 0.3 else lead + join(rng, parts)
-        talk.user(text + rng.choice((".", ".", "", "!")))
+        if rng.random() < 0.3:
+            lead = ""
+            # A value at the start keeps its first letter: the answer must repeat it as it was told.
+            text = ". ".join(
+                p if c.startswith("{}") else p[0].upper() + p[1:] for c, p in zip(clauses, parts, strict=True)
+            )
+        else:
+            text = lead + join(rng, parts)
+        mark = AS_IS if not lead and clauses[0].startswith("{}") else ""
+        talk.user(mark + text + rng.choice((".", ".", "", "!")))
         talk.messages.append({"role": "assistant", "content": _acknowledge(talk, group)})
     return told
 
@@ -51,9 +60,9 @@ def _acknowledge(talk: Talk, group: list[tuple[Fact, str]]) -> str:
     rng = talk.rng
     fact, value = group[0]
     if fact.greeting:
-        return rng.choice(fact.greeting.split("|")).format(value)
+        return fill(rng.choice(fact.greeting.split("|")), value)
     if rng.random() < 0.4:
-        return "Noted: " + _lower(fact.answer.format(value))
+        return "Noted: " + _lower(fill(fact.answer, value))
     return rng.choice(NOTED)
 
 
@@ -67,10 +76,16 @@ def ask_back(talk: Talk, told: list[tuple[Fact, str]]) -> None:
     if len(told) > 1 and rng.random() < 0.12:
         (one, first), (two, second) = rng.sample(told, 2)
         asked = f"{rng.choice(one.questions).rstrip('?.')}, and {_lower_question(rng.choice(two.questions))}"
-        talk.turn(asked, f"{one.answer.format(first)} {two.answer.format(second)}")
+        talk.turn(asked, f"{fill(one.answer, first)} {fill(two.answer, second)}")
         return
     fact, value = rng.choice(told)
-    talk.turn(question(rng, rng.choice(fact.questions)), fact.answer.format(value))
+    others = [other for other, _ in told if other is not fact]
+    talk.turn(question(rng, rng.choice(_questions(fact, others))), fill(fact.answer, value))
+
+
+def _questions(fact: Fact, others: list[Fact]) -> tuple[str, ...]:
+    """What may be asked for a fact; vague questions only where no other value is of the same sort."""
+    return fact.questions if any(fact.sort == other.sort for other in others) else fact.questions + fact.vague
 
 
 def _lower_question(text: str) -> str:
@@ -82,9 +97,9 @@ def correct(talk: Talk, told: list[tuple[Fact, str]]) -> None:
     rng = talk.rng
     spot = rng.randrange(len(told))
     fact, _ = told[spot]
-    value = talk.values.text(fact.kind)
+    value = fact.value(talk.values)
     lead = rng.choice(("Actually, ", "Correction: ", "Sorry, I was wrong: ", "Update: ", "No, wait, "))
-    talk.turn(lead + rng.choice(fact.clauses).format(value) + ".", rng.choice(NOTED))
+    talk.turn(lead + fill(rng.choice(fact.clauses), value) + ".", rng.choice(NOTED))
     told[spot] = (fact, value)
 
 
@@ -101,19 +116,24 @@ def recall(talk: Talk, between: Callable[[Talk], None]) -> None:
 
 
 def untold(talk: Talk, between: Callable[[Talk], None]) -> None:
-    """Some facts are told, another is asked for."""
+    """Some facts are told, another is asked for; told facts are asked for too, and at times the other is then told."""
     rng = talk.rng
-    facts = distinct_facts(talk.values, rng.choice((1, 2, 2, 3, 3)))
-    hidden, told = facts[0], tell(talk, facts[1:]) if len(facts) > 1 else []
+    facts = distinct_facts(talk.values, rng.choice((0, 1, 1, 2, 2, 3)))
+    hidden, told = unlike(talk.values, facts), tell(talk, facts)
     if not told and rng.random() < 0.5:
         between(talk)
-    if told and rng.random() < 0.6:
+    if told and rng.random() < 0.7:
         ask_back(talk, told)
-    talk.turn(question(rng, rng.choice(hidden.questions)), UNTOLD)
-    if told and rng.random() < 0.5:
+    asked = rng.choice(hidden.questions)
+    talk.turn(question(rng, asked), UNTOLD)
+    if told and rng.random() < 0.7:
         ask_back(talk, told)
-    if rng.random() < 0.4:
-        ask_back(talk, tell(talk, [hidden]))
+    if rng.random() < 0.35:
+        [(fact, value)] = tell(talk, [hidden])
+        if rng.random() < 0.3:
+            between(talk)
+        again = asked if rng.random() < 0.5 else rng.choice(fact.questions)
+        talk.turn(question(rng, again), fill(fact.answer, value))
 
 
 def echo(talk: Talk) -> None:
@@ -151,19 +171,17 @@ def name_from_system(talk: Talk) -> None:
 def tell_in_system(v: Values) -> list[tuple[str, str, str]]:
     """Facts as they stand in a system message: sentence, question, answer."""
     facts = []
+    said = {
+        "name": "The user is called {}.",
+        "city": "The user lives in {}.",
+        "company": "The user works at {}.",
+        "job": "The user works as a {}.",
+    }
     for fact in distinct_facts(v, v.rng.choice((0, 1, 1, 2))):
-        value = v.text(fact.kind)
-        if fact.clauses[0].startswith("the ") or not fact.clauses[0].startswith(("my", "I ")):
-            sentence = fact.clauses[0].format(value)
-            facts.append(
-                (sentence[0].upper() + sentence[1:] + ".", v.rng.choice(fact.questions), fact.answer.format(value))
-            )
-        elif fact.name in ("name", "city", "company", "job"):
-            said = {
-                "name": "The user is called {}.",
-                "city": "The user lives in {}.",
-                "company": "The user works at {}.",
-            }
-            sentence = said.get(fact.name, "The user works as a {}.").format(value)
-            facts.append((sentence, v.rng.choice(fact.questions), fact.answer.format(value)))
+        value, clause = fact.value(v), fact.clauses[0]
+        if fact.name not in said and clause.startswith(("I ", "I'", "we ", "our ")):
+            continue
+        own = clause.replace("my ", "the user's ", 1) if clause.startswith("my ") else clause
+        sentence = fill(said.get(fact.name, own + "."), value)
+        facts.append((sentence[0].upper() + sentence[1:], v.rng.choice(fact.questions), fill(fact.answer, value)))
     return facts

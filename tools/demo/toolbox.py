@@ -11,7 +11,7 @@ from .dialogue import AS_IS
 from .toolwords import ALIASES, CONTEXT, FAMILIES, KINDS, PLAIN, RESULT_KINDS, SYNONYMS
 from .values import Value, Values, held_out
 
-CATALOGUE = Path(__file__).with_name("catalogue.txt")
+CATALOGUE = Path(__file__).with_name("catalogue")
 # Never held out and shown often: the same requests are also made without any tool (chat.LIVE_QUESTIONS), and only
 # what is on offer may decide between a call and an excuse.
 POPULAR = (
@@ -92,7 +92,7 @@ class Tool:
             text = AS_IS + text
         for param in self.params:
             if f"{{{param.slot}}}" in text:
-                value = _value(param, values)
+                value = drawn(param, values)
                 text = text.replace(f"{{{param.slot}}}", value.text)
                 arguments[param.name] = value.data
             elif fixed.startswith(f"{param.slot}="):
@@ -102,7 +102,7 @@ class Tool:
     def _plain(self, values: Values) -> str:
         """A template that names the tool or quotes its description."""
         rng = values.rng
-        wanted = [p for p in self.params if p.required or rng.random() < 0.3]
+        wanted = [p for p in self.params if p.type != "b" and (p.required or rng.random() < 0.3)]
         style = rng.choice(
             (
                 "{0} {{{1}}}",
@@ -135,21 +135,33 @@ def _reworded(template: str, values: Values) -> str:
     return template
 
 
-def _value(param: Param, values: Values) -> Value:
+def drawn(param: Param, values: Values) -> Value:
+    """A value for an argument: of its enumeration, of its own list, or of its kind."""
     if param.choices:
         choice = values.pick(param.choices)
         return Value(choice, choice)
+    if param.kind.startswith("="):
+        listed = values.pick(param.kind[1:].split("/")).replace("_", " ")
+        return Value(listed, _literal(listed, param.type))
     value = values.draw(param.kind)
     if param.type == "s" and not isinstance(value.data, str):
         return Value(str(value.data), str(value.data))
     return value
 
 
+def _literal(text: str, type_: str) -> str | int | float:
+    return int(text) if type_ == "i" else float(text) if type_ == "n" else text
+
+
 @cache
 def catalogue() -> tuple[Tool, ...]:
-    """Every tool of catalogue.txt."""
-    tools = [_parse(block) for block in CATALOGUE.read_text("utf-8").split("\n# ")]
-    return tuple(tools)
+    """Every tool of the files in the catalogue's folder; the first of a name counts."""
+    tools: dict[str, Tool] = {}
+    for path in sorted(CATALOGUE.glob("*.txt")):
+        for block in f"\n{path.read_text('utf-8')}".split("\n# ")[1:]:
+            tool = _parse(block)
+            tools.setdefault(tool.name, tool)
+    return tuple(tools.values())
 
 
 def _parse(block: str) -> Tool:
@@ -169,7 +181,7 @@ def _parse(block: str) -> Tool:
 @cache
 def realistic(evaluation: bool) -> tuple[Tool, ...]:
     """The catalogue's tools of one side: training, or held out."""
-    return tuple(tool for tool in catalogue() if (held_out(tool.name) and tool.name not in POPULAR) == evaluation)
+    return tuple(tool for tool in catalogue() if (held_out(tool.name, 12) and tool.name not in POPULAR) == evaluation)
 
 
 def renamed(tool: Tool, values: Values) -> Tool:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 
 from .dialogue import Talk, ask, question
-from .toolbox import POPULAR, Tool, realistic, renamed, synthetic
+from .toolbox import POPULAR, Tool, drawn, realistic, renamed, synthetic
 from .values import Values
 
 NO_TOOL = "I have no tool for that."
@@ -19,7 +19,7 @@ def offered(values: Values, count: int, *, real: float) -> list[Tool]:
         if tools and rng.random() < 0.15:
             tool = rival(values, tools[0])
         if not values.evaluation or tool in realistic(True):
-            tool = renamed(tool, values) if rng.random() < 0.75 else tool
+            tool = renamed(tool, values) if rng.random() < 0.6 else tool
         if all(tool.name != other.name and tool.description != other.description for other in tools):
             tools.append(tool)
     return tools
@@ -54,7 +54,7 @@ def one_call(talk: Talk, tool: Tool) -> None:
     texts = [p for p in tool.params if p.type == "s" and p.name in arguments]
     if texts and rng.random() < 0.12:
         param = texts[0]
-        value = talk.values.text(param.kind)
+        value = drawn(param, talk.values).text
         talk.user(
             rng.choice(("And {}?", "What about {}?", "And what about {}?", "The same for {}.", "Now {}.")).format(value)
         )
@@ -120,7 +120,7 @@ def no_tool(talk: Talk, tools: list[Tool]) -> None:
     talk.turn(ask(talk.rng, text), NO_TOOL)
 
 
-def tool_talk(talk: Talk, between: Callable[[Talk], None], *, real: float = 0.62) -> None:
+def tool_talk(talk: Talk, between: Callable[[Talk], None], *, real: float = 0.75) -> None:
     """One to five requests over one to four tools, with other talk mixed in."""
     rng = talk.rng
     tools = offered(talk.values, rng.choices((1, 2, 3, 4), (20, 35, 42, 3))[0], real=real)

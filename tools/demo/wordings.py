@@ -26,7 +26,7 @@ PARTS = {
     "Cairn keeps contexts": "what a restart does/the effect of a crash/what happens on a crash/crash recovery/how a restart works"
     "|restart the server/stop the server/crash the server/reboot my machine/kill the server/shut Cairn down"
     "|the context is lost after a crash/a restart deletes the context/my context survives a crash/a crash loses everything",
-    "Yes. Cairn runs on": "the hardware needed/which hardware is required/the hardware requirements"
+    "Cairn needs no GPU": "the hardware needed/which hardware is required/the hardware requirements"
     "|use Cairn without a GPU/run it on my laptop/use only a CPU/run Cairn on an old computer/work without a graphics card"
     "|Cairn needs a GPU/a GPU is needed/the CPU is enough/a graphics card is required/it works on a CPU",
     "No. Cairn needs no": "the torch dependency|use Cairn without torch/skip PyTorch/leave torch out"
