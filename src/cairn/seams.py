@@ -1,4 +1,4 @@
-"""Time and chance, injectable. The scheduler and the KV cache reach the outside world through these and nothing else.
+"""Time, chance and files, injectable. Scheduler, KV and agents reach the outside world through these and nothing else.
 
 Each seam has a real implementation here and a simulated one in the tests, so that time, chance and failure can be
 replayed from a seed.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Protocol
+from pathlib import Path
+from typing import Literal, NamedTuple, Protocol
 
 
 class Clock(Protocol):
@@ -28,6 +29,93 @@ class Rng(Protocol):
 
     def bits64(self) -> int:
         """An unpredictable number in [0, 2**63)."""
+        ...
+
+
+class Entry(NamedTuple):
+    """What a folder lists."""
+
+    name: str
+    size: int
+    """Bytes; 0 for a folder."""
+    folder: bool
+    modified: float
+    """Seconds since 1970."""
+
+
+class File(Protocol):
+    """An open file. Every call raises `OSError` as the system does; a short write is an error, never silent."""
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`size` bytes from `offset`; fewer only where the file ends."""
+        ...
+
+    def append(self, data: bytes | bytearray | memoryview) -> None:
+        """Write all of `data` at the end. After an error, any part of it may be there."""
+        ...
+
+    def truncate(self, size: int) -> None:
+        """Cut the file to `size` bytes."""
+        ...
+
+    def size(self) -> int:
+        """Bytes in the file."""
+        ...
+
+    def sync(self) -> None:
+        """Return when all that was written is durable. After an error nothing unsynced may be relied on, ever."""
+        ...
+
+    def close(self) -> None:
+        """Close it; nothing is synced by that."""
+        ...
+
+
+class Lock(Protocol):
+    """A folder held by this process."""
+
+    def release(self) -> None:
+        """Let others have it. The end of the process does the same."""
+        ...
+
+
+class FileSystem(Protocol):
+    """Files. What is written is durable after `File.sync`; a name made, replaced or removed after `sync_folder`."""
+
+    def open(self, path: Path, mode: Literal["read", "append", "create"]) -> File:
+        """Open for reading, for appending to a file that exists, or a new file with mode 0600 that must not exist."""
+        ...
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Give the file the name `target`, in the place of what has it, at once and whole."""
+        ...
+
+    def remove(self, path: Path) -> None:
+        """Remove a file."""
+        ...
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder with mode 0700, with its parents, unless it is there."""
+        ...
+
+    def list(self, path: Path) -> list[Entry]:
+        """What the folder holds, in no order. `FileNotFoundError` without it."""
+        ...
+
+    def mode(self, path: Path) -> int:
+        """Permission bits."""
+        ...
+
+    def sync_folder(self, path: Path) -> None:
+        """Return when the folder's names are durable."""
+        ...
+
+    def free(self, path: Path) -> int:
+        """Bytes that this user may still write to the disk that holds the folder."""
+        ...
+
+    def lock(self, path: Path) -> Lock | None:
+        """Hold the folder for this process alone, or None where another holds it. Ends with the process."""
         ...
 
 

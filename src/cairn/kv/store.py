@@ -1,0 +1,86 @@
+"""What keeps KV beyond the pool: chunks of four blocks under the key of their last block, behind one small seam.
+
+A chunk belongs to one cache group (its chain of keys starts at a root that names the group). It is found by its key
+and used only if its tokens are the ones asked for; any doubt is a miss. A store answers how many *leading* keys it
+has, never which of them, so that a hole can not be read over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+CHUNK_BLOCKS = 4
+"""Blocks in a chunk: 64 tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The KV of 64 tokens of one cache group."""
+
+    key: bytes
+    """Of its last block: covers every token up to the end of the chunk and everything that could change a number."""
+    parent: bytes
+    """Key of the chunk before it; empty for the first."""
+    tokens: tuple[int, ...]
+    """The 64 tokens themselves."""
+    depth: int
+    """Tokens before the chunk: what computing it again would need first."""
+    pages: bytes | memoryview
+    """The blocks' pages, one after another, as `Engine.read_blocks` gave them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A store now. Counters are totals since it was opened."""
+
+    chunks: int = 0
+    bytes: int = 0
+    """What its files take, headers included."""
+    budget: int = 0
+    pinned: int = 0
+    """Chunks that may not be evicted."""
+    written: int = 0
+    """Bytes."""
+    read: int = 0
+    """Bytes."""
+    evicted: int = 0
+    damaged: int = 0
+    """Chunks that failed a check; they are gone."""
+    refused: int = 0
+    """Chunks that were not kept: no room, or the disk failed."""
+    trouble: str = ""
+    """Why the store does not work now, as a sentence; empty when it does."""
+
+
+class Store(Protocol):
+    """A tier. Any thread may call; no call raises for what a disk or a network does: it is a miss, counted."""
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """How many of the first `keys` it has, without reading them: the length of the run that starts at the first."""
+        ...
+
+    def fetch(self, key: bytes, tokens: Sequence[int]) -> Chunk | None:
+        """The chunk, every check passed, if it holds exactly `tokens`; None in any doubt."""
+        ...
+
+    def keep(self, chunks: Sequence[Chunk]) -> int:
+        """Keep these, parents before children; how many leading ones are kept now. Returns when they are durable."""
+        ...
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        """Forget these and everything that extends them, and remove their bytes; how many chunks went."""
+        ...
+
+    def pin(self, owner: str, keys: Sequence[bytes]) -> None:
+        """Never evict these while `owner` pins them; they take the place of what it pinned before. Durable."""
+        ...
+
+    def stats(self) -> StoreStats:
+        """The store now."""
+        ...
+
+    def close(self) -> None:
+        """Give the folder back. No call follows."""
+        ...
