@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 LINGER_SECONDS = 2.0
 """How long a refused client is still listened to, so that it can read the refusal before the reset."""
 CONNECTIONS_RETRY = 1.0
+WRITE_BUFFER = 1 << 14
+"""Bytes that wait in a transport before its writer has to wait. Each write costs the transport a kilobyte more, so what
+a slow client has not read is better kept as tokens, in front of the encoding."""
 
 
 class Phase(enum.Enum):
@@ -104,7 +107,7 @@ class Guard(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected."""
-        transport.set_write_buffer_limits(high=self._config.stream_buffer_kib << 10)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER)
         self.output = Output(transport, self)
         super().connection_made(self.output)  # type: ignore[arg-type]
         if len(self.connections) > self._config.max_connections:

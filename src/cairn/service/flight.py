@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from cairn.errors import CairnError
+from cairn.service.packed import PackedLogprobs
 from cairn.text.stream import TextStream
-from cairn.types import CacheReport, Delta, Done, Event, FinishReason, Output, Request, Timing, TokenLogprob, Usage
+from cairn.types import CacheReport, Delta, Done, Event, FinishReason, Output, Request, Timing, Usage
 
 if TYPE_CHECKING:
     from cairn.service.stream import Waker
@@ -93,7 +94,8 @@ class Flight:
         self.done = False
         self.waker: Waker | None = None
         self._unread: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
+        self._logprobs = PackedLogprobs()
+        """Of the tokens that the consumer has not read: a delta gets its own when it is taken."""
         self._events: list[Event] = []
         self._parts: list[str] = []
         self._reasoning: list[str] = []
@@ -133,9 +135,8 @@ class Flight:
     def read(self) -> None:
         """Turn the tokens received so far into events."""
         if self._unread:
-            tokens, logprobs = self._unread, self._logprobs
-            self._unread, self._logprobs = [], []
-            self._add(self.text.push(tokens, logprobs))
+            tokens, self._unread = self._unread, []
+            self._add(self.text.push(tokens))
 
     def end(self, reason: FinishReason, error: CairnError | None, timing: Timing | None) -> None:
         """Close the text and queue the last event. `error` is raised to the consumer after what was said before."""
@@ -173,7 +174,12 @@ class Flight:
         if len(events) > 1:
             events = joined(events)
         self._events = []
-        return events
+        return [self._with_logprobs(event) for event in events] if self._logprobs else events
+
+    def _with_logprobs(self, event: Event) -> Event:
+        if isinstance(event, Done) or not event.tokens:
+            return event
+        return msgspec.structs.replace(event, logprobs=self._logprobs.take(len(event.tokens)))
 
     @property
     def idle(self) -> bool:
@@ -183,11 +189,11 @@ class Flight:
     @property
     def backlog(self) -> int:
         """About how many bytes wait for the consumer."""
-        size = 8 * len(self._unread) + sum(64 + 32 * len(logprob.top) for logprob in self._logprobs)
+        size = 8 * len(self._unread) + self._logprobs.nbytes
         for event in self._events:
             if isinstance(event, Delta):
                 size += len(event.text) + len(event.reasoning) + 8 * len(event.tokens)
-                size += sum(64 + 32 * len(p.top) for p in (*event.logprobs, *event.prompt_logprobs))
+                size += sum(64 + 128 * len(p.top) for p in event.prompt_logprobs)
                 size += sum(len(call.arguments) for call in event.tool_calls)
         return size
 
