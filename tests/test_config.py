@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.config import Config, Secret, options
+from cairn.config import Config, Secret, TenantKeys, options
 from cairn.errors import ConfigError
 from cairn.resolve import resolve
 
@@ -37,6 +37,8 @@ def sample(option):
         return True, "true"
     if option.kind == "secret":
         return Secret("k1"), "k1"
+    if option.kind == "tenant":
+        return TenantKeys("t1", (Secret("k1"),)), "t1=k1"
     if option.kind == "choice":
         value = next(choice for choice in option.choices if choice != option.default)
         return value, value
@@ -67,6 +69,10 @@ def test_each_option_is_read_from_flag_variable_and_file(option, elsewhere):
 
 
 def write(folder: Path, option, value) -> Path:
+    if isinstance(value, TenantKeys):
+        path = folder / f"{option.name}.toml"
+        path.write_text(f"[{option.name}.{value.name}]\napi_key = '{value.keys[0].reveal()}'\n")
+        return path
     shown = value.reveal() if isinstance(value, Secret) else value
     text = str(shown).lower() if isinstance(shown, bool) else repr(shown)
     path = folder / f"{option.name}.toml"
@@ -226,6 +232,54 @@ def test_keys_come_from_a_file(elsewhere):
     keys.write_text("\n")
     assert f"the key file {keys} is empty" in refused({"api_key": [f"@{keys}"]}, {})
     assert "cannot be read" in refused({"api_key": ["@absent"]}, {})
+
+
+def keys_of(config: Config) -> dict[str, list[str]]:
+    return {tenant.name: [key.reveal() for key in tenant.keys] for tenant in config.tenants}
+
+
+def test_tenants_are_named_with_their_keys(elsewhere):
+    (elsewhere / "keys").write_text("two\nthree=3\n")
+    Path("cairn.toml").write_text("[tenants.ada]\napi_key = ['one', '@keys']\n[tenants.bob]\napi_key = 'four'\n")
+    resolved = resolve({}, {})
+    assert keys_of(resolved.config) == {"ada": ["one", "two", "three=3"], "bob": ["four"]}
+    assert resolved.source("tenants") == "tenants in cairn.toml"
+    resolved = resolve({"tenants": ["ada=one", "bob=@keys", "ada=a=b"]}, {"CAIRN_TENANTS": "eve=e"})
+    assert keys_of(resolved.config) == {"ada": ["one", "a=b"], "bob": ["two", "three=3"]}
+    assert keys_of(resolve({}, {"CAIRN_TENANTS": "eve=e, eve=f"}).config) == {"eve": ["e", "f"]}
+    assert str(resolved.config.tenants[0]) == "ada (2 keys)"
+    assert "a=b" not in f"{resolved} {resolved.config.tenants!r}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tenants = ['ada=hush']", "tenants in cairn.toml must be tables: [tenants.NAME] with api_key"),
+        ("[[tenants]]\nname = 'ada'", "tenants in cairn.toml must be tables: [tenants.NAME] with api_key"),
+        ("[tenants]\nada = 'hush'", "tenants in cairn.toml: [tenants.ada] needs api_key"),
+        ("[tenants.ada]", "tenants in cairn.toml: [tenants.ada] needs api_key"),
+        (
+            "[tenants.ada]\napi_kye = 'hush'",
+            "tenants in cairn.toml: unknown key 'api_kye' in [tenants.ada]; did you mean api_key?",
+        ),
+        (
+            "[tenants.ada]\napi_key = 'hush'\nport = 1",
+            "tenants in cairn.toml: unknown key 'port' in [tenants.ada]",
+        ),
+        ("[tenants.ada]\napi_key = []", "tenants in cairn.toml: the tenant ada needs a key that is not empty"),
+        ("[tenants.ada]\napi_key = ['hush', 7]", "tenants in cairn.toml: the tenant ada needs a key that is not empty"),
+    ],
+)
+def test_tenants_in_a_file_are_tables(elsewhere, text, message):
+    Path("cairn.toml").write_text(text)
+    assert refused({}, {}) == message
+
+
+@pytest.mark.parametrize("name", ["", "Ada", "key-1", "-a", "a/b", "../x", "a b", "x" * 64, "é"])
+def test_tenants_have_plain_names(elsewhere, name):
+    assert "a tenant's name has 1 to 63 small letters" in refused({"tenants": [f"{name}=hush"]}, {})
+    assert keys_of(resolve({"tenants": ["x" * 63 + "=k"]}, {}).config) == {"x" * 63: ["k"]}
+    assert refused({"tenants": ["hush"]}, {}) == "--tenants must be NAME=KEY"
 
 
 def test_keywords_are_named_as_such():

@@ -43,6 +43,16 @@ class Secret:
         return hash(self._value)
 
 
+class TenantKeys(msgspec.Struct, frozen=True):
+    """A tenant named in the configuration, and the API keys that are its own."""
+
+    name: str
+    keys: tuple[Secret, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({len(self.keys)} key{'s' if len(self.keys) != 1 else ''})"
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of one server or one local run. Sizes and times carry their unit in the name or the help."""
 
@@ -87,6 +97,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     api_key: Annotated[
         tuple[Secret, ...],
         Meta(description="Key that clients may use; repeat for several. @FILE reads keys from a file, one a line."),
+    ] = ()
+    tenants: Annotated[
+        tuple[TenantKeys, ...],
+        Meta(
+            description="A tenant and a key of it, or @FILE; repeat for more. Tenants share no agents and no KV. "
+            "In cairn.toml: [tenants.NAME] with api_key."
+        ),
     ] = ()
     admin_key: Annotated[
         Secret | None,
@@ -141,7 +158,7 @@ PANELS = (
 _LOCAL_PANELS = ("Model and engine", "Scheduling", "Text")
 _SERVED_ONLY = ("served_name",)
 
-Kind = Literal["int", "float", "str", "bool", "choice", "secret"]
+Kind = Literal["int", "float", "str", "bool", "choice", "secret", "tenant"]
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -221,6 +238,8 @@ def _option(field: msgspec.inspect.Field, panel: str) -> Option:
         name = "bool"
     elif isinstance(kind, inspect.CustomType) and kind.cls is Secret:
         name = "secret"
+    elif isinstance(kind, inspect.StructType) and kind.cls is TenantKeys:
+        name = "tenant"
     elif isinstance(kind, inspect.StrType):
         name = "str"
     else:

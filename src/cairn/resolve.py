@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.config import PREFIX, Config, Option, Secret, closest, options
+from cairn.config import PREFIX, Config, Option, Secret, TenantKeys, closest, options
 from cairn.errors import ConfigError
 
 FILE_VARIABLE = "CAIRN_CONFIG"
@@ -119,6 +120,8 @@ def _value(option: Option, given: _Given) -> Any:
     if not option.many:
         return _one(option, given, given.value)
     written = given.value
+    if option.kind == "tenant":
+        return _tenants(option, given, written)
     if not isinstance(written, list | tuple):
         written = [written]
     if option.kind != "secret":
@@ -149,6 +152,51 @@ def _one(option: Option, given: _Given, value: object) -> Any:
             return _bool(option, given, value)
         case "int" | "float":
             return _number(option, given, value)
+        case "tenant":
+            raise AssertionError("tenants are read by _tenants")
+
+
+TENANT_NAME = re.compile(r"(?!key-)[a-z0-9][a-z0-9_.-]{0,62}")
+"""What a tenant may be called; the names of keys without a tenant begin with `key-`."""
+
+
+def _tenants(option: Option, given: _Given, written: object) -> tuple[TenantKeys, ...]:
+    """NAME=KEY texts, or a file's tables. What a message quotes is never a key."""
+    found: dict[str, list[Secret]] = {}
+    for name, value in _named(given, written):
+        if not TENANT_NAME.fullmatch(name):
+            raise ConfigError(
+                f"{given.source}: a tenant's name has 1 to 63 small letters, digits, '.', '_' or '-', begins with a "
+                "letter or a digit, and not with 'key-'",
+                field=option.name,
+            )
+        items = value if isinstance(value, list) else [value]
+        keys = [key for item in items for key in (_lines(given, item) if _is_file(item) else [item])]
+        if not keys or not all(isinstance(key, str) and key for key in keys):
+            raise ConfigError(f"{given.source}: the tenant {name} needs a key that is not empty", field=option.name)
+        found.setdefault(name, []).extend(map(Secret, keys))
+    return tuple(TenantKeys(name, tuple(dict.fromkeys(keys))) for name, keys in found.items())
+
+
+def _named(given: _Given, written: object) -> list[tuple[str, Any]]:
+    """Each tenant's name beside what is given for its keys, not yet checked."""
+    if not given.text and isinstance(written, dict):
+        pairs = []
+        for name, table in written.items():
+            for key in table if isinstance(table, dict) else ():
+                if key != "api_key":
+                    near = closest(key, ("api_key",))
+                    raise ConfigError(f"{given.source}: unknown key {key!r} in [tenants.{name}]{near}", field="tenants")
+            if not isinstance(table, dict) or not table:
+                raise ConfigError(f"{given.source}: [tenants.{name}] needs api_key", field="tenants")
+            pairs.append((name, table["api_key"]))
+        return pairs
+    texts = written if isinstance(written, list | tuple) else [written]
+    split = [text.partition("=") for text in texts if isinstance(text, str) and "=" in text]
+    if not given.text or len(split) < len(texts):
+        wanted = "NAME=KEY" if given.text else "tables: [tenants.NAME] with api_key"
+        raise ConfigError(f"{given.source} must be {wanted}", field="tenants")
+    return [(name.strip(), key.strip()) for name, _, key in split]
 
 
 def _bool(option: Option, given: _Given, value: object) -> bool:

@@ -20,7 +20,8 @@ OPEN = frozenset({"/health/live", "/health/ready"})
 """Routes that need no key."""
 ADMIN = frozenset({"/metrics"})
 """Routes that need the admin key on a server with keys."""
-SALT_LABEL = b"cairn tenant salt 1\0"
+KEY_LABEL = b"cairn tenant salt 1\0"
+NAME_LABEL = b"cairn tenant name 1\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +33,14 @@ class Tenant:
 
 
 DEFAULT = Tenant("default", b"")
-"""The only tenant of a server with no key or one key."""
+"""The tenant where there is no key, of a single key without a tenant, and of a tenant that is named so."""
 
 
 class Access:
     """The rules of one server, made from its options once."""
 
     def __init__(self, config: Config) -> None:
-        keys = dict.fromkeys(_bytes(key) for key in config.api_key)
-        alone = len(keys) == 1
-        self._tenants = [(_digest(key), DEFAULT if alone else _tenant(key)) for key in keys]
+        self._tenants = [(_digest(key), tenant) for key, tenant in _tenants(config)]
         self._admin = _digest(_bytes(config.admin_key)) if config.admin_key else None
         self._hosts = {"localhost", "127.0.0.1", "::1", _bare(config.host)}
         self._hosts |= {_bare(host) for host in config.allowed_hosts}
@@ -120,13 +119,18 @@ PREFLIGHT = [
 
 def check_exposure(config: Config) -> None:
     """Raise ConfigError if the server would listen beyond this machine without any key."""
-    if config.api_key or config.unsafe_no_auth or is_local(config.host):
+    if has_keys(config) or config.unsafe_no_auth or is_local(config.host):
         return
     raise ConfigError(
         f"host {config.host} can be reached from other machines: set --api-key, "
         "or say --unsafe-no-auth to serve everyone without a key",
         field="host",
     )
+
+
+def has_keys(config: Config) -> bool:
+    """Whether callers need a key."""
+    return bool(config.api_key or config.tenants)
 
 
 def is_local(host: str) -> bool:
@@ -156,8 +160,34 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _tenant(key: bytes) -> Tenant:
-    salt = hashlib.sha256(SALT_LABEL + key).digest()
+def _tenants(config: Config) -> list[tuple[bytes, Tenant]]:
+    """Each key and whose it is. Raises ConfigError for a key that would be two tenants'.
+
+    A named tenant's salt comes from its name, so what it keeps survives new keys. Keys without a tenant never share:
+    each of several is a tenant of its own, by the key itself.
+    """
+    bare = tuple(dict.fromkeys(_bytes(key) for key in config.api_key))
+    pairs = [(key, DEFAULT if len(bare) == 1 else _of_key(key)) for key in bare]
+    pairs += [(_bytes(key), tenant_named(one.name)) for one in config.tenants for key in one.keys]
+    owners: dict[bytes, Tenant] = {}
+    for key, tenant in pairs:
+        if owners.setdefault(key, tenant) != tenant:
+            raise ConfigError(
+                f"one API key belongs to the tenants {owners[key].name} and {tenant.name}; a key has one tenant",
+                field="tenants",
+            )
+    return list(owners.items())
+
+
+def tenant_named(name: str) -> Tenant:
+    """The tenant of that name in the configuration."""
+    if name == DEFAULT.name:
+        return DEFAULT
+    return Tenant(name, hashlib.sha256(NAME_LABEL + name.encode()).digest())
+
+
+def _of_key(key: bytes) -> Tenant:
+    salt = hashlib.sha256(KEY_LABEL + key).digest()
     return Tenant("key-" + salt.hex()[:12], salt)
 
 

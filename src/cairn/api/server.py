@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cairn.api.app import App, build_app
-from cairn.api.auth import check_exposure, is_local
+from cairn.api.auth import check_exposure, has_keys, is_local
 from cairn.api.listener import Listener
 from cairn.config import Config
 from cairn.errors import ConfigError
@@ -172,11 +172,11 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 
 
 def _announce(url: str, service: Service, config: Config) -> None:
-    key = ' -H "Authorization: Bearer $CAIRN_API_KEY"' if config.api_key else ""
+    key = ' -H "Authorization: Bearer $CAIRN_API_KEY"' if has_keys(config) else ""
     body = f'{{"model": "{service.name}", "messages": [{{"role": "user", "content": "What is Cairn?"}}]}}'
     _say(f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it. Try:")
     _say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
-    if not config.api_key and not is_local(config.host):
+    if not has_keys(config) and not is_local(config.host):
         _say("[bold red]Everyone who can reach this address can use it: no API key is set.[/bold red]")
 
 

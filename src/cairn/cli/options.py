@@ -16,7 +16,7 @@ ALL = tuple(option.name for option in options())
 LOCAL = local_options()
 """Options of a run without a server."""
 
-_METAVARS = {"int": "N", "float": "X", "str": "TEXT", "secret": "KEY", "bool": ""}
+_METAVARS = {"int": "N", "float": "X", "str": "TEXT", "secret": "KEY", "bool": "", "tenant": "NAME=KEY"}
 
 Command = Callable[..., None]
 

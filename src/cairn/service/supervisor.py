@@ -50,7 +50,7 @@ class Supervisor:
         on_refused: Callable[[wire.Refused], None],
         on_lost: Callable[[Flight, CairnError], None],
     ) -> None:
-        self._config = msgspec.structs.replace(config, api_key=(), admin_key=None)
+        self._config = msgspec.structs.replace(config, api_key=(), tenants=(), admin_key=None)
         self._in_process = in_process
         self._patience = patience
         self._clock = clock
