@@ -100,6 +100,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from `add` after which the request ends with `DEADLINE`."""
     priority: int = 0
     """Higher runs earlier; waiting raises it, so nobody starves."""
+    durable: bool = False
+    """Keep this context's KV beyond the pool at first touch: an agent's, or one with an answer in it. Others are kept
+    when they are long, or when they come a second time."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -117,11 +120,62 @@ class TokenLogprob(msgspec.Struct, frozen=True):
     """The most likely (token, logprob) pairs, best first."""
 
 
+MissReason = Literal[
+    "different tokens",
+    "template",
+    "evicted",
+    "not stored yet",
+    "model changed",
+    "tenant",
+    "never seen",
+    "faster to compute",
+]
+"""Why a block of a prompt had to be computed. A worker says `evicted`, `not stored yet`, `never seen` or `faster to
+compute`; the front, which knows the contexts' texts, may say it more exactly with one of the others."""
+
+
+class Miss(msgspec.Struct, frozen=True, kw_only=True):
+    """The first full block of a prompt that no tier gave."""
+
+    position: int
+    """Of its first token in the prompt."""
+    reason: MissReason
+
+
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the KV of a prompt came from, in tokens. `computed + pool` is the prompt's length."""
+    """Where the KV of a prompt came from, in tokens. `computed + pool + ram + disk` is the prompt's length."""
 
     computed: int = 0
     pool: int = 0
+    ram: int = 0
+    disk: int = 0
+    load: float = 0.0
+    """Seconds from the decision to load until the last chunk that was used lay in the pool."""
+    miss: Miss | None = None
+    """None where everything was found but the last, incomplete block."""
+
+    @property
+    def cached(self) -> int:
+        """Tokens that were not computed."""
+        return self.pool + self.ram + self.disk
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """How many leading tokens of a context each tier has, every tier for itself."""
+
+    pool: int = 0
+    ram: int = 0
+    disk: int = 0
+
+
+class Swept(msgspec.Struct, frozen=True, kw_only=True):
+    """What a look over the stored chunks found and removed."""
+
+    checked: int = 0
+    removed: int = 0
+    """Chunks."""
+    bytes: int = 0
+    """Of the removed chunks."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -200,7 +200,7 @@ class Flight:
     @property
     def usage(self) -> Usage:
         """Tokens of the prompt and the answer; tokens past a stop are not counted."""
-        cached = self.cache.pool if self.cache else 0
+        cached = self.cache.cached if self.cache else 0
         prompt = len(self.request.prompt)
         return Usage(
             prompt_tokens=prompt, completion_tokens=self.text.completion_tokens, cached_tokens=min(cached, prompt)

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 FULL = 0.9
 """Share of the KV pool in use by requests from which the server says that it is not ready."""
+SHUTTING_DOWN = "the server is shutting down"
 _TICK = 0.25
 _LATE = 1.0
 """Seconds past a deadline after which the front ends a request itself; the worker normally does."""
@@ -183,7 +184,7 @@ class Service:
         elif not self._supervisor.up:
             reasons.append("the worker is being replaced")
         if self._draining:
-            reasons.append("the server is shutting down")
+            reasons.append(SHUTTING_DOWN)
         if self._stats.kv_usage > FULL:
             reasons.append(f"requests hold {self._stats.kv_usage:.0%} of the KV pool")
         return reasons
@@ -284,7 +285,7 @@ class Service:
             return
         if output.cache is not None and flight.cache is None:
             self.metrics.prompt_tokens += len(flight.request.prompt)
-            self.metrics.prompt_tokens_cached += output.cache.pool
+            self.metrics.prompt_tokens_cached += output.cache.cached
             self.metrics.prompt_length.observe(len(flight.request.prompt))
         flight.accept(output)
         if output.tokens:
