@@ -9,13 +9,13 @@ from __future__ import annotations
 import select
 import socket
 import threading
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
 from cairn.config import Config
 from cairn.errors import CairnError
-from cairn.types import FinishReason, ModelSpec, Output, Request
+from cairn.types import FinishReason, KvStats, ModelSpec, Output, Placed, Request, Swept
 
 MAX_FRAME = 64 << 20
 """Bytes in the longest frame, both ways: a prompt of 8 million tokens still fits."""
@@ -54,7 +54,27 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     reason: FinishReason
 
 
-ToWorker = Load | Add | Drop
+What = Literal["flush", "pin", "prefetch", "evict", "where", "scrub", "prune"]
+"""What can be asked; the methods of `Service` with these names say what each means."""
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """About the KV beyond this step. The `Answer` carries the same number and comes when it is done."""
+
+    id: int
+    what: What
+    tokens: tuple[int, ...] = ()
+    """The context that is meant, with `salt`."""
+    salt: bytes = b""
+    owner: str = ""
+    """Who pins."""
+    keep: int = 0
+    """Leading tokens that others need: not to be evicted."""
+    disk: bool = False
+    """Whether to evict from the disk, too."""
+
+
+ToWorker = Load | Add | Drop | Ask
 
 
 # ---------------------------------------------------------------------------------------------- worker -> front
@@ -84,6 +104,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     prefix_hits: int = 0
     """Prompt tokens found there."""
     preemptions: int = 0
+    kv: KvStats | None = None
+    """Set when it has changed."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -128,7 +150,17 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """CPU seconds used so far: a long step that computes is not a stalled one."""
 
 
-ToFront = Ready | LoadFailed | Step | Refused | Beat
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """What an `Ask` asked for."""
+
+    id: int
+    placed: Placed = Placed()
+    swept: Swept = Swept()
+    trouble: str = ""
+    """Why it could not be done, as a sentence."""
+
+
+ToFront = Ready | LoadFailed | Step | Refused | Beat | Answer
 
 _encoder = msgspec.msgpack.Encoder()
 
