@@ -599,6 +599,23 @@ def test_a_reader_that_leaves_is_no_traceback(slow):
     assert slow.gone.wait(10)
 
 
+def test_a_full_stdout_is_one_sentence(slow):
+    with open("/dev/full", "w") as full:
+        process = start("generate", "-p", "x", "--stream", "--host", slow.url, stdout=full, stderr=subprocess.PIPE)
+        said = process.stderr.read()
+        process.stderr.close()
+        assert process.wait(30) == 1
+    assert said.startswith("cairn: ") and "No space left" in said and said.count("\n") == 1
+    assert slow.gone.wait(10)
+
+
+def test_closed_standard_streams_are_no_trap():
+    """A file opened later would otherwise get the number of stdout and be written to."""
+    closed = "import os, sys\nfor n in (0, 1, 2): os.close(n)\n" + MAIN
+    done = subprocess.run([sys.executable, "-c", closed, "config"], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
 class Terminal:
     """A program in a terminal of its own."""
 

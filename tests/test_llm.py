@@ -154,6 +154,9 @@ def test_misspelt_and_wrong_options_are_errors(llm):
         llm.generate(["x"], stream=True)
     with pytest.raises(InvalidRequest, match="list of texts or of lists of token ids"):
         llm.generate([1, 2, 3])
+    for prompts in (None, 5, [None], [["a"]], {"a": 1}):
+        with pytest.raises(InvalidRequest, match="list of texts or of lists of token ids"):
+            llm.generate(prompts)
     with pytest.raises(InvalidRequest, match="ids go from 0"):
         llm.generate([[1, 10**6]])
     with pytest.raises(ContextTooLong, match="max_tokens is 5000"):

@@ -137,8 +137,8 @@ class AsyncLLM:
         """
         if isinstance(prompts, str):
             return await (await self.stream_generate(prompts, **sampling)).wait()
-        if any(isinstance(prompt, int) for prompt in prompts):
-            raise InvalidRequest("prompts is a list of texts or of lists of token ids", field="prompts")
+        if not _are_prompts(prompts):
+            raise InvalidRequest("prompts is a text, or a list of texts or of lists of token ids", field="prompts")
         places = asyncio.Semaphore(min(self.config.max_running, self.config.max_queue))
 
         async def one(prompt: Prompt) -> Answer:
@@ -300,6 +300,16 @@ class LLM:
         if not isinstance(prompts, str):
             raise InvalidRequest("stream=True takes one prompt, not a list", field="stream")
         return Stream(self._loop, self._loop.wait(self._llm.stream_generate(prompts, **sampling)))
+
+
+def _are_prompts(given: object) -> bool:
+    """Whether it is a sequence of texts and of sequences of token ids."""
+    if not isinstance(given, Sequence):
+        return False
+    return all(
+        isinstance(prompt, str) or (isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt))
+        for prompt in given
+    )
 
 
 class _Loop:

@@ -40,3 +40,9 @@ def test_fake_takes_the_same_spec_and_limits(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="expected a folder"):
         load_engine(Config(), tmp_path / "nothing")
+
+
+def test_a_context_beyond_the_models_is_refused_and_not_cut(tmp_path: Path) -> None:
+    """Known failure 50."""
+    with pytest.raises(ModelError, match=r"context is 4096, but .* was made for at most \d+ tokens"):
+        load_engine(Config(context=4096), write_model(tmp_path))

@@ -131,6 +131,10 @@ def test_limits(field, good, bad):
         assert field.split("_")[0] in refusal(field, **{field: value})
 
 
+def test_a_huge_number_is_not_repeated_to_its_sender():
+    assert "a number of 3001 bits" in refusal("max_tokens", max_tokens=1 << 3000)
+
+
 def test_logit_bias_has_a_limit():
     wide = msgspec.structs.replace(SPEC, vocab=5000)
     assert params(spec=wide, logit_bias={token: 1 for token in range(1024)}).logit_bias[1023] == (1023, 1.0)

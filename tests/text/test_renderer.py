@@ -118,9 +118,21 @@ async def test_a_process_killed_from_outside_is_replaced(renderer: Renderer) -> 
     await asyncio.sleep(0.1)
     assert renderer.pid is not None
     os.kill(renderer.pid, signal.SIGKILL)
-    with pytest.raises(InvalidRequest, match="broke down"):
-        await task
+    with pytest.raises(InvalidRequest, match="took longer than 1 s"):
+        await task  # it was tried again
     assert await renderer.render(job("content", "b")) == ["b"]
+
+
+async def test_a_process_killed_while_it_renders_is_not_the_messages_fault(renderer: Renderer) -> None:
+    task = asyncio.create_task(renderer.render(job("slow")))
+    await asyncio.sleep(0)
+    first = renderer.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    await asyncio.sleep(0.02)
+    os.kill(first, signal.SIGKILL)
+    assert await task == ["slow"]
+    assert renderer.pid != first
 
 
 async def test_signals_to_the_server_do_not_reach_the_process(renderer: Renderer) -> None:

@@ -12,6 +12,7 @@ from cairn.api.limits import read_json
 from cairn.api.openai import check_length, check_model, encode_text
 from cairn.api.registry import Registry, parse_id
 from cairn.api.reply import Call
+from cairn.api.resumable import Tapes, parse_after
 from cairn.api.schemas import (
     DetokenizeBody,
     TokenizeBody,
@@ -23,7 +24,7 @@ from cairn.api.schemas import (
 from cairn.config import Config
 from cairn.errors import InvalidRequest, NotFound
 from cairn.metrics import CONTENT_TYPE
-from cairn.service.service import Service
+from cairn.service.service import SHUTTING_DOWN, Service
 from cairn.text.tokenizer import INLINE
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
@@ -32,9 +33,10 @@ Endpoint = Callable[[Call, Service], Awaitable[None]]
 class Admin:
     """The routes beside generation."""
 
-    def __init__(self, config: Config, registry: Registry) -> None:
+    def __init__(self, config: Config, registry: Registry, tapes: Tapes) -> None:
         self._config = config
         self._registry = registry
+        self._tapes = tapes
         self._started = int(time.time())
 
     def routes(self, path: str) -> dict[str, Endpoint] | None:
@@ -46,6 +48,8 @@ class Admin:
             return {"GET": self.model}
         if kind == "requests" and rest.endswith("/cancel") and "/" not in rest.removesuffix("/cancel"):
             return {"POST": self.cancel}
+        if kind == "requests" and rest.endswith("/events") and "/" not in rest.removesuffix("/events"):
+            return {"GET": self.events}
         if kind == "requests" and "/" not in rest:
             return {"GET": self.request}
         return None
@@ -112,6 +116,13 @@ class Admin:
         report = self._report(number, self._known(call, service, number))
         await call.json(report | {"cancelled": any(ended)})
 
+    async def events(self, call: Call, service: Service) -> None:
+        """GET /v1/requests/{id}/events?after=N: the events of a resumable request, live until its end."""
+        number = self._number(call.path.removeprefix("/v1/requests/").removesuffix("/events"))
+        after = parse_after(call)
+        follower = self._tapes.find(number, call.salt, self._config.heartbeat)
+        await follower.run(call, after)
+
     async def metrics(self, call: Call, service: Service) -> None:
         """GET /metrics, in Prometheus' text format."""
         await call.respond(200, service.metrics.render(), [(b"content-type", CONTENT_TYPE.encode())])
@@ -119,8 +130,8 @@ class Admin:
     async def ready(self, call: Call, service: Service | None, draining: bool) -> None:
         """GET /health/ready: 200, or 503 with the reasons."""
         reasons = ["the model is still being loaded"] if service is None else service.unready()
-        if draining:
-            reasons = [*reasons, "the server is shutting down"]
+        if draining and SHUTTING_DOWN not in reasons:
+            reasons = [*reasons, SHUTTING_DOWN]
         await call.json({"status": "not ready" if reasons else "ready", "reasons": reasons}, 503 if reasons else 200)
 
     def _model(self, service: Service) -> dict[str, Any]:

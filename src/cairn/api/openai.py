@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, cast
 
 import msgspec
 
-from cairn.api.answers import Answer, ChatAnswer, Choice, TextAnswer, finished, usage_of
+from cairn.api.answers import Answer, ChatAnswer, Choice, TextAnswer, finished, said, usage_of
 from cairn.api.checks import check_chat, check_stream
 from cairn.api.limits import read_json
 from cairn.api.registry import Registry
 from cairn.api.reply import JSON, Call, Watch, encode, internal, shown
+from cairn.api.resumable import Tapes, is_resumable
 from cairn.api.schemas import ChatBody, CompletionBody, contents, parse, plain_messages, plain_tools
 from cairn.api.sse import DONE, EVENT_STREAM, HEARTBEAT, error_event
 from cairn.config import Config
@@ -36,9 +37,10 @@ COMPLETION_TOKENS = 16
 class OpenAI:
     """The two generating routes."""
 
-    def __init__(self, config: Config, registry: Registry) -> None:
+    def __init__(self, config: Config, registry: Registry, tapes: Tapes) -> None:
         self._config = config
         self._registry = registry
+        self._tapes = tapes
 
     async def chat(self, call: Call, service: Service) -> None:
         """POST /v1/chat/completions."""
@@ -122,7 +124,15 @@ class OpenAI:
     async def _run(
         self, call: Call, service: Service, choices: Sequence[Choice], answer: Answer, stream: bool, usage: bool
     ) -> None:
-        self._registry.open(call.number, [choice.request.id for choice in choices])
+        numbers = [choice.request.id for choice in choices]
+        if is_resumable(call, stream):
+            events = self._events(call.number, service, choices, answer, usage)
+            follower = self._tapes.start(
+                call, events, lambda: [service.abort(id) for id in numbers], self._config.heartbeat
+            )
+            await follower.run(call)
+            return
+        self._registry.open(call.number, numbers)
         try:
             async with Watch(call) as watch:
                 if stream:
@@ -157,16 +167,7 @@ class OpenAI:
             async with contextlib.aclosing(events) as found:
                 async for batch in found:
                     data = b"" if call.started else await self._begin(call, answer)
-                    if not batch:
-                        data += HEARTBEAT
-                    for index, event in batch:
-                        choice = choices[index]
-                        if isinstance(event, Done):
-                            data += answer.finish(index, finished(choice, event))
-                            answer.done(index)
-                        else:
-                            choice.pass_on(event)
-                            data += answer.delta(index, event)
+                    data += said(batch, choices, answer) if batch else HEARTBEAT
                     if all(choice.done for choice in choices):
                         data += answer.usage(usage_of(choices)) + DONE if usage else DONE
                         watch.stop()
@@ -178,10 +179,28 @@ class OpenAI:
             if not call.started:
                 raise
             watch.stop()
-            known = error if isinstance(error, CairnError) else internal(call)
+            known = error if isinstance(error, CairnError) else internal(call.id)
             await call.write(error_event(known), more=False)
             if known is not error:
                 raise
+
+    async def _events(
+        self, number: int, service: Service, choices: Sequence[Choice], answer: Answer, usage: bool
+    ) -> AsyncGenerator[bytes, None]:
+        """The chunks of a stream, whoever reads them."""
+        asked = [choice.request for choice in choices]
+        self._registry.open(number, [request.id for request in asked])
+        try:
+            async with contextlib.aclosing(merge(service.generate, asked)) as found:
+                data = answer.begin()
+                async for batch in found:
+                    data += said(batch, choices, answer)
+                    if data:
+                        yield data
+                    data = b""
+            yield answer.usage(usage_of(choices)) + DONE if usage else DONE
+        finally:
+            self._registry.close(number)
 
     async def _begin(self, call: Call, answer: Answer) -> bytes:
         data = answer.begin()
@@ -234,6 +253,6 @@ def _count(tokenizer: Tokenizer, texts: Sequence[str], enough: int) -> int:
 
 
 def _fit(options: SamplingOptions, prompt: int, context: int) -> SamplingOptions:
-    """The default of max_tokens, cut to what is left of the context."""
+    """The default of max_tokens, cut to what is left of the context; without any room the length check says so."""
     room = context - prompt
-    return msgspec.structs.replace(options, max_tokens=max(1, min(COMPLETION_TOKENS, room)))
+    return msgspec.structs.replace(options, max_tokens=min(COMPLETION_TOKENS, room)) if room > 0 else options

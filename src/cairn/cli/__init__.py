@@ -50,14 +50,38 @@ for _group in (serve, chat, generate, models, remote, doctor, options):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
+    _open_standard_streams()
     try:
         code = app(arguments, standalone_mode=True)
+        sys.stdout.flush()
     except CairnError as error:
         print(f"cairn: {error}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the reader of stdout has gone; nothing more can be said there
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 1
+    except OSError as error:  # above all a stdout that is full
+        print(f"cairn: {error}", file=sys.stderr)
+        code = 1
+    if code:
+        _forget_stdout()
     sys.exit(code)
+
+
+def _open_standard_streams() -> None:
+    """A caller may have closed them; a socket or a file that got one of their numbers would be written to."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+
+
+def _forget_stdout() -> None:
+    """What could not be written must not be tried again, and complained of, when the interpreter ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

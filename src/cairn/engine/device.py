@@ -7,6 +7,7 @@ from pathlib import Path
 from cairn.config import Config
 from cairn.engine.base import Engine
 from cairn.engine.memory import pool_blocks
+from cairn.errors import ModelError
 from cairn.models.spec import load_spec
 from cairn.types import ModelSpec
 
@@ -14,6 +15,8 @@ from cairn.types import ModelSpec
 def load_engine(config: Config, folder: Path) -> tuple[ModelSpec, Engine]:
     """The model in `folder`, loaded into the engine that `config.engine` names: whole, or a `ModelError`."""
     spec = load_spec(folder)
+    if config.context is not None and config.context > spec.context:
+        raise ModelError(f"context is {config.context}, but {spec.name} was made for at most {spec.context} tokens")
     if config.engine == "fake":
         # Imported here so that a server never loads the code of an engine that it does not run.
         from cairn.engine.fake import FakeEngine

@@ -185,7 +185,8 @@ def _count(name: str, value: object, low: int, high: int, limit: str = "") -> in
         raise InvalidRequest(f"{name} must be a whole number", field=name)
     if not low <= value <= high:
         named = f" ({limit})" if limit else ""
-        raise InvalidRequest(f"{name} must be from {low} to {high}{named}; it is {value}", field=name)
+        said = value if abs(value) < 1 << 64 else f"a number of {value.bit_length()} bits"
+        raise InvalidRequest(f"{name} must be from {low} to {high}{named}; it is {said}", field=name)
     return value
 
 

@@ -79,7 +79,7 @@ class Renderer:
             await self._spawn()
         answered = False
         try:
-            answer = await asyncio.wait_for(self._exchange(data), timeout)
+            answer = await asyncio.wait_for(self._twice(data), timeout)
             answered = not answer.last
         except TimeoutError:
             raise InvalidRequest(
@@ -92,6 +92,15 @@ class Renderer:
             if not answered:
                 self._end()
         return answer
+
+    async def _twice(self, data: bytes) -> Rendered:
+        """One exchange; another with a new process if this one is gone, which need not be the messages' fault."""
+        try:
+            return await self._exchange(data)
+        except (EOFError, OSError):
+            self._end()
+            await self._spawn()
+            return await self._exchange(data)
 
     async def _spawn(self) -> None:
         """Start a process and wait until it has compiled the templates."""
