@@ -29,6 +29,8 @@ class Chunk:
     """Tokens before the chunk: what computing it again would need first."""
     pages: bytes | memoryview
     """The blocks' pages, one after another, as `Engine.read_blocks` gave them."""
+    group: int = 0
+    """Number of its cache group: what the pages are made of. The key already tells groups apart."""
 
 
 @dataclass(frozen=True, slots=True)
