@@ -124,6 +124,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float, Meta(ge=0, description="Seconds that running requests may go on after SIGTERM.")
     ] = 30.0
     heartbeat: Annotated[float, Meta(gt=0, description="Seconds between SSE comments while a stream waits.")] = 15.0
+    reconnect_grace: Annotated[
+        float, Meta(ge=0, description="Seconds that a resumable request runs on after its connection closed.")
+    ] = 60.0
+    max_resumable_mib: Annotated[
+        int, Meta(ge=1, description="Most MiB kept of resumable answers; the oldest are given up first.")
+    ] = 64
     # limits on what a client may send
     max_header_kib: Annotated[int, Meta(ge=1, description="Most KiB of request line and headers.")] = 32
     max_body_mib: Annotated[int, Meta(ge=1, description="Most MiB of request body.")] = 16

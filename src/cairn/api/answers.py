@@ -10,7 +10,7 @@ from cairn.api.reply import Call
 from cairn.api.sse import ChatChunks, TextChunks, TextLogprobs, chat_logprobs, usage_object
 from cairn.errors import Cancelled, DeadlineExceeded, GenerationFailed
 from cairn.service.service import Service
-from cairn.types import Delta, Done, FinishReason, Request, TokenLogprob, Usage
+from cairn.types import Delta, Done, Event, FinishReason, Request, TokenLogprob, Usage
 
 
 class Choice:
@@ -198,6 +198,20 @@ class TextAnswer:
 
 
 Answer = ChatAnswer | TextAnswer
+
+
+def said(batch: Sequence[tuple[int, Event]], choices: Sequence[Choice], answer: Answer) -> bytes:
+    """The chunks of what came together; ends are noted."""
+    data = b""
+    for index, event in batch:
+        choice = choices[index]
+        if isinstance(event, Done):
+            data += answer.finish(index, finished(choice, event))
+            answer.done(index)
+        else:
+            choice.pass_on(event)
+            data += answer.delta(index, event)
+    return data
 
 
 def finished(choice: Choice, done: Done) -> str:

@@ -6,6 +6,7 @@ Routes (POST bodies are JSON):
     GET  /v1/models             GET  /v1/models/{id}         admin.py
     POST /tokenize              POST /detokenize
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
+    GET  /v1/requests/{id}/events                            resumable.py
     GET  /health/live           GET  /health/ready
     GET  /metrics
 """
@@ -21,6 +22,7 @@ from cairn.api.auth import PREFLIGHT, Access
 from cairn.api.openai import OpenAI
 from cairn.api.registry import Registry
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
+from cairn.api.resumable import Tapes
 from cairn.config import Config
 from cairn.errors import CairnError, MethodNotAllowed, NotFound, Unavailable, trace
 from cairn.seams import Rng, SystemClock, SystemRng
@@ -43,8 +45,9 @@ class App:
         self._rng = rng or SystemRng()
         self._access = Access(config)
         registry = Registry(SystemClock())
-        openai = OpenAI(config, registry)
-        admin = self._admin = Admin(config, registry)
+        tapes = Tapes(config.reconnect_grace, config.max_resumable_mib << 20)
+        openai = OpenAI(config, registry, tapes)
+        admin = self._admin = Admin(config, registry, tapes)
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
@@ -71,7 +74,7 @@ class App:
             await self._fail(call, error)
         except Exception as error:
             log.error("request %s: %s", call.id, trace(error))
-            await self._fail(call, internal(call))
+            await self._fail(call, internal(call.id))
         log.debug("request %s: %d after %.3f s", call.id, call.status, time.monotonic() - began)
 
     async def _answer(self, call: Call) -> None:

@@ -112,7 +112,7 @@ class Access:
 
 PREFLIGHT = [
     (b"access-control-allow-methods", b"GET, POST"),
-    (b"access-control-allow-headers", b"authorization, content-type, x-api-key"),
+    (b"access-control-allow-headers", b"authorization, content-type, last-event-id, x-api-key, x-cairn-resumable"),
     (b"access-control-max-age", b"600"),
 ]
 

@@ -131,9 +131,9 @@ def too_slow(what: str, seconds: float) -> RequestTimeout:
     return RequestTimeout(f"the {what} did not arrive within {seconds:g} seconds, the limit")
 
 
-def internal(call: Call) -> CairnError:
+def internal(id: str) -> CairnError:
     """The error for what was not foreseen; it tells the client nothing but where to look."""
-    return CairnError(f"an internal error; the server's log names request {call.id}")
+    return CairnError(f"an internal error; the server's log names request {id}")
 
 
 class Watch:

@@ -1,0 +1,300 @@
+"""Answers that outlive their connection: a tape of each, which readers follow from any event on.
+
+A request sent with `X-Cairn-Resumable: 1` is generated onto a tape by a task of its own; its connection is only the
+first reader. Events are numbered from 1 and carry their number as the event's id, so a client that lost its connection
+asks for what follows the last one it saw and gets each later event once, in order. Without a reader for the time of
+grace the request is cancelled; a tape is kept as long after its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import NamedTuple
+
+from cairn.api.reply import Call, Watch, internal
+from cairn.api.sse import EVENT_STREAM, HEARTBEAT, error_event
+from cairn.errors import CairnError, InvalidRequest, NotFound, trace
+from cairn.service.stream import Waker
+
+log = logging.getLogger("cairn.api")
+
+PAGE = 1 << 15
+"""Bytes of events that are compressed together; they repeat each other, so little remains."""
+TAPE_COST = 1 << 12
+"""Bytes that a tape counts beside its events."""
+HEADER = b"x-cairn-resumable"
+_END = b"\n\n"
+
+
+class _Page(NamedTuple):
+    first: int
+    """Number of the first event."""
+    packed: bytes
+
+
+class Tape:
+    """The events of one answer. Those of the beginning may be given up when memory is short."""
+
+    def __init__(self, number: int, salt: bytes, cancel: Callable[[], object]) -> None:
+        self.number = number
+        self.salt = salt
+        self.over = False
+        self.failure: CairnError | None = None
+        """Why nothing was said at all."""
+        self.last = 0
+        """Number of the last event."""
+        self.readers: set[Waker] = set()
+        self.size = TAPE_COST
+        """Bytes of memory."""
+        self.timer: asyncio.TimerHandle | None = None
+        self.cancel = cancel
+        self._pages: deque[_Page] = deque()
+        self._fresh: list[bytes] = []
+        self._fresh_bytes = 0
+
+    @property
+    def first(self) -> int:
+        """Number of the first event that is still there, or of the next one."""
+        return self._pages[0].first if self._pages else self.last - len(self._fresh) + 1
+
+    def add(self, data: bytes) -> None:
+        """Append whole events."""
+        events = data.split(_END)[:-1]
+        self._fresh += events
+        self.last += len(events)
+        self._fresh_bytes += len(data)
+        self.size += len(data)
+        if self._fresh_bytes >= PAGE:
+            packed = zlib.compress(_END.join(self._fresh), 1)
+            self._pages.append(_Page(self.last - len(self._fresh) + 1, packed))
+            self.size += len(packed) - self._fresh_bytes
+            self._fresh, self._fresh_bytes = [], 0
+        self.wake()
+
+    def shorten(self) -> bool:
+        """Give up the oldest page; False if there is none."""
+        if not self._pages:
+            return False
+        self.size -= len(self._pages.popleft().packed)
+        return True
+
+    def read(self, after: int) -> tuple[bytes, int]:
+        """Some of the events that follow number `after`, as they are sent, and the number of the last of them."""
+        if after >= self.last:
+            return b"", after
+        if after + 1 < self.first:
+            raise NotFound(
+                f"the events up to {self.first - 1} are no longer kept; the text so far is at "
+                f"/v1/requests/{self.number:016x}",
+                field="after",
+            )
+        index = bisect_right(self._pages, after + 1, key=lambda page: page.first) - 1
+        fresh = self.last - len(self._fresh) + 1
+        if after + 1 >= fresh:
+            first, events = fresh, self._fresh
+        else:
+            page = self._pages[index]
+            first, events = page.first, zlib.decompress(page.packed).split(_END)
+        wanted = events[after + 1 - first :]
+        data = b"".join([b"id: %d\n%s\n\n" % pair for pair in enumerate(wanted, after + 1)])
+        return data, after + len(wanted)
+
+    def wake(self) -> None:
+        """Tell the readers that there is news."""
+        for reader in self.readers:
+            reader.wake()
+
+
+class Tapes:
+    """The tapes of one server: as many bytes as allowed, each for the time of grace after its last reader."""
+
+    def __init__(self, grace: float, limit: int) -> None:
+        """`grace` in seconds; `limit`: bytes of memory of all tapes together."""
+        self._grace = grace
+        self._limit = limit
+        self._tapes: dict[int, Tape] = {}
+        self._ended: OrderedDict[int, Tape] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.size = 0
+        """Bytes of memory."""
+
+    def start(
+        self, call: Call, events: AsyncGenerator[bytes, None], cancel: Callable[[], object], heartbeat: float
+    ) -> Follower:
+        """Generate `events` onto a tape. `call` is its first reader; `cancel` ends the request when the grace is over.
+
+        The reader is counted from here on, so follow it.
+        """
+        tape = Tape(call.number, call.salt, cancel)
+        self._tapes[call.number] = tape
+        self.size += tape.size
+        follower = self._follower(tape, heartbeat)
+        task = asyncio.create_task(self._record(tape, events))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return follower
+
+    def find(self, number: int, salt: bytes, heartbeat: float) -> Follower:
+        """A reader of a tape of the same tenant; NotFound for any other number."""
+        tape = self._tapes.get(number)
+        if tape is None or tape.salt != salt:
+            raise NotFound(
+                "there is no such resumable request, or its time of grace is over; "
+                "requests are resumable if sent with X-Cairn-Resumable: 1",
+                field="id",
+            )
+        return self._follower(tape, heartbeat)
+
+    def _follower(self, tape: Tape, heartbeat: float) -> Follower:
+        waker = Waker()
+        tape.readers.add(waker)
+        if tape.timer is not None:
+            tape.timer.cancel()
+            tape.timer = None
+        return Follower(tape, waker, heartbeat, self._leave)
+
+    def _leave(self, tape: Tape, waker: Waker) -> None:
+        tape.readers.discard(waker)
+        self._wait_for_readers(tape)
+
+    def _wait_for_readers(self, tape: Tape) -> None:
+        if not tape.readers and tape.timer is None and tape.number in self._tapes:
+            tape.timer = asyncio.get_running_loop().call_later(self._grace, self._expire, tape)
+
+    def _expire(self, tape: Tape) -> None:
+        """Nobody came back: end what still runs, forget what has ended."""
+        tape.timer = None
+        if tape.over:
+            self._forget(tape)
+        else:
+            tape.cancel()
+
+    async def _record(self, tape: Tape, events: AsyncGenerator[bytes, None]) -> None:
+        try:
+            async with aclosing(events):
+                async for data in events:
+                    self._add(tape, data)
+        except Exception as error:
+            if not isinstance(error, CairnError):
+                log.error("request %016x: %s", tape.number, trace(error))
+            known = error if isinstance(error, CairnError) else internal(f"{tape.number:016x}")
+            if tape.last:
+                self._add(tape, error_event(known))
+            else:
+                tape.failure = known
+        finally:
+            tape.over = True
+            tape.wake()
+            if tape.failure is not None:
+                self._forget(tape)
+            elif tape.number in self._tapes:
+                self._ended[tape.number] = tape
+                self._wait_for_readers(tape)
+
+    def _add(self, tape: Tape, data: bytes) -> None:
+        before = tape.size
+        tape.add(data)
+        if tape.number in self._tapes:
+            self.size += tape.size - before
+        while self.size > self._limit:
+            if self._ended:
+                self._forget(next(iter(self._ended.values())))
+                continue
+            largest = max(self._tapes.values(), key=lambda one: one.size)
+            before = largest.size
+            if not largest.shorten():
+                break
+            self.size += largest.size - before
+
+    def _forget(self, tape: Tape) -> None:
+        if self._tapes.pop(tape.number, None) is not None:
+            self.size -= tape.size
+        self._ended.pop(tape.number, None)
+        if tape.timer is not None:
+            tape.timer.cancel()
+            tape.timer = None
+
+
+class Follower:
+    """One reader of a tape, counted until `run` has ended."""
+
+    def __init__(self, tape: Tape, waker: Waker, heartbeat: float, leave: Callable[[Tape, Waker], None]) -> None:
+        self._tape = tape
+        self._waker = waker
+        self._heartbeat = heartbeat
+        self._leave = leave
+
+    async def run(self, call: Call, after: int = 0) -> None:
+        """Answer the call with every event that follows number `after`, until the end or until the client leaves.
+
+        Raises what kept the request from starting, and InvalidRequest if there is no event `after` yet.
+        """
+        tape = self._tape
+        try:
+            if after > tape.last:
+                raise InvalidRequest(f"after is {after}; the last event so far is {tape.last}", field="after")
+            async with Watch(call) as watch:
+                while after == tape.last and not tape.over and await self._waker.sleep(self._heartbeat):
+                    pass
+                if tape.failure is not None:
+                    raise tape.failure
+                tape.read(after)
+                if call.scope["method"] == "HEAD":
+                    watch.stop()
+                    await call.respond(200, b"", EVENT_STREAM)
+                    return
+                await call.start(200, EVENT_STREAM)
+                await self._send(call, after, watch)
+        finally:
+            self._leave(tape, self._waker)
+
+    async def _send(self, call: Call, after: int, watch: Watch) -> None:
+        tape = self._tape
+        news = True
+        while True:
+            try:
+                data, after = tape.read(after)
+            except NotFound as error:  # so slow a reader that its next event had to make room
+                watch.stop()
+                await call.write(error_event(error), more=False)
+                return
+            if tape.over and after == tape.last:
+                watch.stop()
+                await call.write(data, more=False)
+                return
+            if data or not news:
+                await call.write(data or HEARTBEAT)
+            news = True
+            if after == tape.last and not tape.over:
+                news = await self._waker.sleep(self._heartbeat)
+
+
+def is_resumable(call: Call, stream: bool) -> bool:
+    """Whether the call asks to outlive its connection. InvalidRequest for what cannot."""
+    value = call.header(HEADER)
+    if value is None or value == b"0":
+        return False
+    if value != b"1":
+        raise InvalidRequest("X-Cairn-Resumable must be 1 or 0", field="X-Cairn-Resumable")
+    if not stream:
+        raise InvalidRequest("X-Cairn-Resumable needs stream to be true", field="X-Cairn-Resumable")
+    return True
+
+
+def parse_after(call: Call) -> int:
+    """The number in Last-Event-ID, which a browser sends when it comes back, else in `?after=N`, else 0."""
+    query = call.scope.get("query_string", b"").decode("latin-1")
+    name, _, text = query.partition("=")
+    if query and name != "after":
+        raise InvalidRequest("the only parameter of this route is after=N", field="after")
+    seen = (call.header(b"last-event-id") or b"").decode("latin-1")
+    text = seen or (text if query else "0")
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise InvalidRequest("after must be the id of an event, a whole number", field="after")
+    return int(text)
