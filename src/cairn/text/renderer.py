@@ -53,7 +53,8 @@ class Renderer:
             raise InvalidRequest(f"the messages are too long to render: {error}", field="messages") from error
         timeout = self._setup.timeout
         try:
-            await asyncio.wait_for(self._turn.acquire(), timeout)
+            async with asyncio.timeout(timeout):  # unlike `wait_for`, no task for each request
+                await self._turn.acquire()
         except TimeoutError:
             raise Overloaded("the chat template is busy with other requests", retry_after=1) from None
         try:
@@ -79,7 +80,8 @@ class Renderer:
             await self._spawn()
         answered = False
         try:
-            answer = await asyncio.wait_for(self._twice(data), timeout)
+            async with asyncio.timeout(timeout):
+                answer = await self._twice(data)
             answered = not answer.last
         except TimeoutError:
             raise InvalidRequest(
