@@ -13,7 +13,7 @@ from serving import Site, answer, events, request_bytes, site
 
 from cairn.config import Config
 from cairn.errors import GenerationFailed, Overloaded, Unavailable
-from cairn.types import Delta, FinishReason, Request, TokenLogprob, ToolCallDelta
+from cairn.types import CacheReport, Delta, Done, FinishReason, Miss, Request, TokenLogprob, ToolCallDelta, Usage
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -58,6 +58,7 @@ async def test_chat_object() -> None:
         "completion_tokens": 2,
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 2},
+        "cairn": {"computed": 1, "pool": 2, "ram": 0, "disk": 0, "load_seconds": 0.0, "miss": None},
     }
 
 
@@ -87,6 +88,42 @@ async def test_no_usage_in_chunks_unless_asked() -> None:
         response = await post(at, chat(stream=True))
     *chunks, _ = events(response.text)
     assert all("usage" not in chunk and chunk["choices"] for chunk in chunks)
+
+
+REPORT = CacheReport(computed=40, pool=16, ram=32, disk=64, load=0.25, miss=Miss(position=112, reason="evicted"))
+SHOWN = {
+    "computed": 40,
+    "pool": 16,
+    "ram": 32,
+    "disk": 64,
+    "load_seconds": 0.25,
+    "miss": {"position": 112, "reason": "evicted"},
+}
+
+
+def reported(request: Request) -> list[Any]:
+    usage = Usage(prompt_tokens=152, completion_tokens=1, cached_tokens=REPORT.cached)
+    return [Delta(text="a", tokens=(97,)), Done(reason=FinishReason.STOP, usage=usage, cache=REPORT)]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat), ("/v1/completions", complete)])
+async def test_every_answer_says_where_its_prompts_kv_came_from(path: str, body: Any) -> None:
+    """Whole, in the usage chunk, and in the last chunk of a stream without one."""
+    async with site(ScriptedService(reported)) as at:
+        whole = (await post(at, body(n=2), path)).json()
+        asked = events((await post(at, body(stream=True, stream_options={"include_usage": True}), path)).text)
+        plain = events((await post(at, body(stream=True), path)).text)
+    assert whole["usage"]["cairn"] == SHOWN and whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 112}
+    assert asked[-2]["usage"]["cairn"] == SHOWN and not any("cairn" in chunk for chunk in asked[:-1])
+    assert plain[-2]["choices"][0]["finish_reason"] and plain[-2]["cairn"] == SHOWN
+    assert not any("cairn" in chunk for chunk in plain[:-2])
+
+
+async def test_of_several_prompts_the_reports_are_added_up() -> None:
+    async with site(ScriptedService(reported)) as at:
+        report = (await post(at, complete(prompt=["a", "b", "c"]), "/v1/completions")).json()["usage"]["cairn"]
+    tripled = {name: 3 * SHOWN[name] for name in ("computed", "pool", "ram", "disk", "load_seconds")}
+    assert report == tripled | {"miss": SHOWN["miss"]}
 
 
 TOOL_STEPS = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import Bytes
+from scripted import Bytes, done
 from serving import events
 
 from cairn.api.sse import DONE, HEARTBEAT, ChatChunks, TextChunks, TextLogprobs, chat_logprobs, error_event
@@ -23,7 +23,7 @@ def test_any_text_survives_the_chat_chunks(text: str, reasoning: str, arguments:
     chunks = ChatChunks(HEAD, 2, usage, Bytes())
     call = ToolCallDelta(index=3, id="c", name=text, arguments=arguments)
     data = chunks.first(1) + chunks.delta(1, Delta(text=text, reasoning=reasoning, tool_calls=(call,)))
-    data += chunks.finish(1, "stop") + chunks.usage({"total_tokens": 1}) + HEARTBEAT + DONE
+    data += chunks.finish(1, done(), "stop") + chunks.usage({"total_tokens": 1}) + HEARTBEAT + DONE
     assert b"\n\n\n" not in data and b"\r" not in data
     *found, last = events(data)
     assert last == "[DONE]" and all(chunk["id"] == HEAD["id"] and chunk["model"] == HEAD["model"] for chunk in found)
@@ -40,7 +40,7 @@ def test_any_text_survives_the_chat_chunks(text: str, reasoning: str, arguments:
 def test_any_text_survives_the_text_chunks(text: str, index: int) -> None:
     chunks = TextChunks(HEAD | {"object": "text_completion"}, 4, False)
     one, two, three = events(
-        chunks.text(index, text) + chunks.text(index, text, {"x": 1}) + chunks.finish(index, "length")
+        chunks.text(index, text) + chunks.text(index, text, {"x": 1}) + chunks.finish(index, done(), "length")
     )
     assert one["choices"] == [{"index": index, "text": text, "logprobs": None, "finish_reason": None}]
     assert two["choices"] == [{"index": index, "text": text, "logprobs": {"x": 1}, "finish_reason": None}]

@@ -10,7 +10,7 @@ from cairn.api.reply import Call
 from cairn.api.sse import ChatChunks, TextChunks, TextLogprobs, chat_logprobs, usage_object
 from cairn.errors import Cancelled, DeadlineExceeded, GenerationFailed
 from cairn.service.service import Service
-from cairn.types import Delta, Done, Event, FinishReason, Request, TokenLogprob, Usage
+from cairn.types import Delta, Done, Event, FinishReason, Request, TokenLogprob
 
 
 class Choice:
@@ -84,10 +84,10 @@ class ChatAnswer:
         assert self._chunks is not None
         return self._chunks.delta(index, delta)
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, done: Done, reason: str) -> bytes:
         """The end of a choice in a stream."""
         assert self._chunks is not None
-        return self._chunks.finish(index, reason)
+        return self._chunks.finish(index, done, reason)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The usage chunk of a stream."""
@@ -151,10 +151,10 @@ class TextAnswer:
             self._logprobs[index].add(entry.token, entry)
         return before + self._chunks.text(index, delta.text, self._logprobs[index].take())
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, done: Done, reason: str) -> bytes:
         """The end of a choice in a stream."""
         assert self._chunks is not None
-        return self._echo(index) + self._chunks.finish(index, reason)
+        return self._echo(index) + self._chunks.finish(index, done, reason)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The usage chunk of a stream."""
@@ -206,7 +206,7 @@ def said(batch: Sequence[tuple[int, Event]], choices: Sequence[Choice], answer: 
     for index, event in batch:
         choice = choices[index]
         if isinstance(event, Done):
-            data += answer.finish(index, finished(choice, event))
+            data += answer.finish(index, event, finished(choice, event))
             answer.done(index)
         else:
             choice.pass_on(event)
@@ -235,11 +235,11 @@ def reason(choice: Choice) -> str:
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
     """The usage object of a call that has ended."""
-    pairs: list[tuple[Usage, bool]] = []
+    ends: list[tuple[Done, bool]] = []
     for choice in choices:
         assert choice.done is not None
-        pairs.append((choice.done.usage, choice.request.choice == 0))
-    return usage_object(pairs)
+        ends.append((choice.done, choice.request.choice == 0))
+    return usage_object(ends)
 
 
 def head(call: Call, service: Service, prefix: str, kind: str) -> dict[str, Any]:

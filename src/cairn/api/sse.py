@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from cairn.api.reply import encode, error_body
 from cairn.errors import CairnError
-from cairn.types import Delta, TokenLogprob, ToolCallDelta, Usage
+from cairn.types import CacheReport, Delta, Done, TokenLogprob, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
 """Ends every stream that went well."""
@@ -53,20 +53,48 @@ def error_event(error: CairnError) -> bytes:
     return b"data: " + encode(error_body(error)) + b"\n\n"
 
 
-def usage_object(usages: Iterable[tuple[Usage, bool]]) -> dict[str, Any]:
-    """The usage of a whole call. Of several choices of one prompt only the first (True) counts the prompt."""
+def cache_object(report: CacheReport) -> dict[str, Any]:
+    """Where the KV of a prompt came from: tokens by source, and the first block that nothing gave."""
+    miss = report.miss
+    return {
+        "computed": report.computed,
+        "pool": report.pool,
+        "ram": report.ram,
+        "disk": report.disk,
+        "load_seconds": round(report.load, 6),
+        "miss": None if miss is None else {"position": miss.position, "reason": miss.reason},
+    }
+
+
+def usage_object(ends: Iterable[tuple[Done, bool]]) -> dict[str, Any]:
+    """The usage of a whole call, `cairn` in it. Of several choices of one prompt only the first (True) counts the
+    prompt; of several prompts the cache reports are added up, and `miss` is the first there was."""
     prompt = completion = cached = 0
-    for usage, first in usages:
-        completion += usage.completion_tokens
+    report: CacheReport | None = None
+    for done, first in ends:
+        completion += done.usage.completion_tokens
         if first:
-            prompt += usage.prompt_tokens
-            cached += usage.cached_tokens
+            prompt += done.usage.prompt_tokens
+            cached += done.usage.cached_tokens
+            report = done.cache if report is None else _sum(report, done.cache)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "cairn": cache_object(report or CacheReport()),
     }
+
+
+def _sum(one: CacheReport, other: CacheReport) -> CacheReport:
+    return CacheReport(
+        computed=one.computed + other.computed,
+        pool=one.pool + other.pool,
+        ram=one.ram + other.ram,
+        disk=one.disk + other.disk,
+        load=one.load + other.load,
+        miss=one.miss or other.miss,
+    )
 
 
 def chat_logprobs(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> dict[str, Any]:
@@ -163,16 +191,16 @@ class ChatChunks:
         found += [self._chunk(index, encode(piece), b"null", b"null") for piece in pieces[1:]]
         return b"".join(found)
 
-    def finish(self, index: int, reason: str) -> bytes:
-        """The last chunk of a choice."""
-        return self._chunk(index, b"{}", b"null", encode(reason))
+    def finish(self, index: int, done: Done, reason: str) -> bytes:
+        """The last chunk of a choice. Where no usage follows, it says where the prompt's KV came from."""
+        return self._chunk(index, b"{}", b"null", encode(reason), b"" if self._usage_null else _cairn(done))
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The chunk without choices that carries the usage."""
         return self._open + b'],"usage":' + encode(usage) + b"}\n\n"
 
-    def _chunk(self, index: int, delta: bytes, logprobs: bytes, reason: bytes) -> bytes:
-        tail = b',"logprobs":' + logprobs + b',"finish_reason":' + reason + b"}]" + self._usage_null + b"}\n\n"
+    def _chunk(self, index: int, delta: bytes, logprobs: bytes, reason: bytes, more: bytes = b"") -> bytes:
+        tail = b',"logprobs":' + logprobs + b',"finish_reason":' + reason + b"}]" + self._usage_null + more + b"}\n\n"
         return self._heads[index] + delta + tail
 
 
@@ -193,14 +221,19 @@ class TextChunks:
         tail = b',"logprobs":' + encode(logprobs) + b',"finish_reason":null}]' + self._usage_null + b"}\n\n"
         return self._heads[index] + encode(text) + tail
 
-    def finish(self, index: int, reason: str) -> bytes:
-        """The last chunk of a choice."""
-        tail = b'"","logprobs":null,"finish_reason":' + encode(reason) + b"}]" + self._usage_null + b"}\n\n"
+    def finish(self, index: int, done: Done, reason: str) -> bytes:
+        """The last chunk of a choice. Where no usage follows, it says where the prompt's KV came from."""
+        more = self._usage_null or _cairn(done)
+        tail = b'"","logprobs":null,"finish_reason":' + encode(reason) + b"}]" + more + b"}\n\n"
         return self._heads[index] + tail
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The chunk without choices that carries the usage."""
         return self._open + b'],"usage":' + encode(usage) + b"}\n\n"
+
+
+def _cairn(done: Done) -> bytes:
+    return b',"cairn":' + encode(cache_object(done.cache))
 
 
 def _readable(token: int, vocabulary: Vocabulary) -> str:

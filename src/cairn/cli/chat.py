@@ -217,5 +217,6 @@ def _summary(answer: Answer, seconds: float, stopped: bool) -> str:
     usage = answer.usage
     if usage is not None:
         parts.append(f"{usage.completion_tokens} tokens in {seconds:.1f} s")
-        parts.append(f"prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} of them already computed")
+        read = f", {answer.cache.disk} read from disk" if answer.cache is not None and answer.cache.disk else ""
+        parts.append(f"prompt {usage.prompt_tokens} tokens, {usage.cached_tokens} of them already computed{read}")
     return f"({'; '.join(parts)})" if parts else ""

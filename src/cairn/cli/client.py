@@ -12,7 +12,7 @@ import httpx
 from cairn.answer import Answer, ToolCall
 from cairn.errors import CairnError, ConfigError, GenerationFailed, Unavailable
 from cairn.resolve import Resolved
-from cairn.types import CacheReport, Delta, FinishReason, Usage
+from cairn.types import CacheReport, Delta, FinishReason, Miss, Usage
 
 _TIMEOUT = httpx.Timeout(10, read=600)
 _REASONS = {reason.value: reason for reason in FinishReason}
@@ -125,21 +125,19 @@ class HttpStream:
         self._calls: dict[int, list[str]] = {}
         self._reason: FinishReason | None = None
         self._usage: Usage | None = None
+        self._cache: CacheReport | None = None
 
     @property
     def answer(self) -> Answer:
         """What has come so far."""
         usage = self._usage
-        cache = (
-            CacheReport(computed=usage.prompt_tokens - usage.cached_tokens, pool=usage.cached_tokens) if usage else None
-        )
         return Answer(
             text="".join(self._text),
             reasoning="".join(self._reasoning),
             tool_calls=tuple(ToolCall(*self._calls[index]) for index in sorted(self._calls)),
             finish_reason=self._reason,
             usage=usage,
-            cache=cache,
+            cache=self._cache,
         )
 
     def __iter__(self) -> Iterator[Delta]:
@@ -175,6 +173,7 @@ class HttpStream:
             self._usage = Usage(
                 prompt_tokens=given["prompt_tokens"], completion_tokens=given["completion_tokens"], cached_tokens=cached
             )
+            self._cache = _report(given.get("cairn"), self._usage)
         for choice in chunk.get("choices") or ():
             self._reason = _REASONS.get(choice.get("finish_reason") or "", self._reason)
             delta = choice.get("delta") or {"content": choice.get("text")}
@@ -193,6 +192,21 @@ class HttpStream:
         call[0] = call[0] or piece.get("id") or ""
         call[1] = call[1] or function.get("name") or ""
         call[2] += function.get("arguments") or ""
+
+
+def _report(given: Mapping[str, Any] | None, usage: Usage) -> CacheReport:
+    """Where the prompt's KV came from; of a server that does not say, the counts of its usage."""
+    if not given:
+        return CacheReport(computed=usage.prompt_tokens - usage.cached_tokens, pool=usage.cached_tokens)
+    miss = given.get("miss")
+    return CacheReport(
+        computed=given["computed"],
+        pool=given["pool"],
+        ram=given["ram"],
+        disk=given["disk"],
+        load=given["load_seconds"],
+        miss=Miss(position=miss["position"], reason=miss["reason"]) if miss else None,
+    )
 
 
 def _error(response: httpx.Response) -> CairnError:
