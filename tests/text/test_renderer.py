@@ -181,18 +181,21 @@ async def test_bombs_cost_their_own_request_and_little_memory(bomb: str) -> None
     pid = made.pid
     peaks: list[int] = []
 
+    def look() -> bool:
+        """Note the most memory that the process ever held, in KiB; False once it has ended."""
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        found = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
+        peaks.extend(found)
+        return bool(found)
+
     def watch() -> None:
-        """The most memory that the process ever held, in KiB, until it ends."""
-        while True:
-            try:
-                lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-            except (FileNotFoundError, ProcessLookupError):
-                return
-            found = [int(line.split()[1]) for line in lines if line.startswith("VmHWM")]
-            if not found:
-                return
-            peaks.append(found[0])
+        while look():
             time.sleep(0.002)
+
+    assert look()
 
     thread = threading.Thread(target=watch)
     try:
