@@ -1,0 +1,203 @@
+"""The number formats of GGUF tensors -> float32, exactly as the format defines them.
+
+A row is cut into blocks of 32 or 256 values that share scales. Every function takes blocks as uint8 [n, bytes] and
+returns float32 [n, values]. Products are rounded in float32 in the order written here, which is that of the format's
+own reference. `dequantize` works in slices, so beside its result it needs a few MB.
+
+Layouts, in bytes (d, m: float16 scale and minimum; low half bytes hold the first half of the values):
+
+    Q4_0  d qs[16]              Q5_0  d qh[4] qs[16]      Q8_0    d qs[32]        MXFP4   e qs[16]
+    Q4_1  d m qs[16]            Q5_1  d m qh[4] qs[16]    IQ4_NL  d qs[16]        IQ4_XS  d sh[2] sl[4] qs[128]
+    Q2_K  sc[16] qs[64] d m     Q3_K  hm[32] qs[64] sc[12] d
+    Q4_K  d m sc[12] qs[128]    Q5_K  d m sc[12] qh[32] qs[128]    Q6_K  ql[128] qh[64] sc[16] d
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Blocks = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+SLICE = 1 << 19
+"""Values that are turned at a time."""
+
+_IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32)
+"""The sixteen values of IQ4_NL and IQ4_XS."""
+_FP4 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.float32)
+"""The sixteen values of MXFP4, doubled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One number format: `values` numbers in `bytes` bytes."""
+
+    name: str
+    values: int
+    bytes: int
+    dtype: np.dtype[Any] | None = None
+    """How a format of single numbers is stored; None for the quantised ones."""
+    turn: Callable[[Blocks], Floats] | None = None
+
+
+def dequantize(kind: Kind, blocks: Blocks) -> Floats:
+    """The values of quantised blocks [n, kind.bytes], as float32 [n * kind.values]."""
+    assert kind.turn is not None, "single numbers are viewed, not turned"
+    out = np.empty((len(blocks), kind.values), np.float32)
+    step = SLICE // kind.values
+    # Damaged scales may be infinite; the products are then not finite, which the engine reports where it matters.
+    with np.errstate(all="ignore"):
+        for at in range(0, len(blocks), step):
+            out[at : at + step] = kind.turn(np.ascontiguousarray(blocks[at : at + step]))
+    return out.reshape(-1)
+
+
+def _half(blocks: Blocks, at: int) -> Floats:
+    """The float16 at byte `at` of each block, [n, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+
+
+def _nibbles(packed: Blocks) -> Blocks:
+    """Low halves of all bytes, then high halves."""
+    return np.concatenate([packed & 15, packed >> 4], axis=-1)
+
+
+def _bits(packed: Blocks) -> Blocks:
+    """Bits of little-endian bytes, lowest first."""
+    return np.unpackbits(packed, axis=-1, bitorder="little")
+
+
+def _q4_0(b: Blocks) -> Floats:
+    return _half(b, 0) * (_nibbles(b[:, 2:]).astype(np.float32) - 8)
+
+
+def _q4_1(b: Blocks) -> Floats:
+    return _half(b, 0) * _nibbles(b[:, 4:]).astype(np.float32) + _half(b, 2)
+
+
+def _q5_0(b: Blocks) -> Floats:
+    quants = _nibbles(b[:, 6:]) | _bits(b[:, 2:6]) << 4
+    return _half(b, 0) * (quants.astype(np.float32) - 16)
+
+
+def _q5_1(b: Blocks) -> Floats:
+    quants = _nibbles(b[:, 8:]) | _bits(b[:, 4:8]) << 4
+    return _half(b, 0) * quants.astype(np.float32) + _half(b, 2)
+
+
+def _q8_0(b: Blocks) -> Floats:
+    return _half(b, 0) * b[:, 2:].view(np.int8).astype(np.float32)
+
+
+def _iq4_nl(b: Blocks) -> Floats:
+    return _half(b, 0) * _IQ4[_nibbles(b[:, 2:])]
+
+
+def _mxfp4(b: Blocks) -> Floats:
+    # Half of 2 ** (e - 127), because the table is doubled; the two smallest exponents are denormal.
+    exponent = b[:, :1].astype(np.uint32)
+    bits = np.where(exponent < 2, np.uint32(0x00200000) << exponent, (exponent - np.uint32(1)) << np.uint32(23))
+    return bits.view(np.float32) * _FP4[_nibbles(b[:, 1:])]
+
+
+def _quarters(packed: Blocks) -> Blocks:
+    """Two-bit numbers of [n, 64]: of each 32 bytes first all lowest pairs, then the next: [n, 16, 16]."""
+    shifts = np.array((0, 2, 4, 6), np.uint8).reshape(1, 1, 4, 1)
+    pairs: Blocks = ((packed.reshape(-1, 2, 1, 32) >> shifts) & np.uint8(3)).reshape(-1, 16, 16)
+    return pairs
+
+
+def _q2_k(b: Blocks) -> Floats:
+    scales, d, m = b[:, :16], _half(b, 80), _half(b, 82)
+    scale = (d * (scales & 15).astype(np.float32))[:, :, None]
+    least = (m * (scales >> 4).astype(np.float32))[:, :, None]
+    return (scale * _quarters(b[:, 16:80]).astype(np.float32) - least).reshape(-1, 256)
+
+
+def _q3_k(b: Blocks) -> Floats:
+    low = _nibbles(b[:, 96:104])
+    shifts = np.array((0, 2, 4, 6), np.uint8).reshape(1, 4, 1)
+    high = ((b[:, None, 104:108] >> shifts) & 3).reshape(-1, 16)
+    scale = _half(b, 108) * ((low | high << 4).astype(np.float32) - 32)
+    # A bit of the mask that is set means that 4 is not taken off.
+    places = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    mask = ((b[:, None, :32] >> places) & 1).reshape(-1, 16, 16)
+    quants = _quarters(b[:, 32:96]).astype(np.float32) - ((mask ^ 1) << 2).astype(np.float32)
+    return (scale[:, :, None] * quants).reshape(-1, 256)
+
+
+def _six_bits(packed: Blocks) -> tuple[Blocks, Blocks]:
+    """Eight scales and eight minima of six bits each out of [n, 12]."""
+    first, second, mixed = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    scales = np.concatenate([first & 63, mixed & 15 | (first >> 6) << 4], axis=1)
+    least = np.concatenate([second & 63, mixed >> 4 | (second >> 6) << 4], axis=1)
+    return scales, least
+
+
+def _scaled(b: Blocks, quants: Blocks) -> Floats:
+    """quants [n, 8, 32] by the scales and minima of Q4_K and Q5_K."""
+    scales, least = _six_bits(b[:, 4:16])
+    scale = (_half(b, 0) * scales.astype(np.float32))[:, :, None]
+    minimum = (_half(b, 2) * least.astype(np.float32))[:, :, None]
+    return (scale * quants.astype(np.float32) - minimum).reshape(-1, 256)
+
+
+def _pairs(packed: Blocks) -> Blocks:
+    """Half bytes of [n, 128]: of each 32 bytes first all low halves, then all high ones: [n, 8, 32]."""
+    return _nibbles(packed.reshape(-1, 4, 32)).reshape(-1, 8, 32)
+
+
+def _q4_k(b: Blocks) -> Floats:
+    return _scaled(b, _pairs(b[:, 16:]))
+
+
+def _q5_k(b: Blocks) -> Floats:
+    places = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    high: Blocks = (b[:, None, 16:48] >> places) & np.uint8(1)
+    return _scaled(b, _pairs(b[:, 48:]) | high << np.uint8(4))
+
+
+def _q6_k(b: Blocks) -> Floats:
+    low = _nibbles(b[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
+    shifts = np.array((0, 2, 4, 6), np.uint8).reshape(1, 1, 4, 1)
+    high = ((b[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 8, 32)
+    quants = (low | high << 4).astype(np.float32) - 32
+    scale = _half(b, 208) * b[:, 192:208].view(np.int8).astype(np.float32)
+    return (scale[:, :, None] * quants.reshape(-1, 16, 16)).reshape(-1, 256)
+
+
+def _iq4_xs(b: Blocks) -> Floats:
+    low = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
+    shifts = np.arange(0, 16, 2, dtype=np.uint16)
+    high = (np.ascontiguousarray(b[:, 2:4]).view("<u2") >> shifts & 3).astype(np.uint8)
+    scale = _half(b, 0) * ((low | high << 4).astype(np.float32) - 32)
+    quants = _nibbles(b[:, 8:].reshape(-1, 8, 16))
+    values: Floats = (scale[:, :, None] * _IQ4[quants]).reshape(-1, 256)
+    return values
+
+
+KINDS: dict[int, Kind] = {
+    0: Kind("F32", 1, 4, np.dtype("<f4")),
+    1: Kind("F16", 1, 2, np.dtype("<f2")),
+    2: Kind("Q4_0", 32, 18, turn=_q4_0),
+    3: Kind("Q4_1", 32, 20, turn=_q4_1),
+    6: Kind("Q5_0", 32, 22, turn=_q5_0),
+    7: Kind("Q5_1", 32, 24, turn=_q5_1),
+    8: Kind("Q8_0", 32, 34, turn=_q8_0),
+    10: Kind("Q2_K", 256, 84, turn=_q2_k),
+    11: Kind("Q3_K", 256, 110, turn=_q3_k),
+    12: Kind("Q4_K", 256, 144, turn=_q4_k),
+    13: Kind("Q5_K", 256, 176, turn=_q5_k),
+    14: Kind("Q6_K", 256, 210, turn=_q6_k),
+    20: Kind("IQ4_NL", 32, 18, turn=_iq4_nl),
+    23: Kind("IQ4_XS", 256, 136, turn=_iq4_xs),
+    30: Kind("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
+    39: Kind("MXFP4", 32, 17, turn=_mxfp4),
+}
+"""The number of a tensor's type -> what it means."""
