@@ -1,1 +1,1 @@
-"""Contexts that survive: the durable token log and the agents on it."""
+"""Contexts that survive: the durable token log."""

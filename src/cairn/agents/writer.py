@@ -1,0 +1,178 @@
+"""The one thread that writes a token log: the ends of all turns that wait are one write and one sync."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from cairn.agents.index import Kind
+from cairn.agents.log import Log
+from cairn.agents.segment import Record
+from cairn.errors import Unavailable, trace
+
+log = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 1.0
+"""How long a record that nobody waits for may stay unsynced while nothing else is written."""
+BACKLOG_BYTES = 64 << 20
+"""Records that nobody waits for are dropped while more than this waits for a slow disk."""
+PAUSE_SECONDS = 5.0
+"""Between attempts at compaction that the disk refused."""
+
+
+class _Job(NamedTuple):
+    records: Sequence[Record]
+    keys: Sequence[int]
+    """To be erased after the records are written."""
+    done: asyncio.Future[None] | None
+    """None: nobody waits, and no sync is needed."""
+
+
+class Writer:
+    """Writes and erases for one event loop; jobs are done in the order in which they were given."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._loop = asyncio.get_running_loop()
+        self._jobs: deque[_Job] = deque()
+        self._waiting = 0
+        """Bytes in `_jobs`."""
+        self._closing = False
+        self._change = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="cairn-token-log", daemon=True)
+        self._thread.start()
+        self.dropped = 0
+        """Records dropped because the disk was too slow, or refused them."""
+
+    @property
+    def trouble(self) -> str:
+        """Why the log does not work now; empty when it does."""
+        return self._log.trouble
+
+    def record(self, kind: Kind, value: msgspec.Struct, key: int = 0) -> Record:
+        """A record to be written; without a key it is about itself."""
+        lsn = self._log.next_lsn()
+        return Record(lsn, kind, key or lsn, msgspec.msgpack.encode(value))
+
+    def append(self, *records: Record) -> None:
+        """Write records when there is time; a crash may lose them. They are synced within seconds."""
+        if self._waiting > BACKLOG_BYTES:
+            self.dropped += len(records)
+            return
+        self._give(_Job(records, (), None))
+
+    async def sync(self, *records: Record) -> None:
+        """Return when these, and all before them, are durable. Raises Unavailable: then they do not count."""
+        await self._wait(records, ())
+
+    async def erase(self, keys: Iterable[int], *records: Record) -> None:
+        """Write the records, then return when every byte under these keys is gone from the disk.
+
+        Raises Unavailable; if the erasure itself was logged, it is finished as soon as the disk works.
+        """
+        await self._wait(records, tuple(keys))
+
+    async def _wait(self, records: Sequence[Record], keys: Sequence[int]) -> None:
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._give(_Job(records, keys, done))
+        try:
+            await asyncio.shield(done)
+        except OSError as error:
+            raise Unavailable(
+                f"the token log cannot be written: {error.strerror or error}", retry_after=10.0
+            ) from error
+
+    def _give(self, job: _Job) -> None:
+        with self._change:
+            if self._closing:
+                raise Unavailable("the token log is closed")
+            self._jobs.append(job)
+            self._waiting += sum(record.size for record in job.records)
+            self._change.notify()
+
+    async def close(self) -> None:
+        """Write what waits, close the log and end the thread."""
+        with self._change:
+            self._closing = True
+            self._change.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    # --------------------------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        busy = True  # whether there may be something to compact
+        while True:
+            with self._change:
+                if not self._jobs and not self._closing and not busy:
+                    self._change.wait(FLUSH_SECONDS if self._log.unsynced else None)
+                jobs, self._jobs, self._waiting = list(self._jobs), deque(), 0
+                if not jobs and self._closing:
+                    break
+            try:
+                busy = self._group(jobs) if jobs else self._tidy()
+            except Exception as error:  # a bug of ours; whoever waits must not wait for ever
+                log.error("the token log failed: %s", trace(error))
+                self._tell(jobs, OSError(str(type(error).__name__)))
+                busy = False
+        with contextlib.suppress(OSError):
+            self._log.close()
+
+    def _group(self, jobs: list[_Job]) -> bool:
+        """Write all records of the jobs, sync once if anybody waits, then erase."""
+        records = [record for job in jobs for record in job.records]
+        waited = [job for job in jobs if job.done is not None]
+        try:
+            self._log.write(records, sync=bool(waited))
+        except OSError as error:
+            self.dropped += len(records)
+            self._tell(waited, error)
+            return False
+        self._tell([job for job in waited if not job.keys], None)
+        keys = [key for job in waited for key in job.keys]
+        if keys:
+            failure = None
+            try:
+                self._log.erase(keys)
+            except OSError as error:
+                failure = error
+            self._tell([job for job in waited if job.keys], failure)
+        return True
+
+    def _tidy(self) -> bool:
+        """Nobody waits: save space, then make sure that nothing stays unsynced."""
+        try:
+            if self._log.compact():
+                return True
+            if self._log.unsynced:
+                with self._change:
+                    self._change.wait_for(lambda: self._jobs or self._closing, FLUSH_SECONDS)
+                if not self._jobs:
+                    self._log.write((), sync=True)
+        except OSError:
+            with self._change:
+                self._change.wait_for(lambda: self._jobs or self._closing, PAUSE_SECONDS)
+            return bool(self._log.trouble)
+        return False
+
+    def _tell(self, jobs: Iterable[_Job], error: OSError | None) -> None:
+        done = [job.done for job in jobs if job.done is not None]
+        if done:
+            with contextlib.suppress(RuntimeError):  # the loop is gone, and so is whoever waited
+                self._loop.call_soon_threadsafe(_settle, done, error)
+
+
+def _settle(waiting: Iterable[asyncio.Future[None]], error: OSError | None) -> None:
+    for future in waiting:
+        if future.done():
+            continue
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)
