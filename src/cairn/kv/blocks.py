@@ -126,19 +126,20 @@ class BlockPool:
 
     def forget(self, block: int) -> bool:
         """Make a cached block free: its key finds nothing any more. False, and no change, if somebody holds it."""
-        published = self._published[block]
-        if self._holders[block] or published is None:
+        if self._holders[block] or self._published[block] is None:
             return False
         del self._cached[block]
-        del self._index[published.key]
-        self._published[block] = None
+        self._unpublish(block)
         self._free.append(block)
         return True
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
+        self._unpublish(block)
+        return block
+
+    def _unpublish(self, block: int) -> None:
         published = self._published[block]
         assert published is not None
         del self._index[published.key]
         self._published[block] = None
-        return block
