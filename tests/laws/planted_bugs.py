@@ -152,7 +152,7 @@ BUGS = (
     Bug("tokens past a stop are counted", TEXT, "            if self.stopped:\n                break\n", ""),
     Bug("known tokens are reported again", TEXT, "            self.tokens = []\n", ""),
     Bug("a character split over tokens becomes two", BYTES, "return self._decoder.decode(b\"\".join([table[i] for i in ids if i not in skip]))", "return self._decoder.decode(b\"\".join([table[i] for i in ids if i not in skip]), final=True)"),
-    Bug("tokens that were read are read again", FLIGHT, "self._unread, self._logprobs = [], []", "self._logprobs = []"),
+    Bug("tokens that were read are read again", FLIGHT, "tokens, self._unread = self._unread, []", "tokens = self._unread"),
     Bug("events that were taken are taken again", FLIGHT, "            events = joined(events)\n        self._events = []\n", "            events = joined(events)\n"),
     Bug("merging turns the order round", FLIGHT, "text=\"\".join(delta.text for delta in deltas)", "text=\"\".join(delta.text for delta in reversed(deltas))"),
     Bug("merging loses logprobs", FLIGHT, "logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs)", "logprobs=deltas[0].logprobs"),
