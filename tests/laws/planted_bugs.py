@@ -155,7 +155,7 @@ BUGS = (
     Bug("tokens that were read are read again", FLIGHT, "tokens, self._unread = self._unread, []", "tokens = self._unread"),
     Bug("events that were taken are taken again", FLIGHT, "            events = joined(events)\n        self._events = []\n", "            events = joined(events)\n"),
     Bug("merging turns the order round", FLIGHT, "text=\"\".join(delta.text for delta in deltas)", "text=\"\".join(delta.text for delta in reversed(deltas))"),
-    Bug("merging loses logprobs", FLIGHT, "logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs)", "logprobs=deltas[0].logprobs"),
+    Bug("merging loses logprobs", FLIGHT, "self._logprobs.take(len(event.tokens))", "self._logprobs.take(1)"),
     Bug("prompt logprobs come again after a worker's death", FLIGHT, "output.prompt_logprobs[self.skip :]", "output.prompt_logprobs"),
     Bug("the next worker starts from the beginning", FLIGHT, "generated=tuple(self.tokens)", "generated=self.request.generated"),
     Bug("the next worker starts the clock again", FLIGHT, "timeout = max(0.0, timeout - (now - self.arrived))", "timeout = max(0.0, timeout)"),

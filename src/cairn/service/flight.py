@@ -254,6 +254,5 @@ def _one(deltas: list[Delta]) -> Delta:
         reasoning="".join(delta.reasoning for delta in deltas),
         tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
         tokens=tuple(token for delta in deltas for token in delta.tokens),
-        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
         prompt_logprobs=tuple(logprob for delta in deltas for logprob in delta.prompt_logprobs),
     )
