@@ -81,7 +81,7 @@ BUGS = (
     # ---------------------------------------------------------------------------------------------- keys and hits
     Bug("a key forgets what came before its block", PREFIX, "hashlib.sha256(parent + struct", "hashlib.sha256(struct"),
     Bug("tenants share keys", PREFIX, "(_DOMAIN, identity, salt, group", "(_DOMAIN, identity, group"),
-    Bug("a whole-prompt hit leaves nothing to compute", CACHE, "hit = (len(tokens) - 1) // self._block_tokens if most", "hit = len(tokens) // self._block_tokens if most"),
+    Bug("a whole-prompt hit leaves nothing to compute", CACHE, "        hit = (len(tokens) - 1) // self._block_tokens\n        for", "        hit = len(tokens) // self._block_tokens\n        for"),
     Bug("a hit ignores missing window blocks", CACHE, "            if gap is None:\n", "            if True:\n"),
     Bug("a window hit skips too far", CACHE, "            hit = gap\n", "            return gap\n"),
     Bug("a window is one position too short", CACHE, "position - group.window + 1", "position - group.window + 2"),

@@ -124,22 +124,10 @@ class BlockPool:
             self.release((block,))
         return twin
 
-    def forget(self, block: int) -> bool:
-        """Make a cached block free: its key finds nothing any more. False, and no change, if somebody holds it."""
-        if self._holders[block] or self._published[block] is None:
-            return False
-        del self._cached[block]
-        self._unpublish(block)
-        self._free.append(block)
-        return True
-
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
-        self._unpublish(block)
-        return block
-
-    def _unpublish(self, block: int) -> None:
         published = self._published[block]
         assert published is not None
         del self._index[published.key]
         self._published[block] = None
+        return block

@@ -178,18 +178,6 @@ class Cache:
         context.capacity = 0
         context.awaited = None
 
-    def found(self, context: Context, tokens: Sequence[int]) -> int:
-        """Leading tokens of a context whose blocks the pool has, its last one included."""
-        return self._hit(context, tokens, len(tokens) // self._block_tokens) * self._block_tokens
-
-    def forget(self, context: Context, tokens: Sequence[int], keep: int) -> None:
-        """Give up the cached blocks of `tokens` beyond the first `keep` tokens, last to first, up to one in use."""
-        for number, pool in enumerate(self.pools):
-            for index in range(len(tokens) // self._block_tokens - 1, -(-keep // self._block_tokens) - 1, -1):
-                block = self._find(context, number, index, tokens)
-                if block is not None and not pool.forget(block):
-                    break
-
     def _span(self, group: CacheGroup) -> int:
         """Most blocks that one position of a window group reads or writes; 0 for full attention, which has no bound."""
         return -(-(group.window - 1) // self._block_tokens) + 1 if group.kind == "window" else 0
@@ -198,9 +186,9 @@ class Cache:
         """The first block that `position` and those after it still read."""
         return max(0, position - group.window + 1) // self._block_tokens if group.kind == "window" else 0
 
-    def _hit(self, context: Context, tokens: Sequence[int], most: int | None = None) -> int:
-        """Blocks in the longest usable prefix that every group has, `most` at most."""
-        hit = (len(tokens) - 1) // self._block_tokens if most is None else most
+    def _hit(self, context: Context, tokens: Sequence[int]) -> int:
+        """Blocks in the longest usable prefix that every group has."""
+        hit = (len(tokens) - 1) // self._block_tokens
         for number, group in enumerate(self._groups):
             if group.kind == "full":
                 hit = next((i for i in range(hit) if self._find(context, number, i, tokens) is None), hit)

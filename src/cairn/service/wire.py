@@ -9,13 +9,13 @@ from __future__ import annotations
 import select
 import socket
 import threading
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
 from cairn.config import Config
 from cairn.errors import CairnError
-from cairn.types import FinishReason, KvStats, ModelSpec, Output, Placed, Request, Swept
+from cairn.types import FinishReason, ModelSpec, Output, Request
 
 MAX_FRAME = 64 << 20
 """Bytes in the longest frame, both ways: a prompt of 8 million tokens still fits."""
@@ -54,27 +54,7 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     reason: FinishReason
 
 
-What = Literal["flush", "pin", "prefetch", "evict", "where", "scrub", "prune"]
-"""What can be asked; the methods of `Service` with these names say what each means."""
-
-
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """About the KV beyond this step. The `Answer` carries the same number and comes when it is done."""
-
-    id: int
-    what: What
-    tokens: tuple[int, ...] = ()
-    """The context that is meant, with `salt`."""
-    salt: bytes = b""
-    owner: str = ""
-    """Who pins."""
-    keep: int = 0
-    """Leading tokens that others need: not to be evicted."""
-    disk: bool = False
-    """Whether to evict from the disk, too."""
-
-
-ToWorker = Load | Add | Drop | Ask
+ToWorker = Load | Add | Drop
 
 
 # ---------------------------------------------------------------------------------------------- worker -> front
@@ -104,8 +84,6 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     prefix_hits: int = 0
     """Prompt tokens found there."""
     preemptions: int = 0
-    kv: KvStats | None = None
-    """Set when it has changed."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -150,17 +128,7 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """CPU seconds used so far: a long step that computes is not a stalled one."""
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """What an `Ask` asked for."""
-
-    id: int
-    placed: Placed = Placed()
-    swept: Swept = Swept()
-    trouble: str = ""
-    """Why it could not be done, as a sentence."""
-
-
-ToFront = Ready | LoadFailed | Step | Refused | Beat | Answer
+ToFront = Ready | LoadFailed | Step | Refused | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -25,7 +25,7 @@ from cairn.kv.cache import Cache
 from cairn.scheduler import Limits, Plan, Scheduler
 from cairn.seams import SystemClock
 from cairn.service import wire
-from cairn.types import Output, Placed
+from cairn.types import Output
 
 BEAT_SECONDS = 1.0
 ORPHAN_SECONDS = 2.0
@@ -68,9 +68,8 @@ class Pulse:
 class Loop:
     """One thread that steps until the front is gone."""
 
-    def __init__(self, channel: wire.Channel, engine: Engine, cache: Cache, scheduler: Scheduler, pulse: Pulse) -> None:
+    def __init__(self, channel: wire.Channel, engine: Engine, scheduler: Scheduler, pulse: Pulse) -> None:
         self._channel = channel
-        self._cache = cache
         self._engine = engine
         self._scheduler = scheduler
         self._pulse = pulse
@@ -100,17 +99,8 @@ class Loop:
                 self._channel.send(wire.Refused(message.request.id, error.code, str(error), error.field))
         elif isinstance(message, wire.Drop):
             self._scheduler.drop(message.id, message.reason)
-        elif isinstance(message, wire.Ask):
-            self._channel.send(self._answer(message))
         else:
             raise wire.WireError("a worker loads once")
-
-    def _answer(self, ask: wire.Ask) -> wire.Answer:
-        """There is no store below the pool: nothing to wait for, to pin or to look over."""
-        context = self._cache.context(ask.salt)
-        if ask.what == "evict":
-            self._cache.forget(context, ask.tokens, ask.keep)
-        return wire.Answer(ask.id, placed=Placed(pool=self._cache.found(context, ask.tokens)))
 
     def _step(self, plan: Plan) -> wire.Step:
         results = plan.run(self._engine)
@@ -168,11 +158,11 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
         loaded = _load(channel, first.config, Path(first.folder))
         if loaded is None:
             return
-        engine, cache, scheduler = loaded
+        engine, scheduler = loaded
         if process:
             gc.collect()
             gc.freeze()  # what was loaded stays; looking through it again and again would hold up steps
-        Loop(channel, engine, cache, scheduler, pulse).run()
+        Loop(channel, engine, scheduler, pulse).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     finally:
@@ -182,8 +172,8 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
         channel.close()
 
 
-def _load(channel: wire.Channel, config: Config, folder: Path) -> tuple[Engine, Cache, Scheduler] | None:
-    """The engine, its cache and its scheduler, or None after telling the front why not."""
+def _load(channel: wire.Channel, config: Config, folder: Path) -> tuple[Engine, Scheduler] | None:
+    """The engine and its scheduler, or None after telling the front why not."""
     try:
         from cairn.engine.device import load_engine
 
@@ -207,7 +197,7 @@ def _load(channel: wire.Channel, config: Config, folder: Path) -> tuple[Engine, 
     known = engine.info
     info = wire.Info(context=known.context, pool_tokens=cache.longest, vocab=known.vocab, max_rows=known.max_rows)
     channel.send(wire.Ready(spec, info))
-    return engine, cache, scheduler
+    return engine, scheduler
 
 
 def main() -> int:
