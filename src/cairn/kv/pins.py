@@ -10,12 +10,12 @@ import contextlib
 import hashlib
 import re
 import struct
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import xxhash
 
-from cairn.kv.store_folder import StoreFolder, blocks
+from cairn.kv.store_folder import PINS, Found, StoreFolder, blocks
+from cairn.seams import Entry
 
 _MAGIC = b"cairn pn"
 _FORMAT = 1
@@ -23,6 +23,66 @@ _PREFIX = struct.Struct("<8sII")
 _START = _PREFIX.size + 16
 _KEY = 32
 _NAME = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{16}")
+
+
+class Pins:
+    """The files with the pins of all owners. One thread at a time. Raises `OSError` as the system does."""
+
+    def __init__(self, folder: StoreFolder) -> None:
+        self._folder, self._path = folder, folder.folder / PINS
+        self.sizes: dict[str, int] = {}
+        """Bytes on the disk, by name."""
+
+    def load(self, found: Found) -> dict[str, frozenset[bytes]]:
+        """The ids (tag and key) that each file pins. Damaged files are junk, unreadable ones pin nothing this time."""
+        self.sizes, pinned = {}, {}
+        for entry in found.pins:
+            if entry.folder or not _NAME.fullmatch(entry.name):
+                found.other += entry.disk
+                continue
+            try:
+                data = self._read(entry)
+            except OSError:
+                found.other += entry.disk
+                continue
+            ids = _parse(data, entry.name)
+            if ids is None:
+                found.junk.append((self._path / entry.name, entry.disk))
+            else:
+                found.other += entry.disk
+                self.sizes[entry.name], pinned[entry.name] = entry.disk, ids
+        return pinned
+
+    def _read(self, entry: Entry) -> bytes:
+        file = self._folder.files.open(self._path / entry.name, "read")
+        try:
+            return file.read(0, entry.size)
+        finally:
+            file.close()
+
+    def of(self, owner: str) -> list[str]:
+        """The files of an owner, of all models."""
+        start = pin_name(owner, b"")
+        return [name for name in self.sizes if name.startswith(start)]
+
+    def save(self, name: str, keys: Sequence[bytes]) -> None:
+        """Replace the file, durably; without keys there is none. After an error the old or the new is there."""
+        path = self._path / name
+        if keys:
+            body = b"".join(keys)
+            prefix = _PREFIX.pack(_MAGIC, _FORMAT, len(keys))
+            temporary, disk = self._folder.write(self._path, [prefix + _check(prefix, name, body) + body])
+            try:
+                self._folder.files.replace(temporary, path)
+            except OSError:
+                self._folder.discard(temporary, disk)
+                raise
+            self.sizes[name] = disk
+        elif name in self.sizes:
+            with contextlib.suppress(FileNotFoundError):
+                self._folder.files.remove(path)
+            del self.sizes[name]
+        self._folder.files.sync_folder(self._path)
 
 
 def pin_name(owner: str, tag: bytes) -> str:
@@ -33,36 +93,6 @@ def pin_name(owner: str, tag: bytes) -> str:
 def pin_bytes(keys: Sequence[bytes]) -> int:
     """Bytes on the disk of a file that pins these."""
     return blocks(_START + _KEY * len(keys)) if keys else 0
-
-
-def save_pins(folder: StoreFolder, pins: Path, name: str, keys: Sequence[bytes]) -> None:
-    """Replace the file, durably; without keys there is none. Raises `OSError`, and then the old or the new is there."""
-    if keys:
-        body = b"".join(keys)
-        prefix = _PREFIX.pack(_MAGIC, _FORMAT, len(keys))
-        temporary, size = folder.write(pins, [prefix + _check(prefix, name, body) + body])
-        try:
-            folder.files.replace(temporary, pins / name)
-        except OSError:
-            folder.discard(temporary, size)
-            raise
-    else:
-        with contextlib.suppress(FileNotFoundError):
-            folder.files.remove(pins / name)
-    folder.files.sync_folder(pins)
-
-
-def load_pins(folder: StoreFolder, pins: Path) -> Iterator[tuple[str, frozenset[bytes] | None]]:
-    """Each file's name with the ids (tag and key) that it pins, or None where it is damaged. Raises `OSError`."""
-    for entry in folder.files.list(pins):
-        if entry.folder or not _NAME.fullmatch(entry.name):
-            continue
-        file = folder.files.open(pins / entry.name, "read")
-        try:
-            data = file.read(0, entry.size)
-        finally:
-            file.close()
-        yield entry.name, _parse(data, entry.name)
 
 
 def _check(prefix: bytes, name: str, body: bytes) -> bytes:

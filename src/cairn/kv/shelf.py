@@ -163,6 +163,8 @@ class Shelf:
         parent = self._entries.get(entry.parent)
         if parent is not None:
             parent.children.discard(entry.id)
+            # Whoever used a chunk used what it extends.
+            parent.used = max(parent.used, entry.used)
             self._rank(parent)
 
     def pin(self, owner: str, ids: Collection[bytes]) -> None:

@@ -15,13 +15,13 @@ import contextlib
 import errno
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cairn.errors import ConfigError, Conflict
 from cairn.kv.chunk_file import FORMAT, Name, parse_name
-from cairn.seams import LOCK_FILE, Clock, FileSystem, Lock
+from cairn.seams import LOCK_FILE, Clock, Entry, FileSystem, Lock
 
 MARKER = "cairn-kv-store"
 PINS = "pins"
@@ -33,14 +33,16 @@ _PROBE = b"cairn" * 800
 
 @dataclass(slots=True)
 class Found:
-    """What a start found."""
+    """What a start found. Bytes are on the disk."""
 
     chunks: list[tuple[Name, int, float]] = field(default_factory=list)
-    """Name, bytes on the disk and time of each file that is called like a chunk and has the size that it says."""
+    """Name, bytes and time of each file that is called like a chunk and has the size that it says."""
+    pins: list[Entry] = field(default_factory=list)
+    """Files that may be pins."""
     junk: list[tuple[Path, int]] = field(default_factory=list)
-    """Files that are surely of no use: leftovers, cut or misplaced chunks."""
+    """Path and bytes of files that are surely of no use: leftovers, cut or misplaced chunks."""
     other: int = 0
-    """Bytes on the disk of all that is neither."""
+    """Bytes of all that is none of these."""
 
 
 def open_folder(
@@ -101,7 +103,10 @@ def _check(files: FileSystem, folder: Path) -> bool:
         raise ConfigError(
             f"kv_dir: {folder} is open to others (mode {mode:04o}); it must have mode 0700", field="kv_dir"
         )
-    names = {entry.name for entry in files.list(folder)}
+    try:
+        names = {entry.name for entry in files.list(folder)}
+    except NotADirectoryError:
+        raise ConfigError(f"kv_dir: {folder} is not a folder", field="kv_dir") from None
     if MARKER not in names:
         if any(name != LOCK_FILE and not name.startswith(_TEMPORARY) for name in names):
             raise ConfigError(f"kv_dir: {folder} is not empty and not a KV store of Cairn", field="kv_dir")
@@ -155,33 +160,37 @@ class StoreFolder:
 
     def path(self, name: Name) -> Path:
         """Where a chunk lies."""
-        text = str(name)
-        return self.folder / text[0] / text
+        return self.digit(name.key) / str(name)
+
+    def digit(self, key: bytes) -> Path:
+        """The folder of the chunks whose keys start like this one."""
+        return self.folder / key.hex()[0]
 
     def scan(self) -> Found:
         """What is there, by names and sizes; no file is read."""
         found = Found()
-        for entry in self.files.list(self.folder):
-            if entry.name.startswith(_TEMPORARY) and not entry.folder:
-                found.junk.append((self.folder / entry.name, entry.disk))
+        for entry in self._sift(self.folder, found):
             found.other += entry.disk
         for digit in DIGITS:
-            self._scan(self.folder / digit, found)
-        for entry in self.files.list(self.folder / PINS):
-            if entry.name.startswith(_TEMPORARY):
-                found.junk.append((self.folder / PINS / entry.name, entry.disk))
-            found.other += entry.disk
+            folder = self.folder / digit
+            for entry in self._sift(folder, found):
+                name = None if entry.folder else parse_name(entry.name)
+                if name is None:
+                    found.other += entry.disk
+                elif name.size == entry.size and entry.name[0] == digit:
+                    found.chunks.append((name, entry.disk, entry.modified))
+                else:
+                    found.junk.append((folder / entry.name, entry.disk))
+        found.pins = list(self._sift(self.folder / PINS, found))
         return found
 
-    def _scan(self, folder: Path, found: Found) -> None:
+    def _sift(self, folder: Path, found: Found) -> Iterator[Entry]:
+        """What is not a leftover."""
         for entry in self.files.list(folder):
-            name = None if entry.folder else parse_name(entry.name)
-            if name is not None and name.size == entry.size and entry.name[0] == folder.name:
-                found.chunks.append((name, entry.disk, entry.modified))
+            if entry.name.startswith(_TEMPORARY) and not entry.folder:
+                found.junk.append((folder / entry.name, entry.disk))
             else:
-                if not entry.folder and (name is not None or entry.name.startswith(_TEMPORARY)):
-                    found.junk.append((folder / entry.name, entry.disk))
-                found.other += entry.disk
+                yield entry
 
     def read(self, name: Name) -> bytes:
         """The whole file; longer than the name says only by one byte, which is enough to see it."""
@@ -191,11 +200,17 @@ class StoreFolder:
         finally:
             file.close()
 
+    def remove(self, name: Name) -> None:
+        """Remove a chunk's file if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            self.files.remove(self.path(name))
+
     def write(self, folder: Path, parts: list[bytes | memoryview]) -> tuple[Path, int]:
         """A new durable file under a temporary name, and its bytes on the disk. Leaves nothing where it fails."""
         with self._mutex:
             self._next += 1
-            temporary = folder / f"{_TEMPORARY}{self._next}"
+            while (temporary := folder / f"{_TEMPORARY}{self._next}") in self._litter:
+                self._next += 1
         file = self.files.open(temporary, "create")
         try:
             try:
@@ -229,10 +244,10 @@ class StoreFolder:
             with self._mutex:
                 del self._litter[path]
 
-    def is_litter(self, name: Name) -> bool:
-        """Whether the chunk's name is taken by a file that should be gone."""
+    def is_litter(self, path: Path) -> bool:
+        """Whether the name is taken by a file that should be gone."""
         with self._mutex:
-            return self.path(name) in self._litter
+            return path in self._litter
 
     def probe(self) -> None:
         """Write, sync, read and remove a file."""
