@@ -1,17 +1,18 @@
-"""The token log as its callers see it: what is written is found, what is erased is gone, what is not ours is refused."""
+"""The token log as its callers see it: what is written is found, what is erased is gone, strangers are refused."""
 
 from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.files import CrashFiles
 
 from cairn.agents import log as log_module
-from cairn.agents.index import Index, Kind, Segment, decode_keys, encode_keys
 from cairn.agents.index import Entry as Place
+from cairn.agents.index import Index, Kind, Segment, decode_keys, encode_keys
 from cairn.agents.log import Log
 from cairn.agents.segment import (
     HEADER_BYTES,
@@ -203,10 +204,10 @@ def test_compaction_ends_and_keeps_what_counts(monkeypatch: pytest.MonkeyPatch) 
     log = opened(files)
     for turn in range(200):
         put(log, Kind.AGENT, 1, b"%d" % turn + b"x" * 300, sync=turn % 7 == 0)
-    for rounds in range(500):
-        if not log.compact():
-            break
-    assert rounds < 499
+    rounds = 0
+    while log.compact():
+        rounds += 1
+        assert rounds < 500, "it does not end"
     assert log.bytes < 40_000, "199 of 200 records are superseded"
     log.close()
     (left,) = opened(files).recovered
@@ -214,11 +215,12 @@ def test_compaction_ends_and_keeps_what_counts(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_folder_that_is_not_ours_alone_is_refused_and_left_alone() -> None:
-    for spoil, what in (
+    spoilt: list[tuple[Callable[[CrashFiles], None], str]] = [
         (lambda files: files.chmod(FOLDER, 0o755), "others may read it"),
         (lambda files: files.disown(FOLDER), "belongs to another user"),
         (lambda files: files.put(FOLDER / "thesis.txt", b"mine"), "thesis.txt"),
-    ):
+    ]
+    for spoil, what in spoilt:
         files = CrashFiles()
         files.make_folder(FOLDER)
         spoil(files)
