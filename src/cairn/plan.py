@@ -21,6 +21,12 @@ class Plan:
     started: list[int]
     """Ids of requests that run for the first time."""
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the step that were known before it, where it computes a prompt; 0 where it only samples."""
+        lengths = [row.end - row.start for row in self.rows]
+        return sum(lengths) if max(lengths, default=0) > 1 else 0
+
     def run(self, engine: Engine) -> list[RowResult] | Exception:
         """The engine's results for `rows`, or what it raised; both go to `Scheduler.commit`."""
         try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.behind import WriteLimits
 from cairn.kv.cache import Cache
@@ -73,8 +75,6 @@ class Rig:
         scheduling: Limits | None = None,
         size: int = SIZE,
     ) -> None:
-        import msgspec
-
         spec = msgspec.structs.replace(fake_spec(64, context, windows), identity=identity)
         self.clock = Time()
         self.engine = FakeEngine(spec, blocks=blocks, block_tokens=size)

@@ -11,6 +11,7 @@ the worker's thread; the threads of `Writer` and `Reader` see chunks only.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,12 +19,13 @@ from cairn.engine.base import Engine
 from cairn.kv.behind import Behind, WriteLimits
 from cairn.kv.cache import Cache
 from cairn.kv.context import Brought, Context, TierName
+from cairn.kv.disk import DiskStore
 from cairn.kv.loading import Arrival, Gate, Load, LoadMode, Reader
 from cairn.kv.lookup import Lookup
 from cairn.kv.store import CHUNK_BLOCKS, Store
 from cairn.kv.writing import Writer
 from cairn.seams import Clock
-from cairn.types import KvStats, Placed, TierStats
+from cairn.types import KvStats, Placed, Swept, TierStats
 
 TURN_BYTES = 32 << 20
 """Put into the pool between two steps for one load, about."""
@@ -51,7 +53,7 @@ class Tiers:
         self._stores = stores
         self._sizes = tuple(CHUNK_BLOCKS * size for size in cache.info.block_bytes)
         self.gate = Gate(load, clock)
-        self.writer = Writer(tuple(stores.values()), wake)
+        self.writer = Writer(tuple(stores.values()), wake, self._tend)
         self.reader = Reader(stores, self.gate, clock, wake)
         *_, durable = stores.values()
         self.behind_pool = Behind(cache, engine, clock, durable, self.writer, limits or WriteLimits())
@@ -61,6 +63,8 @@ class Tiers:
         """What to do in the next turn, on the worker's thread."""
         self._loaded = self._abandoned = 0
         self._load_seconds = 0.0
+        self._wake = wake
+        self._reported = KvStats()
         cache.below = self
 
     @property
@@ -219,6 +223,36 @@ class Tiers:
                 self._answers.append(done)
 
         self.writer.push(work)
+
+    def sweep(self, job: Callable[[DiskStore], Swept], done: Callable[[Swept], None]) -> bool:
+        """Do something long to the disk store on a thread of its own; False where there is no such store."""
+        store = self._stores.get("disk")
+        if not isinstance(store, DiskStore):
+            return False
+
+        def work() -> None:
+            swept = job(store)
+            self._answers.append(lambda: done(swept))
+            self._wake()
+
+        threading.Thread(target=work, name="cairn-kv-sweep", daemon=True).start()
+        return True
+
+    def news(self) -> KvStats | None:
+        """All tiers now, if that is something else than it was at the last call. Not for every step."""
+        now = self.stats()
+        if now == self._reported:
+            return None
+        self._reported = now
+        return now
+
+    def _tend(self) -> None:
+        """About once a second, on the writer's thread: look after the disk, and let its news be heard."""
+        store = self._stores.get("disk")
+        if isinstance(store, DiskStore):
+            store.tend()
+        if self.stats() != self._reported:
+            self._wake()
 
     def stats(self) -> KvStats:
         """All tiers now. Asks every store: not for every step."""

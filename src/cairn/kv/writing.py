@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,7 @@ from cairn.kv.store import Chunk, Store
 
 log = logging.getLogger(__name__)
 
+TEND_SECONDS = 1.0
 BATCH_BYTES = 32 << 20
 """Pages handed to the stores at once: durable together, so they share the waiting for the disk."""
 
@@ -22,8 +24,9 @@ BATCH_BYTES = 32 << 20
 class Writer:
     """A queue of chunks and of other jobs on the stores, done in order."""
 
-    def __init__(self, stores: Sequence[Store], wake: Callable[[], None]) -> None:
-        """`wake` is called from the thread whenever something is finished."""
+    def __init__(self, stores: Sequence[Store], wake: Callable[[], None], tend: Callable[[], None]) -> None:
+        """`wake` is called from the thread whenever something is finished, `tend` about once in `TEND_SECONDS`."""
+        self._tend = tend
         self._stores = tuple(stores)
         self._wake = wake
         self._changed = threading.Condition()
@@ -78,14 +81,18 @@ class Writer:
         return True
 
     def _run(self) -> None:
+        tended = time.monotonic()
         while True:
             with self._changed:
-                while not self._jobs and not self._closing:
-                    self._changed.wait()
-                if not self._jobs:
+                if not self._jobs and not self._closing:
+                    self._changed.wait(TEND_SECONDS)
+                if not self._jobs and self._closing:
                     return
             try:
                 self.work()
+                if time.monotonic() - tended >= TEND_SECONDS:
+                    self._tend()
+                    tended = time.monotonic()
             except Exception as error:  # a bug of ours, but one chunk's: the next may be written
                 log.error("KV could not be written: %s", trace(error))
 

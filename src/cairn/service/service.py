@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
@@ -37,7 +38,7 @@ from cairn.service.supervisor import Supervisor
 from cairn.text.chat import Chat
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import FinishReason, ModelSpec, Output, Request, Timing
+from cairn.types import FinishReason, ModelSpec, Output, Placed, Request, Swept, Timing
 
 log = logging.getLogger(__name__)
 
@@ -210,6 +211,53 @@ class Service:
         await self._supervisor.close()
         if hasattr(self, "chat"):
             await self.chat.close()
+
+    # ------------------------------------------------------------------------------------- KV beyond the requests
+    # All of these raise Unavailable while the worker is being replaced.
+
+    async def flush(self) -> None:
+        """Return when all KV that was to be stored until now is durable. Unavailable if a part of it was given up."""
+        self._answered(await self._supervisor.ask("flush"))
+
+    async def pin(self, owner: str, tokens: Sequence[int], salt: bytes = b"") -> None:
+        """Keep the chunks of this context in every store from eviction, also those that are written later.
+
+        They take the place of what `owner` pinned before. Durable when it returns.
+        """
+        self._answered(await self._supervisor.ask("pin", owner=owner, tokens=tuple(tokens), salt=salt))
+
+    async def unpin(self, owner: str) -> None:
+        """Give up what `owner` pinned."""
+        self._answered(await self._supervisor.ask("pin", owner=owner))
+
+    async def prefetch(self, tokens: Sequence[int], salt: bytes = b"") -> Placed:
+        """Bring what the stores have of this context up into the pool; where it is then."""
+        return self._answered(await self._supervisor.ask("prefetch", tokens=tuple(tokens), salt=salt)).placed
+
+    async def evict(self, tokens: Sequence[int], salt: bytes = b"", *, keep: int = 0, disk: bool = False) -> Placed:
+        """Give up the KV of this context in the pool and in RAM, and with `disk` everywhere; where it is then.
+
+        Its first `keep` tokens stay, because others need them; so does what a running request holds.
+        """
+        asked = self._supervisor.ask("evict", tokens=tuple(tokens), salt=salt, keep=keep, disk=disk)
+        return self._answered(await asked).placed
+
+    async def where(self, tokens: Sequence[int], salt: bytes = b"") -> Placed:
+        """How many leading tokens of this context each tier has."""
+        return self._answered(await self._supervisor.ask("where", tokens=tuple(tokens), salt=salt)).placed
+
+    async def scrub(self) -> Swept:
+        """Read and check every stored chunk, and remove the damaged ones."""
+        return self._answered(await self._supervisor.ask("scrub")).swept
+
+    async def prune(self) -> Swept:
+        """Remove what nobody has used for longer than the stores' time to live."""
+        return self._answered(await self._supervisor.ask("prune")).swept
+
+    def _answered(self, answer: wire.Answer) -> wire.Answer:
+        if answer.trouble:
+            raise Unavailable(answer.trouble, retry_after=self._supervisor.pause)
+        return answer
 
     # ------------------------------------------------------------------------------------------------ admission
 
