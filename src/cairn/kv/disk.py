@@ -136,9 +136,9 @@ class DiskStore:
                 state.shelf.doom(entry)
         gone = state.clear(family)
         self._intake.wait(flying)
-        tag = len(self._tag)
-        keys = [entry.name.key for entry in family] + [id[tag:] for id in flying]
-        state.sync(state.folder.digit(key) for key in keys)
+        # Also of those that are not here now: an evicted chunk's name may yet come back in a power cut.
+        touched = {entry.id for entry in family}.union(flying, ids)
+        state.sync(sorted({state.folder.digit(id[len(self._tag) :]) for id in touched}))
         return gone
 
     def pin(self, owner: str, keys: Sequence[bytes]) -> None:

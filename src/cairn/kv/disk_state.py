@@ -42,6 +42,8 @@ class DiskState:
         self.used: dict[bytes, Entry] = {}
         """Chunks whose last use is not yet remembered by their files."""
         self._reserve = reserve
+        self._unsynced: dict[Path, None] = {}
+        """Folders whose names have yet to be made durable."""
         self._counts = StoreStats()
         self._trouble, self._full = "", ""
         self._next_try, self._backoff = 0.0, _BACKOFF[0]
@@ -105,7 +107,7 @@ class DiskState:
         """A chunk was written, which shows more."""
         with self.mutex:
             if not self._trouble:
-                self._full, self._backoff = "", _BACKOFF[0]
+                self._backoff = _BACKOFF[0]
 
     # ---------------------------------------------------------------------------------------------------------- room
 
@@ -125,6 +127,8 @@ class DiskState:
                 lack = max(lack, self._reserve // 4 - free)
                 if over <= 0 and lack <= 0:
                     self.reserved += need if reserve else 0
+                    if need:
+                        self._full = ""
                     return True
                 victims = [] if need > self.budget else self._doom_victims(max(over, lack))
             cleared = self.clear(victims)
@@ -170,13 +174,18 @@ class DiskState:
         return gone
 
     def sync(self, folders: Iterable[Path]) -> bool:
-        """Make names durable; whether they are."""
-        try:
-            for folder in dict.fromkeys(folders):
+        """Make names durable, with what earlier calls could not; whether they are."""
+        with self.mutex:
+            self._unsynced.update(dict.fromkeys(folders))
+            waiting = list(self._unsynced)
+        for folder in waiting:
+            try:
                 self.folder.files.sync_folder(folder)
-        except OSError as error:
-            self.fail("write", error)
-            return False
+            except OSError as error:
+                self.fail("write", error)
+                return False
+            with self.mutex:
+                self._unsynced.pop(folder, None)
         return True
 
     # ------------------------------------------------------------------------------------------------------- reading

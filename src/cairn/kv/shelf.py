@@ -146,6 +146,12 @@ class Shelf:
         """Nobody finds it any more; its bytes still count. The caller removes the file, and nobody else does."""
         entry.live, entry.going = False, True
         self._doomed[entry.id] = entry
+        parent = self._entries.get(entry.parent)
+        if parent is not None:
+            parent.children.discard(entry.id)
+            # Whoever used a chunk used what it extends.
+            parent.used = max(parent.used, entry.used)
+            self._rank(parent)
 
     def doomed(self) -> list[Entry]:
         """Chunks whose files still have to go and nobody removes, deepest first. The caller removes them now."""
@@ -160,12 +166,6 @@ class Shelf:
             return
         del self._entries[entry.id]
         self.bytes -= entry.disk
-        parent = self._entries.get(entry.parent)
-        if parent is not None:
-            parent.children.discard(entry.id)
-            # Whoever used a chunk used what it extends.
-            parent.used = max(parent.used, entry.used)
-            self._rank(parent)
 
     def pin(self, owner: str, ids: Collection[bytes]) -> None:
         """These instead of what the owner pinned before."""

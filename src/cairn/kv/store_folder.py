@@ -234,8 +234,8 @@ class StoreFolder:
             with self._mutex:
                 self._litter[path] = blocks(size)
 
-    def tidy(self) -> None:
-        """Remove what could not be removed before. One thread at a time."""
+    def tidy(self) -> list[Path]:
+        """Remove what could not be removed before; the folders that this changed. One thread at a time."""
         with self._mutex:
             paths = list(self._litter)
         for path in paths:
@@ -243,6 +243,7 @@ class StoreFolder:
                 self.files.remove(path)
             with self._mutex:
                 del self._litter[path]
+        return [path.parent for path in paths]
 
     def is_litter(self, path: Path) -> bool:
         """Whether the name is taken by a file that should be gone."""

@@ -92,14 +92,16 @@ def scrub(state: DiskState) -> Scrubbed:
 
 
 def clean(state: DiskState) -> None:
-    """Remove what could not be removed before. One thread at a time."""
+    """Remove for good what could not be removed before. One thread at a time."""
     with state.mutex:
         doomed = state.shelf.doomed()
     state.clear(doomed)
     try:
-        state.folder.tidy()
+        folders = state.folder.tidy()
     except OSError as error:
         state.fail("remove files from", error)
+        return
+    state.sync([*(state.folder.digit(entry.name.key) for entry in doomed), *folders])
 
 
 def remember_uses(state: DiskState) -> None:
