@@ -79,6 +79,11 @@ class Context:
         self.load_seconds = 0.0
         """From the decision to load until the last stretch lay in the pool."""
 
+    def bring(self, begin: int, end: int, tier: TierName) -> None:
+        """A load has brought tokens `begin` to `end` up. What an earlier one brought from there on was lost again."""
+        kept = [Brought(first, min(last, begin), where) for first, last, where in self.brought if first < begin]
+        self.brought = [*kept, Brought(begin, end, tier)]
+
     def origin(self, covered: int) -> dict[TierName, int]:
         """How many of the first `covered` tokens each tier gave; the others were in the pool."""
         found: dict[TierName, int] = {"ram": 0, "disk": 0}

@@ -162,8 +162,7 @@ class Reader:
                     self._stores["ram"].keep((chunk,))
             chunks.append(chunk)
         size = sum(len(memoryview(chunk.pages).cast("B")) for chunk in chunks)
-        if size:
-            self._gate.read(size, self._clock.now() - began)
+        self._gate.read(size, self._clock.now() - began)
         return Arrival(tuple(chunks), lowest)
 
     def _run(self) -> None:
@@ -193,12 +192,12 @@ class Gate:
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step that computed so many prompt tokens took so long."""
-        if seconds > 0:
+        if tokens > 0 and seconds > 0:
             self._prefill = _blend(self._prefill, tokens / seconds)
 
     def read(self, size: int, seconds: float) -> None:
         """So many bytes were read and checked in so long."""
-        if seconds > 0:
+        if size > 0 and seconds > 0:
             self._bandwidth = _blend(self._bandwidth, size / seconds)
             self._measured = self._clock.now()
 

@@ -46,12 +46,13 @@ class RamStore:
             return chunk
 
     def keep(self, chunks: Sequence[Chunk]) -> int:
-        """See `Store`. A chunk for which nothing may be evicted is refused, and those after it."""
+        """See `Store`. A chunk without its parent or without room is refused, and those after it."""
         with self._lock:
             for count, chunk in enumerate(chunks):
                 if chunk.key in self._chunks:
                     continue
-                if not self._make_room(_size(chunk), chunk.parent):
+                orphan = bool(chunk.parent) and chunk.parent not in self._chunks
+                if orphan or not self._make_room(_size(chunk), chunk.parent):
                     self._count(refused=len(chunks) - count)
                     return count
                 self._chunks[chunk.key] = chunk

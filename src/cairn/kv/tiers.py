@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from cairn.engine.base import Engine
 from cairn.kv.behind import Behind, WriteLimits
 from cairn.kv.cache import Cache
-from cairn.kv.context import Brought, Context, TierName
+from cairn.kv.context import Context, TierName
 from cairn.kv.disk import DiskStore
 from cairn.kv.loading import Arrival, Gate, Load, LoadMode, Reader
 from cairn.kv.lookup import Lookup
@@ -171,7 +171,7 @@ class Tiers:
             blocks = context.tables[chunk.group][begin:]
             self._engine.write_blocks(chunk.group, blocks, pages[CHUNK_BLOCKS - len(blocks) :]).wait()
         self._cache.publish(context, tokens, end * size)
-        context.brought.append(Brought(begin * size, end * size, arrival.tier))
+        context.bring(begin * size, end * size, arrival.tier)
         load.landed += 1
         load.heard = self._clock.now()
         context.load_seconds = load.heard - load.started

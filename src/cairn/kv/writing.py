@@ -100,7 +100,7 @@ class Writer:
 def _keep(store: Store, batch: Sequence[Chunk]) -> set[bytes]:
     """Keys of the chunks that the store has now. One that is refused takes those that extend it along."""
     kept: set[bytes] = set()
-    rest = [chunk for chunk in batch if _has(store, chunk.parent) or any(chunk.parent == one.key for one in batch)]
+    rest = list(batch)
     while rest:
         count = store.keep(rest)
         kept.update(chunk.key for chunk in rest[:count])
@@ -112,10 +112,6 @@ def _keep(store: Store, batch: Sequence[Chunk]) -> set[bytes]:
             else:
                 rest.append(chunk)
     return kept
-
-
-def _has(store: Store, key: bytes) -> bool:
-    return not key or store.leading((key,)) == 1
 
 
 def _size(chunks: Sequence[Chunk]) -> int:
