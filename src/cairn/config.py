@@ -121,6 +121,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = "keep"
     template_timeout: Annotated[float, Meta(gt=0, le=60, description="Seconds a chat template may take.")] = 1.0
+    # agents
+    agents_dir: Annotated[
+        str | None,
+        Meta(description="Folder of the token log that keeps agents; default: cairn/agents in the user's data folder."),
+    ] = None
     # server
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8000
@@ -187,6 +192,7 @@ PANELS = (
     ("Scheduling", "max_running"),
     ("Stored KV", "kv_dir"),
     ("Text", "reasoning_history"),
+    ("Agents", "agents_dir"),
     ("Server", "host"),
     ("Limits on what a client may send", "max_header_kib"),
 )
