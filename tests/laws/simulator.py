@@ -182,6 +182,8 @@ class World:
         most = chance.choice((0, 1, chance.randint(1, 6), chance.randint(1, 20)))
         if self.tiered and chance.random() < 0.6:
             prompt = tuple(base[: max(1, longest - chance.choice((0, 1, 5)))])
+            if self.talkative:
+                prompt, most = prompt[: chance.randint(1, longest * 2 // 3 + 1)], chance.randint(8, 30)
         elif self.talkative:
             prompt, most = prompt[: chance.randint(1, 10)], chance.randint(8, 30)
         sampling = SamplingParams(
@@ -358,7 +360,7 @@ class World:
         results = self.engine.run(plan)
         for id in victims:
             self.drop(id)
-        self.clock.time += self.chance.choice((0.01, 0.1, self.chance.uniform(0, 1)))
+        self.clock.time += self.chance.choice((0.01, 0.1, self.chance.uniform(0, 0.3 if self.tiered else 1)))
         outputs = self.scheduler.commit(plan, results)
         self.receive(plan, results, outputs, planned_at)
         if self.storage is not None:

@@ -40,6 +40,8 @@ class UnsureStore(RamStore):
         if self.chance.random() < self.slow:
             self.wait(self.chance.uniform(0, 3))
         if self.chance.random() < self.losing:
+            if self.chance.random() < 0.5:
+                return None
             self.drop([key])
         chunk = super().fetch(key, tokens)
         self.fetched += chunk is not None
@@ -64,8 +66,10 @@ class Storage:
         self.with_ram = chance.random() < 0.3
         self.hanging = chance.random() < 0.1
         """The thread that reads hangs in a store for ever."""
+        self.pace = chance.choice((1.0, 1.0, 0.3, 0.1))
+        """How often the threads get anywhere between two steps."""
         self.load = chance.choice(("always", "always", "always", "auto", "auto", "never"))
-        queue = chunk * chance.choice((1, 4, 1000))
+        queue = 8 * world.size * CHUNK_BLOCKS * chance.choice((1, 4, 1000))
         self.limits = WriteLimits(chance.choice((0.0, 1e9, 1e9, 1e9)), queue, chunk * chance.choice((1, 100)))
         self.asked = self.answered = self.loaded = 0
         self.evicted = False
@@ -108,7 +112,7 @@ class Storage:
     def turn(self, idle: bool) -> None:
         """What happens between two steps."""
         chance = self.chance
-        for _ in range(chance.choice((0, 1, 1, 4))):
+        for _ in range(chance.choice((0, 1, 1, 4)) if chance.random() < self.pace else 0):
             self.work()
         if chance.random() < 0.1:
             self.ask()
