@@ -114,6 +114,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
     spec: ModelSpec
     info: Info
+    trouble: str = ""
+    """What does not work although requests are served: a sentence."""
 
 
 class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"):

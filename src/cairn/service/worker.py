@@ -225,7 +225,7 @@ def _load(channel: wire.Channel, config: Config, folder: Path) -> Loaded | None:
         from cairn.engine.device import load_engine
 
         spec, engine = load_engine(config, folder)
-        stores = open_stores(config, spec, engine.info, clock, SystemFiles())
+        stores, trouble = open_stores(config, spec, engine.info, clock, SystemFiles(), os.environ)
     except Exception as error:
         if engine is not None:
             engine.close()
@@ -251,7 +251,7 @@ def _load(channel: wire.Channel, config: Config, folder: Path) -> Loaded | None:
     scheduler = Scheduler(cache, limits, clock)
     known = engine.info
     info = wire.Info(context=known.context, pool_tokens=cache.longest, vocab=known.vocab, max_rows=known.max_rows)
-    channel.send(wire.Ready(spec, info))
+    channel.send(wire.Ready(spec, info, trouble))
     return Loaded(engine, cache, scheduler, tiers, clock)
 
 
