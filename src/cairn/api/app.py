@@ -8,6 +8,7 @@ Routes (POST bodies are JSON):
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
     GET  /v1/requests/{id}/events                            resumable.py
     /v1/agents and below                                     agents.py
+    GET  /v1/cache              POST /v1/cache/flush|scrub|prune    stored.py
     GET  /health/live           GET  /health/ready
     GET  /metrics
 """
@@ -25,6 +26,7 @@ from cairn.api.openai import OpenAI
 from cairn.api.registry import Registry
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
 from cairn.api.resumable import Tapes
+from cairn.api.stored import routes as stored_routes
 from cairn.config import Config
 from cairn.errors import CairnError, MethodNotAllowed, NotFound, Unavailable, trace
 from cairn.seams import Rng, SystemClock, SystemRng
@@ -58,6 +60,7 @@ class App:
             "/tokenize": {"POST": admin.tokenize},
             "/detokenize": {"POST": admin.detokenize},
             "/metrics": {"GET": admin.metrics},
+            **stored_routes(),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

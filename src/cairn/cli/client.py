@@ -63,9 +63,9 @@ class Client:
             raise _error(response)
         return response
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+    def post(self, path: str, body: Mapping[str, Any], *, admin: bool = False) -> Any:
         """POST JSON, get JSON."""
-        with closing(self._send("POST", path, body, self._key)) as response:
+        with closing(self._send("POST", path, body, self._admin_key if admin else self._key)) as response:
             response.read()
             if not response.is_success:
                 raise _error(response)
