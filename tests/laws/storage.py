@@ -338,7 +338,8 @@ def fault_at(seed: int, fault: Fault, steps: int = STEPS) -> bool:
     law(stats.chunks == len(chunk_files(files)), "chunks after a fault")
     law(not chunk_files(files).keys() & work.erased, "what was dropped is gone when the disk is back")
     must = work.must()
-    work.check_after(files.crash(rng), must, tight=False)
+    for _ in range(3):
+        work.check_after(files.crash(rng), must, tight=False)
     for owner in "ab":
         work.store.pin(owner, [])
     more = chain(3, salt=b"more", size=SIZES[0])
@@ -452,7 +453,9 @@ def fault_of(seed: int, rng: random.Random) -> Fault:
     kinds = {kind for kind, _ in files.log} - {"free", "mode", "owned", "size", "disk"}
     grave = kinds & {"append", "sync", "sync_folder", "remove", "replace"}
     kind = rng.choice(sorted(grave if grave and rng.random() < 0.7 else kinds))
-    at = rng.choice([number for number, (one, _) in enumerate(files.log) if one == kind])
+    calls = [number for number, (one, _) in enumerate(files.log) if one == kind]
+    erasing = [number for number in calls if kind == "sync_folder" and files.log[number - 1][0] == "remove"]
+    at = rng.choice(erasing or calls)
     sticky = rng.random() < 0.4
     only = frozenset({kind, "remove"} if sticky and rng.random() < 0.5 else {kind})
     return Fault(at, rng.choice(ERRORS), sticky=sticky, short=rng.random() < 0.5, only=only)
