@@ -60,7 +60,6 @@ TIERS = "kv/tiers.py"
 BEHIND = "kv/behind.py"
 WRITING = "kv/writing.py"
 LOADING = "kv/loading.py"
-LOOKUP = "kv/lookup.py"
 RAM = "kv/ram.py"
 SCHEDULER = "scheduler.py"
 SEQUENCE = "sequence.py"
@@ -165,7 +164,6 @@ BUGS = (
     Bug("a load is never late", TIERS, "        if self.gate.late(load) and not load.over:", "        if False:"),
     Bug("a load that stands still is never late", LOADING, "        if now - max(load.started, load.heard) > STALL_SECONDS:\n            return True\n", ""),
     Bug("nobody hears that a load has ended", TIERS, "        if load.done is not None:\n            self._answers.append(load.done)\n", ""),
-    Bug("running sequences are preempted for a load", SCHEDULER, "if self._cache.below is not None and self._cache.below.yield_blocks():", "if False:"),
     Bug("a load goes on for a sequence that has ended", CACHE, "            self.below.stop(context)\n", "            pass\n"),
     Bug("a sequence runs while it is loaded", CACHE, "        if context.loading:\n            return True\n", ""),
     Bug("a load takes blocks that are not there", CACHE, "        if any(more > self.pools[number].available for number in groups):\n            return False\n", ""),
