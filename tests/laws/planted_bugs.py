@@ -183,7 +183,7 @@ BUGS = (
     Bug("the memory store evicts what is about to be extended", RAM, "if key != parent and not", "if not"),
     Bug("the memory store drops a chunk and keeps what extends it", RAM, "                waiting += self._children.get(key, ())\n", ""),
     Bug("the memory store grows without bound", RAM, "while self._stats.bytes + size > self._stats.budget:", "while False:"),
-    Bug("a miss is reported one block late", SEQUENCE, "            miss=miss,\n", "            miss=None,\n"),
+    Bug("a miss is not reported", SEQUENCE, "            miss=miss,\n", "            miss=None,\n"),
     # ------------------------------------------------------------------------------------------------- streaming
     Bug("the beginning of a stop string is shown", STOPS, "keep = self._start_of_partial(text)", "keep = len(text)"),
     Bug("a stop string is shown", STOPS, "            return text[: min(found)[1]]\n", "            return text\n"),
