@@ -55,6 +55,12 @@ async def test_what_the_disk_refuses_is_a_503_and_nothing_has_changed(folder: Pa
             heard = await at.say("ada", "two")
             assert heard.done is not None and at.agents.trouble == ""
             before = at.agents.get("default", "ada")
+        # What was refused may be on the disk all the same: it goes when the disk works.
+        await at.agents.tend()
+        turns = at.agents.turns("default", "ada")
+        await at.again()
+        assert at.agents.turns("default", "ada") == turns
+        assert [info.id for info in at.agents.page("default").agents] == ["ada"]
 
 
 async def test_an_end_that_the_disk_refuses_is_an_error_and_is_written_later(folder: Path) -> None:
@@ -209,3 +215,34 @@ async def test_the_messages_sync_holds_no_answer_up_but_comes_before_it(folder: 
         assert any(b"a message that must be on" in data for data in at.files.crash(random.Random(3)).files().values())
         assert (await hear(task.result())).done is not None
         assert isinstance(at.service, Service)
+
+
+def test_a_shutdown_interrupts_turns_that_outlast_its_grace(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"agents_dir": str(tmp_path / "agents"), "shutdown_grace": 0.1, "kv_disk": False}
+    body = {"messages": [{"role": "user", "content": "more"}], "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    server = Served(**options)
+    try:
+        server.wait_ready()
+        server.post("/v1/agents", {"id": "ada"})
+        asked = urllib.request.Request(
+            server.url + "/v1/agents/ada/turns", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=60) as response:
+            response.readline()
+            server.signal(signal.SIGTERM)
+            rest = response.read()
+        assert server.wait() == 0
+    finally:
+        server.end()
+    again = Served(**options)
+    try:
+        again.wait_ready()
+        (turn,) = get(again, "/v1/agents/ada/turns")
+        if b"[DONE]" not in rest:  # the machine was not so fast that the turn had ended before
+            assert turn["state"] == "interrupted" and 0 < turn["completion_tokens"] < 1900
+            whole = again.post("/v1/agents/ada/resume", {})
+            assert whole["usage"]["completion_tokens"] == 1900
+        else:
+            assert turn["state"] == "finished"
+    finally:
+        again.end()

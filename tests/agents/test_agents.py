@@ -190,6 +190,16 @@ async def test_two_turns_at_once_conflict_unless_the_second_forks(folder: Path) 
         assert [turn.messages[0]["content"] for turn in forked] == ["one", "three"]
 
 
+async def test_a_turn_that_cannot_begin_leaves_no_fork_behind(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        first = await at.begin("ada", "one")
+        with pytest.raises(ContextTooLong):
+            await at.begin("ada", "word " * 2000, fork_on_conflict=True)
+        await hear(first)
+        assert [info.id for info in at.agents.page("default").agents] == ["ada"]
+
+
 async def test_two_turns_that_begin_in_the_same_moment_conflict(folder: Path) -> None:
     async with house(folder) as at:
         await at.agents.create("default", id="ada")

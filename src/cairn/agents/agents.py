@@ -67,6 +67,8 @@ class Agents:
         self._rng, self._config = rng, config
         self._roster = Roster()
         self._owed: list[Record] = []
+        self._refused: list[int] = []
+        """Keys of records that the disk refused and may have all the same."""
         orphans = self._roster.load(log.recovered)
         self._replays = Replays(service.spec.identity)
         for tenant, sampled in self._replays.load(log.recovered):
@@ -172,6 +174,7 @@ class Agents:
             await self.writer.sync(self._note(agent))
         except Unavailable:
             agent.record = old
+            self.owe(self._note(agent))
             raise
         await self.kv.pin(agent)
         return agent.info()
@@ -308,6 +311,7 @@ class Agents:
             await self.writer.sync(self._note(agent))
         except Unavailable:
             agent.head = old
+            self.owe(self._note(agent))
             raise
         return agent.info()
 
@@ -330,15 +334,20 @@ class Agents:
         Conflict while another turn runs or one was interrupted, unless `fork_on_conflict`: then it is the turn of a
         new agent. ContextTooLong with the figures, Overloaded and Unavailable as for any request.
         """
-        agent = self._find(tenant, id, salt)
+        agent, forked = self._find(tenant, id, salt), False
         if agent.starting or agent.running is not None or agent.head.state != "finished":
             if not fork_on_conflict:
                 raise self._conflict(agent)
-            agent = await self._fork(agent, _whole(agent.head), None)
+            agent, forked = await self._fork(agent, _whole(agent.head), None), True
             agent.salt = salt
         agent.starting = True
         try:
             return await self._begin(agent, messages, options, request, template_args)
+        except BaseException:
+            if forked:
+                with contextlib.suppress(Unavailable):
+                    await self._remove(agent)
+            raise
         finally:
             agent.starting = False
 
@@ -424,6 +433,7 @@ class Agents:
         except BaseException:
             stream.close()
             self._roster.take_back(agent, turn)
+            self._refused.append(turn.key)
             raise
         agent.used = began.began
         return self._run(agent, turn, request, stream, [])
@@ -525,6 +535,7 @@ class Agents:
             await self.writer.sync(*more, written)
         except BaseException:
             self._roster.remove(agent)
+            self._refused += [written.key, *(record.key for record in more)]
             raise
         finally:
             agent.starting = False
@@ -590,6 +601,8 @@ class Agents:
             else:
                 gone += self._roster.prune(agent, now - ABANDONED_SECONDS)
         gone += self._replays.over(now)
+        gone += self._refused
+        self._refused = []
         if gone:
             await self.writer.erase(gone)
 

@@ -110,7 +110,7 @@ def plant(read: Portable, key: Callable[[], int], tenant: str, id: str, now: flo
             turn.end(end)
     root, head = turns[keys[read.agent.root]], turns[keys[read.agent.head]]
     record = msgspec.structs.replace(
-        read.agent, id=id, tenant=tenant, used=now, root=root.key, base=root.key, head=head.key
+        read.agent, id=id, tenant=tenant, created=now, used=now, root=root.key, base=root.key, head=head.key
     )
     agent = Agent(own, record, root, root)
     agent.own = [turn for turn in turns.values() if turn.number]
@@ -158,6 +158,8 @@ def _check(
             plain_message(message, index, thinks=False)
         if turn.answer is not None:
             plain_message(turn.answer, 0, thinks=False)
+    if agent.ttl is not None and not 0 < agent.ttl < 1e12:
+        raise _wrong("holds a time to live that is none")
     if agent.root not in made or made[agent.root].number or agent.head not in made:
         raise _wrong("names turns that it does not hold")
 
