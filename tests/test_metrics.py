@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cairn.metrics import Metrics, Tally
-from cairn.types import FinishReason, Timing
+from cairn.types import FinishReason, KvStats, TierStats, Timing
 
 VLLM = {
     "num_requests_running",
@@ -57,6 +57,12 @@ def test_every_instrument_shows_what_was_recorded() -> None:
         setattr(metrics, name, 3)
     for name in ("prompt_tokens_cached", "generation_tokens", "preemptions", "worker_restarts"):
         setattr(metrics, name, 3)
+    metrics.prompt_tokens_loaded = {"ram": 3, "disk": 3}
+    metrics.misses = dict.fromkeys(metrics.misses, 3)
+    figures = {name: 3 for name in TierStats.__struct_fields__ if name != "trouble"}
+    tier = TierStats(**figures)
+    counts = {name: 3 for name in KvStats.__struct_fields__ if name not in ("ram", "disk")}
+    metrics.kv = KvStats(ram=tier, disk=tier, **counts)
     metrics.first_token.observe(0.1)
     metrics.inter_token.observe(0.1, 3)
     metrics.prompt_length.observe(100)
@@ -73,12 +79,12 @@ def test_every_instrument_shows_what_was_recorded() -> None:
     assert after["cairn:inter_token_latency_seconds_sum", ""] == pytest.approx(0.3)
 
 
-def test_the_only_labels_are_the_model_and_the_finish_reason() -> None:
+def test_the_only_labels_are_the_model_and_reasons() -> None:
     """Known failure 46: labels that grow."""
     metrics = Metrics("cairn", "m")
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
-            assert set(sample.labels) <= {"model_name", "finished_reason", "le"}
+            assert set(sample.labels) <= {"model_name", "finished_reason", "reason", "le"}
             assert sample.labels["model_name"] == "m"
 
 
@@ -89,3 +95,20 @@ def test_a_tally_counts_as_prometheus_does() -> None:
     assert tally.buckets() == [("1.0", 2), ("2.0", 4), ("+Inf", 5)]
     assert tally.count == 5
     assert tally.sum == 7.5
+
+
+def test_counters_of_stores_go_on_when_a_worker_is_replaced() -> None:
+    metrics = Metrics("cairn", "m")
+    metrics.kv = KvStats(disk=TierStats(chunks=7, budget=9, written=100), dropped=2, load_seconds=0.5)
+    metrics.worker_replaced()
+    found = samples(metrics)
+    assert found["cairn:kv_disk_written_bytes_total", ""] == 100
+    assert found["cairn:kv_disk_chunks", ""] == found["cairn:kv_disk_up", ""] == 0
+    metrics.kv = KvStats(disk=TierStats(chunks=7, budget=9, written=11), dropped=1, load_seconds=0.25)
+    found = samples(metrics)
+    assert found["cairn:kv_disk_written_bytes_total", ""] == 111
+    assert found["cairn:kv_chunks_dropped_total", ""] == 3
+    assert found["cairn:kv_load_seconds_total", ""] == 0.75
+    assert found["cairn:kv_disk_chunks", ""] == 7 and found["cairn:kv_disk_up", ""] == 1
+    metrics.kv = KvStats(disk=TierStats(chunks=7, budget=9, trouble="the disk failed"))
+    assert samples(metrics)["cairn:kv_disk_up", ""] == 0

@@ -9,7 +9,8 @@ from cairn.engine.base import RowResult
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import Conflict, ContextTooLong, InvalidRequest, Overloaded
 from cairn.kv.cache import Cache
-from cairn.scheduler import Limits, Plan, Scheduler
+from cairn.plan import Plan
+from cairn.scheduler import Limits, Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence
 from cairn.types import FinishReason, Output, Request, SamplingParams
 

@@ -82,6 +82,36 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_queue: Annotated[int, Meta(ge=1, description="Most requests waiting; more are a 429.")] = 256
     max_queue_tokens: Annotated[int, Meta(ge=1, description="Most prompt tokens waiting; more are a 429.")] = 1 << 20
     request_timeout: Annotated[float, Meta(gt=0, description="Seconds after which a request ends.")] = 3600.0
+    # stored KV
+    kv_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder that keeps KV beyond the pool and a restart; default for 'serve': cairn/kv in the "
+            "user's cache folder, elsewhere none."
+        ),
+    ] = None
+    kv_disk: Annotated[bool, Meta(description="Keep KV in kv_dir.")] = True
+    kv_disk_gb: Annotated[
+        Annotated[float, Meta(gt=0, le=1 << 20)] | None,
+        Meta(
+            description="Most GB in kv_dir; default: a fifth of what the disk has free or the folder holds, at most 50."
+        ),
+    ] = None
+    kv_ram_gb: Annotated[
+        Annotated[float, Meta(gt=0, le=1 << 20)] | None,
+        Meta(description="GB of host memory that keep KV, for engines whose pool is elsewhere; default: none."),
+    ] = None
+    kv_load: Annotated[
+        Literal["auto", "always", "never"],
+        Meta(description="Load stored KV; 'auto': where that is faster than to compute it, as measured."),
+    ] = "auto"
+    kv_write_gb: Annotated[
+        float,
+        Meta(ge=0, description="GB of KV stored a day at first touch; beyond that, only what comes a second time."),
+    ] = 100.0
+    kv_fresh: Annotated[
+        bool, Meta(description="Set a kv_dir aside that cannot be used as a store, and start a new one in its place.")
+    ] = False
     # text
     reasoning_history: Annotated[
         Literal["keep", "template"],
@@ -91,6 +121,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = "keep"
     template_timeout: Annotated[float, Meta(gt=0, le=60, description="Seconds a chat template may take.")] = 1.0
+    # agents
+    agents_dir: Annotated[
+        str | None,
+        Meta(description="Folder of the token log that keeps agents; default: cairn/agents in the user's data folder."),
+    ] = None
     # server
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8000
@@ -155,13 +190,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 PANELS = (
     ("Model and engine", "model"),
     ("Scheduling", "max_running"),
+    ("Stored KV", "kv_dir"),
     ("Text", "reasoning_history"),
+    ("Agents", "agents_dir"),
     ("Server", "host"),
     ("Limits on what a client may send", "max_header_kib"),
 )
 """Groups of options in the help: each begins at the named field of `Config`."""
 
-_LOCAL_PANELS = ("Model and engine", "Scheduling", "Text")
+_LOCAL_PANELS = ("Model and engine", "Scheduling", "Stored KV", "Text")
 _SERVED_ONLY = ("served_name",)
 
 Kind = Literal["int", "float", "str", "bool", "choice", "secret", "tenant"]

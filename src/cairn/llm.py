@@ -93,12 +93,14 @@ class AsyncLLM:
         """The answer to a conversation in OpenAI's message format, piece by piece. See `chat`."""
         service = self.service
         asked = _sampling(sampling)
+        objects = _objects("messages", messages)
         prompt = await service.chat.prompt(
-            _objects("messages", messages),
+            objects,
             _tools(tools) if tools else None,
             template_args=dict(template_args) if template_args else None,
         )
-        request = self._request(prompt.tokens, asked, output=prompt.output)
+        answered = any(message.get("role") == "assistant" for message in objects)
+        request = self._request(prompt.tokens, asked, output=prompt.output, durable=answered)
 
         def remember(answer: Answer) -> None:
             service.chat.remember("default", prompt.tokens, answer.tokens, answer.message)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from cairn.types import FinishReason, Timing
+from cairn.types import FinishReason, KvStats, MissReason, TierStats, Timing
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Content type of `Metrics.render()`."""
@@ -92,6 +93,12 @@ class Metrics:
         self.generation_tokens = 0
         self.preemptions = 0
         self.worker_restarts = 0
+        self.prompt_tokens_loaded = {"ram": 0, "disk": 0}
+        self.misses: dict[str, int] = dict.fromkeys(get_args(MissReason), 0)
+        self.kv = KvStats()
+        """The stores below the pool of the present worker."""
+        self._ended = [0.0] * len(self._kv_counts())
+        """What those of earlier workers had counted."""
         self.finished = dict.fromkeys(FinishReason, 0)
         self.first_token = Tally(_SECONDS)
         self.inter_token = Tally(_SHORT_SECONDS)
@@ -107,6 +114,11 @@ class Metrics:
         self.step_tokens = Tally(_FEW_TOKENS)
         self._registry = CollectorRegistry()
         self._registry.register(self)
+
+    def worker_replaced(self) -> None:
+        """The counters of `kv` begin at zero again."""
+        self._ended = [old + new for old, (_, _, new) in zip(self._ended, self._kv_counts(), strict=True)]
+        self.kv = KvStats()
 
     def record_end(
         self, reason: FinishReason, timing: Timing, *, total: float, first: float | None, generated: int, limit: int
@@ -147,6 +159,14 @@ class Metrics:
         for reason, count in self.finished.items():
             success.add_metric((self._model, reason.value), count)
         yield success
+        misses = CounterMetricFamily(
+            f"{self._prefix}:prefix_cache_misses",
+            "Prompts of which a full block had to be computed, by the reason of the first.",
+            labels=("model_name", "reason"),
+        )
+        for why, count in self.misses.items():
+            misses.add_metric((self._model, why), count)
+        yield misses
         for name, text, tally in self._tallies():
             histogram = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name",))
             histogram.add_metric((self._model,), tally.buckets(), tally.sum)
@@ -156,6 +176,15 @@ class Metrics:
         yield "num_requests_running", "Requests being computed.", self.running
         yield "num_requests_waiting", "Requests waiting to be computed.", self.waiting
         yield "kv_cache_usage_perc", "Share of the KV pool that requests hold; 1 is all of it.", self.kv_usage
+        disk, ram = self.kv.disk or TierStats(), self.kv.ram or TierStats()
+        yield "kv_disk_chunks", "Chunks of KV on the disk.", disk.chunks
+        yield "kv_disk_bytes", "Bytes that the KV on the disk takes.", disk.bytes
+        yield "kv_disk_budget_bytes", "Bytes that it may take.", disk.budget
+        yield "kv_disk_pinned_chunks", "Chunks on the disk that may not be evicted.", disk.pinned
+        yield "kv_disk_up", "1 where KV is kept on the disk and the disk works.", disk.budget > 0 and not disk.trouble
+        yield "kv_ram_chunks", "Chunks of KV in host memory.", ram.chunks
+        yield "kv_ram_bytes", "Bytes that they take.", ram.bytes
+        yield "kv_queued_chunks", "Chunks that wait to be stored.", self.kv.queued
 
     def _counters(self) -> Iterator[tuple[str, str, float]]:
         yield "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", self.prefix_queries
@@ -165,6 +194,27 @@ class Metrics:
         yield "generation_tokens", "Tokens generated.", self.generation_tokens
         yield "num_preemptions", "Requests sent back to wait because the KV pool was full.", self.preemptions
         yield "worker_restarts", "Times the worker process was replaced.", self.worker_restarts
+        loaded = self.prompt_tokens_loaded
+        yield "prompt_tokens_from_ram", "Prompt tokens whose KV came from host memory.", loaded["ram"]
+        yield "prompt_tokens_from_disk", "Prompt tokens whose KV came from the disk.", loaded["disk"]
+        for (name, text, now), ended in zip(self._kv_counts(), self._ended, strict=True):
+            yield name, text, now + ended
+
+    def _kv_counts(self) -> list[tuple[str, str, float]]:
+        """Counters of the present worker's stores."""
+        kv, disk = self.kv, self.kv.disk or TierStats()
+        return [
+            ("kv_loaded_tokens", "Tokens whose KV was brought up into the pool.", kv.loaded),
+            ("kv_load_seconds", "Time that contexts waited for that.", kv.load_seconds),
+            ("kv_loads_abandoned", "Loads that ended early.", kv.abandoned),
+            ("kv_chunks_dropped", "Chunks given up before they were stored.", kv.dropped),
+            ("kv_chunks_deferred", "Chunks not stored at first touch: the day's bytes were written.", kv.deferred),
+            ("kv_disk_written_bytes", "Bytes of KV written to the disk.", disk.written),
+            ("kv_disk_read_bytes", "Bytes of KV read from the disk.", disk.read),
+            ("kv_disk_evicted_chunks", "Chunks evicted from the disk.", disk.evicted),
+            ("kv_disk_damaged_chunks", "Chunks on the disk that failed a check.", disk.damaged),
+            ("kv_disk_refused_chunks", "Chunks that the disk did not keep.", disk.refused),
+        ]
 
     def _tallies(self) -> Iterator[tuple[str, str, Tally]]:
         yield "time_to_first_token_seconds", "From arrival to the first token.", self.first_token

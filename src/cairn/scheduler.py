@@ -19,13 +19,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cairn.engine.base import Engine, Row, RowResult
+from cairn.engine.base import Row, RowResult
 from cairn.errors import Conflict
 from cairn.kv.cache import Cache, GroupUse
+from cairn.plan import Plan
 from cairn.seams import Clock
 from cairn.sequence import Sequence, State, check
 from cairn.types import FinishReason, Output, Request, Timing
 from cairn.waiting import WaitingQueue
+
+LONG_TOKENS = 256
+"""Prompts at least so long are stored at first touch: they are expensive, and rarely asked for once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,30 +57,6 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One step: the rows for one engine call, and what ended before it. `rows` may be empty; commit it all the same."""
-
-    rows: list[Row]
-    sequences: list[Sequence]
-    """Whose row it is, in the order of `rows`."""
-    ended: list[Output]
-    """Requests that ended without a row: past their deadline, or with nothing left to compute."""
-    started: list[int]
-    """Ids of requests that run for the first time."""
-
-    def run(self, engine: Engine) -> list[RowResult] | Exception:
-        """The engine's results for `rows`, or what it raised; both go to `Scheduler.commit`."""
-        try:
-            if not self.rows:
-                return []
-            if all(row.end - row.start == 1 for row in self.rows):
-                return engine.decode(self.rows).wait()
-            return engine.prefill(self.rows).wait()
-        except Exception as error:
-            return error
-
-
 class Scheduler:
     """All requests of one engine. One thread; `add`, `drop`, `plan` and `commit` are all that changes anything."""
 
@@ -96,7 +76,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no request at all; `plan` returns None exactly then."""
+        """Whether there is no request at all."""
         return not self._sequences
 
     def stats(self) -> SchedulerStats:
@@ -122,7 +102,7 @@ class Scheduler:
         check(request, self._cache.info, self._longest)
         self._waiting.check(len(request.prompt) + len(request.generated))
         now = self._clock.now()
-        kv = self._cache.context(request.salt)
+        kv = self._cache.context(request.salt, durable=request.durable or len(request.prompt) >= LONG_TOKENS)
         sequence = Sequence(request, kv, self._longest, next(self._serial), now)
         self._sequences[request.id] = sequence
         self._waiting.push(sequence)
@@ -136,7 +116,8 @@ class Scheduler:
         return Output(id=id, finish=reason, timing=self._end(sequence, State.CANCELLED, self._clock.now()))
 
     def plan(self) -> Plan | None:
-        """Choose the rows of the next step and make room for them. None if there is nothing to do at all."""
+        """Choose the rows of the next step and make room for them. None if there is nothing to do, or (unless `idle`)
+        nothing but to wait for loads."""
         if self._planned is not None:
             raise RuntimeError("the last plan was not committed")
         now = self._clock.now()
@@ -201,6 +182,8 @@ class Scheduler:
         while sequence.state is State.RUNNING:
             if end <= sequence.kv.capacity or self._cache.grow(sequence.kv, end):
                 return True
+            if self._cache.below is not None and self._cache.below.yield_blocks():
+                continue
             victim = max(self._running, key=Sequence.by_rank)
             victim.become(State.WAITING)
             self._cache.close(victim.kv, victim.tokens)
@@ -230,7 +213,7 @@ class Scheduler:
             finish = sequence.ending()
             reuse = sequence.scored >= sequence.to_score
             if finish is None:
-                if reuse and self._cache.awaits(sequence.kv, sequence.tokens):
+                if reuse and self._cache.awaits(sequence.kv, sequence.tokens, len(self._running)):
                     continue
                 covered = self._cache.open(sequence.kv, sequence.tokens, reuse=reuse, spare=len(self._running))
                 if covered is None:
@@ -240,14 +223,15 @@ class Scheduler:
             self._waiting.pop(sequence)
             self._running.append(sequence)
             if sequence.admitted is None:
-                sequence.admitted, sequence.cached = now, sequence.computed
+                miss = self._cache.miss(sequence.kv, sequence.tokens, sequence.computed) if reuse else None
+                sequence.start(now, miss)
                 started.append(sequence.request.id)
                 self._queries += sequence.prompt_len if reuse else 0
                 self._hits += min(sequence.computed, sequence.prompt_len)
             if finish is None and sequence.computed >= sequence.target:
                 finish = FinishReason.LENGTH
             if finish is not None:
-                cache, timing = sequence.report(), self._end(sequence, State.FINISHED, now)
+                cache, timing = sequence.report, self._end(sequence, State.FINISHED, now)
                 ended.append(Output(id=sequence.request.id, finish=finish, cache=cache, timing=timing))
             else:
                 budget -= self._chunk(sequence, budget, work)
@@ -273,7 +257,7 @@ class Scheduler:
             finish = sequence.ending()
         cache = None
         if sequence.first_token is None:
-            sequence.first_token, cache = now, sequence.report()
+            sequence.first_token, cache = now, sequence.report
         return Output(
             id=sequence.request.id,
             tokens=tokens,

@@ -7,8 +7,8 @@ import math
 
 from cairn.engine.base import EngineInfo, Row
 from cairn.errors import ContextTooLong, InvalidRequest
-from cairn.kv.cache import Context
-from cairn.types import CacheReport, FinishReason, Request, Timing
+from cairn.kv.context import Context
+from cairn.types import CacheReport, FinishReason, Miss, Request, Timing
 
 AGE_SECONDS = 5.0
 """Waiting that weighs as much as one level of priority."""
@@ -42,7 +42,6 @@ class Sequence:
     __slots__ = (
         "admitted",
         "arrival",
-        "cached",
         "computed",
         "deadline",
         "first_token",
@@ -50,6 +49,7 @@ class Sequence:
         "limit",
         "prompt_len",
         "rank",
+        "report",
         "request",
         "scored",
         "state",
@@ -72,8 +72,8 @@ class Sequence:
         self.rank = (now - request.priority * AGE_SECONDS, serial)
         self.admitted: float | None = None
         self.first_token: float | None = None
-        self.cached: int | None = None
-        """Prompt tokens found in the pool when it first ran; None until then."""
+        self.report: CacheReport | None = None
+        """Where its prompt's KV came from, once it has run."""
         self.scored = 0
         """Prompt log-probabilities given out so far, of `to_score`."""
         self.to_score = self.prompt_len - 1 if request.sampling.prompt_logprobs and not request.generated else 0
@@ -121,10 +121,19 @@ class Sequence:
             request.choice,
         )
 
-    def report(self) -> CacheReport:
-        """Where the prompt's KV came from."""
-        pool = min(self.cached or 0, self.prompt_len)
-        return CacheReport(computed=self.prompt_len - pool, pool=pool)
+    def start(self, now: float, miss: Miss | None) -> None:
+        """It runs for the first time: what is computed of it now is where its prompt's KV came from."""
+        covered = min(self.computed, self.prompt_len)
+        brought = self.kv.origin(covered)
+        self.admitted = now
+        self.report = CacheReport(
+            computed=self.prompt_len - covered,
+            pool=covered - brought["ram"] - brought["disk"],
+            ram=brought["ram"],
+            disk=brought["disk"],
+            load=self.kv.load_seconds,
+            miss=miss,
+        )
 
     def timing(self, now: float) -> Timing:
         """Seconds until it first ran, from there to its first token, and from there to now."""

@@ -178,6 +178,46 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
     """Of the removed chunks."""
 
 
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One store of KV now. Counters are totals since its worker started."""
+
+    chunks: int = 0
+    bytes: int = 0
+    budget: int = 0
+    pinned: int = 0
+    """Chunks that may not be evicted."""
+    written: int = 0
+    """Bytes."""
+    read: int = 0
+    """Bytes."""
+    evicted: int = 0
+    damaged: int = 0
+    refused: int = 0
+    """Chunks that were not kept: no room, or the disk failed."""
+    trouble: str = ""
+    """Why it does not work now, as a sentence; empty when it does."""
+
+
+class KvStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The stores below the pool. Counters are totals of one worker's life."""
+
+    ram: TierStats | None = None
+    """None where there is no such store."""
+    disk: TierStats | None = None
+    queued: int = 0
+    """Chunks that wait to be written."""
+    dropped: int = 0
+    """Chunks that were given up before they were written: the queue was full, or the pool needed their blocks."""
+    deferred: int = 0
+    """Chunks that were not stored at first touch because the day's bytes were written."""
+    loaded: int = 0
+    """Tokens brought up into the pool."""
+    load_seconds: float = 0.0
+    """Time that contexts waited for what was brought up."""
+    abandoned: int = 0
+    """Loads that ended early: too slow, a chunk was gone, or the pool had no room."""
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of one choice, as the OpenAI API defines them."""
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -17,6 +21,10 @@ from pathlib import Path
 from typing import Any
 
 KV_GB = 0.2
+FOLDERS = tempfile.mkdtemp(prefix="cairn-agents-")
+"""Each server keeps its agents in a folder of its own below, and all are removed at the end."""
+atexit.register(shutil.rmtree, FOLDERS, ignore_errors=True)
+_numbers = itertools.count()
 MAIN = """
 import json, sys
 from cairn.api.server import serve
@@ -43,6 +51,7 @@ class Served:
         self.port = options.setdefault("port", free_port())
         options.setdefault("engine", "fake")
         options.setdefault("kv_gb", KV_GB)
+        options.setdefault("agents_dir", f"{FOLDERS}/{next(_numbers)}")
         environment = {name: value for name, value in os.environ.items() if not name.startswith("CAIRN_")}
         self.process = subprocess.Popen(
             [sys.executable, "-c", MAIN, json.dumps(options)],

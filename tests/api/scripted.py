@@ -135,6 +135,7 @@ class ScriptedService:
         self.streams: list[ScriptedStream] = []
         self.remembered: list[tuple[Any, ...]] = []
         self.prompts: list[tuple[Any, ...]] = []
+        self.failing: list[str] = []
         self.reasons: list[str] = []
         self.output = OutputFormat()
         self._ids = itertools.count(1)
@@ -180,3 +181,6 @@ class ScriptedService:
 
     def unready(self) -> list[str]:
         return self.reasons
+
+    def troubles(self) -> list[str]:
+        return self.failing

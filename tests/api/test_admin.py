@@ -80,7 +80,10 @@ async def test_health_and_metrics() -> None:
     service = ScriptedService()
     async with site(service) as at, at.http() as http:
         assert (await http.get("/health/live")).status_code == 200
-        assert (await http.get("/health/ready")).json() == {"status": "ready", "reasons": []}
+        assert (await http.get("/health/ready")).json() == {"status": "ready", "reasons": [], "troubles": []}
+        service.failing = ["the KV store cannot write"]
+        limping = await http.get("/health/ready")
+        assert limping.status_code == 200 and limping.json()["troubles"] == ["the KV store cannot write"]
         service.reasons = ["the KV pool is full"]
         busy = await http.get("/health/ready")
         assert busy.status_code == 503 and busy.json()["reasons"] == ["the KV pool is full"]

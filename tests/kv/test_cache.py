@@ -4,7 +4,8 @@ import pytest
 
 from cairn.engine.base import NO_BLOCK, EngineInfo
 from cairn.kv import prefix
-from cairn.kv.cache import PATIENCE, Cache, Context
+from cairn.kv.cache import Cache
+from cairn.kv.context import PATIENCE, Context
 from cairn.types import CacheGroup
 
 SIZE = 4

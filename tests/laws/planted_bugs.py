@@ -2,7 +2,7 @@
 
 A bug is one snippet of source that is replaced by another; the snippet must occur exactly once, so a bug cannot
 silently do nothing. Each runs in a forked process over freshly imported modules, until a law breaks or 2,000 schedules
-have passed.
+(200 of the disk store, each of which opens hundreds of disks) have passed.
 
     python -m tests.laws.planted_bugs [name ...]
 """
@@ -25,8 +25,8 @@ from pathlib import Path
 from types import FrameType
 
 SOURCE = Path(__file__).parents[2] / "src" / "cairn"
-SIMULATORS = ("tests.laws.simulator", "tests.laws.streams")
-SCHEDULES = 2000
+SCHEDULERS, STREAMS, STORAGE = SIMULATORS = ("tests.laws.simulator", "tests.laws.streams", "tests.laws.storage")
+SCHEDULES = {SCHEDULERS: 2000, STREAMS: 2000, STORAGE: 200}
 STUCK_SECONDS = 20
 """A single schedule that takes so long hangs; that counts as found."""
 
@@ -55,6 +55,13 @@ class Bug:
 BLOCKS = "kv/blocks.py"
 PREFIX = "kv/prefix.py"
 CACHE = "kv/cache.py"
+CONTEXT = "kv/context.py"
+TIERS = "kv/tiers.py"
+BEHIND = "kv/behind.py"
+WRITING = "kv/writing.py"
+LOADING = "kv/loading.py"
+LOOKUP = "kv/lookup.py"
+RAM = "kv/ram.py"
 SCHEDULER = "scheduler.py"
 SEQUENCE = "sequence.py"
 WAITING = "waiting.py"
@@ -64,6 +71,14 @@ TEXT = "text/stream.py"
 BYTES = "text/detokenizer.py"
 FLIGHT = "service/flight.py"
 WORKER = "service/worker.py"
+STORE = "kv/disk.py"
+STATE = "kv/disk_state.py"
+INTAKE = "kv/intake.py"
+SHELF = "kv/shelf.py"
+FOLDER = "kv/store_folder.py"
+CHUNKS = "kv/chunk_file.py"
+PINS = "kv/pins.py"
+UPKEEP = "kv/upkeep.py"
 
 BUGS = (
     # ------------------------------------------------------------------------------------------------ block pool
@@ -72,8 +87,8 @@ BUGS = (
     Bug("a held block stays evictable", BLOCKS, "            del self._cached[block]\n", "            pass\n"),
     Bug("a cached block is also free", BLOCKS, "                if self._published[block] is None:\n                    self._free", "                if True:\n                    self._free"),
     Bug("the newest block is evicted first", BLOCKS, "popitem(last=False)", "popitem(last=True)"),
-    Bug("an evicted block is still found", BLOCKS, "        del self._index[published.key]\n", ""),
-    Bug("an evicted block keeps its key", BLOCKS, "        del self._index[published.key]\n        self._published[block] = None\n", "        del self._index[published.key]\n"),
+    Bug("an evicted block is still found", BLOCKS, "        assert published is not None\n        del self._index[published.key]\n", "        assert published is not None\n"),
+    Bug("an evicted block keeps its key", BLOCKS, "        del self._index[published.key]\n        self._published[block] = None\n        return", "        del self._index[published.key]\n        return"),
     Bug("the second publisher replaces the first", BLOCKS, "if key not in self._index:", "if True:"),
     Bug("an adopted block is not held", BLOCKS, "            self.hold(twin)\n", ""),
     Bug("a block whose twin is adopted leaks", BLOCKS, "            self.release((block,))\n", ""),
@@ -81,7 +96,7 @@ BUGS = (
     # ---------------------------------------------------------------------------------------------- keys and hits
     Bug("a key forgets what came before its block", PREFIX, "hashlib.sha256(parent + struct", "hashlib.sha256(struct"),
     Bug("tenants share keys", PREFIX, "(_DOMAIN, identity, salt, group", "(_DOMAIN, identity, group"),
-    Bug("a whole-prompt hit leaves nothing to compute", CACHE, "        hit = (len(tokens) - 1) // self._block_tokens\n        for", "        hit = len(tokens) // self._block_tokens\n        for"),
+    Bug("a whole-prompt hit leaves nothing to compute", CACHE, "hit = (len(tokens) - 1) // self._block_tokens if most", "hit = len(tokens) // self._block_tokens if most"),
     Bug("a hit ignores missing window blocks", CACHE, "            if gap is None:\n", "            if True:\n"),
     Bug("a window hit skips too far", CACHE, "            hit = gap\n", "            return gap\n"),
     Bug("a window is one position too short", CACHE, "position - group.window + 1", "position - group.window + 2"),
@@ -92,7 +107,7 @@ BUGS = (
     Bug("a partly filled block is published", CACHE, "        full = computed // self._block_tokens\n", "        full = min(len(tokens), computed + 1) // self._block_tokens\n"),
     Bug("the room of the second pool is not checked", CACHE, "for pool, table in pairs):", "for pool, table in pairs[:1]):"),
     Bug("blocks are given back first to last", CACHE, "for block in reversed(table) if", "for block in table if"),
-    Bug("an open that finds no room keeps what it held", CACHE, "                self.close(context, tokens)\n                return None\n", "                return None\n"),
+    Bug("an open that finds no room keeps what it held", CACHE, "                self.close(context, tokens)\n                return False\n", "                return False\n"),
     Bug("room is counted before the hit is held", CACHE, "        self._hold_prefix(context, tokens, hit)\n        wanted", "        wanted"),
     Bug("the table keeps the block that was released for its twin", CACHE, "                    table[done] = block\n", ""),
     Bug("a hit is published again", CACHE, "            context.published[number] = hit\n", ""),
@@ -143,6 +158,34 @@ BUGS = (
     Bug("attention reads past the window", FAKE, "            if group.window:\n                values[starts]", "            if False:\n                values[starts]"),
     Bug("attention reads past the position", FAKE, "            values[ends] &= self._until[[position % size for _, position in wanted]]\n", ""),
     Bug("positions restart at every chunk", FAKE, "self._salt[first : row.end] + self._seeds", "self._salt[first - row.start : row.end - row.start] + self._seeds"),
+    # ------------------------------------------------------------------------------------------------------- tiers
+    Bug("a loaded page is not written", TIERS, "            self._engine.write_blocks(chunk.group, blocks, pages[CHUNK_BLOCKS - len(blocks) :]).wait()\n", ""),
+    Bug("a load that begins inside a chunk takes its first pages", TIERS, "pages[CHUNK_BLOCKS - len(blocks) :]", "pages[: len(blocks)]"),
+    Bug("a load that ended keeps its blocks", TIERS, "        if over or (load.over and not load.arrived):\n            self._cache.close(context, tokens)\n", "        if over or (load.over and not load.arrived):\n            self._cache.close(context, tokens) if not load.landed else self._loads.pop(context)\n"),
+    Bug("a load is never late", TIERS, "        if self.gate.late(load) and not load.over:", "        if False:"),
+    Bug("a load that stands still is never late", LOADING, "        if now - max(load.started, load.heard) > STALL_SECONDS:\n            return True\n", ""),
+    Bug("nobody hears that a load has ended", TIERS, "        if load.done is not None:\n            self._answers.append(load.done)\n", ""),
+    Bug("running sequences are preempted for a load", SCHEDULER, "if self._cache.below is not None and self._cache.below.yield_blocks():", "if False:"),
+    Bug("a load goes on for a sequence that has ended", CACHE, "            self.below.stop(context)\n", "            pass\n"),
+    Bug("a sequence runs while it is loaded", CACHE, "        if context.loading:\n            return True\n", ""),
+    Bug("a load takes blocks that are not there", CACHE, "        if any(more > self.pools[number].available for number in groups):\n            return False\n", ""),
+    Bug("blocks that a load skips are taken all the same", CACHE, "self.pools[number].take(more) if number in groups else [NO_BLOCK] * more", "self.pools[number].take(more)"),
+    Bug("a lost chunk is read over", LOADING, "        if arrival is None or load.fetched == len(load.wants):", "        load.fetched += arrival is None\n        if load.fetched >= len(load.wants):"),
+    Bug("the report counts what was loaded twice", CONTEXT, "Brought(first, min(last, begin), where) for", "Brought(first, last, where) for"),
+    Bug("the report counts what was loaded beyond the prompt", CONTEXT, "max(0, min(end, covered) - begin)", "end - begin"),
+    Bug("a chunk is written under the key of the next", BEHIND, "Chunk(key, parent, part, index * width, b\"\", number), blocks", "Chunk(chain.key(last - 1, tokens), parent, part, index * width, b\"\", number), blocks"),
+    Bug("a chunk of another group is read", BEHIND, "self._engine.read_blocks(chunk.group, found)", "self._engine.read_blocks(0, found)"),
+    Bug("a chunk is written with the pages that are left of it", BEHIND, "if len(found) < len(blocks) or not", "if not found or not"),
+    Bug("the queue has no bound", BEHIND, "        if self.bytes + size > self._limits.queue_bytes:\n", "        if False:\n"),
+    Bug("the queue counts what was written for ever", BEHIND, "        self.bytes -= size\n", ""),
+    Bug("a flush does not wait for the queue", BEHIND, "while self._flushes and not self._waits_for(self._flushes[0][0]):", "while self._flushes:"),
+    Bug("a flush does not say what was given up", BEHIND, "done(self.dropped - dropped)", "done(0)"),
+    Bug("the memory store keeps a chunk without its parent", RAM, "orphan = bool(chunk.parent) and chunk.parent not in self._chunks", "orphan = False"),
+    Bug("the memory store evicts a chunk before what extends it", RAM, "for key in self._leaves if", "for key in self._chunks if"),
+    Bug("the memory store evicts what is about to be extended", RAM, "if key != parent and not", "if not"),
+    Bug("the memory store drops a chunk and keeps what extends it", RAM, "                waiting += self._children.get(key, ())\n", ""),
+    Bug("the memory store grows without bound", RAM, "while self._stats.bytes + size > self._stats.budget:", "while False:"),
+    Bug("a miss is reported one block late", SEQUENCE, "            miss=miss,\n", "            miss=None,\n"),
     # ------------------------------------------------------------------------------------------------- streaming
     Bug("the beginning of a stop string is shown", STOPS, "keep = self._start_of_partial(text)", "keep = len(text)"),
     Bug("a stop string is shown", STOPS, "            return text[: min(found)[1]]\n", "            return text\n"),
@@ -160,10 +203,44 @@ BUGS = (
     Bug("the next worker starts from the beginning", FLIGHT, "generated=tuple(self.tokens)", "generated=self.request.generated"),
     Bug("the next worker starts the clock again", FLIGHT, "timeout = max(0.0, timeout - (now - self.arrived))", "timeout = max(0.0, timeout)"),
     Bug("a token with logprobs travels as a token only", WORKER, "not (output.finish or output.logprobs or", "not (output.finish or"),
+    # ------------------------------------------------------------------------------------------------ the disk store
+    Bug("a chunk is not synced", FOLDER, "                file.sync()\n                return temporary, file.disk()", "                return temporary, file.disk()"),
+    Bug("the names of chunks are not synced", INTAKE, "return self._state.sync(folder.path(one.name).parent for one in written)", "return True"),
+    Bug("a chunk that could not be written is reported", INTAKE, "for chunk in plan.work[:kept])", "for chunk in plan.work)"),
+    Bug("the room for a chunk stays reserved", INTAKE, "            state.reserved -= one.reserved\n            state.shelf.add(", "            state.shelf.add("),
+    Bug("what a chunk extends may go while it is written", INTAKE, "                        state.shelf.hold(one)\n                        plan.held.append(one)\n", "                        pass\n"),
+    Bug("a write that failed leaves its file", FOLDER, "            self.discard(temporary, sum(len(part) for part in parts))\n            raise\n", "            raise\n"),
+    Bug("leftovers are kept at a start", FOLDER, "if entry.name.startswith(_TEMPORARY) and not entry.folder:", "if False:"),
+    Bug("pins do not protect", SHELF, " and entry.id not in self._pinned\n", "\n"),
+    Bug("a chunk is evicted before what extends it", SHELF, "entry.live and not entry.children and", "entry.live and"),
+    Bug("uses are not noted", SHELF, "        if now > entry.used:\n", "        if False:\n"),
+    Bug("uses are forgotten at a restart", UPKEEP, "                state.folder.files.touch(state.folder.path(entry.name), entry.used)\n", "                pass\n"),
+    Bug("what lost its last extension never becomes a leaf", SHELF, "            parent.children.discard(entry.id)\n", ""),
+    Bug("the bytes of removed chunks are counted for ever", SHELF, "        self.bytes -= entry.disk\n", ""),
+    Bug("dropping leaves what extends a chunk", SHELF, "                waiting += entry.children\n", ""),
+    Bug("the store does not compare tokens", STORE, "if chunk.tokens != tuple(tokens):", "if False:"),
+    Bug("leading keys are counted over a hole", STORE, "                if entry is None:\n                    break\n", "                if entry is None:\n                    continue\n"),
+    Bug("a damaged chunk is found again", STORE, "            state.condemn(entry)\n            return None\n", "            return None\n"),
+    Bug("what was dropped comes back after a power cut", STORE, "        state.sync(sorted({state.folder.digit(id[len(self._tag) :]) for id in touched}))\n", ""),
+    Bug("pins are forgotten at a restart", STORE, "                    state.shelf.pin(name, ids)\n", "                    pass\n"),
+    Bug("pins are forgotten in a power cut", PINS, "        self._folder.files.sync_folder(self._path)\n", ""),
+    Bug("the checksum of pages is not looked at", CHUNKS, "if xxhash.xxh3_128_digest(view[pages_at:]) != header.pages_check:", "if False:"),
+    Bug("another chunk's file is believed", CHUNKS, "    if said != name:\n", "    if False:\n"),
+    Bug("chunks being written are not in the budget", STATE, "self.folder.littered + self.reserved + need", "self.folder.littered + need"),
+    Bug("the chunk that comes in is not in the budget", STATE, "self.reserved + need - self.budget", "self.reserved - self.budget"),
+    Bug("the store grows into the reserve", STATE, "need - max(free - self._reserve, freed) if need else 0", "0"),
+    Bug("a disk that works again is not tried", STATE, "        with self.mutex:\n            self._trouble = \"\"\n", "        pass\n"),
+    Bug("a file that could not be removed is forgotten", STATE, "                    entry.going = False\n", "                    pass\n"),
+    Bug("a sync that failed is not repeated", STATE, "                self.fail(\"write\", error)\n                return False\n", "                self.fail(\"write\", error)\n                self._unsynced.clear()\n                return False\n"),
+    Bug("evictions are not counted", STATE, "                self.count(evicted=cleared)\n", ""),
+    Bug("orphans stay on the disk", UPKEEP, "    return found.junk + [(state.folder.path(entry.name), entry.disk) for entry in entries.values()]\n", "    return found.junk\n"),
+    Bug("leftovers that could not be removed stay", UPKEEP, "        folders = state.folder.tidy()\n", "        folders = []\n"),
 )  # fmt: skip
 
-OF_STREAMS = {STOPS, TEXT, BYTES, FLIGHT, WORKER}
-"""Files whose bugs the stream simulator has to find; the scheduler simulator all others."""
+LAWS = dict.fromkeys((STOPS, TEXT, BYTES, FLIGHT, WORKER), STREAMS) | dict.fromkeys(
+    (STORE, STATE, INTAKE, SHELF, FOLDER, CHUNKS, PINS, UPKEEP), STORAGE
+)
+"""Which simulator has to find the bugs of a file; where none is named, the scheduler's."""
 
 
 class _Planted(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
@@ -183,13 +260,14 @@ class _Planted(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
         return self._source
 
 
-def hunt(bug: Bug, schedules: int = SCHEDULES) -> tuple[int, str] | None:
+def hunt(bug: Bug) -> tuple[int, str] | None:
     """In a process of its own: the first seed that finds the bug, and what it says; None if none does."""
     finder = _Planted(bug)
-    for name in [name for name in sys.modules if name.split(".")[0] == "cairn" or name in SIMULATORS]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("cairn", "tests")]:
         del sys.modules[name]
     sys.meta_path.insert(0, finder)
-    simulator = importlib.import_module(SIMULATORS[bug.file in OF_STREAMS])
+    laws = LAWS.get(bug.file, SCHEDULERS)
+    simulator = importlib.import_module(laws)
     spec = sys.modules[bug.module].__spec__
     if spec is None or spec.loader is not finder:
         raise RuntimeError(f"{bug.name}: the planted module was not imported")
@@ -198,7 +276,7 @@ def hunt(bug: Bug, schedules: int = SCHEDULES) -> tuple[int, str] | None:
         raise TimeoutError("the schedule hangs")
 
     signal.signal(signal.SIGALRM, stuck)
-    for seed in range(schedules):
+    for seed in range(SCHEDULES[laws]):
         signal.alarm(STUCK_SECONDS)
         try:
             simulator.run(seed)

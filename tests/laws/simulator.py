@@ -14,28 +14,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from tests.laws.storage_world import Broken, Storage, law
 
 from cairn.engine.base import NO_BLOCK, Row, RowResult
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import ContextTooLong, InvalidRequest, Overloaded
 from cairn.kv import prefix
 from cairn.kv.cache import Cache
+from cairn.plan import Plan
 from cairn.sampling import sample
-from cairn.scheduler import Limits, Plan, Scheduler
+from cairn.scheduler import Limits, Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence, State
 from cairn.types import FinishReason, Output, Request, SamplingParams, TokenLogprob
 
 VOCAB = 24
 WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))
-
-
-class Broken(AssertionError):
-    """A law does not hold."""
-
-
-def law(holds: bool, text: str) -> None:
-    if not holds:
-        raise Broken(text)
 
 
 class VirtualClock:
@@ -115,12 +108,16 @@ class World:
 
     def __init__(self, seed: int) -> None:
         self.chance = chance = random.Random(seed)
+        self.tiered = seed % 3 == 1
+        """KV is stored below the pools, in chunks small enough for several to make a context."""
         self.calm = seed % 6 == 0
         """No faults and room for everything: the prefix must be computed once."""
         self.clock = VirtualClock()
         self.size = chance.choice((2, 3, 4, 4))
         self.windows = chance.choice(WINDOWS)
         self.context = chance.randint(16, 48)
+        if self.tiered:
+            self.size, self.context = chance.choice((1, 2, 2, 3)), chance.randint(24, 72)
         self.talkative = not self.calm and chance.random() < 0.5
         """Short prompts, long answers, small pools: preemption."""
         full = 400 if self.calm else chance.choice((chance.randint(3, 8), chance.randint(8, 24), 60))
@@ -147,13 +144,20 @@ class World:
         self.computed_once: Counter[tuple[bytes, tuple[int, ...]]] = Counter()
         self.steps = self.finished = 0
         self.orders = 0
+        self.waits = 0
         self.deaths = 0 if self.calm else chance.choice((0, 0, 0, 1, 2))
         self.cancels = 0.0 if self.calm else chance.choice((0.0, 0.05, 0.2))
+        self.storage: Storage | None = None
         self.start_worker(self.limits)
+        if self.tiered:
+            self.storage = Storage(self, random.Random(seed + (1 << 40)))
+            self.deaths = chance.choice((0, 2, 5, 8))
         if not self.calm:
             self.engine.raising = chance.choice((0.0, 0.0, 0.02, 0.1))
             self.engine.failing = chance.choice((0.0, 0.0, 0.02))
-        bases = [[chance.randrange(VOCAB) for _ in range(self.context)] for _ in range(chance.randint(1, 3))]
+        self.bases = bases = [
+            [chance.randrange(VOCAB) for _ in range(self.context)] for _ in range(chance.randint(1, 3))
+        ]
         self.arrivals = sorted(
             ((self.arrival_time(), self.request(bases, number)) for number in range(1, chance.randint(3, 12))),
             key=lambda pair: pair[0],
@@ -163,6 +167,7 @@ class World:
 
     def arrival_time(self) -> float:
         spread = (0.0, 0.0, 2.0) if self.talkative else (0.0, 0.0, 5.0, 30.0)
+        spread = (2.0, 10.0, 30.0) if self.tiered else spread
         return self.clock.now() + self.chance.uniform(0, self.chance.choice(spread))
 
     def request(self, bases: list[list[int]], number: int) -> Request:
@@ -175,7 +180,11 @@ class World:
         prompt = tuple((shared + tail)[:longest]) or (chance.randrange(VOCAB),)
         scoring = not self.calm and chance.random() < 0.1
         most = chance.choice((0, 1, chance.randint(1, 6), chance.randint(1, 20)))
-        if self.talkative:
+        if self.tiered and chance.random() < 0.6:
+            prompt = tuple(base[: max(1, longest - chance.choice((0, 1, 5)))])
+            if self.talkative:
+                prompt, most = prompt[: chance.randint(1, longest * 2 // 3 + 1)], chance.randint(8, 30)
+        elif self.talkative:
             prompt, most = prompt[: chance.randint(1, 10)], chance.randint(8, 30)
         sampling = SamplingParams(
             max_tokens=most,
@@ -201,6 +210,7 @@ class World:
             salt=chance.choice((b"", b"", b"", b"tenant")),
             timeout=None if self.calm or chance.random() < 0.8 else chance.uniform(0.5, 20),
             priority=chance.choice((0, 0, 0, -1, 1, 3)),
+            durable=self.tiered and chance.random() < 0.7,
         )
 
     def oracle(self, prompt: tuple[int, ...], sampling: SamplingParams, choice: int) -> list[int]:
@@ -219,6 +229,8 @@ class World:
         self.engine.raising, self.engine.failing = faults
         self.cache = Cache(inner.info)
         self.scheduler = Scheduler(self.cache, limits, self.clock)
+        if self.storage is not None:
+            self.storage.start()
         self.max_rows = min(limits.max_running, limits.step_tokens)
         self.queue_limits = limits
 
@@ -290,6 +302,7 @@ class World:
                 salt=old.salt,
                 timeout=left,
                 priority=old.priority,
+                durable=old.durable,
             )
             self.add(again)
 
@@ -298,17 +311,21 @@ class World:
     def run(self) -> None:
         chance = self.chance
         calm_from = None
+        if self.storage is not None:
+            self.storage.warm()
         while True:
             while self.arrivals and self.arrivals[0][0] <= self.clock.now():
                 self.add(self.arrivals.pop(0)[1])
             if self.live and chance.random() < self.cancels:
                 self.drop(chance.choice(list(self.live)))
-            if self.live and self.deaths and chance.random() < 0.05:
+            if self.live and self.deaths and chance.random() < (0.2 if self.tiered else 0.05):
                 self.deaths -= 1
                 self.die()
             if not self.arrivals and calm_from is None:
                 calm_from = self.steps
                 self.engine.raising = self.engine.failing = self.cancels = 0.0
+                if self.storage is not None:
+                    self.storage.calm()
                 self.deaths = 0
                 work = sum(2 * len(c.request.prompt) + 2 * len(c.expected) + 4 for c in self.live.values())
                 bound = self.steps + 4 * work
@@ -327,8 +344,15 @@ class World:
         planned_at = self.clock.now()
         plan = self.scheduler.plan()
         if plan is None:
-            law(self.scheduler.idle and not self.live, "nothing was planned although requests are there")
-            return False
+            loading = self.storage is not None and self.storage.tiers.loading
+            law(loading or (self.scheduler.idle and not self.live), "nothing was planned although requests are there")
+            if self.storage is not None:
+                self.waits += 1
+                law(self.waits < 5000, "requests wait for a load for ever")
+                self.clock.time += 0.05
+                self.storage.turn(True)
+                self.audit()
+            return not self.scheduler.idle
         self.steps += 1
         ended = {output.id for output in plan.ended}
         self.after_plan(plan, before, ended, preempted=self.scheduler.stats().preemptions > preemptions)
@@ -336,9 +360,12 @@ class World:
         results = self.engine.run(plan)
         for id in victims:
             self.drop(id)
-        self.clock.time += self.chance.choice((0.01, 0.1, self.chance.uniform(0, 1)))
+        self.clock.time += self.chance.choice((0.01, 0.1, self.chance.uniform(0, 0.3 if self.tiered else 1)))
         outputs = self.scheduler.commit(plan, results)
         self.receive(plan, results, outputs, planned_at)
+        if self.storage is not None:
+            self.storage.tiers.gate.computed(sum(row.end - row.start for row in plan.rows), 0.1)
+            self.storage.turn(self.storage.chance.random() < 0.5)
         self.audit()
         return True
 
@@ -366,6 +393,7 @@ class World:
                 self.count_blocks(sequence, row)
         law({c.request.id for c in self.live.values() if c.deadline <= self.clock.now()} <= ended, "a deadline passed")
         law(all(self.cache.use()[g].held <= n for g, n in enumerate(self.blocks)), "more held than there is")
+        law(not preempted or self.storage is None or not self.storage.tiers.loading, "preempted to keep a load")
         self.victims(before)
         self.fairness(before, preempted=preempted, budget_left=self.limits.step_tokens - used, running=len(running))
 
@@ -388,16 +416,19 @@ class World:
         ]
         for client in waiting:
             past = any(other.rank > client.rank for other in admitted)
-            awaiting = sequences[client.request.id].kv.awaited is not None
+            awaiting = self.awaits(sequences[client.request.id])
             law(awaiting or not past, "a waiting request was overtaken")
             client.overtaken += past
             client.awaited = client.awaited + 1 if awaiting else 0
             law(client.overtaken <= 12 * 48, "a request was overtaken without end")
-        head = next((c for c in waiting if sequences[c.request.id].kv.awaited is None), None)
+        head = next((c for c in waiting if not self.awaits(sequences[c.request.id])), None)
         if head is None or preempted or budget_left < 1 or running >= self.max_rows:
             return
         need = -(-len(sequences[head.request.id].tokens) // self.size)
         law(any(pool.available < need + running for pool in self.cache.pools), "a request waits although there is room")
+
+    def awaits(self, sequence: Sequence) -> bool:
+        return sequence.kv.awaited is not None or sequence.kv.loading
 
     def count_blocks(self, sequence: Sequence, row: Row) -> None:
         """In a calm schedule no full block of a prompt that another could have reused is computed twice."""
@@ -440,11 +471,18 @@ class World:
 
     def check_report(self, client: Client, output: Output) -> None:
         report, prompt = output.cache, len(client.request.prompt)
-        law(report is not None and report.computed + report.pool == prompt, "the cache report does not add up")
+        law(report is not None and report.computed + report.cached == prompt, "the cache report does not add up")
+        law(report is not None and min(report.pool, report.ram, report.disk, report.load) >= 0, "less than nothing")
         law(client.reports == 0, "two cache reports")
         client.reports += 1
         if client.start is not None and report is not None:
-            law(report.pool == min(client.start, prompt), "the cache report is not what happened")
+            law(report.cached == min(client.start, prompt), "the cache report is not what happened")
+            request = client.request
+            known = len(request.prompt) + len(request.generated)
+            whole = client.start // self.size >= (known - 1) // self.size
+            scoring = bool(client.scores) and not request.generated
+            law((report.miss is None) == (whole or scoring), "a miss without a reason, or the other way round")
+            law(report.miss is None or report.miss.position == client.start, "the miss is somewhere else")
 
     def check_end(self, client: Client, output: Output, broken: set[int], planned_at: float) -> None:
         timing = output.timing
@@ -475,13 +513,16 @@ class World:
         law(len(listed) == len(sequences) and {id(s) for s in listed} == {id(s) for s in sequences.values()}, "lists")
         for sequence in self.scheduler._waiting:
             law(sequence.state is State.WAITING and sequence.computed == 0, "a waiting sequence with progress")
-            law(not any(sequence.kv.tables), "a waiting sequence holds blocks")
+            law(sequence.kv.loading or not any(sequence.kv.tables), "a waiting sequence holds blocks")
         for sequence in self.scheduler._running:
             law(sequence.state is State.RUNNING, "a running sequence in another state")
             law(sequence.tokens[: sequence.prompt_len] == list(sequence.request.prompt), "the prompt changed")
         running = self.scheduler._running
+        contexts = [sequence.kv for sequence in running]
+        if self.storage is not None:
+            contexts += self.storage.tiers._loads
         for number, pool in enumerate(self.cache.pools):
-            named = Counter(block for s in running for block in s.kv.tables[number] if block != NO_BLOCK)
+            named = Counter(block for kv in contexts for block in kv.tables[number] if block != NO_BLOCK)
             use = self.cache.use()[number]
             law(use.free + use.cached + use.held == pool.size == self.blocks[number], "blocks do not add up")
             law(use.held == len(named), "held blocks are not those in tables")
@@ -491,7 +532,8 @@ class World:
             law(all(pool.published(block) is None for block in free), "a free block has a key")
             law(all(pool.published(b) is not None for b, users in named.items() if users > 1), "a private block shared")
             law(len(pool._index) == sum(pool.published(b) is not None for b in range(pool.size)), "an index of its own")
-            if not self.windows[number]:
+            # To evict a context on demand may leave what another one has beyond their common prefix.
+            if not self.windows[number] and not (self.storage is not None and self.storage.evicted):
                 law(all(self.parents[key][0] in pool._index or self.first(key) for key in pool._index), "orphan block")
         self.window_blocks()
         for sequence in running:
@@ -522,6 +564,8 @@ class World:
     def at_rest(self) -> None:
         """Nothing is left of any request, and every block that a key finds holds what the key says."""
         law(not self.live and self.scheduler.idle, "requests are left")
+        if self.storage is not None:
+            self.storage.at_rest()
         law(not self.cache._computing, "somebody still claims to compute a block")
         stats = self.scheduler.stats()
         law(stats.running == stats.waiting == stats.waiting_tokens == 0, "the statistics see requests")
@@ -588,6 +632,7 @@ def run_many(first: int, count: int) -> Counter[str]:
             finished=world.finished,
             preemptions=stats.preemptions,
             hits=stats.prefix_hits,
+            loaded=world.storage.loaded if world.storage is not None else 0,
         )
     return total
 

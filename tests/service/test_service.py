@@ -635,3 +635,25 @@ async def test_a_waker_sleeps_until_woken_or_until_the_last_deadline() -> None:
     reference = weakref.ref(waker)
     del waker
     assert reference() is None
+
+
+async def test_a_context_is_where_it_was_put_and_gone_when_evicted(service: Service) -> None:
+    first = await collect(service.generate(request(service, "a context " * 10, 30)))
+    context = tuple(service.tokenizer.encode("a context " * 10)) + first.tokens
+    whole = (len(context) - 1) // 16 * 16  # the last token's KV was never computed
+    assert (await service.where(context)).pool == whole
+    assert (await service.where(context, b"another tenant")).pool == 0
+    assert (await service.where((1, *context))).pool == 0
+    assert (await service.evict(context, keep=40)).pool == 48
+    again = await collect(service.generate(request(service, "a context " * 10, 30)))
+    assert again.cache.pool == 48 and again.tokens == first.tokens
+
+
+async def test_a_question_to_a_worker_that_ends_is_unavailable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(folder) as service:
+        monkeypatch.setattr("cairn.service.link.Link.send", lambda *_: None)
+        asked = asyncio.create_task(service.flush())
+        await asyncio.sleep(0)
+        await service.close()
+        with pytest.raises(Unavailable):
+            await asked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 
 import msgspec
 import pytest
@@ -128,6 +129,7 @@ def test_a_channel_blocks_while_the_front_does_not_read() -> None:
             arrived += len(reader.feed(front.recv(1 << 20)))
         thread.join()
         assert sent == 10_000
+        channel.close()
 
 
 def test_receive_waits_no_longer_than_asked_and_tells_when_the_front_is_gone() -> None:
@@ -144,3 +146,23 @@ def test_receive_waits_no_longer_than_asked_and_tells_when_the_front_is_gone() -
     with pytest.raises(OSError):
         channel.send(TO_FRONT[0])  # type: ignore[arg-type]
     channel.close()
+
+
+def test_a_channel_wakes_up_when_it_is_told_to() -> None:
+    """Known failure 5: a store that has something for the loop is heard at once, also before anybody listens."""
+    front, worker = socket.socketpair()
+    channel = wire.Channel(worker)
+    with front:
+        for _ in range(3):
+            channel.wake()
+        assert channel.receive(None) == []
+        assert channel.receive(0) == []
+        threading.Timer(0.05, channel.wake).start()
+        began = time.monotonic()
+        assert channel.receive(10) == []
+        assert time.monotonic() - began < 5
+        channel.wake()
+        front.sendall(wire.encode(TO_WORKER[1]))
+        assert channel.receive(None) == [TO_WORKER[1]]
+    channel.close()
+    channel.wake()

@@ -430,6 +430,8 @@ class Talk:
         self.arguments = arguments
         self.messages: list[dict[str, Any]] = []
         self.said: tuple[int, ...] = ()
+        self.context: list[int] | None = None
+        """The ids so far as the next turn has them."""
 
     async def prompt(self, content: str, role: str = "user") -> tuple[int, ...]:
         self.messages.append({"role": role, "content": content})
@@ -453,7 +455,11 @@ class Talk:
         message: dict[str, Any] = {"role": "assistant", "content": "".join(delta.text for delta in deltas) or None}
         message["reasoning_content"] = "".join(delta.reasoning for delta in deltas) or None
         message["tool_calls"] = calls or None
-        self.chat.remember(self.tenant, self.tokens, stream.tokens, message)
+        sampled = self.chat.remember(self.tenant, self.tokens, stream.tokens, message)
+        assert sampled is None or sampled == self.chat.sampled(self.tokens, stream.tokens, message)
+        self.context = None
+        if sampled is not None:
+            self.context = [*self.tokens[: len(self.tokens) - sampled.opened], *sampled.ids]
         self.said = (*self.tokens, *stream.tokens)
         if not keep_reasoning:
             del message["reasoning_content"]
@@ -488,6 +494,11 @@ async def test_every_turn_begins_with_the_very_ids_of_the_one_before(start: Star
         )
         assert tokens[: len(talk.said)] == talk.said
         assert n == 0 or len(tokens) > len(talk.said) > 0
+        if n:
+            assert talk.context is not None
+            old, new = talk.messages[:-1], talk.messages[-1:]
+            extended = await chat.extend(talk.context, old, new, TOOLS, template_args=arguments)
+            assert extended is not None and (extended.tokens, extended.output) == (tokens, talk.output)
         if arguments.get("force_thinking"):
             text = text.removeprefix("<think>\n") if text.startswith("<think>") else "hm</think>" + text
         elif arguments:
@@ -500,6 +511,17 @@ async def test_every_turn_begins_with_the_very_ids_of_the_one_before(start: Star
         for one in message.get("tool_calls") or ():
             one["function"]["arguments"] = json.dumps(json.loads(one["function"]["arguments"]), indent=3)
     assert (await chat.prompt(talk.messages, TOOLS, template_args=arguments)).tokens == last
+
+
+async def test_a_conversation_is_not_extended_where_the_template_hides_its_answers(start: Start) -> None:
+    """Then it is rendered whole. The same where nothing but a control token could tell an answer's end."""
+    question = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    more = [{"role": "user", "content": "more"}]
+    silent = await start(template="{% for m in messages if m.role == 'user' %}<|im_start|>{{ m.content }}{% endfor %}")
+    bare = await start(template="{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    for chat in (silent, bare):
+        assert await chat.extend([1, 2, 3], question, more) is None
+        assert (await chat.prompt([*question, *more])).tokens
 
 
 async def test_reasoning_may_be_left_to_the_template(start: Start) -> None:

@@ -128,11 +128,13 @@ class Admin:
         await call.respond(200, service.metrics.render(), [(b"content-type", CONTENT_TYPE.encode())])
 
     async def ready(self, call: Call, service: Service | None, draining: bool) -> None:
-        """GET /health/ready: 200, or 503 with the reasons."""
+        """GET /health/ready: 200, or 503 with the reasons; `troubles` is what fails without failing requests."""
         reasons = ["the model is still being loaded"] if service is None else service.unready()
         if draining and SHUTTING_DOWN not in reasons:
             reasons = [*reasons, SHUTTING_DOWN]
-        await call.json({"status": "not ready" if reasons else "ready", "reasons": reasons}, 503 if reasons else 200)
+        troubles = service.troubles() if service is not None else []
+        body = {"status": "not ready" if reasons else "ready", "reasons": reasons, "troubles": troubles}
+        await call.json(body, 503 if reasons else 200)
 
     def _model(self, service: Service) -> dict[str, Any]:
         return {

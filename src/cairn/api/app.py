@@ -7,6 +7,7 @@ Routes (POST bodies are JSON):
     POST /tokenize              POST /detokenize
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
     GET  /v1/requests/{id}/events                            resumable.py
+    /v1/agents and below                                     agents.py
     GET  /health/live           GET  /health/ready
     GET  /metrics
 """
@@ -18,6 +19,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from cairn.api.admin import Admin
+from cairn.api.agents import AgentRoutes
 from cairn.api.auth import PREFLIGHT, Access
 from cairn.api.openai import OpenAI
 from cairn.api.registry import Registry
@@ -48,6 +50,7 @@ class App:
         tapes = Tapes(config.reconnect_grace, config.max_resumable_mib << 20)
         openai = OpenAI(config, registry, tapes)
         admin = self._admin = Admin(config, registry, tapes)
+        self.agent_routes = AgentRoutes(config, tapes)
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
@@ -99,7 +102,8 @@ class App:
         await endpoint(call, self.service)
 
     def _route(self, call: Call) -> Endpoint:
-        methods = self._exact.get(call.path) or self._admin.routes(call.path)
+        path = call.path
+        methods = self._exact.get(path) or self._admin.routes(path) or self.agent_routes.routes(path)
         if methods is None:
             raise NotFound(f"there is no route {shown(call.path)}")
         method = call.scope["method"]

@@ -76,7 +76,7 @@ class Access:
             allowed = b"*" if "*" in self._origins else origin.encode("latin-1")
             call.headers += [
                 (b"access-control-allow-origin", allowed),
-                (b"access-control-expose-headers", b"x-request-id, retry-after"),
+                (b"access-control-expose-headers", b"x-request-id, retry-after, x-cairn-agent, x-cairn-turn"),
             ]
 
     def is_preflight(self, call: Call) -> bool:
@@ -111,7 +111,7 @@ class Access:
 
 
 PREFLIGHT = [
-    (b"access-control-allow-methods", b"GET, POST"),
+    (b"access-control-allow-methods", b"GET, POST, DELETE"),
     (b"access-control-allow-headers", b"authorization, content-type, last-event-id, x-api-key, x-cairn-resumable"),
     (b"access-control-max-age", b"600"),
 ]

@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import NamedTuple
 
-from cairn.api.reply import Call, Watch, internal
+from cairn.api.reply import Call, Disconnected, Watch, internal
 from cairn.api.sse import EVENT_STREAM, HEARTBEAT, error_event
 from cairn.errors import CairnError, InvalidRequest, NotFound, trace
 from cairn.service.stream import Waker
@@ -251,6 +251,22 @@ class Follower:
                     return
                 await call.start(200, EVENT_STREAM)
                 await self._send(call, after, watch)
+        finally:
+            self._leave(tape, self._waker)
+
+    async def wait(self, call: Call) -> None:
+        """Return when all is said, for an answer that is sent whole. Raises what kept the request from starting, and
+        Disconnected if the client left before; the tape then has its time of grace."""
+        tape = self._tape
+        try:
+            async with Watch(call) as watch:
+                while not tape.over:
+                    await self._waker.sleep()
+                watch.stop()
+            if watch.left:
+                raise Disconnected
+            if tape.failure is not None:
+                raise tape.failure
         finally:
             self._leave(tape, self._waker)
 

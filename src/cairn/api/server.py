@@ -7,21 +7,25 @@ import contextlib
 import errno
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
+from cairn.agents.agents import Agents
 from cairn.api.app import App, build_app
 from cairn.api.auth import check_exposure, has_keys, is_local
 from cairn.api.listener import Listener
 from cairn.config import Config
 from cairn.errors import ConfigError
+from cairn.seams import SystemClock, SystemFiles, SystemRng
 from cairn.service.service import Service
 
 log = logging.getLogger("cairn.api")
@@ -57,10 +61,12 @@ async def _serve(config: Config, sock: socket.socket) -> None:
     url = address(config.host, sock)
     _say(f"Cairn listens on [bold]{url}[/bold] and loads {escape(config.model)} ...")
     service: Service | None = None
+    agents: Agents | None = None
     try:
         service = await _until(Service.start(config), stop.first)
         if service is None:
             return
+        agents = app.agent_routes.agents = await _open_agents(app, service, config)
         app.service = service
         gc.collect()
         gc.freeze()  # modules and tables stay; a collection that looks through them all holds every stream up for 30 ms
@@ -69,10 +75,33 @@ async def _serve(config: Config, sock: socket.socket) -> None:
         await _drain(app, service, config, stop)
     finally:
         await listener.close(HASTY_FLUSH_SECONDS if stop.second.is_set() else FLUSH_SECONDS)
-        if service is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(service.close(), CLOSE_SECONDS)
+        for one in (agents, service):
+            if one is not None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(one.close(), CLOSE_SECONDS)
         stop.close()
+
+
+async def _open_agents(app: App, service: Service, config: Config) -> Agents | None:
+    """The agents, or None where their folder is only the usual one and cannot be had: the server goes on without.
+
+    Raises ConfigError for a folder that was asked for.
+    """
+    folder = Path(config.agents_dir).expanduser() if config.agents_dir else agents_folder(os.environ)
+    try:
+        return await Agents.open(service, SystemFiles(), folder, SystemClock(), SystemRng(), config)
+    except ConfigError as error:
+        if config.agents_dir:
+            raise
+        log.warning("no agents are kept: %s", error)
+        app.agent_routes.why_not = f"this server keeps no agents: {error}"
+        return None
+
+
+def agents_folder(env: Mapping[str, str]) -> Path:
+    """Where agents are kept unless told otherwise."""
+    base = env.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "cairn" / "agents"
 
 
 async def _drain(app: App, service: Service, config: Config, stop: Signals) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -22,5 +23,6 @@ def register(app: typer.Typer) -> None:
             # Until the server takes over there is nothing to finish; importing it takes a moment.
             signal.signal(number, lambda *_: sys.exit(0))
         from cairn.api.server import serve as serve_http
+        from cairn.service.stores import with_folder
 
-        serve_http(resolved.config)
+        serve_http(with_folder(resolved.config, os.environ))

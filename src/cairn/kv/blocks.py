@@ -124,6 +124,17 @@ class BlockPool:
             self.release((block,))
         return twin
 
+    def forget(self, block: int) -> bool:
+        """Make a cached block free: its key finds nothing any more. False, and no change, if somebody holds it."""
+        published = self._published[block]
+        if self._holders[block] or published is None:
+            return False
+        del self._cached[block]
+        del self._index[published.key]
+        self._published[block] = None
+        self._free.append(block)
+        return True
+
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
         published = self._published[block]

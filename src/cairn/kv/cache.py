@@ -19,11 +19,9 @@ from dataclasses import dataclass
 
 from cairn.engine.base import NO_BLOCK, EngineInfo
 from cairn.kv.blocks import BlockPool
+from cairn.kv.context import PATIENCE, Below, Context, Memory
 from cairn.kv.prefix import Chain, root
-from cairn.types import CacheGroup
-
-PATIENCE = 32
-"""How often `awaits` says yes while the sequence that computes the block makes no progress."""
+from cairn.types import CacheGroup, Miss
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +31,6 @@ class GroupUse:
     free: int
     cached: int
     held: int
-
-
-class Context:
-    """One sequence's hold on the cache: its block tables and the keys of its full blocks.
-
-    Made once a sequence by `Cache.context`; the keys stay while it is closed and opened again.
-    """
-
-    __slots__ = ("awaited", "capacity", "chains", "claimed", "patience", "published", "seen", "tables")
-
-    def __init__(self, chains: tuple[Chain, ...]) -> None:
-        self.chains = chains
-        self.tables: tuple[list[int], ...] = tuple([] for _ in chains)
-        """One table a group; `NO_BLOCK` where a window has passed."""
-        self.published = [0] * len(chains)
-        """Leading blocks of each table that keys find, or that a window has passed."""
-        self.capacity = 0
-        """Positions that every table covers."""
-        self.claimed = range(0)
-        """Blocks that this sequence is computing: others that need one of them may wait for it."""
-        self.awaited: bytes | None = None
-        """Key of the block that this sequence waits for."""
-        self.seen = -1
-        """How far the sequence that computes that block had got at the last look."""
-        self.patience = PATIENCE
 
 
 class Cache:
@@ -70,7 +43,10 @@ class Cache:
         self._identity = info.identity
         self.pools = tuple(BlockPool(blocks) for blocks in info.blocks)
         self._computing: dict[bytes, Context] = {}
-        """Who computes the block with this key (of the first group's chain) now."""
+        """Who computes, or loads, the block with this key (of the first group's chain) now."""
+        self._seen = Memory()
+        """Keys that were published, to tell what is gone from what never was."""
+        self.below: Below | None = None
 
     @property
     def longest(self) -> int:
@@ -84,17 +60,22 @@ class Cache:
         """Blocks free, cached and held, a group."""
         return tuple(GroupUse(pool.free, pool.cached, pool.held) for pool in self.pools)
 
-    def context(self, salt: bytes) -> Context:
+    def context(self, salt: bytes, *, durable: bool = False) -> Context:
         """A context that holds nothing yet. Contexts of different salts share nothing."""
         size = self._block_tokens
-        return Context(tuple(Chain(root(self._identity, salt, group, size), size) for group in self._groups))
+        chains = tuple(Chain(root(self._identity, salt, group, size), size) for group in self._groups)
+        return Context(chains, durable)
 
-    def awaits(self, context: Context, tokens: Sequence[int]) -> bool:
-        """Whether another sequence is computing the first block that `open` would not find.
+    def awaits(self, context: Context, tokens: Sequence[int], spare: int = 0) -> bool:
+        """Whether the first block that `open` would not find is on its way, so that to open now would be too early.
 
-        Waiting for it is bounded: the answer becomes no when that block is published, when its sequence is closed (the
-        next to open computes it then), and after `PATIENCE` calls in which that sequence got no further.
+        Another sequence computes it, or it is being loaded; a load is begun here, where `open` would find room with
+        `spare` blocks left. Waiting is bounded: the answer becomes no when that block is published, when the sequence
+        that computes it is closed (the next to open computes it then), after `PATIENCE` calls in which that sequence
+        got no further, and when a load ends, which it does in any case.
         """
+        if context.loading:
+            return True
         if context.awaited is None or context.awaited not in self._computing:
             hit = self._hit(context, tokens)
             if hit >= (len(tokens) - 1) // self._block_tokens:
@@ -103,11 +84,20 @@ class Cache:
         owner = self._computing.get(context.awaited)
         if owner is None:
             context.awaited = None
-            return False
+            return self._begins(context, tokens, spare)
+        if owner.loading:
+            return True
         if owner.published[0] != context.seen:
             context.seen, context.patience = owner.published[0], PATIENCE
         context.patience -= 1
         return context.patience >= 0
+
+    def _begins(self, context: Context, tokens: Sequence[int], spare: int) -> bool:
+        """Whether a load begins. It is asked for once between two `open`s."""
+        tried, context.tried = context.tried, True
+        return (
+            self.below is not None and not tried and self.below.load(context, tokens, self._hit(context, tokens), spare)
+        )
 
     def open(self, context: Context, tokens: Sequence[int], *, reuse: bool = True, spare: int = 0) -> int | None:
         """Hold the longest cached prefix of `tokens`, and blocks for all the rest of them in the full groups.
@@ -118,23 +108,39 @@ class Cache:
         """
         size = self._block_tokens
         hit = self._hit(context, tokens) if reuse else 0
-        self._hold_prefix(context, tokens, hit)
         wanted = -(-len(tokens) // size) - hit
-        for group, pool in zip(self._groups, self.pools, strict=True):
-            held = hit - self._first_read(group, hit * size)
-            span = self._span(group)
-            if (min(wanted, span - held) if span else wanted) + spare > pool.available:
-                self.close(context, tokens)
-                return None
+        context.tried = False
+        if not self._hold_with_room(context, tokens, hit, spare):
+            return None
         for group, pool, table in zip(self._groups, self.pools, context.tables, strict=True):
             if group.kind == "full":
                 table.extend(pool.take(wanted))
         self._measure(context)
-        context.claimed = range(hit, len(tokens) // size)
-        for index in context.claimed:
-            self._computing.setdefault(context.chains[0].key(index, tokens), context)
+        self._claim(context, tokens, hit, len(tokens) // size)
         context.awaited = None
+        if self.below is not None and hit:
+            self.below.findable(context, tokens)
         return hit * size
+
+    def prepare(self, context: Context, tokens: Sequence[int], hit: int, stop: int, spare: int) -> bool:
+        """Hold the first `hit` blocks and say that those up to `stop` are being loaded.
+
+        False, with nothing held, where `open` would have no room.
+        """
+        if not self._hold_with_room(context, tokens, hit, spare):
+            return False
+        self._claim(context, tokens, hit, stop)
+        context.loading = True
+        return True
+
+    def extend(self, context: Context, end: int, groups: Sequence[int]) -> bool:
+        """Take blocks up to block `end` in the tables of `groups` and none in the others: all of it, or False."""
+        more = end - len(context.tables[0])
+        if any(more > self.pools[number].available for number in groups):
+            return False
+        for number, table in enumerate(context.tables):
+            table.extend(self.pools[number].take(more) if number in groups else [NO_BLOCK] * more)
+        return True
 
     def grow(self, context: Context, end: int) -> bool:
         """Make every table cover `end` positions: all of them, or none and False."""
@@ -159,14 +165,19 @@ class Cache:
             while done < full:
                 if table[done] != NO_BLOCK:
                     part = tokens[done * self._block_tokens : (done + 1) * self._block_tokens]
-                    block = pool.publish(table[done], context.chains[number].key(done, tokens), part)
+                    key = context.chains[number].key(done, tokens)
+                    block = pool.publish(table[done], key, part)
                     if block is None:
                         break
                     table[done] = block
+                    if number == 0:
+                        self._seen.add(key)
                 done += 1
             context.published[number] = done
             self._give_back_passed(group, pool, table, computed)
         self._unclaim(context, tokens, context.published[0])
+        if self.below is not None:
+            self.below.findable(context, tokens)
 
     def close(self, context: Context, tokens: Sequence[int]) -> None:
         """Give back everything. What was published stays findable until its blocks are needed."""
@@ -177,6 +188,37 @@ class Cache:
         context.published = [0] * len(self.pools)
         context.capacity = 0
         context.awaited = None
+        if context.loading and self.below is not None:
+            context.loading = False
+            self.below.stop(context)
+
+    def found(self, context: Context, tokens: Sequence[int]) -> int:
+        """Leading tokens of a context whose blocks the pools have, its last one included."""
+        return self._hit(context, tokens, len(tokens) // self._block_tokens) * self._block_tokens
+
+    def forget(self, context: Context, tokens: Sequence[int], keep: int) -> None:
+        """Give up the cached blocks of `tokens` beyond the first `keep` tokens, last to first, up to one in use."""
+        for number, pool in enumerate(self.pools):
+            for index in range(len(tokens) // self._block_tokens - 1, -(-keep // self._block_tokens) - 1, -1):
+                block = self._find(context, number, index, tokens)
+                if block is not None and not pool.forget(block):
+                    break
+
+    def miss(self, context: Context, tokens: Sequence[int], covered: int) -> Miss | None:
+        """Why the first block after `covered` tokens has to be computed; None where `open` could not have had it."""
+        index = covered // self._block_tokens
+        if index >= (len(tokens) - 1) // self._block_tokens:
+            return None
+        if context.declined:
+            return Miss(position=covered, reason="faster to compute")
+        if self.below is not None and self.below.behind(context, index, tokens):
+            return Miss(position=covered, reason="not stored yet")
+        seen = context.chains[0].key(index, tokens) in self._seen
+        return Miss(position=covered, reason="evicted" if seen else "never seen")
+
+    def first_read(self, number: int, position: int) -> int:
+        """The first block of a group that `position` and those after it still read."""
+        return self._first_read(self._groups[number], position)
 
     def _span(self, group: CacheGroup) -> int:
         """Most blocks that one position of a window group reads or writes; 0 for full attention, which has no bound."""
@@ -186,9 +228,9 @@ class Cache:
         """The first block that `position` and those after it still read."""
         return max(0, position - group.window + 1) // self._block_tokens if group.kind == "window" else 0
 
-    def _hit(self, context: Context, tokens: Sequence[int]) -> int:
-        """Blocks in the longest usable prefix that every group has."""
-        hit = (len(tokens) - 1) // self._block_tokens
+    def _hit(self, context: Context, tokens: Sequence[int], most: int | None = None) -> int:
+        """Blocks in the longest usable prefix that every group has, `most` at most."""
+        hit = (len(tokens) - 1) // self._block_tokens if most is None else most
         for number, group in enumerate(self._groups):
             if group.kind == "full":
                 hit = next((i for i in range(hit) if self._find(context, number, i, tokens) is None), hit)
@@ -213,6 +255,18 @@ class Cache:
         key = context.chains[number].key(index, tokens)
         return self.pools[number].find(key, tokens[at : at + self._block_tokens])
 
+    def _hold_with_room(self, context: Context, tokens: Sequence[int], hit: int, spare: int) -> bool:
+        """Hold the first `hit` blocks if the rest has room beside them; else hold nothing."""
+        self._hold_prefix(context, tokens, hit)
+        wanted = -(-len(tokens) // self._block_tokens) - hit
+        for group, pool in zip(self._groups, self.pools, strict=True):
+            held = hit - self._first_read(group, hit * self._block_tokens)
+            span = self._span(group)
+            if (min(wanted, span - held) if span else wanted) + spare > pool.available:
+                self.close(context, tokens)
+                return False
+        return True
+
     def _hold_prefix(self, context: Context, tokens: Sequence[int], hit: int) -> None:
         for number, (group, pool, table) in enumerate(zip(self._groups, self.pools, context.tables, strict=True)):
             first = self._first_read(group, hit * self._block_tokens)
@@ -231,6 +285,12 @@ class Cache:
             pool.release((table[index],))
             table[index] = NO_BLOCK
             index -= 1
+
+    def _claim(self, context: Context, tokens: Sequence[int], start: int, stop: int) -> None:
+        """Say that this context brings blocks `start` to `stop`: others that need one of them may wait for it."""
+        context.claimed = range(start, stop)
+        for index in context.claimed:
+            self._computing.setdefault(context.chains[0].key(index, tokens), context)
 
     def _unclaim(self, context: Context, tokens: Sequence[int], stop: int) -> None:
         """Stop computing blocks before `stop` for others: they are published, or the sequence ends."""

@@ -134,6 +134,7 @@ def requests(
     salt: bytes = b"",
     timeout: float | None = None,
     allow_empty: bool = False,
+    durable: bool = False,
     rng: Rng | None = None,
 ) -> tuple[Request, ...]:
     """One `Request` a choice (`options.n`, default 1) for a prompt of token ids; `ids` gives each its id.
@@ -165,6 +166,7 @@ def requests(
             salt=salt,
             timeout=timeout,
             priority=priority,
+            durable=durable,
         )
         for choice in range(choices)
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
@@ -37,7 +38,7 @@ from cairn.service.supervisor import Supervisor
 from cairn.text.chat import Chat
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import FinishReason, ModelSpec, Output, Request, Timing
+from cairn.types import FinishReason, KvStats, ModelSpec, Output, Placed, Request, Swept, Timing
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class Service:
         self._stats = wire.Stats()
         self._queue = Queue(config)
         self._history = History()
+        self._trouble = ""
         self._stepped = 0.0
         self._last_id = 0
         self._loaded = False
@@ -189,6 +191,18 @@ class Service:
             reasons.append(f"requests hold {self._stats.kv_usage:.0%} of the KV pool")
         return reasons
 
+    def troubles(self) -> list[str]:
+        """What does not work now although requests are served: stores of KV, a sentence each."""
+        if not self._loaded:
+            return []
+        tiers = (self.metrics.kv.ram, self.metrics.kv.disk)
+        found = [tier.trouble for tier in tiers if tier is not None and tier.trouble]
+        return [self._trouble, *found] if self._trouble else found
+
+    def kv(self) -> KvStats:
+        """The stores below the pool, at most about a second old."""
+        return self.metrics.kv
+
     async def drain(self, grace: float) -> None:
         """Take no more requests, wait up to `grace` seconds for those that run, and end the rest with Unavailable."""
         self._draining = True
@@ -211,6 +225,53 @@ class Service:
         if hasattr(self, "chat"):
             await self.chat.close()
 
+    # ------------------------------------------------------------------------------------- KV beyond the requests
+    # All of these raise Unavailable while the worker is being replaced.
+
+    async def flush(self) -> None:
+        """Return when all KV that was to be stored until now is durable. Unavailable if a part of it was given up."""
+        self._answered(await self._supervisor.ask("flush"))
+
+    async def pin(self, owner: str, tokens: Sequence[int], salt: bytes = b"") -> None:
+        """Keep the chunks of this context in every store from eviction, also those that are written later.
+
+        They take the place of what `owner` pinned before. Durable when it returns.
+        """
+        self._answered(await self._supervisor.ask("pin", owner=owner, tokens=tuple(tokens), salt=salt))
+
+    async def unpin(self, owner: str) -> None:
+        """Give up what `owner` pinned."""
+        self._answered(await self._supervisor.ask("pin", owner=owner))
+
+    async def prefetch(self, tokens: Sequence[int], salt: bytes = b"") -> Placed:
+        """Bring what the stores have of this context up into the pool; where it is then."""
+        return self._answered(await self._supervisor.ask("prefetch", tokens=tuple(tokens), salt=salt)).placed
+
+    async def evict(self, tokens: Sequence[int], salt: bytes = b"", *, keep: int = 0, disk: bool = False) -> Placed:
+        """Give up the KV of this context in the pool and in RAM, and with `disk` everywhere; where it is then.
+
+        Its first `keep` tokens stay, because others need them; so does what a running request holds.
+        """
+        asked = self._supervisor.ask("evict", tokens=tuple(tokens), salt=salt, keep=keep, disk=disk)
+        return self._answered(await asked).placed
+
+    async def where(self, tokens: Sequence[int], salt: bytes = b"") -> Placed:
+        """How many leading tokens of this context each tier has."""
+        return self._answered(await self._supervisor.ask("where", tokens=tuple(tokens), salt=salt)).placed
+
+    async def scrub(self) -> Swept:
+        """Read and check every stored chunk, and remove the damaged ones."""
+        return self._answered(await self._supervisor.ask("scrub")).swept
+
+    async def prune(self) -> Swept:
+        """Remove what nobody has used for longer than the stores' time to live."""
+        return self._answered(await self._supervisor.ask("prune")).swept
+
+    def _answered(self, answer: wire.Answer) -> wire.Answer:
+        if answer.trouble:
+            raise Unavailable(answer.trouble, retry_after=self._supervisor.pause)
+        return answer
+
     # ------------------------------------------------------------------------------------------------ admission
 
     def _admit(self, request: Request) -> None:
@@ -230,11 +291,14 @@ class Service:
 
     def _on_ready(self, ready: wire.Ready) -> None:
         self._stats = wire.Stats()
-        self.spec, self.info = ready.spec, ready.info
+        self.spec, self.info, self._trouble = ready.spec, ready.info, ready.trouble
+        if ready.trouble:
+            log.warning("%s", ready.trouble)
         if not self._loaded:
             self.name = self._config.served_name or ready.spec.name
             self.metrics = Metrics(self._config.metrics_prefix, self.name)
         self.metrics.worker_restarts = self._supervisor.restarts
+        self.metrics.worker_replaced()
 
     def _on_step(self, step: wire.Step) -> None:
         now = self._clock.now()
@@ -266,6 +330,8 @@ class Service:
 
     def _note_stats(self, step: wire.Step, now: float) -> None:
         metrics, old, new = self.metrics, self._stats, step.stats
+        if new.kv is not None:
+            metrics.kv = new.kv
         self._stats = new
         self._queue.note(now, len(step.started), new)
         metrics.running, metrics.waiting, metrics.kv_usage = new.running, new.waiting, new.kv_usage
@@ -287,6 +353,10 @@ class Service:
             self.metrics.prompt_tokens += len(flight.request.prompt)
             self.metrics.prompt_tokens_cached += output.cache.cached
             self.metrics.prompt_length.observe(len(flight.request.prompt))
+            self.metrics.prompt_tokens_loaded["ram"] += output.cache.ram
+            self.metrics.prompt_tokens_loaded["disk"] += output.cache.disk
+            if output.cache.miss is not None:
+                self.metrics.misses[output.cache.miss.reason] += 1
         flight.accept(output)
         if output.tokens:
             if flight.first_at is None:

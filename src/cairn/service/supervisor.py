@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from cairn.config import Config
-from cairn.errors import CairnError, GenerationFailed, ModelError
+from cairn.errors import CairnError, GenerationFailed, ModelError, Unavailable
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.flight import Flight
@@ -29,6 +31,8 @@ log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 2.0
 """How long a worker whose socket was closed may take to end before it is killed."""
+STORE_SECONDS = 5.0
+"""The same at the end of the server: the worker stores the KV that still waits for it."""
 
 
 class Supervisor:
@@ -61,6 +65,8 @@ class Supervisor:
         self.flights: dict[int, Flight] = {}
         self._sent: set[int] = set()
         """The flights that the present worker has."""
+        self._asked: dict[int, asyncio.Future[wire.Answer]] = {}
+        self._numbers = itertools.count()
         self._suspects: deque[int] = deque()
         """While there are any, the first of them is tried, alone but for those that were cleared before it."""
         self._link: Link | None = None
@@ -128,6 +134,19 @@ class Supervisor:
         elif why := self._link.overdue(self._patience, bool(self._sent)):
             self._link.kill(why)
 
+    async def ask(self, what: wire.What, **fields: Any) -> wire.Answer:
+        """The worker's answer to an `Ask`. Raises `Unavailable` where there is no worker, or it ends before."""
+        if self._link is None or not self.up:
+            raise Unavailable("the worker is being replaced", retry_after=self.pause)
+        number = next(self._numbers)
+        answer: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            self._link.send(wire.Ask(number, what, **fields))
+            return await answer
+        finally:
+            del self._asked[number]
+
     async def close(self) -> None:
         """End the worker and wait until nothing of it is left."""
         if self._keeper is not None:
@@ -136,8 +155,9 @@ class Supervisor:
                 await self._keeper
         if self._link is not None:
             self._link.end("closed")
-            await self._link.reap(CLOSE_SECONDS)
+            await self._link.reap(STORE_SECONDS)
             self._link = None
+        self._leave_unanswered()
 
     # --------------------------------------------------------------------------------------------- one life
 
@@ -159,9 +179,15 @@ class Supervisor:
             return f"it could not be started: {error}"
         link.send(wire.Load(self._config, self._folder))
         why = await asyncio.shield(link.ended)
+        self._leave_unanswered()
         how = await link.reap(CLOSE_SECONDS)
         self._failures = 0 if link.progressed else self._failures + 1
         return f"{why}; {how}"
+
+    def _leave_unanswered(self) -> None:
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(Unavailable("the worker ended before it answered", retry_after=self.pause))
 
     def _backoff(self) -> float:
         steps = self._patience.backoff
@@ -176,6 +202,9 @@ class Supervisor:
             self._on_step(message)
             if self._suspects:
                 self._next_trial()
+        elif isinstance(message, wire.Answer):
+            if (asked := self._asked.get(message.id)) is not None and not asked.done():
+                asked.set_result(message)
         elif isinstance(message, wire.Refused):
             self._sent.discard(message.id)
             self._on_refused(message)

@@ -6,16 +6,17 @@ first element names it. A frame that is too long, broken or of an unknown kind e
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import threading
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 
 from cairn.config import Config
 from cairn.errors import CairnError
-from cairn.types import FinishReason, ModelSpec, Output, Request
+from cairn.types import FinishReason, KvStats, ModelSpec, Output, Placed, Request, Swept
 
 MAX_FRAME = 64 << 20
 """Bytes in the longest frame, both ways: a prompt of 8 million tokens still fits."""
@@ -54,7 +55,27 @@ class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
     reason: FinishReason
 
 
-ToWorker = Load | Add | Drop
+What = Literal["flush", "pin", "prefetch", "evict", "where", "scrub", "prune"]
+"""What can be asked; the methods of `Service` with these names say what each means."""
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """About the KV beyond this step. The `Answer` carries the same number and comes when it is done."""
+
+    id: int
+    what: What
+    tokens: tuple[int, ...] = ()
+    """The context that is meant, with `salt`."""
+    salt: bytes = b""
+    owner: str = ""
+    """Who pins."""
+    keep: int = 0
+    """Leading tokens that others need: not to be evicted."""
+    disk: bool = False
+    """Whether to evict from the disk, too."""
+
+
+ToWorker = Load | Add | Drop | Ask
 
 
 # ---------------------------------------------------------------------------------------------- worker -> front
@@ -84,6 +105,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     prefix_hits: int = 0
     """Prompt tokens found there."""
     preemptions: int = 0
+    kv: KvStats | None = None
+    """Set when it has changed."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
@@ -91,6 +114,8 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
 
     spec: ModelSpec
     info: Info
+    trouble: str = ""
+    """What does not work although requests are served: a sentence."""
 
 
 class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="load_failed"):
@@ -128,7 +153,17 @@ class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
     """CPU seconds used so far: a long step that computes is not a stalled one."""
 
 
-ToFront = Ready | LoadFailed | Step | Refused | Beat
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """What an `Ask` asked for."""
+
+    id: int
+    placed: Placed = Placed()
+    swept: Swept = Swept()
+    trouble: str = ""
+    """Why it could not be done, as a sentence."""
+
+
+ToFront = Ready | LoadFailed | Step | Refused | Beat | Answer
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -212,6 +247,10 @@ class Channel:
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
+        self._bell, self._ringer = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ringer.setblocking(False)
+        self._poll.register(self._bell, select.POLLIN)
         self._hangup = select.poll()
         self._hangup.register(sock, 0)  # a hang-up is always reported
 
@@ -222,18 +261,29 @@ class Channel:
             self._sock.sendall(data)
 
     def receive(self, timeout: float | None) -> list[ToWorker]:
-        """Messages that are there, waiting up to `timeout` seconds (None: for ever) for the first.
+        """Messages that are there, waiting up to `timeout` seconds (None: for ever) for the first, or for `wake`.
 
         Raises `EOFError` when the front is gone and `WireError` on a bad frame.
         """
         messages: list[ToWorker] = []
         wait = None if timeout is None else timeout * 1000
-        while not messages and self._poll.poll(wait):
+        while not messages and (ready := self._poll.poll(wait)):
+            handles = {handle for handle, _ in ready}
+            if self._bell.fileno() in handles:
+                self._bell.recv(_RECEIVE)
+                wait = 0
+            if handles == {self._bell.fileno()}:
+                continue
             data = self._sock.recv(_RECEIVE)
             if not data:
                 raise EOFError("the front closed the connection")
             messages.extend(self._frames.feed(data))
         return messages
+
+    def wake(self) -> None:
+        """Let `receive` return, now or when it is called next. Any thread may call."""
+        with contextlib.suppress(OSError):  # it rings already, or the channel is closed
+            self._ringer.send(b"!")
 
     def hung_up(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds for the front to close its end; what it has sent stays unread."""
@@ -242,3 +292,5 @@ class Channel:
     def close(self) -> None:
         """Close the socket: the front sees the end of the stream."""
         self._sock.close()
+        self._bell.close()
+        self._ringer.close()

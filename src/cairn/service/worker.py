@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import math
 import os
 import signal
 import socket
@@ -16,23 +17,33 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.config import Config
 from cairn.engine.base import Engine
 from cairn.errors import CairnError
+from cairn.kv.behind import WriteLimits
 from cairn.kv.cache import Cache
-from cairn.scheduler import Limits, Plan, Scheduler
-from cairn.seams import SystemClock
+from cairn.kv.tiers import Tiers
+from cairn.plan import Plan
+from cairn.scheduler import Limits, Scheduler
+from cairn.seams import Clock, SystemClock, SystemFiles
 from cairn.service import wire
-from cairn.types import Output
+from cairn.service.answers import Answers
+from cairn.service.stores import GB, open_stores
+from cairn.types import KvStats, Output
 
 BEAT_SECONDS = 1.0
 ORPHAN_SECONDS = 2.0
 """How long a step may go on after the front is gone."""
 FAILED_STEPS = 3
 """Steps in a row whose engine call raised, after which the worker ends and is replaced."""
-_RETRY_SECONDS = 0.01
+LOOK_SECONDS = 0.05
+"""How often to look at deadlines, and whether loads are late, while requests only wait for loads."""
+_NEWS_SECONDS = 0.5
+_STORE_SECONDS = 4.0
+"""How long what is to be written holds up the end."""
 
 
 class Pulse:
@@ -68,12 +79,17 @@ class Pulse:
 class Loop:
     """One thread that steps until the front is gone."""
 
-    def __init__(self, channel: wire.Channel, engine: Engine, scheduler: Scheduler, pulse: Pulse) -> None:
+    def __init__(self, channel: wire.Channel, loaded: Loaded, pulse: Pulse) -> None:
         self._channel = channel
-        self._engine = engine
-        self._scheduler = scheduler
+        self._engine = loaded.engine
+        self._scheduler = loaded.scheduler
+        self._tiers = loaded.tiers
+        self._answers = Answers(channel, loaded.cache, loaded.tiers)
+        self._clock = loaded.clock
         self._pulse = pulse
         self._failures = 0
+        self._kv_at = -math.inf
+        """When the stores were asked for their numbers."""
 
     def run(self) -> None:
         """Serve. Raises `EOFError` or `OSError` when the front is gone, `WireError` when it sends nonsense."""
@@ -85,11 +101,16 @@ class Loop:
             for message in messages:
                 self._take(message)
             plan = self._scheduler.plan()
+            kv = self._kv_news()
             if plan is not None:
-                self._channel.send(self._step(plan))
-            elif messages:
-                self._channel.send(wire.Step(stats=self._stats()))
-            wait = None if self._scheduler.idle else 0 if plan is not None else _RETRY_SECONDS
+                self._channel.send(self._step(plan, kv))
+            elif messages or kv is not None:
+                self._channel.send(wire.Step(stats=self._stats(kv)))
+            more = self._tiers is not None and self._tiers.turn(plan is None)
+            loading = self._tiers is not None and self._tiers.loading
+            wait = LOOK_SECONDS if loading or not self._scheduler.idle else None
+            if plan is not None or more:
+                wait = 0
 
     def _take(self, message: wire.ToWorker) -> None:
         if isinstance(message, wire.Add):
@@ -99,10 +120,20 @@ class Loop:
                 self._channel.send(wire.Refused(message.request.id, error.code, str(error), error.field))
         elif isinstance(message, wire.Drop):
             self._scheduler.drop(message.id, message.reason)
+        elif isinstance(message, wire.Ask):
+            self._answers.take(message)
         else:
             raise wire.WireError("a worker loads once")
 
-    def _step(self, plan: Plan) -> wire.Step:
+    def _kv_news(self) -> KvStats | None:
+        """What has changed below the pool, about once a second."""
+        if self._tiers is None or self._clock.now() - self._kv_at < _NEWS_SECONDS:
+            return None
+        self._kv_at = self._clock.now()
+        return self._tiers.news()
+
+    def _step(self, plan: Plan, kv: KvStats | None) -> wire.Step:
+        began = self._clock.now()
         results = plan.run(self._engine)
         if isinstance(results, Exception):
             self._failures += 1
@@ -111,11 +142,13 @@ class Loop:
                 raise results
         elif plan.rows:
             self._failures = 0
+            if self._tiers is not None and (counted := plan.prompt_tokens):
+                self._tiers.gate.computed(counted, self._clock.now() - began)
         outputs = self._scheduler.commit(plan, results)
         ids, tokens, others = _columns(outputs)
-        return wire.Step(stats=self._stats(), ids=ids, tokens=tokens, outputs=others, started=tuple(plan.started))
+        return wire.Step(stats=self._stats(kv), ids=ids, tokens=tokens, outputs=others, started=tuple(plan.started))
 
-    def _stats(self) -> wire.Stats:
+    def _stats(self, kv: KvStats | None) -> wire.Stats:
         stats = self._scheduler.stats()
         usage = max((use.held / max(1, use.free + use.cached + use.held) for use in stats.groups), default=0.0)
         return wire.Stats(
@@ -125,6 +158,7 @@ class Loop:
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
             preemptions=stats.preemptions,
+            kv=kv,
         )
 
 
@@ -150,7 +184,7 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
     """
     channel = wire.Channel(sock)
     pulse = Pulse(channel, process)
-    engine: Engine | None = None
+    loaded: Loaded | None = None
     try:
         (first, *rest) = channel.receive(None)
         if not isinstance(first, wire.Load) or rest:
@@ -158,27 +192,43 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
         loaded = _load(channel, first.config, Path(first.folder))
         if loaded is None:
             return
-        engine, scheduler = loaded
         if process:
             gc.collect()
             gc.freeze()  # what was loaded stays; looking through it again and again would hold up steps
-        Loop(channel, engine, scheduler, pulse).run()
+        Loop(channel, loaded, pulse).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     finally:
         pulse.stop()
-        if engine is not None:
-            engine.close()
+        if loaded is not None:
+            if loaded.tiers is not None:
+                loaded.tiers.close(_STORE_SECONDS)
+            loaded.engine.close()
         channel.close()
 
 
-def _load(channel: wire.Channel, config: Config, folder: Path) -> tuple[Engine, Scheduler] | None:
-    """The engine and its scheduler, or None after telling the front why not."""
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What one worker runs."""
+
+    engine: Engine
+    cache: Cache
+    scheduler: Scheduler
+    tiers: Tiers | None
+    clock: Clock
+
+
+def _load(channel: wire.Channel, config: Config, folder: Path) -> Loaded | None:
+    """All that is needed to step, or None after telling the front why not."""
+    clock, engine = SystemClock(), None
     try:
         from cairn.engine.device import load_engine
 
         spec, engine = load_engine(config, folder)
+        stores, trouble = open_stores(config, spec, engine.info, clock, SystemFiles(), os.environ)
     except Exception as error:
+        if engine is not None:
+            engine.close()
         if isinstance(error, CairnError):
             channel.send(wire.LoadFailed(error.code, str(error)))
         else:
@@ -186,6 +236,11 @@ def _load(channel: wire.Channel, config: Config, folder: Path) -> tuple[Engine, 
             channel.send(wire.LoadFailed(CairnError.code, f"the model could not be loaded: {error!r}"))
         return None
     cache = Cache(engine.info)
+    tiers = None
+    if stores:
+        written = WriteLimits(day_bytes=config.kv_write_gb * GB)
+        tiers = Tiers(cache, engine, clock, stores, load=config.kv_load, limits=written, wake=channel.wake)
+        tiers.start()
     # The front keeps the queue's bounds; here everything in flight must fit, also when it is all sent again.
     limits = Limits(
         max_running=config.max_running,
@@ -193,11 +248,11 @@ def _load(channel: wire.Channel, config: Config, folder: Path) -> tuple[Engine, 
         max_queue=config.max_running + config.max_queue,
         max_queue_tokens=1 << 62,
     )
-    scheduler = Scheduler(cache, limits, SystemClock())
+    scheduler = Scheduler(cache, limits, clock)
     known = engine.info
     info = wire.Info(context=known.context, pool_tokens=cache.longest, vocab=known.vocab, max_rows=known.max_rows)
-    channel.send(wire.Ready(spec, info))
-    return engine, scheduler
+    channel.send(wire.Ready(spec, info, trouble))
+    return Loaded(engine, cache, scheduler, tiers, clock)
 
 
 def main() -> int:

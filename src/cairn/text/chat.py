@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -42,6 +42,29 @@ class Prompt(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]
     output: OutputFormat
     """How the answer is to be read."""
+
+
+class Sampled(NamedTuple):
+    """The ids that were sampled for an answer, and by what they are found again."""
+
+    before: bytes
+    """SHA-256 of the ids before it."""
+    answer: Answer
+    ids: Sequence[int]
+    opened: int
+    """How many of the ids end the prompt that was answered."""
+
+
+class _Read(NamedTuple):
+    """A chat that was checked: the template's name, messages before and after control tokens in them were broken up."""
+
+    template: str
+    clean: list[dict[str, Any]]
+    plain: list[dict[str, Any]]
+    tools: Any
+    arguments: Any
+    mark: str
+    edge: str
 
 
 class Chat:
@@ -89,6 +112,55 @@ class Chat:
         `template_args` are variables of the template, such as enable_thinking. Raises InvalidRequest or Unsupported
         naming the field, Overloaded if too many chats wait to be rendered.
         """
+        chat = self._read(messages, tools, template_args)
+        found = dict(self._answers(tenant, chat.clean))
+        answers = {f"{chat.edge}{n}{chat.edge}": answer for n, answer in found.items()}
+        conversations = [chat.plain]
+        if found:
+            stand_ins = zip(found, answers, strict=True)
+            shown = dict(enumerate(chat.plain)) | {n: {"role": "assistant", "content": text} for n, text in stand_ins}
+            conversations.append(list(shown.values()))
+        texts = await self._render(chat, conversations)
+        if sum(map(len, texts)) > INLINE:
+            tokens = await asyncio.to_thread(self._encode, texts, chat.mark, answers, tenant)
+        else:
+            tokens = self._encode(texts, chat.mark, answers, tenant)
+        return self._prompt(texts[0], tokens, bool(tools))
+
+    async def extend(
+        self,
+        before: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        new: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> Prompt | None:
+        """The prompt for new messages behind `before`, the exact ids of a conversation whose last message is an answer.
+
+        Only what the new messages add is encoded. None where the template does not tell what that is: `prompt` then
+        renders and encodes the conversation as a whole. Raises as `prompt` does.
+        """
+        chat = self._read([*messages, *new], tools, template_args)
+        answer = f"{chat.edge}0{chat.edge}"
+        shown = list(chat.plain)
+        shown[len(messages) - 1] = {"role": "assistant", "content": answer}
+        (text,) = await self._render(chat, [shown])
+        _, found, added = text.partition(answer)
+        if not found or answer in added or next(self._tokenizer.controls.find(added), None) is None:
+            return None
+        encode = self._tokenizer.encode_rendered
+        long = len(added) > INLINE
+        ids = await asyncio.to_thread(encode, added, chat.mark) if long else encode(added, chat.mark)
+        return self._prompt(added, [*before, *ids], bool(tools))
+
+    def _read(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_args: Mapping[str, Any] | None,
+    ) -> _Read:
+        """Check a chat and make it plain."""
         if self._renderer is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions instead", field="messages")
         if not messages:
@@ -103,43 +175,56 @@ class Chat:
             plain, offered, given = with_texts([clean, tools or None, arguments], lambda text: self._broken(text, mark))
         except RecursionError:
             raise InvalidRequest("messages or tools are nested too deeply", field="messages") from None
-        found = dict(self._answers(tenant, clean))
-        answers = {f"{edge}{n}{edge}": answer for n, answer in found.items()}
-        conversations = [plain]
-        if found:
-            stand_ins = zip(found, answers, strict=True)
-            shown = dict(enumerate(plain)) | {n: {"role": "assistant", "content": text} for n, text in stand_ins}
-            conversations.append(list(shown.values()))
-        payload = _json({"messages": conversations, "tools": offered, "arguments": given})
-        texts = await self._renderer.render(Job(template=name, payload=payload, marks=mark + edge))
-        if sum(map(len, texts)) > INLINE:
-            tokens = await asyncio.to_thread(self._encode, texts, mark, answers, tenant)
-        else:
-            tokens = self._encode(texts, mark, answers, tenant)
-        thought = _OPEN_THOUGHT.search(texts[0], max(len(texts[0]) - 64, 0)) is not None
-        output = OutputFormat(reasoning=self._thinks, reasoning_open=thought and self._thinks, tools=bool(tools))
-        return Prompt(tuple(tokens), output)
+        return _Read(name, clean, plain, offered, given, mark, edge)
+
+    async def _render(self, chat: _Read, conversations: list[Any]) -> list[str]:
+        assert self._renderer is not None
+        payload = _json({"messages": conversations, "tools": chat.tools, "arguments": chat.arguments})
+        return await self._renderer.render(Job(template=chat.template, payload=payload, marks=chat.mark + chat.edge))
+
+    def _prompt(self, text: str, tokens: Sequence[int], tools: bool) -> Prompt:
+        """`text`: what was rendered, or its end."""
+        thought = _OPEN_THOUGHT.search(text, max(len(text) - 64, 0)) is not None
+        return Prompt(
+            tuple(tokens), OutputFormat(reasoning=self._thinks, reasoning_open=thought and self._thinks, tools=tools)
+        )
 
     def remember(
         self, tenant: str, prompt_tokens: Sequence[int], generated_tokens: Sequence[int], message: Mapping[str, Any]
-    ) -> None:
-        """Keep what was sampled for `message`, as the client saw it, so that it can be put back when it returns."""
+    ) -> Sampled | None:
+        """Keep what was sampled for `message`, as the client saw it, so that it can be put back when it returns.
+
+        Returns what is kept, for `recall` after a restart; None where that cannot be told exactly.
+        """
+        sampled = self.sampled(prompt_tokens, generated_tokens, message)
+        if sampled is not None:
+            self.recall(tenant, sampled)
+        return sampled
+
+    def recall(self, tenant: str, sampled: Sampled) -> None:
+        """Put into the table what `remember` once returned."""
+        self._table.put(tenant, sampled.before, sampled.answer, sampled.ids)
+
+    def sampled(
+        self, prompt_tokens: Sequence[int], generated_tokens: Sequence[int], message: Mapping[str, Any]
+    ) -> Sampled | None:
+        """What stands in the context for `message` when the conversation goes on; None if that cannot be told."""
         if self._renderer is None:
-            return
+            return None
         seen = plain_message(message, 0, thinks=False)
         answer = answer_of(plain_message(message, 0, thinks=self._thinks))
         size = opener(self._tokenizer, prompt_tokens)
         before = list(prompt_tokens[: len(prompt_tokens) - size])
         opened = list(prompt_tokens[len(before) :])
         if answer is None or (not self._keep_reasoning and (opened or answer.reasoning)):
-            return
+            return None
         thought = bool(opened) and END_THINK.encode() not in b"".join(map(self._tokenizer.token_bytes, opened))
         for tools in (True, False):
             output = OutputFormat(reasoning=self._thinks, reasoning_open=thought, tools=tools)
             ids = visible_ids(self._tokenizer, generated_tokens, seen, output)
             if ids is not None:
-                self._table.put(tenant, Prefix().digest(before), answer, opened + ids)
-                return
+                return Sampled(Prefix().digest(before), answer, opened + ids, len(opened))
+        return None
 
     async def close(self) -> None:
         """End the rendering process."""

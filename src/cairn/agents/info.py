@@ -1,0 +1,86 @@
+"""What the room of agents tells its callers: frozen values, no behaviour."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+TurnState = Literal["running", "finished", "interrupted"]
+"""`interrupted`: a crash, a shutdown or a cancel cut the answer, or it failed."""
+
+
+class Savings(msgspec.Struct, frozen=True, kw_only=True):
+    """What was computed and what was not computed again, summed over answers. Survives restarts."""
+
+    requests: int = 0
+    computed: int = 0
+    """Prompt tokens that were computed; `pool`, `ram` and `disk` are those that were found there."""
+    pool: int = 0
+    ram: int = 0
+    disk: int = 0
+    generated: int = 0
+    """Tokens sampled."""
+    prefill_seconds: float = 0.0
+    """Spent on prompts."""
+    load_seconds: float = 0.0
+    """Of it, to bring KV up from RAM and disk."""
+    seconds_avoided: float = 0.0
+    """Prefill that was not needed, at the speed measured for the tokens that were computed, less the loading."""
+
+
+class TurnInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of an agent: what it was told and what was answered."""
+
+    number: int
+    """Counts from 1 along a branch; a fork keeps the numbers of what it shares."""
+    parent: int
+    """The turn before it; 0 for the agent's beginning."""
+    state: TurnState
+    current: bool
+    """Whether it lies on the path to the agent's head; others are abandoned branches."""
+    messages: tuple[dict[str, Any], ...]
+    """What came in."""
+    answer: dict[str, Any] | None
+    """The assistant's message, of an interrupted turn as far as it is known; None where nothing was said."""
+    finish_reason: str
+    """Of a finished turn."""
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    began: float
+    """Seconds since 1970."""
+    request: str
+    """Id of the request that runs or ran for it."""
+
+
+class AgentInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One agent."""
+
+    id: str
+    created: float
+    """Seconds since 1970."""
+    last_used: float
+    head: int
+    """Number of the turn that the next one follows; 0 at the beginning."""
+    turns: int
+    """On the path to the head."""
+    tokens: int
+    """Of the context that the next turn extends, as the last turn left it; 0 before the first."""
+    state: Literal["idle", "running", "interrupted"]
+    pinned: bool
+    ttl: float | None
+    """Seconds without use after which it is deleted."""
+    origin: str
+    """The agent that it was forked from, or empty."""
+    origin_turn: int
+    metadata: dict[str, str]
+    savings: Savings
+
+
+class AgentPage(msgspec.Struct, frozen=True, kw_only=True):
+    """A part of a list, most recently created first."""
+
+    agents: tuple[AgentInfo, ...]
+    more: bool
+    """Whether others follow the last of these."""

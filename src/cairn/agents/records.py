@@ -1,0 +1,132 @@
+"""What the records of the token log hold, as values and as bytes (format 1).
+
+Fields may be added with a default; none changes its meaning. A payload that is not what its kind says is a record of
+nothing: it is left out and logged, as damage is.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from cairn.agents.info import Savings
+from cairn.types import CacheReport, OutputFormat, SamplingParams
+
+
+class AgentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An agent as it is now. The newest with its key counts."""
+
+    id: str
+    tenant: str
+    created: float
+    used: float
+    root: int
+    """Key of the record of its beginning, a turn with number 0."""
+    base: int
+    """Key of the turn where it was forked off; of one that was not, the root's."""
+    head: int
+    """Key of the turn that the next one follows, unless a later turn of its own says otherwise."""
+    pinned: bool = False
+    ttl: float | None = None
+    origin: str = ""
+    metadata: dict[str, str] = {}
+
+
+class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A turn as it begins: what came in, and everything that its answer depends on.
+
+    The prompt is the first `prefix` ids of the parent's context and then `ids`; `digest` is SHA-256 over all of it.
+    """
+
+    agent: int
+    """Key of the agent that made it."""
+    number: int
+    parent: int = 0
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    """Of a beginning."""
+    prefix: int = 0
+    ids: bytes = b""
+    digest: bytes = b""
+    identity: bytes = b""
+    """Of the model whose tokens these are."""
+    sampling: SamplingParams | None = None
+    stop: tuple[str, ...] = ()
+    output: OutputFormat = OutputFormat()
+    began: float = 0.0
+    request: int = 0
+
+
+class TokensRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A piece of an answer that is being generated."""
+
+    ids: bytes
+    text: str = ""
+    """Content that these tokens completed."""
+    reasoning: str = ""
+
+
+class EndRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A turn's end: the whole answer. The newest with its key counts."""
+
+    state: Literal["finished", "interrupted"]
+    ids: bytes
+    message: dict[str, Any] | None = None
+    keep: int = -1
+    """How many of `ids` the next turn's context holds, followed by `more`; -1 where that cannot be told."""
+    more: bytes = b""
+    reason: str = ""
+    cache: CacheReport = CacheReport()
+    ended: float = 0.0
+
+
+class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The ids sampled for an answer to a client that resends its conversation."""
+
+    tenant: str
+    before: bytes
+    """SHA-256 of the ids before it."""
+    visible: bytes
+    reasoning: str
+    ids: bytes
+    at: float
+
+
+class SavingsRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line of the ledger: an agent's under its key, a tenant's total under a key of its own."""
+
+    savings: Savings
+    tenant: str = ""
+
+
+P = TypeVar("P", bound=msgspec.Struct)
+
+
+def decode(payload: bytes, kind: type[P]) -> P | None:
+    """The value of a payload, or None if it is not one."""
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except (msgspec.DecodeError, ValueError):
+        return None
+
+
+def pack(ids: Iterable[int]) -> bytes:
+    """Token ids, 4 bytes each, little-endian."""
+    return _swapped(array("I", ids)).tobytes()
+
+
+def unpack(data: bytes) -> array[int]:
+    """The ids of `pack`. Raises ValueError if it is not a whole number of them."""
+    ids = array("I")
+    ids.frombytes(data)
+    return _swapped(ids)
+
+
+def _swapped(ids: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        ids.byteswap()
+    return ids

@@ -1,0 +1,172 @@
+"""Which agents there are and which turns they need: the log's records as a forest in memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+from cairn.agents.index import Kind
+from cairn.agents.ledger import Ledger
+from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TokensRecord, TurnRecord, decode
+from cairn.agents.segment import Record
+from cairn.agents.tree import Agent, Turn
+
+log = logging.getLogger(__name__)
+
+
+class Roster:
+    """All agents of a log."""
+
+    def __init__(self) -> None:
+        self._agents: dict[str, dict[str, Agent]] = {}
+        self._turns: dict[int, Turn] = {}
+        self.ledger = Ledger()
+
+    def __iter__(self) -> Iterator[Agent]:
+        for agents in tuple(self._agents.values()):
+            yield from tuple(agents.values())
+
+    def of(self, tenant: str) -> list[Agent]:
+        """A tenant's agents, most recently created first."""
+        found = self._agents.get(tenant, {}).values()
+        return sorted(found, key=lambda agent: (-agent.record.created, agent.id))
+
+    def find(self, tenant: str, id: str) -> Agent | None:
+        """One agent."""
+        return self._agents.get(tenant, {}).get(id)
+
+    def add(self, agent: Agent) -> None:
+        """A new agent."""
+        self._agents.setdefault(agent.tenant, {})[agent.id] = agent
+        self._turns.setdefault(agent.root.key, agent.root)
+
+    def add_turn(self, agent: Agent, turn: Turn) -> None:
+        """A turn begins, and the agent's head is there."""
+        self._turns[turn.key] = turn
+        agent.own.append(turn)
+        agent.head = turn
+
+    def take_back(self, agent: Agent, turn: Turn) -> None:
+        """A turn did not begin after all."""
+        del self._turns[turn.key]
+        agent.own.remove(turn)
+        assert turn.parent is not None
+        agent.head = turn.parent
+
+    def remove(self, agent: Agent) -> list[int]:
+        """Forget an agent; the keys of all that nobody needs any more."""
+        del self._agents[agent.tenant][agent.id]
+        if not self._agents[agent.tenant]:
+            del self._agents[agent.tenant]
+        return [agent.key, *self._drop(agent.keeps(), agent)]
+
+    def restore(self, agent: Agent) -> None:
+        """Put an agent back that could not be erased."""
+        self.add(agent)
+        for end in (agent.base, agent.head, *agent.own):
+            self._turns |= {turn.key: turn for turn in end.path()}
+
+    def prune(self, agent: Agent, before: float) -> list[int]:
+        """Forget an agent's abandoned branches that began before that time; the keys that nobody needs any more."""
+        kept = {turn.key for end in (agent.head, agent.base) for turn in end.path()}
+        for turn in agent.own:
+            if turn.began.began >= before:
+                kept |= {one.key for one in turn.path()}
+        gone = {turn.key for turn in agent.own} - kept
+        if not gone:
+            return []
+        agent.own = [turn for turn in agent.own if turn.key not in gone]
+        return self._drop(gone, None)
+
+    def _drop(self, keys: set[int], agent: Agent | None) -> list[int]:
+        """Forget those of the turns that no agent needs."""
+        for other in self:
+            if other is not agent and not keys.isdisjoint(needed := other.keeps()):
+                keys -= needed
+        for key in keys:
+            self._turns.pop(key, None)
+        return sorted(keys)
+
+    # ------------------------------------------------------------------------------------------------------- loading
+
+    def load(self, records: Iterable[Record]) -> list[int]:
+        """Take the records of a log, in their order; the keys of what belongs to no agent."""
+        agents: dict[int, tuple[int, AgentRecord]] = {}
+        began: dict[int, TurnRecord] = {}
+        lines: dict[int, SavingsRecord] = {}
+        for record in records:
+            match record.kind:
+                case Kind.AGENT:
+                    if (agent := decode(record.payload, AgentRecord)) is not None:
+                        agents[record.key] = record.lsn, agent
+                case Kind.TURN:
+                    if (turn := decode(record.payload, TurnRecord)) is not None:
+                        began[record.key] = turn
+                case Kind.TOKENS | Kind.END:
+                    self._answer(record, began)
+                case Kind.SAVINGS:
+                    if (line := decode(record.payload, SavingsRecord)) is not None:
+                        lines[record.key] = line
+                        if line.tenant:
+                            self.ledger.load(line.tenant, line.savings)
+        for key in began:
+            self._grow(key, began)
+        self._seat(agents, began, lines)
+        needed = {key for agent in self for key in (agent.key, *agent.keeps())}
+        for key in self._turns.keys() - needed:
+            del self._turns[key]
+        lost = [key for key, turn in began.items() if key not in needed and turn.agent in agents]
+        if lost:
+            log.error("%d turns cannot be read: damage cost what came before them", len(lost))
+        return sorted(began.keys() - needed - set(lost))
+
+    def _answer(self, record: Record, began: dict[int, TurnRecord]) -> None:
+        """An answer's record follows its turn's, and an answer without its turn is nothing."""
+        if record.key not in began:
+            return
+        turn = self._grow(record.key, began)
+        if turn is None:
+            return
+        try:
+            if record.kind == Kind.END:
+                if (end := decode(record.payload, EndRecord)) is not None:
+                    turn.end(end)
+            elif (piece := decode(record.payload, TokensRecord)) is not None:
+                turn.piece(piece)
+        except ValueError:
+            log.warning("a record of turn %d holds no whole number of tokens; left out", turn.number)
+
+    def _grow(self, key: int, began: dict[int, TurnRecord]) -> Turn | None:
+        """The turn of a key with all its ancestors; None where one is missing."""
+        chain = []
+        while key not in self._turns:
+            record = began.get(key)
+            if record is None or key in chain:
+                return None
+            chain.append(key)
+            if not record.number:
+                break
+            key = record.parent
+        for one in reversed(chain):
+            self._turns[one] = Turn(one, began[one], self._turns.get(began[one].parent))
+        return self._turns.get(chain[0] if chain else key)
+
+    def _seat(
+        self, agents: dict[int, tuple[int, AgentRecord]], began: dict[int, TurnRecord], lines: dict[int, SavingsRecord]
+    ) -> None:
+        """Put agents into the tree: the head is where the agent's record says, or its latest turn after that."""
+        for key, (lsn, record) in agents.items():
+            root, base = self._turns.get(record.root), self._turns.get(record.base)
+            if root is None or base is None:
+                log.error("agent %s cannot be read: damage cost its beginning", record.id)
+                continue
+            agent = Agent(key, record, root, base)
+            agent.own = [self._turns[one] for one in sorted(began) if began[one].agent == key and one in self._turns]
+            agent.own = [turn for turn in agent.own if turn.number]
+            agent.head = self._turns.get(record.head, base)
+            later = [turn for turn in agent.own if turn.key > lsn]
+            agent.head = later[-1] if later else agent.head
+            agent.used = max([record.used, *(turn.last for turn in agent.own)])
+            if key in lines:
+                agent.savings = lines[key].savings
+            self.add(agent)

@@ -1,0 +1,206 @@
+"""A turn that runs: its tokens go to the log as they come, its end before its last event."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from cairn.agents.index import Kind
+from cairn.agents.records import EndRecord, TokensRecord, pack
+from cairn.agents.segment import Record
+from cairn.agents.tree import Agent, Turn
+from cairn.agents.writer import Writer
+from cairn.errors import Unavailable
+from cairn.seams import Clock
+from cairn.service.service import Service
+from cairn.service.stream import Stream, merge
+from cairn.types import CacheReport, Delta, Done, Event, FinishReason, Request
+
+PIECE_TOKENS = 16
+PIECE_SECONDS = 0.25
+"""Tokens are logged when there are so many, or when the first of them is so old."""
+GOOD = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS})
+
+
+class Keeper(Protocol):
+    """What a turn that runs needs of the agents."""
+
+    service: Service
+    writer: Writer
+    clock: Clock
+
+    def ended(self, agent: Agent, done: Done | None, end: EndRecord) -> Sequence[Record]:
+        """A turn is over: what is to be written with its end. `end` has happened in memory."""
+        ...
+
+    def owe(self, *records: Record) -> None:
+        """Write these as soon as the disk takes them."""
+        ...
+
+
+class Said:
+    """The message that an answer's pieces make."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: dict[int, dict[str, Any]] = {}
+
+    def add(self, delta: Delta) -> None:
+        """The next piece."""
+        self.text.append(delta.text)
+        self.reasoning.append(delta.reasoning)
+        for piece in delta.tool_calls:
+            call = self.calls.setdefault(
+                piece.index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+            )
+            call["id"] = call["id"] or piece.id
+            call["function"]["name"] = call["function"]["name"] or piece.name
+            call["function"]["arguments"] += piece.arguments
+
+    def message(self) -> dict[str, Any] | None:
+        """The assistant's message; None if nothing was said."""
+        text, reasoning = "".join(self.text), "".join(self.reasoning)
+        if not (text or reasoning or self.calls):
+            return None
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if self.calls else "")}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if self.calls:
+            message["tool_calls"] = [self.calls[index] for index in sorted(self.calls)]
+        return message
+
+
+class RunningTurn:
+    """A turn from its start to its end. Whoever got it reads `batches` to the end, or calls `close`."""
+
+    def __init__(
+        self, keeper: Keeper, agent: Agent, turn: Turn, request: Request, stream: Stream | None, first: Sequence[Event]
+    ) -> None:
+        """`first`: what an earlier run of the turn said; without a stream, all that there is to say."""
+        self.agent, self.turn, self.request = agent, turn, request
+        self.over = asyncio.Event()
+        self.discarded = False
+        """The agent is being deleted: nothing more is written."""
+        self._keeper, self._stream, self._first = keeper, stream, first
+        self._said = Said()
+        self._pending: list[Delta] = []
+        self._since = 0.0
+
+    def cancel(self) -> None:
+        """End it as interrupted; its reader gets `Cancelled`, then `over` is set."""
+        self._keeper.service.abort(self.request.id)
+
+    async def close(self) -> None:
+        """End it without a reader."""
+        if self._stream is not None:
+            self._stream.close()
+        if not self.over.is_set():
+            await self._end(None)
+
+    async def batches(self) -> AsyncGenerator[list[Event], None]:
+        """The events, all that are there at once; `Done` comes when the turn's end is durable.
+
+        Of a turn that is resumed it begins with what was said before. Raises what ended the generation, and
+        Unavailable where the end cannot be written. However it ends, what was said is kept.
+        """
+        done: Done | None = None
+        try:
+            async with contextlib.aclosing(self._events()) as found:
+                async for events in found:
+                    done = next((event for event in events if isinstance(event, Done)), None)
+                    if done is not None:
+                        await self._end(done)
+                    if events:
+                        yield events
+        finally:
+            if not self.over.is_set():
+                await self._end(None)
+
+    async def _events(self) -> AsyncGenerator[list[Event], None]:
+        for event in self._first:
+            if isinstance(event, Delta):
+                self._said.add(event)
+        if self._first:
+            yield list(self._first)
+        stream = self._stream
+        if stream is None:
+            return
+        async with contextlib.aclosing(merge(lambda _: stream, [self.request], heartbeat=PIECE_SECONDS)) as found:
+            async for batch in found:
+                events = [self._take(event) for _, event in batch]
+                self._log(self._keeper.clock.now())
+                yield events
+
+    def _take(self, event: Event) -> Event:
+        """Note what was said. The end counts the tokens of earlier runs too."""
+        if isinstance(event, Done):
+            usage = msgspec.structs.replace(event.usage, completion_tokens=len(self.turn.tokens))
+            return msgspec.structs.replace(event, usage=usage)
+        self._said.add(event)
+        if not self._pending:
+            self._since = self._keeper.clock.now()
+        self._pending.append(event)
+        self.turn.tokens.extend(event.tokens)
+        return event
+
+    def _log(self, now: float) -> None:
+        """Hand tokens to the log's thread once there are enough of them."""
+        tokens = [token for delta in self._pending for token in delta.tokens]
+        if self.discarded or not tokens or (len(tokens) < PIECE_TOKENS and now - self._since < PIECE_SECONDS):
+            return
+        text = "".join(delta.text for delta in self._pending)
+        reasoning = "".join(delta.reasoning for delta in self._pending)
+        self._pending = []
+        writer = self._keeper.writer
+        piece = TokensRecord(ids=pack(tokens), text=text, reasoning=reasoning)
+        with contextlib.suppress(Unavailable):  # the log was closed; the end says so
+            writer.append(writer.record(Kind.TOKENS, piece, self.turn.key))
+
+    async def _end(self, done: Done | None) -> None:
+        """Write the end. What was cut is not waited for."""
+        good = done is not None and done.reason in GOOD
+        message = self._said.message()
+        end = EndRecord(
+            state="finished" if good else "interrupted",
+            ids=pack(self.turn.tokens),
+            message=message,
+            reason=done.reason.value if done is not None else "",
+            cache=done.cache if done is not None else CacheReport(),
+            ended=self._keeper.clock.time_ns() / 1e9,
+            **self._kept(message if good else None),
+        )
+        self.turn.end(end)
+        self.agent.running = None
+        self.over.set()
+        if self.discarded:
+            return
+        more = self._keeper.ended(self.agent, done, end)
+        writer = self._keeper.writer
+        record = writer.record(Kind.END, end, self.turn.key)
+        if good:
+            try:
+                await writer.sync(record, *more)
+            except Unavailable:
+                self._keeper.owe(record, *more)
+                raise
+        else:
+            with contextlib.suppress(Unavailable):
+                writer.append(record, *more)
+
+    def _kept(self, message: dict[str, Any] | None) -> dict[str, Any]:
+        """Which of the tokens the next turn's context holds, and what follows them."""
+        if message is None:
+            return {}
+        tokens = list(self.turn.tokens)
+        sampled = self._keeper.service.chat.remember(self.agent.tenant, self.request.prompt, tokens, message)
+        if sampled is None:
+            return {}
+        ids = list(sampled.ids[sampled.opened :])
+        pairs = enumerate(zip(ids, tokens, strict=False))
+        same = next((at for at, (one, other) in pairs if one != other), min(len(ids), len(tokens)))
+        return {"keep": same, "more": pack(ids[same:])}

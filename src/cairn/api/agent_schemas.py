@@ -1,0 +1,102 @@
+"""Bodies of the agents' routes, and what they may say."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from cairn.api.checks import check_messages, check_stream, check_template_args
+from cairn.api.reply import shown
+from cairn.api.schemas import Body, ChatMessage, Count, Generation, Number, Tool
+from cairn.config import Config
+from cairn.errors import InvalidRequest
+
+MAX_METADATA = 16
+MAX_METADATA_VALUE = 512
+MOST_TTL = 10 * 365 * 86_400.0
+
+
+class CreateBody(Body):
+    """POST /v1/agents."""
+
+    id: str | None = None
+    model: str | None = None
+    system: str | None = None
+    """Short for a system message before all others."""
+    messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
+    metadata: dict[str, str] | None = None
+    ttl: Number = None
+    """Seconds without use after which the agent is deleted."""
+
+
+class TurnBody(Generation):
+    """POST /v1/agents/{id}/turns: only what is new."""
+
+    model: str | None = None  # type: ignore[assignment]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Count = None
+    logprobs: bool | None = None
+    top_logprobs: Count = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    fork_on_conflict: bool | None = None
+
+
+class ResumeBody(Body):
+    """POST /v1/agents/{id}/resume."""
+
+    stream: bool | None = None
+
+
+class ForkBody(Body):
+    """POST /v1/agents/{id}/fork."""
+
+    turn: int | None = None
+    id: str | None = None
+
+
+class RollbackBody(Body):
+    """POST /v1/agents/{id}/rollback."""
+
+    turn: int
+
+
+def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
+    """The messages that an agent begins with, checked."""
+    messages = list(body.messages or ())
+    if body.system is not None:
+        if messages and messages[0].role in ("system", "developer"):
+            raise InvalidRequest("give either system or a system message, not both", field="system")
+        messages.insert(0, ChatMessage(role="system", content=body.system))
+    check_messages(messages, body.tools, config)
+    if body.ttl is not None and not 0 < body.ttl <= MOST_TTL:
+        raise InvalidRequest(f"ttl must be more than 0 and at most {MOST_TTL:.0f} seconds", field="ttl")
+    metadata = body.metadata or {}
+    if len(metadata) > MAX_METADATA:
+        raise InvalidRequest(f"metadata holds {len(metadata)} values; the limit is {MAX_METADATA}", field="metadata")
+    for name, value in metadata.items():
+        if len(name) > MAX_METADATA_VALUE or len(value) > MAX_METADATA_VALUE:
+            field = f"metadata.{shown(name)}"
+            raise InvalidRequest(f"{field} is longer than {MAX_METADATA_VALUE} characters, the limit", field=field)
+    return messages
+
+
+def check_turn(body: TurnBody, config: Config) -> None:
+    """The limits of a turn, and combinations that mean nothing."""
+    check_stream(body)
+    check_messages(body.messages, None, config)
+    for index, message in enumerate(body.messages):
+        if message.role == "assistant":
+            raise InvalidRequest(
+                f"messages[{index}].role is assistant; a turn takes new messages only, the agent has the others",
+                field=f"messages[{index}].role",
+            )
+    if body.n not in (None, 1):
+        raise InvalidRequest("n must be 1: a turn has one answer; fork the agent for another", field="n")
+    both = body.max_tokens is not None and body.max_completion_tokens is not None
+    if both and body.max_tokens != body.max_completion_tokens:
+        raise InvalidRequest(
+            "max_tokens and max_completion_tokens mean the same; give one of them", field="max_completion_tokens"
+        )
+    check_template_args(body.chat_template_kwargs)

@@ -1,0 +1,244 @@
+"""The routes of agents, under /v1/agents.
+
+    POST /v1/agents                     GET  /v1/agents?limit=&after=
+    GET  /v1/agents/{id}                DELETE /v1/agents/{id}
+    POST /v1/agents/{id}/turns          GET  /v1/agents/{id}/turns
+    POST /v1/agents/{id}/resume         POST /v1/agents/{id}/fork      POST /v1/agents/{id}/rollback
+
+Every turn is generated onto a tape, so it runs on for a time of grace after its connection closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from cairn.agents.agents import Agents
+from cairn.agents.info import AgentInfo, TurnInfo
+from cairn.agents.running import RunningTurn
+from cairn.api.agent_schemas import CreateBody, ForkBody, ResumeBody, RollbackBody, TurnBody, beginning, check_turn
+from cairn.api.answers import ChatAnswer, Choice, said, usage_of
+from cairn.api.limits import read_json
+from cairn.api.openai import check_length, check_model
+from cairn.api.reply import JSON, Call, encode, shown
+from cairn.api.resumable import Tapes
+from cairn.api.schemas import contents, parse, plain_messages, plain_tools
+from cairn.api.sse import DONE
+from cairn.config import Config
+from cairn.errors import CairnError, InvalidRequest, Unavailable
+from cairn.service.service import Service
+
+Endpoint = Callable[[Call, Service], Awaitable[None]]
+PATH = "/v1/agents"
+MOST_LISTED = 100
+
+
+class AgentRoutes:
+    """The routes. `agents` is None until they are opened, or with `why_not` where they cannot be."""
+
+    def __init__(self, config: Config, tapes: Tapes) -> None:
+        self._config = config
+        self._tapes = tapes
+        self.agents: Agents | None = None
+        self.why_not = "this server keeps no agents"
+
+    def routes(self, path: str) -> dict[str, Endpoint] | None:
+        """The methods of a path, or None."""
+        if path == PATH:
+            return {"POST": self.create, "GET": self.list}
+        id, _, rest = path.removeprefix(PATH + "/").partition("/")
+        if not path.startswith(PATH + "/") or not id:
+            return None
+        known: dict[str, dict[str, Endpoint]] = {
+            "": {"GET": self.show, "DELETE": self.delete},
+            "turns": {"GET": self.turns, "POST": self.turn},
+            "resume": {"POST": self.resume},
+            "fork": {"POST": self.fork},
+            "rollback": {"POST": self.rollback},
+        }
+        return known.get(rest) if rest or not path.endswith("/") else None
+
+    # ------------------------------------------------------------------------------------------------------- agents
+
+    async def create(self, call: Call, service: Service) -> None:
+        """POST /v1/agents."""
+        agents = self._open()
+        body = parse(CreateBody, await read_json(call, self._config))
+        if body.model is not None:
+            check_model(body.model, service)
+        messages = beginning(body, self._config)
+        await check_length(service, contents(messages), "messages")
+        tools = plain_tools(body.tools) or []
+        plain = plain_messages(messages)
+        if plain:
+            await service.chat.prompt(plain, tools or None, tenant=call.tenant)  # what no turn could use is refused now
+        info = await agents.create(
+            call.tenant, id=body.id, messages=plain, tools=tools, metadata=body.metadata, ttl=body.ttl
+        )
+        await call.json(agent_object(info, service), 201)
+
+    async def list(self, call: Call, service: Service) -> None:
+        """GET /v1/agents, most recently created first."""
+        limit, after = 20, ""
+        for name, value in query(call):
+            if name == "limit" and value.isascii() and value.isdigit() and 1 <= int(value[:9]) <= MOST_LISTED:
+                limit = int(value)
+            elif name == "after" and value:
+                after = value
+            else:
+                raise InvalidRequest(
+                    f"the parameters of this route are limit, 1 to {MOST_LISTED}, and after, an agent's id",
+                    field=shown(name),
+                )
+        page = self._open().page(call.tenant, limit=limit, after=after)
+        data = [agent_object(info, service) for info in page.agents]
+        await call.json({"object": "list", "data": data, "has_more": page.more})
+
+    async def show(self, call: Call, service: Service) -> None:
+        """GET /v1/agents/{id}."""
+        agents, id = self._open(), self._id(call)
+        info = agents.get(call.tenant, id)
+        messages, tools = agents.beginning(call.tenant, id)
+        await call.json(agent_object(info, service) | {"messages": messages, "tools": tools})
+
+    async def delete(self, call: Call, service: Service) -> None:
+        """DELETE /v1/agents/{id}: answered when its bytes are gone from the disk."""
+        id = self._id(call)
+        await self._open().delete(call.tenant, id)
+        await call.json({"id": id, "object": "agent.deleted", "deleted": True})
+
+    async def fork(self, call: Call, service: Service) -> None:
+        """POST /v1/agents/{id}/fork: {"turn", "id"}, both optional."""
+        agents, id = self._open(), self._id(call)
+        body = parse(ForkBody, await read_json(call, self._config))
+        info = await agents.fork(call.tenant, id, turn=body.turn, new_id=body.id)
+        await call.json(agent_object(info, service), 201)
+
+    async def rollback(self, call: Call, service: Service) -> None:
+        """POST /v1/agents/{id}/rollback: {"turn"}."""
+        agents, id = self._open(), self._id(call)
+        body = parse(RollbackBody, await read_json(call, self._config))
+        await call.json(agent_object(await agents.rollback(call.tenant, id, turn=body.turn), service))
+
+    # -------------------------------------------------------------------------------------------------------- turns
+
+    async def turns(self, call: Call, service: Service) -> None:
+        """GET /v1/agents/{id}/turns."""
+        found = self._open().turns(call.tenant, self._id(call))
+        await call.json({"object": "list", "data": [turn_object(turn) for turn in found]})
+
+    async def turn(self, call: Call, service: Service) -> None:
+        """POST /v1/agents/{id}/turns: new messages in, the answer out as of /v1/chat/completions."""
+        agents, id = self._open(), self._id(call)
+        body = parse(TurnBody, await read_json(call, self._config))
+        agents.get(call.tenant, id)
+        check_turn(body, self._config)
+        if body.model is not None:
+            check_model(body.model, service)
+        await check_length(service, contents(body.messages), "messages")
+        max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        running = await agents.turn(
+            call.tenant,
+            id,
+            plain_messages(body.messages),
+            body.options(max_tokens=max_tokens, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs),
+            request=call.number,
+            salt=call.salt,
+            fork_on_conflict=bool(body.fork_on_conflict),
+            template_args=body.chat_template_kwargs,
+        )
+        await self._answer(call, service, running, bool(body.stream), body.include_usage)
+
+    async def resume(self, call: Call, service: Service) -> None:
+        """POST /v1/agents/{id}/resume: the whole answer of the interrupted turn, said before or not."""
+        agents, id = self._open(), self._id(call)
+        body = parse(ResumeBody, await read_json(call, self._config))
+        running = await agents.resume(call.tenant, id, request=call.number, salt=call.salt)
+        await self._answer(call, service, running, bool(body.stream), True)
+
+    async def _answer(self, call: Call, service: Service, running: RunningTurn, stream: bool, usage: bool) -> None:
+        call.headers += [
+            (b"x-cairn-agent", running.agent.id.encode()),
+            (b"x-cairn-turn", b"%d" % running.turn.number),
+        ]
+        choice = Choice(running.request)
+        answer = TurnAnswer(call, service, [choice], usage)
+        spoken = _Spoken(choice, answer, keep_logprobs=not stream)
+        events = spoken.events(running, usage)
+        follower = self._tapes.start(call, events, running.cancel, self._config.heartbeat)
+        if stream:
+            await follower.run(call)
+            return
+        await follower.wait(call)
+        if spoken.error is not None:
+            raise spoken.error
+        whole = answer.whole(usage_of([choice]))
+        whole |= {"agent": running.agent.id, "turn": running.turn.number}
+        await call.respond(200, encode(whole), [JSON])
+
+    # -------------------------------------------------------------------------------------------------------- within
+
+    def _open(self) -> Agents:
+        if self.agents is None:
+            raise Unavailable(self.why_not)
+        return self.agents
+
+    def _id(self, call: Call) -> str:
+        return call.path.removeprefix(PATH + "/").partition("/")[0]
+
+
+class TurnAnswer(ChatAnswer):
+    """How the answer of a turn looks: as a chat completion's. The turn keeps its own tokens."""
+
+    def done(self, index: int) -> None:
+        """Nothing more is kept."""
+
+
+class _Spoken:
+    """The chunks of one turn, for the tape."""
+
+    def __init__(self, choice: Choice, answer: TurnAnswer, *, keep_logprobs: bool) -> None:
+        self._choice, self._answer, self._keep = choice, answer, keep_logprobs
+        self.error: CairnError | None = None
+        """Why the answer is not whole."""
+
+    async def events(self, running: RunningTurn, usage: bool) -> AsyncGenerator[bytes, None]:
+        """The chunks of the stream, whoever reads them."""
+        choice, answer = self._choice, self._answer
+        try:
+            async with contextlib.aclosing(running.batches()) as found:
+                data = answer.begin()
+                async for batch in found:
+                    if self._keep:
+                        choice.logprobs += [one for event in batch for one in getattr(event, "logprobs", ())]
+                    data += said([(0, event) for event in batch], [choice], answer)
+                    if data:
+                        yield data
+                    data = b""
+        except CairnError as error:
+            self.error = error
+            raise
+        yield answer.usage(usage_of([choice])) + DONE if usage else DONE
+
+
+def query(call: Call) -> list[tuple[str, str]]:
+    """The parameters in the URL."""
+    text = call.scope.get("query_string", b"").decode("latin-1")
+    try:
+        return parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text), max_num_fields=16)
+    except ValueError:
+        raise InvalidRequest("the URL's parameters cannot be read") from None
+
+
+def agent_object(info: AgentInfo, service: Service) -> dict[str, Any]:
+    """An agent on the wire."""
+    return {"object": "agent", "model": service.name, **msgspec.to_builtins(info)}
+
+
+def turn_object(turn: TurnInfo) -> dict[str, Any]:
+    """A turn on the wire."""
+    return {"object": "agent.turn", **msgspec.to_builtins(turn)}

@@ -1,0 +1,134 @@
+"""How the pages of a chunk are written down: as they are, or as 8-bit integers.
+
+`raw` gives back the same bits. `q8` takes about a quarter of the room and is lossy: whoever turns it on gives up the
+promise that a cached answer is the same answer. A store never gives chunks of one codec to a reader of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.kv.store import CHUNK_BLOCKS
+
+
+class Codec(Protocol):
+    """Chunks of a group have one size before and one size after; any other is a `ValueError`."""
+
+    @property
+    def name(self) -> str:
+        """Stands in every file."""
+        ...
+
+    @property
+    def lossless(self) -> bool:
+        """Whether `decode` gives back the very bits."""
+        ...
+
+    def size(self, group: int) -> int:
+        """Bytes of a chunk of the group as it is written down."""
+        ...
+
+    def encode(self, group: int, pages: bytes | memoryview) -> bytes | memoryview:
+        """A chunk's pages as they are written down. `ValueError` for pages that can not be."""
+        ...
+
+    def decode(self, group: int, data: memoryview) -> bytes | memoryview:
+        """The pages again."""
+        ...
+
+
+class Raw:
+    """The pages themselves."""
+
+    name = "raw"
+    lossless = True
+
+    def __init__(self, block_bytes: Sequence[int]) -> None:
+        """`block_bytes`: of one block of each group, as `EngineInfo` says."""
+        self._sizes = tuple(CHUNK_BLOCKS * size for size in block_bytes)
+
+    def size(self, group: int) -> int:
+        """Four pages."""
+        return _checked(self._sizes, group)
+
+    def encode(self, group: int, pages: bytes | memoryview) -> bytes | memoryview:
+        """No copy."""
+        return _sized(pages, self.size(group))
+
+    def decode(self, group: int, data: memoryview) -> bytes | memoryview:
+        """No copy."""
+        return _sized(data, self.size(group))
+
+
+class Q8:
+    """float32 pages as one int8 a number and one float32 scale for each token of each head of each layer.
+
+    The scale is a 127th of the largest magnitude among the `head_dim` numbers, so each number comes back within half a
+    scale of what it was (`error_bound`), and zeros come back as zeros. Laid out as all scales, then all numbers, both
+    in the order of the pages.
+    """
+
+    name = "q8"
+    lossless = False
+
+    def __init__(self, block_bytes: Sequence[int], head_dim: int) -> None:
+        """`block_bytes` as for `Raw`; the pages are rows of `head_dim` float32."""
+        row = 4 * head_dim
+        if any(size % row for size in block_bytes):
+            raise ValueError(f"pages of {tuple(block_bytes)} bytes are not rows of {head_dim} float32 numbers")
+        self._head_dim = head_dim
+        self._rows = tuple(CHUNK_BLOCKS * size // row for size in block_bytes)
+
+    def size(self, group: int) -> int:
+        """`head_dim` + 4 bytes a row."""
+        return _checked(self._rows, group) * (self._head_dim + 4)
+
+    def encode(self, group: int, pages: bytes | memoryview) -> bytes | memoryview:
+        """Infinite numbers and NaN are a `ValueError`: they would spoil their whole row."""
+        rows = _checked(self._rows, group)
+        numbers = np.frombuffer(_sized(pages, rows * 4 * self._head_dim), dtype="<f4").reshape(rows, self._head_dim)
+        largest = np.abs(numbers).max(axis=1)
+        if not np.isfinite(largest).all():
+            raise ValueError("a page has a number that is not finite")
+        scales = largest / np.float32(127)
+        # A scale below the normal floats has too few bits to divide by; such a row is as good as zero.
+        scales[scales < np.finfo(np.float32).tiny] = 0
+        divisors = np.where(scales > 0, scales, np.float32(np.inf))
+        small = np.clip(np.rint(numbers / divisors[:, None]), -127, 127).astype(np.int8)
+        return bytes(scales.astype("<f4").tobytes() + small.tobytes())
+
+    def decode(self, group: int, data: memoryview) -> bytes | memoryview:
+        """float32 pages."""
+        rows = _checked(self._rows, group)
+        data = _sized(data, self.size(group))
+        scales = np.frombuffer(data[: 4 * rows], dtype="<f4")
+        small = np.frombuffer(data[4 * rows :], dtype=np.int8).reshape(rows, self._head_dim)
+        pages: NDArray[np.float32] = small * scales[:, None]
+        return pages.tobytes()
+
+
+def error_bound(largest: float) -> float:
+    """How far `q8` may move a number of a row whose largest magnitude this is: half a step, and rounding of floats."""
+    return largest / 254 * (1 + 1e-4) + 127 * float(np.finfo(np.float32).tiny)
+
+
+def open_codec(name: Literal["raw", "q8"], block_bytes: Sequence[int], head_dim: int) -> Codec:
+    """The codec with this name."""
+    return Q8(block_bytes, head_dim) if name == "q8" else Raw(block_bytes)
+
+
+def _checked(sizes: tuple[int, ...], group: int) -> int:
+    if not 0 <= group < len(sizes):
+        raise ValueError(f"cache group {group} of {len(sizes)}")
+    return sizes[group]
+
+
+def _sized(data: bytes | memoryview, size: int) -> memoryview:
+    view = memoryview(data).cast("B")
+    if len(view) != size:
+        raise ValueError(f"{len(view)} bytes where a chunk has {size}")
+    return view

@@ -1,0 +1,133 @@
+"""One sequence's hold on the cache, and what is remembered of its way there."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+from cairn.kv.prefix import Chain
+
+PATIENCE = 32
+"""How often `Cache.awaits` says yes while the sequence that computes the block makes no progress."""
+MEMORY = 1 << 15
+"""Keys that a `Memory` holds."""
+
+TierName = Literal["ram", "disk"]
+
+
+class Brought(NamedTuple):
+    """A stretch of a context that a load brought up."""
+
+    begin: int
+    """First token."""
+    end: int
+    tier: TierName
+    """The lowest that any of it came from."""
+
+
+class Context:
+    """One sequence's hold on the cache: its block tables and the keys of its full blocks.
+
+    Made once a sequence by `Cache.context`; the keys stay while it is closed and opened again.
+    """
+
+    __slots__ = (
+        "awaited",
+        "brought",
+        "capacity",
+        "chains",
+        "claimed",
+        "declined",
+        "durable",
+        "load_seconds",
+        "loading",
+        "noted",
+        "patience",
+        "published",
+        "seen",
+        "tables",
+        "tried",
+    )
+
+    def __init__(self, chains: tuple[Chain, ...], durable: bool = False) -> None:
+        self.chains = chains
+        self.durable = durable
+        """To be stored at first touch."""
+        self.tables: tuple[list[int], ...] = tuple([] for _ in chains)
+        """One table a group; `NO_BLOCK` where a window has passed, or a load needs nothing."""
+        self.published = [0] * len(chains)
+        """Leading blocks of each table that keys find, or that a window has passed."""
+        self.noted = [0] * len(chains)
+        """Leading chunks of each group about which was decided whether to store them."""
+        self.capacity = 0
+        """Positions that every table covers."""
+        self.claimed = range(0)
+        """Blocks that this sequence is computing or loading: others that need one of them may wait for it."""
+        self.awaited: bytes | None = None
+        """Key of the block that this sequence waits for."""
+        self.seen = -1
+        """How far the sequence that computes that block had got at the last look."""
+        self.patience = PATIENCE
+        self.loading = False
+        """Its tables are being filled from below."""
+        self.tried = False
+        """Whether a load was thought about since it was open last."""
+        self.declined = False
+        """A load was not worth it, or took so long that computing was better."""
+        self.brought: list[Brought] = []
+        self.load_seconds = 0.0
+        """From the decision to load until the last stretch lay in the pool."""
+
+    def bring(self, begin: int, end: int, tier: TierName) -> None:
+        """A load has brought tokens `begin` to `end` up. What an earlier one brought from there on was lost again."""
+        kept = [Brought(first, min(last, begin), where) for first, last, where in self.brought if first < begin]
+        self.brought = [*kept, Brought(begin, end, tier)]
+
+    def origin(self, covered: int) -> dict[TierName, int]:
+        """How many of the first `covered` tokens each tier gave; the others were in the pool."""
+        found: dict[TierName, int] = {"ram": 0, "disk": 0}
+        for begin, end, tier in self.brought:
+            found[tier] += max(0, min(end, covered) - begin)
+        return found
+
+
+class Below(Protocol):
+    """What keeps KV beyond the pools and brings it back: `tiers.Tiers`."""
+
+    def findable(self, context: Context, tokens: Sequence[int]) -> None:
+        """More of this context's blocks can be found in the pools."""
+        ...
+
+    def load(self, context: Context, tokens: Sequence[int], hit: int, spare: int) -> bool:
+        """Begin to bring up what follows the pools' `hit` blocks, if that is worth it; whether it was begun."""
+        ...
+
+    def stop(self, context: Context) -> None:
+        """A context that was being loaded is closed."""
+        ...
+
+    def yield_blocks(self) -> bool:
+        """Give up one load, because running sequences need its blocks; False if there is none."""
+        ...
+
+    def behind(self, context: Context, index: int, tokens: Sequence[int]) -> bool:
+        """Whether the chunk with this block of the first group was seen and is not stored (yet)."""
+        ...
+
+
+class Memory:
+    """The keys that were added last."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def add(self, key: bytes) -> None:
+        """Remember a key, in the place of the one added longest ago."""
+        self._keys[key] = None
+        self._keys.move_to_end(key)
+        if len(self._keys) > MEMORY:
+            self._keys.popitem(last=False)

@@ -1,0 +1,263 @@
+"""The disk tier: chunks as files in one folder, for as many models as come; `Store` for one of them.
+
+The index is rebuilt from names and sizes at every start; a file is believed only once it was read whole and every
+checksum was right. Damage is a miss. No lock is held while a chunk is read, written or removed.
+
+When the disk fails the store says so (`stats().trouble`), refuses to keep, reads what it can, and tries the disk again
+after 1, 2, 4 ... 60 seconds of the clock, in `keep`, `fetch` or `tend`. A disk that fails at the start is such a disk.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cairn.errors import ConfigError, Conflict
+from cairn.kv import chunk_file, upkeep
+from cairn.kv.chunk_file import Damaged
+from cairn.kv.codec import Codec
+from cairn.kv.disk_state import DiskState
+from cairn.kv.intake import Intake
+from cairn.kv.pins import Pins, pin_bytes, pin_name
+from cairn.kv.store import Chunk, StoreStats
+from cairn.kv.store_folder import StoreFolder, open_folder
+from cairn.kv.upkeep import Scrubbed
+from cairn.seams import Clock, FileSystem, Lock
+
+TTL = 30 * 86400.0
+"""Seconds that an unused chunk is kept."""
+RESERVE = 256 << 20
+"""Bytes of the disk that the store does not grow into: the logs of agents need them more."""
+_PRUNE_EVERY = 600.0
+
+
+class DiskStore:
+    """`Store` in a folder, and upkeep of all that is in it."""
+
+    def __init__(
+        self,
+        files: FileSystem,
+        folder: Path,
+        *,
+        identity: bytes,
+        model: str,
+        codec: Codec,
+        clock: Clock,
+        budget: int | None = None,
+        ttl: float = TTL,
+        reserve: int = RESERVE,
+        fresh: bool = False,
+        patience: float = 5.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Take the folder and read its names.
+
+        `identity` and `model`: of the engine, and what people call it. `budget`: bytes on the disk for all models; None
+        for a fifth of what the disk has free or the store holds, at most `upkeep.LARGEST_BUDGET`. `reserve`: bytes of
+        the disk that stay free. `fresh`: set a folder aside that can not be used. Raises `ConfigError` or `Conflict` as
+        `store_folder.open_folder` says. Call `tend` about once a second.
+        """
+        self._files, self._codec, self._identity = files, codec, identity
+        self._tag = chunk_file.model_tag(identity, codec.name)
+        self._budget, self._ttl = budget, ttl
+        self._state = DiskState(StoreFolder(files, folder), clock, reserve)
+        self._intake = Intake(self._state, identity=identity, model=model, codec=codec)
+        self._pins = Pins(self._state.folder)
+        self._chores = threading.Lock()
+        """Held by the thread that repairs things."""
+        self._pinning = threading.Lock()
+        """Held by the thread that writes pins."""
+        self._unsaved: dict[str, tuple[bytes, ...]] = {}
+        """Pins that could not be written, by file."""
+        self._forgotten: set[bytes] = set()
+        """Ids of chunks that were dropped before the folder could be opened."""
+        self._lock: Lock | None = None
+        self._next_prune = 0.0
+        try:
+            self._open(fresh=fresh, patience=patience, sleep=sleep)
+        except OSError as error:
+            self._state.fail("open", error)
+
+    # --------------------------------------------------------------------------------------------------------- Store
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """By the index alone."""
+        state = self._state
+        with state.mutex:
+            last, count = None, 0
+            for key in keys:
+                entry = state.shelf.get(self._tag + key)
+                if entry is None:
+                    break
+                last, count = entry, count + 1
+            if last is not None:
+                state.use(last)
+            return count
+
+    def fetch(self, key: bytes, tokens: Sequence[int]) -> Chunk | None:
+        """Read whole, verified whole."""
+        state = self._state
+        self._try_again()
+        with state.mutex:
+            entry = state.shelf.get(self._tag + key)
+        data = state.read(entry) if entry is not None else None
+        if entry is None or data is None:
+            return None
+        try:
+            chunk = chunk_file.decode(data, entry.name, identity=self._identity, codec=self._codec)
+        except Damaged:
+            state.condemn(entry)
+            return None
+        if chunk.tokens != tuple(tokens):
+            return None
+        with state.mutex:
+            entry.faults = 0
+            state.use(entry)
+            state.count(read=len(data))
+        return chunk
+
+    def keep(self, chunks: Sequence[Chunk]) -> int:
+        """Whatever is there counts as kept. A chunk whose parent is neither there nor before it is refused."""
+        self._try_again()
+        return self._intake.keep(chunks)
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        """Pinned ones too. When it returns, the bytes are gone for good unless the disk failed."""
+        state, ids = self._state, [self._tag + key for key in keys]
+        with state.mutex:
+            if self._lock is None:
+                self._forgotten.update(ids)
+            flying = frozenset(state.writing)
+            state.dropped.update(flying.intersection(ids))
+            family = state.shelf.family(ids)
+            for entry in family:
+                state.shelf.doom(entry)
+        gone = state.clear(family)
+        self._intake.wait(flying)
+        # Also of those that are not here now: an evicted chunk's name may yet come back in a power cut.
+        touched = {entry.id for entry in family}.union(flying, ids)
+        state.sync(sorted({state.folder.digit(id[len(self._tag) :]) for id in touched}))
+        return gone
+
+    def pin(self, owner: str, keys: Sequence[bytes]) -> None:
+        """At once; where the disk fails it becomes durable when the disk is back. No keys unpin on every model.
+
+        Pins come before the budget: their own few bytes are written even where nothing more can be evicted.
+        """
+        state, name, keys = self._state, pin_name(owner, self._tag), tuple(dict.fromkeys(keys))
+        with self._pinning, state.mutex:
+            self._unsaved[name] = keys
+            if not keys:
+                self._unsaved.update((other, ()) for other in self._pins.of(owner))
+            for one in self._unsaved:
+                state.shelf.pin(one, [self._tag + key for key in self._unsaved[one]])
+        self._save_pins()
+
+    def stats(self) -> StoreStats:
+        """Figures of all models in the folder."""
+        return self._state.stats()
+
+    def close(self) -> None:
+        """Remembers when chunks were used last."""
+        if self._lock is not None:
+            upkeep.remember_uses(self._state)
+            self._lock.release()
+            self._lock = None
+
+    # -------------------------------------------------------------------------------------------------------- upkeep
+
+    def tend(self) -> None:
+        """What has to be done now and then: call it about once a second, from a thread that may wait for the disk.
+
+        Tries a failed disk again, repeats what it made impossible, forgets chunks that nobody used for the time to
+        live, keeps to the budget, remembers when chunks were used.
+        """
+        state = self._state
+        self._try_again()
+        if state.failing or not self._chores.acquire(blocking=False):
+            return
+        try:
+            upkeep.clean(state)
+            upkeep.remember_uses(state)
+            if state.clock.now() >= self._next_prune:
+                self._next_prune = state.clock.now() + _PRUNE_EVERY
+                self.prune()
+            state.look_again()
+        finally:
+            self._chores.release()
+        self._save_pins()
+
+    def scrub(self) -> Scrubbed:
+        """Read and verify every chunk of every model; damaged ones go, with what extends them."""
+        return upkeep.scrub(self._state)
+
+    def prune(self, *, others: bool = False) -> int:
+        """Remove chunks that nobody used for the time to live, and with `others` all of other models, unless they are
+        pinned or a chunk that stays extends them. How many went."""
+        return upkeep.prune(self._state, self._state.now() - self._ttl, keep=self._tag if others else b"")
+
+    # ------------------------------------------------------------------------------------------------------- opening
+
+    def _open(self, *, fresh: bool, patience: float, sleep: Callable[[float], None]) -> None:
+        """Everything that the disk may refuse comes before the first change of the index."""
+        state = self._state
+        lock = open_folder(self._files, state.folder.folder, state.clock, fresh=fresh, patience=patience, sleep=sleep)
+        try:
+            found = state.folder.scan()
+            pins = self._pins.load(found)
+            held = sum(disk for _, disk, _ in found.chunks)
+            budget = upkeep.default_budget(state.folder.free(), held) if self._budget is None else self._budget
+        except BaseException:
+            lock.release()
+            raise
+        with state.mutex:
+            state.budget = budget
+            junk = upkeep.fill(state, found)
+            for name, ids in pins.items():
+                if name not in self._unsaved:
+                    state.shelf.pin(name, ids)
+            self._lock = lock
+            forgotten, self._forgotten = self._forgotten, set()
+        for path, disk in junk:
+            state.folder.discard(path, disk)
+        state.works()
+        self.drop([id[len(self._tag) :] for id in forgotten])
+        state.make_room(0)
+
+    def _try_again(self) -> None:
+        """If the disk failed and it is time: does it work now?"""
+        state = self._state
+        if not state.due or not self._chores.acquire(blocking=False):
+            return
+        try:
+            if self._lock is None:
+                self._open(fresh=False, patience=0, sleep=lambda seconds: None)
+            else:
+                state.folder.probe()
+                state.works()
+        except (ConfigError, Conflict) as error:
+            state.fail("open", str(error))
+        except OSError as error:
+            state.fail("open" if self._lock is None else "write", error)
+        finally:
+            self._chores.release()
+
+    def _save_pins(self) -> None:
+        state = self._state
+        with self._pinning:
+            for name, keys in list(self._unsaved.items()):
+                if state.failing or self._lock is None:
+                    return
+                old = self._pins.sizes.get(name, 0)
+                state.make_room(pin_bytes(keys))
+                try:
+                    self._pins.save(name, keys)
+                except OSError as error:
+                    state.fail("write", error)
+                    return
+                finally:
+                    with state.mutex:
+                        state.shelf.bytes += self._pins.sizes.get(name, 0) - old
+                del self._unsaved[name]

@@ -1,0 +1,217 @@
+"""What the threads of a disk store share: the index, the folder, the room that is left, and whether the disk works.
+
+`mutex` guards the index and the figures and is never held while the disk is asked. A chunk's file belongs to one
+thread at a time: to the one that writes it (`writing`), or to whoever doomed the chunk, until its file is gone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from cairn.kv.shelf import Entry, Shelf
+from cairn.kv.store import StoreStats
+from cairn.kv.store_folder import StoreFolder
+from cairn.seams import Clock
+
+_USE_STEP = 60.0
+"""Seconds: how exactly the time of the last use is remembered."""
+_BACKOFF = (1.0, 60.0)
+_MOST_FAULTS = 2
+"""Reads of one chunk that the disk may fail before the chunk is given up."""
+
+
+class DiskState:
+    """One folder's chunks, in memory. Any thread."""
+
+    def __init__(self, folder: StoreFolder, clock: Clock, reserve: int) -> None:
+        """`reserve`: bytes of the disk that the store never grows into. Below a quarter of them it gives way."""
+        self.folder, self.clock = folder, clock
+        self.mutex = threading.Lock()
+        self.shelf = Shelf()
+        self.budget = 0
+        """Bytes."""
+        self.reserved = 0
+        """Bytes of the budget for chunks that are being written."""
+        self.writing: set[bytes] = set()
+        """Ids of chunks that are being written."""
+        self.dropped: set[bytes] = set()
+        """Of `writing`: what was dropped meanwhile."""
+        self.used: dict[bytes, Entry] = {}
+        """Chunks whose last use is not yet remembered by their files."""
+        self._reserve = reserve
+        self._unsynced: dict[Path, None] = {}
+        """Folders whose names have yet to be made durable."""
+        self._counts = StoreStats()
+        self._trouble, self._full = "", ""
+        self._next_try, self._backoff = 0.0, _BACKOFF[0]
+        # The wall clock is read once: where it jumps while the store is open, nothing may grow old at once.
+        self._epoch = clock.time_ns() / 1e9 - clock.now()
+
+    def now(self) -> float:
+        """Seconds since 1970, never going back."""
+        return self._epoch + self.clock.now()
+
+    def stats(self) -> StoreStats:
+        """Figures of all models in the folder."""
+        with self.mutex:
+            return dataclasses.replace(
+                self._counts,
+                chunks=len(self.shelf),
+                bytes=self.shelf.bytes + self.folder.littered,
+                budget=self.budget,
+                pinned=self.shelf.pinned,
+                trouble=self._trouble or self._full,
+            )
+
+    def count(self, **more: int) -> None:
+        """Add to the counters, with the lock held."""
+        now = {name: getattr(self._counts, name) + value for name, value in more.items()}
+        self._counts = dataclasses.replace(self._counts, **now)
+
+    def use(self, entry: Entry) -> None:
+        """A chunk was used. With the lock held."""
+        self.shelf.use(entry, self.now())
+        if entry.used - entry.saved >= _USE_STEP:
+            self.used[entry.id] = entry
+
+    # ------------------------------------------------------------------------------------------------------- trouble
+
+    @property
+    def failing(self) -> bool:
+        """Whether the disk failed and did not work since."""
+        return bool(self._trouble)
+
+    def fail(self, action: str, error: OSError | str) -> None:
+        """The disk refused. Nothing is written until it was tried again, after 1, 2, 4 ... 60 seconds."""
+        why = error if isinstance(error, str) else error.strerror or type(error).__name__
+        with self.mutex:
+            self._trouble = f"the KV store cannot {action} {self.folder.folder}: {why}"
+            if self.clock.now() >= self._next_try:
+                self._next_try = self.clock.now() + self._backoff
+                self._backoff = min(2 * self._backoff, _BACKOFF[1])
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to try a disk that failed."""
+        return self.failing and self.clock.now() >= self._next_try
+
+    def works(self) -> None:
+        """The disk was tried, and works."""
+        with self.mutex:
+            self._trouble = ""
+
+    def wrote(self) -> None:
+        """A chunk was written, which shows more."""
+        with self.mutex:
+            if not self._trouble:
+                self._backoff = _BACKOFF[0]
+
+    # ---------------------------------------------------------------------------------------------------------- room
+
+    def make_room(self, need: int, *, reserve: bool = False) -> bool:
+        """Evict until `need` more bytes are within the budget and the disk; reserve them. False where it cannot be."""
+        freed = 0
+        while True:
+            try:
+                free = self.folder.free()
+            except OSError as error:
+                self.fail("read", error)
+                return False
+            with self.mutex:
+                over = self.shelf.bytes + self.folder.littered + self.reserved + need - self.budget
+                # On a disk that others fill the store does not grow, but what it has itself it may use again.
+                lack = need - max(free - self._reserve, freed) if need else 0
+                lack = max(lack, self._reserve // 4 - free)
+                if over <= 0 and lack <= 0:
+                    self.reserved += need if reserve else 0
+                    if need:
+                        self._full = ""
+                    return True
+                victims = [] if need > self.budget else self._doom_victims(max(over, lack))
+            cleared = self.clear(victims)
+            freed += sum(one.disk for one in victims)
+            with self.mutex:
+                self.count(evicted=cleared)
+                if cleared < max(1, len(victims)):
+                    if lack > 0:
+                        self._full = f"the KV store cannot write {self.folder.folder}: the disk is full"
+                    return False
+
+    def look_again(self) -> None:
+        """If the disk was full: is it still?"""
+        try:
+            if self.make_room(0) and self._full and self.folder.free() > self._reserve:
+                with self.mutex:
+                    self._full = ""
+        except OSError as error:
+            self.fail("read", error)
+
+    def _doom_victims(self, excess: int) -> list[Entry]:
+        victims = []
+        while excess > 0 and (victim := self.shelf.victim()) is not None:
+            self.shelf.doom(victim)
+            victims.append(victim)
+            excess -= victim.disk
+        return victims
+
+    def clear(self, doomed: Iterable[Entry]) -> int:
+        """Remove the files of chunks that this thread doomed, in this order; how many went."""
+        gone = 0
+        for entry in doomed:
+            try:
+                self.folder.remove(entry.name)
+            except OSError as error:
+                self.fail("remove files from", error)
+                with self.mutex:
+                    entry.going = False
+                continue
+            gone += 1
+            with self.mutex:
+                self.shelf.forget(entry)
+        return gone
+
+    def sync(self, folders: Iterable[Path]) -> bool:
+        """Make names durable, with what earlier calls could not; whether they are."""
+        with self.mutex:
+            self._unsynced.update(dict.fromkeys(folders))
+            waiting = list(self._unsynced)
+        for folder in waiting:
+            try:
+                self.folder.files.sync_folder(folder)
+            except OSError as error:
+                self.fail("write", error)
+                return False
+            with self.mutex:
+                self._unsynced.pop(folder, None)
+        return True
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def read(self, entry: Entry) -> bytes | None:
+        """The file, or None: gone, or the disk failed."""
+        try:
+            return self.folder.read(entry.name)
+        except FileNotFoundError:
+            self.condemn(entry)
+        except OSError as error:
+            self.fail("read", error)
+            with self.mutex:
+                entry.faults += 1
+            if entry.faults >= _MOST_FAULTS:
+                self.condemn(entry)
+        return None
+
+    def condemn(self, entry: Entry) -> int:
+        """Drop a damaged chunk and what extends it, unless it went meanwhile by itself; how many chunks that is."""
+        with self.mutex:
+            if self.shelf.get(entry.id) is not entry:
+                return 0
+            family = self.shelf.family([entry.id])
+            for one in family:
+                self.shelf.doom(one)
+            self.count(damaged=len(family))
+        self.clear(family)
+        return len(family)

@@ -1,0 +1,226 @@
+"""Bringing chunks up from the stores: the thread that reads them, and the gate that says whether reading is worth it.
+
+A load names its chunks in order. The thread fetches one after the other, a few ahead of what the worker has put into
+the pool; the first that no store can give ends it. Nothing here touches the pool or the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from cairn.errors import trace
+from cairn.kv.context import TierName
+from cairn.kv.store import Chunk, Store
+from cairn.seams import Clock
+
+log = logging.getLogger(__name__)
+
+LoadMode = Literal["auto", "always", "never"]
+
+AHEAD = 4
+"""Chunks that may wait to be put into the pool before the thread reads on."""
+STALL_SECONDS = 10.0
+"""How long a load may bring nothing at all."""
+_HEAD_START = 0.05
+"""Seconds that a load may be behind computing before it is given up: time to get going."""
+_FORGET_SECONDS = 60.0
+"""How long a measured bandwidth is believed: a slow disk gets another chance."""
+_WEIGHT = 0.3
+
+
+class Want(NamedTuple):
+    """One chunk of one cache group."""
+
+    group: int
+    key: bytes
+    tokens: tuple[int, ...]
+
+
+class Arrival(NamedTuple):
+    """The chunks of one stretch of a context."""
+
+    chunks: tuple[Chunk, ...]
+    """In the order of the stretch's wants."""
+    tier: TierName
+    """The lowest tier that any of them came from."""
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """What one context waits for. The reader appends to `arrived` and sets `over`; all else is the worker's."""
+
+    wants: tuple[tuple[Want, ...], ...]
+    """A stretch of 64 tokens each: the chunks of the groups that need it."""
+    tokens: int
+    """Tokens that it would save computing."""
+    bytes: int
+    started: float
+    arrived: deque[Arrival] = field(default_factory=deque)
+    fetched: int = 0
+    landed: int = 0
+    """Stretches."""
+    heard: float = 0.0
+    """When the last stretch landed."""
+    over: bool = False
+    """Nothing more will arrive."""
+    cancelled: bool = False
+    forced: bool = False
+    """Asked for: never given up because computing would be faster."""
+    done: Callable[[], None] | None = None
+    """What to do at its end."""
+
+    @property
+    def bytes_left(self) -> int:
+        """What is still to be read, about."""
+        return self.bytes * (len(self.wants) - self.fetched) // len(self.wants)
+
+
+class Reader:
+    """Loads, first come first served."""
+
+    def __init__(self, stores: Mapping[TierName, Store], gate: Gate, clock: Clock, wake: Callable[[], None]) -> None:
+        """`stores` from the fastest down; `wake` is called from the thread whenever something has arrived."""
+        self._stores = stores
+        self._gate = gate
+        self._clock = clock
+        self._wake = wake
+        self._changed = threading.Condition()
+        self._loads: deque[Load] = deque()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def begin(self, load: Load) -> None:
+        """Read it after those that were begun before."""
+        with self._changed:
+            self._loads.append(load)
+            self._changed.notify()
+
+    def taken(self) -> None:
+        """Something that had arrived was taken, or a load was cancelled: there may be work again."""
+        with self._changed:
+            self._changed.notify()
+
+    def start(self) -> None:
+        """Let a thread do the work."""
+        self._thread = threading.Thread(target=self._run, name="cairn-kv-read", daemon=True)
+        self._thread.start()
+
+    def close(self) -> bool:
+        """Stop. False if the thread still hangs in a store."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread is None:
+            return True
+        self._thread.join(1.0)
+        return not self._thread.is_alive()
+
+    def work(self) -> bool:
+        """Fetch one stretch of the first load; False if there is nothing to read now."""
+        load = self._next()
+        if load is None:
+            return False
+        try:
+            arrival = self._fetch(load.wants[load.fetched])
+        except Exception as error:  # a bug of ours; the context computes what is missing
+            log.error("KV could not be read: %s", trace(error))
+            arrival = None
+        if arrival is not None:
+            load.arrived.append(arrival)
+            load.fetched += 1
+        if arrival is None or load.fetched == len(load.wants):
+            load.over = True
+        self._wake()
+        return True
+
+    def _next(self) -> Load | None:
+        """The load to go on with. Those that are over or cancelled are forgotten."""
+        with self._changed:
+            while self._loads and (self._loads[0].over or self._loads[0].cancelled):
+                self._loads.popleft()
+            return self._loads[0] if self._loads and len(self._loads[0].arrived) < AHEAD else None
+
+    def _fetch(self, wants: Sequence[Want]) -> Arrival | None:
+        chunks: list[Chunk] = []
+        # Where a window needs nothing, the stretch counts as the ones after it most likely will.
+        lowest: TierName = "ram" if wants else tuple(self._stores)[-1]
+        began = self._clock.now()
+        for want in wants:
+            tried = ((tier, store.fetch(want.key, want.tokens)) for tier, store in self._stores.items())
+            tier, chunk = next((one for one in tried if one[1] is not None), (None, None))
+            if chunk is None:
+                return None
+            if tier == "disk":
+                lowest = tier
+                if "ram" in self._stores:
+                    self._stores["ram"].keep((chunk,))
+            chunks.append(chunk)
+        size = sum(len(memoryview(chunk.pages).cast("B")) for chunk in chunks)
+        self._gate.read(size, self._clock.now() - began)
+        return Arrival(tuple(chunks), lowest)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._next() is None and not self._closing:
+                    self._changed.wait()
+                if self._closing:
+                    return
+            self.work()
+
+
+class Gate:
+    """Whether to load or to compute, from how fast both went of late. What was never measured is taken to be fast.
+
+    The loads' thread calls `read`, the worker's all the others.
+    """
+
+    def __init__(self, mode: LoadMode, clock: Clock) -> None:
+        self._mode = mode
+        self._clock = clock
+        self._prefill: float | None = None
+        """Tokens a second."""
+        self._bandwidth: float | None = None
+        """Bytes a second."""
+        self._measured = -math.inf
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step that computed so many prompt tokens took so long."""
+        if tokens > 0 and seconds > 0:
+            self._prefill = _blend(self._prefill, tokens / seconds)
+
+    def read(self, size: int, seconds: float) -> None:
+        """So many bytes were read and checked in so long."""
+        if size > 0 and seconds > 0:
+            self._bandwidth = _blend(self._bandwidth, size / seconds)
+            self._measured = self._clock.now()
+
+    def worth(self, tokens: int, size: int, ahead: int) -> bool:
+        """Whether to load these tokens' bytes after the `ahead` bytes that other loads still want."""
+        if self._mode != "auto":
+            return self._mode == "always"
+        if self._clock.now() - self._measured > _FORGET_SECONDS:
+            self._bandwidth = None
+        if self._prefill is None or self._bandwidth is None:
+            return True
+        return (size + ahead) / self._bandwidth < tokens / self._prefill
+
+    def late(self, load: Load) -> bool:
+        """Whether to give a load up: it stands still, or by now computing would have got further."""
+        now = self._clock.now()
+        if now - max(load.started, load.heard) > STALL_SECONDS:
+            return True
+        if self._mode != "auto" or load.forced or self._prefill is None:
+            return False
+        saved = load.tokens * (load.landed + 1) / len(load.wants)
+        return now - load.started > _HEAD_START + saved / self._prefill
+
+
+def _blend(old: float | None, new: float) -> float:
+    return new if old is None else old + _WEIGHT * (new - old)

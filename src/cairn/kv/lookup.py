@@ -1,0 +1,85 @@
+"""Which chunks of a context the stores have, and which of them a load has to read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cairn.kv.cache import Cache
+from cairn.kv.context import Context, TierName
+from cairn.kv.loading import Want
+from cairn.kv.store import CHUNK_BLOCKS, Store
+
+
+class Lookup:
+    """Questions about contexts, answered by the stores' indexes. Numbers of chunks count from 0 in every group."""
+
+    def __init__(self, cache: Cache, stores: Mapping[TierName, Store]) -> None:
+        self._cache = cache
+        self._stores = stores
+        self._groups = cache.info.groups
+        self._block_tokens = cache.info.block_tokens
+        self.chunk_tokens = CHUNK_BLOCKS * cache.info.block_tokens
+
+    def wants(self, context: Context, tokens: Sequence[int], hit: int) -> tuple[tuple[Want, ...], ...]:
+        """What to read, a stretch of one chunk each, for the longest context that the stores can give.
+
+        It begins with the chunk in which the pools' `hit` blocks end. Of a window group only what the token after the
+        last stretch still reads is wanted.
+        """
+        first, stop = hit // CHUNK_BLOCKS, len(tokens) // self.chunk_tokens
+        for number, group in enumerate(self._groups):
+            if group.kind == "full":
+                stop = first + self._leading(self.keys(context, number, tokens, first, stop))
+        while stop > first and (gap := self._gap(context, tokens, first, stop)) is not None:
+            stop = gap
+        parts = []
+        for index in range(first, stop):
+            part = tuple(tokens[index * self.chunk_tokens : (index + 1) * self.chunk_tokens])
+            groups = [
+                number for number in range(len(self._groups)) if index >= self._begin(number, tokens, first, stop)
+            ]
+            parts.append(
+                tuple(Want(number, self.keys(context, number, tokens, index, index + 1)[0], part) for number in groups)
+            )
+        return tuple(parts)
+
+    def usable(self, tokens: Sequence[int], stop: int) -> int:
+        """Blocks that `Cache.open` could use of the first `stop` chunks: one token is left to compute."""
+        return min(stop * CHUNK_BLOCKS, (len(tokens) - 1) // self._block_tokens)
+
+    def keys(self, context: Context, number: int, tokens: Sequence[int], first: int, stop: int) -> list[bytes]:
+        """Keys of chunks `first` to `stop` of a group."""
+        return [context.chains[number].key((one + 1) * CHUNK_BLOCKS - 1, tokens) for one in range(first, stop)]
+
+    def all_keys(self, context: Context, tokens: Sequence[int], first: int = 0) -> list[bytes]:
+        """Keys of all whole chunks from number `first` on, of every group."""
+        stop = len(tokens) // self.chunk_tokens
+        return [key for number in range(len(self._groups)) for key in self.keys(context, number, tokens, first, stop)]
+
+    def counts(self, context: Context, tokens: Sequence[int]) -> dict[TierName, int]:
+        """Leading tokens of a context in each store."""
+        full = next((number for number, group in enumerate(self._groups) if group.kind == "full"), 0)
+        keys = self.keys(context, full, tokens, 0, len(tokens) // self.chunk_tokens)
+        return {tier: store.leading(keys) * self.chunk_tokens for tier, store in self._stores.items()}
+
+    def _gap(self, context: Context, tokens: Sequence[int], first: int, stop: int) -> int | None:
+        """The chunk that a window group lacks for `stop` chunks: fewer, up to there, may do."""
+        for number, group in enumerate(self._groups):
+            if group.kind == "window":
+                begin = self._begin(number, tokens, first, stop)
+                found = begin + self._leading(self.keys(context, number, tokens, begin, stop))
+                if found < stop:
+                    return found
+        return None
+
+    def _begin(self, number: int, tokens: Sequence[int], first: int, stop: int) -> int:
+        """The first chunk of a group that the token after `stop` chunks (or the last one) still reads."""
+        position = self.usable(tokens, stop) * self._block_tokens
+        return max(first, self._cache.first_read(number, position) // CHUNK_BLOCKS)
+
+    def _leading(self, keys: Sequence[bytes]) -> int:
+        """How many of the first keys are in one store or another."""
+        count = 0
+        while count < len(keys) and (more := max(store.leading(keys[count:]) for store in self._stores.values())):
+            count += more
+        return count

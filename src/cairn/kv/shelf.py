@@ -1,0 +1,209 @@
+"""What a disk store holds, as its index: who extends whom, what is pinned, what goes first. Pure; one thread at a time.
+
+An id is a model's tag and a key, so chunks of many models stand side by side. A chunk is *live* (it may be read) until
+it is *doomed* (nobody finds it; its file is about to go) and then forgotten. Its bytes count until then.
+
+Evictable is a live chunk that no other live or coming chunk extends and that nobody pins or holds. Of those go first
+the cheapest to compute again per byte, in steps of two, and in each step the one that was used longest ago.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from cairn.kv.chunk_file import Name
+
+CHEAP_DEPTH = 4096
+"""Tokens of depth at which attention over what is before a chunk costs as much as all the rest of computing it.
+
+A round figure for small models; it only shapes the order of eviction.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One chunk's file."""
+
+    id: bytes
+    parent: bytes
+    """Id of the chunk that it extends; empty for the first of a chain."""
+    name: Name
+    disk: int
+    """Bytes that it takes on the disk."""
+    used: float
+    """Seconds since 1970 of the last use."""
+    saved: float
+    """The use that the file's own time remembers."""
+    live: bool = True
+    going: bool = False
+    """Doomed, and somebody is removing the file now."""
+    faults: int = 0
+    """Reads that failed in the disk."""
+    children: set[bytes] = field(default_factory=set)
+    held: int = 0
+    """How many are writing something that needs it."""
+
+    @property
+    def cost(self) -> int:
+        """How dear a byte of it is to compute again, as a power of two."""
+        return math.frexp((CHEAP_DEPTH + self.name.depth) / max(1, self.disk))[1]
+
+
+class Shelf:
+    """The index."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        """On the disk: chunks, doomed ones too, and `others`."""
+        self._entries: dict[bytes, Entry] = {}
+        self._pins: dict[str, frozenset[bytes]] = {}
+        self._pinned: dict[bytes, int] = {}
+        self._order: list[tuple[int, float, bytes]] = []
+        self._doomed: dict[bytes, Entry] = {}
+
+    def __len__(self) -> int:
+        """Live chunks."""
+        return len(self._entries) - len(self._doomed)
+
+    @property
+    def pinned(self) -> int:
+        """Live chunks that a pin protects, directly or through what extends them."""
+        seen: set[bytes] = set()
+        for one in self._pinned:
+            while one in self._entries and one not in seen:
+                seen.add(one)
+                one = self._entries[one].parent
+        return sum(self._entries[one].live for one in seen)
+
+    def get(self, id: bytes) -> Entry | None:
+        """The chunk if it is live."""
+        entry = self._entries.get(id)
+        return entry if entry is not None and entry.live else None
+
+    def known(self, id: bytes) -> bool:
+        """Whether it is live or doomed: a file may have its name."""
+        return id in self._entries
+
+    def live(self) -> list[Entry]:
+        """All live chunks."""
+        return [entry for entry in self._entries.values() if entry.live]
+
+    def add(self, entry: Entry) -> None:
+        """A chunk whose parent, if it has one, is live."""
+        assert entry.id not in self._entries, "a chunk is added twice"
+        if entry.parent:
+            parent = self.get(entry.parent)
+            assert parent is not None, "a chunk without its parent"
+            parent.children.add(entry.id)
+        self._entries[entry.id] = entry
+        self.bytes += entry.disk
+        self._rank(entry)
+
+    def use(self, entry: Entry, now: float) -> None:
+        """It was used."""
+        if now > entry.used:
+            entry.used = now
+            self._rank(entry)
+
+    def hold(self, entry: Entry) -> None:
+        """Keep it from eviction while something that extends it is written."""
+        entry.held += 1
+
+    def release(self, entry: Entry) -> None:
+        """The end of a `hold`."""
+        entry.held -= 1
+        self._rank(entry)
+
+    def victim(self) -> Entry | None:
+        """What to evict next."""
+        while self._order:
+            cost, used, id = self._order[0]
+            entry = self.get(id)
+            if entry is not None and self._evictable(entry) and (cost, used) == (entry.cost, entry.used):
+                return entry
+            heapq.heappop(self._order)
+        return None
+
+    def leaves(self, wanted: Callable[[Entry], bool]) -> list[Entry]:
+        """Evictable chunks of this kind."""
+        return [entry for entry in self.live() if self._evictable(entry) and wanted(entry)]
+
+    def family(self, ids: Iterable[bytes]) -> list[Entry]:
+        """These live chunks and all that extend them, what extends before what is extended."""
+        found: dict[bytes, Entry] = {}
+        waiting = list(ids)
+        while waiting:
+            entry = self.get(waiting.pop())
+            if entry is not None and entry.id not in found:
+                found[entry.id] = entry
+                waiting += entry.children
+        return sorted(found.values(), key=lambda entry: -entry.name.depth)
+
+    def doom(self, entry: Entry) -> None:
+        """Nobody finds it any more; its bytes still count. The caller removes the file, and nobody else does."""
+        entry.live, entry.going = False, True
+        self._doomed[entry.id] = entry
+        parent = self._entries.get(entry.parent)
+        if parent is not None:
+            parent.children.discard(entry.id)
+            # Whoever used a chunk used what it extends.
+            parent.used = max(parent.used, entry.used)
+            self._rank(parent)
+
+    def doomed(self) -> list[Entry]:
+        """Chunks whose files still have to go and nobody removes, deepest first. The caller removes them now."""
+        left = sorted((one for one in self._doomed.values() if not one.going), key=lambda one: -one.name.depth)
+        for one in left:
+            one.going = True
+        return left
+
+    def forget(self, entry: Entry) -> None:
+        """Its file is gone. A second time does nothing."""
+        if self._doomed.pop(entry.id, None) is not entry:
+            return
+        del self._entries[entry.id]
+        self.bytes -= entry.disk
+
+    def pin(self, owner: str, ids: Collection[bytes]) -> None:
+        """These instead of what the owner pinned before."""
+        old = self._pins.pop(owner, frozenset())
+        if ids:
+            self._pins[owner] = frozenset(ids)
+        for id in self._pins.get(owner, frozenset()):
+            self._pinned[id] = self._pinned.get(id, 0) + 1
+        for id in old:
+            self._pinned[id] -= 1
+            if not self._pinned[id]:
+                del self._pinned[id]
+                entry = self.get(id)
+                if entry is not None:
+                    self._rank(entry)
+
+    def _evictable(self, entry: Entry) -> bool:
+        return entry.live and not entry.children and not entry.held and entry.id not in self._pinned
+
+    def _rank(self, entry: Entry) -> None:
+        """Put it where it belongs among what may go. Places that it had before are passed over when they come up."""
+        if self._evictable(entry):
+            heapq.heappush(self._order, (entry.cost, entry.used, entry.id))
+            if len(self._order) > 64 + 4 * len(self._entries):
+                self._order = [(one.cost, one.used, one.id) for one in self.live() if self._evictable(one)]
+                heapq.heapify(self._order)
+
+
+def chains(entries: Iterable[Entry]) -> Iterator[Entry]:
+    """Those that hang on the first chunk of a chain, parents before children. The rest are orphans.
+
+    Depths must grow along a chain.
+    """
+    below: dict[bytes, list[Entry]] = {}
+    for entry in entries:
+        below.setdefault(entry.parent, []).append(entry)
+    waiting = below.pop(b"", [])
+    while waiting:
+        entry = waiting.pop()
+        yield entry
+        waiting += [one for one in below.pop(entry.id, []) if one.name.depth > entry.name.depth]

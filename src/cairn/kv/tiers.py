@@ -1,0 +1,284 @@
+"""What lies below the pool: when a context is stored, and how it comes back.
+
+    pool  --findable-->  Behind  --Writer's thread-->  RAM, disk
+    pool  <--published--  private blocks  <--land, between steps--  arrived  <--Reader's thread--  RAM, disk
+
+A load holds what it has brought up in the tables of the context that waits for it, so the order of eviction stays
+leaves first; it ends by closing the context, whose next `open` finds all of it in the pool. Everything here runs on
+the worker's thread; the threads of `Writer` and `Reader` see chunks only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from cairn.engine.base import Engine
+from cairn.kv.behind import Behind, WriteLimits
+from cairn.kv.cache import Cache
+from cairn.kv.context import Context, TierName
+from cairn.kv.disk import DiskStore
+from cairn.kv.loading import Arrival, Gate, Load, LoadMode, Reader
+from cairn.kv.lookup import Lookup
+from cairn.kv.store import CHUNK_BLOCKS, Store
+from cairn.kv.writing import Writer
+from cairn.seams import Clock
+from cairn.types import KvStats, Placed, Swept, TierStats
+
+TURN_BYTES = 32 << 20
+"""Put into the pool between two steps for one load, about."""
+
+Done = Callable[[], None]
+
+
+class Tiers:
+    """The stores below one cache, the fastest first. One thread calls; `wake` is called from others."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        engine: Engine,
+        clock: Clock,
+        stores: Mapping[TierName, Store],
+        *,
+        load: LoadMode = "auto",
+        limits: WriteLimits | None = None,
+        wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._cache = cache
+        self._engine = engine
+        self._clock = clock
+        self._stores = stores
+        self._sizes = tuple(CHUNK_BLOCKS * size for size in cache.info.block_bytes)
+        self.gate = Gate(load, clock)
+        self.writer = Writer(tuple(stores.values()), wake, self._tend)
+        self.reader = Reader(stores, self.gate, clock, wake)
+        *_, durable = stores.values()
+        self.behind_pool = Behind(cache, engine, clock, durable, self.writer, limits or WriteLimits())
+        self._lookup = Lookup(cache, stores)
+        self._loads: dict[Context, tuple[Load, Sequence[int]]] = {}
+        self._answers: deque[Done] = deque()
+        """What to do in the next turn, on the worker's thread."""
+        self._loaded = self._abandoned = 0
+        self._load_seconds = 0.0
+        self._wake = wake
+        self._reported = KvStats()
+        cache.below = self
+
+    @property
+    def loading(self) -> bool:
+        """Whether anything is being brought up."""
+        return bool(self._loads)
+
+    # ------------------------------------------------------------------------------------- what the cache says
+
+    def findable(self, context: Context, tokens: Sequence[int]) -> None:
+        """See `context.Below`."""
+        self.behind_pool.findable(context, tokens)
+
+    def behind(self, context: Context, index: int, tokens: Sequence[int]) -> bool:
+        """See `context.Below`."""
+        return self.behind_pool.not_yet(context, index, tokens)
+
+    def load(self, context: Context, tokens: Sequence[int], hit: int, spare: int) -> bool:
+        """See `context.Below`."""
+        return self._begin(context, tokens, hit, spare, None)
+
+    def stop(self, context: Context) -> None:
+        """See `context.Below`: whatever still arrives is for nobody."""
+        load, _ = self._loads.pop(context)
+        load.cancelled = True
+        self.reader.taken()
+        if load.landed < len(load.wants):
+            self._abandoned += 1
+        if load.landed:
+            self._load_seconds += load.heard - load.started
+        if load.done is not None:
+            self._answers.append(load.done)
+
+    def yield_blocks(self) -> bool:
+        """See `context.Below`: the youngest load goes first."""
+        if not self._loads:
+            return False
+        context = next(reversed(self._loads))
+        self._cache.close(context, self._loads[context][1])
+        return True
+
+    def _begin(self, context: Context, tokens: Sequence[int], hit: int, spare: int, done: Done | None) -> bool:
+        """Begin a load, whose end calls `done`; one with a `done` was asked for and is always worth it."""
+        wants = self._lookup.wants(context, tokens, hit)
+        stop = self._lookup.usable(tokens, hit // CHUNK_BLOCKS + len(wants))
+        saved = (stop - hit) * self._cache.info.block_tokens
+        if saved <= 0:
+            return False
+        size = sum(self._sizes[want.group] for part in wants for want in part)
+        ahead = sum(load.bytes_left for load, _ in self._loads.values())
+        if done is None and not self.gate.worth(saved, size, ahead):
+            context.declined = True
+            return False
+        if not self._cache.prepare(context, tokens, hit, stop, spare):
+            return False
+        load = Load(wants, saved, size, self._clock.now(), forced=done is not None, done=done)
+        self._loads[context] = load, tokens
+        self.reader.begin(load)
+        return True
+
+    # ----------------------------------------------------------------------------------------- between two steps
+
+    def turn(self, idle: bool) -> bool:
+        """Put what has arrived into the pool and copy what is to be written. True if there is more to do at once.
+
+        `idle`: no request wants a step. Raises nothing that a store does.
+        """
+        landing = [self._land(context, *item) for context, item in tuple(self._loads.items())]
+        reading = self.behind_pool.turn(idle)
+        while self._answers:
+            self._answers.popleft()()
+        return any(landing) or reading
+
+    def _land(self, context: Context, load: Load, tokens: Sequence[int]) -> bool:
+        """Put what has arrived for a context into the pool, where it is found at once. True if there is more."""
+        room, over = TURN_BYTES, False
+        while load.arrived and room > 0 and not over:
+            arrival = load.arrived.popleft()
+            over = not self._bring(context, tokens, load, arrival)
+            room -= sum(len(chunk.pages) for chunk in arrival.chunks)
+            self.reader.taken()
+        if not over and load.arrived:
+            return True
+        if self.gate.late(load) and not load.over:
+            context.declined = over = True
+        if over or (load.over and not load.arrived):
+            self._cache.close(context, tokens)
+            return True
+        return False
+
+    def _bring(self, context: Context, tokens: Sequence[int], load: Load, arrival: Arrival) -> bool:
+        """Write one stretch into private blocks and publish them; False, and nothing is found, if that cannot be."""
+        size = self._cache.info.block_tokens
+        begin = len(context.tables[0])
+        end = (begin // CHUNK_BLOCKS + 1) * CHUNK_BLOCKS
+        views = [memoryview(chunk.pages).cast("B") for chunk in arrival.chunks]
+        if any(len(view) != self._sizes[chunk.group] for view, chunk in zip(views, arrival.chunks, strict=True)):
+            return False
+        if not self._cache.extend(context, end, [chunk.group for chunk in arrival.chunks]):
+            return False
+        for view, chunk in zip(views, arrival.chunks, strict=True):
+            page = self._cache.info.block_bytes[chunk.group]
+            pages = [view[at : at + page] for at in range(0, len(view), page)]
+            blocks = context.tables[chunk.group][begin:]
+            self._engine.write_blocks(chunk.group, blocks, pages[CHUNK_BLOCKS - len(blocks) :]).wait()
+        self._cache.publish(context, tokens, end * size)
+        context.bring(begin * size, end * size, arrival.tier)
+        load.landed += 1
+        load.heard = self._clock.now()
+        context.load_seconds = load.heard - load.started
+        self._loaded += (end - begin) * size
+        return True
+
+    # ------------------------------------------------------------------------------------------- what is asked for
+
+    def flush(self, done: Callable[[int], None]) -> None:
+        """Call `done` when all noted until now is stored, with the number of chunks that were given up instead."""
+        self.behind_pool.flush(done)
+
+    def pin(self, owner: str, tokens: Sequence[int], salt: bytes, done: Done) -> None:
+        """Pin a context's chunks in every store, in the place of what the owner pinned before."""
+        keys = self._lookup.all_keys(self._cache.context(salt), tokens)
+        self.do(lambda store: store.pin(owner, keys), tuple(self._stores.values()), done)
+
+    def prefetch(self, tokens: Sequence[int], salt: bytes, done: Done) -> None:
+        """Bring a context up into the pool."""
+        context = self._cache.context(salt)
+        hit = self._cache.found(context, tokens) // self._cache.info.block_tokens
+        if not self._begin(context, tokens, hit, 0, done):
+            done()
+
+    def evict(self, tokens: Sequence[int], salt: bytes, keep: int, disk: bool, done: Done) -> None:
+        """Give up a context's chunks beyond the first `keep` tokens, in the stores, and on the disk only if told."""
+        context = self._cache.context(salt)
+        keys = self._lookup.all_keys(context, tokens, -(-keep // self._lookup.chunk_tokens))
+        if disk:
+            self.behind_pool.forget(frozenset(keys))
+        stores = [store for tier, store in self._stores.items() if disk or tier != "disk"]
+        self.do(lambda store: store.drop(keys), stores, done)
+
+    def where(self, tokens: Sequence[int], salt: bytes) -> Placed:
+        """Leading tokens of a context in the pool and in each store."""
+        context = self._cache.context(salt)
+        counts = self._lookup.counts(context, tokens)
+        pool = self._cache.found(context, tokens)
+        return Placed(pool=pool, ram=counts.get("ram", 0), disk=counts.get("disk", 0))
+
+    def do(self, job: Callable[[Store], object], stores: Sequence[Store], done: Done) -> None:
+        """Do something to stores after what is queued, on the writer's thread, and `done` on this one."""
+
+        def work() -> None:
+            try:
+                for store in stores:
+                    job(store)
+            finally:
+                self._answers.append(done)
+
+        self.writer.push(work)
+
+    def sweep(self, job: Callable[[DiskStore], Swept], done: Callable[[Swept], None]) -> bool:
+        """Do something long to the disk store on a thread of its own; False where there is no such store."""
+        store = self._stores.get("disk")
+        if not isinstance(store, DiskStore):
+            return False
+
+        def work() -> None:
+            swept = job(store)
+            self._answers.append(lambda: done(swept))
+            self._wake()
+
+        threading.Thread(target=work, name="cairn-kv-sweep", daemon=True).start()
+        return True
+
+    def news(self) -> KvStats | None:
+        """All tiers now, if that is something else than it was at the last call. Not for every step."""
+        now = self.stats()
+        if now == self._reported:
+            return None
+        self._reported = now
+        return now
+
+    def _tend(self) -> None:
+        """About once a second, on the writer's thread: look after the disk, and let its news be heard."""
+        store = self._stores.get("disk")
+        if isinstance(store, DiskStore):
+            store.tend()
+        if self.stats() != self._reported:
+            self._wake()
+
+    def stats(self) -> KvStats:
+        """All tiers now. Asks every store: not for every step."""
+        now = {tier: TierStats(**dataclasses.asdict(store.stats())) for tier, store in self._stores.items()}
+        return KvStats(
+            ram=now.get("ram"),
+            disk=now.get("disk"),
+            queued=self.behind_pool.chunks,
+            dropped=self.behind_pool.dropped,
+            deferred=self.behind_pool.budget_spent,
+            loaded=self._loaded,
+            load_seconds=self._load_seconds,
+            abandoned=self._abandoned,
+        )
+
+    def start(self) -> None:
+        """Let threads read and write."""
+        self.writer.start()
+        self.reader.start()
+
+    def close(self, grace: float) -> None:
+        """Write what is noted for up to `grace` seconds, then give the stores back. The engine must still be there."""
+        for context, (_, tokens) in tuple(self._loads.items()):
+            self._cache.close(context, tokens)
+        self.behind_pool.finish()
+        # A store is left as it is while a thread still hangs in it; the end of the process gives it back.
+        if all([self.writer.close(grace), self.reader.close()]):
+            for store in self._stores.values():
+                store.close()

@@ -1,0 +1,117 @@
+"""What a disk store does besides reading and writing chunks: learn at a start what is there, look after it later."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from cairn.kv import chunk_file
+from cairn.kv.chunk_file import Damaged
+from cairn.kv.disk_state import DiskState
+from cairn.kv.shelf import Entry, chains
+from cairn.kv.store_folder import Found
+
+LARGEST_BUDGET = 50 * 10**9
+"""Bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """What a scrub found. Counts are chunks."""
+
+    checked: int
+    damaged: int
+    """Removed, with what extended them."""
+    unreadable: int
+    """The disk did not give them; they stay until it is asked again."""
+
+
+def default_budget(free: int, held: int) -> int:
+    """A fifth of what the disk has free or the store holds."""
+    return min(LARGEST_BUDGET, (free + held) // 5)
+
+
+def fill(state: DiskState, found: Found) -> list[tuple[Path, int]]:
+    """The index of what a start found. Returns what has to go: junk, what hangs on nothing, what is there twice."""
+    shelf, now = state.shelf, state.now()
+    shelf.bytes = found.other
+    entries: dict[bytes, Entry] = {}
+    for name, disk, modified in sorted(found.chunks, key=lambda one: str(one[0])):
+        parent = name.tag + name.parent if name.parent else b""
+        entry = Entry(name.tag + name.key, parent, name, disk, min(modified, now), modified)
+        if entries.setdefault(entry.id, entry) is not entry:
+            found.junk.append((state.folder.path(name), disk))
+    for entry in chains(list(entries.values())):
+        shelf.add(entry)
+        del entries[entry.id]
+    return found.junk + [(state.folder.path(entry.name), entry.disk) for entry in entries.values()]
+
+
+def prune(state: DiskState, before: float, *, keep: bytes = b"") -> int:
+    """Remove chunks not used since `before`, and with `keep`, a tag, all that do not have it; how many went.
+
+    Never a pinned one, never one that a chunk which stays extends.
+    """
+    gone = 0
+    while True:
+        with state.mutex:
+            stale = state.shelf.leaves(lambda entry: entry.used < before or not entry.id.startswith(keep))
+            for entry in stale:
+                state.shelf.doom(entry)
+        cleared = state.clear(stale)
+        with state.mutex:
+            state.count(evicted=cleared)
+        gone += cleared
+        if not cleared:
+            return gone
+
+
+def scrub(state: DiskState) -> Scrubbed:
+    """Read and verify every chunk of every model; damaged ones go, with what extends them."""
+    with state.mutex:
+        entries = state.shelf.live()
+    checked = damaged = unreadable = 0
+    for entry in entries:
+        with state.mutex:
+            if state.shelf.get(entry.id) is not entry:
+                continue
+        checked += 1
+        before = state.stats().damaged
+        data = state.read(entry)
+        if data is not None:
+            try:
+                chunk_file.verify(data, entry.name)
+            except Damaged:
+                damaged += state.condemn(entry)
+        elif (lost := state.stats().damaged - before) > 0:
+            damaged += lost
+        else:
+            unreadable += 1
+    return Scrubbed(checked, damaged, unreadable)
+
+
+def clean(state: DiskState) -> None:
+    """Remove for good what could not be removed before. One thread at a time."""
+    with state.mutex:
+        doomed = state.shelf.doomed()
+    state.clear(doomed)
+    try:
+        folders = state.folder.tidy()
+    except OSError as error:
+        state.fail("remove files from", error)
+        return
+    state.sync([*(state.folder.digit(entry.name.key) for entry in doomed), *folders])
+
+
+def remember_uses(state: DiskState) -> None:
+    """Put the time of the last use on the files. Best effort: what is lost makes a chunk look older."""
+    with state.mutex:
+        used, state.used = state.used, {}
+    for entry in used.values():
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                state.folder.files.touch(state.folder.path(entry.name), entry.used)
+            entry.saved = entry.used
+        except OSError:
+            return

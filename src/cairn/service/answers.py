@@ -1,0 +1,60 @@
+"""What a worker says to `Ask` frames: where a context's KV lies, and what is to be done with it."""
+
+from __future__ import annotations
+
+from cairn.kv.cache import Cache
+from cairn.kv.disk import DiskStore
+from cairn.kv.tiers import Tiers
+from cairn.service import wire
+from cairn.types import Placed, Swept
+
+
+class Answers:
+    """Answers on the worker's thread, some of them later: when a store has done its part."""
+
+    def __init__(self, channel: wire.Channel, cache: Cache, tiers: Tiers | None) -> None:
+        self._channel = channel
+        self._cache = cache
+        self._tiers = tiers
+
+    def take(self, ask: wire.Ask) -> None:
+        """Do what is asked for. Where there is no store below the pool there is nothing to wait for or look over."""
+        if ask.what == "evict":
+            self._cache.forget(self._cache.context(ask.salt), ask.tokens, ask.keep)
+        if self._tiers is None or ask.what == "where":
+            self._say_where(ask)
+        elif ask.what == "flush":
+            self._tiers.flush(lambda dropped: self._channel.send(wire.Answer(ask.id, trouble=_given_up(dropped))))
+        elif ask.what == "pin":
+            self._tiers.pin(ask.owner, ask.tokens, ask.salt, lambda: self._say_where(ask))
+        elif ask.what == "prefetch":
+            self._tiers.prefetch(ask.tokens, ask.salt, lambda: self._say_where(ask))
+        elif ask.what == "evict":
+            self._tiers.evict(ask.tokens, ask.salt, ask.keep, ask.disk, lambda: self._say_where(ask))
+        else:
+            job = _scrub if ask.what == "scrub" else _prune
+            if not self._tiers.sweep(job, lambda swept: self._channel.send(wire.Answer(ask.id, swept=swept))):
+                self._channel.send(wire.Answer(ask.id))
+
+    def _say_where(self, ask: wire.Ask) -> None:
+        if self._tiers is not None:
+            placed = self._tiers.where(ask.tokens, ask.salt)
+        else:
+            placed = Placed(pool=self._cache.found(self._cache.context(ask.salt), ask.tokens))
+        self._channel.send(wire.Answer(ask.id, placed=placed))
+
+
+def _scrub(store: DiskStore) -> Swept:
+    before = store.stats().bytes
+    found = store.scrub()
+    return Swept(checked=found.checked, removed=found.damaged, bytes=max(0, before - store.stats().bytes))
+
+
+def _prune(store: DiskStore) -> Swept:
+    before = store.stats()
+    gone = store.prune()
+    return Swept(checked=before.chunks, removed=gone, bytes=max(0, before.bytes - store.stats().bytes))
+
+
+def _given_up(dropped: int) -> str:
+    return f"{dropped} chunks of KV were given up before they were stored" if dropped else ""

@@ -1,0 +1,71 @@
+"""The stores below a worker's pool, as its options say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from cairn.config import Config
+from cairn.engine.base import EngineInfo
+from cairn.errors import ConfigError, Conflict
+from cairn.kv.codec import open_codec
+from cairn.kv.context import TierName
+from cairn.kv.disk import DiskStore
+from cairn.kv.ram import RamStore
+from cairn.kv.store import Store
+from cairn.seams import Clock, FileSystem
+from cairn.types import ModelSpec
+
+GB = 10**9
+
+
+def with_folder(config: Config, env: Mapping[str, str]) -> Config:
+    """The configuration of a server: where no folder for KV is named, it has the user's own."""
+    if config.kv_dir is not None or not config.kv_disk:
+        return config
+    return msgspec.structs.replace(config, kv_dir=str(_users_folder(env)))
+
+
+def _users_folder(env: Mapping[str, str]) -> Path:
+    base = env.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "cairn" / "kv"
+
+
+def open_stores(
+    config: Config, spec: ModelSpec, info: EngineInfo, clock: Clock, files: FileSystem, env: Mapping[str, str]
+) -> tuple[dict[TierName, Store], str]:
+    """The fastest first, none where no option asks for one; and why there is no disk store although there should be.
+
+    Raises `ConfigError` for a folder that is no store of ours and for options that make no sense together, and
+    `Conflict` where another process holds the folder; but the user's own folder, which nobody named, is then done
+    without. A disk that does not work is no error: see `DiskStore`.
+    """
+    stores: dict[TierName, Store] = {}
+    trouble = ""
+    if config.kv_ram_gb is not None:
+        if info.device == "cpu":
+            raise ConfigError(
+                "kv_ram_gb is for engines whose pool is not in host memory; on the CPU a larger kv_gb does the same",
+                field="kv_ram_gb",
+            )
+        stores["ram"] = RamStore(int(config.kv_ram_gb * GB))
+    if config.kv_dir is not None and config.kv_disk:
+        folder = Path(config.kv_dir).expanduser().absolute()
+        try:
+            stores["disk"] = DiskStore(
+                files,
+                folder,
+                identity=info.identity,
+                model=config.served_name or spec.name,
+                codec=open_codec("raw", info.block_bytes, spec.head_dim),
+                clock=clock,
+                budget=None if config.kv_disk_gb is None else int(config.kv_disk_gb * GB),
+                fresh=config.kv_fresh,
+            )
+        except (ConfigError, Conflict) as error:
+            if folder != _users_folder(env).absolute():
+                raise
+            trouble = f"no KV is kept on the disk: {error}"
+    return stores, trouble

@@ -1,0 +1,127 @@
+"""Agents over a service on the fake engine, whose answers depend on every token before them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from tests.files import CrashFiles
+from tests.service.tiny import config, make_model
+from tests.text.text_models import QWEN_TEMPLATE
+
+from cairn.agents.agents import Agents
+from cairn.agents.running import RunningTurn
+from cairn.errors import CairnError
+from cairn.seams import SystemClock
+from cairn.service.requests import SamplingOptions
+from cairn.service.service import Service
+from cairn.types import Delta, Done
+
+FOLDER = Path("/agents")
+GREEDY = SamplingOptions(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def talking_model(folder: Path) -> Path:
+    """The service tests' model with a real family's chat template: reasoning, tools, everything."""
+    make_model(folder)
+    details = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(details | {"chat_template": QWEN_TEMPLATE}))
+    return folder
+
+
+class Draw:
+    """An `Rng` that repeats itself."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self._rng = random.Random(seed)
+
+    def bits64(self) -> int:
+        return self._rng.getrandbits(63)
+
+
+class Clock(SystemClock):
+    """The machine's clock, ahead by so many seconds."""
+
+    ahead = 0.0
+
+    def time_ns(self) -> int:
+        return super().time_ns() + int(self.ahead * 1e9)
+
+
+class Heard:
+    """What a turn said."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.tokens: list[int] = []
+        self.done: Done | None = None
+        self.error: CairnError | None = None
+
+
+async def hear(turn: RunningTurn, *, stop_after: int = 0) -> Heard:
+    """Read a turn to its end, or until it has said so many tokens."""
+    heard = Heard()
+    try:
+        async with contextlib.aclosing(turn.batches()) as found:
+            async for batch in found:
+                for event in batch:
+                    if isinstance(event, Delta):
+                        heard.text += event.text
+                        heard.tokens += event.tokens
+                    else:
+                        heard.done = event
+                if stop_after and len(heard.tokens) >= stop_after:
+                    break
+    except CairnError as error:
+        heard.error = error
+    return heard
+
+
+class House:
+    """A service and the agents on a file system of a test; `again` opens them as after a crash."""
+
+    def __init__(self, service: Service, files: CrashFiles) -> None:
+        self.service, self.files, self.clock = service, files, Clock()
+        self.agents: Agents
+
+    async def open(self) -> None:
+        self.agents = await Agents.open(
+            self.service, self.files, FOLDER, self.clock, Draw(self.files.rng.getrandbits(30)), config(Path("unused"))
+        )
+
+    async def again(self, seed: int = 1, *, clean: bool = False) -> None:
+        """A restart: after an orderly end, or after a loss of power at this moment."""
+        if clean:
+            await self.agents.close()
+            await self.open()
+            return
+        after = self.files.crash(random.Random(seed))
+        await self.agents.close()
+        self.files = after
+        await self.open()
+
+    async def say(self, id: str, text: str, tenant: str = "default", **more: Any) -> Heard:
+        return await hear(await self.begin(id, text, tenant, **more))
+
+    async def begin(self, id: str, text: str, tenant: str = "default", **more: Any) -> RunningTurn:
+        options = more.pop("options", GREEDY)
+        messages = [{"role": "user", "content": text}]
+        return await self.agents.turn(
+            tenant, id, messages, options, request=self.service.next_id(), salt=tenant.encode(), **more
+        )
+
+
+@contextlib.asynccontextmanager
+async def house(folder: Path, **options: Any) -> AsyncIterator[House]:
+    service = await Service.start(config(folder, **options), in_process=True)
+    made = House(service, CrashFiles())
+    try:
+        await made.open()
+        yield made
+        await made.agents.close()
+    finally:
+        await service.close()

@@ -1,0 +1,309 @@
+"""Agents: turns over the log, forks and rollbacks, what a restart finds, and who may see what."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from house import FOLDER, GREEDY, Draw, Heard, House, hear, house
+from tests.files import CrashFiles
+
+from cairn.agents.agents import check_id
+from cairn.agents.index import Kind
+from cairn.agents.log import Log
+from cairn.agents.records import EndRecord, TokensRecord, decode
+from cairn.errors import Conflict, ContextTooLong, InvalidRequest, NotFound
+
+SYSTEM = [{"role": "system", "content": "You remember."}]
+
+
+async def stateless(at: House, messages: list[dict[str, Any]]) -> Heard:
+    """The answer to a client that resends its conversation."""
+    from cairn.service.requests import requests
+    from cairn.types import Delta
+
+    service = at.service
+    prompt = await service.chat.prompt(messages)
+    (request,) = requests(service.spec, prompt.tokens, GREEDY, ids=service.next_id, output=prompt.output)
+    heard = Heard()
+    async for event in service.generate(request):
+        if isinstance(event, Delta):
+            heard.text += event.text
+            heard.tokens += event.tokens
+        else:
+            heard.done = event
+    return heard
+
+
+async def test_turns_extend_one_context_and_only_the_new_message_is_computed(folder: Path) -> None:
+    """The answer is that of a client that resends the whole conversation, token for token."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", messages=SYSTEM)
+        messages = list(SYSTEM)
+        for text in ("My name is Ada and this is rather a long first message.", "What is my name?", "And now?"):
+            messages.append({"role": "user", "content": text})
+            heard = await at.say("ada", text)
+            assert heard.tokens and heard.tokens == (await stateless(at, messages)).tokens
+            messages.append(at.agents.turns("default", "ada")[-1].answer)  # type: ignore[arg-type]
+        assert heard.done is not None and heard.done.cache.computed < 80
+        info = at.agents.get("default", "ada")
+        assert (info.turns, info.head, info.state) == (3, 3, "idle")
+        assert info.tokens == len(at.agents.context("default", "ada", b"default"))
+        assert info.savings.requests == 3 and info.savings.pool > 0
+
+
+@pytest.mark.parametrize("clean", [True, False])
+async def test_a_restart_finds_every_finished_turn_and_goes_on_the_same(folder: Path, clean: bool) -> None:
+    async with house(folder) as at, house(folder) as undisturbed:
+        for one in (at, undisturbed):
+            await one.agents.create("default", id="ada", messages=SYSTEM, metadata={"a": "b"}, ttl=1e6)
+            await one.say("ada", "My name is Ada.")
+            await one.say("ada", "What is my name?")
+        before = at.agents.turns("default", "ada")
+        info = at.agents.get("default", "ada")
+        await at.again(clean=clean)
+        assert at.agents.turns("default", "ada") == before
+        assert at.agents.get("default", "ada") == info
+        last = [await one.say("ada", "And where do I live?") for one in (at, undisturbed)]
+        assert last[0].tokens == last[1].tokens != []
+
+
+async def test_a_turn_cut_by_a_crash_keeps_its_tokens_and_is_resumed_the_same(folder: Path) -> None:
+    options = GREEDY.__class__(temperature=0.8, seed=7, max_tokens=60, ignore_eos=True)
+    async with house(folder) as at, house(folder) as undisturbed:
+        for one in (at, undisturbed):
+            await one.agents.create("default", id="ada")
+        whole = await undisturbed.say("ada", "Tell me a story.", options=options)
+        running = await at.begin("ada", "Tell me a story.", options=options)
+        said = await hear(running, stop_after=33)
+        await asyncio.sleep(0.05)
+        at.files.heal()
+        await at.again(clean=True)
+        (turn,) = at.agents.turns("default", "ada")
+        assert turn.state == "interrupted" and 32 <= turn.completion_tokens < 60
+        assert at.agents.get("default", "ada").state == "interrupted"
+        with pytest.raises(Conflict, match="turn 1 of agent ada was interrupted"):
+            await at.begin("ada", "hello?")
+        resumed = await hear(await at.agents.resume("default", "ada", request=at.service.next_id(), salt=b"default"))
+        assert resumed.tokens == whole.tokens and resumed.text == whole.text
+        assert resumed.tokens[: len(said.tokens)] == said.tokens
+        assert resumed.done is not None and resumed.done.usage.completion_tokens == 60
+        (turn,) = at.agents.turns("default", "ada")
+        assert turn.state == "finished" and turn.completion_tokens == 60
+        more = [await one.say("ada", "And then?") for one in (at, undisturbed)]
+        assert more[0].tokens == more[1].tokens
+        with pytest.raises(Conflict, match="only an interrupted one"):
+            await at.agents.resume("default", "ada", request=1)
+
+
+async def test_a_turn_that_was_whole_when_the_server_was_killed_is_only_concluded(folder: Path) -> None:
+    """All tokens were on disk, and the record of the end was not."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        heard = await at.say("ada", "Hello")
+        assert heard.done is not None
+        await at.agents.close()
+        at.files = without_ends(at.files)
+        await at.open()
+        assert at.agents.turns("default", "ada")[0].state == "interrupted"
+        before = at.service.next_id()
+        resumed = await hear(await at.agents.resume("default", "ada", request=before + 1))
+        assert resumed.tokens == heard.tokens and resumed.text == heard.text
+        assert resumed.done is not None and resumed.done.reason == "length"
+        assert at.service.status(before + 1) is None, "nothing was generated"
+        assert at.agents.turns("default", "ada")[0].state == "finished"
+
+
+def without_ends(files: CrashFiles) -> CrashFiles:
+    """The same log where every end is only a piece."""
+    old = Log.open(files, FOLDER, Draw())
+    assert old is not None
+    made = CrashFiles()
+    new = Log.open(made, FOLDER, Draw())
+    assert new is not None
+    for record in old.recovered:
+        if record.kind == Kind.END:
+            end = decode(record.payload, EndRecord)
+            assert end is not None
+            piece = msgspec.msgpack.encode(TokensRecord(ids=end.ids))
+            record = record._replace(kind=Kind.TOKENS, payload=piece)
+        new.write([record], sync=True)
+    new.close()
+    old.close()
+    return made
+
+
+async def test_two_turns_at_once_conflict_unless_the_second_forks(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", messages=SYSTEM)
+        await at.say("ada", "one")
+        first = await at.begin("ada", "two")
+        with pytest.raises(Conflict, match="turn 2 of agent ada is running") as caught:
+            await at.begin("ada", "three")
+        assert caught.value.status == 409
+        second = await at.begin("ada", "three", fork_on_conflict=True)
+        assert second.agent.id != "ada" and second.agent.record.origin == "ada" and second.turn.number == 2
+        heard = await asyncio.gather(hear(first), hear(second))
+        assert all(one.done for one in heard) and heard[0].tokens != heard[1].tokens
+        assert [turn.messages[0]["content"] for turn in at.agents.turns("default", "ada")] == ["one", "two"]
+        forked = at.agents.turns("default", second.agent.id)
+        assert [turn.messages[0]["content"] for turn in forked] == ["one", "three"]
+
+
+async def test_two_turns_that_begin_in_the_same_moment_conflict(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        begun = await asyncio.gather(*(at.begin("ada", str(n)) for n in range(5)), return_exceptions=True)
+        turns = [one for one in begun if not isinstance(one, BaseException)]
+        assert len(turns) == 1 and sum(isinstance(one, Conflict) for one in begun) == 4
+        await hear(turns[0])
+        assert len(at.agents.turns("default", "ada")) == 1
+
+
+async def test_forks_share_history_and_part_ways(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", messages=SYSTEM)
+        for text in ("one", "two", "three"):
+            await at.say("ada", text)
+        size = len(b"".join(at.files.files().values()))
+        info = await at.agents.fork("default", "ada", turn=2, new_id="bob")
+        assert (info.head, info.turns, info.origin, info.origin_turn) == (2, 2, "ada", 2)
+        assert len(b"".join(at.files.files().values())) - size < 300, "a fork copies nothing"
+        assert at.agents.turns("default", "bob") == at.agents.turns("default", "ada")[:2]
+        again = await at.say("bob", "three")
+        assert again.tokens == list(at.agents._find("default", "ada").head.tokens)
+        other = await at.say("bob", "four")
+        assert other.done is not None
+        await at.again()
+        assert [turn.number for turn in at.agents.turns("default", "bob")] == [1, 2, 3, 4]
+        with pytest.raises(NotFound, match="no turn 9"):
+            await at.agents.fork("default", "ada", turn=9)
+        with pytest.raises(Conflict, match="there is an agent bob already"):
+            await at.agents.fork("default", "ada", new_id="bob")
+
+
+async def test_a_rollback_leaves_the_abandoned_branch_listed_until_it_is_collected(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", messages=SYSTEM)
+        for text in ("one", "two secret", "three"):
+            await at.say("ada", text)
+        info = await at.agents.rollback("default", "ada", turn=1)
+        assert (info.head, info.turns) == (1, 1)
+        await at.say("ada", "other")
+        await at.again()
+        turns = at.agents.turns("default", "ada")
+        assert [(turn.number, turn.parent, turn.current) for turn in turns] == [
+            (1, 0, True),
+            (2, 1, False),
+            (3, 2, False),
+            (4, 1, True),
+        ]
+        await at.agents.tend()
+        assert len(at.agents.turns("default", "ada")) == 4
+        at.clock.ahead = 8 * 86_400
+        await at.agents.tend()
+        assert [turn.number for turn in at.agents.turns("default", "ada")] == [1, 4]
+        assert not any(b"two secret" in data for data in at.files.files().values())
+        await at.again()
+        assert [turn.number for turn in at.agents.turns("default", "ada")] == [1, 4]
+
+
+async def test_deleting_erases_what_no_fork_shares(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", messages=SYSTEM)
+        await at.say("ada", "shared secret")
+        await at.say("ada", "private secret")
+        await at.agents.fork("default", "ada", turn=1, new_id="bob")
+        await at.agents.delete("default", "ada")
+
+        def on_disk(text: bytes) -> bool:
+            return any(text in data for data in at.files.files().values())
+
+        assert on_disk(b"shared secret") and not on_disk(b"private secret")
+        with pytest.raises(NotFound):
+            at.agents.get("default", "ada")
+        await at.again()
+        assert [turn.number for turn in at.agents.turns("default", "bob")] == [1]
+        await at.say("bob", "still here")
+        await at.agents.delete("default", "bob")
+        assert not on_disk(b"shared secret") and not on_disk(b"You remember.")
+        await at.again()
+        assert at.agents.page("default").agents == ()
+
+
+async def test_deleting_ends_the_turn_that_runs(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        running = await at.begin("ada", "a secret story", options=GREEDY.__class__(max_tokens=1500, ignore_eos=True))
+        reading = asyncio.create_task(hear(running))
+        await asyncio.sleep(0.05)
+        await at.agents.delete("default", "ada")
+        assert (await reading).error is not None
+        await at.agents.writer.sync()
+        assert not any(b"a secret story" in data for data in at.files.files().values())
+        await at.again()
+        assert at.agents.page("default").agents == ()
+
+
+async def test_an_agent_ends_after_its_time_without_use(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="brief", ttl=60)
+        await at.agents.create("default", id="long")
+        at.clock.ahead = 59
+        await at.agents.tend()
+        await at.say("brief", "still used")
+        at.clock.ahead = 100
+        await at.agents.tend()
+        assert len(at.agents.page("default").agents) == 2
+        at.clock.ahead = 200
+        await at.agents.tend()
+        assert [info.id for info in at.agents.page("default").agents] == ["long"]
+
+
+async def test_another_tenants_agent_is_not_there(folder: Path) -> None:
+    """Known failure 29: an agent is found by its tenant and id, nothing else."""
+    async with house(folder) as at:
+        await at.agents.create("ada", id="same")
+        await at.agents.create("bob", id="same")
+        await at.say("same", "one", "ada")
+        assert at.agents.turns("bob", "same") == ()
+        for call in (at.agents.get, at.agents.turns):
+            with pytest.raises(NotFound):
+                call("eve", "same")
+        for change in (at.agents.delete("eve", "same"), at.agents.fork("eve", "same"), at.begin("same", "x", "eve")):
+            with pytest.raises(NotFound):
+                await change
+        assert [info.id for info in at.agents.page("eve").agents] == []
+
+
+@pytest.mark.parametrize("id", ["", "../etc", "a/b", "a b", ".hidden", "x" * 65, "ä", "import", "a\n"])
+def test_ids_are_words(id: str) -> None:
+    with pytest.raises(InvalidRequest, match="1 to 64 letters"):
+        check_id(id)
+
+
+async def test_what_is_too_long_is_refused_with_figures_and_leaves_nothing(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        await at.say("ada", "one")
+        size = len(at.agents.turns("default", "ada"))
+        with pytest.raises(ContextTooLong, match=r"the prompt has \d+ tokens"):
+            await at.begin("ada", "word " * 2000)
+        assert len(at.agents.turns("default", "ada")) == size and at.agents.get("default", "ada").state == "idle"
+        assert (await at.say("ada", "two")).done is not None
+
+
+async def test_agents_are_listed_in_pages_newest_first(folder: Path) -> None:
+    async with house(folder) as at:
+        for n in range(5):
+            at.clock.ahead = n
+            await at.agents.create("default", id=f"a{n}")
+        page = at.agents.page("default", limit=2)
+        assert [info.id for info in page.agents] == ["a4", "a3"] and page.more
+        page = at.agents.page("default", limit=3, after="a3")
+        assert [info.id for info in page.agents] == ["a2", "a1", "a0"] and not page.more
+        with pytest.raises(InvalidRequest, match="after"):
+            at.agents.page("default", after="zzz")

@@ -1,0 +1,269 @@
+"""The token log as its callers see it: what is written is found, what is erased is gone, strangers are refused."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.files import CrashFiles
+
+from cairn.agents import log as log_module
+from cairn.agents.index import Entry as Place
+from cairn.agents.index import Index, Kind, Segment, decode_keys, encode_keys
+from cairn.agents.log import Log
+from cairn.agents.segment import (
+    HEADER_BYTES,
+    MAX_PAYLOAD,
+    VERSION,
+    Header,
+    Record,
+    decode_header,
+    encode_header,
+    encode_record,
+    scan,
+)
+from cairn.errors import ConfigError
+from cairn.seams import SystemFiles
+
+FOLDER = Path("/agents")
+
+
+class Draw:
+    """An `Rng` that repeats itself."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self._rng = random.Random(seed)
+
+    def bits64(self) -> int:
+        return self._rng.getrandbits(63)
+
+
+def opened(files: CrashFiles, path: Path = FOLDER) -> Log:
+    log = Log.open(files, path, Draw())
+    assert log is not None
+    return log
+
+
+def put(log: Log, kind: Kind, key: int, text: bytes = b"x", *, sync: bool = True) -> Record:
+    record = Record(log.next_lsn(), kind, key, text)
+    log.write([record], sync=sync)
+    return record
+
+
+# --------------------------------------------------------------------------------------------------------- bytes
+
+
+def test_a_segment_gives_back_its_records() -> None:
+    header = Header(3, 12345)
+    data = bytearray(encode_header(header))
+    records = [Record(lsn, Kind.TURN, lsn * 7, b"p" * lsn) for lsn in range(5)]
+    for record in records:
+        data += encode_record(header, len(data), record)
+    assert decode_header(bytes(data)) == header
+    assert scan(header, bytes(data)) == (records, 0)
+
+
+def test_a_header_survives_the_loss_of_its_first_sector() -> None:
+    header = Header(3, 12345)
+    data = encode_header(header)
+    assert decode_header(bytes(512) + data[512:]) == header
+    assert decode_header(data[:512] + bytes(len(data) - 512)) == header
+    assert decode_header(bytes(len(data))) is None
+
+
+def test_damage_costs_the_record_it_hits_and_no_other() -> None:
+    """Known failure 30: damage is left out, and so is a torn end."""
+    header = Header(1, 99)
+    data = bytearray(encode_header(header))
+    places = []
+    for lsn in range(4):
+        places.append(len(data))
+        data += encode_record(header, len(data), Record(lsn, Kind.TURN, lsn, b"payload"))
+    data[places[1] + 45] ^= 1
+    found = scan(header, bytes(data[:-1]))
+    assert [record.lsn for record in found.records] == [0, 2] and found.damaged > 0
+
+
+def test_a_record_is_valid_only_where_and_in_what_it_was_written() -> None:
+    """A text that holds the bytes of a record, or of another segment's, is no record."""
+    header, other = Header(1, 99), Header(2, 98)
+    record = Record(1, Kind.TURN, 1, b"payload")
+    bytes_of_it = encode_record(header, HEADER_BYTES, record)
+    outer = Record(2, Kind.TURN, 2, bytes_of_it)
+    body = encode_record(header, HEADER_BYTES, outer)
+    damaged = bytearray(encode_header(header) + body)
+    damaged[HEADER_BYTES + 20] ^= 1  # the outer record's head, so that the scan looks for the next
+    assert scan(header, bytes(damaged)).records == []
+    assert scan(other, encode_header(other) + bytes_of_it).records == []
+
+
+def test_a_payload_beyond_the_limit_is_refused_before_anything_is_written() -> None:
+    class Long(bytes):
+        def __len__(self) -> int:
+            return MAX_PAYLOAD + 1
+
+    with pytest.raises(ValueError, match=str(MAX_PAYLOAD)):
+        encode_record(Header(1, 1), HEADER_BYTES, Record(1, Kind.TURN, 1, Long()))
+
+
+# --------------------------------------------------------------------------------------------------------- index
+
+
+def test_only_the_newest_of_a_kind_and_key_counts_whatever_the_order() -> None:
+    for order in itertools.permutations(range(1, 4)):
+        index = Index()
+        entries = {lsn: Place(Record(lsn, Kind.AGENT, 7, b"")) for lsn in order}
+        for lsn in order:
+            index.enter(entries[lsn])
+        assert [lsn for lsn in entries if entries[lsn].live] == [3]
+
+
+def test_an_end_supersedes_the_pieces_of_its_turn_only() -> None:
+    index = Index()
+    pieces = [Place(Record(lsn, Kind.TOKENS, key, b"")) for lsn, key in ((1, 5), (2, 5), (3, 6))]
+    end = Place(Record(4, Kind.END, 5, b""))
+    for entry in (*pieces, end):
+        index.enter(entry)
+    assert [entry.live for entry in pieces] == [False, False, True] and end.live
+
+
+def test_keys_of_an_erasure_are_read_back() -> None:
+    keys = [1, 2**63, 77]
+    assert decode_keys(encode_keys(keys)) == keys and decode_keys(b"") == []
+
+
+def test_a_segment_is_wasteful_when_less_than_half_of_it_counts() -> None:
+    segment = Segment(Header(1, 1))
+    assert segment.wasteful
+    segment.entries = [Place(Record(lsn, Kind.TURN, lsn, b"x" * 100)) for lsn in range(4)]
+    segment.size += sum(entry.size for entry in segment.entries)
+    assert not segment.wasteful
+    for entry in segment.entries[:3]:
+        entry.live = False
+    assert segment.wasteful
+
+
+# ----------------------------------------------------------------------------------------------------------- log
+
+
+def test_what_was_synced_is_found_in_order_by_the_next_start() -> None:
+    files = CrashFiles()
+    log = opened(files)
+    written = [put(log, Kind.TURN, key) for key in (5, 9, 1)]
+    again = opened(files.crash(random.Random(1)))
+    assert again.recovered == written
+    assert again.next_lsn() > written[-1].lsn
+
+
+def test_a_second_process_is_refused_while_the_first_lives() -> None:
+    files = CrashFiles()
+    log = opened(files)
+    assert Log.open(files, FOLDER, Draw()) is None
+    log.close()
+    assert Log.open(files, FOLDER, Draw()) is not None
+
+
+def test_an_end_leaves_the_tokens_of_its_turn_behind() -> None:
+    files = CrashFiles()
+    log = opened(files)
+    put(log, Kind.TOKENS, 5, b"piece", sync=False)
+    end = put(log, Kind.END, 5, b"all")
+    log.close()
+    assert opened(files).recovered == [end]
+
+
+def test_erased_bytes_are_nowhere_and_what_is_left_stays() -> None:
+    files = CrashFiles()
+    log = opened(files)
+    stays = put(log, Kind.TURN, 1, b"stays")
+    put(log, Kind.TURN, 2, b"secret text")
+    log.erase([2])
+    assert not any(b"secret text" in data for data in files.files(FOLDER).values())
+    after = put(log, Kind.TURN, 3, b"after")
+    log.close()
+    assert opened(files).recovered == [stays, after]
+
+
+def test_an_erasure_that_a_crash_cuts_is_finished_by_the_next_start() -> None:
+    files = CrashFiles()
+    log = opened(files)
+    put(log, Kind.TURN, 2, b"secret text")
+    log.write([Record(log.next_lsn(), Kind.ERASE, 0, encode_keys([2]))], sync=True)
+    after = files.crash(random.Random(1))
+    assert opened(after).recovered == []
+    assert not any(b"secret text" in data for data in after.files(FOLDER).values())
+
+
+def test_compaction_ends_and_keeps_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "SEGMENT_BYTES", 6000)
+    monkeypatch.setattr(log_module, "SMALL_SEGMENTS", 2)
+    files = CrashFiles()
+    log = opened(files)
+    for turn in range(200):
+        put(log, Kind.AGENT, 1, b"%d" % turn + b"x" * 300, sync=turn % 7 == 0)
+    rounds = 0
+    while log.compact():
+        rounds += 1
+        assert rounds < 500, "it does not end"
+    assert log.bytes < 40_000, "199 of 200 records are superseded"
+    log.close()
+    (left,) = opened(files).recovered
+    assert left.payload.startswith(b"199x")
+
+
+def test_a_folder_that_is_not_ours_alone_is_refused_and_left_alone() -> None:
+    spoilt: list[tuple[Callable[[CrashFiles], None], str]] = [
+        (lambda files: files.chmod(FOLDER, 0o755), "others may read it"),
+        (lambda files: files.disown(FOLDER), "belongs to another user"),
+        (lambda files: files.put(FOLDER / "thesis.txt", b"mine"), "thesis.txt"),
+    ]
+    for spoil, what in spoilt:
+        files = CrashFiles()
+        files.make_folder(FOLDER)
+        spoil(files)
+        before = files.files()
+        with pytest.raises(ConfigError, match=what):
+            Log.open(files, FOLDER, Draw())
+        assert files.files() == before
+
+
+def test_a_newer_format_is_refused_and_left_alone() -> None:
+    files = CrashFiles()
+    files.make_folder(FOLDER)
+    files.put(FOLDER / f"{7:016x}.log", encode_header(Header(7, 5, VERSION + 1)))
+    before = files.files()
+    with pytest.raises(ConfigError, match=f"format {VERSION + 1}"):
+        Log.open(files, FOLDER, Draw())
+    assert {path: data for path, data in files.files().items() if path.suffix == ".log"} == before
+
+
+def test_a_segment_without_a_header_is_set_aside_and_goes_with_the_next_erasure() -> None:
+    """What it holds cannot be told, so an erasure must not leave it there."""
+    files = CrashFiles()
+    log = opened(files)
+    kept = put(log, Kind.TURN, 1)
+    log.close()
+    files.put(FOLDER / f"{99:016x}.log", b"secret" * 2000)
+    again = opened(files)
+    assert again.recovered == [kept] and again.damaged == 12_000
+    again.erase([12345])
+    assert not any(b"secret" in data for data in files.files(FOLDER).values())
+
+
+def test_the_same_holds_on_a_real_disk(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    log = Log.open(SystemFiles(), path, Draw())
+    assert log is not None and Log.open(SystemFiles(), path, Draw()) is None
+    kept = put(log, Kind.TURN, 1, b"kept")
+    put(log, Kind.TURN, 2, b"secret text")
+    log.erase([2])
+    log.close()
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert all(one.stat().st_mode & 0o777 == 0o600 for one in path.iterdir())
+    assert not any(b"secret text" in one.read_bytes() for one in path.iterdir())
+    again = Log.open(SystemFiles(), path, Draw())
+    assert again is not None and again.recovered == [kept]
+    again.close()

@@ -1,0 +1,213 @@
+"""The routes of agents over a real socket, on the fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import Site, site
+from tests.agents.house import House, house, talking_model
+
+from cairn.config import Config, Secret, TenantKeys
+
+TURN = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return talking_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@contextlib.asynccontextmanager
+async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site, httpx.AsyncClient]]:
+    """Agents, their server and a client of it."""
+    async with house(folder) as at, site(at.service, Config(**options)) as web, web.http() as http:
+        web.app.agent_routes.agents = at.agents
+        yield at, web, http
+
+
+def ask(text: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **TURN, **more}
+
+
+def chunks(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def test_an_agent_from_creation_to_deletion(folder: Path) -> None:
+    async with home(folder) as (_, _, http):
+        made = await http.post("/v1/agents", json={"id": "ada", "system": "You remember.", "metadata": {"a": "b"}})
+        assert made.status_code == 201 and made.json()["id"] == "ada" and made.json()["state"] == "idle"
+        first = await http.post("/v1/agents/ada/turns", json=ask("My name is Ada."))
+        assert first.status_code == 200, first.text
+        body = first.json()
+        assert body["object"] == "chat.completion" and body["choices"][0]["finish_reason"] == "length"
+        assert (body["agent"], body["turn"]) == ("ada", 1) == (first.headers["x-cairn-agent"], 1)
+        streamed = await http.post("/v1/agents/ada/turns", json=ask("And now?", stream=True))
+        said = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks(streamed.text) if c["choices"])
+        assert streamed.headers["x-cairn-turn"] == "2" and "cairn" in chunks(streamed.text)[-1]
+        turns = (await http.get("/v1/agents/ada/turns")).json()["data"]
+        assert [turn["number"] for turn in turns] == [1, 2] and turns[1]["answer"]["content"] == said
+        assert turns[1]["cached_tokens"] > 0
+        shown = (await http.get("/v1/agents/ada")).json()
+        assert shown["messages"] == [{"role": "system", "content": "You remember."}] and shown["metadata"] == {"a": "b"}
+        assert shown["turns"] == 2 and shown["tokens"] > 0 and shown["savings"]["requests"] == 2
+        forked = await http.post("/v1/agents/ada/fork", json={"turn": 1, "id": "bob"})
+        assert forked.status_code == 201 and forked.json()["origin"] == "ada"
+        back = await http.post("/v1/agents/ada/rollback", json={"turn": 1})
+        assert back.json()["head"] == 1
+        listed = (await http.get("/v1/agents?limit=1")).json()
+        assert [one["id"] for one in listed["data"]] == ["bob"] and listed["has_more"]
+        gone = await http.delete("/v1/agents/ada")
+        assert gone.json() == {"id": "ada", "object": "agent.deleted", "deleted": True}
+        assert (await http.get("/v1/agents/ada")).status_code == 404
+        assert (await http.get("/v1/agents/bob/turns")).json()["data"][0]["number"] == 1
+
+
+async def test_a_turn_is_what_the_whole_conversation_would_be_as_a_chat(folder: Path) -> None:
+    async with home(folder) as (_, _, http):
+        await http.post("/v1/agents", json={"id": "ada", "system": "You remember."})
+        messages: list[Any] = [{"role": "system", "content": "You remember."}]
+        for text in ("one", "two", "three"):
+            messages.append({"role": "user", "content": text})
+            turn = (await http.post("/v1/agents/ada/turns", json=ask(text))).json()
+            chat = await http.post("/v1/chat/completions", json={"model": "tiny", "messages": messages, **TURN})
+            assert turn["choices"] == chat.json()["choices"]
+            messages.append(turn["choices"][0]["message"])
+
+
+async def test_a_turn_goes_on_when_its_client_has_left_and_can_be_followed(folder: Path) -> None:
+    async with home(folder) as (_, _, http):
+        await http.post("/v1/agents", json={"id": "ada"})
+        long = ask("Tell me a story", stream=True, max_tokens=400)
+        async with http.stream("POST", "/v1/agents/ada/turns", json=long) as response:
+            number = response.headers["x-request-id"]
+            await anext(response.aiter_lines())
+        conflict = await http.post("/v1/agents/ada/turns", json=ask("hello?"))
+        assert conflict.status_code == 409 and number in conflict.json()["error"]["message"]
+        rest = await http.get(f"/v1/requests/{number}/events")
+        assert rest.text.rstrip().endswith("[DONE]")
+        (turn,) = (await http.get("/v1/agents/ada/turns")).json()["data"]
+        assert turn["state"] == "finished" and turn["completion_tokens"] == 400 and turn["request"] == number
+
+
+async def test_without_a_reader_it_is_interrupted_after_the_grace_and_can_be_resumed(folder: Path) -> None:
+    async with home(folder, reconnect_grace=0.1) as (_, _, http):
+        await http.post("/v1/agents", json={"id": "ada"})
+        long = ask("Tell me a story", stream=True, max_tokens=1900)
+        async with http.stream("POST", "/v1/agents/ada/turns", json=long) as response:
+            await anext(response.aiter_lines())
+        for _ in range(400):
+            (turn,) = (await http.get("/v1/agents/ada/turns")).json()["data"]
+            if turn["state"] != "running":
+                break
+            await asyncio.sleep(0.01)
+        assert turn["state"] == "interrupted" and 0 < turn["completion_tokens"] < 1900
+        resumed = await http.post("/v1/agents/ada/resume", json={})
+        assert resumed.status_code == 200 and resumed.json()["usage"]["completion_tokens"] == 1900
+        assert resumed.json()["choices"][0]["message"]["content"].startswith(turn["answer"]["content"])
+        assert (await http.post("/v1/agents/ada/resume", json={})).status_code == 409
+
+
+async def test_a_client_that_waits_for_a_whole_answer_and_leaves_cancels_nothing_at_once(folder: Path) -> None:
+    async with home(folder) as (_, _, http):
+        await http.post("/v1/agents", json={"id": "ada"})
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post("/v1/agents/ada/turns", json=ask("long", max_tokens=1500), timeout=0.1)
+        for _ in range(1000):
+            (turn,) = (await http.get("/v1/agents/ada/turns")).json()["data"]
+            if turn["state"] != "running":
+                break
+            await asyncio.sleep(0.01)
+        assert turn["state"] == "finished" and turn["completion_tokens"] == 1500
+
+
+async def test_a_cancelled_turn_is_interrupted(folder: Path) -> None:
+    async with home(folder) as (_, _, http):
+        await http.post("/v1/agents", json={"id": "ada"})
+        async with http.stream("POST", "/v1/agents/ada/turns", json=ask("x", stream=True, max_tokens=1900)) as stream:
+            lines = stream.aiter_lines()
+            await anext(lines)
+            await http.post(f"/v1/requests/{stream.headers['x-request-id']}/cancel", json={})
+            rest = "\n".join([line async for line in lines])
+        assert "cancelled" in rest and "[DONE]" not in rest
+        (turn,) = (await http.get("/v1/agents/ada/turns")).json()["data"]
+        assert turn["state"] == "interrupted"
+
+
+WRONG: list[tuple[str, Any, int, str]] = [
+    ("/v1/agents", {"id": "../../etc"}, 400, "1 to 64 letters"),
+    ("/v1/agents", {"id": "import"}, 400, "1 to 64 letters"),
+    ("/v1/agents", {"id": "ada"}, 409, "there is an agent ada already"),
+    ("/v1/agents", {"pins": True}, 400, "pins"),
+    ("/v1/agents", {"ttl": -1}, 400, "ttl"),
+    ("/v1/agents", {"model": "gpt"}, 404, "there is no model"),
+    ("/v1/agents", {"system": "a", "messages": [{"role": "system", "content": "b"}]}, 400, "either system"),
+    ("/v1/agents", {"metadata": {"a": "b" * 600}}, 400, "metadata.a"),
+    ("/v1/agents/ada/turns", {"messages": []}, 400, "messages"),
+    ("/v1/agents/ada/turns", {"messages": [{"role": "assistant", "content": "x"}]}, 400, "new messages only"),
+    ("/v1/agents/ada/turns", ask("x", n=2), 400, "n must be 1"),
+    ("/v1/agents/ada/turns", ask("x", temperature=99), 400, "temperature"),
+    ("/v1/agents/ada/turns", ask("word " * 2000), 400, "2048 tokens"),
+    ("/v1/agents/nobody/turns", ask("x"), 404, "no agent nobody"),
+    ("/v1/agents/a b/turns", ask("x"), 400, "1 to 64 letters"),
+    ("/v1/agents/ada/fork", {"turn": 5}, 404, "no turn 5"),
+    ("/v1/agents/ada/rollback", {}, 400, "turn is missing"),
+    ("/v1/agents/ada/rollback", {"turn": -1}, 404, "no turn -1"),
+    ("/v1/agents/ada/resume", {}, 409, "only an interrupted one"),
+    ("/v1/agents/ada/nothing", {}, 404, "no route"),
+    ("/v1/agents/ada/", {}, 404, "no route"),
+]
+
+
+async def test_what_is_wrong_is_named(folder: Path) -> None:
+    async with home(folder) as (at, _, http):
+        await at.agents.create("default", id="ada")
+        for path, body, status, what in WRONG:
+            response = await http.post(path, json=body)
+            said = response.json()["error"]["message"]
+            assert (response.status_code, what in said) == (status, True), (path, body, response.text)
+        assert at.agents.turns("default", "ada") == ()
+
+
+async def test_odd_parameters_of_the_list_are_refused(folder: Path) -> None:
+    async with home(folder) as (_, _, http):
+        for query in ("limit=0", "limit=101", "limit=x", "page=2", "after=", "a&b", "limit"):
+            response = await http.get("/v1/agents?" + query)
+            assert response.status_code == 400, query
+
+
+async def test_tenants_have_their_own_agents(folder: Path) -> None:
+    tenants = tuple(TenantKeys(name, (Secret(name * 4),)) for name in ("ada", "bob"))
+    async with home(folder, tenants=tenants) as (_, _, http):
+        mine, other = ({"authorization": f"Bearer {name * 4}"} for name in ("ada", "bob"))
+        assert (await http.post("/v1/agents", json={"id": "x"})).status_code == 401
+        await http.post("/v1/agents", json={"id": "x"}, headers=mine)
+        turn = await http.post("/v1/agents/x/turns", json=ask("a long enough message for whole blocks"), headers=mine)
+        assert turn.status_code == 200
+        calls = [("GET", ""), ("DELETE", ""), ("GET", "/turns"), ("POST", "/turns"), ("POST", "/fork")]
+        for method, rest in calls:
+            body = ask("x") if rest == "/turns" else {}
+            response = await http.request(
+                method, "/v1/agents/x" + rest, json=body if method == "POST" else None, headers=other
+            )
+            assert response.status_code == 404, (method, rest)
+        assert (await http.get("/v1/agents", headers=other)).json()["data"] == []
+        await http.post("/v1/agents", json={"id": "x"}, headers=other)
+        same = await http.post("/v1/agents/x/turns", json=ask("a long enough message for whole blocks"), headers=other)
+        assert same.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_a_server_without_agents_says_why(folder: Path) -> None:
+    async with home(folder) as (_, web, http):
+        web.app.agent_routes.agents = None
+        response = await http.get("/v1/agents")
+        assert response.status_code == 503 and "keeps no agents" in response.json()["error"]["message"]

@@ -1,0 +1,582 @@
+"""The disk store: what it keeps, what it gives back, what it gives up."""
+
+from __future__ import annotations
+
+import errno
+import time as machine_time
+from pathlib import Path
+
+import pytest
+from tests.files import CrashFiles, Fault
+from tests.kv.stored import FOLDER, SIZE, Time, chain, chunk_path, held, keys, on_disk, open_store
+
+from cairn.errors import ConfigError, Conflict
+from cairn.kv.codec import Raw
+from cairn.kv.store import Chunk
+from cairn.seams import SystemFiles
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def files(time: Time) -> CrashFiles:
+    return CrashFiles(now=time.now)
+
+
+# ------------------------------------------------------------------------------------------------- keep, find, fetch
+
+
+def test_what_was_kept_is_found_after_a_restart(files: CrashFiles, time: Time) -> None:
+    """Known failure 31, half of it: what a store holds is what its files say, there is no index to lose."""
+    store = open_store(files, time)
+    chunks = chain(5)
+    assert store.keep(chunks) == 5
+    before = store.stats()
+    store.close()
+    again = open_store(files, time)
+    assert again.leading(keys(chunks)) == 5
+    assert [again.fetch(chunk.key, chunk.tokens) for chunk in chunks] == chunks
+    assert (again.stats().chunks, again.stats().bytes) == (5, before.bytes) == (5, on_disk(files))
+
+
+def test_other_tokens_under_the_same_key_are_a_miss(files: CrashFiles, time: Time) -> None:
+    """Known failure 26."""
+    store = open_store(files, time)
+    [chunk] = chain(1)
+    store.keep([chunk])
+    assert store.fetch(chunk.key, (*chunk.tokens[:-1], chunk.tokens[-1] + 1)) is None
+    assert store.fetch(chunk.key, chunk.tokens[:-1]) is None
+    assert store.fetch(chunk.key, chunk.tokens) == chunk
+    assert store.stats().damaged == 0
+
+
+def test_a_hole_ends_the_run(files: CrashFiles, time: Time) -> None:
+    """Known failure 32."""
+    store = open_store(files, time)
+    chunks = chain(4)
+    store.keep(chunks)
+    a, _, c, d = keys(chunks)
+    assert store.leading([a, b"?" * 32, c, d]) == 1
+    assert store.leading([b"?" * 32, a]) == 0
+    assert store.leading([]) == 0
+
+
+def test_a_chunk_without_what_it_extends_is_refused(files: CrashFiles, time: Time) -> None:
+    """Known failure 32: the store itself never has a hole."""
+    store = open_store(files, time)
+    a, b, c, d = chain(4)
+    assert store.keep([b]) == 0
+    assert store.keep([a, c, d]) == 1
+    assert store.keep([a, b, b, c]) == 4
+    assert store.leading(keys([a, b, c, d])) == 3
+    assert store.stats().refused == 3
+
+
+def test_a_chunk_is_written_once(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    chunks = chain(3)
+    store.keep(chunks)
+    written = store.stats().written
+    assert store.keep(chunks) == 3
+    assert store.stats().written == written
+
+
+@pytest.mark.parametrize("how", [{"identity": b"other"}, {"codec": Raw([SIZE // 4, SIZE // 4])}])
+def test_models_share_a_folder_and_nothing_else(files: CrashFiles, time: Time, how: dict[str, object]) -> None:
+    """Known failure 28: the same keys under another identity are another model's."""
+    store = open_store(files, time)
+    chunks = chain(3)
+    store.keep(chunks)
+    store.close()
+    other = open_store(files, time, **how)
+    mine = "identity" not in how
+    assert other.leading(keys(chunks)) == (3 if mine else 0)
+    assert (other.fetch(chunks[0].key, chunks[0].tokens) is not None) == mine
+    assert other.stats().chunks == 3
+    assert other.keep(chunks) == 3
+    assert other.stats().chunks == (3 if mine else 6)
+
+
+def test_pages_of_another_size_are_refused_and_not_read(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    [chunk] = chain(1, size=SIZE - 4)
+    assert store.keep([chunk]) == 0
+    store.keep(chain(1))
+    store.close()
+    wider = open_store(files, time, size=2 * SIZE)
+    [chunk] = chain(1)
+    assert wider.fetch(chunk.key, chunk.tokens) is None
+    assert wider.stats().damaged == 1
+
+
+# ---------------------------------------------------------------------------------------------- budget and eviction
+
+
+def test_the_budget_holds_at_every_moment_and_after_a_restart(files: CrashFiles, time: Time) -> None:
+    """Known failure 31: the bytes on the disk are counted, headers, pins and leftovers too, also after a restart."""
+    budget = 40 * 4096
+    most = 0
+
+    def look(kind: str) -> None:
+        nonlocal most
+        most = max(most, on_disk(files))
+
+    files.after_change = look
+    for round_ in range(4):
+        store = open_store(files, time, budget=budget)
+        for number in range(6):
+            store.keep(chain(5, salt=bytes([round_, number])))
+            assert store.stats().bytes == on_disk(files)
+        store.pin("a", keys(chain(3, salt=bytes([round_, 5]))))
+        assert store.stats().bytes == on_disk(files) <= budget
+        store.close()
+    assert budget - 4096 * 6 < most <= budget
+    small = open_store(files, time, budget=10 * 4096)
+    assert small.stats().bytes == on_disk(files) <= 10 * 4096
+    assert small.stats().evicted > 0
+
+
+def test_leaves_go_first_the_oldest_of_them(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time, budget=(12 + 1) * 4096)
+    deep, old, new = chain(10), chain(1, salt=b"old"), chain(1, salt=b"new")
+    for one in (deep, old, new):
+        assert store.keep(one) == len(one)
+        time.sleep(100)
+    assert store.leading(keys(old)) == 1  # now it was used last
+    time.sleep(100)
+    store.keep(chain(1, salt=b"more"))
+    assert [held(files, one) for one in (deep, old, new)] == [9, 1, 1]
+    assert store.leading(keys(deep)) == 9
+    time.sleep(100)
+    store.keep(chain(1, salt=b"even more"))
+    assert [held(files, one) for one in (deep, old, new)] == [9, 1, 0]
+
+
+def test_what_a_used_chunk_extends_was_used_with_it(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time, budget=(5 + 1) * 4096)
+    long, other = chain(3), chain(2, salt=b"o")
+    store.keep(long)
+    time.sleep(100)
+    store.keep(other)
+    time.sleep(100)
+    store.leading(keys(long))
+    time.sleep(100)
+    store.keep(chain(2, salt=b"x"))
+    assert (held(files, long), held(files, other)) == (3, 0)
+    store.keep(chain(1, salt=b"y", after=chain(2, salt=b"x")[1]))
+    assert held(files, long) == 2
+    store.keep(chain(2, salt=b"z"))
+    assert (held(files, long), held(files, chain(2, salt=b"x"))) == (0, 2)
+
+
+def test_dear_chunks_outlast_cheap_ones(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time, budget=103 * 4096)
+    deep = chain(100)
+    for chunk in deep:
+        assert store.keep([chunk]) == 1
+    cheap = chain(1, salt=b"cheap")
+    time.sleep(100)
+    store.keep(cheap)
+    time.sleep(100)
+    store.keep(chain(1, salt=b"x"))
+    assert store.stats().evicted == 0
+    time.sleep(100)
+    store.keep(chain(1, salt=b"y"))
+    assert held(files, cheap) == 0, "a chunk at the start costs less to compute than one at 6,400"
+    assert held(files, deep) == 100
+
+
+def test_what_is_pinned_stays_with_what_it_extends(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time, budget=9 * 4096)
+    chunks = chain(4)
+    store.keep(chunks)
+    store.pin("agent", [chunks[2].key])
+    assert store.stats().pinned == 3
+    store.close()
+    store = open_store(files, time, budget=9 * 4096)
+    assert store.stats().pinned == 3
+    for number in range(9):
+        time.sleep(100)
+        assert store.keep(chain(2, salt=bytes([number]))) == 2
+    assert held(files, chunks) == 3
+    store.pin("agent", [])
+    for number in range(9):
+        time.sleep(100)
+        assert store.keep(chain(2, salt=bytes([number, 1]))) == 2
+    assert held(files, chunks) == 0
+    store.close()
+    assert open_store(files, time).stats().pinned == 0
+
+
+def test_a_pin_holds_for_chunks_that_come_later_and_for_each_owner(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time, budget=9 * 4096)
+    chunks = chain(3)
+    store.pin("a", keys(chunks))
+    store.pin("b", keys(chunks)[:1])
+    store.keep(chunks)
+    store.pin("a", [])
+    for number in range(9):
+        time.sleep(100)
+        assert store.keep(chain(2, salt=bytes([number]))) == 2
+    assert held(files, chunks) == 1
+
+
+def test_unpinning_reaches_other_models(files: CrashFiles, time: Time) -> None:
+    first = open_store(files, time)
+    first.keep(chain(2))
+    first.pin("agent", keys(chain(2)))
+    first.pin("else", keys(chain(1)))
+    first.close()
+    second = open_store(files, time, identity=b"second")
+    assert second.stats().pinned == 2
+    second.pin("agent", [])
+    assert second.stats().pinned == 1
+    second.close()
+    assert open_store(files, time).stats().pinned == 1
+
+
+def test_an_owner_is_never_a_file_name(files: CrashFiles, time: Time) -> None:
+    """Known failure 29, its file side: what a client calls an agent is not on the disk."""
+    store = open_store(files, time)
+    store.pin("../../etc/passwd", keys(chain(1)))
+    assert not any("passwd" in str(path) for path in files.files())
+    assert all(path.is_relative_to(FOLDER) for path in files.files())
+
+
+def test_what_nobody_used_for_the_time_to_live_goes(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time, ttl=1000.0)
+    old, used, pinned = chain(3), chain(3, salt=b"used"), chain(2, salt=b"pinned")
+    for one in (old, used, pinned):
+        store.keep(one)
+    store.pin("a", keys(pinned))
+    time.sleep(900)
+    store.leading(keys(used))
+    store.tend()
+    store.close()
+    time.sleep(200)
+    store = open_store(files, time, ttl=1000.0)
+    store.tend()
+    assert [store.leading(keys(one)) for one in (old, used, pinned)] == [0, 3, 2]
+
+
+def test_a_wall_clock_that_jumps_makes_nothing_old(files: CrashFiles, time: Time) -> None:
+    time.wall = -900_000.0  # a machine that thinks it is 1970, until the network tells
+    store = open_store(files, time, ttl=1000.0)
+    store.keep(chain(3))
+    time.wall = 1e9
+    time.sleep(700)
+    store.tend()
+    assert store.leading(keys(chain(3))) == 3
+
+
+def test_pruning_others_leaves_this_model(files: CrashFiles, time: Time) -> None:
+    other = open_store(files, time, identity=b"other")
+    other.keep(chain(3, salt=b"o"))
+    other.close()
+    store = open_store(files, time)
+    store.keep(chain(2))
+    assert store.prune() == 0
+    assert store.prune(others=True) == 3
+    assert (store.stats().chunks, store.leading(keys(chain(2)))) == (2, 2)
+
+
+def test_dropping_takes_what_extends_it_and_its_bytes(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    chunks = chain(5)
+    branch = chain(2, salt=b"b", after=chunks[1])
+    store.keep(chunks + branch)
+    store.pin("a", keys(chunks))
+    assert store.drop([chunks[2].key]) == 3
+    assert (store.leading(keys(chunks)), store.leading(keys(branch))) == (2, 2)
+    assert store.drop([chunks[0].key, b"?" * 32]) == 4
+    assert not [path for path in files.files(FOLDER) if path.name.count(".") == 4]
+    store.close()
+    after = open_store(files.crash(files.rng), time)
+    assert after.stats().chunks == 0, "what was dropped came back after a power cut"
+
+
+# ------------------------------------------------------------------------------------------------------------ damage
+
+
+def test_damage_is_a_miss_and_takes_what_extends_it(files: CrashFiles, time: Time) -> None:
+    """Known failure 30."""
+    store = open_store(files, time)
+    chunks = chain(4)
+    store.keep(chunks)
+    path = chunk_path(files, chunks[1])
+    data = files.files()[path]
+    files.put(path, data[:-1] + bytes([data[-1] ^ 1]))
+    assert store.fetch(chunks[1].key, chunks[1].tokens) is None
+    assert (store.leading(keys(chunks)), store.stats().damaged, store.stats().trouble) == (1, 3, "")
+    assert store.keep(chunks) == 4
+    assert store.fetch(chunks[1].key, chunks[1].tokens) == chunks[1]
+
+
+def test_scrub_finds_all_damage_of_all_models(files: CrashFiles, time: Time) -> None:
+    other = open_store(files, time, identity=b"other")
+    other.keep(chain(3, salt=b"o"))
+    other.close()
+    store = open_store(files, time)
+    store.keep(chain(3))
+    for chunk in (chain(3)[2], chain(3, salt=b"o")[1]):
+        path = chunk_path(files, chunk)
+        files.put(path, files.files()[path].replace(chunk.key, bytes(32)))
+    found = store.scrub()
+    assert (found.damaged, found.unreadable, store.stats().chunks) == (3, 0, 3)
+    assert store.scrub().damaged == 0
+
+
+def test_leftovers_orphans_and_twins_go_at_the_start(files: CrashFiles, time: Time) -> None:
+    """Known failure 31: nothing is left for ever, and what is not ours is left alone but counted."""
+    store = open_store(files, time)
+    chunks = chain(3)
+    store.keep(chunks)
+    store.close()
+    path = chunk_path(files, chunks[1])
+    data = files.files()[path]
+    files.put(path.with_name("tmp-7"), b"x" * 9000)
+    files.put(path.with_name(path.name.replace(".40.", ".41.")), data)
+    files.put(FOLDER / ("0" if path.parent.name != "0" else "1") / path.name, data)
+    files.put(path.with_name("notes.txt"), b"mine")
+    files.vanish(chunk_path(files, chunks[0]))
+    store = open_store(files, time)
+    assert store.stats().chunks == 0
+    left = [one.name for one in files.files(FOLDER) if one.parent != FOLDER]
+    assert left == ["notes.txt"]
+    assert store.stats().bytes == on_disk(files)
+
+
+def test_damaged_pins_pin_nothing(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    store.keep(chain(2))
+    store.pin("a", keys(chain(2)))
+    store.close()
+    [path] = files.files(FOLDER / "pins")
+    files.put(path, files.files()[path][:-1] + b"?")
+    store = open_store(files, time)
+    assert store.stats().pinned == 0
+    assert store.stats().bytes == on_disk(files)
+    assert not files.files(FOLDER / "pins")
+
+
+# ------------------------------------------------------------------------------------------------ the disk's failures
+
+
+def test_a_disk_that_fails_is_said_and_tried_again(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    a, b = chain(2)
+    store.keep([a])
+    files.fail(Fault(files.calls, errno.EIO, sticky=True))
+    assert store.keep([a, b]) == 1
+    assert store.stats().trouble == "the KV store cannot write /kv: Input/output error"
+    assert store.fetch(a.key, a.tokens) is None
+    files.heal()
+    assert store.fetch(a.key, a.tokens) == a, "one failed read gives no chunk up"
+    assert store.keep([a, b]) == 1, "it is too early to try again"
+    time.sleep(5)
+    store.tend()
+    assert store.stats().trouble == ""
+    assert store.keep([a, b]) == 2
+
+
+def test_tries_get_rarer_and_end_with_a_write(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    files.fail(Fault(files.calls, errno.ENOSPC, sticky=True))
+    store.keep(chain(1))
+    tries = 0
+    for _ in range(1000):
+        before = files.fired
+        time.sleep(1)
+        store.tend()
+        tries += files.fired > before
+    assert 15 <= tries <= 25
+    files.heal()
+    time.sleep(60)
+    assert store.keep(chain(1)) == 1
+    assert store.stats().trouble == ""
+
+
+def test_a_chunk_that_cannot_be_read_twice_is_given_up(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    [chunk] = chain(1)
+    store.keep([chunk])
+    for _ in range(2):
+        assert store.leading([chunk.key]) == 1
+        files.fail(Fault(files.calls, only=frozenset({"read"})))
+        assert store.fetch(chunk.key, chunk.tokens) is None
+    assert store.leading([chunk.key]) == 0
+
+
+def test_a_full_disk_is_said_and_the_store_lives_on_its_own_bytes(time: Time) -> None:
+    files = CrashFiles(now=time.now, capacity=40 * 4096)
+    store = open_store(files, time, budget=1 << 30, reserve=8 * 4096)
+    for number in range(16):
+        assert store.keep(chain(3, salt=bytes([number]))) == 3
+    assert (store.stats().bytes, store.stats().trouble) == (32 * 4096, "")
+    files.put(Path("/others"), bytes(files.free(FOLDER)))
+    assert store.keep(chain(1, salt=b"!")) == 1
+    store.tend()
+    assert files.free(FOLDER) >= 2 * 4096, "others' last bytes are theirs"
+    for number in range(3):
+        files.put(Path(f"/others{number}"), bytes(files.free(FOLDER)))
+        store.tend()
+    store.drop(keys([chunk for number in range(16) for chunk in chain(3, salt=bytes([number]))] + chain(1, salt=b"!")))
+    files.put(Path("/others9"), bytes(files.free(FOLDER)))
+    assert store.keep(chain(1)) == 0
+    assert store.stats().trouble == "the KV store cannot write /kv: the disk is full"
+    for path in [path for path in files.files() if path.parent == Path("/")]:
+        files.vanish(path)
+    store.tend()
+    assert store.stats().trouble == ""
+    assert store.keep(chain(1)) == 1
+
+
+def test_a_disk_that_fails_at_the_start_is_opened_later(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    chunks, gone = chain(3), chain(2, salt=b"gone")
+    store.keep(chunks + gone)
+    store.pin("a", keys(gone))
+    store.close()
+    files.fail(Fault(files.calls, errno.EIO, sticky=True))
+    store = open_store(files, time)
+    assert store.stats().trouble == "the KV store cannot open /kv: Input/output error"
+    assert (store.leading(keys(chunks)), store.keep(chunks)) == (0, 0)
+    assert store.fetch(chunks[0].key, chunks[0].tokens) is None
+    store.drop(keys(gone))
+    store.pin("a", keys(chunks)[:1])
+    files.heal()
+    time.sleep(2)
+    store.tend()
+    assert (store.stats().trouble, store.stats().pinned) == ("", 1)
+    assert (store.leading(keys(chunks)), store.leading(keys(gone))) == (3, 0)
+    store.close()
+    assert open_store(files, time).stats().pinned == 1
+
+
+def test_a_disk_that_fails_for_good_can_be_closed(files: CrashFiles, time: Time) -> None:
+    files.fail(Fault(0, errno.EROFS, sticky=True))
+    store = open_store(files, time)
+    assert "Read-only" in store.stats().trouble
+    store.close()
+
+
+# ------------------------------------------------------------------------------------------------- whose folder it is
+
+
+def test_one_process_at_a_time(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    before = time.now()
+    with pytest.raises(Conflict, match=r"kv_dir: /kv is in use by another process, which did not give it back in 5 s"):
+        open_store(files, time)
+    assert 5 <= time.now() - before < 6
+    store.close()
+    open_store(files, time)
+
+
+def test_waiting_for_a_process_that_goes(files: CrashFiles, time: Time) -> None:
+    first = open_store(files, time)
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        if time.now() > 1_000_002:
+            first.close()
+
+    open_store(files, time, sleep=sleep)
+
+
+def strange_mode(files: CrashFiles) -> None:
+    files.chmod(FOLDER, 0o755)
+
+
+def stranger(files: CrashFiles) -> None:
+    files.disown(FOLDER)
+
+
+def not_ours(files: CrashFiles) -> None:
+    files.vanish(FOLDER / "cairn-kv-store")
+
+
+def newer(files: CrashFiles) -> None:
+    files.put(FOLDER / "cairn-kv-store", b"cairn kv store 2\n")
+
+
+def bent(files: CrashFiles) -> None:
+    files.put(FOLDER / "cairn-kv-store", b"cairn kv store one\n")
+
+
+REFUSED = {
+    strange_mode: "kv_dir: /kv is open to others (mode 0755); it must have mode 0700",
+    stranger: "kv_dir: /kv belongs to another user",
+    not_ours: "kv_dir: /kv is not empty and not a KV store of Cairn",
+    newer: "kv_dir: /kv has format 2 of a newer Cairn; this one reads up to 1",
+    bent: "kv_dir: /kv/cairn-kv-store is not a marker of Cairn",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_a_folder_that_is_not_ours_is_refused_or_set_aside(files: CrashFiles, time: Time, change: object) -> None:
+    store = open_store(files, time)
+    store.keep(chain(2))
+    store.close()
+    assert callable(change)
+    change(files)
+    before = files.files()
+    with pytest.raises(ConfigError) as caught:
+        open_store(files, time)
+    assert str(caught.value) == REFUSED[change]
+    assert caught.value.field == "kv_dir"
+    assert files.files() == before, "a folder that was refused was changed"
+    if change is stranger:
+        return  # the fake forgets the owner of a folder that moves
+    fresh = open_store(files, time, fresh=True)
+    assert fresh.stats().chunks == 0
+    aside = [path for path in files.files() if ".aside-" in str(path)]
+    assert len(aside) == len(before)
+
+
+# ------------------------------------------------------------------------------------------------------ a real disk
+
+
+def test_on_a_real_disk(tmp_path: Path) -> None:
+    """Modes, and every byte counted."""
+    folder = tmp_path / "kv"
+    store = open_store(SystemFiles(), Time(), folder=folder)
+    chunks = chain(20)
+    assert store.keep(chunks) == 20
+    store.pin("a", keys(chunks)[:3])
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert all(path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600) for path in folder.rglob("*"))
+    taken = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    assert store.stats().bytes == taken
+    with pytest.raises(Conflict):
+        open_store(SystemFiles(), Time(), folder=folder)
+    store.close()
+    again = open_store(SystemFiles(), Time(), folder=folder)
+    assert again.stats().bytes == taken
+    assert [again.fetch(chunk.key, chunk.tokens) for chunk in chunks] == chunks
+
+
+def test_ten_thousand_chunks_are_indexed_within_a_second(files: CrashFiles, time: Time, tmp_path: Path) -> None:
+    """By names and sizes alone: what is in these files is nothing."""
+    store = open_store(files, time)
+    chunks: list[Chunk] = []
+    for number in range(100):
+        chunks += chain(100, salt=bytes([number]))
+    store.keep(chunks[:1])
+    [sample] = [path.name for path in files.files(FOLDER) if path.name.count(".") == 4]
+    tag, size = sample.split(".")[2], int(sample.split(".")[4], 16)
+    store.close()
+    folder = tmp_path / "kv"
+    open_store(SystemFiles(), Time(), folder=folder).close()
+    for chunk in chunks:
+        name = f"{chunk.key.hex()}.{chunk.parent.hex() or '-'}.{tag}.{chunk.depth:x}.{size:x}"
+        with (folder / name[0] / name).open("wb") as file:
+            file.truncate(size)
+    start = machine_time.process_time()
+    again = open_store(SystemFiles(), Time(), folder=folder)
+    seconds = machine_time.process_time() - start
+    assert again.stats().chunks == 10_000
+    assert seconds < 1.0

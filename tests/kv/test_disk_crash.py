@@ -1,0 +1,132 @@
+"""The disk store against crashes, faults, damage and a full disk, at the figures of docs/reliability.md."""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.files import CrashFiles, Fault
+from tests.kv.stored import FOLDER, Time, chain, keys, open_store
+from tests.laws import storage
+
+from cairn.kv.store import Chunk
+
+Figure = Callable[[str, str], None]
+
+
+def test_what_was_kept_survives_a_crash_at_any_moment(prove: bool, figure: Figure) -> None:
+    """Known failure 31. Crashes in the middle of writing, evicting, dropping and pinning, and again in the start."""
+    states, seed = 0, 1_000
+    while states < (50_000 if prove else 5_000):
+        states += storage.crash_everywhere(seed, states=3)
+        seed += 1
+    figure("disk store: crash states, every kept chunk found whole", f"{states:,}")
+
+
+def test_a_fault_at_every_call_costs_chunks_never_bytes_or_the_store(prove: bool, figure: Figure) -> None:
+    """Once and for good, every kind of error that a disk has; afterwards the store works again."""
+    struck = 0
+    for seed in range(2_000, 2_013 if prove else 2_002):
+        time = Time()
+        calls = CrashFiles(seed=seed, now=time.now)
+        storage.Work(calls, time, seed).run()
+        step = 1 if prove else 2
+        for at in range(0, calls.calls, step):
+            error = storage.ERRORS[(at // step + seed) % 4]
+            struck += storage.fault_at(seed, Fault(at, error, sticky=at // step % 3 == 0, short=at // step % 2 == 0))
+    figure("disk store: runs with a fault, store back afterwards", f"{struck:,}")
+
+
+def test_damage_is_never_served(prove: bool, figure: Figure) -> None:
+    """Known failure 30. One bit in every byte of every file; then sectors, cuts, joins, swaps, twins; then at random
+    while the store works. Whatever is read is what was kept, or nothing."""
+    time, rng = Time(), random.Random(1)
+    files = CrashFiles(now=time.now)
+    store = open_store(files, time)
+    chunks = chain(4)
+    store.keep(chunks)
+    store.pin("a", keys(chunks))
+    done = found = 0
+    whole = dict(files.files(FOLDER))
+    for path, data in whole.items():
+        here = [chunk for chunk in chunks if path.name.startswith(chunk.key.hex())]
+        for at in range(0, len(data), 1 if prove else 3):
+            files.put(path, data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
+            done += 1
+            for chunk in here:
+                assert store.fetch(chunk.key, chunk.tokens) is None
+                assert store.leading(keys(chunks)) == chunks.index(chunk)
+                assert store.keep(chunks) == 4
+                found += 1
+            files.put(path, data)
+    assert found > 1_000
+    store.close()
+    target = 100_000 if prove else 5_000
+    while done < target * 9 // 10:
+        done += 1
+        found += not read_damaged(whole, chunks, done)
+    seed = 3_000
+    while done < target:
+        storage.damage_at_random(seed)
+        seed, done = seed + 1, done + storage.STEPS // 2
+    figure("disk store: corruptions, wrong bytes served", f"{done:,}, 0")
+
+
+def read_damaged(whole: dict[Path, bytes], chunks: Sequence[Chunk], seed: int) -> bool:
+    """Open a copy with one kind of damage and read everything; whether all of it was still there."""
+    time, rng = Time(), random.Random(seed)
+    files = CrashFiles(seed=seed, now=time.now)
+    files.make_folder(FOLDER)
+    for path in {path.parent for path in whole}:
+        files.make_folder(path)
+    contents = dict(whole)
+    path, other = rng.sample([path for path in sorted(whole) if path.name.count(".") == 4], 2)
+    kind = rng.randrange(8)
+    if kind == 0:
+        contents[path], contents[other] = contents[other], contents[path]
+    elif kind == 1:
+        contents[other.parent / path.name] = contents[path]
+    elif kind == 2:
+        first, second = path.name.split("."), other.name.split(".")
+        at = rng.randrange(5)
+        contents[path.parent / ".".join([*first[:at], *second[at:]])] = contents.pop(path)
+    else:
+        contents[path] = storage.hurt(contents[path], rng)
+    for one, data in contents.items():
+        files.put(one, data)
+    store = open_store(files, time)
+    got = [store.fetch(chunk.key, chunk.tokens) for chunk in chunks]
+    assert all(one in (None, chunk) for one, chunk in zip(got, chunks, strict=True)), seed
+    assert store.stats().trouble == ""
+    if rng.random() < 0.2:
+        assert store.keep(chunks) == len(chunks), seed
+        assert [store.fetch(chunk.key, chunk.tokens) for chunk in chunks] == list(chunks)
+    return None not in got
+
+
+def test_a_full_disk_is_refused_politely(prove: bool, figure: Figure) -> None:
+    """Others fill the disk and clear it: no chunk is lost that was not evicted, the trouble is said, and it ends."""
+    refused, seed = 0, 4_000
+    while refused < (1_000 if prove else 100):
+        refused += storage.full_disk(seed)
+        seed += 1
+    figure("disk store: chunks refused by a full disk, store back afterwards", f"{refused:,}")
+
+
+def test_a_sync_that_fails_is_believed() -> None:
+    """After a sync that failed a file may read well and not be on the disk: the chunk is not kept."""
+    for seed in range(50):
+        time = Time()
+        files = CrashFiles(seed=seed, now=time.now)
+        store = open_store(files, time)
+        chunks = chain(3)
+        files.fail(Fault(files.calls, errno.EIO, only=frozenset({"sync" if seed % 2 else "sync_folder"})))
+        count = store.keep(chunks)
+        assert count == 0
+        assert files.fired == 1
+        time.sleep(2)
+        assert store.keep(chunks) == 3
+        after = open_store(files.crash(files.rng), time)
+        assert [after.fetch(chunk.key, chunk.tokens) for chunk in chunks] == chunks

@@ -1,0 +1,136 @@
+"""A worker without a process: scheduler, cache, fake engine and tiers on one thread, stepped by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from cairn.engine.fake import FakeEngine, fake_spec
+from cairn.kv.behind import WriteLimits
+from cairn.kv.cache import Cache
+from cairn.kv.context import TierName
+from cairn.kv.loading import LoadMode
+from cairn.kv.store import Chunk, Store, StoreStats
+from cairn.kv.tiers import Tiers
+from cairn.scheduler import Limits, Scheduler
+from cairn.types import CacheReport, FinishReason, Output, Request, SamplingParams
+
+SIZE = 4
+"""Tokens in a block; a chunk is 16."""
+
+
+class Time:
+    """A clock that moves when told."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+    def time_ns(self) -> int:
+        return int(self.time * 1e9)
+
+
+class Between:
+    """A store whose calls can be listened to and answered otherwise. `fetch` and `keep` may be replaced."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.fetch: Callable[[bytes, Sequence[int]], Chunk | None] = inner.fetch
+        self.keep: Callable[[Sequence[Chunk]], int] = inner.keep
+        self.pinned: dict[str, tuple[bytes, ...]] = {}
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        return self.inner.leading(keys)
+
+    def drop(self, keys: Sequence[bytes]) -> int:
+        return self.inner.drop(keys)
+
+    def pin(self, owner: str, keys: Sequence[bytes]) -> None:
+        self.pinned[owner] = tuple(keys)
+        self.inner.pin(owner, keys)
+
+    def stats(self) -> StoreStats:
+        return self.inner.stats()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Rig:
+    """One worker's life. Threads do not run: `settle` does their work."""
+
+    def __init__(
+        self,
+        stores: Mapping[TierName, Store] | None,
+        *,
+        blocks: int | Sequence[int] = 64,
+        windows: Sequence[int] = (0,),
+        load: LoadMode = "always",
+        limits: WriteLimits | None = None,
+        identity: bytes = b"fake",
+        context: int = 512,
+        scheduling: Limits | None = None,
+        size: int = SIZE,
+    ) -> None:
+        spec = msgspec.structs.replace(fake_spec(64, context, windows), identity=identity)
+        self.clock = Time()
+        self.engine = FakeEngine(spec, blocks=blocks, block_tokens=size)
+        self.cache = Cache(self.engine.info)
+        self.tiers = Tiers(self.cache, self.engine, self.clock, stores, load=load, limits=limits) if stores else None
+        self.scheduler = Scheduler(self.cache, scheduling or Limits(step_tokens=64), self.clock)
+        self.outputs: dict[int, list[Output]] = {}
+        self._ids = 0
+
+    def add(self, prompt: Sequence[int], count: int = 3, *, salt: bytes = b"", durable: bool = True) -> int:
+        self._ids += 1
+        sampling = SamplingParams(max_tokens=count)
+        request = Request(id=self._ids, prompt=tuple(prompt), sampling=sampling, salt=salt, durable=durable)
+        self.scheduler.add(request)
+        self.outputs[self._ids] = []
+        return self._ids
+
+    def step(self) -> bool:
+        """One turn of the loop without the threads' work; whether a step was planned."""
+        plan = self.scheduler.plan()
+        if plan is not None:
+            results = plan.run(self.engine)
+            assert not isinstance(results, Exception), results
+            for output in self.scheduler.commit(plan, results):
+                self.outputs[output.id].append(output)
+        self.clock.time += 0.01
+        if self.tiers is not None:
+            self.tiers.turn(plan is None)
+        return plan is not None
+
+    def threads(self) -> bool:
+        """What the threads would do now; whether there was anything."""
+        assert self.tiers is not None
+        return any([self.tiers.reader.work(), self.tiers.writer.work()])
+
+    def settle(self) -> None:
+        """Step until there is nothing to do any more, anywhere."""
+        for _ in range(5000):
+            busy = self.step()
+            if self.tiers is not None:
+                busy = self.threads() or busy or bool(self.tiers.loading)
+            if not busy and self.scheduler.idle:
+                return
+        raise AssertionError("it does not come to rest")
+
+    def ask(self, prompt: Sequence[int], count: int = 3, *, salt: bytes = b"", durable: bool = True) -> CacheReport:
+        """Run one request to its end, check its answer, and say where its KV came from."""
+        id = self.add(prompt, count, salt=salt, durable=durable)
+        self.settle()
+        return self.check(id, prompt, count)
+
+    def check(self, id: int, prompt: Sequence[int], count: int) -> CacheReport:
+        outputs = self.outputs[id]
+        tokens = [token for output in outputs for token in output.tokens]
+        assert tokens == self.engine.oracle(prompt, SamplingParams(max_tokens=count), count)
+        assert outputs[-1].finish is FinishReason.LENGTH
+        (report,) = (output.cache for output in outputs if output.cache is not None)
+        assert report.computed + report.pool + report.ram + report.disk == len(prompt)
+        return report

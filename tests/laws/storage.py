@@ -1,0 +1,474 @@
+"""The disk store against a disk that crashes, forgets, fails and lies: one workload from one seed, and its laws.
+
+Whatever the disk does, `fetch` gives the chunk that was kept, bit for bit, or nothing. What `keep` reported is there
+after any crash at any moment, unless it was evicted or dropped before; what `drop` erased does not come back; pins
+hold; the bytes on the disk are the ones that are counted and within the budget; and a store that a disk stopped works
+again when the disk does.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tests.files import BLOCK, Crash, CrashFiles, Fault
+from tests.kv.stored import FOLDER, Time, chain, on_disk, open_store
+from tests.laws.simulator import law
+
+from cairn.kv.codec import Raw
+from cairn.kv.disk import DiskStore
+from cairn.kv.store import Chunk
+
+SIZES = (64, 5000)
+"""Bytes of a chunk of each group: one block of the disk, and two."""
+BUDGET = 22 * BLOCK
+STEPS = 25
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT)
+TTL = 100_000.0
+
+
+def start(files: CrashFiles, time: Time, budget: int = BUDGET) -> DiskStore:
+    """A store as after a start of the server."""
+    codec = Raw([size // 4 for size in SIZES])
+    return open_store(files, time, codec=codec, budget=budget, ttl=TTL)
+
+
+def chunk_files(files: CrashFiles) -> dict[bytes, Path]:
+    """The chunks that have files, by key."""
+    found = {}
+    for path in files.files(FOLDER):
+        parts = path.name.split(".")
+        if len(parts) == 5 and path.parent.name == path.name[0]:
+            found[bytes.fromhex(parts[0])] = path
+    return found
+
+
+class Work:
+    """A store in use, and what it was told."""
+
+    def __init__(self, files: CrashFiles, time: Time, seed: int) -> None:
+        self.files, self.time, self.rng = files, time, random.Random(seed)
+        self.told: dict[bytes, Chunk] = {}
+        """Every chunk that was ever handed over."""
+        self.kept: set[bytes] = set()
+        """What `keep` reported and nobody dropped. Without a file it was evicted."""
+        self.erased: set[bytes] = set()
+        """What was dropped and not handed over again."""
+        self.pins: dict[str, frozenset[bytes]] = {}
+        self.pinning = ""
+        """Whose pins are being changed."""
+        self.used: dict[bytes, float] = {}
+        self.sound = True
+        """Whether the disk has not failed or lied yet."""
+        self.lying = False
+        """Whether files are bent behind the store's back."""
+        self.pins_known = True
+        self.store = start(files, time)
+
+    # --------------------------------------------------------------------------------------------------------- steps
+
+    def run(self, steps: int = STEPS) -> None:
+        for _ in range(steps):
+            self.step()
+            self.check()
+
+    def step(self) -> None:
+        """One random call."""
+        self.time.sleep(self.rng.choice((0.5, 70.0)))
+        calls: list[tuple[int, Callable[[], None]]] = [
+            (12, self.keep),
+            (5, self.fetch),
+            (3, self.drop),
+            (3, self.pin),
+            (2, self.tend),
+            (2, self.restart),
+        ]
+        [call] = self.rng.choices([call for _, call in calls], [weight for weight, _ in calls])
+        call()
+
+    def keep(self) -> None:
+        rng = self.rng
+        there = [self.told[key] for key in chunk_files(self.files) if key in self.kept]
+        after = rng.choice(there) if there and rng.random() < 0.7 else None
+        group = after.group if after else rng.randrange(2)
+        chunks = [
+            Chunk(one.key, one.parent, one.tokens, one.depth, one.pages, group)
+            for one in chain(rng.randrange(1, 5), salt=rng.randbytes(4), size=SIZES[group], after=after)
+        ]
+        if after:
+            chunks = [after, *chunks]
+        for chunk in chunks:
+            self.told[chunk.key] = chunk
+            self.erased.discard(chunk.key)
+        before, evicted, pinned = chunk_files(self.files), self.store.stats().evicted, self.protected()
+        count = self.store.keep(chunks)
+        law(0 <= count <= len(chunks), "keep counts what it was given")
+        self.kept.update(chunk.key for chunk in chunks[:count])
+        for chunk in chunks[:count]:
+            self.used[chunk.key] = self.time.now()
+            law(self.lying or chunk.key in chunk_files(self.files), "what keep reports has a file")
+        if self.sound:
+            for chunk in chunks[:count]:
+                law(self.store.fetch(chunk.key, chunk.tokens) == chunk, "what was kept is there")
+            law(count == len(chunks) or self.crowded(after), "chunks are refused only where nothing can go")
+            gone = set(before) - set(chunk_files(self.files))
+            law(not gone & pinned, "pinned chunks stay")
+            law(self.store.stats().evicted - evicted == len(gone), "evictions are counted")
+            self.check_order(gone, {chunk.key for chunk in chunks})
+
+    def crowded(self, after: Chunk | None) -> bool:
+        """Whether too little may be evicted: what pins and this chain do not need is less than a batch takes."""
+        protected = self.protected() | {one.key for one in self.path_to(after)} if after else self.protected()
+        spare = BUDGET - sum(self.disk(key) for key in protected) - 4 * BLOCK
+        return spare < 12 * BLOCK
+
+    def check_order(self, gone: set[bytes], fresh: set[bytes]) -> None:
+        """What went was older than every leaf of its size that stays."""
+        held = chunk_files(self.files)
+        law(not gone or BUDGET - on_disk(self.files) <= 3 * BLOCK, "more was evicted than had to go")
+        parents = {self.told[key].parent for key in held}
+        leaves = held.keys() - parents - self.protected() - fresh - {self.told[key].parent for key in fresh}
+        for one in gone:
+            for leaf in leaves:
+                same = self.told[one].group == self.told[leaf].group
+                law(not same or self.last_use(one) <= self.last_use(leaf) + 61, "the oldest leaf goes first")
+
+    def last_use(self, key: bytes) -> float:
+        """Of a chunk and all that ever extended it."""
+        below = [self.last_use(one.key) for one in self.told.values() if one.parent == key and one.key in self.kept]
+        return max([self.used.get(key, 0.0), *below])
+
+    def fetch(self) -> None:
+        if not self.told:
+            return
+        chunk = self.told[self.rng.choice(sorted(self.told))]
+        there = chunk.key in chunk_files(self.files)
+        got = self.store.fetch(chunk.key, chunk.tokens)
+        law(got is None or got == chunk, "other bytes than were kept")
+        law(not self.sound or (got is not None) == there, "a chunk that is there is found")
+        if got is not None:
+            self.used[chunk.key] = self.time.now()
+        wrong = (chunk.tokens[0] + 1, *chunk.tokens[1:])
+        law(self.store.fetch(chunk.key, wrong) is None, "a chunk for other tokens")
+        path = self.path_to(chunk)
+        hole = self.rng.randrange(len(path))
+        keys = [one.key for one in path]
+        law(self.store.leading([*keys[:hole], bytes(32), *keys[hole:]]) <= hole, "leading keys end at a hole")
+        count = self.store.leading(keys)
+        held = chunk_files(self.files)
+        law(not self.lying or got is not None or count < len(path), "a chunk that is not given is not found again")
+        if self.sound:
+            law(count == next((i for i, one in enumerate(path) if one.key not in held), len(path)), "leading keys")
+            if count:
+                self.used[path[count - 1].key] = self.time.now()
+
+    def path_to(self, chunk: Chunk) -> list[Chunk]:
+        path = [chunk]
+        while path[0].parent:
+            path.insert(0, self.told[path[0].parent])
+        return path
+
+    def family(self, key: bytes) -> set[bytes]:
+        """A chunk and all that extend it."""
+        found, waiting = set(), [key]
+        while waiting:
+            one = waiting.pop()
+            found.add(one)
+            waiting += [chunk.key for chunk in self.told.values() if chunk.parent == one]
+        return found
+
+    def drop(self) -> None:
+        if not self.told:
+            return
+        key = self.rng.choice(sorted(self.told))
+        family, parent = self.family(key), self.told[key].parent
+        self.used[parent] = max(self.used.get(parent, 0.0), self.last_use(key))
+        self.kept -= family
+        count = self.store.drop([key])
+        law(not self.sound or count <= len(family), "drop counts what went")
+        self.erased |= family
+
+    def pin(self) -> None:
+        owner = self.rng.choice("ab")
+        some = sorted(self.kept)
+        keys = self.rng.sample(some, min(len(some), self.rng.randrange(3)))
+        self.pinning = owner
+        self.store.pin(owner, keys)
+        self.pins[owner] = frozenset(keys)
+        self.pinning = ""
+
+    def tend(self) -> None:
+        self.time.sleep(self.rng.choice((1.0, 100.0)))
+        self.store.tend()
+
+    def restart(self) -> None:
+        if self.store.stats().trouble:
+            self.erased.clear()  # what a disk that fails could not erase is forgotten with the process
+        self.pins_known = self.pins_known and self.files.fault is None and not self.files.fired
+        self.store.close()
+        self.store = start(self.files, self.time)
+
+    # ---------------------------------------------------------------------------------------------------------- laws
+
+    def disk(self, key: bytes) -> int:
+        return -(-SIZES[self.told[key].group] // BLOCK) * BLOCK
+
+    def protected(self) -> set[bytes]:
+        """Chunks that are there and pinned, with what they extend."""
+        held, found = chunk_files(self.files), set()
+        for key in frozenset().union(*self.pins.values()):
+            while key in held:
+                found.add(key)
+                key = self.told[key].parent
+        return found
+
+    def check(self) -> None:
+        """After every call, while the disk is sound."""
+        if not self.sound:
+            return
+        stats, held = self.store.stats(), chunk_files(self.files)
+        law(stats.bytes == on_disk(self.files), f"{stats.bytes} bytes are counted, {on_disk(self.files)} are taken")
+        law(stats.bytes <= BUDGET, "the budget is kept")
+        law(stats.chunks == len(held) == len(held.keys() & self.told.keys()), "what is counted is there")
+        law(stats.pinned == len(self.protected()), "pinned chunks are counted")
+        law(not held.keys() & self.erased, "what was dropped is gone")
+        law((stats.damaged, stats.trouble) == (0, ""), "nothing is damaged")
+        for key in held:
+            law(not self.told[key].parent or self.told[key].parent in held, "a chunk without what it extends")
+        law(not [path for path in self.files.files(FOLDER) if path.name.startswith("tmp-")], "a leftover")
+
+    def check_after(self, files: CrashFiles, must: Iterable[bytes], *, tight: bool = True) -> None:
+        """A start on what a crash left."""
+        store = start(files, self.time)
+        held, stats = chunk_files(files), store.stats()
+        law(stats.trouble == "", "a store opens after a crash")
+        law(stats.bytes == on_disk(files), "bytes after a crash")
+        law(not tight or stats.bytes <= BUDGET, "the budget after a crash")
+        law(stats.chunks == len(held), "chunks after a crash")
+        law(not [path for path in files.files(FOLDER) if path.name.startswith("tmp-")], "a leftover after a crash")
+        for key in must:
+            law(key in held or stats.evicted > 0, "what was kept survives a crash")
+        law(not held.keys() & self.erased, "what was dropped does not come back")
+        for key in held:
+            chunk = self.told[key]
+            law(store.fetch(key, chunk.tokens) == chunk, "whole after a crash")
+            law(not chunk.parent or chunk.parent in held, "a hole after a crash")
+        if not self.pinning and self.pins_known:
+            pinned = {one for key in frozenset().union(*self.pins.values()) for one in self.above(key, held)}
+            law(store.stats().pinned == len(pinned), "pins survive a crash")
+        store.close()
+
+    def above(self, key: bytes, held: Iterable[bytes]) -> set[bytes]:
+        found = set()
+        while key in held:
+            found.add(key)
+            key = self.told[key].parent
+        return found
+
+    def must(self) -> set[bytes]:
+        """What no crash now may take."""
+        return self.kept & chunk_files(self.files).keys()
+
+
+# ------------------------------------------------------------------------------------------------------------ harnesses
+
+
+def crash_everywhere(seed: int, states: int, steps: int = STEPS) -> int:
+    """At every change of the disk, open `states` of the disks that a crash could leave; how many were opened."""
+    time = Time()
+    files, rng, seen = CrashFiles(seed=seed, now=time.now), random.Random(seed), 0
+    work = Work(files, time, seed)
+
+    def look(_: str) -> None:
+        nonlocal seen
+        must = work.must()
+        for _ in range(states):
+            after = files.crash(rng)
+            if rng.random() < 0.3:
+                after = crash_again(after, time, rng)
+            work.check_after(after, must)
+            seen += 1
+
+    files.after_change = look
+    work.run(steps)
+    return seen
+
+
+def crash_again(files: CrashFiles, time: Time, rng: random.Random) -> CrashFiles:
+    """Crash while the store is being opened."""
+    left, after = rng.randrange(6), files
+
+    def stop(_: str) -> None:
+        nonlocal left, after
+        left -= 1
+        if left < 0 and after is files:
+            after = files.crash(rng)
+            files.dead = True
+            raise Crash
+
+    files.after_change = stop
+    try:
+        start(files, time)
+    except Crash:
+        return after
+    files.after_change = lambda _: None
+    return files.crash(rng)
+
+
+def fault_at(seed: int, fault: Fault, steps: int = STEPS) -> bool:
+    """A workload with one planned fault; whether it struck. Afterwards the disk works again, and so must the store."""
+    time = Time()
+    files = CrashFiles(seed=seed, now=time.now)
+    work = Work(files, time, seed)
+    work.sound = False
+    files.fail(fault)
+    work.run(steps)
+    struck, rng = files.fired > 0, random.Random(seed)
+    files.heal()
+    for _ in range(3):
+        time.sleep(61)
+        work.store.tend()
+    stats = work.store.stats()
+    law(stats.trouble == "", "a store comes back with its disk")
+    law(stats.bytes == on_disk(files), f"{stats.bytes} bytes are counted after a fault, {on_disk(files)} are taken")
+    law(stats.bytes <= BUDGET + 2 * BLOCK, "the budget after a fault")
+    law(stats.chunks == len(chunk_files(files)), "chunks after a fault")
+    law(not chunk_files(files).keys() & work.erased, "what was dropped is gone when the disk is back")
+    must = work.must()
+    work.check_after(files.crash(rng), must, tight=False)
+    for owner in "ab":
+        work.store.pin(owner, [])
+    more = chain(3, salt=b"more", size=SIZES[0])
+    work.told |= {chunk.key: chunk for chunk in more}
+    law(work.store.keep(more) == 3, "a store keeps again when the disk works again")
+    work.store.close()
+    return struck
+
+
+def hurt(data: bytes, rng: random.Random) -> bytes:
+    """The bytes with one kind of damage."""
+    kind, at = rng.randrange(6), rng.randrange(len(data))
+    if kind <= 1:
+        return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+    if kind == 2:
+        begin = at // 512 * 512
+        return data[:begin] + bytes(min(512, len(data) - begin)) + data[begin + 512 :]
+    if kind == 3:
+        return data[:at]
+    if kind == 4:
+        return data + data[at:]
+    size, other = rng.randrange(1, 200), rng.randrange(len(data))
+    return (data[:at] + data[other : other + size] + data[at + size :])[: len(data)]
+
+
+def damage(work: Work, rng: random.Random) -> None:
+    """Bend one file, or put one in another's place, or under another name."""
+    files = work.files
+    paths = sorted(path for path, data in files.files(FOLDER).items() if data and path.parent != FOLDER)
+    if not paths:
+        return
+    path, other = rng.choice(paths), rng.choice(paths)
+    kind, contents = rng.randrange(8), files.files(FOLDER)
+    if kind == 0:
+        files.put(path, contents[other])
+    elif kind == 1:
+        first, second = path.name.split("."), other.name.split(".")
+        files.put(path.with_name(".".join([first[0], *second[1:]])), contents[other])
+    elif kind == 2:
+        files.put(other.parent / path.name, contents[path])
+    elif kind == 3:
+        files.vanish(path)
+    else:
+        files.put(path, hurt(contents[path], rng))
+
+
+def damage_at_random(seed: int, steps: int = STEPS) -> None:
+    """A workload whose files are bent while it runs."""
+    time = Time()
+    files, rng = CrashFiles(seed=seed, now=time.now), random.Random(seed)
+    work = Work(files, time, seed)
+    work.run(steps // 2)
+    work.sound, work.lying = False, True
+    for _ in range(steps // 2):
+        damage(work, rng)
+        if rng.random() < 0.3:
+            work.restart()
+        work.step()
+        law(work.store.stats().trouble == "", "damage is no failure of the disk")
+    work.restart()
+    work.store.scrub()
+    for key in chunk_files(files):
+        chunk = work.told[key]
+        law(work.store.fetch(key, chunk.tokens) == chunk, "a scrub leaves what is whole")
+    found = work.store.scrub()
+    law((found.damaged, found.unreadable) == (0, 0), "one scrub finds everything")
+    work.restart()
+    law(work.store.stats().bytes == on_disk(files), "bytes after damage")
+
+
+def full_disk(seed: int) -> int:
+    """A small disk that others fill and clear; how many chunks were refused."""
+    time = Time()
+    files, rng = CrashFiles(seed=seed, now=time.now, capacity=30 * BLOCK), random.Random(seed)
+    store = open_store(files, time, size=SIZES[0], reserve=4 * BLOCK, budget=1 << 30)
+    told: list[Chunk] = []
+    for number in range(40):
+        time.sleep(61)
+        others = Path(f"/others{rng.randrange(3)}")
+        if rng.random() < 0.5:
+            files.put(others, bytes(rng.randrange(max(1, files.free(FOLDER)))))
+        else:
+            files.vanish(others)
+        chunks = chain(rng.randrange(1, 4), salt=number.to_bytes(2, "little"), size=SIZES[0])
+        told += chunks
+        free = files.free(FOLDER)
+        count = store.keep(chunks)
+        law(files.free(FOLDER) >= min(free, 4 * BLOCK), "the store grows into the reserve")
+        law(count == len(chunks) or store.stats().trouble != "", "a full disk is said")
+        for chunk in told:
+            got = store.fetch(chunk.key, chunk.tokens)
+            law(got in (None, chunk), "other bytes than were kept")
+        store.tend()
+        law(store.stats().bytes == on_disk(files), "bytes on a full disk")
+    refused = store.stats().refused
+    for number in range(3):
+        files.vanish(Path(f"/others{number}"))
+    time.sleep(61)
+    store.tend()
+    law(store.stats().trouble == "", "a store comes back when the disk has room")
+    law(store.keep(chain(2, salt=b"more", size=SIZES[0])) == 2, "a store keeps when the disk has room")
+    return refused
+
+
+def fault_of(seed: int, rng: random.Random) -> Fault:
+    """A fault that strikes: at one call of a kind that the workload has. Kinds that are rare get as many."""
+    time = Time()
+    files = CrashFiles(seed=seed, now=time.now)
+    files.log = []
+    Work(files, time, seed).run()
+    kinds = sorted({kind for kind, _ in files.log} - {"free", "mode", "owned", "size", "disk"})
+    kind = rng.choice(kinds)
+    at = rng.choice([number for number, (one, _) in enumerate(files.log) if one == kind])
+    sticky = rng.random() < 0.4
+    only = frozenset({kind, "remove"} if sticky and rng.random() < 0.5 else {kind})
+    return Fault(at, rng.choice(ERRORS), sticky=sticky, short=rng.random() < 0.5, only=only)
+
+
+def run(seed: int) -> None:
+    """One schedule of each kind, as the planted bugs need them."""
+    kind = seed % 5
+    if kind in (0, 3):
+        crash_everywhere(seed, states=1, steps=15 if kind else 30)
+    elif kind == 1:
+        fault_at(seed, fault_of(seed, random.Random(seed)))
+    elif kind == 2:
+        damage_at_random(seed)
+    else:
+        full_disk(seed)
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]))

@@ -1,0 +1,193 @@
+"""The stores of a simulated world: what they may do to a load, and the laws of what lies below the pool."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cairn.kv.behind import WriteLimits
+from cairn.kv.context import TierName
+from cairn.kv.ram import RamStore
+from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store
+from cairn.kv.tiers import Tiers
+
+if TYPE_CHECKING:
+    from tests.laws.simulator import World
+
+
+class Broken(AssertionError):
+    """A law does not hold."""
+
+
+def law(holds: bool, text: str) -> None:
+    if not holds:
+        raise Broken(text)
+
+
+class UnsureStore(RamStore):
+    """A store that loses chunks between look-up and fetch, is slow, and refuses to keep."""
+
+    def __init__(self, budget: int, chance: random.Random, wait: Callable[[float], None]) -> None:
+        super().__init__(budget)
+        self.chance, self.wait = chance, wait
+        self.losing = self.refusing = self.slow = 0.0
+        self.fetched = 0
+
+    def fetch(self, key: bytes, tokens: Sequence[int]) -> Chunk | None:
+        if self.chance.random() < self.slow:
+            self.wait(self.chance.uniform(0, 3))
+        if self.chance.random() < self.losing:
+            if self.chance.random() < 0.5:
+                return None
+            self.drop([key])
+        chunk = super().fetch(key, tokens)
+        self.fetched += chunk is not None
+        return chunk
+
+    def keep(self, chunks: Sequence[Chunk]) -> int:
+        if self.chance.random() < self.refusing:
+            chunks = chunks[: self.chance.randrange(len(chunks))] if chunks else chunks
+        return super().keep(chunks)
+
+
+class Storage:
+    """What lies below the pools of one world; its disk outlives the workers."""
+
+    def __init__(self, world: World, chance: random.Random) -> None:
+        self.world, self.chance = world, chance
+        chunk = 8 * world.size * CHUNK_BLOCKS + 1024
+        self.disk = UnsureStore(chunk * chance.choice((2, 6, 30, 1000)), chance, self.pass_time)
+        self.disk.losing = chance.choice((0.0, 0.0, 0.1, 0.5))
+        self.disk.refusing = chance.choice((0.0, 0.0, 0.1))
+        self.disk.slow = chance.choice((0.0, 0.0, 0.05, 0.5))
+        self.with_ram = chance.random() < 0.3
+        self.hanging = chance.random() < 0.1
+        """The thread that reads hangs in a store for ever."""
+        self.pace = chance.choice((1.0, 1.0, 0.3, 0.1))
+        """How often the threads get anywhere between two steps."""
+        self.load = chance.choice(("always", "always", "always", "auto", "auto", "never"))
+        queue = 8 * world.size * CHUNK_BLOCKS * chance.choice((1, 4, 1000))
+        self.limits = WriteLimits(chance.choice((0.0, 1e9, 1e9, 1e9)), queue, chunk * chance.choice((1, 100)))
+        self.asked = self.answered = self.loaded = 0
+        self.evicted = False
+        self.start()
+
+    def start(self) -> None:
+        """Tiers for a new worker."""
+        world = self.world
+        if hasattr(self, "tiers"):
+            self.loaded += self.tiers.stats().loaded
+        self.asked = self.answered = 0
+        stores: dict[TierName, Store] = {"disk": self.disk}
+        if self.with_ram:
+            stores = {"ram": RamStore(20_000), "disk": self.disk}
+        self.tiers = Tiers(world.cache, world.engine.inner, world.clock, stores, load=self.load, limits=self.limits)
+
+    def warm(self) -> None:
+        """Put into the store what earlier workers may have left there."""
+        world = self.world
+        width = CHUNK_BLOCKS * world.size
+        for base in world.bases:
+            context = world.cache.context(self.chance.choice((b"", b"", b"tenant")))
+            for number, chain in enumerate(context.chains):
+                keys = [chain.key(i, base) for i in range(len(base) // world.size)][CHUNK_BLOCKS - 1 :: CHUNK_BLOCKS]
+                truth = np.array(world.digests(number, tuple(base)), dtype=np.uint64)
+                parents = [b"", *keys]
+                for index in range(self.chance.randint(0, len(keys))):
+                    part = slice(index * width, (index + 1) * width)
+                    pages = truth[part].tobytes()
+                    chunk = Chunk(keys[index], parents[index], tuple(base[part]), index * width, pages, number)
+                    RamStore.keep(self.disk, [chunk])
+
+    def pass_time(self, seconds: float) -> None:
+        self.world.clock.time += seconds
+
+    def calm(self) -> None:
+        """No more faults."""
+        self.disk.losing = self.disk.refusing = self.disk.slow = 0.0
+
+    def turn(self, idle: bool) -> None:
+        """What happens between two steps."""
+        chance = self.chance
+        for _ in range(chance.choice((0, 1, 1, 4)) if chance.random() < self.pace else 0):
+            self.work()
+        if chance.random() < 0.1:
+            self.ask()
+        self.tiers.turn(idle)
+        self.audit()
+
+    def work(self) -> bool:
+        return any([not self.hanging and self.tiers.reader.work(), self.tiers.writer.work()])
+
+    def ask(self) -> None:
+        """Something that the front may ask for."""
+        world, chance = self.world, self.chance
+        if not world.live:
+            return
+        request = chance.choice(list(world.live.values())).request
+        tokens = (request.prompt + tuple(world.live[request.id].got))[: chance.randint(1, 2 * len(request.prompt))]
+        kind = chance.choice(("flush", "pin", "unpin", "prefetch", "evict", "where"))
+        self.asked += kind != "where"
+        if kind == "flush":
+            behind = self.tiers.behind_pool
+            keys, dropped = set(behind._outstanding), behind.dropped
+            self.tiers.flush(lambda gone: self.flushed(keys, gone, dropped))
+        elif kind in ("pin", "unpin"):
+            self.tiers.pin("agent", tokens if kind == "pin" else (), request.salt, self.done)
+        elif kind == "prefetch":
+            self.tiers.prefetch(tokens, request.salt, self.done)
+        elif kind == "evict":
+            self.evicted = True
+            world.cache.forget(world.cache.context(request.salt), tokens, 0)
+            self.tiers.evict(tokens, request.salt, chance.randint(0, len(tokens)), chance.random() < 0.5, self.done)
+        else:
+            placed = self.tiers.where(tokens, request.salt)
+            law(placed.pool <= len(tokens) and placed.disk <= len(tokens), "more is somewhere than there is")
+
+    def done(self) -> None:
+        self.answered += 1
+
+    def flushed(self, keys: set[bytes], gone: int, dropped: int) -> None:
+        self.answered += 1
+        left = keys & set(self.tiers.behind_pool._outstanding)
+        law(not left, "a flush was answered before all was written")
+        law(gone == self.tiers.behind_pool.dropped - dropped, "a flush does not say what was given up")
+
+    def audit(self) -> None:
+        """Laws of the state between two steps."""
+        behind = self.tiers.behind_pool
+        law(behind.bytes == sum(size for _, size in behind._outstanding.values()), "the queue's bytes do not add up")
+        most = self.limits.queue_bytes
+        law(behind.bytes <= max(most, 0), "the queue's bound was ignored")
+        law(set(self.tiers._loads) == {c for c in self.tiers._loads if c.loading}, "a load that its context denies")
+        law(self.disk.stats().bytes <= self.disk.stats().budget, "the store is larger than its budget")
+        for key, chunk in self.disk._chunks.items():
+            law(not chunk.parent or chunk.parent in self.disk._chunks, "the store has a chunk without what it extends")
+            law(key == chunk.key, "a chunk under another key")
+
+    def at_rest(self) -> None:
+        """Everything asked is answered, nothing is outstanding, and every stored chunk holds what its key says."""
+        world = self.world
+        for _ in range(2000):
+            if not self.work() and not self.tiers.turn(True) and not self.tiers.loading:
+                break
+            world.clock.time += 0.5
+        else:
+            raise Broken("the tiers do not come to rest")
+        self.tiers.turn(True)
+        law(self.asked == self.answered, "somebody waits for an answer for ever")
+        law(not self.tiers.behind_pool.chunks and not self.tiers.behind_pool.bytes, "chunks are outstanding at rest")
+        for store in self.tiers._stores.values():
+            assert isinstance(store, RamStore)
+            for key, chunk in store._chunks.items():
+                tokens = world.tokens_of(key)
+                width = CHUNK_BLOCKS * world.size
+                law(tuple(tokens[-width:]) == chunk.tokens, "a chunk with other tokens than its key's")
+                law(chunk.depth == len(tokens) - width, "a chunk says a wrong depth")
+                truth = world.digests(chunk.group, tokens)[-width:]
+                words = [word for page in [memoryview(chunk.pages)] for word in page.cast("B").cast("Q").tolist()]
+                law(words == truth, "a stored chunk does not hold what its key says")
+        self.loaded += self.tiers.stats().loaded
