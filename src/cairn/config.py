@@ -57,7 +57,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The options of one server or one local run. Sizes and times carry their unit in the name or the help."""
 
     # model and engine
-    model: Annotated[str, Meta(description="A folder, a hub id (org/name), or 'demo' for the bundled model.")] = "demo"
+    model: Annotated[
+        str, Meta(description="A folder, a .gguf file, a hub id (org/name), or 'demo' for the bundled model.")
+    ] = "demo"
     served_name: Annotated[str | None, Meta(description="Name that clients use for the model; default: its own.")] = (
         None
     )

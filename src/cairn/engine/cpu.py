@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ Floats = NDArray[np.float32]
 class CpuEngine:
     """`engine.base.Engine` on the CPU."""
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, Any], config: Config, blocks: tuple[int, ...]) -> None:
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], config: Config, blocks: tuple[int, ...]) -> None:
         """`weights` as `models.weights.open_weights` returns them; `blocks` in the pool of each group."""
         context = min(spec.context, config.context or spec.context)
         max_rows = min(config.max_running, config.step_tokens)
@@ -71,7 +71,7 @@ class CpuEngine:
         """The whole model, or an exception: memory and files are checked before anything is built."""
         blocks = pool_blocks(spec, config)
         check_memory(spec, config, blocks)
-        return cls(spec, dict(open_weights(folder, spec)), config, blocks)
+        return cls(spec, open_weights(folder, spec), config, blocks)
 
     def prefill(self, rows: Sequence[Row]) -> Ready[list[RowResult]]:
         """Compute the rows' tokens in one step. Positions whose logits are wanted are sampled or scored."""
