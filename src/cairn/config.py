@@ -64,6 +64,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         None
     )
     engine: Annotated[Literal["auto", "cpu", "fake"], Meta(description="What computes; 'fake' is for tests.")] = "auto"
+    kernels: Annotated[
+        Literal["auto", "reference", "portable", "avx2", "avx512"],
+        Meta(description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy."),
+    ] = "auto"
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None, Meta(description="CPU threads; default: all cores.")
     ] = None
