@@ -132,6 +132,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | None,
         Meta(description="Folder of the token log that keeps agents; default: cairn/agents in the user's data folder."),
     ] = None
+    log: Annotated[
+        bool,
+        Meta(
+            description="Keep answers to ordinary requests in the token log for 7 days, so that a conversation that "
+            "is sent again after a restart finds their very tokens."
+        ),
+    ] = True
     # server
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8000
@@ -174,6 +181,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # limits on what a client may send
     max_header_kib: Annotated[int, Meta(ge=1, description="Most KiB of request line and headers.")] = 32
     max_body_mib: Annotated[int, Meta(ge=1, description="Most MiB of request body.")] = 16
+    max_import_mib: Annotated[int, Meta(ge=1, description="Most MiB of an imported agent.")] = 256
     header_timeout: Annotated[float, Meta(gt=0, description="Seconds to receive the headers.")] = 10.0
     body_timeout: Annotated[float, Meta(gt=0, description="Most seconds between two pieces of a body.")] = 30.0
     min_body_rate: Annotated[

@@ -15,10 +15,12 @@ from tests.text.text_models import QWEN_TEMPLATE
 
 from cairn.agents.agents import Agents
 from cairn.agents.running import RunningTurn
+from cairn.config import Config
 from cairn.errors import CairnError
 from cairn.seams import SystemClock
 from cairn.service.requests import SamplingOptions
 from cairn.service.service import Service
+from cairn.text.replay import ReplayTable
 from cairn.types import Delta, Done
 
 FOLDER = Path("/agents")
@@ -84,14 +86,14 @@ async def hear(turn: RunningTurn, *, stop_after: int = 0) -> Heard:
 class House:
     """A service and the agents on a file system of a test; `again` opens them as after a crash."""
 
-    def __init__(self, service: Service, files: CrashFiles) -> None:
-        self.service, self.files, self.clock = service, files, Clock()
+    def __init__(self, service: Service, files: CrashFiles, config: Config) -> None:
+        self.service, self.files, self.clock, self.config = service, files, Clock(), config
         self.agents: Agents
 
     async def open(self) -> None:
-        self.agents = await Agents.open(
-            self.service, self.files, FOLDER, self.clock, Draw(self.files.rng.getrandbits(30)), config(Path("unused"))
-        )
+        draw = Draw(self.files.rng.getrandbits(30))
+        self.service.chat._table = ReplayTable()  # as in a process that has just begun
+        self.agents = await Agents.open(self.service, self.files, FOLDER, self.clock, draw, self.config)
 
     async def again(self, seed: int = 1, *, clean: bool = False) -> None:
         """A restart: after an orderly end, or after a loss of power at this moment."""
@@ -117,8 +119,9 @@ class House:
 
 @contextlib.asynccontextmanager
 async def house(folder: Path, **options: Any) -> AsyncIterator[House]:
-    service = await Service.start(config(folder, **options), in_process=True)
-    made = House(service, CrashFiles())
+    chosen = config(folder, **options)
+    service = await Service.start(chosen, in_process=True)
+    made = House(service, CrashFiles(), chosen)
     try:
         await made.open()
         yield made

@@ -51,7 +51,7 @@ async def test_turns_extend_one_context_and_only_the_new_message_is_computed(fol
         assert heard.done is not None and heard.done.cache.computed < 80
         info = at.agents.get("default", "ada")
         assert (info.turns, info.head, info.state) == (3, 3, "idle")
-        assert info.tokens == len(at.agents.context("default", "ada", b"default"))
+        assert info.tokens == len(at.agents.context("default", "ada"))
         assert info.savings.requests == 3 and info.savings.pool > 0
 
 

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site, httpx.AsyncClient]]:
     """Agents, their server and a client of it."""
     async with house(folder) as at, site(at.service, Config(**options)) as web, web.http() as http:
-        web.app.agent_routes.agents = at.agents
+        web.app.ties.agents = at.agents
         yield at, web, http
 
 
@@ -208,6 +208,89 @@ async def test_tenants_have_their_own_agents(folder: Path) -> None:
 
 async def test_a_server_without_agents_says_why(folder: Path) -> None:
     async with home(folder) as (_, web, http):
-        web.app.agent_routes.agents = None
+        web.app.ties.agents = None
         response = await http.get("/v1/agents")
         assert response.status_code == 503 and "keeps no agents" in response.json()["error"]["message"]
+
+
+async def test_an_agent_moves_to_another_server_as_a_file(folder: Path) -> None:
+    async with home(folder) as (_, _, http), home(folder, max_body_mib=1, max_import_mib=2) as (_, _, other):
+        await http.post("/v1/agents", json={"id": "ada", "system": "You remember. " * 40_000})
+        await http.post("/v1/agents", json={"id": "small", "system": "You remember."})
+        await http.post("/v1/agents/small/turns", json=ask("one"))
+        file = await http.get("/v1/agents/small/export")
+        assert file.status_code == 200 and "small.cairn" in file.headers["content-disposition"]
+        octets = {"content-type": "application/octet-stream"}
+        moved = await other.post("/v1/agents/import?id=bob", content=file.content, headers=octets)
+        assert moved.status_code == 201 and moved.json()["id"] == "bob", moved.text
+        both = [
+            await client.post(f"/v1/agents/{id}/turns", json=ask("two"))
+            for client, id in ((http, "small"), (other, "bob"))
+        ]
+        assert both[0].json()["choices"] == both[1].json()["choices"]
+        wrong = await other.post("/v1/agents/import", content=file.content[:-9], headers=octets)
+        assert wrong.status_code == 400 and "damaged or cut off" in wrong.text
+        assert (await other.post("/v1/agents/import", content=file.content)).status_code == 415
+        assert (await other.post("/v1/agents/import?name=x", content=b"", headers=octets)).status_code == 400
+        assert (await other.post("/v1/agents/import", content=bytes(3 << 19), headers=octets)).status_code == 400
+        assert (await other.post("/v1/agents/import", content=bytes(3 << 20), headers=octets)).status_code == 413
+        assert (await other.post("/v1/agents", content=bytes(3 << 19), headers=octets)).status_code == 413
+
+
+async def test_where_the_kv_of_an_agent_lies_is_shown_and_moved(folder: Path) -> None:
+    async with home(folder) as (_, _, http):
+        await http.post("/v1/agents", json={"id": "ada", "system": "You remember. " * 20, "pin": True})
+        await http.post("/v1/agents/ada/turns", json=ask("one"))
+        shown = (await http.get("/v1/agents/ada")).json()
+        assert shown["pinned"] and shown["kv"]["pool"] >= 100 and shown["kv"]["disk"] == 0
+        assert (await http.post("/v1/agents/ada/prefetch", json={})).json()["kv"]["pool"] == shown["kv"]["pool"]
+        refused = await http.post("/v1/agents/ada/evict", json={"disk": True})
+        assert refused.status_code == 409 and "unpin" in refused.text
+        assert (await http.post("/v1/agents/ada/unpin", json={})).json()["pinned"] is False
+        assert (await http.post("/v1/agents/ada/evict", json={"disk": True})).json()["kv"]["pool"] == 0
+        assert (await http.post("/v1/agents/ada/pin", json={"x": 1})).status_code == 400
+        assert (await http.post("/v1/agents/ada/pin", json={})).json()["pinned"] is True
+
+
+async def test_ordinary_requests_are_on_the_account_of_the_agent_they_name(folder: Path) -> None:
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
+    async with home(folder) as (_, web, http):
+        await http.post("/v1/agents", json={"id": "ada"})
+
+        async def counted() -> int:
+            return int((await http.get("/v1/agents/ada")).json()["savings"]["requests"])
+
+        calls: list[tuple[dict[str, Any], dict[str, str], int]] = [
+            ({}, {}, 0),
+            ({}, {"X-Cairn-Agent": "ada"}, 1),
+            ({"metadata": {"agent": "ada"}}, {}, 2),
+            ({"prompt_cache_key": "ada"}, {}, 3),
+            ({"prompt_cache_key": "user-42/../x"}, {}, 3),
+            ({"metadata": {"agent": "nobody"}, "prompt_cache_key": "ada"}, {}, 4),
+            ({"stream": True}, {"X-Cairn-Agent": "ada"}, 5),
+        ]
+        for more, headers, count in calls:
+            assert (await http.post("/v1/chat/completions", json=chat | more, headers=headers)).status_code == 200
+            assert await counted() == count, (more, headers)
+        unknown = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "nobody"})
+        assert unknown.status_code == 404
+        web.app.ties.agents = None
+        assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
+        without = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "ada"})
+        assert without.status_code == 503
+
+
+async def test_an_answer_that_must_not_be_stored_is_not(folder: Path) -> None:
+    async with home(folder) as (at, _, http):
+        chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **TURN}
+        await at.agents.writer.sync()
+        before = sum(map(len, at.files.files().values()))
+        await http.post("/v1/chat/completions", json=chat | {"store": False})
+        await at.agents.writer.sync()
+        assert sum(map(len, at.files.files().values())) == before
+        await http.post("/v1/chat/completions", json=chat)
+        await at.agents.writer.sync()
+        assert sum(map(len, at.files.files().values())) > before
+        await http.post("/v1/agents", json={"id": "ada"})
+        refused = await http.post("/v1/agents/ada/turns", json=ask("x", store=False))
+        assert refused.status_code == 400 and "store" in refused.text

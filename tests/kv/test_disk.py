@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import random
+import threading
 import time as machine_time
 from pathlib import Path
 
@@ -535,6 +537,77 @@ def test_a_folder_that_is_not_ours_is_refused_or_set_aside(files: CrashFiles, ti
     assert fresh.stats().chunks == 0
     aside = [path for path in files.files() if ".aside-" in str(path)]
     assert len(aside) == len(before)
+
+
+# ---------------------------------------------------------------------------------------------------- many threads
+
+
+def test_threads_keep_fetch_drop_pin_and_tend_at_once(files: CrashFiles, time: Time) -> None:
+    """Whatever they do to each other, nobody reads what was not kept, and in the end every byte is counted."""
+    store = open_store(files, time, budget=30 * 4096)
+    stop, errors = threading.Event(), list[BaseException]()
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            while not stop.is_set():
+                time.sleep(0.01)
+                chunks = chain(rng.randrange(1, 6), salt=bytes([rng.randrange(8)]))
+                match rng.randrange(8):
+                    case 0:
+                        store.drop(keys(chunks)[-1:])
+                    case 1:
+                        store.pin(str(seed), keys(chunks)[: rng.randrange(3)])
+                    case 2:
+                        store.tend()
+                    case 3 | 4:
+                        for chunk in chunks:
+                            assert store.fetch(chunk.key, chunk.tokens) in (None, chunk)
+                    case _:
+                        assert 0 <= store.keep(chunks) <= len(chunks)
+        except BaseException as error:
+            errors.append(error)
+            stop.set()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    stop.wait(1.0)
+    stop.set()
+    for thread in threads:
+        thread.join(20)
+    assert not errors and not any(thread.is_alive() for thread in threads)
+    store.tend()
+    stats = store.stats()
+    assert (stats.bytes, stats.damaged, stats.trouble) == (on_disk(files), 0, "")
+    assert stats.bytes <= 30 * 4096
+    for seed in range(4):
+        store.pin(str(seed), [])
+    assert store.prune(others=True) == 0
+    store.drop([chain(1, salt=bytes([salt]))[0].key for salt in range(8)])
+    assert (store.stats().chunks, store.stats().bytes) == (0, on_disk(files))
+
+
+def test_dropping_waits_for_what_is_being_written(files: CrashFiles, time: Time) -> None:
+    """When it returns the bytes are gone, also those that another thread was about to bring in."""
+    store = open_store(files, time)
+    chunks = chain(3)
+    dropping: list[threading.Thread] = []
+
+    def drop(kind: str) -> None:
+        if kind == "replace" and not dropping:
+            dropping.append(threading.Thread(target=lambda: store.drop([chunks[0].key])))
+            dropping[0].start()
+            machine_time.sleep(0.05)
+
+    files.after_change = drop
+    assert store.keep(chunks) == 0
+    dropping[0].join(10)
+    assert not dropping[0].is_alive()
+    files.after_change = lambda kind: None
+    assert held(files, chunks) == 0
+    assert open_store(files.crash(files.rng), time).stats().chunks == 0
+    assert store.keep(chunks) == 3
 
 
 # ------------------------------------------------------------------------------------------------------ a real disk

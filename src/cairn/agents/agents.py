@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from cairn.agents import portable
 from cairn.agents.index import Kind
 from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo
 from cairn.agents.ledger import counted, total_key
 from cairn.agents.log import Log
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, pack
+from cairn.agents.replays import Replays
 from cairn.agents.roster import Roster
 from cairn.agents.running import RunningTurn
 from cairn.agents.segment import Record
@@ -33,9 +36,9 @@ from cairn.seams import Clock, FileSystem, Rng
 from cairn.service.requests import PLAIN, SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.service.stream import Stream
-from cairn.text.chat import Prompt
+from cairn.text.chat import Prompt, Sampled
 from cairn.text.stream import TextStream
-from cairn.types import CacheReport, Done, Event, FinishReason, Request, Usage
+from cairn.types import CacheReport, Done, Event, FinishReason, Placed, Request, Usage
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,8 @@ TEND_SECONDS = 30.0
 ABANDONED_SECONDS = 7 * 86_400.0
 """Age at which turns off an agent's path are collected."""
 CLOSE_SECONDS = 2.0
+CHUNK_TOKENS = 64
+"""What the stores keep together: a chunk that is shared in part is not shared."""
 
 
 class Agents:
@@ -66,7 +71,11 @@ class Agents:
         self._roster = Roster()
         self._owed: list[Record] = []
         orphans = self._roster.load(log.recovered)
+        self._replays = Replays(service.spec.identity)
+        for tenant, sampled in self._replays.load(log.recovered):
+            service.chat.recall(tenant, sampled)
         log.recovered = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self.writer = Writer(log)
         self._tending = asyncio.create_task(self._tend(orphans))
 
@@ -95,8 +104,9 @@ class Agents:
 
     async def close(self) -> None:
         """Interrupt what runs, write what is left, and let others have the folder. May be called again."""
-        self._tending.cancel()
-        await asyncio.gather(self._tending, return_exceptions=True)
+        for task in (self._tending, *self._tasks):
+            task.cancel()
+        await asyncio.gather(self._tending, *self._tasks, return_exceptions=True)
         for turn in [agent.running for agent in self._roster if agent.running is not None]:
             turn.cancel()
             with contextlib.suppress(TimeoutError):
@@ -141,18 +151,105 @@ class Agents:
         began = self._find(tenant, id).root.began
         return began.messages, began.tools
 
-    def context(self, tenant: str, id: str, salt: bytes) -> tuple[int, ...]:
-        """The ids of the agent's context as far as they are known; none before its first turn."""
-        agent = self._find(tenant, id)
-        agent.salt = salt
-        head = agent.head
-        if not head.number or head.began.identity != self.service.spec.identity:
-            return ()
-        return tuple(head.context() or [*head.prompt(), *head.tokens])
+    def context(self, tenant: str, id: str) -> tuple[int, ...]:
+        """The ids of the agent's context for the model that is served; none before its first turn with it."""
+        return tuple(self._ids(self._find(tenant, id).head))
 
     def savings(self, tenant: str) -> Savings:
         """The sum over a tenant's agents and requests, also those that are gone."""
         return self._roster.ledger.totals.get(tenant, Savings())
+
+    # ---------------------------------------------------------------------------------------------------- its KV
+
+    async def where(self, tenant: str, id: str, salt: bytes) -> Placed:
+        """How many leading tokens of the context each tier has. Unavailable while the worker is being replaced."""
+        agent = self._find(tenant, id, salt)
+        return await self.service.where(self._ids(agent.head), salt)
+
+    async def pin(self, tenant: str, id: str, salt: bytes, pinned: bool) -> AgentInfo:
+        """Keep the KV of the agent's context in the stores from eviction, now and after every turn; or no longer."""
+        agent = self._find(tenant, id, salt)
+        old = agent.record
+        agent.record = msgspec.structs.replace(old, pinned=pinned)
+        try:
+            await self.writer.sync(self._note(agent))
+        except Unavailable:
+            agent.record = old
+            raise
+        await self._pin(agent)
+        return agent.info()
+
+    async def prefetch(self, tenant: str, id: str, salt: bytes) -> Placed:
+        """Bring the KV of the context up into the pool; where it is then."""
+        agent = self._find(tenant, id, salt)
+        return await self.service.prefetch(self._ids(agent.head), salt)
+
+    async def evict(self, tenant: str, id: str, salt: bytes, *, disk: bool = False) -> Placed:
+        """Give up the KV of the context, except what other agents of the tenant share; where it is then."""
+        agent = self._find(tenant, id, salt)
+        ids = self._ids(agent.head)
+        return await self.service.evict(ids, salt, keep=self._shared(agent, ids), disk=disk)
+
+    def keep(self, tenant: str, sampled: Sampled) -> None:
+        """Keep what was sampled for an ordinary request in the log, where that is wanted."""
+        if not self._config.log:
+            return
+        now = self._now()
+        record = self.writer.record(Kind.REPLAY, self._replays.payload(tenant, sampled, now))
+        with contextlib.suppress(Unavailable):  # the log is closed
+            self.writer.append(record)
+            self._replays.add(record, now)
+
+    def account(self, tenant: str, id: str | None, salt: bytes, ids: Sequence[int], done: Done) -> None:
+        """Count an ordinary request on its tenant's account, and on an agent's if it named one.
+
+        `ids`: prompt and answer, whose KV is then pinned if the agent is.
+        """
+        agent = self._roster.find(tenant, id) if id is not None else None
+        if agent is None:
+            self._roster.ledger.count(tenant, done)
+            return
+        agent.salt, agent.used = salt, self._now()
+        with contextlib.suppress(Unavailable):
+            self.writer.append(*self._count(agent, done), self._note(agent))
+        if agent.record.pinned:
+            self._later(self.service.pin(_owner(agent), ids, salt))
+
+    async def _pin(self, agent: Agent) -> None:
+        """Tell the stores what is pinned now."""
+        if agent.record.pinned:
+            await self.service.pin(_owner(agent), self._ids(agent.head), agent.salt)
+        else:
+            await self.service.unpin(_owner(agent))
+
+    def _ids(self, turn: Turn) -> Sequence[int]:
+        if not turn.number or turn.began.identity != self.service.spec.identity:
+            return ()
+        return turn.context() or [*turn.prompt(), *turn.tokens]
+
+    def _shared(self, agent: Agent, ids: Sequence[int]) -> int:
+        """How many leading tokens other agents of the tenant have too."""
+        longest = 0
+        for other in self._roster.of(agent.tenant):
+            if other is agent or len(ids) == longest:
+                continue
+            theirs = self._ids(other.head)
+            if tuple(theirs[: longest + 1]) == tuple(ids[: longest + 1]):
+                pairs = enumerate(zip(ids, theirs, strict=False))
+                same = next((at for at, (one, two) in pairs if one != two), min(len(ids), len(theirs)))
+                longest = max(longest, same)
+        return longest // CHUNK_TOKENS * CHUNK_TOKENS
+
+    def _later(self, work: Coroutine[Any, Any, object]) -> None:
+        """Do something that nobody waits for; where the worker cannot now, the next turn tries again."""
+
+        async def run() -> None:
+            with contextlib.suppress(Unavailable):
+                await work
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # ------------------------------------------------------------------------------------------------------ to change
 
@@ -188,9 +285,12 @@ class Agents:
         )
         return (await self._add(record, beginning, beginning, root)).info()
 
-    async def delete(self, tenant: str, id: str) -> None:
-        """Interrupt what runs, and erase every byte of the agent that no other shares; gone from disk on return."""
-        agent = self._find(tenant, id)
+    async def delete(self, tenant: str, id: str, salt: bytes = b"") -> None:
+        """Interrupt what runs, and erase every byte of the agent that no other shares; gone from disk on return.
+
+        Its KV goes too, except what other agents of the tenant share.
+        """
+        agent = self._find(tenant, id, salt)
         if agent.starting:
             raise self._conflict(agent)
         running = agent.running
@@ -211,6 +311,46 @@ class Agents:
         if at.state != "finished":
             raise Conflict(f"turn {at.number} of agent {agent.id} is {at.state}; fork at turn {_before(at)}")
         return (await self._fork(agent, at, new_id)).info()
+
+    def export(self, tenant: str, id: str) -> Iterator[bytes]:
+        """The agent as one file, piece by piece. Conflict while a turn runs."""
+        agent = self._find(tenant, id)
+        if agent.starting or agent.running is not None:
+            raise self._conflict(agent)
+        return portable.export(agent, self._rng)
+
+    async def take_in(self, tenant: str, data: bytes, id: str | None = None) -> AgentInfo:
+        """Make an agent of an exported file, under its own id or another.
+
+        InvalidRequest for a file that is damaged or none of ours, Conflict if the id is taken.
+        """
+        spec = self.service.spec
+        read = await asyncio.to_thread(portable.read, data, spec.vocab, spec.identity)
+        id = self._new_id(tenant, read.agent.id if id is None else id)
+        agent_key = self.writer.key()
+        keys = {key: self.writer.key() for key, _, _ in read.turns}
+        turns: dict[int, Turn] = {}
+        records = []
+        for key, began, end in read.turns:
+            parent = turns.get(keys.get(began.parent, 0))
+            moved = msgspec.structs.replace(
+                began, agent=agent_key if began.number else 0, parent=parent.key if parent is not None else 0
+            )
+            turn = turns[keys[key]] = Turn(keys[key], moved, parent)
+            records.append(self.writer.record(Kind.TURN, moved, turn.key))
+            if end is not None:
+                turn.end(end)
+                records.append(self.writer.record(Kind.END, end, turn.key))
+        root = turns[keys[read.agent.root]]
+        now = self._now()
+        record = msgspec.structs.replace(
+            read.agent, id=id, tenant=tenant, used=now, root=root.key, base=root.key, head=keys[read.agent.head]
+        )
+        agent = Agent(agent_key, record, root, root)
+        agent.own = [turn for turn in turns.values() if turn.number]
+        agent.head, agent.savings = turns[record.head], read.savings.savings
+        line = self.writer.record(Kind.SAVINGS, SavingsRecord(savings=agent.savings), agent_key)
+        return (await self._seat(agent, *records, line)).info()
 
     async def rollback(self, tenant: str, id: str, *, turn: int) -> AgentInfo:
         """Make another turn the head, 0 for the beginning. What followed it stays listed until it is collected."""
@@ -246,8 +386,7 @@ class Agents:
         Conflict while another turn runs or one was interrupted, unless `fork_on_conflict`: then it is the turn of a
         new agent. ContextTooLong with the figures, Overloaded and Unavailable as for any request.
         """
-        agent = self._find(tenant, id)
-        agent.salt = salt
+        agent = self._find(tenant, id, salt)
         if agent.starting or agent.running is not None or agent.head.state != "finished":
             if not fork_on_conflict:
                 raise self._conflict(agent)
@@ -264,8 +403,7 @@ class Agents:
 
         Conflict if there is none, or if another model began it.
         """
-        agent = self._find(tenant, id)
-        agent.salt = salt
+        agent = self._find(tenant, id, salt)
         turn = agent.head
         if agent.starting or agent.running is not None:
             raise self._conflict(agent)
@@ -372,6 +510,8 @@ class Agents:
     def ended(self, agent: Agent, done: Done | None, end: EndRecord) -> Sequence[Record]:
         """A turn is over: count it. What is to be written with its end."""
         agent.used = end.ended
+        if agent.record.pinned and end.state == "finished":
+            self._later(self._pin(agent))
         return self._count(agent, done) if done is not None else ()
 
     def owe(self, *records: Record) -> None:
@@ -393,11 +533,13 @@ class Agents:
 
     # -------------------------------------------------------------------------------------------------------- within
 
-    def _find(self, tenant: str, id: str) -> Agent:
+    def _find(self, tenant: str, id: str, salt: bytes | None = None) -> Agent:
         check_id(id)
         agent = self._roster.find(tenant, id)
         if agent is None:
             raise NotFound(f"there is no agent {id}", field="id")
+        if salt is not None:
+            agent.salt = salt
         return agent
 
     def _turn(self, agent: Agent, number: int) -> Turn:
@@ -429,8 +571,10 @@ class Agents:
 
     async def _add(self, record: AgentRecord, root: Turn, base: Turn, *more: Record) -> Agent:
         """A new agent, durable."""
-        written = self.writer.record(Kind.AGENT, record)
-        agent = Agent(written.key, record, root, base)
+        return await self._seat(Agent(self.writer.key(), record, root, base), *more)
+
+    async def _seat(self, agent: Agent, *more: Record) -> Agent:
+        written = self.writer.record(Kind.AGENT, agent.record, agent.key)
         agent.starting = True
         self._roster.add(agent)
         try:
@@ -463,6 +607,12 @@ class Agents:
         return self.writer.record(Kind.AGENT, agent.record, agent.key)
 
     async def _remove(self, agent: Agent) -> None:
+        contexts = [self._ids(turn) for turn in {agent.head, *agent.leaves()}]
+        with contextlib.suppress(Unavailable):  # the stores' time to live ends what is left
+            await self.service.unpin(_owner(agent))
+            for ids in contexts:
+                if ids:
+                    await self.service.evict(ids, agent.salt, keep=self._shared(agent, ids), disk=True)
         keys = self._roster.remove(agent)
         try:
             await self.writer.erase(keys)
@@ -500,6 +650,7 @@ class Agents:
                 await self._remove(agent)
             else:
                 gone += self._roster.prune(agent, now - ABANDONED_SECONDS)
+        gone += self._replays.over(now)
         if gone:
             await self.writer.erase(gone)
 
@@ -518,6 +669,13 @@ def check_id(id: str) -> None:
             "and is not 'import'",
             field="id",
         )
+
+
+def _owner(agent: Agent) -> str:
+    """Of pins: the same for ever, whichever logs share a store."""
+    record = agent.record
+    text = f"{record.tenant}\0{record.id}\0{record.created!r}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _before(turn: Turn) -> int:

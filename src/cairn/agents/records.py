@@ -88,6 +88,8 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The ids sampled for an answer to a client that resends its conversation."""
 
     tenant: str
+    identity: bytes
+    """Of the model whose tokens these are."""
     before: bytes
     """SHA-256 of the ids before it."""
     visible: bytes

@@ -175,6 +175,11 @@ class Agent:
                 messages.append(turn.answer or {"role": "assistant", "content": ""})
         return messages
 
+    def leaves(self) -> list[Turn]:
+        """Ends of the branches that this agent made."""
+        parents = {turn.parent.key for turn in self.own if turn.parent is not None}
+        return [turn for turn in self.own if turn.key not in parents]
+
     def keeps(self) -> set[int]:
         """Keys of the turns that it needs."""
         ends = (self.base, self.head, *self.own)

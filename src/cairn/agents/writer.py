@@ -61,6 +61,10 @@ class Writer:
         lsn = self._log.next_lsn()
         return Record(lsn, kind, key or lsn, msgspec.msgpack.encode(value))
 
+    def key(self) -> int:
+        """A key that no record has yet."""
+        return self._log.next_lsn()
+
     def append(self, *records: Record) -> None:
         """Write records when there is time; a crash may lose them. They are synced within seconds."""
         if self._waiting > BACKLOG_BYTES:

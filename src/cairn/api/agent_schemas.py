@@ -27,6 +27,8 @@ class CreateBody(Body):
     messages: list[ChatMessage] | None = None
     tools: list[Tool] | None = None
     metadata: dict[str, str] | None = None
+    pin: bool | None = None
+    """Keep its KV in the stores from eviction."""
     ttl: Number = None
     """Seconds without use after which the agent is deleted."""
 
@@ -47,6 +49,16 @@ class ResumeBody(Body):
     """POST /v1/agents/{id}/resume."""
 
     stream: bool | None = None
+
+
+class NoBody(Body):
+    """A route that takes nothing: `{}`."""
+
+
+class EvictBody(Body):
+    """POST /v1/agents/{id}/evict."""
+
+    disk: bool | None = None
 
 
 class ForkBody(Body):
@@ -92,6 +104,8 @@ def check_turn(body: TurnBody, config: Config) -> None:
                 f"messages[{index}].role is assistant; a turn takes new messages only, the agent has the others",
                 field=f"messages[{index}].role",
             )
+    if body.store is False:
+        raise InvalidRequest("store cannot be false: the turns of an agent are kept", field="store")
     if body.n not in (None, 1):
         raise InvalidRequest("n must be 1: a turn has one answer; fork the agent for another", field="n")
     both = body.max_tokens is not None and body.max_completion_tokens is not None

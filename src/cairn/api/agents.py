@@ -4,6 +4,9 @@
     GET  /v1/agents/{id}                DELETE /v1/agents/{id}
     POST /v1/agents/{id}/turns          GET  /v1/agents/{id}/turns
     POST /v1/agents/{id}/resume         POST /v1/agents/{id}/fork      POST /v1/agents/{id}/rollback
+    POST /v1/agents/{id}/pin            POST /v1/agents/{id}/unpin
+    POST /v1/agents/{id}/prefetch       POST /v1/agents/{id}/evict
+    GET  /v1/agents/{id}/export         POST /v1/agents/import?id=
 
 Every turn is generated onto a tape, so it runs on for a time of grace after its connection closed.
 """
@@ -19,8 +22,19 @@ import msgspec
 
 from cairn.agents.agents import Agents
 from cairn.agents.info import AgentInfo, TurnInfo
+from cairn.agents.portable import MEDIA_TYPE
 from cairn.agents.running import RunningTurn
-from cairn.api.agent_schemas import CreateBody, ForkBody, ResumeBody, RollbackBody, TurnBody, beginning, check_turn
+from cairn.api.agent_schemas import (
+    CreateBody,
+    EvictBody,
+    ForkBody,
+    NoBody,
+    ResumeBody,
+    RollbackBody,
+    TurnBody,
+    beginning,
+    check_turn,
+)
 from cairn.api.answers import ChatAnswer, Choice, said, usage_of
 from cairn.api.limits import read_json
 from cairn.api.openai import check_length, check_model
@@ -28,8 +42,9 @@ from cairn.api.reply import JSON, Call, encode, shown
 from cairn.api.resumable import Tapes
 from cairn.api.schemas import contents, parse, plain_messages, plain_tools
 from cairn.api.sse import DONE
+from cairn.api.ties import Ties
 from cairn.config import Config
-from cairn.errors import CairnError, InvalidRequest, Unavailable
+from cairn.errors import CairnError, Conflict, InvalidRequest, Unavailable, UnsupportedMedia
 from cairn.service.service import Service
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
@@ -38,18 +53,19 @@ MOST_LISTED = 100
 
 
 class AgentRoutes:
-    """The routes. `agents` is None until they are opened, or with `why_not` where they cannot be."""
+    """The routes."""
 
-    def __init__(self, config: Config, tapes: Tapes) -> None:
+    def __init__(self, config: Config, tapes: Tapes, ties: Ties) -> None:
         self._config = config
         self._tapes = tapes
-        self.agents: Agents | None = None
-        self.why_not = "this server keeps no agents"
+        self._ties = ties
 
     def routes(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of a path, or None."""
         if path == PATH:
             return {"POST": self.create, "GET": self.list}
+        if path == PATH + "/import":
+            return {"POST": self.take_in}
         id, _, rest = path.removeprefix(PATH + "/").partition("/")
         if not path.startswith(PATH + "/") or not id:
             return None
@@ -59,6 +75,11 @@ class AgentRoutes:
             "resume": {"POST": self.resume},
             "fork": {"POST": self.fork},
             "rollback": {"POST": self.rollback},
+            "pin": {"POST": self.pin},
+            "unpin": {"POST": self.unpin},
+            "prefetch": {"POST": self.prefetch},
+            "evict": {"POST": self.evict},
+            "export": {"GET": self.export},
         }
         return known.get(rest) if rest or not path.endswith("/") else None
 
@@ -77,7 +98,13 @@ class AgentRoutes:
         if plain:
             await service.chat.prompt(plain, tools or None, tenant=call.tenant)  # what no turn could use is refused now
         info = await agents.create(
-            call.tenant, id=body.id, messages=plain, tools=tools, metadata=body.metadata, ttl=body.ttl
+            call.tenant,
+            id=body.id,
+            messages=plain,
+            tools=tools,
+            metadata=body.metadata,
+            ttl=body.ttl,
+            pinned=bool(body.pin),
         )
         await call.json(agent_object(info, service), 201)
 
@@ -103,13 +130,45 @@ class AgentRoutes:
         agents, id = self._open(), self._id(call)
         info = agents.get(call.tenant, id)
         messages, tools = agents.beginning(call.tenant, id)
-        await call.json(agent_object(info, service) | {"messages": messages, "tools": tools})
+        kv = None
+        with contextlib.suppress(Unavailable):  # the worker is being replaced
+            kv = msgspec.to_builtins(await agents.where(call.tenant, id, call.salt))
+        await call.json(agent_object(info, service) | {"messages": messages, "tools": tools, "kv": kv})
 
     async def delete(self, call: Call, service: Service) -> None:
         """DELETE /v1/agents/{id}: answered when its bytes are gone from the disk."""
         id = self._id(call)
-        await self._open().delete(call.tenant, id)
+        await self._open().delete(call.tenant, id, call.salt)
         await call.json({"id": id, "object": "agent.deleted", "deleted": True})
+
+    async def pin(self, call: Call, service: Service) -> None:
+        """POST /v1/agents/{id}/pin: keep its KV in the stores from eviction."""
+        await self._pin(call, service, True)
+
+    async def unpin(self, call: Call, service: Service) -> None:
+        """POST /v1/agents/{id}/unpin."""
+        await self._pin(call, service, False)
+
+    async def _pin(self, call: Call, service: Service, pinned: bool) -> None:
+        agents, id = self._open(), self._id(call)
+        parse(NoBody, await read_json(call, self._config))
+        await call.json(agent_object(await agents.pin(call.tenant, id, call.salt, pinned), service))
+
+    async def prefetch(self, call: Call, service: Service) -> None:
+        """POST /v1/agents/{id}/prefetch: bring its KV up before it is needed; answered when it is there."""
+        agents, id = self._open(), self._id(call)
+        parse(NoBody, await read_json(call, self._config))
+        placed = await agents.prefetch(call.tenant, id, call.salt)
+        await call.json({"id": id, "object": "agent.kv", "kv": msgspec.to_builtins(placed)})
+
+    async def evict(self, call: Call, service: Service) -> None:
+        """POST /v1/agents/{id}/evict: {"disk"}: give its KV up in the pool and in RAM, with `disk` everywhere."""
+        agents, id = self._open(), self._id(call)
+        body = parse(EvictBody, await read_json(call, self._config))
+        if body.disk and agents.get(call.tenant, id).pinned:
+            raise Conflict(f"agent {id} is pinned; unpin it first")
+        placed = await agents.evict(call.tenant, id, call.salt, disk=bool(body.disk))
+        await call.json({"id": id, "object": "agent.kv", "kv": msgspec.to_builtins(placed)})
 
     async def fork(self, call: Call, service: Service) -> None:
         """POST /v1/agents/{id}/fork: {"turn", "id"}, both optional."""
@@ -123,6 +182,31 @@ class AgentRoutes:
         agents, id = self._open(), self._id(call)
         body = parse(RollbackBody, await read_json(call, self._config))
         await call.json(agent_object(await agents.rollback(call.tenant, id, turn=body.turn), service))
+
+    async def export(self, call: Call, service: Service) -> None:
+        """GET /v1/agents/{id}/export: one portable file."""
+        id = self._id(call)
+        pieces = self._open().export(call.tenant, id)
+        headers = [(b"content-type", MEDIA_TYPE.encode())]
+        headers.append((b"content-disposition", f'attachment; filename="{id}.cairn"'.encode()))
+        await call.start(200, headers)
+        if call.scope["method"] != "HEAD":
+            for piece in pieces:
+                await call.write(piece)
+        await call.write(b"", more=False)
+
+    async def take_in(self, call: Call, service: Service) -> None:
+        """POST /v1/agents/import?id=: an exported file as application/octet-stream."""
+        agents, id = self._open(), None
+        for name, value in query(call):
+            if name != "id" or not value:
+                raise InvalidRequest("the only parameter of this route is id", field=shown(name))
+            id = value
+        kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        if kind not in (b"application/octet-stream", MEDIA_TYPE.encode()):
+            raise UnsupportedMedia("the content-type must be application/octet-stream", field="Content-Type")
+        info = await agents.take_in(call.tenant, await call.body(), id)
+        await call.json(agent_object(info, service), 201)
 
     # -------------------------------------------------------------------------------------------------------- turns
 
@@ -183,9 +267,7 @@ class AgentRoutes:
     # -------------------------------------------------------------------------------------------------------- within
 
     def _open(self) -> Agents:
-        if self.agents is None:
-            raise Unavailable(self.why_not)
-        return self.agents
+        return self._ties.open()
 
     def _id(self, call: Call) -> str:
         return call.path.removeprefix(PATH + "/").partition("/")[0]

@@ -8,6 +8,7 @@ from typing import Any
 
 from cairn.api.reply import Call
 from cairn.api.sse import ChatChunks, TextChunks, TextLogprobs, chat_logprobs, usage_object
+from cairn.api.ties import Tie
 from cairn.errors import Cancelled, DeadlineExceeded, GenerationFailed
 from cairn.service.service import Service
 from cairn.types import Delta, Done, Event, FinishReason, Request, TokenLogprob
@@ -66,8 +67,11 @@ class ChatAnswer:
     prefix = "chatcmpl-"
     kind = "chat.completion"
 
-    def __init__(self, call: Call, service: Service, choices: Sequence[Choice], include_usage: bool) -> None:
+    def __init__(
+        self, call: Call, service: Service, choices: Sequence[Choice], include_usage: bool, tie: Tie | None = None
+    ) -> None:
         self._service = service
+        self._tie = tie
         self._tenant = call.tenant
         self._choices = choices
         self._head = head(call, service, self.prefix, self.kind)
@@ -97,7 +101,9 @@ class ChatAnswer:
     def done(self, index: int) -> None:
         """Keep the exact tokens of an answer, for when it comes back as history."""
         choice = self._choices[index]
-        self._service.chat.remember(self._tenant, choice.request.prompt, choice.tokens, choice.message())
+        sampled = self._service.chat.remember(self._tenant, choice.request.prompt, choice.tokens, choice.message())
+        if self._tie is not None and choice.done is not None:
+            self._tie.done(choice.request, choice.tokens, choice.done, sampled)
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The answer in one piece."""
@@ -125,8 +131,10 @@ class TextAnswer:
         include_usage: bool,
         echoes: Sequence[str] | None,
         top: int | None,
+        tie: Tie | None = None,
     ) -> None:
         self._choices = choices
+        self._tie = tie
         self._echoes = echoes
         self._head = head(call, service, self.prefix, self.kind)
         self._chunks: TextChunks | None = None
@@ -162,7 +170,10 @@ class TextAnswer:
         return self._chunks.usage(usage)
 
     def done(self, index: int) -> None:
-        """Nothing is kept."""
+        """Only what it cost is kept."""
+        choice = self._choices[index]
+        if self._tie is not None and choice.done is not None:
+            self._tie.done(choice.request, choice.tokens, choice.done, None)
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The answer in one piece."""

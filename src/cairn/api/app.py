@@ -8,6 +8,7 @@ Routes (POST bodies are JSON):
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
     GET  /v1/requests/{id}/events                            resumable.py
     /v1/agents and below                                     agents.py
+    GET  /v1/cache              POST /v1/cache/flush|scrub|prune    stored.py
     GET  /health/live           GET  /health/ready
     GET  /metrics
 """
@@ -25,6 +26,8 @@ from cairn.api.openai import OpenAI
 from cairn.api.registry import Registry
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
 from cairn.api.resumable import Tapes
+from cairn.api.stored import routes as stored_routes
+from cairn.api.ties import Ties
 from cairn.config import Config
 from cairn.errors import CairnError, MethodNotAllowed, NotFound, Unavailable, trace
 from cairn.seams import Rng, SystemClock, SystemRng
@@ -47,10 +50,11 @@ class App:
         self._rng = rng or SystemRng()
         self._access = Access(config)
         registry = Registry(SystemClock())
+        self.ties = Ties()
         tapes = Tapes(config.reconnect_grace, config.max_resumable_mib << 20)
-        openai = OpenAI(config, registry, tapes)
+        openai = OpenAI(config, registry, tapes, self.ties)
         admin = self._admin = Admin(config, registry, tapes)
-        self.agent_routes = AgentRoutes(config, tapes)
+        self._agent_routes = AgentRoutes(config, tapes, self.ties)
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
@@ -58,6 +62,7 @@ class App:
             "/tokenize": {"POST": admin.tokenize},
             "/detokenize": {"POST": admin.detokenize},
             "/metrics": {"GET": admin.metrics},
+            **stored_routes(),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,7 +108,7 @@ class App:
 
     def _route(self, call: Call) -> Endpoint:
         path = call.path
-        methods = self._exact.get(path) or self._admin.routes(path) or self.agent_routes.routes(path)
+        methods = self._exact.get(path) or self._admin.routes(path) or self._agent_routes.routes(path)
         if methods is None:
             raise NotFound(f"there is no route {shown(call.path)}")
         method = call.scope["method"]

@@ -18,7 +18,7 @@ from cairn.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 
 OPEN = frozenset({"/health/live", "/health/ready"})
 """Routes that need no key."""
-ADMIN = frozenset({"/metrics"})
+ADMIN = frozenset({"/metrics", "/v1/cache", "/v1/cache/flush", "/v1/cache/scrub", "/v1/cache/prune"})
 """Routes that need the admin key on a server with keys."""
 KEY_LABEL = b"cairn tenant salt 1\0"
 NAME_LABEL = b"cairn tenant name 1\0"

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 LINGER_SECONDS = 2.0
 """How long a refused client is still listened to, so that it can read the refusal before the reset."""
 CONNECTIONS_RETRY = 1.0
+IMPORT = b"/v1/agents/import"
+"""The route whose bodies are files, with a limit of their own."""
 WRITE_BUFFER = 1 << 14
 """Bytes that wait in a transport before its writer has to wait. Each write costs the transport a kilobyte more, so what
 a slow client has not read is better kept as tokens, in front of the encoding."""
@@ -93,7 +95,7 @@ class Guard(HttpToolsProtocol):
         self._listener = listener
         self._config = listener.config
         self._max_head = listener.config.max_header_kib << 10
-        self._max_body = listener.config.max_body_mib << 20
+        self._max_body = 0
         self.phase = Phase.NEW
         self._since = self.loop.time()
         self._heard = self._since
@@ -211,6 +213,9 @@ class Guard(HttpToolsProtocol):
         if size > self._max_head:
             self._refuse_head()
             return
+        config = self._config
+        imports = self.url.partition(b"?")[0] == IMPORT
+        self._max_body = (config.max_import_mib if imports else config.max_body_mib) << 20
         if announced > self._max_body:
             self.refuse(too_large(self._max_body))
             return

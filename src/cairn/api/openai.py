@@ -18,6 +18,7 @@ from cairn.api.reply import JSON, Call, Watch, encode, internal, shown
 from cairn.api.resumable import Tapes, is_resumable
 from cairn.api.schemas import ChatBody, CompletionBody, contents, parse, plain_messages, plain_tools
 from cairn.api.sse import DONE, EVENT_STREAM, HEARTBEAT, error_event
+from cairn.api.ties import Ties
 from cairn.config import Config
 from cairn.errors import CairnError, ContextTooLong, InvalidRequest, UnknownModel
 from cairn.service.requests import SamplingOptions, requests
@@ -37,8 +38,9 @@ COMPLETION_TOKENS = 16
 class OpenAI:
     """The two generating routes."""
 
-    def __init__(self, config: Config, registry: Registry, tapes: Tapes) -> None:
+    def __init__(self, config: Config, registry: Registry, tapes: Tapes, ties: Ties) -> None:
         self._config = config
+        self._ties = ties
         self._registry = registry
         self._tapes = tapes
 
@@ -47,6 +49,7 @@ class OpenAI:
         body = parse(ChatBody, await read_json(call, self._config))
         check_chat(body, self._config)
         check_model(body.model, service)
+        tie = self._ties.tie(call, body)
         tools = plain_tools(body.tools) if body.tool_choice != "none" else None
         await check_length(service, contents(body.messages), "messages")
         prompt = await service.chat.prompt(
@@ -64,9 +67,10 @@ class OpenAI:
             output=prompt.output,
             salt=call.salt,
             timeout=self._config.request_timeout,
+            durable=any(message.role == "assistant" for message in body.messages),
         )
         choices = [Choice(request) for request in made]
-        answer = ChatAnswer(call, service, choices, body.include_usage)
+        answer = ChatAnswer(call, service, choices, body.include_usage, tie)
         await self._run(call, service, choices, answer, bool(body.stream), body.include_usage)
 
     async def complete(self, call: Call, service: Service) -> None:
@@ -74,6 +78,7 @@ class OpenAI:
         body = parse(CompletionBody, await read_json(call, self._config))
         check_stream(body)
         check_model(body.model, service)
+        tie = self._ties.tie(call, body)
         echo = bool(body.echo)
         options = body.options(
             max_tokens=body.max_tokens,
@@ -107,7 +112,7 @@ class OpenAI:
                 f"prompt and n ask for {len(choices)} completions at once; this server takes {most}", field="prompt"
             )
         top = body.logprobs
-        answer = TextAnswer(call, service, choices, body.include_usage, echoes if echo else None, top)
+        answer = TextAnswer(call, service, choices, body.include_usage, echoes if echo else None, top, tie)
         await self._run(call, service, choices, answer, bool(body.stream), body.include_usage)
 
     def _prompts(self, body: CompletionBody) -> list[str | list[int]]:

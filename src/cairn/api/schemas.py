@@ -19,11 +19,8 @@ from cairn.service.requests import SamplingOptions
 HARMLESS = frozenset(
     {
         "user",
-        "metadata",
-        "store",
         "service_tier",
         "safety_identifier",
-        "prompt_cache_key",
         "prompt_cache_retention",
         "prediction",
     }
@@ -167,6 +164,12 @@ class Generation(Body):
     min_tokens: Count = None
     ignore_eos: bool | None = None
     n: Count = None
+    store: bool | None = None
+    """False: the answer is not kept for exact replay after a restart."""
+    metadata: dict[str, str] | None = None
+    """`agent`: whose account it is on, where there is an agent of that id."""
+    prompt_cache_key: str | None = None
+    """The same."""
 
     def options(self, **more: Any) -> SamplingOptions:
         """The sampling options as the service wants them; `more` adds or replaces some."""

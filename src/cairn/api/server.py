@@ -66,7 +66,7 @@ async def _serve(config: Config, sock: socket.socket) -> None:
         service = await _until(Service.start(config), stop.first)
         if service is None:
             return
-        agents = app.agent_routes.agents = await _open_agents(app, service, config)
+        agents = app.ties.agents = await _open_agents(app, service, config)
         app.service = service
         gc.collect()
         gc.freeze()  # modules and tables stay; a collection that looks through them all holds every stream up for 30 ms
@@ -94,7 +94,7 @@ async def _open_agents(app: App, service: Service, config: Config) -> Agents | N
         if config.agents_dir:
             raise
         log.warning("no agents are kept: %s", error)
-        app.agent_routes.why_not = f"this server keeps no agents: {error}"
+        app.ties.why_not = f"this server keeps no agents: {error}"
         return None
 
 

@@ -14,7 +14,7 @@ import typer
 
 from cairn.cli.options import LOCAL, configured
 from cairn.cli.output import printable, talk
-from cairn.cli.sampling import Answering, Source, sampling_parameters, source
+from cairn.cli.sampling import Answering, Source, refuse_local, sampling_parameters, source
 from cairn.config import closest
 from cairn.errors import CairnError
 from cairn.models.hub import DEMO
@@ -49,10 +49,17 @@ def register(app: typer.Typer) -> None:
         host: Annotated[
             str | None, typer.Option(metavar="URL", help="Talk to this running server; otherwise the model runs here.")
         ] = None,
+        agent: Annotated[
+            str | None,
+            typer.Option(metavar="ID", help="Talk to this agent of a running server; it is made if there is none."),
+        ] = None,
         *,
         sampling: dict[str, Any],
     ) -> None:
         """Talk with a model. Ctrl-C stops an answer; /help lists the commands."""
+        if agent is not None:
+            _talk_to_agent(resolved, host, agent, sampling, system)
+            return
         with ExitStack() as opened:
             with talk().status("loading the model"):
                 model = opened.enter_context(source(resolved, host))
@@ -61,6 +68,20 @@ def register(app: typer.Typer) -> None:
             if name == DEMO:
                 talk().print(BUNDLED, style="dim", markup=False)
             Conversation(model, sampling, system).run()
+
+
+def _talk_to_agent(
+    resolved: Resolved, host: str | None, agent: str, sampling: dict[str, Any], system: str | None
+) -> None:
+    from cairn.cli.agent_chat import AgentConversation
+    from cairn.cli.client import connect
+
+    refuse_local(resolved, "the server that has the agent")
+    client = connect(resolved, host)
+    try:
+        AgentConversation(client, agent, sampling, system).run()
+    finally:
+        client.close()
 
 
 class Conversation:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
+from urllib.parse import quote
 
 import httpx
 
@@ -63,13 +65,50 @@ class Client:
             raise _error(response)
         return response
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+    def post(self, path: str, body: Mapping[str, Any], *, admin: bool = False) -> Any:
         """POST JSON, get JSON."""
-        with closing(self._send("POST", path, body, self._key)) as response:
+        with closing(self._send("POST", path, body, self._admin_key if admin else self._key)) as response:
             response.read()
             if not response.is_success:
                 raise _error(response)
             return response.json()
+
+    def delete(self, path: str) -> None:
+        """DELETE."""
+        with closing(self._send("DELETE", path, None, self._key)) as response:
+            response.read()
+            if not response.is_success:
+                raise _error(response)
+
+    def download(self, path: str, target: Path) -> None:
+        """GET into a new file; what came is removed again if it did not come whole."""
+        with closing(self._send("GET", path, None, self._key)) as response:
+            if not response.is_success:
+                response.read()
+                raise _error(response)
+            with target.open("xb") as file:
+                try:
+                    for piece in response.iter_bytes():
+                        file.write(piece)
+                except BaseException:
+                    target.unlink()
+                    raise
+
+    def upload(self, path: str, source: Path) -> Any:
+        """POST a file, get JSON."""
+        with source.open("rb") as file, closing(self._send("POST", path, None, self._key, file)) as response:
+            response.read()
+            if not response.is_success:
+                raise _error(response)
+            return response.json()
+
+    def turn(self, agent: str, message: Mapping[str, Any], **sampling: Any) -> HttpStream:
+        """The answer of an agent to a new message, as it comes."""
+        return self._stream(f"/v1/agents/{quote(agent, safe='')}/turns", {"messages": [message]}, sampling)
+
+    def resume(self, agent: str) -> HttpStream:
+        """The whole answer of an agent's interrupted turn, as it comes."""
+        return self._open(f"/v1/agents/{quote(agent, safe='')}/resume", {"stream": True})
 
     def model(self) -> str:
         """The name of the model to ask."""
@@ -95,6 +134,9 @@ class Client:
     def _stream(self, path: str, body: dict[str, Any], sampling: Mapping[str, Any]) -> HttpStream:
         body |= {"model": self.model(), "stream": True, "stream_options": {"include_usage": True}}
         body |= {name: value for name, value in sampling.items() if value is not None}
+        return self._open(path, body)
+
+    def _open(self, path: str, body: dict[str, Any]) -> HttpStream:
         response = self._send("POST", path, body, self._key)
         if not response.is_success:
             with closing(response):
@@ -102,9 +144,13 @@ class Client:
                 raise _error(response)
         return HttpStream(response, self.url)
 
-    def _send(self, method: str, path: str, body: Mapping[str, Any] | None, key: str) -> httpx.Response:
+    def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, key: str, file: BinaryIO | None = None
+    ) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        request = self._http.build_request(method, self.url + path, json=body, headers=headers)
+        if file is not None:
+            headers["content-type"] = "application/octet-stream"
+        request = self._http.build_request(method, self.url + path, json=body, content=file, headers=headers)
         try:
             return self._http.send(request, stream=True)
         except httpx.ConnectError:
@@ -120,6 +166,8 @@ class HttpStream:
         self._response = response
         self._lines = response.iter_lines()
         self._url = url
+        self.request = response.headers.get("x-request-id", "")
+        """Id of the request, by which it is cancelled."""
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, list[str]] = {}

@@ -102,11 +102,16 @@ def source(resolved: Resolved, host: str | None) -> Iterator[Source]:
         return
     from cairn.cli.client import connect
 
-    for option in options():
-        if option.name in local_options() and resolved.source(option.name) == option.flag and option.name != "model":
-            raise ConfigError(f"{option.flag} is for a model in this process; the server at --host has its own")
+    refuse_local(resolved, "the server at --host")
     client = connect(resolved, host)
     try:
         yield client
     finally:
         client.close()
+
+
+def refuse_local(resolved: Resolved, server: str) -> None:
+    """ConfigError if a flag was given that only a model in this process could heed."""
+    for option in options():
+        if option.name in local_options() and resolved.source(option.name) == option.flag and option.name != "model":
+            raise ConfigError(f"{option.flag} is for a model in this process; {server} has its own")

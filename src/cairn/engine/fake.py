@@ -95,19 +95,19 @@ class FakeEngine:
             max_rows=max_rows,
             max_tokens=max_tokens,
             identity=hashlib.sha256(
-                b"fake engine 1" + spec.identity + repr((spec.vocab, spec.groups)).encode()
+                b"fake engine 2" + spec.identity + repr((spec.vocab, spec.groups)).encode()
             ).digest(),
             device="fake",
         )
-        random = np.random.Generator(np.random.PCG64(20))
-        padded = -(-length // block_tokens) * block_tokens
-        self._kv = [random.integers(0, 1 << 64, (size, block_tokens), dtype=np.uint64) for size in sizes]
-        self._seeds = random.integers(0, 1 << 64, len(sizes), dtype=np.uint64)
-        self._salt = random.integers(0, 1 << 64, padded, dtype=np.uint64)
-        self._weights = random.integers(
-            0, 1 << 64, (padded // block_tokens, block_tokens), dtype=np.uint64
-        ) | np.uint64(1)
-        self._noise = random.random(spec.vocab + _NOISE, dtype=np.float32)
+        # A generator for each, so that neither the pools nor the context change what the identity stands for.
+        kinds = ("kv", "seeds", "salt", "weights", "noise")
+        random = {kind: np.random.Generator(np.random.PCG64((20, n))) for n, kind in enumerate(kinds)}
+        padded = -(-length // block_tokens)
+        self._kv = [random["kv"].integers(0, 1 << 64, (size, block_tokens), dtype=np.uint64) for size in sizes]
+        self._seeds = random["seeds"].integers(0, 1 << 64, len(sizes), dtype=np.uint64)
+        self._salt = random["salt"].integers(0, 1 << 64, padded * block_tokens, dtype=np.uint64)
+        self._weights = random["weights"].integers(0, 1 << 64, (padded, block_tokens), dtype=np.uint64) | np.uint64(1)
+        self._noise = random["noise"].random(spec.vocab + _NOISE, dtype=np.float32)
         ones = np.full((block_tokens, block_tokens), _MASK, dtype=np.uint64)
         self._until, self._since = np.tril(ones), np.triu(ones)
         """Masks of one block's slots: up to one of them, and from one of them on."""

@@ -69,10 +69,10 @@ class Cache:
     def awaits(self, context: Context, tokens: Sequence[int], spare: int = 0) -> bool:
         """Whether the first block that `open` would not find is on its way, so that to open now would be too early.
 
-        Another sequence computes it, or it is being loaded; a load is begun here, where `open` would find room with
-        `spare` blocks left. Waiting is bounded: the answer becomes no when that block is published, when the sequence
-        that computes it is closed (the next to open computes it then), after `PATIENCE` calls in which that sequence
-        got no further, and when a load ends, which it does in any case.
+        Another sequence computes it, or it is being loaded; a load is begun here, once between two `open`s, where
+        `open` would find room with `spare` blocks left. Waiting is bounded: it is over when that block is published,
+        when the sequence that computes it is closed (the next to open computes it then), after `PATIENCE` calls in
+        which that sequence got no further, and when a load ends, which it does in any case.
         """
         if context.loading:
             return True
@@ -84,20 +84,16 @@ class Cache:
         owner = self._computing.get(context.awaited)
         if owner is None:
             context.awaited = None
-            return self._begins(context, tokens, spare)
+            if self.below is None or context.tried:
+                return False
+            context.tried = True
+            return self.below.load(context, tokens, self._hit(context, tokens), spare)
         if owner.loading:
             return True
         if owner.published[0] != context.seen:
             context.seen, context.patience = owner.published[0], PATIENCE
         context.patience -= 1
         return context.patience >= 0
-
-    def _begins(self, context: Context, tokens: Sequence[int], spare: int) -> bool:
-        """Whether a load begins. It is asked for once between two `open`s."""
-        tried, context.tried = context.tried, True
-        return (
-            self.below is not None and not tried and self.below.load(context, tokens, self._hit(context, tokens), spare)
-        )
 
     def open(self, context: Context, tokens: Sequence[int], *, reuse: bool = True, spare: int = 0) -> int | None:
         """Hold the longest cached prefix of `tokens`, and blocks for all the rest of them in the full groups.

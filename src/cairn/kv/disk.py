@@ -124,11 +124,12 @@ class DiskStore:
         return self._intake.keep(chunks)
 
     def drop(self, keys: Sequence[bytes]) -> int:
-        """Pinned ones too. When it returns, the bytes are gone for good unless the disk failed."""
+        """Pinned ones too. When it returns, the bytes are gone for good unless the disk failed; then they go later."""
         state, ids = self._state, [self._tag + key for key in keys]
         with state.mutex:
             if self._lock is None:
                 self._forgotten.update(ids)
+                return 0
             flying = frozenset(state.writing)
             state.dropped.update(flying.intersection(ids))
             family = state.shelf.family(ids)

@@ -66,6 +66,11 @@ class DiskState:
                 trouble=self._trouble or self._full,
             )
 
+    @property
+    def damaged(self) -> int:
+        """Chunks that failed a check so far; `stats` looks at more."""
+        return self._counts.damaged
+
     def count(self, **more: int) -> None:
         """Add to the counters, with the lock held."""
         now = {name: getattr(self._counts, name) + value for name, value in more.items()}

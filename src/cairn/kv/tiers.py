@@ -11,11 +11,13 @@ the worker's thread; the threads of `Writer` and `Reader` see chunks only.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from cairn.engine.base import Engine
+from cairn.errors import trace
 from cairn.kv.behind import Behind, WriteLimits
 from cairn.kv.cache import Cache
 from cairn.kv.context import Context, TierName
@@ -26,6 +28,8 @@ from cairn.kv.store import CHUNK_BLOCKS, Store
 from cairn.kv.writing import Writer
 from cairn.seams import Clock
 from cairn.types import KvStats, Placed, Swept, TierStats
+
+log = logging.getLogger(__name__)
 
 TURN_BYTES = 32 << 20
 """Put into the pool between two steps for one load, about."""
@@ -224,14 +228,21 @@ class Tiers:
 
         self.writer.push(work)
 
-    def sweep(self, job: Callable[[DiskStore], Swept], done: Callable[[Swept], None]) -> bool:
-        """Do something long to the disk store on a thread of its own; False where there is no such store."""
+    def sweep(self, job: Callable[[DiskStore], Swept], done: Callable[[Swept | None], None]) -> bool:
+        """Do something long to the disk store on a thread of its own; False where there is no such store.
+
+        `done` gets what came of it, None where it failed.
+        """
         store = self._stores.get("disk")
         if not isinstance(store, DiskStore):
             return False
 
         def work() -> None:
-            swept = job(store)
+            swept = None
+            try:
+                swept = job(store)
+            except Exception as error:  # a bug of ours; whoever asked must hear of it all the same
+                log.error("the KV store could not be looked over: %s", trace(error))
             self._answers.append(lambda: done(swept))
             self._wake()
 

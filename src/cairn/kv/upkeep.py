@@ -77,14 +77,14 @@ def scrub(state: DiskState) -> Scrubbed:
             if state.shelf.get(entry.id) is not entry:
                 continue
         checked += 1
-        before = state.stats().damaged
+        before = state.damaged
         data = state.read(entry)
         if data is not None:
             try:
                 chunk_file.verify(data, entry.name)
             except Damaged:
                 damaged += state.condemn(entry)
-        elif (lost := state.stats().damaged - before) > 0:
+        elif (lost := state.damaged - before) > 0:
             damaged += lost
         else:
             unreadable += 1

@@ -33,7 +33,7 @@ class Answers:
             self._tiers.evict(ask.tokens, ask.salt, ask.keep, ask.disk, lambda: self._say_where(ask))
         else:
             job = _scrub if ask.what == "scrub" else _prune
-            if not self._tiers.sweep(job, lambda swept: self._channel.send(wire.Answer(ask.id, swept=swept))):
+            if not self._tiers.sweep(job, lambda swept: self._channel.send(_swept(ask.id, swept))):
                 self._channel.send(wire.Answer(ask.id))
 
     def _say_where(self, ask: wire.Ask) -> None:
@@ -42,6 +42,12 @@ class Answers:
         else:
             placed = Placed(pool=self._cache.found(self._cache.context(ask.salt), ask.tokens))
         self._channel.send(wire.Answer(ask.id, placed=placed))
+
+
+def _swept(id: int, swept: Swept | None) -> wire.Answer:
+    if swept is None:
+        return wire.Answer(id, trouble="the KV store could not be looked over; the log says why")
+    return wire.Answer(id, swept=swept)
 
 
 def _scrub(store: DiskStore) -> Swept:

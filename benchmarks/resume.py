@@ -1,0 +1,254 @@
+"""How long is the first token of a known context away?  `python benchmarks/resume.py [--shape S] [--lengths N ...]`
+
+A real `cairn serve` with random weights of a real shape, and one client. For each prompt length, the time to the first
+token of a streamed completion:
+
+    off             stored KV off, a prompt that nobody has seen
+    cold            stored KV on, a prompt that nobody has seen; after it, a flush
+    pool            the same prompt again
+    after restart   the same prompt, by a server that was killed (-9) and started again: from the disk
+    dropped         the same, with the files put out of the system's page cache before
+
+Every answer must have status 200, its first token must be the one of the cold answer, and its cache report must name
+the tier that the row is about; whatever is not as it should be ends the run. The prompts are token ids, so nothing is
+tokenized. Off and cold alternate, so that both see the same machine. On the reference kernels prefill is slow, so the
+ratios flatter the cache; the seconds from pool and disk are what to look at. `--plot FILE` draws it (needs matplotlib).
+
+Goals: cold within 2 % of off; a stored context never slower than computing it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from cairn.models.hub import demo_folder
+from cairn.models.spec import load_spec
+from cairn.models.weights import expected_tensors
+
+DEMO = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPES: dict[str, dict[str, Any]] = {
+    "demo": {**DEMO, "head_dim": 64, "intermediate_size": 640, "vocab_size": 2048},
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151_936,
+    },
+}
+COMMON = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+ROWS = ("off", "cold", "pool", "after restart", "dropped")
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """Random weights of the shape; the tokenizer is the demo model's, which nothing here uses."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_folder() / name, folder / name)
+    rng = np.random.default_rng(1)
+    tensors = {}
+    for name, size in expected_tensors(load_spec(folder)).items():
+        values = rng.standard_normal(size, dtype=np.float32)
+        values = 1 + 0.1 * values if "norm" in name else values * (1.0 / np.sqrt(size[-1]))
+        tensors[name] = values.astype(ml_dtypes.bfloat16)
+    save_file(tensors, folder / "model.safetensors")
+
+
+class Server:
+    """One `cairn serve`."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        command = [sys.executable, "-c", "from cairn.cli import main; main()", "serve", str(folder), *options]
+        command += ["--port", self.url.rpartition(":")[2], "--log-level", "warning", "--request-timeout", "36000"]
+        home = folder.parent / f"home{self.url.rpartition(':')[2]}"
+        environment = {**os.environ, "XDG_DATA_HOME": str(home), "XDG_CACHE_HOME": str(home)}
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen(command, start_new_session=True, env=environment, stdout=quiet, stderr=quiet)
+        deadline = time.monotonic() + 300
+        while True:
+            try:
+                with urllib.request.urlopen(self.url + "/health/ready", timeout=5) as answer:
+                    if answer.status == 200:
+                        return
+            except OSError:
+                if time.monotonic() > deadline or self.process.poll() is not None:
+                    self.kill()
+                    raise SystemExit("the server did not become ready") from None
+                time.sleep(0.1)
+
+    def kill(self) -> None:
+        """-9, the worker with it."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def flush(self) -> dict[str, Any]:
+        request = urllib.request.Request(self.url + "/v1/cache/flush", data=b"{}", method="POST")
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            found: dict[str, Any] = json.load(answer)["disk"]
+            return found
+
+    def first_token(self, model: str, prompt: list[int]) -> tuple[float, str, dict[str, Any]]:
+        """Seconds to the first token, its text, and the cache report."""
+        body = {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": True}
+        body |= {"stream_options": {"include_usage": True}, "logprobs": 0}
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self.url + "/v1/completions", json.dumps(body).encode(), headers)
+        began, first, tokens, report = time.perf_counter(), 0.0, "", None
+        with urllib.request.urlopen(request, timeout=36_000) as answer:
+            for line in answer:
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise SystemExit(chunk["error"]["message"])
+                first = first or time.perf_counter() - began
+                for choice in chunk["choices"]:
+                    tokens += "".join((choice.get("logprobs") or {}).get("tokens", ()))
+                report = (chunk.get("usage") or {}).get("cairn", report)
+        if report is None or not tokens:
+            raise SystemExit("an answer without tokens or a cache report")
+        return first, tokens, report
+
+
+def drop_pages(folder: Path) -> None:
+    """Put the store's files out of the page cache."""
+    for path in folder.glob("?/*"):
+        handle = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def check(row: str, report: dict[str, Any], length: int) -> None:
+    """The report must name the tier that the row is about."""
+    whole = (length - 1) // 64 * 64
+    expected = {"off": report["pool"] + report["disk"] == 0, "cold": report["pool"] + report["disk"] == 0}
+    expected |= {"pool": report["pool"] >= whole}
+    if not expected.get(row, report["disk"] >= whole):
+        raise SystemExit(f"{row}: the answer came from elsewhere: {report}")
+
+
+def measure(folder: Path, store: Path, length: int, repeats: int, vocab: int) -> tuple[dict[str, list[float]], int]:
+    """Seconds of each row, and the bytes that one context takes on the disk."""
+    rng = random.Random(length)
+    prompts = [[rng.randrange(5, vocab) for _ in range(length)] for _ in range(2 * repeats)]
+    found: dict[str, list[float]] = {row: [] for row in ROWS}
+    on = ("--kv-dir", str(store), "--kv-load", "always")
+    model, answers = folder.name, {}
+
+    def ask(server: Server, row: str, prompt: list[int]) -> None:
+        seconds, tokens, report = server.first_token(model, prompt)
+        check(row, report, length)
+        if answers.setdefault(tuple(prompt), tokens) != tokens:
+            raise SystemExit(f"{row}: another answer than the first")
+        found[row].append(seconds)
+        print(f"  {length:>6} {row:14} {seconds:8.3f} s", file=sys.stderr, flush=True)
+
+    plain, server = Server(folder, "--no-kv-disk"), Server(folder, *on)
+    try:
+        for one in (plain, server):
+            one.first_token(model, [7] * 8)
+        taken = server.flush()["bytes"]
+        for number in range(repeats):
+            turns = [(plain, "off", prompts[2 * number]), (server, "cold", prompts[2 * number + 1])]
+            for one, row, prompt in turns if number % 2 else reversed(turns):
+                ask(one, row, prompt)
+            held = server.flush()["bytes"]
+        for number in range(repeats):
+            ask(server, "pool", prompts[2 * number + 1])
+        plain.kill()
+        for row in ROWS[3:]:
+            server.kill()
+            if row == "dropped":
+                drop_pages(store)
+            server = Server(folder, *on)
+            server.first_token(model, [7] * 8)
+            for number in range(repeats):
+                ask(server, row, prompts[2 * number + 1])
+    finally:
+        plain.kill()
+        server.kill()
+    return found, (held - taken) // repeats
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--plot", type=Path)
+    given = parser.parse_args()
+    results: dict[int, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / given.shape
+        write_model(folder, given.shape)
+        print(
+            f"{given.shape}, random weights, reference kernels; seconds to the first token, median of {given.repeats}"
+        )
+        print(f"{'tokens':>7}" + "".join(f"{row:>15}" for row in ROWS) + f"{'MB on disk':>12}{'cold/off':>10}")
+        for length in given.lengths:
+            store = Path(temporary) / f"kv-{length}"
+            vocab = SHAPES[given.shape]["vocab_size"]
+            found, taken = measure(folder, store, length, given.repeats, vocab)
+            shutil.rmtree(store)
+            row = results[length] = {name: statistics.median(seconds) for name, seconds in found.items()}
+            figures = "".join(f"{row[name]:15.3f}" for name in ROWS)
+            print(f"{length:>7}{figures}{taken / 1e6:12.1f}{row['cold'] / row['off']:10.2f}", flush=True)
+    if given.plot:
+        plot(given.plot, given.shape, results)
+
+
+def plot(path: Path, shape: str, results: dict[int, dict[str, float]]) -> None:
+    """Bars on a logarithmic scale."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for number, row in enumerate(ROWS):
+        places = [index + 0.16 * (number - 2) for index in range(len(results))]
+        axes.bar(places, [result[row] for result in results.values()], 0.15, label=row)
+    axes.set_xticks(range(len(results)), [f"{length:,} tokens" for length in results])
+    axes.set_yscale("log")
+    axes.set_ylabel("seconds to the first token")
+    axes.set_title(f"{shape}, random weights, reference kernels (slow prefill flatters the cache)", fontsize=9)
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    main()

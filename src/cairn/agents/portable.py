@@ -1,0 +1,144 @@
+"""An agent as one file: what the log holds of it, in the bytes of a log's segment.
+
+    header       as of a segment with number 0
+    1            AGENT
+    2 ...        TURN of the beginning, then TURN and END of every turn, abandoned branches included
+    last         SAVINGS
+
+`lsn` counts the records from 1, so a file that lost its end, or anything else, is seen as such. Sampling parameters
+are not part of it: a turn that was interrupted stays so, and cannot be resumed elsewhere. KV is not part of it either;
+it is computed again from the tokens, or under another model from the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from cairn.agents.index import Kind
+from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack, unpack
+from cairn.agents.segment import (
+    HEADER_BYTES,
+    VERSION,
+    Header,
+    Record,
+    decode_header,
+    encode_header,
+    encode_record,
+    scan,
+)
+from cairn.agents.tree import Agent, Turn, digest
+from cairn.errors import InvalidRequest
+from cairn.seams import Rng
+from cairn.text.messages import plain_message
+
+MEDIA_TYPE = "application/vnd.cairn.agent"
+
+
+class Portable(NamedTuple):
+    """What a file holds, checked."""
+
+    agent: AgentRecord
+    turns: list[tuple[int, TurnRecord, EndRecord | None]]
+    """By key, parents first; the first is the beginning and has no end."""
+    savings: SavingsRecord
+
+
+def export(agent: Agent, rng: Rng) -> Iterator[bytes]:
+    """The pieces of the file."""
+    header = Header(0, rng.bits64())
+    yield encode_header(header)
+    at = HEADER_BYTES
+    for lsn, (kind, key, payload) in enumerate(_records(agent), 1):
+        data = encode_record(header, at, Record(lsn, kind, key, msgspec.msgpack.encode(payload)))
+        at += len(data)
+        yield data
+
+
+def _records(agent: Agent) -> Iterator[tuple[Kind, int, msgspec.Struct]]:
+    record = msgspec.structs.replace(agent.record, tenant="", head=agent.head.key, pinned=False)
+    yield Kind.AGENT, agent.key, record
+    for turn in (agent.root, *agent.turns()):
+        yield Kind.TURN, turn.key, msgspec.structs.replace(turn.began, sampling=None)
+        if turn.number:
+            yield Kind.END, turn.key, turn.ended or _cut(turn)
+    yield Kind.SAVINGS, agent.key, SavingsRecord(savings=agent.savings)
+
+
+def _cut(turn: Turn) -> EndRecord:
+    return EndRecord(state="interrupted", ids=pack(turn.tokens), message=turn.answer, ended=turn.began.began)
+
+
+def read(data: bytes, vocab: int, identity: bytes) -> Portable:
+    """What a file holds. `vocab`, `identity`: of the model here; tokens of another are not looked at.
+
+    Raises InvalidRequest for what is no such file, is damaged, or does not fit together.
+    """
+    header = decode_header(data)
+    if header is None or header.number:
+        raise _wrong("is no exported agent")
+    if header.version > VERSION:
+        raise _wrong(f"was written by a newer Cairn (format {header.version}; this one reads up to {VERSION})")
+    records, damaged = scan(header, data)
+    whole = bool(records) and records[-1].kind == Kind.SAVINGS and records[0].kind == Kind.AGENT
+    if damaged or not whole or [record.lsn for record in records] != list(range(1, len(records) + 1)):
+        raise _wrong("is damaged or cut off")
+    agent = decode(records[0].payload, AgentRecord)
+    savings = decode(records[-1].payload, SavingsRecord)
+    if agent is None or savings is None:
+        raise _wrong("is damaged")
+    turns: dict[int, tuple[TurnRecord, EndRecord | None]] = {}
+    for record in records[1:-1]:
+        _take(record, turns)
+    _check(agent, turns, vocab, identity)
+    return Portable(agent, [(key, *one) for key, one in turns.items()], savings)
+
+
+def _take(record: Record, turns: dict[int, tuple[TurnRecord, EndRecord | None]]) -> None:
+    if record.kind == Kind.TURN and record.key not in turns:
+        began = decode(record.payload, TurnRecord)
+        if began is not None:
+            turns[record.key] = began, None
+            return
+    elif record.kind == Kind.END and record.key in turns:
+        end = decode(record.payload, EndRecord)
+        if end is not None and turns[record.key][1] is None:
+            turns[record.key] = turns[record.key][0], end
+            return
+    raise _wrong("is damaged")
+
+
+def _check(
+    agent: AgentRecord, turns: dict[int, tuple[TurnRecord, EndRecord | None]], vocab: int, identity: bytes
+) -> None:
+    """Whether it is one tree, whose tokens are what they say and whose messages a template can have."""
+    made: dict[int, Turn] = {}
+    for key, (began, end) in turns.items():
+        parent = made.get(began.parent)
+        first = not made
+        if first != (began.number == 0) or (not first and (parent is None or end is None)):
+            raise _wrong("holds turns that do not follow each other")
+        if parent is not None and began.number <= parent.number:
+            raise _wrong("holds turns that do not follow each other")
+        turn = made[key] = Turn(key, began, parent)
+        try:
+            if end is not None:
+                turn.end(end)
+            ids = [*unpack(began.ids), *turn.tokens, *unpack(end.more if end is not None else b"")]
+            sound = not turn.number or digest(turn.prompt()) == began.digest
+        except ValueError:
+            raise _wrong("holds half a token") from None
+        if not sound or (began.identity == identity and ids and max(ids) >= vocab):
+            raise _wrong(f"holds tokens of turn {turn.number} that are not those of its prompt")
+        for index, message in enumerate(began.messages):
+            plain_message(message, index, thinks=False)
+        if turn.answer is not None:
+            plain_message(turn.answer, 0, thinks=False)
+    if agent.root not in made or made[agent.root].number or agent.head not in made:
+        raise _wrong("names turns that it does not hold")
+
+
+def _wrong(what: str) -> InvalidRequest:
+    return InvalidRequest(f"the file {what}")

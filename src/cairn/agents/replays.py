@@ -1,0 +1,88 @@
+"""Exact replay for clients that resend their conversation: what was sampled for them, kept in the log for a week."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from cairn.agents.index import Kind
+from cairn.agents.records import ReplayRecord, decode, pack, unpack
+from cairn.agents.segment import Record
+from cairn.text.chat import Sampled
+from cairn.text.replay import Answer
+
+log = logging.getLogger(__name__)
+
+KEEP_SECONDS = 7 * 86_400.0
+KEEP_BYTES = 1_000_000_000
+ERASE_SECONDS = 3600.0
+"""What is over is erased together, this often: the segments that hold it are written anew for that."""
+
+
+class _Kept(NamedTuple):
+    at: float
+    size: int
+
+
+class Replays:
+    """Which records of exact replay the log holds, the oldest first."""
+
+    def __init__(self, identity: bytes) -> None:
+        """`identity`: of the model that is served; what another sampled waits for its return."""
+        self._identity = identity
+        self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._bytes = 0
+        self._erased_at = 0.0
+
+    def load(self, records: Iterable[Record]) -> list[tuple[str, Sampled]]:
+        """Take the log's records; what is to be put back into the table, with the tenant whose it is."""
+        found = []
+        for record in records:
+            if record.kind != Kind.REPLAY:
+                continue
+            kept = decode(record.payload, ReplayRecord)
+            if kept is None:
+                continue
+            self.add(record, kept.at)
+            try:
+                ids = unpack(kept.ids)
+            except ValueError:
+                log.warning("a record of exact replay holds no whole number of tokens; left out")
+                continue
+            if kept.identity == self._identity:
+                found.append((kept.tenant, Sampled(kept.before, Answer(kept.visible, kept.reasoning), ids, 0)))
+        return found
+
+    def payload(self, tenant: str, sampled: Sampled, now: float) -> ReplayRecord:
+        """What the log is to hold of an answer."""
+        return ReplayRecord(
+            tenant=tenant,
+            identity=self._identity,
+            before=sampled.before,
+            visible=sampled.answer.visible,
+            reasoning=sampled.answer.reasoning,
+            ids=pack(sampled.ids),
+            at=now,
+        )
+
+    def add(self, record: Record, at: float) -> None:
+        """A record is in the log."""
+        self._kept[record.key] = _Kept(at, record.size)
+        self._bytes += record.size
+
+    def over(self, now: float) -> list[int]:
+        """Keys of what is too old or too much; they are forgotten here. Mostly none: see `ERASE_SECONDS`."""
+        if now - self._erased_at < ERASE_SECONDS and self._bytes < 1.1 * KEEP_BYTES:
+            return []
+        gone = []
+        while self._kept:
+            key, kept = next(iter(self._kept.items()))
+            if self._bytes <= KEEP_BYTES and now - kept.at <= KEEP_SECONDS:
+                break
+            del self._kept[key]
+            self._bytes -= kept.size
+            gone.append(key)
+        self._erased_at = now
+        return gone

@@ -1,0 +1,70 @@
+"""What an ordinary request has to do with agents: whose account it is on, and what is kept of it.
+
+`X-Cairn-Agent` names an agent and must be one; `metadata.agent` and `prompt_cache_key` count where they happen to be
+the id of one. Nothing of this changes an answer.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from cairn.agents.agents import Agents
+from cairn.api.reply import Call
+from cairn.api.schemas import Generation
+from cairn.errors import InvalidRequest, NotFound, Unavailable
+from cairn.text.chat import Sampled
+from cairn.types import CacheReport, Done, Request, Timing
+
+HEADER = b"x-cairn-agent"
+
+
+class Ties:
+    """The way to the agents. `agents` is None until they are opened, or with `why_not` where they cannot be."""
+
+    def __init__(self) -> None:
+        self.agents: Agents | None = None
+        self.why_not = "this server keeps no agents"
+
+    def open(self) -> Agents:
+        """The agents; Unavailable where there are none."""
+        if self.agents is None:
+            raise Unavailable(self.why_not)
+        return self.agents
+
+    def tie(self, call: Call, body: Generation) -> Tie | None:
+        """What a request leaves behind, or None where nothing is kept. NotFound for an unknown agent in the header."""
+        header = call.header(HEADER)
+        named = header.decode("latin-1") if header is not None else None
+        if self.agents is None:
+            if named is not None:
+                raise Unavailable(self.why_not)
+            return None
+        if named is not None:
+            self.agents.get(call.tenant, named)
+        else:
+            names = ((body.metadata or {}).get("agent"), body.prompt_cache_key)
+            named = next((name for name in names if name is not None and self._is_agent(call, name)), None)
+        return Tie(self.agents, call.tenant, call.salt, named, body.store is not False)
+
+    def _is_agent(self, call: Call, name: str) -> bool:
+        assert self.agents is not None
+        try:
+            self.agents.get(call.tenant, name)
+        except (InvalidRequest, NotFound):
+            return False
+        return True
+
+
+class Tie:
+    """One request's."""
+
+    def __init__(self, agents: Agents, tenant: str, salt: bytes, agent: str | None, store: bool) -> None:
+        self._agents, self._tenant, self._salt, self._agent, self._store = agents, tenant, salt, agent, store
+
+    def done(self, request: Request, tokens: list[int], done: Done, sampled: Sampled | None) -> None:
+        """A choice has ended. `sampled`: what exact replay needs of it, None where nothing is known."""
+        if sampled is not None and self._store:
+            self._agents.keep(self._tenant, sampled)
+        if request.choice:  # the prompt is on the first choice's account
+            done = msgspec.structs.replace(done, cache=CacheReport(), timing=Timing())
+        self._agents.account(self._tenant, self._agent, self._salt, [*request.prompt, *tokens], done)

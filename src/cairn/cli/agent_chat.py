@@ -1,0 +1,114 @@
+"""`cairn chat --agent`: the same conversation in the terminal, kept by a server as an agent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from cairn.cli.agents import path
+from cairn.cli.chat import Conversation
+from cairn.errors import CairnError
+
+if TYPE_CHECKING:
+    from cairn.cli.client import Client, HttpStream
+
+_WAITS = (0.05, 0.1, 0.2, 0.5)
+"""Seconds until a turn that was cancelled has ended."""
+HELP = """\
+/help          this list
+/resume        go on with an answer that was interrupted
+/undo          go back before the last question
+/save FILE     write what was said here as JSON
+/exit          leave; Ctrl-D does too. The agent stays
+
+Ctrl-C stops an answer and takes the question back. A line that ends in \\ goes on in the next."""
+
+
+class Told:
+    """An agent as what answers: only the last message goes over the wire."""
+
+    def __init__(self, client: Client, id: str) -> None:
+        self._client, self.id = client, id
+        self.answering: HttpStream | None = None
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> HttpStream:
+        """The answer to the last message."""
+        self.answering = self._client.turn(self.id, messages[-1], **sampling)
+        return self.answering
+
+    def generate(self, prompt: str, **sampling: Any) -> HttpStream:
+        """The answer to a text."""
+        return self.chat([{"role": "user", "content": prompt}], **sampling)
+
+
+class AgentConversation(Conversation):
+    """A conversation whose messages the server has."""
+
+    def __init__(self, client: Client, id: str, sampling: dict[str, Any], system: str | None = None) -> None:
+        """Find the agent, or make it if there is none of that id."""
+        self._client, self._path = client, path(id)
+        self._told = Told(client, id)
+        super().__init__(self._told, sampling)
+        try:
+            agent = client.get(self._path).json()
+        except CairnError as error:
+            if "there is no agent" not in str(error):
+                raise
+            agent = client.post("/v1/agents", {"id": id, "system": system})
+            self._say(f"agent {id} is new")
+        else:
+            if system is not None:
+                raise CairnError(f"agent {id} is there already; --system is for a new one")
+            self._say(f"agent {id} goes on behind turn {agent['head']}, {agent['tokens']} tokens")
+        if agent["state"] == "interrupted":
+            self._say("(its last answer was interrupted: /resume goes on with it, /undo takes the question back)")
+        self._commands = {
+            "/help": lambda _: self._say(HELP),
+            "/save": self._save,
+            "/undo": self._undo,
+            "/resume": self._resume,
+        }
+
+    def ask(self, question: str) -> None:
+        """Answer one question; one that was stopped or failed half-way is taken back on the server too."""
+        before = len(self.messages)
+        self._told.answering = None
+        super().ask(question)
+        stream = self._told.answering
+        if stream is not None and stream.answer.finish_reason is None:
+            with suppress(CairnError):
+                self._client.post(f"/v1/requests/{stream.request}/cancel", {})
+            del self.messages[before:]
+            self._undo("")
+
+    def _undo(self, _: str) -> None:
+        agent = self._client.get(self._path).json()
+        turns = self._client.get(self._path + "/turns").json()["data"]
+        last = next((turn for turn in turns if turn["number"] == agent["head"]), None)
+        if last is None:
+            self._say("(there is nothing to take back)")
+            return
+        for wait in (*_WAITS, None):
+            try:
+                self._client.post(self._path + "/rollback", {"turn": last["parent"]})
+                break
+            except CairnError as error:
+                if wait is None or "is running" not in str(error):
+                    self._say(str(error))
+                    return
+                time.sleep(wait)
+        del self.messages[-2:]
+        self._say(f"(took back: {last['messages'][-1]['content']})")
+
+    def _resume(self, _: str) -> None:
+        try:
+            stream = self._client.resume(self._told.id)
+        except CairnError as error:
+            self._say(str(error))
+            return
+        try:
+            self._show(stream)
+        finally:
+            stream.close()

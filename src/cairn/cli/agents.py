@@ -1,0 +1,251 @@
+"""`cairn agents`: the agents of a running server."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from cairn.cli.options import configured
+from cairn.errors import CairnError
+from cairn.resolve import Resolved
+
+if TYPE_CHECKING:
+    from rich.tree import Tree
+
+    from cairn.cli.client import Client
+
+_SERVER = ("api_key",)
+_Host = Annotated[str | None, typer.Option(metavar="URL", help="The server; default: the configured address and port.")]
+_Id = Annotated[str, typer.Argument(metavar="ID", help="The agent.")]
+_SHOWN = 60
+"""Characters of a message in the tree."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add `cairn agents` and its commands."""
+    agents = typer.Typer(help="Look at and change the agents of a running server.", no_args_is_help=True)
+    app.add_typer(agents, name="agents", rich_help_panel="Running servers")
+    _register_looks(agents)
+    _register_changes(agents)
+    _register_files(agents)
+
+
+def _register_looks(agents: typer.Typer) -> None:
+    @agents.command(name="list")
+    @configured(_SERVER, model=False)
+    def list_(resolved: Resolved, host: _Host = None) -> None:
+        """List the agents, most recently created first."""
+        from cairn.cli.output import table
+
+        with _server(resolved, host) as client:
+            rows = [_row(agent) for agent in _all(client)]
+        table(("agent", "turns", "tokens", "state", "last used", "pinned", "from"), rows)
+
+    @agents.command()
+    @configured(_SERVER, model=False)
+    def show(resolved: Resolved, id: _Id, host: _Host = None) -> None:
+        """Show an agent and the tree of its turns; the path to its head is marked."""
+        from rich.console import Console
+
+        from cairn.cli.output import table
+
+        with _server(resolved, host) as client:
+            agent = client.get(path(id)).json()
+            turns = client.get(path(id, "turns")).json()["data"]
+        if not sys.stdout.isatty():
+            table((), _facts(agent))
+            table((), [("turn", *_cells(turn)) for turn in turns])
+            return
+        table(("", ""), _facts(agent))
+        Console(highlight=False, markup=False).print(tree(agent, turns))
+
+
+def _register_changes(agents: typer.Typer) -> None:
+    @agents.command()
+    @configured(_SERVER, model=False)
+    def fork(
+        resolved: Resolved,
+        id: _Id,
+        turn: Annotated[int | None, typer.Option(metavar="N", help="Fork behind this turn; default: the last.")] = None,
+        name: Annotated[str | None, typer.Option(metavar="ID", help="Id of the new agent; default: a new one.")] = None,
+        host: _Host = None,
+    ) -> None:
+        """Make a new agent that shares the history of this one, and print its id."""
+        with _server(resolved, host) as client:
+            print(client.post(path(id, "fork"), {"turn": turn, "id": name})["id"])
+
+    @agents.command()
+    @configured(_SERVER, model=False)
+    def rollback(
+        resolved: Resolved,
+        id: _Id,
+        turn: Annotated[int, typer.Argument(metavar="TURN", help="The turn to go back to; 0 is the beginning.")],
+        host: _Host = None,
+    ) -> None:
+        """Go back to a turn; what followed it stays in the tree for a week."""
+        with _server(resolved, host) as client:
+            client.post(path(id, "rollback"), {"turn": turn})
+
+    @agents.command()
+    @configured(_SERVER, model=False)
+    def pin(
+        resolved: Resolved,
+        id: _Id,
+        off: Annotated[bool, typer.Option("--off", help="No longer.")] = False,
+        host: _Host = None,
+    ) -> None:
+        """Keep an agent's KV on the server's disk from eviction."""
+        with _server(resolved, host) as client:
+            client.post(path(id, "unpin" if off else "pin"), {})
+
+    @agents.command()
+    @configured(_SERVER, model=False)
+    def rm(resolved: Resolved, id: _Id, host: _Host = None) -> None:
+        """Delete an agent and all that no fork shares with it. There is no way back."""
+        with _server(resolved, host) as client:
+            client.delete(path(id))
+
+
+def _register_files(agents: typer.Typer) -> None:
+    @agents.command()
+    @configured(_SERVER, model=False)
+    def export(
+        resolved: Resolved,
+        id: _Id,
+        file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A new file; default: ID.cairn.")] = None,
+        host: _Host = None,
+    ) -> None:
+        """Write an agent into one file."""
+        target = file or Path(f"{id}.cairn")
+        with _server(resolved, host) as client:
+            try:
+                client.download(path(id, "export"), target)
+            except FileExistsError:
+                raise CairnError(f"{target} exists already; give another name") from None
+        print(target)
+
+    @agents.command(name="import")
+    @configured(_SERVER, model=False)
+    def import_(
+        resolved: Resolved,
+        file: Annotated[Path, typer.Argument(metavar="FILE", help="An exported agent.")],
+        name: Annotated[
+            str | None, typer.Option(metavar="ID", help="Id of the new agent; default: its old one.")
+        ] = None,
+        host: _Host = None,
+    ) -> None:
+        """Make an agent of a file and print its id."""
+        query = f"?id={quote(name, safe='')}" if name is not None else ""
+        with _server(resolved, host) as client:
+            print(client.upload("/v1/agents/import" + query, file)["id"])
+
+
+@contextmanager
+def _server(resolved: Resolved, host: str | None) -> Iterator[Client]:
+    from cairn.cli.client import connect
+
+    client = connect(resolved, host)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def path(id: str, more: str = "") -> str:
+    """An agent's route."""
+    return f"/v1/agents/{quote(id, safe='')}" + (f"/{more}" if more else "")
+
+
+def _all(client: Client) -> Iterator[dict[str, Any]]:
+    after = ""
+    while True:
+        page = client.get(f"/v1/agents?limit=100{after}").json()
+        yield from page["data"]
+        if not page["has_more"]:
+            return
+        after = f"&after={page['data'][-1]['id']}"
+
+
+def _row(agent: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        agent["id"],
+        str(agent["turns"]),
+        str(agent["tokens"]),
+        agent["state"],
+        _when(agent["last_used"]),
+        "yes" if agent["pinned"] else "",
+        f"{agent['origin']} at turn {agent['origin_turn']}" if agent["origin"] else "",
+    )
+
+
+def _facts(agent: dict[str, Any]) -> list[tuple[str, str]]:
+    saved, kv = agent["savings"], agent["kv"]
+    cached = saved["pool"] + saved["ram"] + saved["disk"]
+    rows = [("agent", agent["id"]), ("state", agent["state"]), ("context", f"{agent['tokens']} tokens")]
+    if kv is not None:
+        rows.append(
+            ("KV", ", ".join(f"{name} {kv[name]} tokens" for name in ("pool", "ram", "disk") if kv[name]) or "-")
+        )
+    rows.append(("saved", f"{cached} tokens not computed again, {saved['seconds_avoided']:.1f} s of prefill"))
+    rows += [("last used", _when(agent["last_used"]))]
+    rows += [("pinned", "yes")] if agent["pinned"] else []
+    rows += [("ends after", f"{agent['ttl']:g} s without use")] if agent["ttl"] else []
+    rows += [("forked from", f"{agent['origin']} at turn {agent['origin_turn']}")] if agent["origin"] else []
+    return rows
+
+
+def _cells(turn: dict[str, Any]) -> tuple[str, ...]:
+    tokens = f"{turn['prompt_tokens']}+{turn['completion_tokens']}"
+    mark = "current" if turn["current"] else "abandoned"
+    return (str(turn["number"]), str(turn["parent"]), mark, turn["state"], tokens, *_texts(turn))
+
+
+def tree(agent: dict[str, Any], turns: list[dict[str, Any]]) -> Tree:
+    """The turns as branches; what lies off the path to the head is dim."""
+    from rich.text import Text
+    from rich.tree import Tree
+
+    root = Tree(Text(agent["id"], style="bold"))
+    places = {0: root}
+    for turn in turns:
+        asked, said = _texts(turn)
+        style = "" if turn["current"] else "dim"
+        label = Text(f"{turn['number']} ", style="cyan" if turn["current"] else "dim")
+        label.append(asked, style=style)
+        label.append(f"\n  {said}", style=style or "green")
+        if turn["state"] != "finished":
+            label.append(f"  ({turn['state']})", style="red")
+        if turn["number"] == agent["head"]:
+            label.append("  <- head", style="bold")
+        places[turn["number"]] = places.get(turn["parent"], root).add(label)
+    return root
+
+
+def _texts(turn: dict[str, Any]) -> tuple[str, str]:
+    said = turn["answer"] or {}
+    calls = [call["function"]["name"] for call in said.get("tool_calls") or ()]
+    answer = said.get("content") or (f"calls {', '.join(calls)}" if calls else "")
+    return _short(_content(turn["messages"][-1]) if turn["messages"] else ""), _short(answer)
+
+
+def _content(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else " ".join(part.get("text", "") for part in content)
+
+
+def _short(text: str) -> str:
+    from cairn.cli.output import printable
+
+    line = " ".join(printable(text).split())
+    return line if len(line) <= _SHOWN else line[: _SHOWN - 3] + "..."
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,0 +1,103 @@
+"""`cairn cache`: the KV that a running server keeps beyond its pool."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from cairn.cli.options import configured
+from cairn.resolve import Resolved
+
+_SERVER = ("api_key", "admin_key")
+_Host = Annotated[str | None, typer.Option(metavar="URL", help="The server; default: the configured address and port.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add `cairn cache stats`, `flush`, `scrub` and `prune`."""
+    cache = typer.Typer(help="Look at and look after the KV that a running server has stored.", no_args_is_help=True)
+    app.add_typer(cache, name="cache", rich_help_panel="Running servers")
+
+    @cache.command()
+    @configured(_SERVER, model=False)
+    def stats(resolved: Resolved, host: _Host = None) -> None:
+        """Show what is stored, where, and what became of it since the server's worker started."""
+        _print(_stats(_call(resolved, host, "GET", "")))
+
+    @cache.command()
+    @configured(_SERVER, model=False)
+    def flush(resolved: Resolved, host: _Host = None) -> None:
+        """Wait until all KV that is to be stored is durable."""
+        _print(_stats(_call(resolved, host, "POST", "/flush")))
+
+    @cache.command()
+    @configured(_SERVER, model=False)
+    def scrub(resolved: Resolved, host: _Host = None) -> None:
+        """Read and check every stored chunk; damaged ones are removed."""
+        _print(_swept(_call(resolved, host, "POST", "/scrub")))
+
+    @cache.command()
+    @configured(_SERVER, model=False)
+    def prune(resolved: Resolved, host: _Host = None) -> None:
+        """Remove stored chunks that nobody has used for thirty days; pinned ones stay."""
+        _print(_swept(_call(resolved, host, "POST", "/prune")))
+
+
+Rows = list[tuple[str, str]]
+
+
+def _call(resolved: Resolved, host: str | None, method: str, order: str) -> dict[str, Any]:
+    from cairn.cli.client import connect
+
+    client = connect(resolved, host)
+    try:
+        if method == "GET":
+            found: dict[str, Any] = client.get("/v1/cache" + order, admin=True).json()
+        else:
+            found = client.post("/v1/cache" + order, {}, admin=True)
+        return found
+    finally:
+        client.close()
+
+
+def _print(rows: Rows) -> None:
+    from cairn.cli.output import table
+
+    table(("", ""), rows)
+
+
+def _stats(found: dict[str, Any]) -> Rows:
+    rows = [("model", found["model"])]
+    for name, title in (("ram", "host memory"), ("disk", "disk")):
+        tier = found[name]
+        if tier is None:
+            rows.append((title, "not used"))
+            continue
+        rows.append((title, f"{tier['chunks']:,} chunks, {_size(tier['bytes'])} of {_size(tier['budget'])}"))
+        rows.append(("  pinned", f"{tier['pinned']:,} chunks"))
+        rows.append(("  written", _size(tier["written"])))
+        rows.append(("  read", _size(tier["read"])))
+        rows.append(("  evicted", f"{tier['evicted']:,} chunks"))
+        rows.append(("  damaged", f"{tier['damaged']:,} chunks"))
+        rows.append(("  refused", f"{tier['refused']:,} chunks"))
+        rows += [("  trouble", tier["trouble"])] if tier["trouble"] else []
+    rows.append(("waiting", f"{found['queued']:,} chunks to be stored"))
+    rows.append(("given up", f"{found['dropped']:,} chunks before they were stored"))
+    rows.append(("put off", f"{found['deferred']:,} chunks: the day's bytes were written"))
+    rows.append(("loaded", f"{found['loaded']:,} tokens in {found['load_seconds']:.2f} s"))
+    rows.append(("loads ended", f"{found['abandoned']:,} early"))
+    return rows
+
+
+def _swept(found: dict[str, Any]) -> Rows:
+    return [
+        ("checked", f"{found['checked']:,} chunks"),
+        ("removed", f"{found['removed']:,} chunks, {_size(found['removed_bytes'])}"),
+    ]
+
+
+def _size(size: int) -> str:
+    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size} bytes"

@@ -1,0 +1,76 @@
+"""The KV of agents in the tiers: pinned, brought up, given up, and gone with the agent unless others share it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+from house import House, house
+
+from cairn.errors import Unavailable
+
+LONG = "A context that is long enough to fill some chunks of sixty-four tokens each. " * 4
+
+
+async def grown(at: House, *ids: str) -> None:
+    """Agents with a turn each, whose KV is on disk."""
+    for id in ids:
+        await at.agents.create("default", id=id)
+        await at.say(id, f"{id}: {LONG}")
+    with contextlib.suppress(Unavailable):  # the disk may be too small for all of it
+        await at.service.flush()
+
+
+async def where(at: House, id: str) -> tuple[int, int]:
+    """Leading tokens in the pool and on disk."""
+    placed = await at.agents.where("default", id, b"default")
+    return placed.pool, placed.disk
+
+
+async def test_kv_is_given_up_brought_up_and_shown(folder: Path, tmp_path: Path) -> None:
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await grown(at, "ada")
+        size = len(at.agents.context("default", "ada"))
+        pool, disk = await where(at, "ada")
+        assert pool >= size // 16 * 16 - 16 and disk >= size // 64 * 64 - 64 > 200
+        await at.agents.evict("default", "ada", b"default")
+        assert await where(at, "ada") == (0, disk)
+        placed = await at.agents.prefetch("default", "ada", b"default")
+        assert placed.pool == disk
+        await at.agents.evict("default", "ada", b"default", disk=True)
+        assert await where(at, "ada") == (0, 0)
+
+
+async def test_deleting_an_agent_takes_its_kv_along_but_not_what_others_share(folder: Path, tmp_path: Path) -> None:
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await grown(at, "ada", "bob")
+        await at.agents.fork("default", "ada", new_id="eve")
+        await at.say("ada", "only ada's: " + LONG)
+        await at.service.flush()
+        ids = at.agents.context("default", "ada")
+        shared = (await where(at, "eve"))[1]
+        before = await at.service.where(ids, b"default")
+        assert before.disk > shared + 100
+        await at.agents.delete("default", "ada", b"default")
+        left = await at.service.where(ids, b"default")
+        assert left.disk == shared, "the shared prefix stays, the rest is gone"
+        assert (await where(at, "bob"))[1] > 200
+        await at.agents.delete("default", "eve", b"default")
+        assert (await at.service.where(ids, b"default")).disk == 0
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+async def test_what_is_pinned_stays_when_the_disk_is_full(folder: Path, tmp_path: Path, pinned: bool) -> None:
+    """From its creation on, and also what a later turn adds."""
+    async with house(folder, kv_dir=str(tmp_path / "kv"), kv_disk_gb=200e-6) as at:
+        await at.agents.create("default", id="ada", pinned=pinned)
+        for text in (LONG, "And more."):
+            await at.say("ada", text)
+            await asyncio.gather(*at.agents._tasks)
+        await at.service.flush()
+        mine = (await where(at, "ada"))[1]
+        assert mine > 200
+        await grown(at, *(f"other{n}" for n in range(14)))
+        assert ((await where(at, "ada"))[1] == mine) is pinned

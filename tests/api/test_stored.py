@@ -1,0 +1,114 @@
+"""Stored KV over HTTP and on the command line."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from scripted import ScriptedService
+from serving import site
+
+from cairn.cli import main
+from cairn.config import Config, Secret
+from cairn.errors import Unavailable
+from cairn.service.service import Service
+from cairn.types import KvStats, Swept, TierStats
+
+PATHS = ("/v1/cache/flush", "/v1/cache/scrub", "/v1/cache/prune")
+
+
+class Stored(ScriptedService):
+    """With stores that a test describes."""
+
+    given_up = False
+
+    def kv(self) -> KvStats:
+        disk = TierStats(chunks=1200, bytes=9_600_000, budget=10**9, pinned=7, damaged=2, trouble="the disk sulks")
+        return KvStats(disk=disk, queued=3, loaded=640, load_seconds=0.25)
+
+    async def flush(self) -> None:
+        if self.given_up:
+            raise Unavailable("12 chunks of KV were given up before they were stored", retry_after=1.0)
+
+    async def scrub(self) -> Swept:
+        return Swept(checked=1200, removed=2, bytes=16_000)
+
+    async def prune(self) -> Swept:
+        return Swept(checked=1200, removed=1000, bytes=8_000_000)
+
+
+async def test_what_is_stored_can_be_seen_and_looked_after() -> None:
+    service = Stored()
+    async with site(service) as at, at.http() as http:
+        found = (await http.get("/v1/cache")).json()
+        assert found["disk"]["chunks"] == 1200 and found["disk"]["trouble"] == "the disk sulks"
+        assert found["ram"] is None and found["queued"] == 3
+        assert (await http.post("/v1/cache/flush")).json() == found
+        assert (await http.post("/v1/cache/scrub")).json() == {
+            "object": "scrub",
+            "checked": 1200,
+            "removed": 2,
+            "removed_bytes": 16_000,
+        }
+        assert (await http.post("/v1/cache/prune")).json()["removed"] == 1000
+        assert (await http.get("/v1/cache/flush")).status_code == 405
+        service.given_up = True
+        late = await http.post("/v1/cache/flush")
+        assert late.status_code == 503 and "12 chunks" in late.json()["error"]["message"]
+
+
+async def test_on_a_server_with_keys_they_need_the_admin_key() -> None:
+    config = Config(api_key=(Secret("user"),), admin_key=Secret("admin"))
+    async with site(Stored(), config) as at, at.http() as http:
+        for key, status in (("user", 401), ("none", 401), ("admin", 200)):
+            headers = {"authorization": f"Bearer {key}"}
+            assert (await http.get("/v1/cache", headers=headers)).status_code == status
+            for path in PATHS:
+                assert (await http.post(path, headers=headers)).status_code == status
+
+
+async def test_the_command_line_says_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with site(Stored()) as at:
+
+        async def run(order: str) -> dict[str, str]:
+            with pytest.raises(SystemExit) as left:
+                await asyncio.to_thread(main, ["cache", order, "--host", at.url])
+            assert not left.value.code
+            lines = capsys.readouterr().out.splitlines()
+            return {name.strip(): value for name, _, value in (line.partition("\t") for line in lines)}
+
+        for order in ("stats", "flush"):
+            shown = await run(order)
+            assert shown["disk"] == "1,200 chunks, 9.6 MB of 1.0 GB"
+            assert shown["damaged"] == "2 chunks" and shown["trouble"] == "the disk sulks"
+            assert shown["host memory"] == "not used"
+            assert shown["loaded"] == "640 tokens in 0.25 s"
+        assert (await run("scrub"))["removed"] == "2 chunks, 16.0 kB"
+        assert (await run("prune"))["removed"] == "1,000 chunks, 8.0 MB"
+
+
+async def test_a_real_server_stores_flushes_and_finds_damage(tmp_path: Path) -> None:
+    """Through the worker: what an answer left is flushed, bent on the disk, found by a scrub, and gone."""
+    config = Config(model="demo", engine="fake", kv_dir=str(tmp_path / "kv"))
+    service = await Service.start(config, in_process=True)
+    try:
+        async with site(service, config) as at, at.http() as http:
+            body = {"model": service.name, "prompt": "remember this " * 100, "max_tokens": 4}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+            disk = (await http.post("/v1/cache/flush")).json()["disk"]
+            files = [path for path in (tmp_path / "kv").glob("?/*") if path.name.count(".") == 4]
+            assert disk["budget"] > 0 and files
+            deepest = max(files, key=lambda path: int(path.name.split(".")[3], 16))
+            data = bytearray(deepest.read_bytes())
+            data[-1] ^= 1
+            deepest.write_bytes(data)
+            found = (await http.post("/v1/cache/scrub")).json()
+            assert (found["checked"], found["removed"]) == (len(files), 1)
+            assert not deepest.exists()
+            assert (await http.post("/v1/cache/prune")).json()["removed"] == 0
+    finally:
+        await service.close()

@@ -1,0 +1,66 @@
+"""Pages as they are written down."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cairn.kv.codec import Q8, Raw, error_bound, open_codec
+
+BLOCKS = (256, 512)
+"""Bytes of a block of each group: 4 and 8 rows of 16 numbers."""
+
+
+def pages(seed: int, group: int = 0, scale: float = 1.0) -> bytes:
+    rng = np.random.default_rng(seed)
+    return bytes((rng.standard_normal(BLOCKS[group]) * scale).astype("<f4").tobytes())
+
+
+def test_raw_is_the_very_bits() -> None:
+    codec = Raw(BLOCKS)
+    for group in (0, 1):
+        data = np.random.default_rng(1).bytes(4 * BLOCKS[group])
+        written = codec.encode(group, data)
+        assert len(written) == codec.size(group) == len(data)
+        assert bytes(codec.decode(group, memoryview(bytes(written)))) == data
+    assert codec.lossless and open_codec("raw", BLOCKS, 16).name == "raw"
+
+
+@pytest.mark.parametrize("name", ["raw", "q8"])
+def test_a_wrong_size_or_group_is_refused(name: str) -> None:
+    codec = open_codec("q8" if name == "q8" else "raw", BLOCKS, 16)
+    for data in (b"", pages(1)[:-4], pages(1) + b"...."):
+        with pytest.raises(ValueError, match="bytes where a chunk has"):
+            codec.encode(0, data)
+        with pytest.raises(ValueError, match="bytes where a chunk has"):
+            codec.decode(0, memoryview(data))
+    for group in (-1, 2):
+        with pytest.raises(ValueError, match="cache group"):
+            codec.encode(group, pages(1))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30, 1e-42])
+def test_q8_moves_no_number_further_than_half_a_step(scale: float) -> None:
+    codec = Q8(BLOCKS, 16)
+    for seed in range(50):
+        data = pages(seed, seed % 2, scale)
+        written = codec.encode(seed % 2, data)
+        assert len(written) == codec.size(seed % 2) == len(data) // 64 * 20
+        back = np.frombuffer(codec.decode(seed % 2, memoryview(bytes(written))), "<f4").reshape(-1, 16)
+        given = np.frombuffer(data, "<f4").reshape(-1, 16)
+        for row, was in zip(back, given, strict=True):
+            assert np.abs(row - was).max() <= error_bound(float(np.abs(was).max()))
+    assert not codec.lossless
+
+
+def test_q8_keeps_zeros_and_refuses_what_is_not_finite() -> None:
+    codec = Q8(BLOCKS, 16)
+    zeros = bytes(4 * BLOCKS[0])
+    assert bytes(codec.decode(0, memoryview(bytes(codec.encode(0, zeros))))) == zeros
+    for bad in (np.nan, np.inf, -np.inf):
+        numbers = np.frombuffer(pages(1), "<f4").copy()
+        numbers[37] = bad
+        with pytest.raises(ValueError, match="not finite"):
+            codec.encode(0, numbers.tobytes())
+    with pytest.raises(ValueError, match="are not rows of"):
+        Q8((100,), 16)

@@ -1,0 +1,154 @@
+"""`cairn agents` and `cairn chat --agent` against a real server on the fake engine."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.api.process import Served, served
+
+from cairn.cli import main
+from cairn.cli.agents import tree
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(max_running=4) as process:
+        yield process
+
+
+def run(server: Served, *arguments: str, given: str = "") -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as left,
+    ):
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
+        main([*arguments, "--host", server.url])
+    return int(left.value.code or 0), out.getvalue(), err.getvalue()
+
+
+def rows(server: Served, *arguments: str) -> list[list[str]]:
+    code, out, err = run(server, *arguments)
+    assert code == 0, err
+    return [line.split("\t") for line in out.splitlines()]
+
+
+def turn(server: Served, id: str, text: str) -> None:
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 6, "ignore_eos": True}
+    server.post(f"/v1/agents/{id}/turns", body)
+
+
+def test_agents_are_listed_shown_forked_rolled_back_moved_and_deleted(server: Served, tmp_path: Path) -> None:
+    server.post("/v1/agents", {"id": "ada", "system": "You remember."})
+    for text in ("one", "two", "three"):
+        turn(server, "ada", text)
+    assert rows(server, "agents", "fork", "ada", "--turn", "1", "--name", "bob") == [["bob"]]
+    assert run(server, "agents", "rollback", "ada", "2")[0] == 0
+    assert run(server, "agents", "pin", "ada")[0] == 0
+    listed = {row[0]: row for row in rows(server, "agents", "list")}
+    assert listed["ada"][1] == "2" and listed["ada"][5] == "yes" and listed["bob"][6] == "ada at turn 1"
+    shown = rows(server, "agents", "show", "ada")
+    assert ["pinned", "yes"] in shown
+    turns = [row for row in shown if row[0] == "turn"]
+    assert [row[1:4] for row in turns] == [["1", "0", "current"], ["2", "1", "current"], ["3", "2", "abandoned"]]
+    file = tmp_path / "ada.cairn"
+    assert rows(server, "agents", "export", "ada", str(file)) == [[str(file)]]
+    assert rows(server, "agents", "import", str(file), "--name", "eve") == [["eve"]]
+    assert [row for row in rows(server, "agents", "show", "eve") if row[0] == "turn"] == turns
+    code, _, err = run(server, "agents", "export", "ada", str(file))
+    assert code == 1 and "exists already" in err
+    assert run(server, "agents", "pin", "ada", "--off")[0] == 0
+    for id in ("ada", "bob", "eve"):
+        assert run(server, "agents", "rm", id)[0] == 0
+    assert rows(server, "agents", "list") == []
+    code, out, err = run(server, "agents", "show", "ada")
+    assert (code, out) == (1, "") and "there is no agent ada" in err
+
+
+def test_a_chat_with_an_agent_goes_on_where_it_was_left(server: Served) -> None:
+    options = ["--agent", "mona", "--max-tokens", "6", "--temperature", "0"]
+    code, first, err = run(server, "chat", *options, "--system", "Be brief.", given="My name is Mona.\n")
+    assert code == 0 and first.strip() and "agent mona is new" in err
+    code, second, err = run(server, "chat", *options, given="And now?\n/undo\nAnd now?\n/nonsense\n")
+    assert code == 0 and "goes on behind turn 1" in err and "took back: And now?" in err and "unknown command" in err
+    answers = second.split("\n")
+    assert answers[0] == answers[1] != "", "the same question behind the same turn"
+    turns = [row for row in rows(server, "agents", "show", "mona") if row[0] == "turn"]
+    assert [row[3] for row in turns] == ["current", "abandoned", "current"]
+    code, _, err = run(server, "chat", *options, "--system", "Be long.", given="")
+    assert code == 1 and "--system is for a new one" in err
+    code, _, err = run(server, "chat", *options, "--kv-gb", "1", given="")
+    assert code == 2 and "--kv-gb is for a model in this process" in err
+
+
+def test_ctrl_c_takes_the_question_back(server: Served) -> None:
+    code = "from cairn.cli import main; main()"
+    arguments = ["chat", "--agent", "zoe", "--host", server.url, "--max-tokens", "1900", "--temperature", "0"]
+    lead, follow = pty.openpty()
+    talk = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdin=follow, stdout=follow, stderr=follow, start_new_session=True
+    )
+    os.close(follow)
+    seen = b""
+
+    def read_until(text: bytes, more: int = 0) -> None:
+        nonlocal seen
+        end = time.monotonic() + 60
+        while text not in seen or len(seen) < more:
+            assert time.monotonic() < end, seen
+            if select.select([lead], [], [], 0.5)[0]:
+                seen += os.read(lead, 4096)
+
+    try:
+        read_until(b"agent zoe is new")
+        os.write(lead, b"Tell me a story\n")
+        read_until(b"story", more=len(seen) + 200)
+        talk.send_signal(signal.SIGINT)
+        read_until(b"took back: Tell me a story")
+        os.write(lead, b"/exit\n")
+        assert talk.wait(30) == 0
+    finally:
+        talk.kill()
+        talk.wait()
+        os.close(lead)
+    (only,) = [row for row in rows(server, "agents", "show", "zoe") if row[0] == "turn"]
+    assert only[3] == "abandoned"
+
+
+def test_the_tree_shows_branches_and_the_head() -> None:
+    def one(number: int, parent: int, current: bool) -> dict[str, object]:
+        messages = [{"role": "user", "content": f"question {number} " + "x" * 99 + "\x1b[31m"}]
+        answer = {"role": "assistant", "content": f"answer {number}"}
+        return {
+            "number": number,
+            "parent": parent,
+            "current": current,
+            "state": "finished" if current else "interrupted",
+            "messages": messages,
+            "answer": answer,
+        }
+
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console.print(tree({"id": "ada", "head": 3}, [one(1, 0, True), one(2, 1, False), one(3, 1, True)]))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "\x1b" not in text and text.count("...") == 3 and "(interrupted)" in text
+    lines = text.splitlines()
+    assert [line for line in lines if "<- head" in line] == [line for line in lines if "answer 3" in line]
+    indents = [next(line.index(f"question {n}") for line in lines if f"question {n}" in line) for n in (1, 2, 3)]
+    assert indents[0] < indents[1] == indents[2]
