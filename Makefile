@@ -41,6 +41,7 @@ bench: .venv/.test  ## speed; prints tables
 	$(BIN)/python benchmarks/server_overhead.py --profile
 	$(BIN)/python benchmarks/scheduler_step.py
 	$(BIN)/python benchmarks/text_stream.py
+	$(BIN)/python benchmarks/resume.py --shape demo --lengths 512
 
 soak: .venv/.test  ## the simulator with new seeds until stopped
 	$(BIN)/python -m tests.laws.soak

@@ -211,6 +211,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server outlives the run
     results: dict[int, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / given.shape

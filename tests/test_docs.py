@@ -38,8 +38,17 @@ def test_every_route_of_the_readme_is_there(route: str) -> None:
     paths = {"/health/*": ["/health/live", "/health/ready"]}
     for path in paths.get(route, [route.replace("{id}", "0")]):
         text = (ROOT / "src" / "cairn" / "api" / "app.py").read_text()
-        assert path in app._exact or app._admin.routes(path) or f'"{path}"' in text, path
+        known = path in app._exact or app._admin.routes(path) or app._agent_routes.routes(path)
+        assert known or f'"{path}"' in text, path
     assert len(ROUTES) >= 7
+
+
+def test_every_part_of_an_agents_route_in_the_readme_is_there() -> None:
+    table = README.partition("| Route below `/v1/agents/{id}` |")[2].partition("\n\n")[0]
+    parts = [part for line in table.splitlines() for part in re.findall(r"`([a-z]+)`", line.split(" | ")[0])]
+    routes = build_app(None, Config())._agent_routes.routes
+    assert len(parts) >= 9 and all(routes(f"/v1/agents/0/{part}") for part in parts)
+    assert not routes("/v1/agents/0/nothing")
 
 
 def test_every_option_and_command_of_the_readme_is_there() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from pathlib import Path
 
@@ -68,7 +67,7 @@ async def test_what_is_pinned_stays_when_the_disk_is_full(folder: Path, tmp_path
         await at.agents.create("default", id="ada", pinned=pinned)
         for text in (LONG, "And more."):
             await at.say("ada", text)
-            await asyncio.gather(*at.agents._tasks)
+            await at.agents.kv.settled()
         await at.service.flush()
         mine = (await where(at, "ada"))[1]
         assert mine > 200

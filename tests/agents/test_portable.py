@@ -58,6 +58,7 @@ async def test_under_another_model_an_agent_reads_its_text_again(folder: Path) -
         await at.agents.create("default", id="ada", messages=SYSTEM)
         await at.say("ada", "one")
         data = b"".join(at.agents.export("default", "ada"))
+        sampled = list(at.agents.context("default", "ada"))
         spec = at.service.spec
         at.service.spec = msgspec.structs.replace(spec, identity=b"another")
         await at.again()  # a server of that model
@@ -68,7 +69,9 @@ async def test_under_another_model_an_agent_reads_its_text_again(folder: Path) -
         turns = at.agents.turns("default", "eve")
         assert turns[0].answer is not None
         answer = str(turns[0].answer["content"])
-        text = at.service.tokenizer.decode(at.agents._find("default", "eve").head.prompt(), skip_special=False)
+        head = at.agents._find("default", "eve").head
+        assert head.began.prefix == 0 and head.prompt()[: len(sampled)] != sampled
+        text = at.service.tokenizer.decode(head.prompt(), skip_special=False)
         assert "one" in text and answer in text and "two" in text
         at.service.spec = spec
 

@@ -79,8 +79,10 @@ def test_kill_9_takes_nothing_that_was_reported(tmp_path: Path, prove: bool, fig
         roomy = number % 2 == 0
         folder = tmp_path / ("roomy" if roomy else "tight")
         pid, pipe = child(keeper(folder, number * 10_000, 1 << 40 if roomy else 40 * 8192))
-        machine_time.sleep(rng.uniform(0.02, 0.12))
-        said = reap(pid, pipe)
+        # One in five is killed while it starts; the others once they have kept something.
+        first = [] if number % 5 == 4 else [int.from_bytes(os.read(pipe, 4), "little")]
+        machine_time.sleep(rng.uniform(0.0, 0.06))
+        said = first + reap(pid, pipe)
         known = (known + said)[-60:] if roomy else known
         store = open_store(SystemFiles(), Time(), folder=folder, size=6_000, budget=1 << 40)
         verify(store, known if roomy else said, all_there=roomy)
@@ -88,7 +90,7 @@ def test_kill_9_takes_nothing_that_was_reported(tmp_path: Path, prove: bool, fig
         assert store.stats().bytes == taken
         assert not [path for path in folder.rglob("tmp-*")]
         store.close()
-    assert known
+    assert len(known) > kills // 4
     figure("disk store: real kill -9 during puts and evictions, every kept chunk found", f"{kills}")
 
 

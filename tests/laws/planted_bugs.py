@@ -60,7 +60,6 @@ TIERS = "kv/tiers.py"
 BEHIND = "kv/behind.py"
 WRITING = "kv/writing.py"
 LOADING = "kv/loading.py"
-LOOKUP = "kv/lookup.py"
 RAM = "kv/ram.py"
 SCHEDULER = "scheduler.py"
 SEQUENCE = "sequence.py"
@@ -165,7 +164,6 @@ BUGS = (
     Bug("a load is never late", TIERS, "        if self.gate.late(load) and not load.over:", "        if False:"),
     Bug("a load that stands still is never late", LOADING, "        if now - max(load.started, load.heard) > STALL_SECONDS:\n            return True\n", ""),
     Bug("nobody hears that a load has ended", TIERS, "        if load.done is not None:\n            self._answers.append(load.done)\n", ""),
-    Bug("running sequences are preempted for a load", SCHEDULER, "if self._cache.below is not None and self._cache.below.yield_blocks():", "if False:"),
     Bug("a load goes on for a sequence that has ended", CACHE, "            self.below.stop(context)\n", "            pass\n"),
     Bug("a sequence runs while it is loaded", CACHE, "        if context.loading:\n            return True\n", ""),
     Bug("a load takes blocks that are not there", CACHE, "        if any(more > self.pools[number].available for number in groups):\n            return False\n", ""),
@@ -185,7 +183,7 @@ BUGS = (
     Bug("the memory store evicts what is about to be extended", RAM, "if key != parent and not", "if not"),
     Bug("the memory store drops a chunk and keeps what extends it", RAM, "                waiting += self._children.get(key, ())\n", ""),
     Bug("the memory store grows without bound", RAM, "while self._stats.bytes + size > self._stats.budget:", "while False:"),
-    Bug("a miss is reported one block late", SEQUENCE, "            miss=miss,\n", "            miss=None,\n"),
+    Bug("a miss is not reported", SEQUENCE, "            miss=miss,\n", "            miss=None,\n"),
     # ------------------------------------------------------------------------------------------------- streaming
     Bug("the beginning of a stop string is shown", STOPS, "keep = self._start_of_partial(text)", "keep = len(text)"),
     Bug("a stop string is shown", STOPS, "            return text[: min(found)[1]]\n", "            return text\n"),

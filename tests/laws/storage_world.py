@@ -40,7 +40,7 @@ class UnsureStore(RamStore):
         if self.chance.random() < self.slow:
             self.wait(self.chance.uniform(0, 3))
         if self.chance.random() < self.losing:
-            if self.chance.random() < 0.5:
+            if self.chance.random() < 0.8:
                 return None
             self.drop([key])
         chunk = super().fetch(key, tokens)
@@ -60,7 +60,7 @@ class Storage:
         self.world, self.chance = world, chance
         chunk = 8 * world.size * CHUNK_BLOCKS + 1024
         self.disk = UnsureStore(chunk * chance.choice((2, 6, 30, 1000)), chance, self.pass_time)
-        self.disk.losing = chance.choice((0.0, 0.0, 0.1, 0.5))
+        self.disk.losing = chance.choice((0.0, 0.1, 0.3))
         self.disk.refusing = chance.choice((0.0, 0.0, 0.1))
         self.disk.slow = chance.choice((0.0, 0.0, 0.05, 0.5))
         self.with_ram = chance.random() < 0.3
@@ -96,7 +96,7 @@ class Storage:
                 keys = [chain.key(i, base) for i in range(len(base) // world.size)][CHUNK_BLOCKS - 1 :: CHUNK_BLOCKS]
                 truth = np.array(world.digests(number, tuple(base)), dtype=np.uint64)
                 parents = [b"", *keys]
-                for index in range(self.chance.randint(0, len(keys))):
+                for index in range(self.chance.choice((0, len(keys) // 2, len(keys), len(keys)))):
                     part = slice(index * width, (index + 1) * width)
                     pages = truth[part].tobytes()
                     chunk = Chunk(keys[index], parents[index], tuple(base[part]), index * width, pages, number)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import collect, config, request
+from tiny import collect, config, request, until
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import ConfigError, Conflict
 from cairn.seams import SystemClock, SystemFiles
+from cairn.service.link import Patience
 from cairn.service.service import Service
 from cairn.service.stores import open_stores, with_folder
 
@@ -90,3 +92,36 @@ async def test_memory_for_kv_needs_an_engine_whose_pool_is_elsewhere(folder: Pat
     on_cpu = dataclasses.replace(engine.info, device="cpu")
     with pytest.raises(ConfigError, match="kv_ram_gb is for engines whose pool is not in host memory"):
         open_stores(config(folder, kv_ram_gb=0.1), fake_spec(), on_cpu, SystemClock(), SystemFiles(), {})
+
+
+async def test_a_worker_that_was_killed_leaves_its_store_to_the_next(folder: Path, tmp_path: Path) -> None:
+    """Known failures 27, 31: nothing is closed, and the lock is free for the worker that follows."""
+    options = {"kv_dir": str(tmp_path / "kv"), "kv_load": "always"}
+    service = await Service.start(config(folder, **options), patience=Patience(backoff=(0.0, 0.01)))
+    try:
+        prompt = "a context " * 30
+        first = await collect(service.generate(request(service, prompt, 20)))
+        await service.flush()
+        worker = service.stats().worker_pid
+        assert worker is not None
+        os.kill(worker, signal.SIGKILL)
+        await until(lambda: service.stats().worker_restarts == 1 and not service.unready(), 60)
+        again = await collect(service.generate(request(service, prompt, 20)))
+        assert again.tokens == first.tokens
+        assert again.cache.disk == len(service.tokenizer.encode(prompt)) // 64 * 64
+        assert service.troubles() == []
+    finally:
+        await service.close()
+
+
+async def test_a_folder_that_is_no_store_is_set_aside_when_told_so(folder: Path, tmp_path: Path) -> None:
+    """Known failure 50: the option does something."""
+    own = tmp_path / "kv"
+    own.mkdir(mode=0o700)
+    (own / "letter").write_text("not a store")
+    with pytest.raises(ConfigError, match="kv_dir"):
+        await Service.start(config(folder, kv_dir=str(own)), in_process=True)
+    async with serving(folder, kv_dir=str(own), kv_fresh=True) as service:
+        assert service.troubles() == []
+    (aside,) = tmp_path.glob("kv.aside-*")
+    assert (aside / "letter").read_text() == "not a store"

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import re
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,13 @@ import msgspec
 from cairn.agents import portable
 from cairn.agents.index import Kind
 from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo
+from cairn.agents.kv import AgentKv
 from cairn.agents.ledger import counted, total_key
 from cairn.agents.log import Log
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, pack
 from cairn.agents.replays import Replays
 from cairn.agents.roster import Roster
-from cairn.agents.running import RunningTurn
+from cairn.agents.running import RunningTurn, said_before
 from cairn.agents.segment import Record
 from cairn.agents.tree import Agent, Turn, digest
 from cairn.agents.writer import Writer
@@ -37,8 +37,7 @@ from cairn.service.requests import PLAIN, SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.service.stream import Stream
 from cairn.text.chat import Prompt, Sampled
-from cairn.text.stream import TextStream
-from cairn.types import CacheReport, Done, Event, FinishReason, Placed, Request, Usage
+from cairn.types import Done, Event, Placed, Request
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +52,6 @@ TEND_SECONDS = 30.0
 ABANDONED_SECONDS = 7 * 86_400.0
 """Age at which turns off an agent's path are collected."""
 CLOSE_SECONDS = 2.0
-CHUNK_TOKENS = 64
-"""What the stores keep together: a chunk that is shared in part is not shared."""
 
 
 class Agents:
@@ -70,12 +67,14 @@ class Agents:
         self._rng, self._config = rng, config
         self._roster = Roster()
         self._owed: list[Record] = []
+        self._refused: list[int] = []
+        """Keys of records that the disk refused and may have all the same."""
         orphans = self._roster.load(log.recovered)
         self._replays = Replays(service.spec.identity)
         for tenant, sampled in self._replays.load(log.recovered):
             service.chat.recall(tenant, sampled)
         log.recovered = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.kv = AgentKv(service, self._roster)
         self.writer = Writer(log)
         self._tending = asyncio.create_task(self._tend(orphans))
 
@@ -104,9 +103,9 @@ class Agents:
 
     async def close(self) -> None:
         """Interrupt what runs, write what is left, and let others have the folder. May be called again."""
-        for task in (self._tending, *self._tasks):
-            task.cancel()
-        await asyncio.gather(self._tending, *self._tasks, return_exceptions=True)
+        self._tending.cancel()
+        await asyncio.gather(self._tending, return_exceptions=True)
+        await self.kv.close()
         for turn in [agent.running for agent in self._roster if agent.running is not None]:
             turn.cancel()
             with contextlib.suppress(TimeoutError):
@@ -153,7 +152,7 @@ class Agents:
 
     def context(self, tenant: str, id: str) -> tuple[int, ...]:
         """The ids of the agent's context for the model that is served; none before its first turn with it."""
-        return tuple(self._ids(self._find(tenant, id).head))
+        return tuple(self.kv.ids(self._find(tenant, id).head))
 
     def savings(self, tenant: str) -> Savings:
         """The sum over a tenant's agents and requests, also those that are gone."""
@@ -164,7 +163,7 @@ class Agents:
     async def where(self, tenant: str, id: str, salt: bytes) -> Placed:
         """How many leading tokens of the context each tier has. Unavailable while the worker is being replaced."""
         agent = self._find(tenant, id, salt)
-        return await self.service.where(self._ids(agent.head), salt)
+        return await self.kv.where(agent)
 
     async def pin(self, tenant: str, id: str, salt: bytes, pinned: bool) -> AgentInfo:
         """Keep the KV of the agent's context in the stores from eviction, now and after every turn; or no longer."""
@@ -175,20 +174,20 @@ class Agents:
             await self.writer.sync(self._note(agent))
         except Unavailable:
             agent.record = old
+            self.owe(self._note(agent))
             raise
-        await self._pin(agent)
+        await self.kv.pin(agent)
         return agent.info()
 
     async def prefetch(self, tenant: str, id: str, salt: bytes) -> Placed:
         """Bring the KV of the context up into the pool; where it is then."""
         agent = self._find(tenant, id, salt)
-        return await self.service.prefetch(self._ids(agent.head), salt)
+        return await self.kv.prefetch(agent)
 
     async def evict(self, tenant: str, id: str, salt: bytes, *, disk: bool = False) -> Placed:
         """Give up the KV of the context, except what other agents of the tenant share; where it is then."""
         agent = self._find(tenant, id, salt)
-        ids = self._ids(agent.head)
-        return await self.service.evict(ids, salt, keep=self._shared(agent, ids), disk=disk)
+        return await self.kv.evict(agent, disk=disk)
 
     def keep(self, tenant: str, sampled: Sampled) -> None:
         """Keep what was sampled for an ordinary request in the log, where that is wanted."""
@@ -213,43 +212,7 @@ class Agents:
         with contextlib.suppress(Unavailable):
             self.writer.append(*self._count(agent, done), self._note(agent))
         if agent.record.pinned:
-            self._later(self.service.pin(_owner(agent), ids, salt))
-
-    async def _pin(self, agent: Agent) -> None:
-        """Tell the stores what is pinned now."""
-        if agent.record.pinned:
-            await self.service.pin(_owner(agent), self._ids(agent.head), agent.salt)
-        else:
-            await self.service.unpin(_owner(agent))
-
-    def _ids(self, turn: Turn) -> Sequence[int]:
-        if not turn.number or turn.began.identity != self.service.spec.identity:
-            return ()
-        return turn.context() or [*turn.prompt(), *turn.tokens]
-
-    def _shared(self, agent: Agent, ids: Sequence[int]) -> int:
-        """How many leading tokens other agents of the tenant have too."""
-        longest = 0
-        for other in self._roster.of(agent.tenant):
-            if other is agent or len(ids) == longest:
-                continue
-            theirs = self._ids(other.head)
-            if tuple(theirs[: longest + 1]) == tuple(ids[: longest + 1]):
-                pairs = enumerate(zip(ids, theirs, strict=False))
-                same = next((at for at, (one, two) in pairs if one != two), min(len(ids), len(theirs)))
-                longest = max(longest, same)
-        return longest // CHUNK_TOKENS * CHUNK_TOKENS
-
-    def _later(self, work: Coroutine[Any, Any, object]) -> None:
-        """Do something that nobody waits for; where the worker cannot now, the next turn tries again."""
-
-        async def run() -> None:
-            with contextlib.suppress(Unavailable):
-                await work
-
-        task = asyncio.create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            self.kv.pin_later(agent, ids)
 
     # ------------------------------------------------------------------------------------------------------ to change
 
@@ -327,29 +290,13 @@ class Agents:
         spec = self.service.spec
         read = await asyncio.to_thread(portable.read, data, spec.vocab, spec.identity)
         id = self._new_id(tenant, read.agent.id if id is None else id)
-        agent_key = self.writer.key()
-        keys = {key: self.writer.key() for key, _, _ in read.turns}
-        turns: dict[int, Turn] = {}
-        records = []
-        for key, began, end in read.turns:
-            parent = turns.get(keys.get(began.parent, 0))
-            moved = msgspec.structs.replace(
-                began, agent=agent_key if began.number else 0, parent=parent.key if parent is not None else 0
-            )
-            turn = turns[keys[key]] = Turn(keys[key], moved, parent)
-            records.append(self.writer.record(Kind.TURN, moved, turn.key))
-            if end is not None:
-                turn.end(end)
-                records.append(self.writer.record(Kind.END, end, turn.key))
-        root = turns[keys[read.agent.root]]
-        now = self._now()
-        record = msgspec.structs.replace(
-            read.agent, id=id, tenant=tenant, used=now, root=root.key, base=root.key, head=keys[read.agent.head]
-        )
-        agent = Agent(agent_key, record, root, root)
-        agent.own = [turn for turn in turns.values() if turn.number]
-        agent.head, agent.savings = turns[record.head], read.savings.savings
-        line = self.writer.record(Kind.SAVINGS, SavingsRecord(savings=agent.savings), agent_key)
+        agent = portable.plant(read, self.writer.key, tenant, id, self._now())
+        records = [self.writer.record(Kind.TURN, agent.root.began, agent.root.key)]
+        for turn in agent.own:
+            records.append(self.writer.record(Kind.TURN, turn.began, turn.key))
+            if turn.ended is not None:
+                records.append(self.writer.record(Kind.END, turn.ended, turn.key))
+        line = self.writer.record(Kind.SAVINGS, SavingsRecord(savings=agent.savings), agent.key)
         return (await self._seat(agent, *records, line)).info()
 
     async def rollback(self, tenant: str, id: str, *, turn: int) -> AgentInfo:
@@ -364,6 +311,7 @@ class Agents:
             await self.writer.sync(self._note(agent))
         except Unavailable:
             agent.head = old
+            self.owe(self._note(agent))
             raise
         return agent.info()
 
@@ -386,15 +334,20 @@ class Agents:
         Conflict while another turn runs or one was interrupted, unless `fork_on_conflict`: then it is the turn of a
         new agent. ContextTooLong with the figures, Overloaded and Unavailable as for any request.
         """
-        agent = self._find(tenant, id, salt)
+        agent, forked = self._find(tenant, id, salt), False
         if agent.starting or agent.running is not None or agent.head.state != "finished":
             if not fork_on_conflict:
                 raise self._conflict(agent)
-            agent = await self._fork(agent, _whole(agent.head), None)
+            agent, forked = await self._fork(agent, _whole(agent.head), None), True
             agent.salt = salt
         agent.starting = True
         try:
             return await self._begin(agent, messages, options, request, template_args)
+        except BaseException:
+            if forked:
+                with contextlib.suppress(Unavailable):
+                    await self._remove(agent)
+            raise
         finally:
             agent.starting = False
 
@@ -426,7 +379,7 @@ class Agents:
             timeout=self._config.request_timeout,
             durable=True,
         )
-        first, reason = _said_before(self.service, asked, list(turn.tokens))
+        first, reason = said_before(self.service, asked, list(turn.tokens))
         stream = None
         if reason is None:
             stream = self.service.generate(msgspec.structs.replace(asked, generated=tuple(turn.tokens)))
@@ -480,6 +433,7 @@ class Agents:
         except BaseException:
             stream.close()
             self._roster.take_back(agent, turn)
+            self._refused.append(turn.key)
             raise
         agent.used = began.began
         return self._run(agent, turn, request, stream, [])
@@ -511,7 +465,7 @@ class Agents:
         """A turn is over: count it. What is to be written with its end."""
         agent.used = end.ended
         if agent.record.pinned and end.state == "finished":
-            self._later(self._pin(agent))
+            self.kv.pin_later(agent)
         return self._count(agent, done) if done is not None else ()
 
     def owe(self, *records: Record) -> None:
@@ -581,6 +535,7 @@ class Agents:
             await self.writer.sync(*more, written)
         except BaseException:
             self._roster.remove(agent)
+            self._refused += [written.key, *(record.key for record in more)]
             raise
         finally:
             agent.starting = False
@@ -607,12 +562,7 @@ class Agents:
         return self.writer.record(Kind.AGENT, agent.record, agent.key)
 
     async def _remove(self, agent: Agent) -> None:
-        contexts = [self._ids(turn) for turn in {agent.head, *agent.leaves()}]
-        with contextlib.suppress(Unavailable):  # the stores' time to live ends what is left
-            await self.service.unpin(_owner(agent))
-            for ids in contexts:
-                if ids:
-                    await self.service.evict(ids, agent.salt, keep=self._shared(agent, ids), disk=True)
+        await self.kv.drop(agent)
         keys = self._roster.remove(agent)
         try:
             await self.writer.erase(keys)
@@ -651,6 +601,8 @@ class Agents:
             else:
                 gone += self._roster.prune(agent, now - ABANDONED_SECONDS)
         gone += self._replays.over(now)
+        gone += self._refused
+        self._refused = []
         if gone:
             await self.writer.erase(gone)
 
@@ -671,13 +623,6 @@ def check_id(id: str) -> None:
         )
 
 
-def _owner(agent: Agent) -> str:
-    """Of pins: the same for ever, whichever logs share a store."""
-    record = agent.record
-    text = f"{record.tenant}\0{record.id}\0{record.created!r}"
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
 def _before(turn: Turn) -> int:
     return turn.parent.number if turn.parent is not None else 0
 
@@ -685,20 +630,3 @@ def _before(turn: Turn) -> int:
 def _whole(turn: Turn) -> Turn:
     """The last turn on the path whose answer is whole."""
     return next(one for one in turn.path() if one.state == "finished")
-
-
-def _said_before(service: Service, request: Request, tokens: Sequence[int]) -> tuple[list[Event], FinishReason | None]:
-    """What the tokens of an interrupted turn said, with the end where they turn out to be all of it."""
-    text = TextStream(service.tokenizer, request)
-    events: list[Event] = [*text.push(tokens)] if tokens else []
-    sampling = request.sampling
-    reason = None
-    if text.stopped or (tokens and tokens[-1] in sampling.stop_token_ids and len(tokens) > sampling.min_tokens):
-        reason = FinishReason.STOP
-    elif len(tokens) >= sampling.max_tokens:
-        reason = FinishReason.LENGTH
-    if reason is not None:
-        deltas, reason = text.finish(reason)
-        usage = Usage(prompt_tokens=len(request.prompt), completion_tokens=text.completion_tokens)
-        events += [*deltas, Done(reason=reason, usage=usage, cache=CacheReport())]
-    return events, reason

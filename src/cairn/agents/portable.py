@@ -12,7 +12,7 @@ it is computed again from the tokens, or under another model from the text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import msgspec
@@ -96,6 +96,28 @@ def read(data: bytes, vocab: int, identity: bytes) -> Portable:
     return Portable(agent, [(key, *one) for key, one in turns.items()], savings)
 
 
+def plant(read: Portable, key: Callable[[], int], tenant: str, id: str, now: float) -> Agent:
+    """An agent of what a file holds, with keys of this log."""
+    own = key()
+    keys = {old: key() for old, _, _ in read.turns}
+    turns: dict[int, Turn] = {}
+    for old, began, end in read.turns:
+        parent = turns.get(keys.get(began.parent, 0)) if began.number else None
+        above = parent.key if parent is not None else 0
+        moved = msgspec.structs.replace(began, agent=own if began.number else 0, parent=above)
+        turn = turns[keys[old]] = Turn(keys[old], moved, parent)
+        if end is not None:
+            turn.end(end)
+    root, head = turns[keys[read.agent.root]], turns[keys[read.agent.head]]
+    record = msgspec.structs.replace(
+        read.agent, id=id, tenant=tenant, created=now, used=now, root=root.key, base=root.key, head=head.key
+    )
+    agent = Agent(own, record, root, root)
+    agent.own = [turn for turn in turns.values() if turn.number]
+    agent.head, agent.savings = head, read.savings.savings
+    return agent
+
+
 def _take(record: Record, turns: dict[int, tuple[TurnRecord, EndRecord | None]]) -> None:
     if record.kind == Kind.TURN and record.key not in turns:
         began = decode(record.payload, TurnRecord)
@@ -136,6 +158,8 @@ def _check(
             plain_message(message, index, thinks=False)
         if turn.answer is not None:
             plain_message(turn.answer, 0, thinks=False)
+    if agent.ttl is not None and not 0 < agent.ttl < 1e12:
+        raise _wrong("holds a time to live that is none")
     if agent.root not in made or made[agent.root].number or agent.head not in made:
         raise _wrong("names turns that it does not hold")
 

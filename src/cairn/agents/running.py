@@ -18,7 +18,8 @@ from cairn.errors import Unavailable
 from cairn.seams import Clock
 from cairn.service.service import Service
 from cairn.service.stream import Stream, merge
-from cairn.types import CacheReport, Delta, Done, Event, FinishReason, Request
+from cairn.text.stream import TextStream
+from cairn.types import CacheReport, Delta, Done, Event, FinishReason, Request, Usage
 
 PIECE_TOKENS = 16
 PIECE_SECONDS = 0.25
@@ -204,3 +205,20 @@ class RunningTurn:
         pairs = enumerate(zip(ids, tokens, strict=False))
         same = next((at for at, (one, other) in pairs if one != other), min(len(ids), len(tokens)))
         return {"keep": same, "more": pack(ids[same:])}
+
+
+def said_before(service: Service, request: Request, tokens: Sequence[int]) -> tuple[list[Event], FinishReason | None]:
+    """What the tokens of an interrupted turn said, with the end where they turn out to be all of it."""
+    text = TextStream(service.tokenizer, request)
+    events: list[Event] = [*text.push(tokens)] if tokens else []
+    sampling = request.sampling
+    reason = None
+    if text.stopped or (tokens and tokens[-1] in sampling.stop_token_ids and len(tokens) > sampling.min_tokens):
+        reason = FinishReason.STOP
+    elif len(tokens) >= sampling.max_tokens:
+        reason = FinishReason.LENGTH
+    if reason is not None:
+        deltas, reason = text.finish(reason)
+        usage = Usage(prompt_tokens=len(request.prompt), completion_tokens=text.completion_tokens)
+        events += [*deltas, Done(reason=reason, usage=usage, cache=CacheReport())]
+    return events, reason

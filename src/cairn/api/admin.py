@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from cairn.api.checks import check_messages, check_template_args
@@ -127,12 +127,12 @@ class Admin:
         """GET /metrics, in Prometheus' text format."""
         await call.respond(200, service.metrics.render(), [(b"content-type", CONTENT_TYPE.encode())])
 
-    async def ready(self, call: Call, service: Service | None, draining: bool) -> None:
-        """GET /health/ready: 200, or 503 with the reasons; `troubles` is what fails without failing requests."""
+    async def ready(self, call: Call, service: Service | None, draining: bool, more: Sequence[str] = ()) -> None:
+        """GET /health/ready: 200, or 503 with the reasons; `troubles` (and `more`) fail no requests."""
         reasons = ["the model is still being loaded"] if service is None else service.unready()
         if draining and SHUTTING_DOWN not in reasons:
             reasons = [*reasons, SHUTTING_DOWN]
-        troubles = service.troubles() if service is not None else []
+        troubles = [*(service.troubles() if service is not None else ()), *more]
         body = {"status": "not ready" if reasons else "ready", "reasons": reasons, "troubles": troubles}
         await call.json(body, 503 if reasons else 200)
 

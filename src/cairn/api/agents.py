@@ -109,7 +109,7 @@ class AgentRoutes:
         await call.json(agent_object(info, service), 201)
 
     async def list(self, call: Call, service: Service) -> None:
-        """GET /v1/agents, most recently created first."""
+        """GET /v1/agents, most recently created first; `savings` is the sum over all the tenant's requests."""
         limit, after = 20, ""
         for name, value in query(call):
             if name == "limit" and value.isascii() and value.isdigit() and 1 <= int(value[:9]) <= MOST_LISTED:
@@ -121,9 +121,11 @@ class AgentRoutes:
                     f"the parameters of this route are limit, 1 to {MOST_LISTED}, and after, an agent's id",
                     field=shown(name),
                 )
-        page = self._open().page(call.tenant, limit=limit, after=after)
+        agents = self._open()
+        page = agents.page(call.tenant, limit=limit, after=after)
         data = [agent_object(info, service) for info in page.agents]
-        await call.json({"object": "list", "data": data, "has_more": page.more})
+        savings = msgspec.to_builtins(agents.savings(call.tenant))
+        await call.json({"object": "list", "data": data, "has_more": page.more, "savings": savings})
 
     async def show(self, call: Call, service: Service) -> None:
         """GET /v1/agents/{id}."""

@@ -97,7 +97,7 @@ class App:
             return
         if call.path == "/health/ready":
             _allow(call, {"GET", "HEAD"})
-            await self._admin.ready(call, self.service, self.draining)
+            await self._admin.ready(call, self.service, self.draining, self.ties.troubles())
             return
         endpoint = self._route(call)
         if self.service is None:

@@ -112,7 +112,10 @@ class Access:
 
 PREFLIGHT = [
     (b"access-control-allow-methods", b"GET, POST, DELETE"),
-    (b"access-control-allow-headers", b"authorization, content-type, last-event-id, x-api-key, x-cairn-resumable"),
+    (
+        b"access-control-allow-headers",
+        b"authorization, content-type, last-event-id, x-api-key, x-cairn-agent, x-cairn-resumable",
+    ),
     (b"access-control-max-age", b"600"),
 ]
 

@@ -31,6 +31,10 @@ class Ties:
             raise Unavailable(self.why_not)
         return self.agents
 
+    def troubles(self) -> list[str]:
+        """What does not work of them now, although requests are served."""
+        return [self.agents.trouble] if self.agents is not None and self.agents.trouble else []
+
     def tie(self, call: Call, body: Generation) -> Tie | None:
         """What a request leaves behind, or None where nothing is kept. NotFound for an unknown agent in the header."""
         header = call.header(HEADER)

@@ -247,9 +247,8 @@ class Cache:
         return None
 
     def _find(self, context: Context, number: int, index: int, tokens: Sequence[int]) -> int | None:
-        at = index * self._block_tokens
         key = context.chains[number].key(index, tokens)
-        return self.pools[number].find(key, tokens[at : at + self._block_tokens])
+        return self.pools[number].find(key, tokens[index * self._block_tokens : (index + 1) * self._block_tokens])
 
     def _hold_with_room(self, context: Context, tokens: Sequence[int], hit: int, spare: int) -> bool:
         """Hold the first `hit` blocks if the rest has room beside them; else hold nothing."""

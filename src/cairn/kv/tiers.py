@@ -57,7 +57,7 @@ class Tiers:
         self._stores = stores
         self._sizes = tuple(CHUNK_BLOCKS * size for size in cache.info.block_bytes)
         self.gate = Gate(load, clock)
-        self.writer = Writer(tuple(stores.values()), wake, self._tend)
+        self.writer = Writer(tuple(stores.values()), clock, wake, self._tend)
         self.reader = Reader(stores, self.gate, clock, wake)
         *_, durable = stores.values()
         self.behind_pool = Behind(cache, engine, clock, durable, self.writer, limits or WriteLimits())

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from cairn.errors import trace
 from cairn.kv.store import Chunk, Store
+from cairn.seams import Clock
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +24,12 @@ BATCH_BYTES = 32 << 20
 class Writer:
     """A queue of chunks and of other jobs on the stores, done in order."""
 
-    def __init__(self, stores: Sequence[Store], wake: Callable[[], None], tend: Callable[[], None]) -> None:
+    def __init__(
+        self, stores: Sequence[Store], clock: Clock, wake: Callable[[], None], tend: Callable[[], None]
+    ) -> None:
         """`wake` is called from the thread whenever something is finished, `tend` about once in `TEND_SECONDS`."""
         self._tend = tend
+        self._clock = clock
         self._stores = tuple(stores)
         self._wake = wake
         self._changed = threading.Condition()
@@ -81,7 +84,7 @@ class Writer:
         return True
 
     def _run(self) -> None:
-        tended = time.monotonic()
+        tended = self._clock.now()
         while True:
             with self._changed:
                 if not self._jobs and not self._closing:
@@ -90,9 +93,9 @@ class Writer:
                     return
             try:
                 self.work()
-                if time.monotonic() - tended >= TEND_SECONDS:
+                if self._clock.now() - tended >= TEND_SECONDS:
                     self._tend()
-                    tended = time.monotonic()
+                    tended = self._clock.now()
             except Exception as error:  # a bug of ours, but one chunk's: the next may be written
                 log.error("KV could not be written: %s", trace(error))
 

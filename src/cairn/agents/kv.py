@@ -1,0 +1,104 @@
+"""The KV of agents' contexts: where it lies, what is pinned, brought up and given up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from cairn.agents.roster import Roster
+from cairn.agents.tree import Agent, Turn
+from cairn.errors import Unavailable
+from cairn.service.service import Service
+from cairn.types import Placed
+
+CHUNK_TOKENS = 64
+"""What the stores keep together: a chunk that is shared in part is not shared."""
+
+
+class AgentKv:
+    """All agents'. What the worker cannot do while it is being replaced is Unavailable."""
+
+    def __init__(self, service: Service, roster: Roster) -> None:
+        self._service, self._roster = service, roster
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def ids(self, turn: Turn) -> Sequence[int]:
+        """The context behind a turn, for the model that is served; none where another model answered it."""
+        if not turn.number or turn.began.identity != self._service.spec.identity:
+            return ()
+        return turn.context() or [*turn.prompt(), *turn.tokens]
+
+    async def where(self, agent: Agent) -> Placed:
+        """How many leading tokens each tier has."""
+        return await self._service.where(self.ids(agent.head), agent.salt)
+
+    async def pin(self, agent: Agent) -> None:
+        """Tell the stores what is pinned now."""
+        if agent.record.pinned:
+            await self._service.pin(_owner(agent), self.ids(agent.head), agent.salt)
+        else:
+            await self._service.unpin(_owner(agent))
+
+    def pin_later(self, agent: Agent, ids: Sequence[int] | None = None) -> None:
+        """Pin what a turn, or a request with these ids, has added; nobody waits for it."""
+        self._later(self.pin(agent) if ids is None else self._service.pin(_owner(agent), ids, agent.salt))
+
+    async def prefetch(self, agent: Agent) -> Placed:
+        """Bring the context up into the pool; where it is then."""
+        return await self._service.prefetch(self.ids(agent.head), agent.salt)
+
+    async def evict(self, agent: Agent, *, disk: bool) -> Placed:
+        """Give up the context, except what other agents of the tenant share; where it is then."""
+        ids = self.ids(agent.head)
+        return await self._service.evict(ids, agent.salt, keep=self._shared(agent, ids), disk=disk)
+
+    async def drop(self, agent: Agent) -> None:
+        """Give up what only this agent needs. What the worker cannot do now ends by the stores' time to live."""
+        contexts = [self.ids(turn) for turn in {agent.head, *agent.leaves()}]
+        with contextlib.suppress(Unavailable):
+            await self._service.unpin(_owner(agent))
+            for ids in contexts:
+                if ids:
+                    await self._service.evict(ids, agent.salt, keep=self._shared(agent, ids), disk=True)
+
+    async def settled(self) -> None:
+        """Return when nothing is under way that nobody waits for."""
+        await asyncio.gather(*self._tasks)
+
+    async def close(self) -> None:
+        """Give up what nobody waits for."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _shared(self, agent: Agent, ids: Sequence[int]) -> int:
+        """How many leading tokens other agents of the tenant have too, in whole chunks."""
+        longest = 0
+        for other in self._roster.of(agent.tenant):
+            if other is agent or len(ids) == longest:
+                continue
+            theirs = self.ids(other.head)
+            if tuple(theirs[: longest + 1]) == tuple(ids[: longest + 1]):
+                pairs = enumerate(zip(ids, theirs, strict=False))
+                same = next((at for at, (one, two) in pairs if one != two), min(len(ids), len(theirs)))
+                longest = max(longest, same)
+        return longest // CHUNK_TOKENS * CHUNK_TOKENS
+
+    def _later(self, work: Coroutine[Any, Any, object]) -> None:
+        async def run() -> None:
+            with contextlib.suppress(Unavailable):  # the next turn tries again
+                await work
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _owner(agent: Agent) -> str:
+    """Of pins: the same for ever, whichever logs share a store."""
+    record = agent.record
+    text = f"{record.tenant}\0{record.id}\0{record.created!r}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

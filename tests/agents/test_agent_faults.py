@@ -1,0 +1,248 @@
+"""Agents on a disk that fails, fills and crashes, and of a server that is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import random
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from house import House, hear, house
+from tests.api.process import Served
+from tests.files import CrashFiles, Fault
+
+from cairn.agents.agents import Agents
+from cairn.agents.info import TurnInfo
+from cairn.errors import CairnError, ConfigError, Unavailable
+from cairn.service.service import Service
+
+Figure = Callable[[str, str], None]
+
+
+def facts(turn: TurnInfo) -> tuple[Any, ...]:
+    return turn.number, turn.messages, turn.answer, turn.completion_tokens
+
+
+async def test_what_the_disk_refuses_is_a_503_and_nothing_has_changed(folder: Path) -> None:
+    """The server goes on, says so, and comes back by itself."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        await at.say("ada", "one")
+        before = at.agents.get("default", "ada")
+        for error in (errno.ENOSPC, errno.EIO, errno.EROFS):
+            at.files.fail(Fault(at.files.calls, error, sticky=True))
+            with pytest.raises(Unavailable, match="token log cannot be written"):
+                await at.begin("ada", "two")
+            with pytest.raises(Unavailable):
+                await at.agents.create("default", id="bob")
+            with pytest.raises(Unavailable):
+                await at.agents.fork("default", "ada", new_id="bob")
+            with pytest.raises(Unavailable):
+                await at.agents.rollback("default", "ada", turn=0)
+            assert at.agents.get("default", "ada") == before and at.agents.trouble
+            assert [info.id for info in at.agents.page("default").agents] == ["ada"]
+            assert at.service.stats().running == 0, "no generation goes on behind a refusal"
+            at.files.heal()
+            heard = await at.say("ada", "two")
+            assert heard.done is not None and at.agents.trouble == ""
+            before = at.agents.get("default", "ada")
+        # What was refused may be on the disk all the same: it goes when the disk works.
+        await at.agents.tend()
+        turns = at.agents.turns("default", "ada")
+        await at.again()
+        assert at.agents.turns("default", "ada") == turns
+        assert [info.id for info in at.agents.page("default").agents] == ["ada"]
+
+
+async def test_an_end_that_the_disk_refuses_is_an_error_and_is_written_later(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        running = await at.begin("ada", "one")
+        at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
+        heard = await hear(running)
+        assert isinstance(heard.error, Unavailable) and heard.done is None
+        at.files.heal()
+        await at.agents.tend()
+        await at.agents.writer.sync()
+        turns = at.agents.turns("default", "ada")
+        assert [turn.state for turn in turns] == ["finished"]
+        await at.again()
+        assert list(map(facts, at.agents.turns("default", "ada"))) == list(map(facts, turns))
+
+
+async def open_on(at: House, files: CrashFiles) -> Agents:
+    """Other agents on another disk, for a look."""
+    kept, at.files, old = at.files, files, at.agents
+    try:
+        await at.open()
+        return at.agents
+    finally:
+        at.files, at.agents = kept, old
+
+
+async def test_every_acknowledged_turn_survives_a_crash_at_any_moment(
+    folder: Path, prove: bool, figure: Figure
+) -> None:
+    """What a client was told is finished is there, whole, on every disk that a power cut could leave."""
+    async with house(folder) as at:
+        rng = random.Random(1)
+        acknowledged: list[tuple[Any, ...]] = []
+        disks: list[tuple[int, CrashFiles]] = []
+
+        def look(_: str) -> None:
+            disks.extend((len(acknowledged), at.files.crash(rng)) for _ in range(20 if prove else 2))
+
+        await at.agents.create("default", id="ada")
+        at.files.after_change = look
+        for n in range(8):
+            await at.say("ada", f"message {n}")
+            acknowledged.append(facts(at.agents.turns("default", "ada")[-1]))
+            if n % 3 == 2:
+                await at.agents.fork("default", "ada", new_id=f"fork{n}")
+        at.files.after_change = lambda _: None
+        for count, files in disks:
+            agents = await open_on(at, files)
+            found = list(map(facts, agents.turns("default", "ada")))
+            assert found[:count] == acknowledged[:count] and len(found) <= count + 2
+            await agents.close()
+        figure("agents: crash states, every acknowledged turn found", f"{len(disks):,}")
+
+
+async def test_a_folder_that_another_holds_or_that_is_not_ours_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cairn.agents import agents as module
+
+    monkeypatch.setattr(module, "LOCK_SECONDS", 0.2)
+    async with house(folder) as at:
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="another process holds the token log"):
+            await open_on(at, at.files)
+        assert time.monotonic() - began >= 0.2
+        strange = CrashFiles()
+        strange.make_folder(Path("/agents"))
+        strange.put(Path("/agents/thesis.txt"), b"mine")
+        with pytest.raises(ConfigError, match=r"thesis\.txt"):
+            await open_on(at, strange)
+        broken = CrashFiles()
+        broken.fail(Fault(0, errno.EIO, sticky=True))
+        with pytest.raises(ConfigError, match="cannot be read"):
+            await open_on(at, broken)
+
+
+def killed_once(server: Served, rng: random.Random) -> list[dict[str, Any]]:
+    """Kill the server during a turn; the turns that were acknowledged before, one at least."""
+
+    def talk() -> None:
+        for _ in range(50):
+            body = {"messages": [{"role": "user", "content": "more"}], "ignore_eos": True}
+            body["max_tokens"] = 300 if acknowledged else 20
+            try:
+                told = server.post("/v1/agents/ada/turns", body)
+            except (OSError, CairnError):
+                return
+            acknowledged.append(told["choices"][0]["message"])
+
+    acknowledged: list[dict[str, Any]] = []
+    thread = threading.Thread(target=talk)
+    thread.start()
+    end = time.monotonic() + 30
+    while not acknowledged and time.monotonic() < end:
+        time.sleep(0.005)
+    time.sleep(rng.uniform(0, 0.3))
+    os.killpg(server.pid, signal.SIGKILL)
+    server.process.wait()
+    thread.join()
+    server.stderr()
+    assert acknowledged
+    return acknowledged
+
+
+def test_every_acknowledged_turn_survives_kill_9(tmp_path: Path, prove: bool, figure: Figure) -> None:
+    """The whole server, with all its processes, again and again, on one folder."""
+    rng, acknowledged, kills = random.Random(1), [], 40 if prove else 3
+    options: dict[str, Any] = {"agents_dir": str(tmp_path / "agents"), "kv_dir": str(tmp_path / "kv")}
+    for kill in range(kills):
+        server = Served(**options)
+        try:
+            server.wait_ready()
+            if not kill:
+                server.post("/v1/agents", {"id": "ada"})
+            found = get(server, "/v1/agents/ada/turns")
+            finished = [turn["answer"] for turn in found if turn["current"] and turn["state"] == "finished"]
+            assert len(finished) >= len(acknowledged), "a turn that was acknowledged is gone"
+            for answer, told in zip(finished, acknowledged, strict=False):
+                assert answer["content"] == told["content"]
+            acknowledged = finished
+            if found and found[-1]["state"] == "interrupted":
+                whole = server.post("/v1/agents/ada/resume", {})["choices"][0]["message"]
+                said = (found[-1]["answer"] or {}).get("content") or ""
+                assert whole["content"].startswith(said)
+                acknowledged.append(whole)
+            if len(acknowledged) > 3:  # the context is small
+                server.post("/v1/agents/ada/rollback", {"turn": 0})
+                acknowledged = []
+            acknowledged += killed_once(server, rng)
+        finally:
+            server.end()
+    figure("agents: kill -9 of the server during turns, every acknowledged turn intact", f"{kills}")
+
+
+def get(server: Served, path: str) -> list[dict[str, Any]]:
+    with urllib.request.urlopen(server.url + path, timeout=30) as response:
+        data: list[dict[str, Any]] = json.load(response)["data"]
+        return data
+
+
+async def test_the_messages_sync_holds_no_answer_up_but_comes_before_it(folder: Path) -> None:
+    """Nothing of an answer is given out before the message is durable, however slow the disk."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        at.files.after_change = lambda kind: time.sleep(0.1 if kind == "sync" else 0)
+        task = asyncio.create_task(at.begin("ada", "a message that must be on the disk"))
+        while not task.done():
+            await asyncio.sleep(0.005)
+        at.files.after_change = lambda _: None
+        assert any(b"a message that must be on" in data for data in at.files.crash(random.Random(3)).files().values())
+        assert (await hear(task.result())).done is not None
+        assert isinstance(at.service, Service)
+
+
+def test_a_shutdown_interrupts_turns_that_outlast_its_grace(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"agents_dir": str(tmp_path / "agents"), "shutdown_grace": 0.1, "kv_disk": False}
+    body = {"messages": [{"role": "user", "content": "more"}], "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    server = Served(**options)
+    try:
+        server.wait_ready()
+        server.post("/v1/agents", {"id": "ada"})
+        asked = urllib.request.Request(
+            server.url + "/v1/agents/ada/turns", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=60) as response:
+            response.readline()
+            server.signal(signal.SIGTERM)
+            rest = response.read()
+        assert server.wait() == 0
+    finally:
+        server.end()
+    again = Served(**options)
+    try:
+        again.wait_ready()
+        (turn,) = get(again, "/v1/agents/ada/turns")
+        if b"[DONE]" not in rest:  # the machine was not so fast that the turn had ended before
+            assert turn["state"] == "interrupted" and 0 < turn["completion_tokens"] < 1900
+            whole = again.post("/v1/agents/ada/resume", {})
+            assert whole["usage"]["completion_tokens"] == 1900
+        else:
+            assert turn["state"] == "finished"
+    finally:
+        again.end()
