@@ -57,6 +57,18 @@ def write_gguf(
     return path if parts == 1 else path.with_name(f"{path.stem}-00001-of-{parts:05}.gguf")
 
 
+def write_tokenizer(folder: Path, path: Path, *, pre: str = "qwen2", **extra: Any) -> Path:
+    """Only the text part of a model, with no tensors. `extra` are keys of `tokenizer.` with "__" for each dot."""
+    writer = gguf.GGUFWriter(path, "llama")
+    found = tokenizer(folder, {}, pre) | {f"tokenizer.{key.replace('__', '.')}": value for key, value in extra.items()}
+    put(writer, {key: value for key, value in found.items() if value is not None})
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def put(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, bool):

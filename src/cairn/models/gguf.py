@@ -53,8 +53,6 @@ class Gguf:
     metadata: dict[str, Any]
     """Numbers, truth values, strings; arrays of strings are lists, arrays of numbers are numpy's."""
     tensors: dict[str, Tensor]
-    spans: dict[str, tuple[int, int]]
-    """From which byte to which of the first file each metadata entry stands: key, type and value."""
 
     @property
     def fields(self) -> Fields:
@@ -80,14 +78,13 @@ def read_gguf(path: Path) -> Gguf:
     """
     paths = shards(path)
     metadata: dict[str, Any] = {}
-    spans: dict[str, tuple[int, int]] = {}
     tensors: dict[str, Tensor] = {}
     for number, one in enumerate(paths):
-        found, entries, described = _read_file(one)
+        found, described = _read_file(one)
         if len(paths) > 1:
             _check_part(one, found, number, len(paths))
         if not number:
-            metadata, spans = found, entries
+            metadata = found
         for tensor in described:
             if tensor.name in tensors:
                 raise ModelFileError(f"{one}: the tensor {tensor.name[:120]!r} stands twice")
@@ -99,7 +96,7 @@ def read_gguf(path: Path) -> Gguf:
     wanted = Fields(metadata, paths[0]).integer("split.tensors.count", 0, MAX_ENTRIES, len(tensors))
     if len(paths) > 1 and wanted != len(tensors):
         raise ModelFileError(f"{paths[0]}: split.tensors.count is {wanted}, but its parts hold {len(tensors)} tensors")
-    return Gguf(paths, metadata, tensors, spans)
+    return Gguf(paths, metadata, tensors)
 
 
 def _check_part(path: Path, metadata: dict[str, Any], number: int, count: int) -> None:
@@ -110,8 +107,8 @@ def _check_part(path: Path, metadata: dict[str, Any], number: int, count: int) -
         raise fields.error("split.no", f"{number}, as the file's name says")
 
 
-def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, int]], list[Tensor]]:
-    """Metadata, where each entry of it stands, and the tensors."""
+def _read_file(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
+    """The metadata and the tensors of one file."""
     with reading(path), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         cursor = Cursor(path, file, size)
@@ -126,14 +123,14 @@ def _read_file(path: Path) -> tuple[dict[str, Any], dict[str, tuple[int, int]], 
         for what, count in (("tensors", tensors), ("metadata entries", entries)):
             if count > MAX_ENTRIES:
                 raise ModelFileError(f"{path}: announces {count} {what}, more than {MAX_ENTRIES}")
-        metadata, spans = read_metadata(cursor, entries)
+        metadata = read_metadata(cursor, entries)
         fields = Fields(metadata, path)
         alignment = fields.integer("general.alignment", 8, 1 << 20, DEFAULT_ALIGNMENT)
         if alignment % 8:
             raise fields.error("general.alignment", "a multiple of 8")
         described = [_describe(cursor) for _ in range(tensors)]
         start = -(-cursor.at // alignment) * alignment
-    return metadata, spans, list(_placed(path, described, start, alignment, size))
+    return metadata, list(_placed(path, described, start, alignment, size))
 
 
 def _describe(cursor: Cursor) -> Tensor:

@@ -96,21 +96,15 @@ class Cursor:
             )
 
 
-def read_metadata(cursor: Cursor, entries: int) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
-    """`entries` metadata entries, and from which byte to which each of them stands.
-
-    Numbers, truth values and texts; arrays of texts are lists, arrays of numbers are numpy's.
-    """
+def read_metadata(cursor: Cursor, entries: int) -> dict[str, Any]:
+    """`entries` entries: numbers, truth values, texts; arrays of texts are lists, arrays of numbers numpy's."""
     found: dict[str, Any] = {}
-    spans: dict[str, tuple[int, int]] = {}
     for _ in range(entries):
-        start = cursor.at
         key = cursor.text(MAX_KEY_BYTES, "a metadata key")
         if key in found:
             raise cursor.error(f"the metadata key {key[:120]!r} stands twice")
         found[key] = _value(cursor, key, cursor.whole("<u4"), 0)
-        spans[key] = start, cursor.at
-    return found, spans
+    return found
 
 
 def _value(cursor: Cursor, key: str, kind: int, depth: int) -> Any:

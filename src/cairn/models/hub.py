@@ -195,7 +195,7 @@ def _weights(model: str, listing: Mapping[str, RemoteFile], blobs: Path) -> list
             return [listing[WEIGHTS]]
         kinds = {Path(name).suffix for name in listing}
         has = ", only pickles (.bin), which Cairn never opens" if kinds & {".bin", ".pt", ".pth"} else ""
-        has = ", only GGUF, which Cairn does not read yet" if ".gguf" in kinds else has
+        has = ", only GGUF: download one such file yourself and serve it by its path" if ".gguf" in kinds else has
         raise ModelFileError(f"{model} has no {WEIGHTS} on the hub{has}")
     names = _shards(blobs / listing[INDEX].digest)
     absent = [name for name in names if name not in listing]
