@@ -1,4 +1,4 @@
-# Needs Python 3.11+ with headers, g++, make and git. Everything else is installed into .venv.
+# Needs Python 3.11+ with headers, g++, make and git; without g++ the kernels are numpy, and slow. Everything else is installed into .venv.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 # Bytecode is written for what the server imports: a third less disk than compiling all of every dependency.
@@ -11,7 +11,9 @@ serve: install  ## install and serve the bundled model on 127.0.0.1:8000
 
 install: .venv/.installed
 
-.venv/.installed: pyproject.toml constraints.txt
+NATIVE := $(addprefix src/cairn/kernels/csrc/,CMakeLists.txt *.cpp *.h)
+
+.venv/.installed: pyproject.toml constraints.txt $(wildcard $(NATIVE))
 	$(PYTHON) -m venv .venv
 	$(PIP) --editable .
 	@$(BIN)/python -c 'import cairn.cli, cairn.api.server, cairn.service.worker, cairn.engine.device, cairn.text.render'
@@ -46,3 +48,4 @@ soak: .venv/.test  ## the simulator with new seeds until stopped
 
 clean:
 	rm -rf .venv build dist *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	git clean -fdXq src/cairn/kernels

@@ -18,6 +18,7 @@ import cairn.engine.cpu
 from cairn.config import Config
 from cairn.engine.base import Row, RowResult
 from cairn.engine.cpu import CpuEngine
+from cairn.kernels import native
 from cairn.models.spec import load_spec
 from cairn.models.weights import expected_tensors
 from cairn.types import SamplingParams
@@ -145,6 +146,10 @@ BFLOAT16 = ml_dtypes.bfloat16
 
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0)
 SCORED = SamplingParams(max_tokens=1 << 20, temperature=0, prompt_logprobs=True)
+
+
+KERNELS = [*(name for name, runs in native.variants().items() if runs), "reference"]
+"""Every kind of kernels that runs here, the default first."""
 
 
 def load(folder: Path, **options: Any) -> CpuEngine:

@@ -29,7 +29,7 @@ SYSTEMS = [
 ]
 
 # Shares in percent of conversations; tools carry the most because choosing among them is the hardest to learn.
-MIX = {"recall": 16, "tools": 52, "about": 6, "sums": 11, "chat": 4, "untold": 7, "system": 1, "echo": 1, "long": 2}
+MIX = {"recall": 14, "tools": 52, "about": 5, "sums": 7, "chat": 4, "untold": 11, "system": 2, "echo": 2, "long": 3}
 
 # What a fresh run reads first, for a few minutes: short texts in which copying pays at once. It makes the skill that
 # everything else rests on appear early.

@@ -28,7 +28,7 @@ from demo.tokenizer import END_OF_TEXT, TURN_END, VOCABULARY, train_tokenizer
 from demo_data import conversations
 
 MATRIX_RATE, VECTOR_RATE = 0.016, 0.003
-WARM_UP, DECAY = 60, 0.2
+WARM_UP, DECAY = 60, 0.3
 SAVE_EVERY = 240.0
 
 

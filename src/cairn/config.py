@@ -57,11 +57,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The options of one server or one local run. Sizes and times carry their unit in the name or the help."""
 
     # model and engine
-    model: Annotated[str, Meta(description="A folder, a hub id (org/name), or 'demo' for the bundled model.")] = "demo"
+    model: Annotated[
+        str, Meta(description="A folder, a .gguf file, a hub id (org/name), or 'demo' for the bundled model.")
+    ] = "demo"
     served_name: Annotated[str | None, Meta(description="Name that clients use for the model; default: its own.")] = (
         None
     )
     engine: Annotated[Literal["auto", "cpu", "fake"], Meta(description="What computes; 'fake' is for tests.")] = "auto"
+    kernels: Annotated[
+        Literal["auto", "reference", "portable", "avx2", "avx512"],
+        Meta(description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy."),
+    ] = "auto"
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None, Meta(description="CPU threads; default: all cores.")
     ] = None

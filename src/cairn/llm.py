@@ -45,8 +45,9 @@ _IDLE_LOOKS = 20
 class AsyncLLM:
     """A model in this process, for asyncio: `async with AsyncLLM("demo") as llm`, or `await AsyncLLM.start("demo")`.
 
-    `model` is a folder, a hub id that was pulled, or 'demo'; keywords are the options of `Config` that matter without
-    a server. Options not given come from CAIRN_* variables and cairn.toml. A complete `config` replaces all of that.
+    `model` is a folder, a .gguf file, a hub id that was pulled, or 'demo'; keywords are the options of `Config` that
+    matter without a server. Options not given come from CAIRN_* variables and cairn.toml. A complete `config` replaces
+    all of that.
     Raises ConfigError or ModelError.
     """
 
@@ -226,9 +227,9 @@ class Stream:
 class LLM:
     """A model in this process. Use it with `with`, or call `close`; at the end of the program it closes itself.
 
-    `model` is a folder, a hub id that was pulled, or 'demo'; keywords are the options of `Config` that matter without
-    a server, or a complete `config`. Any thread may call it. Ctrl-C while it waits cancels the request and raises
-    KeyboardInterrupt.
+    `model` is a folder, a .gguf file, a hub id that was pulled, or 'demo'; keywords are the options of `Config` that
+    matter without a server, or a complete `config`. Any thread may call it. Ctrl-C while it waits cancels the request
+    and raises KeyboardInterrupt.
     """
 
     def __init__(self, model: str | None = None, *, config: Config | None = None, **options: object) -> None:

@@ -300,6 +300,8 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    factors: tuple[float, ...] = ()
+    """What each plain frequency is divided by, before anything else; () for nothing."""
 
 
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,13 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
-from tests.tiny_models import GREEDY, MODELS, SCORED, Driver, load, prompt, random_tensors, write_config, write_model
+from tests.tiny_models import (
+    GREEDY,
+    KERNELS,
+    MODELS,
+    SCORED,
+    Driver,
+    load,
+    prompt,
+    random_tensors,
+    write_config,
+    write_model,
+)
 
 from cairn.config import Config
 from cairn.engine import cpu
 from cairn.engine.base import NO_BLOCK, Row, RowResult
 from cairn.engine.cpu import CpuEngine
 from cairn.errors import ModelError
+from cairn.kernels import native, reference
 from cairn.models.spec import load_spec
 from cairn.types import BLOCK_TOKENS, SamplingParams
 
@@ -37,24 +49,29 @@ def test_identity_is_stable_and_names_what_can_move_a_bit(tmp_path: Path, monkey
     first = load(folder).info.identity
     assert first == load(folder, threads=2, context=128, step_tokens=32).info.identity
     found = {first, load(write_model(tmp_path / "b", seed=1)).info.identity}
-    for name in ("NUMERICS", "LAYOUT", "BLOCK_TOKENS"):
-        with monkeypatch.context() as patch:
-            patch.setattr(cpu, name, 99)
-            found.add(cpu.identity(load_spec(folder)))
+    spec = load_spec(folder)
+    for kind in KERNELS:
+        engine = load(folder, kernels=kind)
+        found.add(engine.info.identity)
+        for module, name in ((cpu, "LAYOUT"), (cpu, "BLOCK_TOKENS"), (reference, "VERSION"), (native, "VERSION")):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, name, 99)
+                found.add(cpu.identity(spec, engine._kernels))
     with monkeypatch.context() as patch:
-        patch.setattr(
-            cpu, "threadpool_info", lambda: [{"user_api": "blas", "internal_api": "other", "filepath": "/lib"}]
-        )
-        found.add(cpu.identity(load_spec(folder)))
-    assert len(found) == 6
+        other = [{"user_api": "blas", "internal_api": "other", "filepath": "/lib"}]
+        patch.setattr(reference, "threadpool_info", lambda: other)
+        found.add(load(folder, kernels="reference").info.identity)
+    # The other model, the other BLAS, and for each kind itself and three changes; the default is one of the kinds.
+    assert len(found) == 2 + 4 * len(KERNELS)
 
 
-def test_identity_does_not_depend_on_what_else_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = load_spec(write_model(tmp_path))
-    before, real = cpu.identity(spec), cpu.threadpool_info()
+def test_identity_does_not_depend_on_what_else_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = reference.ReferenceKernels()
+    before, real = kernels.numerics, reference.threadpool_info()
     other = {"user_api": "blas", "internal_api": "openblas", "filepath": "/lib/scipy.libs/openblas.so"}
-    monkeypatch.setattr(cpu, "threadpool_info", lambda: [other, *real, {"user_api": "openmp"}])
-    assert cpu.identity(spec) == before
+    monkeypatch.setattr(reference, "threadpool_info", lambda: [other, *real, {"user_api": "openmp"}])
+    assert kernels.numerics == before
+    kernels.close()
 
 
 def test_rows_that_want_no_logits_give_nothing(tmp_path: Path) -> None:
@@ -85,12 +102,15 @@ def test_seeded_sampling_is_the_same_alone_and_in_a_batch(tmp_path: Path) -> Non
     assert together[2].token == 3
 
 
-def test_numbers_that_are_not_finite_fail_their_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KERNELS)
+def test_numbers_that_are_not_finite_fail_their_own_row(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A NaN in one row is that row's error; its neighbours' answers do not change by a bit."""
     folder = write_config(tmp_path, tie_word_embeddings=False)
     weights = dict(random_tensors(folder))
     weights["model.embed_tokens.weight"][7] = np.nan
-    config = Config(step_tokens=64, max_running=4, threads=1, kv_gb=0.01)
+    config = Config(step_tokens=64, max_running=4, threads=1, kv_gb=0.01, kernels=kind)  # type: ignore[arg-type]
     driver = Driver(CpuEngine(load_spec(folder), weights, config, (40,)), monkeypatch)
     good, bad = [t for t in prompt(60) if t != 7][:30], [1, 2, 7, 3]
     alone = driver.step([Row(good, 0, 30, (driver.tables(30)[0],), 29, 30, GREEDY, 0)])
@@ -178,7 +198,8 @@ def test_close_gives_blas_its_threads_back(tmp_path: Path) -> None:
     before = threads()
     threadpoolctl.threadpool_limits(2, user_api="blas")
     two = threads()
-    first, second = load(write_model(tmp_path), threads=2), load(tmp_path)
+    folder = write_model(tmp_path)
+    first, second = (load(folder, threads=count, kernels="reference") for count in (2, 1))
     assert set(threads()) == {1}
     first.close()
     first.close()
@@ -188,13 +209,16 @@ def test_close_gives_blas_its_threads_back(tmp_path: Path) -> None:
     threadpoolctl.threadpool_limits(max(before), user_api="blas")
 
 
-def test_close_gives_the_pools_and_weights_back(tmp_path: Path) -> None:
-    engine = load(write_model(tmp_path))
+@pytest.mark.parametrize("kind", KERNELS)
+def test_close_gives_the_pools_and_weights_back(kind: str, tmp_path: Path) -> None:
+    engine = load(write_model(tmp_path), kernels=kind)
     pool = weakref.ref(engine._kv[0])
-    panels = weakref.ref(engine._head.calls[0].arguments[4].panels)
+    matrix = engine._head.calls[0].arguments[4]
+    held = weakref.ref(matrix.panels if kind == "reference" else matrix)
+    del matrix
     engine.close()
     gc.collect()
-    assert pool() is None and panels() is None
+    assert pool() is None and held() is None
 
 
 def test_a_step_shows_the_kernels_no_block_of_the_step_before(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_fake_takes_the_same_spec_and_limits(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="expected a folder"):
+    with pytest.raises(ModelError, match=r"expected a \.gguf file, or a folder"):
         load_engine(Config(), tmp_path / "nothing")
 
 

@@ -67,6 +67,13 @@ def test_cores_are_those_that_may_be_used(tmp_path: Path, monkeypatch: pytest.Mo
     assert cpu_count(tmp_path) == 1
 
 
+def test_hardware_threads_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: {0, 1, 2, 4, 6}, raising=False)
+    folder = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    put(tmp_path, {folder.format(number): f"{number % 4},{number % 4 + 4}\n" for number in range(8)})
+    assert cpu_count(tmp_path) == 3
+
+
 def test_cpu_and_instruction_sets(tmp_path: Path) -> None:
     text = "processor : 0\nmodel name\t: Test CPU 9\nflags\t\t: fpu sse4_2 avx2 fma avx512f avx512_vnni weird\n"
     put(tmp_path, {"proc/cpuinfo": text})

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.tiny_models import BFLOAT16, MODELS, Driver, load, prompt, write_config, write_model
+from tests.tiny_models import BFLOAT16, KERNELS, MODELS, Driver, load, prompt, write_config, write_model
 
 from cairn.engine.cpu import CpuEngine
 from cairn.kernels import paged
+from cairn.kernels.choose import load_kernels
 from cairn.kernels.reference import ReferenceKernels
 from cairn.models.spec import load_spec
 
@@ -31,9 +32,9 @@ def answers(folder: Path, tokens: list[int]) -> np.ndarray:
         return model.eval()(torch.tensor([tokens])).logits[0].numpy()
 
 
-def check(folder: Path, monkeypatch: pytest.MonkeyPatch, length: int = 90) -> None:
+def check(folder: Path, monkeypatch: pytest.MonkeyPatch, length: int = 90, kernels: str = "reference") -> None:
     """Prefill in chunks, then decode greedily; every logits row and token must be transformers'."""
-    engine = load(folder)
+    engine = load(folder, kernels=kernels)
     driver = Driver(engine, monkeypatch)
     start = prompt(length, engine.info.vocab)
     tables = driver.tables(length)
@@ -51,21 +52,24 @@ def check(folder: Path, monkeypatch: pytest.MonkeyPatch, length: int = 90) -> No
     assert want.std(axis=-1).min() > 0.3
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_and_greedy_tokens_equal_those_of_transformers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Known failure 36: windows hold in chunked prefill too."""
-    check(write_model(tmp_path, **MODELS[name]), monkeypatch)
+    check(write_model(tmp_path, **MODELS[name]), monkeypatch, kernels=kernels)
 
 
-def test_long_contexts_with_scaled_rope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(write_model(tmp_path, **MODELS["llama 3 rope"]), monkeypatch, length=420)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_long_contexts_with_scaled_rope(kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(write_model(tmp_path, **MODELS["llama 3 rope"]), monkeypatch, length=420, kernels=kernels)
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16])
-def test_half_precision_weights(dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(write_model(tmp_path, dtype=dtype), monkeypatch)
+def test_half_precision_weights(dtype: Any, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(write_model(tmp_path, dtype=dtype), monkeypatch, kernels=kernels)
 
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -97,15 +101,16 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("which", KERNELS)
 @pytest.mark.parametrize("name", ROPES)
-def test_rope_of_real_sizes_equals_that_of_transformers(name: str, tmp_path: Path) -> None:
+def test_rope_of_real_sizes_equals_that_of_transformers(name: str, which: str, tmp_path: Path) -> None:
     """Cosines and sines over a long context, with the constants that published models use."""
     shape = {"head_dim": 128, "max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": ROPES[name]}
     spec = load_spec(write_config(tmp_path, "LlamaForCausalLM", **shape))
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     positions = np.array([0, 1, 2, 17, 500, 8191, 8192, 40000, 131071], np.int32)
     angles = np.empty((len(positions), 2, 64), np.float32)
-    kernels = ReferenceKernels()
+    kernels = load_kernels(which, 1)
     kernels.rope_angles(kernels.rope(128, spec.rope_theta, spec.rope_scaling), positions, angles)
     kernels.close()
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)

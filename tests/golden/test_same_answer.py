@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.tiny_models import GREEDY, MODELS, SCORED, Driver, load, prompt, write_model
+from tests import tiny_models
+from tests.tiny_models import GREEDY, KERNELS, MODELS, SCORED, Driver, prompt, write_model
 
 from cairn.engine.base import NO_BLOCK, Row
 from cairn.kernels import blas, paged, reference
@@ -16,12 +18,20 @@ LENGTH = 150
 CHUNKINGS = ([1] * LENGTH, [16] * 9 + [6], [64, 64, 22], [7, 100, 43], [149, 1], [3, 13, 17, 1, 1, 115])
 
 
+@pytest.fixture(params=KERNELS)
+def load(request: pytest.FixtureRequest) -> Any:
+    """Loads engines with one kind of kernels: the law holds for each."""
+    return partial(tiny_models.load, kernels=request.param)
+
+
 def same_bits(got: np.ndarray, want: np.ndarray) -> bool:
     return got.shape == want.shape and got.tobytes() == want.tobytes()
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_any_chunking_gives_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_chunking_gives_the_same_bits(
+    load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Known failures 17, 36: recomputing in other pieces, with a window or without, changes nothing."""
     driver = Driver(load(write_model(tmp_path, **MODELS[name])), monkeypatch)
     tokens = prompt(LENGTH)
@@ -56,7 +66,7 @@ def mixed_batch(driver: Driver, rng: np.random.Generator, lengths: list[int]) ->
 
 
 @pytest.mark.parametrize("name", ["qwen 3, eight heads a group", "qwen 2 with windows", "llama 2", "mistral"])
-def test_any_batch_gives_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_batch_gives_the_same_bits(load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known failure 9: sequences that share steps share nothing else."""
     driver = Driver(load(write_model(tmp_path, **MODELS[name])), monkeypatch)
     lengths = [1, 2, 15, 16, 17, 33, 64, 90, 130, 201]
@@ -69,7 +79,9 @@ def test_any_batch_gives_the_same_bits(name: str, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["qwen 3, head size of its own", "qwen 3 with window layers"])
-def test_cached_blocks_give_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_blocks_give_the_same_bits(
+    load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Known failures 33, 38: a prefix read through other tables, or restored from pages, is as good as computed."""
     folder = write_model(tmp_path, **MODELS[name])
     driver = Driver(load(folder), monkeypatch)
@@ -94,7 +106,7 @@ def test_cached_blocks_give_the_same_bits(name: str, tmp_path: Path, monkeypatch
         assert same_bits(np.concatenate([logits for _, logits in other.seen]), cold[hit:])
 
 
-def test_blocks_that_a_window_passed_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_a_window_passed_are_not_read(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known failure 36: with the passed blocks gone (`NO_BLOCK`) the answer is the same, bit for bit."""
     driver = Driver(load(write_model(tmp_path, **MODELS["mistral"])), monkeypatch)
     tokens, (table,) = prompt(LENGTH), driver.tables(LENGTH)
@@ -110,7 +122,7 @@ def test_blocks_that_a_window_passed_are_not_read(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("name", ["llama 2", "mistral", "qwen 2 with windows"])
 def test_what_an_earlier_owner_left_in_a_block_is_not_read(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Known failures 9, 38: blocks full of NaN, given to a new sequence, change no bit of its answer."""
     driver = Driver(load(write_model(tmp_path, **MODELS[name])), monkeypatch)
@@ -122,7 +134,7 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_read(
         assert same_bits(driver.logits(tokens, chunks, driver.tables(LENGTH)), clean)
 
 
-def test_any_number_of_threads_gives_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_threads_gives_the_same_bits(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path, vocab_size=700, intermediate_size=600)
     monkeypatch.setattr(blas, "_WORTH_THREADS", 0)
     found = []
@@ -134,7 +146,7 @@ def test_any_number_of_threads_gives_the_same_bits(tmp_path: Path, monkeypatch: 
 
 
 def test_the_sampler_sees_the_same_bits_for_one_position_and_for_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scoring a prompt and answering it agree, also across slices of the logits."""
     driver = Driver(load(write_model(tmp_path)), monkeypatch)
@@ -176,14 +188,15 @@ def relative_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_order_that_depends_on_the_batch_is_caught(
     plant: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = Driver(load(write_model(tmp_path, hidden_size=256, num_attention_heads=4, head_dim=64)), monkeypatch)
+    folder = write_model(tmp_path, hidden_size=256, num_attention_heads=4, head_dim=64)
+    driver = Driver(tiny_models.load(folder, kernels="reference"), monkeypatch)
     plant(monkeypatch)
     tokens = prompt(LENGTH)
     whole = driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
     assert not all(same_bits(driver.logits(tokens, chunks, driver.tables(LENGTH)), whole) for chunks in CHUNKINGS)
 
 
-def test_scores_survive_a_slice_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_survive_a_slice_boundary(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt's log-probabilities are whole and in order although its logits come in slices of 32 rows."""
     driver = Driver(load(write_model(tmp_path)), monkeypatch)
     tokens = prompt(100)

@@ -5,21 +5,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tiny_models import MODELS, load, write_model
+from tests.tiny_models import KERNELS, MODELS, load, write_model
 
+from cairn.kernels.program import Interpreted, Slot
 from cairn.models import decoder
-from cairn.models.decoder import Program, Recorder, Slot
+from cairn.models.decoder import Recorder
 from cairn.models.spec import load_spec
 from cairn.models.weights import open_weights
 
 SIZES = [(256, 32), (1, 1), (13, 5), (255, 31), (8, 8), (90, 1)]
 
 
+@pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("name", MODELS)
-def test_replay_equals_the_direct_run(name: str, tmp_path: Path) -> None:
+def test_replay_equals_the_direct_run(name: str, kind: str, tmp_path: Path) -> None:
     """For any number of tokens and logits rows; also after larger steps left their numbers in the buffers."""
     folder = write_model(tmp_path, **MODELS[name])
-    spec, engine = load_spec(folder), load(folder, kv_gb=0.01)
+    spec, engine = load_spec(folder), load(folder, kv_gb=0.01, kernels=kind)
     kernels, buffers, kv = engine._kernels, engine._buffers, engine._kv
     built = decoder.build(kernels, spec, open_weights(folder, spec))
     rng = np.random.default_rng(3)
@@ -87,7 +89,7 @@ def test_a_program_cuts_its_buffers_and_passes_constants_on() -> None:
     recorder.kernel(None, tokens)
     assert seen == []
     kernels: Any = Kernels()
-    program = Program(kernels, recorder.calls)
+    program = Interpreted(kernels, recorder.calls)
     program.replay({"tokens": 3, "logits": 1})
     program.replay({"tokens": 1, "logits": 2})
     assert seen == [([1, 2, 3], 7, [5]), (None, [1, 2, 3]), ([1], 7, [5, 6]), (None, [1])]

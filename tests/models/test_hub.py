@@ -401,9 +401,13 @@ def test_names_of_models(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     assert hub.locate(str(tmp_path / "here"), env) == tmp_path / "here"
     (tmp_path / "m.gguf").touch()
-    with pytest.raises(ModelError, match=r"m.gguf is a file; a model is a folder"):
-        hub.locate("m.gguf", env)
-    with pytest.raises(ModelError, match="there is no folder nowhere; a model is a folder, a hub id"):
+    assert hub.locate("m.gguf", env) == Path("m.gguf")
+    (tmp_path / "m.bin").touch()
+    with pytest.raises(ModelError, match=r"m.bin is a file; a model is a \.gguf file, or a folder"):
+        hub.locate("m.bin", env)
+    with pytest.raises(ModelError, match=r"there is no file away\.gguf"):
+        hub.locate("away.gguf", env)
+    with pytest.raises(ModelError, match="there is no folder nowhere; a model is a folder, a GGUF file, a hub id"):
         hub.locate("nowhere", env)
     for wrong in ("nowhere", "a/b/c", "../x", "org/..", "/abs/path", "org/m?x", ""):
         with pytest.raises(ModelError):

@@ -207,7 +207,7 @@ def test_an_unknown_architecture_names_those_that_are_supported(tmp_path: Path) 
 
 def test_a_missing_or_broken_config(tmp_path: Path) -> None:
     """Known failure 30: a broken file is one clear sentence."""
-    with pytest.raises(ModelFileError, match=r"expected a folder with config\.json"):
+    with pytest.raises(ModelFileError, match=r"expected a \.gguf file, or a folder with config\.json"):
         load_spec(tmp_path / "nothing")
     with pytest.raises(ModelFileError, match=r"config\.json: the file is missing"):
         load_spec(tmp_path)

@@ -206,6 +206,45 @@ def renamed(tool: Tool, values: Values) -> Tool:
     return replace(tool, name=_restyle(tool.name, values), params=tuple(params))
 
 
+def varied(tool: Tool, values: Values) -> Tool:
+    """The same tool with its arguments in another order, one more that nobody gives, other values or an example.
+
+    What stays fixed in a catalogue is learnt by heart instead of read from the schema.
+    """
+    rng = values.rng
+    params = list(tool.params)
+    if rng.random() < 0.25:
+        params = [_widened(param) for param in params]
+    if rng.random() < 0.2:
+        spare = rng.choice(_spares())
+        if all(spare.name != p.name and spare.slot != p.slot for p in params):
+            params.append(spare)
+    if rng.random() < 0.35:
+        rng.shuffle(params)
+    description = tool.description
+    if rng.random() < 0.08:
+        told = rng.choice(tool.requests).partition(" :: ")[0]
+        for param in tool.params:
+            told = told.replace(f"{{{param.slot}}}", values.noun())
+        description = f"{description.rstrip('.')}. {rng.choice(('Example', 'E.g.', 'For requests like'))}: {told}"
+    return replace(tool, params=tuple(params), description=description)
+
+
+def _widened(param: Param) -> Param:
+    """Any words instead of the catalogue's own list: a value is copied, not recognised."""
+    if param.type != "s" or not param.kind.startswith("="):
+        return param
+    listed = param.kind[1:].split("/")
+    long = sum("_" in value for value in listed) * 2 > len(listed)
+    return replace(param, kind="phrase" if long else "label" if any(c.isdigit() for c in param.kind) else "noun")
+
+
+@cache
+def _spares() -> tuple[Param, ...]:
+    """Optional arguments to add to other tools."""
+    return tuple(p for tool in realistic(False) for p in tool.params if not p.required)
+
+
 def _restyle(name: str, values: Values) -> str:
     """Another spelling of a tool name: other verb, camel case, a prefix, or a made-up word in it."""
     rng = values.rng

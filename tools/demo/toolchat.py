@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 
 from .dialogue import Talk, ask, question
-from .toolbox import POPULAR, Tool, drawn, realistic, renamed, synthetic
+from .toolbox import POPULAR, Tool, drawn, realistic, renamed, synthetic, varied
 from .values import Values
 
 NO_TOOL = "I have no tool for that."
@@ -20,6 +20,7 @@ def offered(values: Values, count: int, *, real: float) -> list[Tool]:
             tool = rival(values, tools[0])
         if not values.evaluation or tool in realistic(True):
             tool = renamed(tool, values) if rng.random() < 0.6 else tool
+            tool = varied(tool, values)
         if all(tool.name != other.name and tool.description != other.description for other in tools):
             tools.append(tool)
     return tools

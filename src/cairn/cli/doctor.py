@@ -53,12 +53,23 @@ def _engines(config: Config) -> Rows:
     if config.engine == "fake":
         cpu, fake = "not used: the engine is set to fake", "used: no model is computed, for tests"
     else:
-        cpu = f"used: numpy kernels, float32, {config.threads or machine.cpu_count()} threads"
+        cpu = _kernels(config)
         fake = "not used: it is for tests"
     rows = [("cpu", cpu), ("fake", fake)]
     for gpu in machine.gpus():
         rows.append((gpu.kind, f"not used: {gpu.name} is here, but this version has no engine for GPUs"))
     return rows
+
+
+def _kernels(config: Config) -> str:
+    """Which kernels the CPU engine would run, and why."""
+    from cairn.engine import machine
+    from cairn.kernels.choose import described
+
+    try:
+        return f"used: {described(config.kernels)}, {config.threads or machine.cpu_count()} threads"
+    except CairnError as error:
+        return f"no: {error}"
 
 
 def _models(config: Config) -> Rows:

@@ -1,4 +1,4 @@
-"""The engine that runs everywhere: the recorded decoder over the reference kernels, KV in main memory.
+"""The engine that runs everywhere: the recorded decoder over the CPU's kernels, KV in main memory.
 
 KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32: a block is contiguous over
 its group's layers, so a page is a view. The engine holds weights, pools and step buffers, and nothing about requests.
@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_info
 
 from cairn.config import Config
 from cairn.engine.base import EngineInfo, Ready, Row, RowResult
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import block_bytes, check_memory, pool_blocks
-from cairn.kernels.blas import TILE
-from cairn.kernels.paged import SPAN
-from cairn.kernels.reference import ReferenceKernels
+from cairn.kernels.base import Kernels
+from cairn.kernels.choose import load_kernels
+from cairn.kernels.program import Interpreted, Program
 from cairn.models import decoder
 from cairn.models.weights import open_weights
 from cairn.sampling import sample
@@ -31,8 +29,6 @@ from cairn.types import BLOCK_TOKENS, ModelSpec
 
 LAYOUT = "f32-blocks-1"
 """Version of the KV layout above."""
-NUMERICS = "reference-1"
-"""Version of the reference kernels' order of operations; a change that can move a bit gets a new one."""
 
 Floats = NDArray[np.float32]
 
@@ -40,11 +36,11 @@ Floats = NDArray[np.float32]
 class CpuEngine:
     """`engine.base.Engine` on the CPU."""
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, Any], config: Config, blocks: tuple[int, ...]) -> None:
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], config: Config, blocks: tuple[int, ...]) -> None:
         """`weights` as `models.weights.open_weights` returns them; `blocks` in the pool of each group."""
         context = min(spec.context, config.context or spec.context)
         max_rows = min(config.max_running, config.step_tokens)
-        self._kernels = ReferenceKernels(config.threads or cpu_count())
+        self._kernels = load_kernels(config.kernels, config.threads or cpu_count())
         self._buffers = decoder.allocate(self._kernels, spec, config.step_tokens, max_rows, context)
         page = (2, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
         self._kv: list[Floats] = [
@@ -52,6 +48,8 @@ class CpuEngine:
             for count, group in zip(blocks, spec.groups, strict=True)
         ]
         built = decoder.build(self._kernels, spec, weights)
+        self._body: Program
+        self._head: Program
         self._body, self._head = decoder.record(self._kernels, built, self._kv, self._buffers)
         self.info = EngineInfo(
             groups=spec.groups,
@@ -62,7 +60,7 @@ class CpuEngine:
             vocab=spec.vocab,
             max_rows=max_rows,
             max_tokens=config.step_tokens,
-            identity=identity(spec),
+            identity=identity(spec, self._kernels),
             device="cpu",
         )
 
@@ -71,7 +69,7 @@ class CpuEngine:
         """The whole model, or an exception: memory and files are checked before anything is built."""
         blocks = pool_blocks(spec, config)
         check_memory(spec, config, blocks)
-        return cls(spec, dict(open_weights(folder, spec)), config, blocks)
+        return cls(spec, open_weights(folder, spec), config, blocks)
 
     def prefill(self, rows: Sequence[Row]) -> Ready[list[RowResult]]:
         """Compute the rows' tokens in one step. Positions whose logits are wanted are sampled or scored."""
@@ -110,7 +108,7 @@ class CpuEngine:
         self._kernels.close()
         self._kv.clear()
         # Programs hold the weights and the pools.
-        self._body = self._head = decoder.Program(self._kernels, ())
+        self._body = self._head = Interpreted(self._kernels, ())
 
     def _write_inputs(self, rows: Sequence[Row]) -> list[int]:
         """Fill the step's input buffers; returns each row's first token in the step."""
@@ -190,13 +188,6 @@ def _slices(rows: Sequence[Row]) -> Iterator[list[tuple[int, int, int]]]:
         yield slice_
 
 
-def identity(spec: ModelSpec) -> bytes:
-    """Root of the KV keys: the model, the KV's layout, and everything about this machine that can move a bit."""
-    libraries = [info for info in threadpool_info() if info["user_api"] == "blas"]
-    # Other packages may have loaded a BLAS of their own, which computes nothing here.
-    ours = [info for info in libraries if "numpy" in info["filepath"]] or libraries
-    blas = sorted(f"{info['internal_api']} {info.get('version')} {info.get('architecture')}" for info in ours)
-    cpu = np._core._multiarray_umath.__cpu_features__  # type: ignore[attr-defined]
-    features = sorted(name for name, here in cpu.items() if here)
-    facts = [LAYOUT, BLOCK_TOKENS, NUMERICS, SPAN, TILE, np.__version__, platform.machine()]
-    return hashlib.sha256(spec.identity + repr((facts, blas, features)).encode()).digest()
+def identity(spec: ModelSpec, kernels: Kernels) -> bytes:
+    """Root of the KV keys: the model, the KV's layout, and everything about these kernels that can move a bit."""
+    return hashlib.sha256(spec.identity + repr((LAYOUT, BLOCK_TOKENS, kernels.numerics)).encode()).digest()

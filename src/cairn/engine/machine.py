@@ -31,8 +31,13 @@ class Gpu:
 
 
 def cpu_count(root: Path = ROOT) -> int:
-    """Cores this process may use: its affinity and its control group's quota, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores this process may use: its affinity and its control group's quota, at least 1.
+
+    Hardware threads that share a core count once: arithmetic fills a core with one.
+    """
+    here = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    siblings = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = len({_read(root / siblings.format(number)) or number for number in here})
     for folder in _control_groups(root, "cpu"):
         quota, _, period = _read(folder / "cpu.max").partition(" ")
         if not quota:

@@ -24,7 +24,10 @@ def block_bytes(spec: ModelSpec) -> tuple[int, ...]:
 
 
 def weight_bytes(spec: ModelSpec) -> int:
-    """Memory that the packed weights take: float32, and a tied embedding twice (as table and as head)."""
+    """Memory that the packed weights take at most: float32, and a tied embedding twice (as table and as head).
+
+    The native kernels hold 16-bit weights of a file as they are, in half of that.
+    """
     return 4 * (parameters(spec) + (spec.vocab * spec.hidden if spec.tied else 0))
 
 

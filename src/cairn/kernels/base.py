@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from cairn.kernels.program import Call, Program
 from cairn.types import RopeScaling
 
 Array = Any
@@ -22,6 +23,11 @@ Rope = Any
 
 class Kernels(Protocol):
     """Storage first, then one method a fused step. Weights are in float32, float16 or bfloat16, shaped [out, in]."""
+
+    @property
+    def numerics(self) -> tuple[object, ...]:
+        """Everything about these kernels, this machine and the KV's layout that can move a bit: part of KV keys."""
+        ...
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """A zeroed array; `dtype` is numpy's name."""
@@ -73,7 +79,7 @@ class Kernels(Protocol):
     ) -> None:
         """Split qkv[M, (Q + 2K) D], norm heads of q and k where there is a weight [D], rotate them, write q to
         query[M, Q, D] and k, v into the KV pool kv[blocks, layers, 2, K, block_tokens, D] at slots[M]
-        (block * block_tokens + offset)."""
+        (block * block_tokens + offset). The order within a block and head is the kernels' own."""
         ...
 
     def attention(
@@ -105,6 +111,10 @@ class Kernels(Protocol):
 
     def logits(self, hidden: Array, wanted: Array, norm: Array, eps: float, head: Matrix, out: Array) -> None:
         """out[R, V] = rms_norm(hidden[wanted[R]]) @ head."""
+        ...
+
+    def program(self, calls: Sequence[Call]) -> Program:
+        """The calls as one, to be replayed at any sizes."""
         ...
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ How the law of the same answer is kept:
 from __future__ import annotations
 
 import math
+import platform
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,11 +21,16 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from threadpoolctl import threadpool_info
 
-from cairn.kernels.blas import Matrix, one_blas_thread, pack, project
-from cairn.kernels.paged import attend
+from cairn.kernels.blas import TILE, Matrix, one_blas_thread, pack, project
+from cairn.kernels.paged import SPAN, attend
+from cairn.kernels.program import Call, Interpreted
 from cairn.kernels.rope import Rope, frequencies
 from cairn.types import RopeScaling
+
+VERSION = "reference-1"
+"""Version of the order of operations and of the KV layout; a change that can move a bit gets a new one."""
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
@@ -59,6 +65,16 @@ class ReferenceKernels:
         self._leave = weakref.finalize(self, one_blas_thread.leave)
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="cairn-kernel") if threads > 1 else None
+
+    @property
+    def numerics(self) -> tuple[object, ...]:
+        libraries = [info for info in threadpool_info() if info["user_api"] == "blas"]
+        # Other packages may have loaded a BLAS of their own, which computes nothing here.
+        ours = [info for info in libraries if "numpy" in info["filepath"]] or libraries
+        blas = sorted(f"{info['internal_api']} {info.get('version')} {info.get('architecture')}" for info in ours)
+        cpu = np._core._multiarray_umath.__cpu_features__  # type: ignore[attr-defined]
+        features = sorted(name for name, here in cpu.items() if here)
+        return (VERSION, SPAN, TILE, np.__version__, platform.machine(), blas, features)
 
     def allocate(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
         return np.zeros(shape, dtype)
@@ -143,6 +159,9 @@ class ReferenceKernels:
 
     def logits(self, hidden: Floats, wanted: Ints, norm: Floats, eps: float, head: Matrix, out: Floats) -> None:
         out[:] = self._project(rms_norm(hidden[wanted], norm, eps), head)
+
+    def program(self, calls: Sequence[Call]) -> Interpreted:
+        return Interpreted(self, calls)
 
     def close(self) -> None:
         self._leave()

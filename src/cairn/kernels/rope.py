@@ -25,6 +25,8 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
     """Rotary frequencies as transformers' `modeling_rope_utils` defines them for each kind of scaling."""
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain = (1.0 / np.power(float(theta), exponents.astype(np.float64)).astype(np.float32)).astype(np.float32)
+    if scaling.factors:
+        plain /= np.array(scaling.factors, np.float32)
     if scaling.kind == "linear":
         return Rope(plain / np.float32(scaling.factor), 1.0)
     if scaling.kind == "llama3":

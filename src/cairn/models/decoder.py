@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
+from cairn.kernels.program import Call, Program, Size, Slot
 from cairn.types import BLOCK_TOKENS, ModelSpec
 
 LOGITS_ROWS = 32
@@ -77,17 +78,6 @@ class Buffers:
     attended: Any
     logits: Any
     """float32 [R, V]"""
-
-
-Size = Literal["tokens", "rows", "logits"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Slot:
-    """A buffer in a program: its first axis is cut to the step's size at replay."""
-
-    size: Size
-    array: Array
 
 
 def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Decoder:
@@ -197,14 +187,6 @@ def cut(kernels: Kernels, buffers: Buffers, sizes: Mapping[Size, int]) -> Buffer
     return Buffers(**{name: view(getattr(symbols, name)) for name in Buffers.__slots__})
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One kernel call of a program; arguments that are `Slot`s are cut at replay, all others are constants."""
-
-    kernel: str
-    arguments: tuple[Any, ...]
-
-
 class Recorder:
     """Stands in for the kernels while a forward pass is recorded: it notes every call and computes nothing."""
 
@@ -218,23 +200,6 @@ class Recorder:
         return record
 
 
-class Program:
-    """A recorded forward pass. Replaying it equals the direct run, bit for bit, for any sizes."""
-
-    def __init__(self, kernels: Kernels, calls: Sequence[Call]) -> None:
-        self._kernels = kernels
-        self.calls = tuple(calls)
-        found = {id(one): one for call in calls for one in call.arguments if isinstance(one, Slot)}
-        self._slots = tuple(found.values())
-
-    def replay(self, sizes: Mapping[Size, int]) -> None:
-        """Run the calls over the buffers' first `sizes` entries."""
-        views = {id(slot): self._kernels.first(slot.array, sizes[slot.size]) for slot in self._slots}
-        for call in self.calls:
-            arguments = [views.get(id(one), one) for one in call.arguments]
-            getattr(self._kernels, call.kernel)(*arguments)
-
-
 def record(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buffers) -> tuple[Program, Program]:
     """The programs of `body` and `head` over these buffers and this KV pool."""
     symbols = with_slots(buffers)
@@ -242,4 +207,4 @@ def record(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buf
     body(layers, decoder, kv, symbols)
     last: Any = Recorder()
     head(last, decoder, symbols)
-    return Program(kernels, layers.calls), Program(kernels, last.calls)
+    return kernels.program(layers.calls), kernels.program(last.calls)

@@ -1,4 +1,4 @@
-"""Reading a model folder's small files: bounded, typed, and never executed.
+"""A model's files: what they are called, and its small ones read: bounded, typed, and never executed.
 
 Whatever is wrong becomes one `ModelFileError` sentence that names the file, the field and what was expected.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,38 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 """Where a model's weights are: in one file, or in those that an index names."""
 
+MAX_SPLITS = 1 << 10
+"""Most parts of a split GGUF model."""
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
 MAX_JSON_BYTES = 32 << 20
 """Larger configs and indexes are refused: the index of the largest models has about 10 MB."""
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a model's place is a GGUF file, by its name."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
+def stem(path: Path) -> str:
+    """A GGUF file's name without its ending and without its number among the parts of a split model."""
+    match = _SHARD.fullmatch(path.name)
+    return match[1] if match else path.stem
+
+
+def shards(path: Path) -> tuple[Path, ...]:
+    """The files of the model that `path` names: all parts of a split one, whichever of them `path` is."""
+    match = _SHARD.fullmatch(path.name)
+    if match is None:
+        return (path,)
+    stem, number, count = match[1], int(match[2]), int(match[3])
+    if not 1 <= number <= count <= MAX_SPLITS:
+        raise ModelFileError(f"{path}: the parts of a split model are numbered from 00001 to at most {MAX_SPLITS:05}")
+    paths = tuple(path.with_name(f"{stem}-{one:05}-of-{count:05}.gguf") for one in range(1, count + 1))
+    for one in paths:
+        if not one.is_file():
+            raise ModelFileError(f"{one}: the file is missing, and {path.name} is one of {count} parts")
+    return paths
 
 
 @contextlib.contextmanager
@@ -76,7 +107,7 @@ class Fields:
 
     def error(self, name: str, expected: str) -> ModelFileError:
         """An error about one field: what it should be, and what it is."""
-        found = repr(self.values[name])[:80] if self.has(name) else "nothing"
+        found = " ".join(repr(self.values[name])[:80].split()) if self.has(name) else "nothing"
         return ModelFileError(f"{self.path}: {self.prefix}{name} must be {expected}, found {found}")
 
     def has(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A model's name -> a folder on this machine: the bundled model, a folder, or a download from the hub.
+"""A model's name -> its place on this machine: the bundled model, a folder, a GGUF file, or a download from the hub.
 
 Downloads are kept in the cache layout that the hub's other tools use (`models--org--name/{blobs,refs,snapshots}` below
 HF_HUB_CACHE or HF_HOME), so nothing is downloaded twice. A snapshot appears only after every file in it was verified.
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cairn.errors import ModelError, ModelFileError
-from cairn.models.files import INDEX, WEIGHTS
+from cairn.models.files import INDEX, WEIGHTS, is_gguf, stem
 
 if TYPE_CHECKING:
     from cairn.models.download import Hub, RemoteFile
@@ -68,7 +68,14 @@ def is_hub_id(model: str) -> bool:
 
 
 def model_name(folder: Path) -> str:
-    """What the model in a folder is called: org/name in the download cache, elsewhere the folder's own name."""
+    """What a model is called: org/name in the download cache, elsewhere the folder's own name.
+
+    A GGUF file is called by its own name without the ending, in the download cache org/name:FILE.
+    """
+    if is_gguf(folder):
+        place = model_name(folder.parent)
+        own = stem(folder)
+        return f"{place}:{own}" if is_hub_id(place) else own
     folder = folder.resolve()
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith("models--"):
@@ -83,7 +90,7 @@ def cache_folder(env: Mapping[str, str] | None = None) -> Path:
 
 
 def locate(model: str, env: Mapping[str, str] | None = None) -> Path:
-    """The local folder of a model: 'demo', a folder, or a hub id that was downloaded. Never uses the network.
+    """A model's place: 'demo', a folder, a GGUF file, or a hub id that was downloaded. Never uses the network.
 
     Raises ModelError that says what to do: for a hub id that is not here, the `cairn pull` to run.
     """
@@ -93,9 +100,17 @@ def locate(model: str, env: Mapping[str, str] | None = None) -> Path:
     if path.is_dir():
         return path
     if path.is_file():
-        raise ModelError(f"{model} is a file; a model is a folder with config.json, tokenizer.json and safetensors")
+        if is_gguf(path):
+            return path
+        raise ModelError(
+            f"{model} is a file; a model is a .gguf file, or a folder with config.json, tokenizer.json and safetensors"
+        )
+    if is_gguf(path):
+        raise ModelError(f"there is no file {model}")
     if not is_hub_id(model):
-        raise ModelError(f"there is no folder {model}; a model is a folder, a hub id (org/name) or '{DEMO}'")
+        raise ModelError(
+            f"there is no folder {model}; a model is a folder, a GGUF file, a hub id (org/name) or '{DEMO}'"
+        )
     snapshot = _snapshot(_repository(cache_folder(env), model))
     if snapshot is None:
         raise ModelError(f"{model} is neither a folder nor downloaded; get it with: cairn pull {model}")
@@ -180,7 +195,7 @@ def _weights(model: str, listing: Mapping[str, RemoteFile], blobs: Path) -> list
             return [listing[WEIGHTS]]
         kinds = {Path(name).suffix for name in listing}
         has = ", only pickles (.bin), which Cairn never opens" if kinds & {".bin", ".pt", ".pth"} else ""
-        has = ", only GGUF, which Cairn does not read yet" if ".gguf" in kinds else has
+        has = ", only GGUF: download one such file yourself and serve it by its path" if ".gguf" in kinds else has
         raise ModelFileError(f"{model} has no {WEIGHTS} on the hub{has}")
     names = _shards(blobs / listing[INDEX].digest)
     absent = [name for name in names if name not in listing]

@@ -1,4 +1,4 @@
-"""config.json, generation_config.json and tokenizer files -> `ModelSpec`.
+"""config.json, generation_config.json and tokenizer files, or the metadata of a GGUF file -> `ModelSpec`.
 
 Field names and defaults are those of transformers' configuration classes (`configuration_llama.py` and its
 siblings, `modeling_rope_utils.py`). Families are rows of one table; a family whose meaning is not built is refused
@@ -17,7 +17,9 @@ import msgspec
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.digests import file_digest
-from cairn.models.files import Fields, read_json, read_optional_json, reading
+from cairn.models.files import Fields, is_gguf, read_json, read_optional_json, reading
+from cairn.models.gguf import read_gguf
+from cairn.models.gguf_spec import gguf_spec
 from cairn.models.hub import model_name
 from cairn.models.weights import weight_files
 from cairn.types import CacheGroup, ModelSpec, RopeScaling
@@ -74,18 +76,23 @@ FAMILIES = {
 
 
 def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
-    """The spec of the model in a folder. Reads every file once to know the model's identity, unless told not to.
+    """The spec of the model in a folder or a GGUF file.
+
+    Reads every file once to know the model's identity, unless told not to.
 
     Raises `ModelFileError` for a missing or wrong file or field, `ModelError` for an architecture or an option of
     one that is not built.
     """
     with reading(folder):
-        return _load(folder, identify)
+        spec = gguf_spec(read_gguf(folder)) if is_gguf(folder) else _load(folder)
+        return msgspec.structs.replace(spec, identity=_identity(spec, folder)) if identify else spec
 
 
-def _load(folder: Path, identify: bool) -> ModelSpec:
+def _load(folder: Path) -> ModelSpec:
     if not folder.is_dir():
-        raise ModelFileError(f"{folder}: expected a folder with config.json, a tokenizer and safetensors files")
+        raise ModelFileError(
+            f"{folder}: expected a .gguf file, or a folder with config.json, a tokenizer and safetensors files"
+        )
     config = Fields(read_json(folder / "config.json"), folder / "config.json")
     architecture, family = _family(config)
     heads = config.integer("num_attention_heads", 1, 1 << 14)
@@ -122,7 +129,7 @@ def _load(folder: Path, identify: bool) -> ModelSpec:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     if spec.head_dim % 2:
         raise config.error("head_dim", "an even number, because rotary positions turn pairs")
-    return msgspec.structs.replace(spec, identity=_identity(spec, folder)) if identify else spec
+    return spec
 
 
 def _family(config: Fields) -> tuple[str, Family]:

@@ -1,4 +1,4 @@
-"""Safetensors files -> mapped arrays, checked whole before anything is built.
+"""Safetensors files -> mapped arrays, checked whole before anything is built; GGUF files are `gguf_weights`'.
 
 The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian length of the header, the
 header as a JSON object of `{name: {dtype, shape, data_offsets}}`, then the data without holes. Arrays are views of
@@ -19,7 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
-from cairn.models.files import INDEX, WEIGHTS, Fields, parse_object, read_json, reading
+from cairn.models.files import INDEX, WEIGHTS, Fields, is_gguf, parse_object, read_json, reading, shards
+from cairn.models.gguf import read_gguf
+from cairn.models.gguf_weights import GgufWeights
 from cairn.types import ModelSpec
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -75,10 +77,12 @@ def parameters(spec: ModelSpec) -> int:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the folder's weights, in a fixed order; empty if there are none.
+    """The files that hold the weights of a folder or a GGUF file, in a fixed order; empty if there are none.
 
     Raises `ModelFileError` for an index that is broken or names a file that is not there.
     """
+    if is_gguf(folder):
+        return list(shards(folder))
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if (folder / INDEX).is_file():
@@ -87,11 +91,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
-    """Every tensor of the model as a read-only array mapped from its file: float32, float16 or bfloat16.
+    """Every tensor of the model as a read-only array: float32, float16 or bfloat16, mapped from its file.
 
-    The names are those of `expected_tensors`, each with the expected shape: a missing, unknown or misshapen tensor, a
-    truncated file and a folder without safetensors are a `ModelFileError`, raised before anything is returned.
+    A GGUF's packed tensors are unpacked into float32 each time one is asked for: ask once. The names are those of
+    `expected_tensors`, each with the expected shape: a missing, unknown or misshapen tensor, a truncated file and a
+    folder without safetensors are a `ModelFileError`, raised before anything is returned.
     """
+    if is_gguf(folder):
+        return GgufWeights(read_gguf(folder), expected_tensors(spec), spec.head_dim)
     files = weight_files(folder)
     if not files:
         raise _no_weights(folder)

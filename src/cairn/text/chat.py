@@ -18,7 +18,8 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import InvalidRequest, ModelFileError, Unsupported
-from cairn.models.files import read_optional_json
+from cairn.models.files import is_gguf, read_optional_json
+from cairn.text import gguf
 from cairn.text.messages import plain_message, texts_in, with_texts
 from cairn.text.render_wire import Job, Setup
 from cairn.text.renderer import Renderer
@@ -266,11 +267,18 @@ class Chat:
 
 
 def load_templates(folder: Path) -> dict[str, str]:
-    """A model's chat templates by name, {} if it has none; "default" is always among them.
+    """The chat templates of a folder or a GGUF file by name, {} if it has none; "default" is always among them.
 
     chat_template.jinja and additional_chat_templates/*.jinja come before chat_template.json, which comes before
     tokenizer_config.json (a text, or a list of {name, template}). Raises ModelFileError naming the file.
     """
+    templates = gguf.load_templates(folder) if is_gguf(folder) else _templates_of(folder)
+    if templates and "default" not in templates:
+        raise ModelFileError(f"{folder}: has chat templates {sorted(templates)} but none named 'default'")
+    return templates
+
+
+def _templates_of(folder: Path) -> dict[str, str]:
     templates: dict[str, str] = {}
     for name in ("tokenizer_config.json", "chat_template.json"):
         path = folder / name
@@ -292,8 +300,6 @@ def load_templates(folder: Path) -> dict[str, str]:
             continue
         except (OSError, UnicodeDecodeError) as error:
             raise ModelFileError(f"{path}: cannot be read as text ({error})") from error
-    if templates and "default" not in templates:
-        raise ModelFileError(f"{folder}: has chat templates {sorted(templates)} but none named 'default'")
     return templates
 
 

@@ -1,4 +1,4 @@
-"""Text <-> token ids, by the model's own tokenizer.json; there is no fallback.
+"""Text <-> token ids, by the model's own tokenizer.json, or by what its GGUF file holds; there is no fallback.
 
 Two tokenizers share one model. The *full* one is the file as it is: it recognises control tokens (`<|im_end|>`,
 `<think>`) in a text, so only text that Cairn itself wrote may go through it. The *plain* one knows each control token
@@ -19,7 +19,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from cairn.errors import ModelFileError
-from cairn.models.files import read_optional_json
+from cairn.models.files import is_gguf, read_optional_json
+from cairn.text import gguf
 from cairn.text.controls import Controls, is_control
 from cairn.text.detokenizer import Decoding, Detokenizer
 
@@ -64,14 +65,17 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json and, where present, tokenizer_config.json and special_tokens_map.json.
+        """Read tokenizer.json and, where present, tokenizer_config.json and special_tokens_map.json; or a GGUF file.
 
         Raises ModelFileError naming the file that is missing or broken.
         """
+        if is_gguf(folder):
+            data, config = gguf.load_tokenizer(folder)
+            return cls(_library(json.dumps(data), folder), data["decoder"], config)
         path = folder / "tokenizer.json"
         try:
-            data = path.read_bytes()
-            decoder = msgspec.json.decode(data, type=_File).decoder
+            text = path.read_bytes()
+            decoder = msgspec.json.decode(text, type=_File).decoder
         except OSError as error:
             reason = error.strerror or str(error)
             raise ModelFileError(f"{path}: {reason}; a model folder must hold a tokenizer.json") from error
@@ -81,10 +85,7 @@ class Tokenizer:
             **read_optional_json(folder / "special_tokens_map.json"),
             **read_optional_json(folder / "tokenizer_config.json"),
         }
-        try:
-            library = Library.from_str(data.decode())
-        except Exception as error:  # the library raises bare Exception
-            raise ModelFileError(f"{path}: the tokenizers library refuses it ({error})") from error
+        library = _library(text.decode(), path)
         _add_missing(library, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
         return cls(library, decoder, config)
 
@@ -222,6 +223,14 @@ def valid_text(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def _library(data: str, path: Path) -> Library:
+    """The tokenizer that a tokenizer.json describes; `path` is for the message."""
+    try:
+        return Library.from_str(data)
+    except Exception as error:  # the library raises bare Exception
+        raise ModelFileError(f"{path}: the tokenizers library refuses it ({error})") from error
 
 
 def _content(token: object) -> str:

@@ -1,0 +1,220 @@
+// The Python module: which variants run here, packed matrices, and programs. Arrays are checked here, once.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "matrix.h"
+#include "program.h"
+#include "team.h"
+
+namespace nb = nanobind;
+
+namespace cairn {
+
+namespace portable {
+extern const Variant variant;
+}
+namespace avx2 {
+extern const Variant variant;
+}
+namespace avx512 {
+extern const Variant variant;
+}
+
+namespace {
+
+using Floats = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
+using ConstFloats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const std::int32_t, nb::c_contig, nb::device::cpu>;
+using Weights = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+
+bool runs(const std::string& name) {
+#if defined(__x86_64__)
+    if (name == "avx2")
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (name == "avx512")
+        return runs("avx2") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+    return name == "portable";
+}
+
+// Variants that were compiled, the fastest first.
+const std::vector<const Variant*>& compiled() {
+    static const std::vector<const Variant*> all = {
+#if defined(CAIRN_HAS_AVX512)
+        &avx512::variant,
+#endif
+#if defined(CAIRN_HAS_AVX2)
+        &avx2::variant,
+#endif
+        &portable::variant,
+    };
+    return all;
+}
+
+const Variant& find(const std::string& name) {
+    for (const Variant* one : compiled())
+        if (one->name == name && runs(name)) return *one;
+    throw std::invalid_argument("the kernels " + name + " do not run here");
+}
+
+void check(bool right, const char* what) {
+    if (!right) throw std::invalid_argument(what);
+}
+
+Dtype dtype_of(const std::string& name) {
+    if (name == "float32") return Dtype::f32;
+    if (name == "float16") return Dtype::f16;
+    if (name == "bfloat16") return Dtype::bf16;
+    throw std::invalid_argument("weights are float32, float16 or bfloat16, not " + name);
+}
+
+Matrix make_matrix(const std::string& dtype, const std::vector<Weights>& parts,
+                   const std::optional<ConstFloats>& bias) {
+    const Dtype kind = dtype_of(dtype);
+    std::vector<Source> sources;
+    for (const Weights& part : parts) {
+        check(part.ndim() == 2 && part.itemsize() == (kind == Dtype::f32 ? 4u : 2u), "a matrix part is [out, in]");
+        sources.push_back({part.data(), static_cast<Index>(part.shape(0)), static_cast<Index>(part.shape(1))});
+    }
+    std::vector<float> numbers;
+    if (bias) numbers.assign(bias->data(), bias->data() + bias->size());
+    return Matrix(kind, sources, numbers);
+}
+
+Norm norm_of(const ConstFloats& x, const ConstFloats& weight, double eps) {
+    check(weight.ndim() == 1 && x.ndim() == 2 && x.shape(1) == weight.shape(0), "a norm has its input's width");
+    return {weight.data(), static_cast<Index>(weight.shape(0)), static_cast<float>(eps)};
+}
+
+void fits(const ConstFloats& x, const Matrix& matrix, const Floats& out) {
+    check(x.ndim() == 2 && static_cast<Index>(x.shape(1)) == matrix.view().inner, "an input has the matrix's width");
+    check(out.ndim() == 2 && static_cast<Index>(out.shape(1)) == matrix.view().out, "an output has the matrix's width");
+}
+
+Pages pages_of(const Floats& kv, int layer) {
+    check(kv.ndim() == 6 && kv.shape(2) == 2 && kv.shape(4) == BLOCK_TOKENS, "KV is [blocks, layers, 2, K, 16, D]");
+    check(layer >= 0 && layer < static_cast<int>(kv.shape(1)), "the layer is in the KV");
+    return {const_cast<float*>(kv.data()), static_cast<Index>(kv.shape(1)), layer, static_cast<Index>(kv.shape(3)),
+            static_cast<Index>(kv.shape(5))};
+}
+
+void embed(Program& program, const Weights& table, const std::string& dtype, const Ints& tokens,
+           const Floats& hidden) {
+    check(table.ndim() == 2 && hidden.ndim() == 2 && table.shape(1) == hidden.shape(1), "a table has hidden's width");
+    check(table.itemsize() == (dtype_of(dtype) == Dtype::f32 ? 4u : 2u), "a table has the type it names");
+    program.embed(table.data(), dtype_of(dtype), static_cast<Index>(table.shape(1)), tokens.data(), hidden.data());
+}
+
+void rope_angles(Program& program, const ConstFloats& frequencies, double factor, const Ints& positions,
+                 const Floats& angles) {
+    check(angles.ndim() == 3 && angles.shape(2) == frequencies.shape(0), "angles are [M, 2, D / 2]");
+    program.rope_angles(frequencies.data(), factor, static_cast<Index>(frequencies.shape(0)), positions.data(),
+                        angles.data());
+}
+
+void norm_project(Program& program, const ConstFloats& hidden, const ConstFloats& norm, double eps,
+                  const Matrix& matrix, const Floats& out) {
+    fits(hidden, matrix, out);
+    program.norm_project(hidden.data(), norm_of(hidden, norm, eps), matrix.view(), out.data(),
+                         static_cast<Index>(hidden.shape(0)));
+}
+
+void rope_write(Program& program, const ConstFloats& qkv, const ConstFloats& angles,
+                const std::optional<ConstFloats>& q_norm, const std::optional<ConstFloats>& k_norm, double eps,
+                const Floats& kv, int layer, const Ints& slots, const Floats& query) {
+    const Pages pages = pages_of(kv, layer);
+    check(query.ndim() == 3 && static_cast<Index>(query.shape(2)) == pages.size, "a query is [M, Q, D]");
+    const auto heads = static_cast<Index>(query.shape(1));
+    check(qkv.ndim() == 2 && static_cast<Index>(qkv.shape(1)) == (heads + 2 * pages.heads) * pages.size,
+          "qkv is [M, (Q + 2K) D]");
+    check(angles.ndim() == 3 && static_cast<Index>(angles.shape(2)) * 2 == pages.size, "angles are [M, 2, D / 2]");
+    for (const auto* norm : {&q_norm, &k_norm})
+        check(!*norm || static_cast<Index>((*norm)->size()) == pages.size, "a head's norm has the head's size");
+    program.rope_write({qkv.data(), angles.data(), q_norm ? q_norm->data() : nullptr,
+                        k_norm ? k_norm->data() : nullptr, static_cast<float>(eps), pages, slots.data(), query.data(),
+                        heads});
+}
+
+void attention(Program& program, const ConstFloats& query, const Floats& kv, int layer, const Ints& rows,
+               const Ints& tables, int window, double scale, const Floats& out) {
+    const Pages pages = pages_of(kv, layer);
+    check(query.ndim() == 3 && static_cast<Index>(query.shape(2)) == pages.size, "a query is [M, Q, D]");
+    check(query.shape(1) % kv.shape(3) == 0, "query heads are a multiple of key-value heads");
+    check(rows.ndim() == 2 && rows.shape(1) == 3 && tables.ndim() == 2, "rows are [B, 3], tables [B, width]");
+    check(out.size() == query.size(), "attention's output is [M, Q D]");
+    Attend job = {};
+    job.query = query.data(), job.kv = pages, job.window = window, job.heads = static_cast<Index>(query.shape(1));
+    job.scale = static_cast<float>(scale), job.out = out.data();
+    program.attention(job, rows.data(), tables.data(), static_cast<Index>(tables.shape(1)),
+                      static_cast<Index>(query.shape(0)));
+}
+
+void project_add(Program& program, const ConstFloats& x, const Matrix& matrix, const Floats& hidden) {
+    fits(x, matrix, hidden);
+    program.project_add(x.data(), matrix.view(), hidden.data());
+}
+
+void gated_mlp(Program& program, const Floats& hidden, const ConstFloats& norm, double eps, const Matrix& gate_up,
+               const std::string& activation, const Matrix& down) {
+    const MatrixView wide = gate_up.view(), back = down.view();
+    check(activation == "silu" || activation == "gelu_tanh", "the activation is silu or gelu_tanh");
+    check(hidden.ndim() == 2 && static_cast<Index>(hidden.shape(1)) == wide.inner && back.out == wide.inner &&
+              wide.out == 2 * back.inner,
+          "gate_up is [2F, H] and down [H, F]");
+    program.gated_mlp(hidden.data(), norm_of(ConstFloats(hidden), norm, eps), wide,
+                      activation == "silu" ? Activation::silu : Activation::gelu_tanh, back,
+                      static_cast<Index>(hidden.shape(0)));
+}
+
+void logits(Program& program, const ConstFloats& hidden, const Ints& wanted, const ConstFloats& norm, double eps,
+            const Matrix& head, const Floats& out) {
+    fits(hidden, head, out);
+    program.logits(hidden.data(), wanted.data(), norm_of(hidden, norm, eps), head.view(), out.data(),
+                   static_cast<Index>(out.shape(0)));
+}
+
+nb::list variant_list() {
+    nb::list all;
+    for (const Variant* one : compiled()) all.append(nb::make_tuple(one->name, runs(one->name)));
+    return all;
+}
+
+}  // namespace
+}  // namespace cairn
+
+NB_MODULE(_native, m) {
+    using namespace cairn;
+    // A converted array would be a copy that dies while the program still points into it.
+    const auto array = nb::arg().noconvert();
+    const auto maybe = nb::arg().noconvert().none();
+    m.def("variants", &variant_list, "(name, whether it runs here) of each compiled variant, the fastest first.");
+    nb::class_<Matrix>(m, "Matrix", nb::is_weak_referenceable())
+        .def("__init__",
+             [](Matrix* self, const std::string& dtype, const std::vector<Weights>& parts,
+                const std::optional<ConstFloats>& bias) { new (self) Matrix(make_matrix(dtype, parts, bias)); },
+             nb::arg("dtype"), nb::arg("parts"), nb::arg("bias").none())
+        .def_prop_ro("nbytes", &Matrix::bytes)
+        .def_prop_ro("out", [](const Matrix& one) { return one.view().out; });
+    nb::class_<Team>(m, "Team").def(nb::init<int>()).def_prop_ro("threads", &Team::size);
+    nb::class_<Program>(m, "Program")
+        .def("__init__", [](Program* self, const std::string& variant,
+                            std::shared_ptr<Team> team) { new (self) Program(find(variant), std::move(team)); })
+        .def("embed", &embed, array, nb::arg(), array, array)
+        .def("rope_angles", &rope_angles, array, nb::arg(), array, array)
+        .def("norm_project", &norm_project, array, array, nb::arg(), nb::arg(), array)
+        .def("rope_write", &rope_write, array, array, maybe, maybe, nb::arg(), array, nb::arg(), array, array)
+        .def("attention", &attention, array, array, nb::arg(), array, array, nb::arg(), nb::arg(), array)
+        .def("project_add", &project_add, array, nb::arg(), array)
+        .def("gated_mlp", &gated_mlp, array, array, nb::arg(), nb::arg(), nb::arg(), nb::arg())
+        .def("logits", &logits, array, array, array, nb::arg(), nb::arg(), array)
+        .def("run", [](Program& self, Index tokens, Index rows, Index wanted) { self.run({tokens, rows, wanted}); },
+             nb::call_guard<nb::gil_scoped_release>());
+}

@@ -1,0 +1,145 @@
+#include "program.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace cairn {
+namespace {
+
+// Multiplications below which handing work to threads costs more than it saves.
+constexpr Index WORTH_THREADS = 1 << 15;
+// Pieces a thread should find in one product, so that a slow one can be relieved, and the panels of one piece at least.
+constexpr Index PIECES = 8, LEAST_PANELS = 4;
+
+}  // namespace
+
+void Program::need(Index floats) {
+    if (floats <= scratch_floats_) return;
+    scratch_ = allocate(static_cast<std::size_t>(floats) * sizeof(float));
+    scratch_floats_ = floats;
+}
+
+void Program::run(const Sizes& sizes) {
+    for (const auto& call : calls_) call(sizes);
+}
+
+void Program::normed(const float* x, const std::int32_t* chosen, Norm norm, Index count, float* out) const {
+    const auto one = [&](Index i, int) {
+        const Index row = chosen ? chosen[i] : i;
+        kernels_.norm(x + row * norm.size, norm.weight, norm.size, norm.eps, out + i * norm.size);
+    };
+    if (count * norm.size * 4 < WORTH_THREADS)
+        for (Index i = 0; i < count; i++) one(i, 0);
+    else
+        team_->run(count, one);
+}
+
+void Program::product(const Product& job) const {
+    const Index panels = job.matrix.panel_count();
+    if (job.rows * job.matrix.inner * job.matrix.out < WORTH_THREADS || team_->size() == 1) {
+        kernels_.product(job, 0, panels);
+        return;
+    }
+    const Index share = panels / (team_->size() * PIECES) / LEAST_PANELS * LEAST_PANELS;
+    const Index piece = std::max(LEAST_PANELS, share);
+    team_->run((panels + piece - 1) / piece, [&](Index i, int) {
+        kernels_.product(job, i * piece, std::min(panels, (i + 1) * piece));
+    });
+}
+
+void Program::embed(const void* table, Dtype dtype, Index size, const std::int32_t* tokens, float* hidden) {
+    const Index bytes = size * (dtype == Dtype::f32 ? 4 : 2);
+    calls_.push_back([=, this](const Sizes& sizes) {
+        for (Index i = 0; i < sizes.tokens; i++)
+            kernels_.embed(static_cast<const std::byte*>(table) + tokens[i] * bytes, dtype, size, hidden + i * size);
+    });
+}
+
+void Program::rope_angles(const float* frequencies, double factor, Index half, const std::int32_t* positions,
+                          float* angles) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        team_->run(sizes.tokens, [&](Index token, int) {
+            float* out = angles + token * 2 * half;
+            for (Index i = 0; i < half; i++) {
+                // Rounded to float32 before the exact cosine is taken, as the reference does.
+                const double angle = static_cast<float>(positions[token]) * frequencies[i];
+                out[i] = static_cast<float>(std::cos(angle) * factor);
+                out[half + i] = static_cast<float>(std::sin(angle) * factor);
+            }
+        });
+    });
+}
+
+void Program::norm_project(const float* hidden, Norm norm, MatrixView matrix, float* out, Index most) {
+    need(most * norm.size);
+    calls_.push_back([=, this](const Sizes& sizes) {
+        normed(hidden, nullptr, norm, sizes.tokens, scratch());
+        product({matrix, scratch(), norm.size, sizes.tokens, out, matrix.out, false});
+    });
+}
+
+void Program::rope_write(const RopeWrite& job) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        team_->run(sizes.tokens, [&](Index token, int) { kernels_.rope_write(job, token); });
+    });
+}
+
+void Program::attention(const Attend& job, const std::int32_t* rows, const std::int32_t* tables, Index width,
+                        Index most) {
+    const Index fan = job.heads / job.kv.heads, most_tokens = attend_tokens(fan);
+    const Index each = padded(attend_scratch(fan, job.kv.size));
+    need(each * team_->size());
+    if (static_cast<Index>(tiles_.size()) < 2 * most) tiles_.resize(static_cast<std::size_t>(2 * most));
+    calls_.push_back([=, this](const Sizes& sizes) {
+        Index tiles = 0;
+        for (std::int32_t row = 0; row < sizes.rows; row++)
+            for (std::int32_t at = 0; at < rows[3 * row + 1]; at += static_cast<std::int32_t>(most_tokens), tiles++)
+                tiles_[2 * tiles] = row, tiles_[2 * tiles + 1] = at;
+        // Later tiles of a prompt see more: they come first.
+        team_->run(tiles * job.kv.heads, [&](Index task, int thread) {
+            const std::int32_t* tile = tiles_.data() + 2 * (tiles - 1 - task / job.kv.heads);
+            const std::int32_t* row = rows + 3 * tile[0];
+            Attend one = job;
+            one.table = tables + tile[0] * width;
+            one.first = row[0] + tile[1];
+            one.count = std::min<Index>(most_tokens, row[1] - tile[1]);
+            one.position = row[2] + tile[1];
+            one.kv_head = task % job.kv.heads;
+            one.scratch = scratch() + thread * each;
+            kernels_.attend(one);
+        });
+    });
+}
+
+void Program::project_add(const float* x, MatrixView matrix, float* hidden) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        product({matrix, x, matrix.inner, sizes.tokens, hidden, matrix.out, true});
+    });
+}
+
+void Program::gated_mlp(float* hidden, Norm norm, MatrixView gate_up, Activation activation, MatrixView down,
+                        Index most) {
+    const Index width = gate_up.out / 2, both = padded(most * norm.size);
+    need(both + most * gate_up.out);
+    calls_.push_back([=, this](const Sizes& sizes) {
+        float* gates = scratch() + both;
+        normed(hidden, nullptr, norm, sizes.tokens, scratch());
+        product({gate_up, scratch(), norm.size, sizes.tokens, gates, gate_up.out, false});
+        team_->run(sizes.tokens, [&](Index token, int) {
+            float* gate = gates + token * gate_up.out;
+            kernels_.gate(gate, gate + width, width, activation, gate);
+        });
+        product({down, gates, gate_up.out, sizes.tokens, hidden, down.out, true});
+    });
+}
+
+void Program::logits(const float* hidden, const std::int32_t* wanted, Norm norm, MatrixView head, float* out,
+                     Index most) {
+    need(most * norm.size);
+    calls_.push_back([=, this](const Sizes& sizes) {
+        normed(hidden, wanted, norm, sizes.logits, scratch());
+        product({head, scratch(), norm.size, sizes.logits, out, head.out, false});
+    });
+}
+
+}  // namespace cairn

@@ -1,0 +1,60 @@
+// A forward pass as a list of calls over buffers with fixed places, run as a whole: no allocation, no Python.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "matrix.h"
+#include "team.h"
+
+namespace cairn {
+
+// How many tokens, rows and logits rows of the buffers a step uses.
+struct Sizes {
+    Index tokens, rows, logits;
+};
+
+
+// Norm and the size of what it norms; a null weight means none.
+struct Norm {
+    const float* weight;
+    Index size;
+    float eps;
+};
+
+// Calls are added with buffers of their largest size (`most`: tokens, or logits rows for `logits`), which must outlive
+// the program, as weights must. See kernels/base.py for what each computes.
+class Program {
+  public:
+    Program(const Variant& kernels, std::shared_ptr<Team> team) : kernels_(kernels), team_(std::move(team)) {}
+
+    void embed(const void* table, Dtype dtype, Index hidden_size, const std::int32_t* tokens, float* hidden);
+    void rope_angles(const float* frequencies, double factor, Index half, const std::int32_t* positions,
+                     float* angles);
+    void norm_project(const float* hidden, Norm norm, MatrixView matrix, float* out, Index most);
+    void rope_write(const RopeWrite& job);
+    // `job` with everything but the table, places and scratch of one task; `rows` as in kernels/base.py.
+    void attention(const Attend& job, const std::int32_t* rows, const std::int32_t* tables, Index width, Index most);
+    void project_add(const float* x, MatrixView matrix, float* hidden);
+    void gated_mlp(float* hidden, Norm norm, MatrixView gate_up, Activation activation, MatrixView down, Index most);
+    void logits(const float* hidden, const std::int32_t* wanted, Norm norm, MatrixView head, float* out, Index most);
+
+    // Not safe from two threads at once.
+    void run(const Sizes& sizes);
+
+  private:
+    void need(Index floats);
+    void normed(const float* x, const std::int32_t* chosen, Norm norm, Index count, float* out) const;
+    void product(const Product& job) const;
+    float* scratch() const { return reinterpret_cast<float*>(scratch_.get()); }
+
+    const Variant& kernels_;
+    std::shared_ptr<Team> team_;
+    std::vector<std::function<void(const Sizes&)>> calls_;
+    std::vector<std::int32_t> tiles_;  // (row, first token of the row's) pairs of one attention call
+    Aligned scratch_;
+    Index scratch_floats_ = 0;
+};
+
+}  // namespace cairn

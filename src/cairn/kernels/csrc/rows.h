@@ -1,0 +1,92 @@
+// Kernels of one token at a time: norm, gate, embedding, rotation and the KV write.
+#pragma once
+
+#include "simd.h"
+
+namespace cairn::CAIRN_VARIANT {
+
+inline float inverse_rms(const float* x, Index size, float eps) {
+    Vec squares = {};
+    Index at = 0;
+    for (; at + LANES <= size; at += LANES) {
+        const Vec v = load(x + at);
+        squares = fma(v, v, squares);
+    }
+    if (at < size) {
+        const Vec v = load_first(x + at, size - at);
+        squares = fma(v, v, squares);
+    }
+    return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(size) + eps);
+}
+
+inline void norm(const float* x, const float* weight, Index size, float eps, float* out) {
+    const float scale = inverse_rms(x, size, eps);
+    for (Index i = 0; i < size; i++) out[i] = weight[i] * (x[i] * scale);
+}
+
+inline Vec silu(const Vec& x) { return x / (set(1.0f) + exp(set(0.0f) - x)); }
+
+inline Vec gelu_tanh(const Vec& x) {
+    const Vec inner = set(0.7978845608f) * (x + set(0.044715f) * (x * x * x));
+    const Vec tanh = set(1.0f) - set(2.0f) / (exp(inner + inner) + set(1.0f));
+    return set(0.5f) * x * (set(1.0f) + tanh);
+}
+
+inline Vec activate(const Vec& x, Activation activation) {
+    return activation == Activation::silu ? silu(x) : gelu_tanh(x);
+}
+
+// out = activation(gate) * up; `out` may be `gate`.
+inline void gate(const float* gate, const float* up, Index size, Activation activation, float* out) {
+    Index at = 0;
+    for (; at + LANES <= size; at += LANES)
+        store(out + at, activate(load(gate + at), activation) * load(up + at));
+    if (at < size) {
+        const Index rest = size - at;
+        store_first(out + at, activate(load_first(gate + at, rest), activation) * load_first(up + at, rest), rest);
+    }
+}
+
+inline void embed(const void* row, Dtype dtype, Index size, float* out) {
+    if (dtype == Dtype::f32) {
+        __builtin_memcpy(out, row, size * 4);
+        return;
+    }
+    const auto* from = static_cast<const std::uint16_t*>(row);
+    for (Index i = 0; i < size; i++) {
+        if (dtype == Dtype::bf16) {
+            const std::uint32_t bits = static_cast<std::uint32_t>(from[i]) << 16;
+            __builtin_memcpy(out + i, &bits, 4);
+        } else {
+            out[i] = half_to_float(from[i]);
+        }
+    }
+}
+
+// Head x[size], normed where there is a weight, with its pairs (i, i + size / 2) turned: to out[i * stride].
+inline void turn(const float* x, const float* weight, float eps, const float* cos, const float* sin, Index size,
+                 float* out, Index stride) {
+    const Index half = size / 2;
+    const float scale = weight ? inverse_rms(x, size, eps) : 0.0f;
+    for (Index i = 0; i < half; i++) {
+        const float a = weight ? weight[i] * (x[i] * scale) : x[i];
+        const float b = weight ? weight[half + i] * (x[half + i] * scale) : x[half + i];
+        out[i * stride] = a * cos[i] - b * sin[i];
+        out[(half + i) * stride] = b * cos[i] + a * sin[i];
+    }
+}
+
+inline void rope_write(const RopeWrite& job, Index token) {
+    const Index size = job.kv.size, kv_heads = job.kv.heads, half = size / 2;
+    const float* x = job.qkv + token * (job.heads + 2 * kv_heads) * size;
+    const float *cos = job.angles + token * size, *sin = cos + half;
+    for (Index head = 0; head < job.heads; head++, x += size)
+        turn(x, job.q_norm, job.eps, cos, sin, size, job.query + (token * job.heads + head) * size, 1);
+    const Index block = job.slots[token] / BLOCK_TOKENS, place = job.slots[token] % BLOCK_TOKENS;
+    for (Index head = 0; head < kv_heads; head++, x += size)
+        turn(x, job.k_norm, job.eps, cos, sin, size, job.kv.keys(block, head) + place, BLOCK_TOKENS);
+    for (Index head = 0; head < kv_heads; head++, x += size)
+        __builtin_memcpy(job.kv.values(block, head) + place * size, x, size * 4);
+}
+
+}  // namespace cairn::CAIRN_VARIANT

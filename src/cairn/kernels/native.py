@@ -1,0 +1,181 @@
+"""The kernels in C++, compiled once for each instruction set: `csrc` holds them, `_native` is their module.
+
+Storage is numpy's, so that pages stay views. The module may be missing (an install without a compiler); then nothing
+runs here and `variants` is empty. A single kernel call is a program of one call: there is one path.
+"""
+
+# The methods of NativeKernels are documented where their meaning is declared, in kernels.base.
+# ruff: noqa: D102
+
+from __future__ import annotations
+
+import importlib
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.kernels.program import Call, Size, Slot, slots
+from cairn.kernels.rope import Rope, frequencies
+from cairn.types import RopeScaling
+
+VERSION = "native-1"
+"""Version of the order of operations and of the KV layout; a change that can move a bit gets a new one."""
+
+_ALIGN = 64
+
+
+def _module() -> Any:
+    try:
+        return importlib.import_module("cairn.kernels._native")
+    except ImportError:
+        return None
+
+
+def variants() -> dict[str, bool]:
+    """Compiled variants, the fastest first, and whether this CPU runs each; empty where none were compiled."""
+    module = _module()
+    return dict(module.variants()) if module is not None else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """An embedding [V, H]: bfloat16 as the 16-bit integers that nanobind can carry."""
+
+    array: NDArray[Any]
+    dtype: str
+
+
+class NativeKernels:
+    """`kernels.base.Kernels` in C++ for one instruction set. Each method's meaning is stated there."""
+
+    def __init__(self, variant: str, threads: int = 1) -> None:
+        """`variant` is one that `variants` says runs here."""
+        self._native = _module()
+        self._variant = variant
+        self._team = self._native.Team(threads)
+
+    @property
+    def numerics(self) -> tuple[str, ...]:
+        # Sines come from the C library.
+        return (VERSION, self._variant, platform.machine(), *platform.libc_ver())
+
+    def allocate(self, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
+        size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        raw = np.zeros(size + _ALIGN, np.uint8)
+        start = -raw.ctypes.data % _ALIGN
+        return raw[start : start + size].view(dtype).reshape(shape)
+
+    def first(self, array: NDArray[Any], count: int) -> NDArray[Any]:
+        return array[:count]
+
+    def vector(self, source: NDArray[Any]) -> NDArray[np.float32]:
+        return np.array(source, np.float32)
+
+    def table(self, source: NDArray[Any]) -> Table:
+        # Copied: a mapped file that shrinks while the engine runs would kill the process.
+        return Table(_carried(np.array(source)), str(source.dtype))
+
+    def matrix(self, weights: Sequence[NDArray[Any]], biases: Sequence[NDArray[Any] | None]) -> Any:
+        dtype = str(weights[0].dtype)
+        if any(str(one.dtype) != dtype for one in weights):
+            weights, dtype = [one.astype(np.float32) for one in weights], "float32"
+        bias = None
+        if any(one is not None for one in biases):
+            parts = [np.zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
+            bias = np.concatenate([np.asarray(part, np.float32) for part in parts])
+        return self._native.Matrix(dtype, [_carried(one) for one in weights], bias)
+
+    def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
+        return frequencies(head_dim, theta, scaling)
+
+    def embed(self, table: Any, tokens: Any, hidden: Any) -> None:
+        self._run("embed", (table, tokens, hidden), tokens=len(tokens))
+
+    def rope_angles(self, rope: Any, positions: Any, angles: Any) -> None:
+        self._run("rope_angles", (rope, positions, angles), tokens=len(positions))
+
+    def norm_project(self, hidden: Any, norm: Any, eps: float, matrix: Any, out: Any) -> None:
+        self._run("norm_project", (hidden, norm, eps, matrix, out), tokens=len(hidden))
+
+    def rope_write(
+        self,
+        qkv: Any,
+        angles: Any,
+        q_norm: Any,
+        k_norm: Any,
+        eps: float,
+        kv: Any,
+        layer: int,
+        slots: Any,
+        query: Any,
+    ) -> None:
+        """As in `kernels.base`, but keys of a block and head are laid out [D, block_tokens]."""
+        arguments = (qkv, angles, q_norm, k_norm, eps, kv, layer, slots, query)
+        self._run("rope_write", arguments, tokens=len(qkv))
+
+    def attention(
+        self, query: Any, kv: Any, layer: int, rows: Any, tables: Any, window: int, scale: float, out: Any
+    ) -> None:
+        arguments = (query, kv, layer, rows, tables, window, scale, out)
+        self._run("attention", arguments, tokens=len(query), rows=len(rows))
+
+    def project_add(self, x: Any, matrix: Any, hidden: Any) -> None:
+        self._run("project_add", (x, matrix, hidden), tokens=len(hidden))
+
+    def gated_mlp(self, hidden: Any, norm: Any, eps: float, gate_up: Any, activation: str, down: Any) -> None:
+        self._run("gated_mlp", (hidden, norm, eps, gate_up, activation, down), tokens=len(hidden))
+
+    def logits(self, hidden: Any, wanted: Any, norm: Any, eps: float, head: Any, out: Any) -> None:
+        self._run("logits", (hidden, wanted, norm, eps, head, out), logits=len(wanted))
+
+    def program(self, calls: Sequence[Call]) -> NativeProgram:
+        return NativeProgram(self._native.Program(self._variant, self._team), calls)
+
+    def close(self) -> None:
+        # Programs share the threads; the last of them ends them.
+        self._team = None
+
+    def _run(self, kernel: str, arguments: tuple[Any, ...], *, tokens: int = 0, rows: int = 0, logits: int = 0) -> None:
+        self.program([Call(kernel, arguments)]).replay({"tokens": tokens, "rows": rows, "logits": logits})
+
+
+class NativeProgram:
+    """`kernels.program.Program` that runs all its calls in one call of the module, without the interpreter's lock."""
+
+    def __init__(self, native: Any, calls: Sequence[Call]) -> None:
+        self._native = native
+        # Also keeps the arrays alive that the module points into.
+        self.calls = tuple(calls)
+        self._most: dict[Size, int] = {}
+        for slot in slots(calls):
+            self._most[slot.size] = min(len(slot.array), self._most.get(slot.size, len(slot.array)))
+        for call in calls:
+            getattr(native, call.kernel)(*(part for one in call.arguments for part in _parts(one)))
+
+    def replay(self, sizes: Mapping[Size, int]) -> None:
+        """`Program.replay`; a size beyond a buffer is a `ValueError`."""
+        for size, most in self._most.items():
+            if not 0 <= sizes[size] <= most:
+                raise ValueError(f"{sizes[size]} {size} are more than the program's {most}")
+        self._native.run(sizes.get("tokens", 0), sizes.get("rows", 0), sizes.get("logits", 0))
+
+
+def _parts(argument: Any) -> tuple[Any, ...]:
+    """An argument as the module takes it."""
+    if isinstance(argument, Slot):
+        return (argument.array,)
+    if isinstance(argument, Table):
+        return argument.array, argument.dtype
+    if isinstance(argument, Rope):
+        return argument.frequencies, float(argument.factor)
+    return (argument,)
+
+
+def _carried(source: NDArray[Any]) -> NDArray[Any]:
+    """The array, contiguous and aligned, 16-bit floats as integers."""
+    whole = np.require(source, requirements=["C", "A"])
+    return whole.view(np.uint16) if whole.dtype.itemsize == 2 else whole

@@ -1,0 +1,60 @@
+"""A recorded forward pass: kernel calls over buffers whose first axis is cut to the step's size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+Size = Literal["tokens", "rows", "logits"]
+"""What a buffer's first axis counts: M tokens, B rows or R logits rows of a step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slot:
+    """A buffer in a program: its first axis is cut to the step's size at replay."""
+
+    size: Size
+    array: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One kernel call of a program; arguments that are `Slot`s are cut at replay, all others are constants."""
+
+    kernel: str
+    arguments: tuple[Any, ...]
+
+
+class Program(Protocol):
+    """What `Kernels.program` makes of calls. Replaying it equals the direct run, bit for bit, for any sizes."""
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """The calls in order."""
+        ...
+
+    def replay(self, sizes: Mapping[Size, int]) -> None:
+        """Run the calls over the buffers' first `sizes` entries."""
+        ...
+
+
+def slots(calls: Sequence[Call]) -> tuple[Slot, ...]:
+    """Every slot of the calls, once."""
+    return tuple({id(one): one for call in calls for one in call.arguments if isinstance(one, Slot)}.values())
+
+
+class Interpreted:
+    """A `Program` that calls the kernels one by one."""
+
+    def __init__(self, kernels: Any, calls: Sequence[Call]) -> None:
+        self._kernels = kernels
+        self.calls = tuple(calls)
+        self._slots = slots(calls)
+
+    def replay(self, sizes: Mapping[Size, int]) -> None:
+        """`Program.replay`."""
+        views = {id(slot): self._kernels.first(slot.array, sizes[slot.size]) for slot in self._slots}
+        for call in self.calls:
+            arguments = [views.get(id(one), one) for one in call.arguments]
+            getattr(self._kernels, call.kernel)(*arguments)

@@ -1,0 +1,236 @@
+"""The metadata of a GGUF file -> `ModelSpec`.
+
+Keys are those of the format's own list (https://github.com/ggml-org/ggml, docs/gguf.md). Architectures are rows of one
+table; one that is not built is refused by name, and so is any key of an architecture that is not understood and does
+not say "nothing".
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from cairn.errors import ModelError, ModelFileError
+from cairn.models.files import Fields
+from cairn.models.gguf import Gguf
+from cairn.models.hub import model_name
+from cairn.types import CacheGroup, ModelSpec, RopeScaling
+
+FACTORS = "rope_freqs.weight"
+"""The tensor that divides the rotary frequencies, as models with llama3's scaling have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How one architecture's file differs from the plain decoder."""
+
+    name: str
+    """transformers' name of the same model."""
+    qk_norm: bool = False
+    interleaved: bool = False
+    """Whether rows of q and k are stored so that rotary pairs are neighbours."""
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", interleaved=True),
+    "qwen2": Architecture("Qwen2ForCausalLM"),
+    "qwen3": Architecture("Qwen3ForCausalLM", qk_norm=True),
+}
+"""`general.architecture` -> what it means. Mistral's models call themselves llama."""
+
+_KEYS = frozenset(
+    (
+        *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size"),
+        *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+        *("attention.layer_norm_rms_epsilon", "attention.sliding_window", "attention.causal"),
+        *("rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor"),
+        *("rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor"),
+        *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    )
+)
+"""What is understood below an architecture's name."""
+
+_ENDS = frozenset(
+    ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+)
+"""Control tokens that end an answer. A file names one or two; a model may use another of them."""
+
+_SAMPLING = {
+    "temperature": ("temp", 0.0, 100.0),
+    "top_k": ("top_k", 0, 1 << 24),
+    "top_p": ("top_p", 1e-9, 1.0),
+    "min_p": ("min_p", 0.0, 1.0),
+    "repetition_penalty": ("penalty_repeat", 1e-3, 100.0),
+}
+
+_MAX_CONTEXT = 1 << 24
+_CONTROL = 3
+
+
+def architecture(gguf: Gguf) -> Architecture:
+    """What the file's architecture means. Raises `ModelError` naming one that is not built."""
+    name = gguf.fields.text("general.architecture", "")
+    if not name:
+        raise gguf.fields.error("general.architecture", "the name of an architecture")
+    if name not in ARCHITECTURES:
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise ModelError(f"{gguf.paths[0]}: the architecture {name[:80]!r} is not supported; supported are {known}")
+    return ARCHITECTURES[name]
+
+
+def gguf_spec(gguf: Gguf) -> ModelSpec:
+    """The spec of the model in a GGUF file, without its identity.
+
+    Raises `ModelFileError` for a missing or wrong key, `ModelError` for an architecture or an option of one that is not
+    built.
+    """
+    family = architecture(gguf)
+    keys = _keys(gguf)
+    hidden = keys.integer("embedding_length", 1, 1 << 20)
+    heads = keys.integer("attention.head_count", 1, 1 << 14)
+    layers = keys.integer("block_count", 1, 1 << 12)
+    head_dim = keys.integer("attention.key_length", 2, 1 << 14, hidden // heads)
+    rope, context = _rope(keys, gguf, head_dim)
+    vocab = _vocab(gguf, hidden)
+    spec = ModelSpec(
+        name=model_name(gguf.paths[0]),
+        architecture=family.name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=keys.integer("attention.head_count_kv", 1, heads, heads),
+        head_dim=head_dim,
+        ffn=keys.integer("feed_forward_length", 1, 1 << 22),
+        vocab=vocab,
+        context=context,
+        norm_eps=keys.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
+        rope_theta=keys.number("rope.freq_base", 1.0, 1e15, 10000.0),
+        rope_scaling=rope,
+        qk_norm=family.qk_norm,
+        qkv_bias="blk.0.attn_q.bias" in gguf.tensors,
+        out_bias="blk.0.attn_output.bias" in gguf.tensors,
+        mlp_bias="blk.0.ffn_down.bias" in gguf.tensors,
+        tied="output.weight" not in gguf.tensors,
+        groups=_groups(keys, layers, context),
+        eos_ids=_ends(gguf, vocab),
+        bos_id=next(iter(_ids(gguf, "bos_token_id", vocab)), None),
+        defaults=_defaults(gguf.fields),
+    )
+    if spec.heads % spec.kv_heads:
+        raise keys.error("attention.head_count_kv", f"a divisor of the head count ({heads})")
+    if spec.head_dim % 2:
+        raise keys.error("attention.key_length", "an even number, because rotary positions turn pairs")
+    for name, expected in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim)):
+        if keys.integer(name, 0, 1 << 20, expected) != expected:
+            raise ModelError(f"{keys.path}: {keys.prefix}{name} other than the head size {expected} is not supported")
+    return spec
+
+
+def _keys(gguf: Gguf) -> Fields:
+    """The keys below the architecture's name. A list with one value for every layer is that value."""
+    prefix = gguf.metadata["general.architecture"] + "."
+    found: dict[str, Any] = {}
+    for key, value in gguf.metadata.items():
+        if not key.startswith(prefix):
+            continue
+        name, plain = key.removeprefix(prefix), value
+        if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
+            plain = value[0].item()
+        if name in _KEYS:
+            found[name] = plain
+        elif isinstance(plain, np.ndarray) or plain:
+            raise ModelError(f"{gguf.paths[0]}: {key[:120]} is set, which is not supported")
+    keys = Fields(found, gguf.paths[0], prefix)
+    if not keys.flag("attention.causal", True):
+        raise ModelError(f"{gguf.paths[0]}: {prefix}attention.causal is false; such a model does not generate text")
+    return keys
+
+
+def _vocab(gguf: Gguf, hidden: int) -> int:
+    """Rows of the embedding, which may be more than there are tokens."""
+    tensor = gguf.tensors.get("token_embd.weight")
+    if tensor is None or len(tensor.shape) != 2 or tensor.shape[1] != hidden or tensor.shape[0] > 1 << 24:
+        found = "nothing" if tensor is None else f"the shape {list(tensor.shape)}"
+        raise ModelFileError(f"{gguf.paths[0]}: token_embd.weight must be [tokens, {hidden}], found {found}")
+    tokens = gguf.metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > tensor.shape[0]:
+        raise ModelFileError(f"{gguf.paths[0]}: {len(tokens)} tokens, but the embedding has {tensor.shape[0]} rows")
+    return tensor.shape[0]
+
+
+def _rope(keys: Fields, gguf: Gguf, head_dim: int) -> tuple[RopeScaling, int]:
+    """Rope scaling, and the context that it gives."""
+    trained = keys.integer("context_length", 2, _MAX_CONTEXT)
+    kind: Literal["none", "linear", "yarn"] = "none"
+    factor = keys.number("rope.scaling.factor", 0.0, 1e6, keys.number("rope.scale_linear", 0.0, 1e6, 0.0))
+    named = keys.text("rope.scaling.type", "linear" if factor else "none")
+    if named not in ("none", "linear", "yarn"):
+        raise ModelError(f"{keys.path}: rope scaling {named[:80]!r} is not supported; supported are linear, yarn")
+    if named != "none" and factor not in (0.0, 1.0):
+        kind = "linear" if named == "linear" else "yarn"
+    factors = _factors(gguf, head_dim)
+    if kind == "none":
+        return RopeScaling(factors=factors), trained
+    if factor < 1e-3:
+        raise keys.error("rope.scaling.factor", "a number from 0.001 to 1e+06")
+    original = (
+        trained if kind == "linear" else keys.integer("rope.scaling.original_context_length", 1, 1 << 24, trained)
+    )
+    weight = keys.number("rope.scaling.attn_factor", 1e-6, 1e6, 1.0)
+    scaling = RopeScaling(
+        kind=kind,
+        factor=factor,
+        factors=factors,
+        original_context=original,
+        beta_fast=keys.number("rope.scaling.yarn_beta_fast", 0.0, 1e6, 32.0) or 32.0,
+        beta_slow=keys.number("rope.scaling.yarn_beta_slow", 0.0, 1e6, 1.0) or 1.0,
+        attention_factor=weight * (0.1 * math.log(factor) + 1) if weight != 1 and factor > 1 else None,
+    )
+    if kind == "yarn" and keys.number("rope.freq_base", 1.0, 1e15, 10000.0) <= 1:
+        raise keys.error("rope.freq_base", "more than 1 for yarn")
+    return scaling, min(max(trained, math.floor(original * factor)), _MAX_CONTEXT)
+
+
+def _factors(gguf: Gguf, head_dim: int) -> tuple[float, ...]:
+    tensor = gguf.tensors.get(FACTORS)
+    if tensor is None:
+        return ()
+    if tensor.kind.name != "F32" or tensor.shape != (head_dim // 2,):
+        raise ModelFileError(f"{tensor.path}: {FACTORS} must be F32 of shape [{head_dim // 2}]")
+    values = gguf.blocks(FACTORS).view("<f4").reshape(-1)
+    if not ((values >= 1e-3) & (values <= 1e6)).all():
+        raise ModelFileError(f"{tensor.path}: {FACTORS} must hold numbers from 0.001 to 1e+06")
+    return tuple(values.tolist())
+
+
+def _groups(keys: Fields, layers: int, context: int) -> tuple[CacheGroup, ...]:
+    """One group. A window that no context can outgrow is full attention."""
+    window = keys.integer("attention.sliding_window", 0, _MAX_CONTEXT, 0)
+    if 0 < window < context:
+        return (CacheGroup(kind="window", layers=tuple(range(layers)), window=window),)
+    return (CacheGroup(kind="full", layers=tuple(range(layers))),)
+
+
+def _ids(gguf: Gguf, name: str, vocab: int) -> tuple[int, ...]:
+    return Fields(gguf.metadata, gguf.paths[0]).ids(f"tokenizer.ggml.{name}", vocab)
+
+
+def _ends(gguf: Gguf, vocab: int) -> tuple[int, ...]:
+    """Ids that end an answer: those that the file names, and control tokens that are known to."""
+    found = [i for name in ("eos", "eot", "eom") for i in _ids(gguf, f"{name}_token_id", vocab)]
+    tokens, kinds = gguf.metadata.get("tokenizer.ggml.tokens"), gguf.metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(kinds, np.ndarray) and len(kinds) == len(tokens):
+        found += [int(i) for i in np.flatnonzero(kinds == _CONTROL) if tokens[i] in _ENDS]
+    return tuple(dict.fromkeys(found))
+
+
+def _defaults(fields: Fields) -> dict[str, float]:
+    """Sampling defaults that newer files carry."""
+    return {
+        name: fields.number(f"general.sampling.{key}", low, high)
+        for name, (key, low, high) in _SAMPLING.items()
+        if fields.has(f"general.sampling.{key}")
+    }

@@ -1,0 +1,108 @@
+"""The tensors of a GGUF file under transformers' names, each made when it is asked for.
+
+Single numbers (F32, F16, BF16) are views of the mapped file. Packed formats become float32, which holds each of their
+values exactly, so nothing is lost; what grows is the memory, to 4 bytes a number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.errors import ModelFileError
+from cairn.models.dequant import dequantize
+from cairn.models.gguf import Gguf, Tensor
+from cairn.models.gguf_spec import FACTORS, architecture
+
+_WHOLE = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)\.(weight|bias)")
+_HARMLESS = re.compile(re.escape(FACTORS) + r"|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
+"""Constants of the rotary positions; the spec holds those that matter."""
+_TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.(weight|bias)")
+
+
+def hub_name(name: str) -> str | None:
+    """transformers' name of a tensor, or None for one that no decoder here has."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    layer, part, end = match.groups()
+    if layer is None:
+        return f"{_WHOLE[part]}.{end}" if part in _WHOLE else None
+    return f"model.layers.{int(layer)}.{_LAYER[part]}.{end}" if part in _LAYER else None
+
+
+class GgufWeights(Mapping[str, NDArray[Any]]):
+    """`weights.open_weights` for GGUF. An array that was asked for is not kept: ask once."""
+
+    def __init__(self, gguf: Gguf, expected: Mapping[str, tuple[int, ...]], head_dim: int) -> None:
+        """Check that the file holds exactly the `expected` tensors with their shapes; `ModelFileError` otherwise."""
+        self._gguf, self._head_dim = gguf, head_dim
+        self._interleaved = architecture(gguf).interleaved
+        self._found: dict[str, Tensor] = {}
+        for tensor in gguf.tensors.values():
+            name = hub_name(tensor.name)
+            if name is not None and name in expected:
+                self._put(name, tensor, expected[name])
+            elif not _HARMLESS.fullmatch(tensor.name):
+                family = gguf.metadata["general.architecture"]
+                raise ModelFileError(f"{tensor.path}: the tensor {tensor.name[:120]!r} is not part of a {family}")
+        missing = next((name for name in expected if name not in self._found), None)
+        if missing is not None:
+            raise ModelFileError(
+                f"{gguf.paths[0]}: the tensor for {missing} of shape {list(expected[missing])} is missing"
+            )
+
+    def _put(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if tensor.shape != shape:
+            raise ModelFileError(
+                f"{tensor.path}: the tensor {tensor.name} has the shape {list(tensor.shape)}, "
+                f"expected {list(shape)} from the metadata"
+            )
+        if name in self._found:
+            raise ModelFileError(f"{tensor.path}: the tensors {self._found[name].name} and {tensor.name} are one")
+        self._found[name] = tensor
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        tensor = self._found[name]
+        blocks = self._gguf.blocks(tensor.name)
+        kind = tensor.kind
+        flat = blocks.view(kind.dtype) if kind.dtype is not None else dequantize(kind, blocks)
+        array = flat.reshape(tensor.shape)
+        if self._interleaved and _TURNED.fullmatch(name):
+            array = turn_back(array, self._head_dim)
+        array.flags.writeable = False
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def turn_back(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
+    """Rows of q or k with rotary pairs as neighbours (0, D/2, 1, D/2 + 1, ...) -> in their heads' natural order."""
+    heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
+    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)

@@ -1,0 +1,229 @@
+"""The tokenizer and the chat templates inside a GGUF file.
+
+The file holds the vocabulary (texts, kinds, scores or merges) and a name for how text is split before it is merged.
+From these the tokenizer.json that the model came with is rebuilt, so that everything else in `text` works as with one.
+
+    gpt2    byte-level BPE: merges are listed; `tokenizer.ggml.pre` names the split
+    llama   SentencePiece BPE with byte fallback: pieces with scores, from which the merges follow
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cairn.errors import ModelError, ModelFileError
+from cairn.models.gguf import Gguf, read_gguf
+
+UNKNOWN, CONTROL, USER, UNUSED, BYTE = 2, 3, 4, 5, 6
+"""Kinds of tokens other than plain ones, as `tokenizer.ggml.token_type` numbers them."""
+
+MAX_PIECE = 1024
+"""Most characters of a SentencePiece piece; published ones have at most some hundred."""
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LETTERS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _split(pattern: str) -> list[dict[str, Any]]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return [split, _byte_level(regex=False)]
+
+
+def _byte_level(*, regex: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": regex}
+
+
+_LLAMA3 = _split(rf"{_LETTERS}|\p{{N}}{{1,3}}{_TAIL}")
+_DIGITS = [{"type": "Digits", "individual_digits": True}, _byte_level(regex=True)]
+
+SPLITS: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": [_byte_level(regex=True)],
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "qwen2": _split(rf"{_LETTERS}|\p{{N}}{_TAIL}"),
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "tekken": _split(_TEKKEN),
+}
+"""`tokenizer.ggml.pre` -> the pre-tokenizers of the models that have it."""
+_WHOLE_WORDS = frozenset(("llama-bpe", "llama-v3", "llama3", "tekken"))
+"""Splits of models that take a word that is a token as it is, and that start a text with BOS unless told otherwise."""
+_COMPOSED = frozenset(("qwen2",))
+"""Splits of models that normalise text to NFC."""
+
+_NAMES = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "sep_token": "seperator",  # the format's spelling
+    "pad_token": "padding",
+    "cls_token": "cls",
+    "mask_token": "mask",
+}
+
+
+def load_tokenizer(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the file says, as a tokenizer.json and a tokenizer_config.json.
+
+    Raises `ModelFileError` for a broken vocabulary, `ModelError` naming a kind of tokenizer or split that is not built.
+    """
+    gguf = read_gguf(path)
+    fields = gguf.fields
+    tokens, kinds = _vocabulary(gguf)
+    model = fields.text("tokenizer.ggml.model", "")
+    if model == "gpt2":
+        rebuilt = _byte_bpe(gguf, tokens, kinds)
+        bos = fields.text("tokenizer.ggml.pre", "") in _WHOLE_WORDS
+    elif model == "llama":
+        rebuilt = _sentencepiece(gguf, tokens, kinds)
+        bos = True
+    else:
+        raise ModelError(f"{path}: the tokenizer {model[:80]!r} is not supported; supported are gpt2, llama")
+    config: dict[str, Any] = {"add_bos_token": fields.flag("tokenizer.ggml.add_bos_token", bos)}
+    for name, key in _NAMES.items():
+        for i in fields.ids(f"tokenizer.ggml.{key}_token_id", len(tokens)):
+            config[name] = tokens[i]
+    return rebuilt | {"version": "1.0", "added_tokens": _added(tokens, kinds), "post_processor": None}, config
+
+
+def load_templates(path: Path) -> dict[str, str]:
+    """The chat templates in the file by name, {} if it has none."""
+    gguf = read_gguf(path)
+    prefix = "tokenizer.chat_template"
+    found = {}
+    for key in gguf.metadata:
+        if key == prefix or key.startswith(prefix + "."):
+            name = key[len(prefix) + 1 :] or "default"
+            found[name] = gguf.fields.text(key, "")
+    return {name: text for name, text in found.items() if text}
+
+
+def _vocabulary(gguf: Gguf) -> tuple[list[str], list[int]]:
+    """Texts and kinds of all tokens."""
+    path = gguf.paths[0]
+    tokens = gguf.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not all(isinstance(one, str) for one in tokens):
+        raise ModelFileError(f"{path}: tokenizer.ggml.tokens must be a list of texts")
+    kinds = _numbers(gguf, "tokenizer.ggml.token_type", len(tokens))
+    if kinds is None:
+        raise ModelFileError(f"{path}: tokenizer.ggml.token_type must be a list of {len(tokens)} whole numbers")
+    return tokens, [int(one) for one in kinds]
+
+
+def _numbers(gguf: Gguf, key: str, count: int) -> list[float] | None:
+    values = gguf.metadata.get(key)
+    if not isinstance(values, np.ndarray) or values.shape != (count,):
+        return None
+    listed: list[float] = values.tolist()
+    return listed
+
+
+def _ranked(gguf: Gguf, tokens: list[str], kinds: list[int]) -> dict[str, int]:
+    """Text -> id. Places that were only filled up have no text, so their ids are unknown ones."""
+    found: dict[str, int] = {}
+    for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
+        if kind != UNUSED and token:
+            found.setdefault(token, number)
+    if not found:
+        raise ModelFileError(f"{gguf.paths[0]}: tokenizer.ggml.tokens has no token that text can use")
+    return found
+
+
+def _added(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
+    """Tokens that are recognised as a whole, before anything is split."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return [
+        {"id": number, "content": token, **flags, "special": kind != USER}
+        for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        if token and kind in (UNKNOWN, CONTROL, USER)
+    ]
+
+
+def _byte_bpe(gguf: Gguf, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
+    path, named = gguf.paths[0], gguf.fields.text("tokenizer.ggml.pre", "")
+    if not named:
+        raise ModelError(
+            f"{path}: does not say how text is split (tokenizer.ggml.pre), so it would be encoded wrongly; "
+            "such files are from before April 2024, get a newer one"
+        )
+    if named not in SPLITS:
+        known = ", ".join(sorted(SPLITS))
+        raise ModelError(f"{path}: the tokenizer's split {named[:80]!r} is not supported; supported are {known}")
+    vocab = _ranked(gguf, tokens, kinds)
+    listed = gguf.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(listed, list):
+        raise ModelFileError(f"{path}: tokenizer.ggml.merges must be a list of texts")
+    merges = []
+    for merge in listed:
+        # A token may begin with a space of its own only in the byte alphabet, where it is another character.
+        pair = merge.split(" ") if isinstance(merge, str) else []
+        if len(pair) != 2 or pair[0] not in vocab or pair[1] not in vocab or pair[0] + pair[1] not in vocab:
+            raise ModelFileError(
+                f"{path}: tokenizer.ggml.merges must hold two tokens that make one, found {merge!r:.80}"
+            )
+        merges.append(pair)
+    return {
+        "normalizer": {"type": "NFC"} if named in _COMPOSED else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS[named]},
+        "decoder": _byte_level(regex=True),
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": named in _WHOLE_WORDS},
+    }
+
+
+def _sentencepiece(gguf: Gguf, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
+    scores = _numbers(gguf, "tokenizer.ggml.scores", len(tokens))
+    if scores is None:
+        raise ModelFileError(f"{gguf.paths[0]}: tokenizer.ggml.scores must be a list of {len(tokens)} numbers")
+    vocab = _ranked(gguf, tokens, kinds)
+    plain = {token: vocab[token] for token in vocab if kinds[vocab[token]] not in (UNKNOWN, CONTROL, USER, BYTE)}
+    long = next((token for token in plain if len(token) > MAX_PIECE), None)
+    if long is not None:
+        raise ModelFileError(f"{gguf.paths[0]}: a token has {len(long)} characters, more than {MAX_PIECE}")
+    unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN and token), None)
+    prefix = gguf.fields.flag("tokenizer.ggml.add_space_prefix", True)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefix:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [*([{"type": "Prepend", "prepend": "▁"}] if prefix else []), spaces],
+        },
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": steps},
+        "model": {
+            "type": "BPE",
+            "vocab": vocab,
+            "merges": _merges(plain, scores),
+            "unk_token": unknown,
+            "byte_fallback": True,
+            "fuse_unk": True,
+        },
+    }
+
+
+def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+    """Every way to make a piece of two others, the piece with the best score first."""
+    found = []
+    for piece, number in vocab.items():
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocab and right in vocab:
+                # Among ways of the same score the longer left part comes first, as where these models were converted.
+                found.append((-scores[number], -cut, cut - len(piece), number, left, right))
+    return [(left, right) for *_, left, right in sorted(found)]

@@ -1,0 +1,193 @@
+"""GGUF files for tests: tiny models as safetensors and tokenizer.json, written again with the gguf package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Type
+from safetensors.numpy import load_file
+
+from cairn.text.gguf import BYTE, CONTROL, UNKNOWN, UNUSED, USER
+
+NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
+NAMES["Qwen3ForCausalLM"] = "qwen3"
+PLAIN = 1
+
+Choose = Callable[[str, np.ndarray], Type]
+
+
+def write_gguf(
+    folder: Path,
+    path: Path,
+    *,
+    pre: str = "qwen2",
+    kind: Type | Choose = Type.F32,
+    parts: int = 1,
+    extra: Mapping[str, Any] | None = None,
+    without: tuple[str, ...] = (),
+    packed: Callable[[np.ndarray, Type], np.ndarray] = gguf.quants.quantize,
+) -> Path:
+    """The model in a folder (safetensors; with a tokenizer.json, if it has one) as a GGUF file.
+
+    Matrices have the type `kind`, all else F32. `extra` are metadata, `without` keys that are left out. With several
+    `parts` the file is split; the path of the first part comes back.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    arch = NAMES[config["architectures"][0]]
+    per_part = -(-len(tensors := hub_tensors(folder, config)) // parts)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=per_part if parts > 1 else 0)
+    found = metadata(config) | (tokenizer(folder, config, pre) if (folder / "tokenizer.json").exists() else {})
+    put(writer, {key: value for key, value in (found | dict(extra or {})).items() if key not in without})
+    for name, array in tensors.items():
+        wanted = kind(name, array) if callable(kind) else kind
+        one = wanted if array.ndim > 1 else Type.F32
+        if one == Type.F32:
+            writer.add_tensor(name, array.astype(np.float32))
+        else:
+            writer.add_tensor(name, packed(array.astype(np.float32), one), raw_dtype=one)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path if parts == 1 else path.with_name(f"{path.stem}-00001-of-{parts:05}.gguf")
+
+
+def write_tokenizer(folder: Path, path: Path, *, pre: str = "qwen2", **extra: Any) -> Path:
+    """Only the text part of a model, with no tensors. `extra` are keys of `tokenizer.` with "__" for each dot."""
+    writer = gguf.GGUFWriter(path, "llama")
+    found = tokenizer(folder, {}, pre) | {f"tokenizer.{key.replace('__', '.')}": value for key, value in extra.items()}
+    put(writer, {key: value for key, value in found.items() if value is not None})
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def put(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_array(key, value)
+
+
+def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What llama.cpp's converter writes for a config.json."""
+    arch, heads = NAMES[config["architectures"][0]], config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    found: dict[str, Any] = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        "attention.key_length": size,
+        "attention.value_length": size,
+        "rope.dimension_count": size,
+        "rope.freq_base": theta(config),
+        "vocab_size": config["vocab_size"],
+    }
+    rope = scaling(config)
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind in ("linear", "yarn"):
+        found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+    if kind == "yarn":
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if arch == "llama" and config.get("sliding_window"):
+        found["attention.sliding_window"] = config["sliding_window"]
+    return {f"{arch}.{key}": value for key, value in found.items()}
+
+
+def scaling(config: Mapping[str, Any]) -> dict[str, Any]:
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def theta(config: Mapping[str, Any]) -> float:
+    return float(scaling(config).get("rope_theta", config.get("rope_theta", 10000.0)))
+
+
+def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k in the order of llama files: each head's halves interleaved."""
+    size = len(rows) // heads
+    return rows.reshape(heads, 2, size // 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+def hub_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The folder's tensors under GGUF's names, and llama3's rope factors."""
+    arch = NAMES[config["architectures"][0]]
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config["num_hidden_layers"])
+    found = {}
+    for name, array in load_file(folder / "model.safetensors").items():
+        if arch == "llama" and ".q_proj." in name:
+            array = permuted(array, config["num_attention_heads"])
+        if arch == "llama" and ".k_proj." in name:
+            array = permuted(array, config["num_key_value_heads"])
+        found[names.get_name(name, (".weight", ".bias"))] = array
+    rope = scaling(config)
+    if rope.get("rope_type") == "llama3":
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        found["rope_freqs.weight"] = rope_factors(rope, size, theta(config))
+    return found
+
+
+def rope_factors(rope: Mapping[str, Any], size: int, base: float) -> np.ndarray:
+    """What llama3's scaling divides each frequency by."""
+    old = rope["original_max_position_embeddings"]
+    slow, fast = old / rope["low_freq_factor"], old / rope["high_freq_factor"]
+    factors = []
+    for wave in 2 * np.pi * base ** (np.arange(0, size, 2) / size):
+        smooth = (old / wave - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+        between = 1 / ((1 - smooth) / rope["factor"] + smooth)
+        factors.append(1.0 if wave < fast else rope["factor"] if wave > slow else between)
+    return np.array(factors, np.float32)
+
+
+def tokenizer(folder: Path, config: Mapping[str, Any], pre: str) -> dict[str, Any]:
+    """tokenizer.json and tokenizer_config.json as metadata; `pre` names the split of a byte-level one."""
+    data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    path = folder / "tokenizer_config.json"
+    named = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    model, added = data["model"], {one["id"]: one for one in data["added_tokens"]}
+    texts = {number: text for text, number in model["vocab"].items()} | {i: one["content"] for i, one in added.items()}
+    count = config.get("vocab_size", max(texts) + 1)
+    tokens = [texts.get(number, f"[PAD{number}]") for number in range(count)]
+    kinds = [PLAIN if number in texts else UNUSED for number in range(count)]
+    for number, one in added.items():
+        kinds[number] = CONTROL if one["special"] else USER
+    pieces = model.get("byte_fallback", False)
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
+    found: dict[str, Any] = {"tokenizer.ggml.model": "llama" if pieces else "gpt2", "tokenizer.ggml.tokens": tokens}
+    if pieces:
+        rank = {"".join(pair.split(" ")): n for n, pair in reversed(list(enumerate(merges)))}
+        found["tokenizer.ggml.scores"] = [-float(rank.get(token, -1000)) for token in tokens]
+        kinds = [BYTE if token[:3] == "<0x" else kind for token, kind in zip(tokens, kinds, strict=True)]
+        kinds = [UNKNOWN if token == "<unk>" else kind for token, kind in zip(tokens, kinds, strict=True)]
+        found["tokenizer.ggml.add_space_prefix"] = True
+    else:
+        found |= {"tokenizer.ggml.pre": pre, "tokenizer.ggml.merges": merges}
+    found["tokenizer.ggml.token_type"] = kinds
+    numbers = {text: number for number, text in texts.items()}
+    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
+        text = named.get(name)
+        text = text["content"] if isinstance(text, dict) else text
+        if text in numbers:
+            found[f"tokenizer.ggml.{key}_token_id"] = numbers[text]
+    if "add_bos_token" in named:
+        found["tokenizer.ggml.add_bos_token"] = named["add_bos_token"]
+    if isinstance(named.get("chat_template"), str):
+        found["tokenizer.chat_template"] = named["chat_template"]
+    return found

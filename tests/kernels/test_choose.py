@@ -1,0 +1,48 @@
+"""Which kernels run: the fastest, the ones asked for, or a sentence that says why not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.tiny_models import KERNELS, load, write_model
+
+from cairn.errors import ModelError
+from cairn.kernels import choose, native
+
+
+def found(monkeypatch: pytest.MonkeyPatch, **variants: bool) -> None:
+    monkeypatch.setattr(native, "variants", lambda: variants)
+
+
+def test_auto_is_the_fastest_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found(monkeypatch, avx512=True, avx2=True, portable=True)
+    assert choose.chosen("auto") == "avx512"
+    found(monkeypatch, avx512=False, avx2=True, portable=True)
+    assert choose.chosen("auto") == "avx2"
+    assert choose.chosen("portable") == "portable" and choose.chosen("reference") == "reference"
+    assert choose.described("auto") == "native kernels (avx2)"
+
+
+def test_without_a_compiler_the_reference_kernels_run_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    found(monkeypatch)
+    assert choose.chosen("auto") == "reference"
+    assert "not compiled; install again with a C++ compiler" in choose.described("auto")
+    assert "as asked" in choose.described("reference")
+
+
+def test_kernels_that_cannot_run_are_an_error_with_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Known failure 50: an option is honoured or refused, never ignored."""
+    found(monkeypatch, avx512=False, portable=True)
+    with pytest.raises(ModelError, match=r"kernels is avx512, but this CPU lacks .*; here run portable, reference"):
+        choose.chosen("avx512")
+    with pytest.raises(ModelError, match="kernels is avx2, but they were not compiled"):
+        load(write_model(tmp_path), kernels="avx2")
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_the_engine_runs_what_was_asked_for(kind: str, tmp_path: Path) -> None:
+    engine = load(write_model(tmp_path), kernels=kind)
+    assert (engine._kernels.numerics[1] == kind) == (kind != "reference")
+    assert type(engine._kernels).__name__ == ("ReferenceKernels" if kind == "reference" else "NativeKernels")
+    engine.close()

@@ -1,0 +1,243 @@
+"""Each native kernel, in every variant that runs here, against its meaning; and the law of the same answer.
+
+Tolerances: sums of n products of numbers near 1 round differently in another order by up to about n * 2**-24 of the
+sum of magnitudes; what is asked is a few times what was seen, far below what any wrong index would give.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tests.kernels.test_paged import naive_attention
+from tests.tiny_models import KERNELS
+
+from cairn.kernels.native import NativeKernels
+from cairn.kernels.program import Call, Slot
+from cairn.kernels.reference import ACTIVATIONS, ReferenceKernels, rms_norm
+from cairn.types import BLOCK_TOKENS, RopeScaling
+
+VARIANTS = [name for name in KERNELS if name != "reference"]
+DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
+
+if not VARIANTS:
+    pytest.skip("the native kernels were not compiled", allow_module_level=True)
+
+
+@pytest.fixture(params=VARIANTS)
+def kernels(request: pytest.FixtureRequest) -> Any:
+    made = NativeKernels(request.param, threads=2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def meaning() -> Any:
+    made = ReferenceKernels()
+    yield made
+    made.close()
+
+
+def random(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("inner", "outs"), [(1, [1]), (2, [16]), (7, [15, 2]), (33, [64]), (64, [100, 7, 7]), (257, [33]), (128, [400])]
+)
+def test_a_product_is_the_reference_s_and_each_row_s_own(kernels: Any, dtype: Any, inner: int, outs: list[int]) -> None:
+    """Rows 1 to 33, outputs that are no multiple of 16, odd inner sizes; the same bits alone as in any batch."""
+    weights = [random(out, inner, seed=n).astype(dtype) for n, out in enumerate(outs)]
+    biases = [random(out, seed=n + 9) if n % 2 == 0 else None for n, out in enumerate(outs)]
+    matrix = kernels.matrix(weights, biases)
+    wide = np.concatenate([w.astype(np.float64) for w in weights])
+    bias = np.concatenate([np.zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)])
+    x, start = random(33, inner, seed=20), random(33, sum(outs), seed=21)
+    whole = start.copy()
+    kernels.project_add(x, matrix, whole)
+    np.testing.assert_allclose(whole, start + x @ wide.T + bias, atol=1e-6 * (inner + 8), rtol=1e-5)
+    cuts = [0, *np.cumsum([1, 2, 3, 4, 5, 6, 7]), 33]
+    for low, high in [*pairwise(cuts), (0, 32), (3, 16)]:
+        part = start[low:high].copy()
+        kernels.project_add(x[low:high].copy(), matrix, part)
+        assert part.tobytes() == whole[low:high].tobytes(), (low, high)
+
+
+def test_matrices_of_mixed_types_are_packed_in_float32(kernels: Any, meaning: Any) -> None:
+    weights = [random(20, 12), random(9, 12, seed=1).astype(np.float16)]
+    got, want = np.zeros((5, 29), np.float32), np.zeros((5, 29), np.float32)
+    kernels.project_add(random(5, 12), kernels.matrix(weights, [None, None]), got)
+    meaning.project_add(random(5, 12), meaning.matrix(weights, [None, None]), want)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_a_row_of_infinities_leaves_its_neighbours_alone(kernels: Any) -> None:
+    matrix, x = kernels.matrix([random(40, 24)], [None]), random(9, 24)
+    clean, dirty = np.zeros((9, 40), np.float32), np.zeros((9, 40), np.float32)
+    kernels.project_add(x, matrix, clean)
+    x[4] = [np.nan, np.inf, -np.inf, 1e-40] * 6
+    kernels.project_add(x, matrix, dirty)
+    assert np.isnan(dirty[4]).all()
+    assert np.delete(dirty, 4, 0).tobytes() == np.delete(clean, 4, 0).tobytes()
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 48, 129, 1000])
+def test_norm_and_projection(kernels: Any, size: int) -> None:
+    x, weight, identity = random(19, size), random(size, seed=1), np.eye(size, dtype=np.float32)
+    got = np.empty((19, size), np.float32)
+    kernels.norm_project(x, weight, 1e-6, kernels.matrix([identity], [None]), got)
+    np.testing.assert_allclose(got, rms_norm(x, weight, 1e-6), rtol=2e-5, atol=1e-6)
+    alone = np.empty((1, size), np.float32)
+    kernels.norm_project(x[7:8].copy(), weight, 1e-6, kernels.matrix([identity], [None]), alone)
+    assert alone.tobytes() == got[7:8].tobytes()
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pytest.mark.parametrize("width", [5, 16, 37])
+def test_gated_mlp(kernels: Any, meaning: Any, activation: str, width: int) -> None:
+    hidden, norm = 3 * random(21, 24), 1 + random(24, seed=1)
+    gate, up, down = (random(*shape, seed=n) for n, shape in enumerate([(width, 24), (width, 24), (24, width)], 2))
+    found = []
+    for one in (kernels, meaning):
+        both, back = one.matrix([gate, up], [None, None]), one.matrix([down], [None])
+        found.append(hidden.copy())
+        one.gated_mlp(found[-1], norm, 1e-6, both, activation, back)
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-5, atol=2e-4)
+    both, back = kernels.matrix([gate, up], [None, None]), kernels.matrix([down], [None])
+    alone = hidden[8:9].copy()
+    kernels.gated_mlp(alone, norm, 1e-6, both, activation, back)
+    assert alone.tobytes() == found[0][8:9].tobytes()
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+def test_activations_over_their_whole_range(kernels: Any, activation: str) -> None:
+    """Seen through identity matrices: one output is act(x) * 1."""
+    x = np.concatenate([np.linspace(-100, 100, 4001), [-1e5, 1e5, 1e-40, 0, -87.3, -88, 88.7, 89]]).astype(np.float32)
+    ones = np.ones((len(x), 1), np.float32)
+    gate, up = np.array([[1, 0]], np.float32), np.array([[0, 1]], np.float32)
+    down = np.array([[0], [1]], np.float32)
+    hidden = np.concatenate([x[:, None], ones], axis=1)
+    # A norm is undone by its weight: rms_norm divides row by row, so give each row alone its own weight.
+    got = []
+    both, back = kernels.matrix([gate, up], [None, None]), kernels.matrix([down], [None])
+    for row in hidden[::7]:
+        scale = np.sqrt(np.mean(row.astype(np.float64) ** 2))
+        out = row[None].copy()
+        kernels.gated_mlp(out, np.full(2, scale, np.float32), 0.0, both, activation, back)
+        got.append(out[0, 1] - 1)
+    want = ACTIVATIONS[activation](x[::7].astype(np.float64))  # type: ignore[arg-type]
+    np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding_is_exact(kernels: Any, dtype: Any) -> None:
+    table = random(50, 23).astype(dtype)
+    table[3, :6] = [0, -0.0, np.inf, -np.inf, np.nan, 6e-8]
+    tokens, hidden = np.array([3, 0, 49, 3], np.int32), np.empty((4, 23), np.float32)
+    kernels.embed(kernels.table(table), tokens, hidden)
+    np.testing.assert_array_equal(hidden, table[tokens].astype(np.float32))
+
+
+def test_half_weights_are_exact(kernels: Any) -> None:
+    """Every finite float16, seen through a product with 1."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    every = every[np.isfinite(every)][:, None]
+    out = np.zeros((1, len(every)), np.float32)
+    kernels.project_add(np.ones((1, 1), np.float32), kernels.matrix([every], [None]), out)
+    np.testing.assert_array_equal(out[0], every[:, 0].astype(np.float32))
+
+
+def keys_of(kv: Any) -> Any:
+    """Keys as the reference orders them: [blocks, layers, K, block_tokens, D]."""
+    blocks, layers, _, heads, tokens, size = kv.shape
+    return kv[:, :, 0].reshape(blocks, layers, heads, size, tokens).swapaxes(-1, -2)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 8), (4, 4, 2), (3, 1, 34), (2, 1, 128)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rope_write(kernels: Any, meaning: Any, heads: int, kv_heads: int, size: int, normed: bool) -> None:
+    tokens = 5
+    qkv, slots = random(tokens, (heads + 2 * kv_heads) * size), np.array([3, 0, 37, 17, 31], np.int32)
+    norms = [1 + random(size, seed=seed) if normed else None for seed in (3, 4)]
+    positions = np.array([0, 1, 77, 4095, 131071], np.int32)
+    found = []
+    for one in (kernels, meaning):
+        angles = np.empty((tokens, 2, size // 2), np.float32)
+        one.rope_angles(one.rope(size, 10000.0, RopeScaling()), positions, angles)
+        kv = np.full((3, 2, 2, kv_heads, BLOCK_TOKENS, size), 7, np.float32)
+        query = np.empty((tokens, heads, size), np.float32)
+        one.rope_write(qkv, angles, *norms, 1e-6, kv, 1, slots, query)
+        found.append((angles, query, keys_of(kv) if one is kernels else kv[:, :, 0], kv[:, :, 1]))
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "window"),
+    [(4, 4, 16, 0), (6, 2, 10, 70), (8, 1, 6, 1), (40, 1, 32, 5), (4, 2, 64, 16), (9, 3, 130, 0), (4, 2, 64, 70)],
+)
+def test_attention(kernels: Any, heads: int, kv_heads: int, size: int, window: int) -> None:
+    """Known failure 36: chunks and decodes in one call, each with its own mask, in blocks out of order; unread places
+    hold NaN, and each token's answer is the same bits alone."""
+    rng = np.random.default_rng(0)
+    rows = [(0, 1, 0), (1, 1, 131), (2, 37, 50), (39, 1, 63), (40, 64, 0), (104, 1, 64), (105, 3, 126)]
+    tokens, width = 108, 12
+    kv = np.full((width * len(rows), 3, 2, kv_heads, BLOCK_TOKENS, size), np.nan, np.float32)
+    tables, ids = np.full((len(rows), width), -1, np.int32), rng.permutation(len(kv)).astype(np.int32)
+    query, out = random(tokens, heads, size, seed=4), np.empty((tokens, heads * size), np.float32)
+    want, ordered = np.empty_like(out), keys_of(kv)
+    for number, (first, count, start) in enumerate(rows):
+        end = start + count
+        keys, values = random(end, kv_heads, size, seed=number), random(end, kv_heads, size, seed=number + 50)
+        low = max(0, start - window + 1) // BLOCK_TOKENS if window else 0
+        for block in range(low, -(-end // BLOCK_TOKENS)):
+            tables[number, block] = one = ids[number * width + block]
+            part = slice(block * BLOCK_TOKENS, min(end, (block + 1) * BLOCK_TOKENS))
+            ordered[one, 1, :, : part.stop - part.start] = keys[part].transpose(1, 0, 2)
+            kv[one, 1, 1, :, : part.stop - part.start] = values[part].transpose(1, 0, 2)
+        for place in range(count):
+            want[first + place] = naive_attention(query[first + place], keys, values, start + place, window, 0.3)
+    assert np.shares_memory(ordered, kv)
+    kernels.attention(query, kv, 1, np.array(rows, np.int32), tables, window, 0.3, out)
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    for number, (first, count, start) in enumerate(rows):
+        for place in range(0, count, 7):
+            alone = np.empty((1, heads * size), np.float32)
+            row, at = np.array([(0, 1, start + place)], np.int32), first + place
+            kernels.attention(query[at : at + 1], kv, 1, row, tables[number : number + 1], window, 0.3, alone)
+            assert alone.tobytes() == out[at : at + 1].tobytes(), (number, place)
+
+
+def test_logits_are_those_of_the_wanted_rows_in_order(kernels: Any) -> None:
+    hidden, norm, head = random(9, 24), 1 + random(24, seed=1), random(50, 24, seed=2)
+    out = np.empty((3, 50), np.float32)
+    kernels.logits(hidden, np.array([8, 0, 8], np.int32), norm, 1e-6, kernels.matrix([head], [None]), out)
+    np.testing.assert_allclose(out, rms_norm(hidden[[8, 0, 8]], norm, 1e-6) @ head.T, atol=1e-4)
+    assert out[0].tobytes() == out[2].tobytes()
+
+
+def test_arrays_that_do_not_fit_are_refused(kernels: Any) -> None:
+    matrix, norm = kernels.matrix([random(8, 6)], [None]), random(6)
+    with pytest.raises(ValueError, match="width"):
+        kernels.norm_project(random(3, 5), random(5), 1e-6, matrix, np.empty((3, 8), np.float32))
+    with pytest.raises(ValueError, match="width"):
+        kernels.norm_project(random(3, 6), norm, 1e-6, matrix, np.empty((3, 9), np.float32))
+    with pytest.raises(TypeError):
+        kernels.norm_project(random(3, 6).astype(np.float64), norm, 1e-6, matrix, np.empty((3, 8), np.float32))
+    call = Call("project_add", (Slot("tokens", random(4, 6)), matrix, Slot("tokens", random(4, 8))))
+    program = kernels.program([call])
+    program.replay({"tokens": 4})
+    for tokens in (5, -1):
+        with pytest.raises(ValueError, match="tokens"):
+            program.replay({"tokens": tokens})
+
+
+def test_arrays_are_aligned(kernels: Any) -> None:
+    for shape, dtype in [((3, 5), "float32"), ((7,), "int32"), ((0, 4), "float32")]:
+        made = kernels.allocate(shape, dtype)
+        assert made.shape == shape and made.dtype == dtype and not made.any()
+        assert made.size == 0 or made.ctypes.data % 64 == 0

@@ -1,0 +1,252 @@
+"""GGUF files are read within bounds: whole, or refused in one sentence that names the file and the place."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from tests.gguf_files import write_gguf
+from tests.tiny_models import write_model
+
+from cairn.errors import ModelError, ModelFileError
+from cairn.models import hub
+from cairn.models.gguf import read_gguf
+from cairn.models.spec import load_spec
+from cairn.models.weights import expected_tensors, open_weights
+
+U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10
+
+
+def text(value: str | bytes) -> bytes:
+    data = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(data)) + data
+
+
+def entry(key: str, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def described(name: str, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def header(entries: list[bytes], tensors: list[bytes], version: int = 3) -> bytes:
+    counts = struct.pack("<IQQ", version, len(tensors), len(entries))
+    return b"GGUF" + counts + b"".join(entries) + b"".join(tensors)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write_gguf(write_model(tmp_path / "model", "LlamaForCausalLM"), tmp_path / "tiny.gguf")
+
+
+def test_everything_is_read_as_the_gguf_package_reads_it(tmp_path: Path) -> None:
+    extra = {"a.numbers": [1, -2, 3], "a.floats": [0.5, 1e-6], "a.texts": ["x", "", "ß"], "a.flag": True, "a.eps": 1e-6}
+    folder = write_model(tmp_path / "model", hidden_size=64, intermediate_size=96)
+    path = write_gguf(folder, tmp_path / "tiny.gguf", kind=Type.Q8_0, extra=extra)
+    read, theirs = read_gguf(path), gguf.GGUFReader(path)
+    for key, field in theirs.fields.items():
+        if not key.startswith("GGUF."):
+            found = read.metadata[key]
+            found = found.tolist() if isinstance(found, np.ndarray) else found
+            assert found == pytest.approx(field.contents()) if key == "a.floats" else True
+            if not isinstance(found, float) and key != "a.floats":
+                assert found == field.contents(), key
+    assert read.metadata["a.eps"] == 1e-6 and read.metadata["a.flag"] is True
+    assert {one.name for one in theirs.tensors} == set(read.tensors)
+    for one in theirs.tensors:
+        ours = read.tensors[one.name]
+        assert (ours.kind.name, ours.shape, ours.begin) == (
+            one.tensor_type.name,
+            tuple(one.shape.tolist()[::-1]),
+            one.data_offset,
+        )
+        assert read.blocks(one.name).tobytes() == one.data.tobytes()
+        with pytest.raises(ValueError, match="read-only"):
+            read.blocks(one.name)[0] = 1
+
+
+def test_parts_are_one_model_whichever_is_named(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    whole = write_gguf(folder, tmp_path / "whole.gguf")
+    first = write_gguf(folder, tmp_path / "split.gguf", parts=3)
+    third = Path(str(first).replace("00001-of", "00003-of"))
+    spec = load_spec(whole)
+    assert load_spec(third).name == "split" and load_spec(third).identity == load_spec(first).identity != spec.identity
+    for path in (first, third):
+        found, want = open_weights(path, load_spec(path)), open_weights(whole, spec)
+        assert set(found) == set(want) == set(expected_tensors(spec))
+        assert all(np.array_equal(found[name], want[name]) for name in want)
+    second = Path(str(first).replace("00001-of", "00002-of"))
+    kept = second.read_bytes()
+    second.write_bytes(third.read_bytes())
+    with pytest.raises(ModelFileError, match=r"split\.no must be 1, as the file's name says, found 2"):
+        load_spec(first)
+    second.unlink()
+    with pytest.raises(ModelFileError, match=r"00002-of-00003\.gguf: the file is missing, and .* is one of 3 parts"):
+        load_spec(first)
+    (tmp_path / "alone.gguf").write_bytes(first.read_bytes())
+    with pytest.raises(ModelFileError, match="is one part of a split model"):
+        load_spec(tmp_path / "alone.gguf")
+    second.write_bytes(kept)
+    load_spec(first)
+
+
+ALIGNED = entry("general.alignment", U32, struct.pack("<I", 32))
+A = described("a", (32,), 0, 0)
+FILES: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "not a GGUF file"),
+    "other": (b"PK\3\4" + bytes(60), "not a GGUF file"),
+    "short": (b"GGUF\3\0\0\0", "not a GGUF file"),
+    "version": (header([], [], 1), "has version 1; supported is GGUF of versions 2 and 3"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "is big-endian"),
+    "many tensors": (b"GGUF" + struct.pack("<IQQ", 3, 1 << 63, 0), "announces 9223372036854775808 tensors, more than"),
+    "many entries": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 40), "metadata entries, more than"),
+    "missing entry": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1), "truncated: the header goes on at byte 24, but"),
+    "long key": (
+        header([struct.pack("<Q", 1 << 60) + bytes(99)], []),
+        "at byte 24: a metadata key has 1152921504606846976",
+    ),
+    "long text": (header([entry("k", STRING, struct.pack("<Q", 1 << 50))], []), "at byte 37: the value of 'k' has "),
+    "text past the end": (
+        header([entry("k", STRING, struct.pack("<Q", 1 << 20))], []),
+        "truncated: the header goes on",
+    ),
+    "not text": (header([entry("k", STRING, text(b"\xff\xfe"))], []), "at byte 37: the value of 'k' is not UTF-8"),
+    "unknown kind": (header([entry("k", 77, b"")], []), "the value of 'k' has the unknown type 77"),
+    "a third truth": (header([entry("k", BOOL, b"\2")], []), "'k' must be true or false, found 2"),
+    "long array": (
+        header([entry("k", ARRAY, struct.pack("<IQ", U64, 1 << 62))], []),
+        "the array 'k' has 4611686018427387904 elements; all arrays together may have",
+    ),
+    "array past the end": (header([entry("k", ARRAY, struct.pack("<IQ", U64, 1 << 23))], []), "truncated"),
+    "deep array": (header([entry("k", ARRAY, struct.pack("<IQ", ARRAY, 1) * 9)], []), "nested more than 4 deep"),
+    "key twice": (header([ALIGNED, ALIGNED], []), r"the metadata key 'general\.alignment' stands twice"),
+    "alignment": (
+        header([entry("general.alignment", U32, struct.pack("<I", 12))], []),
+        "must be a multiple of 8, found 12",
+    ),
+    "no dimensions": (header([], [described("a", (), 0, 0)]), "the tensor 'a' has 0 dimensions"),
+    "five dimensions": (header([], [described("a", (1,) * 5, 0, 0)]), "the tensor 'a' has 5 dimensions"),
+    "no numbers": (header([], [described("a", (0, 3), 0, 0)]), r"has the dimensions \[0, 3\], expected each from 1"),
+    "huge": (header([], [described("a", (1 << 40,) * 4, 0, 0)]), r"ends at byte \d+, but the file is truncated at"),
+    "type": (
+        header([], [described("a", (32,), 16, 0)]),
+        "has the type number 16, which is not supported; supported are F32",
+    ),
+    "half a block": (
+        header([], [described("a", (33,), 8, 0)]),
+        r"rows of 33 values, expected a multiple of 32 \(Q8_0\)",
+    ),
+    "no data": (header([], [A]), "the tensor 'a' ends at byte 192, but the file is truncated at"),
+    "unaligned": (
+        header([], [described("a", (32,), 0, 8)]) + bytes(999),
+        "starts at byte 8, expected a multiple of 32",
+    ),
+    "overlap": (
+        header([], [A, described("b", (32,), 0, 32)]) + bytes(999),
+        "the tensor 'b' starts at byte 32, where another one ends at 128",
+    ),
+    "twice": (header([], [A, described("a", (32,), 0, 128)]) + bytes(999), "the tensor 'a' stands twice"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_broken_file_is_one_sentence_with_its_place(name: str, tmp_path: Path) -> None:
+    """Known failure 30."""
+    data, sentence = FILES[name]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    with pytest.raises(ModelFileError, match=sentence) as caught:
+        read_gguf(path)
+    assert str(caught.value).startswith(f"{path}: ") and "\n" not in str(caught.value)
+
+
+def test_every_cut_of_a_file_is_seen(tiny: Path) -> None:
+    """Known failure 30: a truncated file was trusted."""
+    whole = tiny.read_bytes()
+    data = min(one.begin for one in read_gguf(tiny).tensors.values())
+    for size in [*range(0, data, 7), *range(data, len(whole), 997), len(whole) - 33]:
+        tiny.write_bytes(whole[:size])
+        with pytest.raises(ModelFileError, match=r"tiny\.gguf: "):
+            read_gguf(tiny)
+
+
+KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
+    "no architecture": ({}, ("general.architecture",), r"general\.architecture must be the name of an architecture"),
+    "architecture": (
+        {"general.architecture": "mamba"},
+        (),
+        "the architecture 'mamba' is not supported; supported are llama",
+    ),
+    "experts": ({"llama.expert_count": 8}, (), r"llama\.expert_count is set, which is not supported"),
+    "softcap": ({"llama.attn_logit_softcapping": 30.0}, (), "attn_logit_softcapping is set"),
+    "heads by layer": (
+        {"llama.attention.head_count_kv": [2, 1]},
+        (),
+        r"head_count_kv must be a whole number .*\[2, 1\]|found",
+    ),
+    "missing": ({}, ("llama.block_count",), r"llama\.block_count must be a whole number from 1 to 4096, found nothing"),
+    "layers": ({"llama.block_count": 1}, (), r"the tensor 'blk\.1\.\w+\.weight' is not part of a llama"),
+    "more layers": ({"llama.block_count": 3}, (), r"the tensor for model\.layers\.2\..* of shape .* is missing"),
+    "width": ({"llama.feed_forward_length": 81}, (), r"ffn_\w+\.weight has the shape .* from the metadata"),
+    "hidden": ({"llama.embedding_length": 49}, (), r"token_embd\.weight must be \[tokens, 49\], found the shape"),
+    "partial rotation": ({"llama.rope.dimension_count": 6}, (), "rope.dimension_count other than the head size 12"),
+    "scaling": ({"llama.rope.scaling.type": "longrope"}, (), "rope scaling 'longrope' is not supported"),
+    "not causal": ({"llama.attention.causal": False}, (), "such a model does not generate text"),
+    "tokens": ({"tokenizer.ggml.tokens": ["x"] * 161}, (), "161 tokens, but the embedding has 160 rows"),
+    "eos": ({"tokenizer.ggml.eos_token_id": 160}, (), r"eos_token_id must be a token id .*below 160"),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_what_a_file_says_of_its_model_is_checked(name: str, tmp_path: Path) -> None:
+    """Known failure 30."""
+    extra, without, sentence = KEYS[name]
+    folder = write_model(tmp_path / "model", "LlamaForCausalLM")
+    path = write_gguf(folder, tmp_path / "m.gguf", extra=extra, without=without)
+    if name == "no architecture":
+        path.write_bytes(path.read_bytes().replace(b"general.architecture", b"general.architectura"))
+    with pytest.raises(ModelError, match=sentence) as caught:
+        open_weights(path, load_spec(path))
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_one_value_for_every_layer_and_settings_that_say_nothing_are_understood(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "LlamaForCausalLM")
+    extra = {"llama.attention.head_count_kv": [2, 2], "llama.expert_count": 0, "llama.attention.sliding_window": 24}
+    extra |= {"general.sampling.temp": 0.5, "general.sampling.top_k": 7, "tokenizer.ggml.eot_token_id": 5}
+    extra |= {"tokenizer.ggml.eos_token_id": 3}
+    spec = load_spec(write_gguf(folder, tmp_path / "m.gguf", extra=extra))
+    assert (spec.kv_heads, spec.groups[0].window, spec.eos_ids) == (2, 24, (3, 5))
+    assert spec.defaults == {"temperature": 0.5, "top_k": 7}
+
+
+def test_the_identity_is_of_every_byte(tiny: Path) -> None:
+    """Known failure 28."""
+    before = load_spec(tiny).identity
+    data = bytearray(tiny.read_bytes())
+    data[-40] ^= 1
+    tiny.write_bytes(data)
+    assert load_spec(tiny).identity != before
+    assert load_spec(tiny, identify=False).identity == b""
+
+
+def test_names_of_files(tmp_path: Path) -> None:
+    assert hub.model_name(tmp_path / "Qwen3-Q4_K_M.gguf") == "Qwen3-Q4_K_M"
+    assert hub.model_name(tmp_path / "big-00002-of-00003.gguf") == "big"
+    snapshot = tmp_path / "models--org--m" / "snapshots" / ("a" * 40)
+    assert hub.model_name(snapshot / "m-Q8_0.gguf") == "org/m:m-Q8_0"
+
+
+def test_a_file_that_shrank_is_an_error_not_a_crash(tiny: Path) -> None:
+    weights = open_weights(tiny, load_spec(tiny))
+    tiny.write_bytes(tiny.read_bytes()[:-5000])
+    with pytest.raises(ModelFileError, match="became shorter"):
+        for name in weights:
+            weights[name].sum()

@@ -1,0 +1,241 @@
+"""The tokenizer in a GGUF file is the one that the model came with: the same ids and the same text, on any text."""
+
+# ruff: noqa: RUF001  (odd characters are the point)
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tests.gguf_files import write_tokenizer
+from tests.text import text_models
+from tests.text.text_models import LLAMA2_CONFIG, LLAMA3_CONFIG, QWEN_CONFIG, TEXTS
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from cairn.errors import ModelError, ModelFileError
+from cairn.text.chat import load_templates
+from cairn.text.gguf import SPLITS
+from cairn.text.tokenizer import Tokenizer as Ours
+
+# As the published tokenizer.json files of Llama 3, Qwen2 and Mistral Nemo write them.
+LLAMA3 = (
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*"
+    "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+)
+QWEN2 = (
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*"
+    "|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+)
+TEKKEN = (
+    "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+"
+    "|[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*"
+    "|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+)
+WHOLE = {"llama-bpe", "llama3", "llama-v3", "tekken"}
+# fmt: off
+PIECES = [
+    "Hello", "world", "the", "THE", "McDonald", "'ll", "'S", "don't", "ß", "ſ", "İ", "Ǆ", "ﬁ", "½", "x²", "٣", "１２",
+    "12345", " ", "  ", "\t", "\n", "\r\n", "\n\n ", "\u00a0", "\u3000", "\u200b", "\u2028", "\u0085", "\x0b", "\x00",
+    "\ufeff", "        ", "é", "e\u0301", "\u0301", "가", "\u1100\u1161", "Å", "\u212b", "ñ", "n\u0303", "क्षि", "ไทย",
+    "עברית", "العربية", "你好", "世界", "こんにちは", "😀", "👨‍👩‍👧", "👍🏽", "🇩🇰", "\U0010fffd", "\ufffd",
+    "\ue000", "\u202e", "𝔘𝔫𝔦", "Ω", "Σς", "//", "/", "...", "!?", "()", "{'a': 1}", "==", "_", "-", "—", "„", "#",
+    "▁", "Ġ", "Ċ", "<0x41>", "[PAD3]", "<", ">", "s>",
+]
+# fmt: on
+
+
+def strings(count: int, seed: int = 3) -> Iterator[str]:
+    """Edge cases joined at random, words of the training texts, and characters from anywhere."""
+    rng = random.Random(seed)
+    words = [word for text in TEXTS for word in text.split(" ")]
+    yield from ("", " ", "\n", *PIECES, *TEXTS)
+    for _ in range(count):
+        parts = []
+        for _ in range(rng.randrange(1, 12)):
+            kind = rng.randrange(8)
+            if kind < 4:
+                parts.append(rng.choice(PIECES))
+            elif kind < 7:
+                parts.append(rng.choice(("", " ")) + rng.choice(words))
+            else:
+                code = rng.choice((rng.randrange(0x250), rng.randrange(0x3000), rng.randrange(0x110000)))
+                parts.append("" if 0xD800 <= code < 0xE000 else chr(code))
+        yield "".join(parts)
+
+
+@functools.cache
+def published(pre: str) -> str:
+    """tokenizer.json of a small byte-level BPE that splits as the models of `pre` do."""
+    made = Tokenizer(models.BPE(ignore_merges=pre in WHOLE))
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    patterns = {"qwen2": QWEN2, "tekken": TEKKEN, "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3}
+    if pre in patterns:
+        split = pre_tokenizers.Split(Regex(patterns[pre]), "isolated")
+        made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
+    elif pre in ("smollm", "starcoder"):
+        made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
+    else:
+        made.pre_tokenizer = gpt2
+    if pre == "qwen2":
+        made.normalizer = normalizers.NFC()
+    made.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    texts = [*TEXTS, *PIECES, " ".join(PIECES)] * 3
+    trainer = trainers.BpeTrainer(vocab_size=900, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(texts, trainer)
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>"]
+    made.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in names])
+    made.add_tokens([AddedToken(text, normalized=False) for text in ("<think>", "</think>", "        ")])
+    data = json.loads(made.to_str())
+    # Some words can then be met only by who takes a word that is a token as it is.
+    data["model"]["merges"] = data["model"]["merges"][:-80]
+    return json.dumps(data)
+
+
+def same(ours: Ours, theirs: Ours, peer: Any, text: str) -> None:
+    """Ids and text by transformers and by the tokenizer.json that the file was made from."""
+    ids = peer.encode(text, add_special_tokens=False)
+    assert ours.encode(text, special=True) == ids, text
+    assert ours.encode(text) == theirs.encode(text), text
+    assert ours.decode(ids) == peer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False), text
+    stream = ours.detokenizer()
+    assert stream.push(ids) + stream.flush() == ours.decode(ids), text
+
+
+@pytest.mark.parametrize("pre", SPLITS)
+def test_byte_level_tokenizers_equal_transformers(pre: str, tmp_path: Path, prove: bool) -> None:
+    folder = text_models.write_model(tmp_path / "model", published(pre), QWEN_CONFIG)
+    ours = Ours.load(write_tokenizer(folder, tmp_path / "m.gguf", pre=pre))
+    theirs, peer = Ours.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    controls = ["<|im_start|>user\n", "<|im_end|>", "<think>", "a<|endoftext|>b", "<|eot_id|"]
+    for text in [*strings(10_000 if prove else 1_000), *(f"{a}x {b}" for a in controls for b in controls)]:
+        same(ours, theirs, peer, text)
+    assert ours.special_tokens == theirs.special_tokens
+    assert ours.special_ids == theirs.special_ids and ours.controls.ids == theirs.controls.ids
+
+
+def rescored(folder: Path) -> dict[str, float]:
+    """Give the folder's tokenizer.json all merges that its pieces' scores imply, as converters do; the scores."""
+    data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    rank = {"".join(pair): number for number, pair in reversed(list(enumerate(data["model"]["merges"])))}
+    # Shuffled, so that the order of ids is not the order of scores.
+    rank = dict(zip(rank, random.Random(5).sample(sorted(rank.values()), len(rank)), strict=True))
+    special = {one["content"] for one in data["added_tokens"]}
+    scores = {piece: -float(rank.get(piece, -1000)) for piece in data["model"]["vocab"] if piece not in special}
+    pairs = [(p[:cut], p[cut:]) for p in scores if not p.startswith("<0x") for cut in range(1, len(p))]
+    known = [pair for pair in pairs if pair[0] in scores and pair[1] in scores]
+    known.sort(key=lambda pair: (scores["".join(pair)], len(pair[0])), reverse=True)
+    data["model"]["merges"] = [list(pair) for pair in known]
+    (folder / "tokenizer.json").write_text(json.dumps(data), "utf-8")
+    return {piece: score for piece, score in scores.items() if not piece.startswith("<0x")}
+
+
+def sentencepiece(text: str, scores: dict[str, float]) -> list[str]:
+    """The algorithm itself: again and again the neighbours that make the best piece are joined, the leftmost first."""
+    symbols = list("▁" + text.replace(" ", "▁")) if text else []
+    while True:
+        joined = [a + b for a, b in itertools.pairwise(symbols)]
+        best = max((scores[piece] for piece in joined if piece in scores), default=None)
+        if best is None:
+            break
+        at = next(n for n, piece in enumerate(joined) if scores.get(piece) == best)
+        symbols[at : at + 2] = [joined[at]]
+    return [
+        token
+        for symbol in symbols
+        for token in ([symbol] if symbol in scores else [f"<0x{byte:02X}>" for byte in symbol.encode()])
+    ]
+
+
+def test_sentencepiece_tokenizers_equal_transformers_and_the_algorithm(tmp_path: Path, prove: bool) -> None:
+    folder = text_models.write_model(tmp_path / "model", text_models.sentencepiece(), LLAMA2_CONFIG)
+    scores = rescored(folder)
+    count = len(json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]["vocab"])
+    path = write_tokenizer(folder, tmp_path / "m.gguf", ggml__scores=[0.0] * count)
+    names = json.loads(json.dumps(Ours.load(folder)._full.get_vocab()))
+    listed = [scores.get(token, -1000.0) for token in sorted(names, key=names.__getitem__)]
+    ours = Ours.load(write_tokenizer(folder, path, ggml__scores=listed))
+    theirs = Ours.load(folder)
+    peer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **LLAMA2_CONFIG)
+    for text in strings(10_000 if prove else 1_000):
+        same(ours, theirs, peer, text)
+        if not any(name in text for name in ("<s>", "</s>", "<unk>")):
+            assert [peer.convert_ids_to_tokens(i) for i in ours.encode(text)] == sentencepiece(text, scores), text
+    assert ours.encode_prompt("a") == theirs.encode_prompt("a")
+    assert ours.controls.ids == theirs.controls.ids and ours.special_tokens == theirs.special_tokens
+
+
+def test_bos_is_put_where_the_model_wants_it(tmp_path: Path) -> None:
+    """Known failure 21."""
+    folder = text_models.write_model(tmp_path / "model", published("llama-bpe"), LLAMA3_CONFIG)
+
+    def begins(pre: str, **extra: Any) -> bool:
+        ours = Ours.load(write_tokenizer(folder, tmp_path / "m.gguf", pre=pre, **extra))
+        ids = ours.encode_prompt("x<|begin_of_text|>")
+        assert ours.bos_id not in ids[1:]
+        return ids[0] == ours.bos_id
+
+    assert begins("llama-bpe") and begins("tekken") and not begins("qwen2") and not begins("gpt-2")
+    assert begins("qwen2", ggml__add_bos_token=True) and not begins("llama-bpe", ggml__add_bos_token=False)
+
+
+def test_places_that_were_filled_up_are_no_tokens(tmp_path: Path) -> None:
+    folder = text_models.write_model(tmp_path / "model", published("qwen2"), QWEN_CONFIG)
+    theirs = Ours.load(folder)
+    count = theirs.vocab_size
+    (folder / "config.json").write_text("{}")
+    data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    texts = {
+        **{i: t for t, i in data["model"]["vocab"].items()},
+        **{a["id"]: a["content"] for a in data["added_tokens"]},
+    }
+    tokens = [texts[number] for number in range(count)] + [f"[PAD{number}]" for number in range(count, count + 5)]
+    special = {a["id"]: 3 if a["special"] else 4 for a in data["added_tokens"]}
+    kinds = [special.get(number, 1) for number in range(count)] + [5] * 5
+    ours = Ours.load(write_tokenizer(folder, tmp_path / "m.gguf", ggml__tokens=tokens, ggml__token_type=kinds))
+    assert ours.decode([count + 2]) == "" and ours.token_id(f"[PAD{count}]") is None
+    assert ours.encode(f"[PAD{count}]<|im_end|>") == theirs.encode(f"[PAD{count}]<|im_end|>")
+    assert ours.encode_rendered("<|im_end|>") == theirs.encode_rendered("<|im_end|>")
+
+
+def test_templates_of_a_file(tmp_path: Path) -> None:
+    folder = text_models.write_model(tmp_path / "model", published("qwen2"), QWEN_CONFIG, "{{ messages }}")
+    path = write_tokenizer(folder, tmp_path / "m.gguf", chat_template__tool_use="{{ tools }}")
+    assert load_templates(path) == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    assert load_templates(write_tokenizer(folder, path, chat_template=None)) == {}
+    with pytest.raises(ModelFileError, match="none named 'default'"):
+        load_templates(write_tokenizer(folder, path, chat_template=None, chat_template__rag="x"))
+
+
+BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"ggml__model": "rwkv"}, r"m\.gguf: the tokenizer 'rwkv' is not supported; supported are gpt2, llama"),
+    "split": ({"ggml__pre": "klingon"}, r"the tokenizer's split 'klingon' is not supported; supported are gpt-2, "),
+    "no split": ({"ggml__pre": None}, r"does not say how text is split \(tokenizer\.ggml\.pre\)"),
+    "no tokens": ({"ggml__tokens": None}, r"m\.gguf: tokenizer\.ggml\.tokens must be a list of texts"),
+    "numbers": ({"ggml__tokens": [1, 2]}, r"tokenizer\.ggml\.tokens must be a list of texts"),
+    "kinds": ({"ggml__token_type": [1, 2]}, r"tokenizer\.ggml\.token_type must be a list of \d+ whole numbers"),
+    "no merges": ({"ggml__merges": None}, r"tokenizer\.ggml\.merges must be a list of texts"),
+    "merges": ({"ggml__merges": ["a zebra"]}, r"merges must hold two tokens that make one, found 'a zebra'"),
+    "bos": ({"ggml__bos_token_id": 1 << 20}, r"tokenizer\.ggml\.bos_token_id must be a token id"),
+    "flag": ({"ggml__add_bos_token": 1}, r"tokenizer\.ggml\.add_bos_token must be true or false, found 1"),
+    "template": ({"chat_template": 7}, r"tokenizer\.chat_template must be a string, found 7"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_tokenizer_is_one_sentence_and_never_a_fallback(name: str, tmp_path: Path) -> None:
+    """Known failure 20."""
+    extra, sentence = BROKEN[name]
+    folder = text_models.write_model(tmp_path / "model", published("qwen2"), QWEN_CONFIG)
+    path = write_tokenizer(folder, tmp_path / "m.gguf", **extra)
+    with pytest.raises(ModelError, match=sentence):
+        Ours.load(path)
+        load_templates(path)
