@@ -11,7 +11,7 @@ import pytest
 from house import FOLDER, GREEDY, Draw, Heard, House, hear, house
 from tests.files import CrashFiles
 
-from cairn.agents.agents import check_id
+from cairn.agents.book import check_id
 from cairn.agents.index import Kind
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, TokensRecord, decode

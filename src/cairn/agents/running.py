@@ -24,6 +24,8 @@ from cairn.types import CacheReport, Delta, Done, Event, FinishReason, Request, 
 PIECE_TOKENS = 16
 PIECE_SECONDS = 0.25
 """Tokens are logged when there are so many, or when the first of them is so old."""
+STOP_SECONDS = 2.0
+"""How long a turn may take to end when it is told to."""
 GOOD = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALLS})
 
 
@@ -95,6 +97,12 @@ class RunningTurn:
     def cancel(self) -> None:
         """End it as interrupted; its reader gets `Cancelled`, then `over` is set."""
         self._keeper.service.abort(self.request.id)
+
+    async def stop(self) -> None:
+        """Cancel it, and wait until it is over, or has taken too long."""
+        self.cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.over.wait(), STOP_SECONDS)
 
     async def close(self) -> None:
         """End it without a reader."""

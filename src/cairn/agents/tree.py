@@ -40,6 +40,11 @@ class Turn:
         return self.began.number
 
     @property
+    def before(self) -> int:
+        """The number of the turn before it; 0 for none."""
+        return self.parent.number if self.parent is not None else 0
+
+    @property
     def last(self) -> float:
         """When it was last used, in seconds since 1970."""
         return self.began.began if self.ended is None else self.ended.ended
@@ -108,7 +113,7 @@ class Turn:
         cache = self.ended.cache if self.ended is not None else CacheReport()
         return TurnInfo(
             number=self.number,
-            parent=self.parent.number if self.parent is not None else 0,
+            parent=self.before,
             state=self.state,
             current=current,
             messages=self.began.messages,
@@ -144,6 +149,11 @@ class Agent:
     def id(self) -> str:
         """As clients know it."""
         return self.record.id
+
+    @property
+    def busy(self) -> bool:
+        """Whether a turn is about to run, or runs."""
+        return self.starting or self.running is not None
 
     @property
     def tenant(self) -> str:
@@ -187,7 +197,6 @@ class Agent:
 
     def info(self) -> AgentInfo:
         """What callers are told."""
-        busy = self.starting or self.running is not None
         record = self.record
         return AgentInfo(
             id=record.id,
@@ -196,7 +205,7 @@ class Agent:
             head=self.head.number,
             turns=sum(1 for turn in self.head.path() if turn.number),
             tokens=self.head.size(),
-            state="running" if busy else "interrupted" if self.head.state == "interrupted" else "idle",
+            state="running" if self.busy else "interrupted" if self.head.state == "interrupted" else "idle",
             pinned=record.pinned,
             ttl=record.ttl,
             origin=record.origin,

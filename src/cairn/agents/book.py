@@ -1,0 +1,216 @@
+"""What is true of agents, in memory and in the log at once: every change goes through here.
+
+A change that the disk refuses has not happened: memory is as it was, and the log is told so once it can be.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import msgspec
+
+from cairn.agents.index import Kind
+from cairn.agents.kv import AgentKv
+from cairn.agents.ledger import counted, total_key
+from cairn.agents.records import AgentRecord, SavingsRecord, TurnRecord
+from cairn.agents.roster import Roster
+from cairn.agents.segment import Record
+from cairn.agents.tree import Agent, Turn
+from cairn.agents.writer import Writer
+from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
+from cairn.seams import Clock, Rng
+from cairn.types import Done
+
+ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+RESERVED = frozenset({"import"})
+"""Ids that are routes."""
+MAX_AGENTS = 10_000
+"""Of one tenant."""
+
+
+class Book:
+    """The roster and the log of one server."""
+
+    def __init__(self, roster: Roster, writer: Writer, kv: AgentKv, clock: Clock, rng: Rng) -> None:
+        self.roster, self.writer, self.kv = roster, writer, kv
+        self.rng, self._clock = rng, clock
+        self._owed: list[Record] = []
+        self._refused: list[int] = []
+
+    def now(self) -> float:
+        """Seconds since 1970."""
+        return self._clock.time_ns() / 1e9
+
+    # ---------------------------------------------------------------------------------------------------- to look up
+
+    def find(self, tenant: str, id: str, salt: bytes | None = None) -> Agent:
+        """One agent. InvalidRequest for what is no id, NotFound for one that is not there or is another tenant's."""
+        check_id(id)
+        agent = self.roster.find(tenant, id)
+        if agent is None:
+            raise NotFound(f"there is no agent {id}", field="id")
+        if salt is not None:
+            agent.salt = salt
+        return agent
+
+    def idle(self, tenant: str, id: str) -> Agent:
+        """The same, and Conflict while a turn of it runs."""
+        agent = self.find(tenant, id)
+        if agent.busy:
+            raise conflict(agent)
+        return agent
+
+    def turn(self, agent: Agent, number: int) -> Turn:
+        """One of its turns, 0 for the beginning. NotFound for one that is not there."""
+        turn = agent.turn(number)
+        if turn is None:
+            raise NotFound(f"agent {agent.id} has no turn {number}", field="turn")
+        return turn
+
+    def new_id(self, tenant: str, id: str | None) -> str:
+        """An id for another agent: this one, or one made up. Conflict if it is taken, Overloaded if too many."""
+        if len(self.roster.of(tenant)) >= MAX_AGENTS:
+            raise Overloaded(f"there are {MAX_AGENTS} agents, the limit; delete some", retry_after=60.0)
+        if id is None:
+            return f"agent-{self.rng.bits64():016x}"
+        check_id(id)
+        if self.roster.find(tenant, id) is not None:
+            raise Conflict(f"there is an agent {id} already", field="id")
+        return id
+
+    # ------------------------------------------------------------------------------------------------------ to change
+    # What these write is durable when they return. Unavailable where the disk refuses it.
+
+    async def add(self, agent: Agent, *more: Record) -> Agent:
+        """A new agent, and the records that it needs."""
+        written = self.writer.record(Kind.AGENT, agent.record, agent.key)
+        agent.starting = True
+        self.roster.add(agent)
+        try:
+            await self.writer.sync(*more, written)
+        except BaseException:
+            self.roster.remove(agent)
+            self._refused += [written.key, *(record.key for record in more)]
+            raise
+        finally:
+            agent.starting = False
+        return agent
+
+    async def fork(self, agent: Agent, at: Turn, id: str | None) -> Agent:
+        """A new agent with this one's history up to a turn."""
+        now = self.now()
+        old = agent.record
+        record = msgspec.structs.replace(
+            old,
+            id=self.new_id(agent.tenant, id),
+            created=now,
+            used=now,
+            base=at.key,
+            head=at.key,
+            origin=old.id,
+            pinned=False,
+        )
+        return await self.add(Agent(self.writer.key(), record, agent.root, at))
+
+    async def move(self, agent: Agent, head: Turn) -> None:
+        """Another turn is the agent's head."""
+        await self._amend(agent, agent.record, head)
+
+    async def set_pinned(self, agent: Agent, pinned: bool) -> None:
+        """The agent's context is to be kept in the stores, or not."""
+        await self._amend(agent, msgspec.structs.replace(agent.record, pinned=pinned), agent.head)
+
+    async def _amend(self, agent: Agent, record: AgentRecord, head: Turn) -> None:
+        before = agent.record, agent.head
+        agent.record, agent.head = record, head
+        try:
+            await self.writer.sync(self.note(agent))
+        except Unavailable:
+            agent.record, agent.head = before
+            self.owe(self.note(agent))
+            raise
+
+    async def begin(self, agent: Agent, began: TurnRecord) -> Turn:
+        """The next turn at the agent's head."""
+        record = self.writer.record(Kind.TURN, began)
+        turn = Turn(record.key, began, agent.head)
+        self.roster.add_turn(agent, turn)
+        try:
+            await self.writer.sync(record)
+        except BaseException:
+            self.roster.take_back(agent, turn)
+            self._refused.append(turn.key)
+            raise
+        agent.used = began.began
+        return turn
+
+    async def remove(self, agent: Agent) -> None:
+        """Forget an agent and erase what only it needs, its KV too."""
+        await self.kv.drop(agent)
+        keys = self.roster.remove(agent)
+        try:
+            await self.writer.erase(keys)
+        except Unavailable:
+            self.roster.restore(agent)
+            raise
+
+    # ---------------------------------------------------------------------------------------------- to be written soon
+
+    def note(self, agent: Agent) -> Record:
+        """The agent as it is now, to be written."""
+        agent.record = msgspec.structs.replace(agent.record, used=agent.used, head=agent.head.key)
+        return self.writer.record(Kind.AGENT, agent.record, agent.key)
+
+    def count(self, agent: Agent, done: Done) -> Sequence[Record]:
+        """Add an answer to the agent's line and its tenant's; what is to be written of it."""
+        speed = self.roster.ledger.count(agent.tenant, done)
+        agent.savings = counted(agent.savings, done, speed)
+        line = SavingsRecord(savings=agent.savings)
+        return [self.writer.record(Kind.SAVINGS, line, agent.key), *self._totals()]
+
+    def _totals(self) -> list[Record]:
+        """The tenants' totals that are not written yet."""
+        ledger = self.roster.ledger
+        lines = [(name, SavingsRecord(savings=ledger.totals[name], tenant=name)) for name in sorted(ledger.dirty)]
+        ledger.dirty.clear()
+        return [self.writer.record(Kind.SAVINGS, line, total_key(name)) for name, line in lines]
+
+    def owe(self, *records: Record) -> None:
+        """Write these as soon as the disk takes them."""
+        self._owed += records
+
+    def settle(self) -> None:
+        """Write what is owed. Unavailable once the log is closed."""
+        owed, self._owed = self._owed, []
+        records = [*owed, *self._totals()]
+        if records:
+            self.writer.append(*records)
+
+    def refused(self) -> list[int]:
+        """Keys of records that the disk refused and may have all the same, once."""
+        keys, self._refused = self._refused, []
+        return keys
+
+
+def check_id(id: str) -> None:
+    """InvalidRequest for what is no agent's id. Ids never become file names."""
+    if not ID.fullmatch(id) or id in RESERVED:
+        raise InvalidRequest(
+            "an agent's id has 1 to 64 letters, digits, dots, underscores and hyphens, begins with a letter or digit, "
+            "and is not 'import'",
+            field="id",
+        )
+
+
+def conflict(agent: Agent) -> Conflict:
+    """Why the agent's head is not free now."""
+    head = agent.head
+    if agent.running is not None:
+        request = f"{agent.running.request.id:016x}"
+        return Conflict(f"turn {head.number} of agent {agent.id} is running (request {request})")
+    if agent.starting:
+        return Conflict(f"turn {agent.next_number()} of agent {agent.id} is starting")
+    return Conflict(
+        f"turn {head.number} of agent {agent.id} was interrupted; resume it, or roll back to turn {head.before}"
+    )

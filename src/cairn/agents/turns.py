@@ -1,0 +1,176 @@
+"""How a turn begins, and how an interrupted one goes on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cairn.agents.book import Book, conflict
+from cairn.agents.records import EndRecord, TurnRecord, pack
+from cairn.agents.running import RunningTurn, said_before
+from cairn.agents.segment import Record
+from cairn.agents.tree import Agent, Turn, digest
+from cairn.config import Config
+from cairn.errors import Conflict, Unavailable
+from cairn.seams import Clock
+from cairn.service.requests import SamplingOptions, requests
+from cairn.service.service import Service
+from cairn.service.stream import Stream
+from cairn.text.chat import Prompt
+from cairn.types import Done, Event, Request
+
+
+class Turns:
+    """Begins turns, and is told of their end."""
+
+    def __init__(self, service: Service, book: Book, clock: Clock, config: Config) -> None:
+        self.service, self.writer, self.clock = service, book.writer, clock
+        self.owe = book.owe
+        self._book, self._config = book, config
+
+    async def start(
+        self,
+        agent: Agent,
+        messages: Sequence[dict[str, Any]],
+        options: SamplingOptions,
+        number: int,
+        template_args: Mapping[str, Any] | None,
+        *,
+        fork_on_conflict: bool,
+    ) -> RunningTurn:
+        """Begin a turn with new messages; `number`: its request's id. Conflict where the head is not free."""
+        forked, salt = False, agent.salt
+        if agent.busy or agent.head.state != "finished":
+            if not fork_on_conflict:
+                raise conflict(agent)
+            whole = next(turn for turn in agent.head.path() if turn.state == "finished")
+            agent, forked = await self._book.fork(agent, whole, None), True
+            agent.salt = salt
+        agent.starting = True
+        try:
+            return await self._begin(agent, messages, options, number, template_args)
+        except BaseException:
+            if forked:
+                with contextlib.suppress(Unavailable):
+                    await self._book.remove(agent)
+            raise
+        finally:
+            agent.starting = False
+
+    async def _begin(
+        self,
+        agent: Agent,
+        messages: Sequence[dict[str, Any]],
+        options: SamplingOptions,
+        number: int,
+        template_args: Mapping[str, Any] | None,
+    ) -> RunningTurn:
+        service = self.service
+        prompt, prefix = await self._prompt(agent, messages, template_args)
+        (request,) = requests(
+            service.spec,
+            prompt.tokens,
+            options,
+            ids=lambda: number,
+            context=service.info.context,
+            max_choices=1,
+            output=prompt.output,
+            salt=agent.salt,
+            timeout=self._config.request_timeout,
+        )
+        request = msgspec.structs.replace(request, durable=True)
+        began = self._record(agent, messages, prefix, request)
+        # What cannot be served is refused here, so nothing is written of it. The answer is computed while the message
+        # is being synced, and nobody sees any of it before.
+        stream = service.generate(request)
+        try:
+            turn = await self._book.begin(agent, began)
+        except BaseException:
+            stream.close()
+            raise
+        return self._run(agent, turn, request, stream, [])
+
+    async def _prompt(
+        self, agent: Agent, messages: Sequence[dict[str, Any]], template_args: Mapping[str, Any] | None
+    ) -> tuple[Prompt, int]:
+        """The prompt of the next turn, and how many of its ids are the context of the head."""
+        chat, head, root = self.service.chat, agent.head, agent.root.began
+        history, tools = agent.history(), list(root.tools) or None
+        before = None
+        if head.number and head.began.identity == self.service.spec.identity:
+            before = head.context()
+        if before is not None:
+            extended = await chat.extend(before, history, messages, tools, template_args=template_args)
+            if extended is not None:
+                return extended, len(before)
+        whole = [*history, *messages]
+        return await chat.prompt(whole, tools, tenant=agent.tenant, template_args=template_args), 0
+
+    def _record(self, agent: Agent, messages: Sequence[dict[str, Any]], prefix: int, request: Request) -> TurnRecord:
+        """All that is needed to go on with the turn after a restart."""
+        return TurnRecord(
+            agent=agent.key,
+            number=agent.next_number(),
+            parent=agent.head.key,
+            messages=tuple(messages),
+            prefix=prefix,
+            ids=pack(request.prompt[prefix:]),
+            digest=digest(request.prompt),
+            identity=self.service.spec.identity,
+            sampling=request.sampling,
+            stop=request.stop,
+            output=request.output,
+            began=self._book.now(),
+            request=request.id,
+        )
+
+    def resume(self, agent: Agent, number: int) -> RunningTurn:
+        """Go on with the interrupted turn at the head as the request `number`. Conflict where that cannot be done."""
+        if agent.busy:
+            raise conflict(agent)
+        request = self._again(agent, number)
+        turn = agent.head
+        first, reason = said_before(self.service, request, list(turn.tokens))
+        stream = None
+        if reason is None:
+            stream = self.service.generate(msgspec.structs.replace(request, generated=tuple(turn.tokens)))
+        return self._run(agent, turn, request, stream, first)
+
+    def _again(self, agent: Agent, number: int) -> Request:
+        """What was asked at the head when it began."""
+        turn = agent.head
+        began, named = turn.began, f"turn {turn.number} of agent {agent.id}"
+        if turn.state != "interrupted" or began.sampling is None:
+            raise Conflict(f"{named} is {turn.state}; only an interrupted one is resumed")
+        prompt, back = turn.prompt(), f"roll back to turn {turn.before}"
+        if began.identity != self.service.spec.identity:
+            raise Conflict(f"{named} was begun with another model; {back}")
+        if digest(prompt) != began.digest:
+            raise Conflict(f"damage to the log cost what came before {named}; {back}")
+        return Request(
+            id=number,
+            prompt=tuple(prompt),
+            sampling=began.sampling,
+            stop=began.stop,
+            output=began.output,
+            salt=agent.salt,
+            timeout=self._config.request_timeout,
+            durable=True,
+        )
+
+    def _run(
+        self, agent: Agent, turn: Turn, request: Request, stream: Stream | None, first: Sequence[Event]
+    ) -> RunningTurn:
+        turn.state = "running"
+        agent.running = RunningTurn(self, agent, turn, request, stream, first)
+        return agent.running
+
+    def ended(self, agent: Agent, done: Done | None, end: EndRecord) -> Sequence[Record]:
+        """A turn is over: count it. What is to be written with its end."""
+        agent.used = end.ended
+        if agent.record.pinned and end.state == "finished":
+            self._book.kv.pin_later(agent)
+        return self._book.count(agent, done) if done is not None else ()

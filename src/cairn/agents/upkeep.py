@@ -1,0 +1,62 @@
+"""What is done about agents although nobody asks: what is owed is written, what is over is erased."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+
+from cairn.agents.book import Book
+from cairn.agents.replays import Replays
+from cairn.errors import Unavailable, trace
+
+log = logging.getLogger(__name__)
+
+TEND_SECONDS = 30.0
+ABANDONED_SECONDS = 7 * 86_400.0
+"""Age at which turns off an agent's path are collected."""
+
+
+class Upkeep:
+    """Runs from when it is made, on the event loop, until `close`."""
+
+    def __init__(self, book: Book, replays: Replays, orphans: Sequence[int]) -> None:
+        """`orphans`: keys that the log holds for no agent, to be erased first."""
+        self._book, self._replays = book, replays
+        self._task = asyncio.create_task(self._run(orphans))
+
+    async def close(self) -> None:
+        """Stop. May be called again."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self, orphans: Sequence[int]) -> None:
+        with contextlib.suppress(Unavailable):
+            await self._book.writer.erase(orphans)
+        while True:
+            await asyncio.sleep(TEND_SECONDS)
+            try:
+                await self.tend()
+            except Unavailable:
+                continue  # the log says so itself, in `trouble`
+            except Exception as error:
+                log.error("the upkeep of agents failed: %s", trace(error))
+
+    async def tend(self) -> None:
+        """Write what is owed, delete agents whose time is over, erase branches that were abandoned long ago."""
+        book = self._book
+        book.settle()
+        now = book.now()
+        gone: list[int] = []
+        for agent in book.roster:
+            if agent.busy:
+                continue
+            if agent.record.ttl is not None and now - agent.used > agent.record.ttl:
+                await book.remove(agent)
+            else:
+                gone += book.roster.prune(agent, now - ABANDONED_SECONDS)
+        gone += self._replays.over(now)
+        gone += book.refused()
+        if gone:
+            await book.writer.erase(gone)
