@@ -14,7 +14,7 @@ def register(app: typer.Typer) -> None:
 
     @app.command(rich_help_panel="Models")
     def pull(
-        model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub id: org/name.")],
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub id: org/name, or for GGUF org/name:Q4_K_M.")],
     ) -> None:
         """Download a model from the hub. An interrupted download goes on; every file's checksum is verified."""
         print(_pull(model))

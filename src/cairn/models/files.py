@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from cairn.errors import ModelFileError
@@ -31,24 +31,34 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf" and not path.is_dir()
 
 
-def stem(path: Path) -> str:
+def stem(path: PurePath) -> str:
     """A GGUF file's name without its ending and without its number among the parts of a split model."""
     match = _SHARD.fullmatch(path.name)
     return match[1] if match else path.stem
 
 
+def parts(name: str) -> tuple[str, ...]:
+    """The names of all parts of the model that a file's name belongs to; its own where it is not split.
+
+    Empty if its number is not one of those that its parts can have.
+    """
+    match = _SHARD.fullmatch(name)
+    if match is None:
+        return (name,)
+    number, count = int(match[2]), int(match[3])
+    if not 1 <= number <= count <= MAX_SPLITS:
+        return ()
+    return tuple(f"{match[1]}-{one:05}-of-{count:05}.gguf" for one in range(1, count + 1))
+
+
 def shards(path: Path) -> tuple[Path, ...]:
     """The files of the model that `path` names: all parts of a split one, whichever of them `path` is."""
-    match = _SHARD.fullmatch(path.name)
-    if match is None:
-        return (path,)
-    stem, number, count = match[1], int(match[2]), int(match[3])
-    if not 1 <= number <= count <= MAX_SPLITS:
+    paths = tuple(path.with_name(name) for name in parts(path.name))
+    if not paths:
         raise ModelFileError(f"{path}: the parts of a split model are numbered from 00001 to at most {MAX_SPLITS:05}")
-    paths = tuple(path.with_name(f"{stem}-{one:05}-of-{count:05}.gguf") for one in range(1, count + 1))
     for one in paths:
-        if not one.is_file():
-            raise ModelFileError(f"{one}: the file is missing, and {path.name} is one of {count} parts")
+        if len(paths) > 1 and not one.is_file():
+            raise ModelFileError(f"{one}: the file is missing, and {path.name} is one of {len(paths)} parts")
     return paths
 
 

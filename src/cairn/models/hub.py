@@ -2,39 +2,26 @@
 
 Downloads are kept in the cache layout that the hub's other tools use (`models--org--name/{blobs,refs,snapshots}` below
 HF_HUB_CACHE or HF_HOME), so nothing is downloaded twice. A snapshot appears only after every file in it was verified.
-Only data is fetched: safetensors, JSON and the chat template. Never pickles (.bin, .pt), never code.
+Only data is fetched: safetensors, JSON and the chat template, or with org/name:TYPE the GGUF files of one quantisation.
+Never pickles (.bin, .pt), never code.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.files import INDEX, WEIGHTS, is_gguf, stem
-
-if TYPE_CHECKING:
-    from cairn.models.download import Hub, RemoteFile
+from cairn.models.variants import Variant, cached, choose, tags
 
 DEMO = "demo"
 NEEDED = ("config.json", "tokenizer.json")
 """A model without these cannot be served."""
-USEFUL = (
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -54,6 +41,7 @@ class Downloaded:
 
     name: str
     folder: Path
+    """Of a GGUF model its file, or the first of them."""
     bytes: int
 
 
@@ -73,9 +61,10 @@ def model_name(folder: Path) -> str:
     A GGUF file is called by its own name without the ending, in the download cache org/name:FILE.
     """
     if is_gguf(folder):
-        place = model_name(folder.parent)
         own = stem(folder)
-        return f"{place}:{own}" if is_hub_id(place) else own
+        # A repository may keep the parts of a split model in a folder of their own.
+        places = (model_name(above) for above in (folder.absolute().parent, folder.absolute().parent.parent))
+        return next((f"{place}:{own}" for place in places if is_hub_id(place)), own)
     folder = folder.resolve()
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith("models--"):
@@ -92,6 +81,7 @@ def cache_folder(env: Mapping[str, str] | None = None) -> Path:
 def locate(model: str, env: Mapping[str, str] | None = None) -> Path:
     """A model's place: 'demo', a folder, a GGUF file, or a hub id that was downloaded. Never uses the network.
 
+    For org/name:TYPE, or org/name:FILE without its ending, it is the GGUF file, of a split model the first one.
     Raises ModelError that says what to do: for a hub id that is not here, the `cairn pull` to run.
     """
     if model == DEMO:
@@ -107,14 +97,24 @@ def locate(model: str, env: Mapping[str, str] | None = None) -> Path:
         )
     if is_gguf(path):
         raise ModelError(f"there is no file {model}")
-    if not is_hub_id(model):
+    name, tag = _parted(model)
+    if not is_hub_id(name):
         raise ModelError(
             f"there is no folder {model}; a model is a folder, a GGUF file, a hub id (org/name) or '{DEMO}'"
         )
-    snapshot = _snapshot(_repository(cache_folder(env), model))
+    repository = _repository(cache_folder(env), name)
+    here = cached(repository)
+    if tag:
+        chosen = choose_one(
+            model, [one for _, one in here], "among the downloads", f"; get it with: cairn pull {model}"
+        )
+        return next(snapshot / one.files[0] for snapshot, one in here if one is chosen)
+    snapshot = snapshot_of(repository)
+    if here and (snapshot is None or missing_from(snapshot)):
+        raise ModelError(f"{model} is downloaded only as GGUF: add one of {tags(one for _, one in here)} after a colon")
     if snapshot is None:
         raise ModelError(f"{model} is neither a folder nor downloaded; get it with: cairn pull {model}")
-    missing = _missing(snapshot)
+    missing = missing_from(snapshot)
     if missing:
         raise ModelError(f"the download of {model} is incomplete ({missing} is missing); run: cairn pull {model}")
     return snapshot
@@ -124,87 +124,57 @@ def downloaded(env: Mapping[str, str] | None = None) -> list[Downloaded]:
     """The complete models in the download cache, by name."""
     found = []
     for repository in sorted(cache_folder(env).glob("models--*--*")):
-        snapshot = _snapshot(repository)
-        if snapshot is not None and not _missing(snapshot):
-            size = sum(file.stat().st_size for file in snapshot.iterdir() if file.is_file())
+        snapshot = snapshot_of(repository)
+        if snapshot is not None and not missing_from(snapshot):
+            size = sum(file.stat().st_size for file in snapshot.iterdir() if file.is_file() and not is_gguf(file))
             found.append(Downloaded(model_name(snapshot), snapshot, size))
+        for place, one in cached(repository):
+            size = sum((place / name).stat().st_size for name in one.files)
+            found.append(Downloaded(model_name(place / one.files[0]), place / one.files[0], size))
     return found
 
 
 def pull(
     model: str, *, progress: Callable[[Progress], None] = lambda _: None, env: Mapping[str, str] | None = None
 ) -> Path:
-    """Download what a model needs, or complete and verify what is here; returns its folder.
+    """Download what a model needs, or complete and verify what is here; returns its place as `locate` does.
 
+    `model` is org/name, or org/name:TYPE for the GGUF files of that quantisation, or of that name without its ending.
     An interrupted download goes on where it stopped. Every file is checked against the checksum that the hub states.
     `progress` is called on this thread. Raises ModelError (no such model, no access, no network, disk full) or
     ModelFileError (wrong checksum); the model is then as it was before the call.
     """
     env = os.environ if env is None else env
-    if not is_hub_id(model):
-        raise ModelError(f"{model} is not a hub id; it must look like org/name")
+    name, tag = _parted(model)
+    if not is_hub_id(name):
+        raise ModelError(f"{model} is not a hub id; it must look like org/name, or org/name:Q4_K_M for GGUF")
     if env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise ModelError(f"{model} cannot be downloaded because HF_HUB_OFFLINE is set")
     from cairn.models.download import Hub
+    from cairn.models.install import install, install_gguf, locked
 
-    repository = _repository(cache_folder(env), model)
+    repository = _repository(cache_folder(env), name)
     try:
         (repository / "blobs").mkdir(parents=True, exist_ok=True)
-        with _locked(repository, model), Hub(model, env, _home(env)) as hub:
-            return _install(hub, repository, progress)
+        with locked(repository, name), Hub(name, env, _home(env)) as hub:
+            return (install_gguf if tag else install)(hub, model, repository, progress)
     except OSError as error:
         raise ModelError(f"{model} cannot be written to {repository}: {error.strerror or error}") from error
 
 
-def _install(hub: Hub, repository: Path, progress: Callable[[Progress], None]) -> Path:
-    commit, listing = hub.listing()
-    for name in NEEDED:
-        if name not in listing:
-            raise ModelFileError(f"{hub.model} has no {name} on the hub, so Cairn cannot serve it")
-    blobs = repository / "blobs"
-    small = [listing[name] for name in (*NEEDED, *USEFUL, INDEX) if name in listing]
-    if INDEX in listing:
-        hub.fetch(commit, listing[INDEX], blobs / listing[INDEX].digest, lambda _: None)
-    files = small + _weights(hub.model, listing, blobs)
-    _check_room(hub.model, blobs, files)
-    total = sum(file.size for file in files)
-    done = 0
-    for file in files:
-
-        def report(have: int, name: str = file.name, before: int = done) -> None:
-            progress(Progress(name, before + have, total))
-
-        hub.fetch(commit, file, blobs / file.digest, report)
-        done += file.size
-    snapshot = repository / "snapshots" / commit
-    snapshot.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        _link(blobs / file.digest, snapshot / file.name)
-    # The reference comes last: until then nobody finds the snapshot.
-    (repository / "refs").mkdir(exist_ok=True)
-    fresh = repository / "refs" / "main.new"
-    fresh.write_text(commit)
-    fresh.replace(repository / "refs" / "main")
-    return snapshot
+def choose_one(model: str, found: Sequence[Variant], where: str, hint: str = "") -> Variant:
+    """The one GGUF model that org/name:TAG means. Raises ModelError with what there is, or what it may be."""
+    name, tag = _parted(model)
+    chosen = choose(found, tag)
+    if len(chosen) > 1:
+        raise ModelError(f"{model} may be one of {', '.join(one.stem for one in chosen)}; put its name after the colon")
+    if not chosen:
+        has = f"only {tags(found)}" if found else "no GGUF file at all"
+        raise ModelError(f"{tag} of {name} is not {where}, {has}{hint}")
+    return chosen[0]
 
 
-def _weights(model: str, listing: Mapping[str, RemoteFile], blobs: Path) -> list[RemoteFile]:
-    """The files that hold the weights: the index's shards, or one file."""
-    if INDEX not in listing:
-        if WEIGHTS in listing:
-            return [listing[WEIGHTS]]
-        kinds = {Path(name).suffix for name in listing}
-        has = ", only pickles (.bin), which Cairn never opens" if kinds & {".bin", ".pt", ".pth"} else ""
-        has = ", only GGUF: download one such file yourself and serve it by its path" if ".gguf" in kinds else has
-        raise ModelFileError(f"{model} has no {WEIGHTS} on the hub{has}")
-    names = _shards(blobs / listing[INDEX].digest)
-    absent = [name for name in names if name not in listing]
-    if not names or absent:
-        raise ModelFileError(f"{INDEX} of {model} names {', '.join(absent) or 'no file'}, which the hub does not have")
-    return [listing[name] for name in names]
-
-
-def _shards(index: Path) -> list[str]:
+def index_shards(index: Path) -> list[str]:
     """The weight files that an index names. Names that are not plain file names make it broken."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -215,18 +185,6 @@ def _shards(index: Path) -> list[str]:
     raise ModelFileError(f"{index} is not an index of safetensors files")
 
 
-def _check_room(model: str, blobs: Path, files: list[RemoteFile]) -> None:
-    missing = 0
-    for file in files:
-        blob = blobs / file.digest
-        part = blob.with_name(blob.name + ".incomplete")
-        have = file.size if blob.is_file() else part.stat().st_size if part.is_file() else 0
-        missing += max(file.size - have, 0)
-    free = shutil.disk_usage(blobs).free
-    if missing > free:
-        raise ModelError(f"{model} needs {missing / 1e9:.2f} GB more, but {blobs} has only {free / 1e9:.2f} GB free")
-
-
 def _home(env: Mapping[str, str]) -> Path:
     if env.get("HF_HOME"):
         return Path(env["HF_HOME"]).expanduser()
@@ -234,11 +192,17 @@ def _home(env: Mapping[str, str]) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "huggingface"
 
 
+def _parted(model: str) -> tuple[str, str]:
+    """org/name:TAG -> org/name and TAG, "" if there is none."""
+    name, _, tag = model.partition(":")
+    return (name, tag) if is_hub_id(name) and _NAME.fullmatch(tag) else (model, "")
+
+
 def _repository(cache: Path, model: str) -> Path:
     return cache / ("models--" + model.replace("/", "--"))
 
 
-def _snapshot(repository: Path) -> Path | None:
+def snapshot_of(repository: Path) -> Path | None:
     """The folder of the branch `main`, or None if nothing was downloaded."""
     try:
         commit = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
@@ -248,29 +212,7 @@ def _snapshot(repository: Path) -> Path | None:
     return folder if _NAME.fullmatch(commit) and folder.is_dir() else None
 
 
-def _missing(snapshot: Path) -> str:
+def missing_from(snapshot: Path) -> str:
     """The first file that a complete model would have and this folder lacks, or an empty string."""
-    weights = _shards(snapshot / INDEX) if (snapshot / INDEX).is_file() else [WEIGHTS]
+    weights = index_shards(snapshot / INDEX) if (snapshot / INDEX).is_file() else [WEIGHTS]
     return next((name for name in (*NEEDED, *weights) if not (snapshot / name).is_file()), "")
-
-
-@contextmanager
-def _locked(repository: Path, model: str) -> Iterator[None]:
-    """One pull of a model at a time; the lock goes with the process."""
-    with (repository / ".cairn.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ModelError(f"{model} is being downloaded by another process; wait for it") from None
-        yield
-
-
-def _link(blob: Path, name: Path) -> None:
-    """Make `name` the blob, in one step."""
-    fresh = name.with_name(name.name + ".new")
-    fresh.unlink(missing_ok=True)
-    try:
-        fresh.symlink_to(os.path.relpath(blob, name.parent))
-    except OSError:  # a file system without symbolic links
-        os.link(blob, fresh)
-    fresh.replace(name)

@@ -1,0 +1,51 @@
+import pytest
+
+from cairn.models.variants import choose, tags, variants
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("Qwen3-0.6B-Q8_0.gguf", "Q8_0"),
+        ("qwen2-0_5b-instruct-q4_0.gguf", "Q4_0"),
+        ("mistral-7b.Q3_K_S.gguf", "Q3_K_S"),
+        ("m-UD-Q4_K_XL.gguf", "UD-Q4_K_XL"),
+        ("m-IQ4_NL.gguf", "IQ4_NL"),
+        ("m_MXFP4_MOE.gguf", "MXFP4_MOE"),
+        ("m-fp16.gguf", "FP16"),
+        ("BF16/m-00001-of-00001.gguf", "BF16"),
+        ("Qwen3.gguf", ""),
+        ("m-Q4_K_M-imat.gguf", ""),
+    ],
+)
+def test_the_quantisation_is_the_end_of_the_name(name, kind):
+    (one,) = variants([name])
+    assert (one.type, one.files, one.missing) == (kind, (name,), "")
+
+
+def test_names_that_are_no_models_or_lead_elsewhere_are_not_seen():
+    names = ["../m-Q8_0.gguf", "/m-Q8_0.gguf", "a/b/m-Q8_0.gguf", "a/../m-Q8_0.gguf", "..", ".m.gguf", "m.safetensors"]
+    assert variants([*names, "mmproj-Q8_0.gguf", "m-mmproj-f16.gguf", "m-Q8_0-00000-of-00002.gguf"]) == []
+
+
+def test_parts_are_one_model_and_a_missing_one_is_named():
+    (whole,) = variants(["m-00002-of-00002.gguf", "m-00001-of-00002.gguf"])
+    assert whole.files == ("m-00001-of-00002.gguf", "m-00002-of-00002.gguf") and whole.missing == ""
+    (part,) = variants(["x/m-00003-of-00003.gguf", "x/m-00001-of-00003.gguf"])
+    assert part.missing == "x/m-00002-of-00003.gguf"
+
+
+def test_a_tag_is_a_name_before_a_type_and_a_type_before_its_dynamic_twin():
+    found = variants(["a-Q4_K_M.gguf", "a-UD-Q4_K_M.gguf", "a-UD-Q2_K.gguf", "b-Q8_0.gguf", "c-Q8_0.gguf", "Q8.gguf"])
+    assert [one.stem for one in choose(found, "q4_k_m")] == ["a-Q4_K_M"]
+    assert [one.stem for one in choose(found, "ud-q4_k_m")] == ["a-UD-Q4_K_M"]
+    assert [one.stem for one in choose(found, "Q2_K")] == ["a-UD-Q2_K"]
+    assert [one.stem for one in choose(found, "Q8_0")] == ["b-Q8_0", "c-Q8_0"]
+    assert [one.stem for one in choose(found, "C-q8_0")] == ["c-Q8_0"]
+    assert choose(found, "Q8_1") == [] and choose(found, "K_M") == []
+    assert tags(found) == "Q8, Q4_K_M, UD-Q2_K, UD-Q4_K_M, Q8_0"
+
+
+def test_one_file_is_taken_before_the_parts_of_the_same():
+    found = variants(["Q8_0/m-Q8_0-00001-of-00002.gguf", "Q8_0/m-Q8_0-00002-of-00002.gguf", "m-Q8_0.gguf"])
+    assert [one.files for one in choose(found, "Q8_0")] == [("m-Q8_0.gguf",)]
