@@ -289,6 +289,11 @@ class Channel:
         """Wait up to `timeout` seconds for the front to close its end; what it has sent stays unread."""
         return bool(self._hangup.poll(timeout * 1000))
 
+    def hang_up(self) -> None:
+        """Let both sides see the end of the stream; a thread that sends or waits for it goes on at once."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the socket: the front sees the end of the stream."""
         self._sock.close()

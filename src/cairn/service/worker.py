@@ -31,7 +31,7 @@ from cairn.scheduler import Limits, Scheduler
 from cairn.seams import Clock, SystemClock, SystemFiles
 from cairn.service import wire
 from cairn.service.answers import Answers
-from cairn.service.stores import GB, open_stores
+from cairn.service.stores import GB, keyed, open_stores
 from cairn.types import KvStats, Output
 
 BEAT_SECONDS = 1.0
@@ -42,6 +42,7 @@ FAILED_STEPS = 3
 LOOK_SECONDS = 0.05
 """How often to look at deadlines, and whether loads are late, while requests only wait for loads."""
 _NEWS_SECONDS = 0.5
+_PULSE_SECONDS = 5.0
 _STORE_SECONDS = 4.0
 """How long what is to be written holds up the end."""
 
@@ -62,8 +63,12 @@ class Pulse:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; it may be blocked in a send until the socket is closed."""
+        """Say nothing more."""
         self._over.set()
+
+    def join(self) -> None:
+        """Wait for the thread's end, once the channel has hung up: until then it may be blocked in a send."""
+        self._thread.join(_PULSE_SECONDS)
 
     def _beat(self) -> None:
         while not self._channel.hung_up(BEAT_SECONDS) and not self._over.is_set():
@@ -204,6 +209,8 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
             if loaded.tiers is not None:
                 loaded.tiers.close(_STORE_SECONDS)
             loaded.engine.close()
+        channel.hang_up()
+        pulse.join()
         channel.close()
 
 
@@ -225,7 +232,8 @@ def _load(channel: wire.Channel, config: Config, folder: Path) -> Loaded | None:
         from cairn.engine.device import load_engine
 
         spec, engine = load_engine(config, folder)
-        stores, trouble = open_stores(config, spec, engine.info, clock, SystemFiles(), os.environ)
+        known = keyed(engine.info, config.kv_codec)
+        stores, trouble = open_stores(config, spec, known, clock, SystemFiles(), os.environ)
     except Exception as error:
         if engine is not None:
             engine.close()
@@ -235,7 +243,7 @@ def _load(channel: wire.Channel, config: Config, folder: Path) -> Loaded | None:
             traceback.print_exc(file=sys.stderr)
             channel.send(wire.LoadFailed(CairnError.code, f"the model could not be loaded: {error!r}"))
         return None
-    cache = Cache(engine.info)
+    cache = Cache(known)
     tiers = None
     if stores:
         written = WriteLimits(day_bytes=config.kv_write_gb * GB)
@@ -249,7 +257,6 @@ def _load(channel: wire.Channel, config: Config, folder: Path) -> Loaded | None:
         max_queue_tokens=1 << 62,
     )
     scheduler = Scheduler(cache, limits, clock)
-    known = engine.info
     info = wire.Info(context=known.context, pool_tokens=cache.longest, vocab=known.vocab, max_rows=known.max_rows)
     channel.send(wire.Ready(spec, info, trouble))
     return Loaded(engine, cache, scheduler, tiers, clock)
