@@ -103,6 +103,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="Most GB in kv_dir; default: a fifth of what the disk has free or the folder holds, at most 50."
         ),
     ] = None
+    kv_codec: Annotated[
+        Literal["raw", "q8"],
+        Meta(
+            description="How KV is written in kv_dir. 'q8' takes about a quarter of the room and rounds: answers from "
+            "loaded KV may differ; it needs 'cairn cache check-codec' first."
+        ),
+    ] = "raw"
     kv_ram_gb: Annotated[
         Annotated[float, Meta(gt=0, le=1 << 20)] | None,
         Meta(description="GB of host memory that keep KV, for engines whose pool is elsewhere; default: none."),

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from cairn.kv.prefix import Chain, extend, root
+from cairn.kv.prefix import Chain, extend, numerics, root
 from cairn.types import CacheGroup
 
 FULL = CacheGroup(kind="full", layers=(0, 1))
@@ -39,6 +39,7 @@ def test_the_digest_is_whole_and_the_same_in_every_process() -> None:
         root(b"model", b"salt", CacheGroup(kind="full", layers=(0, 2)), 4),
         root(b"model", b"salt", CacheGroup(kind="window", layers=(0, 1), window=8), 4),
         root(b"model", b"salt", FULL, 8),
+        root(numerics(b"model", "q8"), b"salt", FULL, 4),
     ],
 )
 def test_the_root_names_everything_that_could_change_a_number(other: bytes) -> None:
@@ -46,6 +47,11 @@ def test_the_root_names_everything_that_could_change_a_number(other: bytes) -> N
     start = root(b"model", b"salt", FULL, 4)
     assert other != start
     assert not set(keys(other, TOKENS)) & set(keys(start, TOKENS))
+
+
+def test_the_codec_that_changes_nothing_changes_no_key() -> None:
+    assert numerics(b"model", "raw") == b"model"
+    assert len({numerics(b"model", "q8"), numerics(b"mode", "lq8"), numerics(b"model", "q4"), b"model"}) == 4
 
 
 def test_a_window_is_part_of_the_root() -> None:

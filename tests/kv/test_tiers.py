@@ -11,7 +11,7 @@ from tiered import SIZE, Between, Rig, Time
 from cairn.kv.behind import WriteLimits
 from cairn.kv.context import TierName
 from cairn.kv.loading import Gate
-from cairn.kv.prefix import root
+from cairn.kv.prefix import numerics, root
 from cairn.kv.ram import RamStore
 from cairn.kv.store import Chunk, Store
 from cairn.types import CacheGroup, FinishReason, Miss, Placed
@@ -68,7 +68,7 @@ def test_of_two_stores_each_gives_what_the_other_lacks() -> None:
 
 
 @pytest.mark.parametrize("tier", ["pool", "ram", "disk"])
-@pytest.mark.parametrize("field", ["token", "salt", "identity", "window", "block size", "nothing"])
+@pytest.mark.parametrize("field", ["token", "salt", "identity", "codec", "window", "block size", "nothing"])
 def test_whatever_the_key_covers_no_tier_hits_when_it_differs(tier: str, field: str) -> None:
     """Known failures 26, 28, 40: each part of the key alone, in every tier. `nothing`: that the test can hit at all."""
     store = RamStore(1 << 30)
@@ -83,6 +83,7 @@ def test_whatever_the_key_covers_no_tier_hits_when_it_differs(tier: str, field: 
                 root(b"fake", b"", FULL, 4)
                 != {
                     "identity": root(b"other", b"", FULL, 4),
+                    "codec": root(numerics(b"fake", "q8"), b"", FULL, 4),
                     "window": root(b"fake", b"", CacheGroup(kind="window", layers=(0,), window=200), 4),
                     "block size": root(b"fake", b"", FULL, 8),
                 }[field]
@@ -90,9 +91,10 @@ def test_whatever_the_key_covers_no_tier_hits_when_it_differs(tier: str, field: 
             return
         second = first
     else:
+        identities = {"identity": b"other weights", "codec": numerics(b"fake", "q8")}
         second = Rig(
             stores,
-            identity=b"other weights" if field == "identity" else b"fake",
+            identity=identities.get(field, b"fake"),
             windows=(200,) if field == "window" else (0,),
             size=8 if field == "block size" else SIZE,
         )

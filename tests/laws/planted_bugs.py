@@ -2,7 +2,7 @@
 
 A bug is one snippet of source that is replaced by another; the snippet must occur exactly once, so a bug cannot
 silently do nothing. Each runs in a forked process over freshly imported modules, until a law breaks or 2,000 schedules
-(200 of the disk store, each of which opens hundreds of disks) have passed.
+(200 of the disk store, each of which opens hundreds of disks, and 20 texts for the check of codecs) have passed.
 
     python -m tests.laws.planted_bugs [name ...]
 """
@@ -25,8 +25,13 @@ from pathlib import Path
 from types import FrameType
 
 SOURCE = Path(__file__).parents[2] / "src" / "cairn"
-SCHEDULERS, STREAMS, STORAGE = SIMULATORS = ("tests.laws.simulator", "tests.laws.streams", "tests.laws.storage")
-SCHEDULES = {SCHEDULERS: 2000, STREAMS: 2000, STORAGE: 200}
+SCHEDULERS, STREAMS, STORAGE, CODECS = SIMULATORS = (
+    "tests.laws.simulator",
+    "tests.laws.streams",
+    "tests.laws.storage",
+    "tests.laws.codecs",
+)
+SCHEDULES = {SCHEDULERS: 2000, STREAMS: 2000, STORAGE: 200, CODECS: 20}
 STUCK_SECONDS = 20
 """A single schedule that takes so long hangs; that counts as found."""
 
@@ -70,6 +75,7 @@ TEXT = "text/stream.py"
 BYTES = "text/detokenizer.py"
 FLIGHT = "service/flight.py"
 WORKER = "service/worker.py"
+CHECK = "kv/codec_check.py"
 STORE = "kv/disk.py"
 STATE = "kv/disk_state.py"
 INTAKE = "kv/intake.py"
@@ -233,10 +239,20 @@ BUGS = (
     Bug("evictions are not counted", STATE, "                self.count(evicted=cleared)\n", ""),
     Bug("orphans stay on the disk", UPKEEP, "    return found.junk + [(state.folder.path(entry.name), entry.disk) for entry in entries.values()]\n", "    return found.junk\n"),
     Bug("leftovers that could not be removed stay", UPKEEP, "        folders = state.folder.tidy()\n", "        folders = []\n"),
+    # the check of codecs
+    Bug("agreement is of the tokens that were read", CHECK, "one.top[0][0] == other.top[0][0]", "one.token == other.token"),
+    Bug("agreement is with the text", CHECK, "one.top[0][0] == other.top[0][0]", "other.top[0][0] == other.token"),
+    Bug("agreement is counted where they differ", CHECK, "one.top[0][0] == other.top[0][0]", "one.top[0][0] != other.top[0][0]"),
+    Bug("what a codec made of the pages is not read", CHECK, "        engine.write_blocks(group, ids, views).wait()\n", ""),
+    Bug("raw is compared with raw", CHECK, "    coded = _read(engine, codec, tokens)\n", "    coded = plain\n"),
+    Bug("perplexities change places", CHECK, "_perplexity(plain), _perplexity(coded)", "_perplexity(coded), _perplexity(plain)"),
+    Bug("a window's blocks are taken from the wrong place", CHECK, "[place % pool for place in range(first, first + CHUNK_BLOCKS)]", "[place % pool for place in range(CHUNK_BLOCKS)]"),
 )  # fmt: skip
 
-LAWS = dict.fromkeys((STOPS, TEXT, BYTES, FLIGHT, WORKER), STREAMS) | dict.fromkeys(
-    (STORE, STATE, INTAKE, SHELF, FOLDER, CHUNKS, PINS, UPKEEP), STORAGE
+LAWS = (
+    dict.fromkeys((STOPS, TEXT, BYTES, FLIGHT, WORKER), STREAMS)
+    | dict.fromkeys((STORE, STATE, INTAKE, SHELF, FOLDER, CHUNKS, PINS, UPKEEP), STORAGE)
+    | {CHECK: CODECS}
 )
 """Which simulator has to find the bugs of a file; where none is named, the scheduler's."""
 

@@ -1,8 +1,9 @@
 """Keys of KV blocks: one chain of SHA-256 digests a cache group.
 
 The key of block i covers every token up to the end of the block, and through the root everything else that could
-change a number: the engine's identity (weights, tokenizer, dtype, kernels, layout), the tenant's salt, the cache group
-and the block size. Keys are the same in every process and on every machine. The digest is used whole.
+change a number: the engine's identity (weights, tokenizer, dtype, kernels, layout), a codec that loses bits, the
+tenant's salt, the cache group and the block size. Keys are the same in every process and on every machine. The digest
+is used whole.
 """
 
 from __future__ import annotations
@@ -14,6 +15,18 @@ from collections.abc import Sequence
 from cairn.types import CacheGroup
 
 _DOMAIN = b"cairn kv chain 1"
+_CODEC_DOMAIN = b"cairn kv codec 1"
+
+
+def numerics(identity: bytes, codec: str) -> bytes:
+    """The identity under which KV is kept that may have gone through a codec: the engine's own where that is `raw`.
+
+    What is computed after pages that lost bits has lost them, too, also before it is ever written down; so the codec
+    is in every key of the process, not only in those of its files.
+    """
+    if codec == "raw":
+        return identity
+    return hashlib.sha256(_CODEC_DOMAIN + struct.pack("<q", len(identity)) + identity + codec.encode()).digest()
 
 
 def root(identity: bytes, salt: bytes, group: CacheGroup, block_tokens: int) -> bytes:

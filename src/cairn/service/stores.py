@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,9 +12,11 @@ import msgspec
 from cairn.config import Config
 from cairn.engine.base import EngineInfo
 from cairn.errors import ConfigError, Conflict
-from cairn.kv.codec import open_codec
+from cairn.kv.codec import Codec, open_codec
+from cairn.kv.codec_check import recall
 from cairn.kv.context import TierName
 from cairn.kv.disk import DiskStore
+from cairn.kv.prefix import numerics
 from cairn.kv.ram import RamStore
 from cairn.kv.store import Store
 from cairn.seams import Clock, FileSystem
@@ -33,14 +37,20 @@ def _users_folder(env: Mapping[str, str]) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "cairn" / "kv"
 
 
+def keyed(info: EngineInfo, codec: str) -> EngineInfo:
+    """What the layers above an engine are told of it, with the codec in every key: see `prefix.numerics`."""
+    return dataclasses.replace(info, identity=numerics(info.identity, codec))
+
+
 def open_stores(
     config: Config, spec: ModelSpec, info: EngineInfo, clock: Clock, files: FileSystem, env: Mapping[str, str]
 ) -> tuple[dict[TierName, Store], str]:
     """The fastest first, none where no option asks for one; and why there is no disk store although there should be.
 
-    Raises `ConfigError` for a folder that is no store of ours and for options that make no sense together, and
-    `Conflict` where another process holds the folder; but the user's own folder, which nobody named, is then done
-    without. A disk that does not work is no error: see `DiskStore`.
+    `info` as `keyed`. Raises `ConfigError` for a folder that is no store of ours, for options that make no sense
+    together and for a codec that loses bits and was not compared with `raw` on this model, and `Conflict` where another
+    process holds the folder; but the user's own folder, which nobody named, is then done without. A disk that does not
+    work is no error: see `DiskStore`.
     """
     stores: dict[TierName, Store] = {}
     trouble = ""
@@ -54,12 +64,16 @@ def open_stores(
     if config.kv_dir is not None and config.kv_disk:
         folder = Path(config.kv_dir).expanduser().absolute()
         try:
+            codec = _codec(config, spec, info, files, folder)
+        except OSError as error:
+            return stores, f"no KV is kept on the disk: what check-codec found cannot be read: {error}"
+        try:
             stores["disk"] = DiskStore(
                 files,
                 folder,
                 identity=info.identity,
                 model=config.served_name or spec.name,
-                codec=open_codec("raw", info.block_bytes, spec.head_dim),
+                codec=codec,
                 clock=clock,
                 budget=None if config.kv_disk_gb is None else int(config.kv_disk_gb * GB),
                 fresh=config.kv_fresh,
@@ -69,3 +83,18 @@ def open_stores(
                 raise
             trouble = f"no KV is kept on the disk: {error}"
     return stores, trouble
+
+
+def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem, folder: Path) -> Codec:
+    try:
+        codec = open_codec(config.kv_codec, info.block_bytes, spec.head_dim)
+    except ValueError as error:
+        raise ConfigError(f"kv_codec: q8 cannot hold the KV of {spec.name}: {error}", field="kv_codec") from error
+    if not codec.lossless and recall(files, folder, info.identity, codec.name) is None:
+        kernels = "" if config.kernels == "auto" else f" --kernels {config.kernels}"
+        raise ConfigError(
+            f"kv_codec: {codec.name} was not compared with raw on this model; run: cairn cache check-codec "
+            f"{shlex.quote(config.model)} --kv-dir {shlex.quote(str(folder))}{kernels}",
+            field="kv_codec",
+        )
+    return codec
