@@ -83,6 +83,7 @@ def _models(config: Config) -> Rows:
 
 def _fit(name: str, config: Config) -> str:
     """One model in a sentence."""
+    from cairn.cli.output import amount
     from cairn.engine import machine, memory
     from cairn.models import hub
     from cairn.models.spec import load_spec
@@ -100,7 +101,7 @@ def _fit(name: str, config: Config) -> str:
     context = min(spec.context, config.context or spec.context)
     tokens = min(blocks) * BLOCK_TOKENS
     return (
-        f"fits: {_size(memory.weight_bytes(spec))} of weights; {_size(pool)} of KV pool holds {tokens:,} tokens, "
+        f"fits: {amount(memory.weight_bytes(spec))} of weights; {amount(pool)} of KV pool holds {tokens:,} tokens, "
         f"context {context:,}"
     )
 
@@ -110,7 +111,3 @@ def _largest() -> str:
     from cairn.engine import machine
 
     return f"fit up to about {machine.memory_available() * 0.7 / 4 / 1e9:.1f} billion parameters (weights in float32)"
-
-
-def _size(size: float) -> str:
-    return f"{size / GB:.1f} GB" if size >= GB else f"{size / 1e6:.0f} MB"

@@ -22,18 +22,14 @@ def register(app: typer.Typer) -> None:
     @app.command(name="models", rich_help_panel="Models")
     def list_models() -> None:
         """List the models on this machine."""
-        from cairn.cli.output import table
+        from cairn.cli.output import amount, table
         from cairn.models import hub
 
         demo = hub.demo_folder()
         size = sum(file.stat().st_size for file in demo.glob("*") if file.is_file())
-        rows = [(hub.DEMO, _size(size), str(demo))]
-        rows += [(model.name, _size(model.bytes), str(model.folder)) for model in hub.downloaded()]
+        rows = [(hub.DEMO, amount(size), str(demo))]
+        rows += [(model.name, amount(model.bytes), str(model.folder)) for model in hub.downloaded()]
         table(("model", "size", "folder"), rows)
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def _pull(model: str) -> Path:

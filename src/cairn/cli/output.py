@@ -21,6 +21,14 @@ def printable(text: str) -> str:
     return "".join(char if char in "\n\t" or " " <= char <= "~" or ord(char) >= 0xA0 else "\ufffd" for char in text)
 
 
+def amount(count: float) -> str:
+    """So many bytes, for a person."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count:.0f} bytes"
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Rows on stdout: a table for a person; for a program tab-separated lines without a header.
 
