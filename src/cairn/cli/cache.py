@@ -1,21 +1,27 @@
-"""`cairn cache`: the KV that a running server keeps beyond its pool."""
+"""`cairn cache`: the KV that a server keeps beyond its pool."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cairn.cli.options import configured
 from cairn.resolve import Resolved
 
+if TYPE_CHECKING:
+    from cairn.service.check_codec import Checked
+
+_CHECK = ("engine", "kernels", "threads", "context", "kv_dir", "kv_fresh")
 _SERVER = ("api_key", "admin_key")
 _Host = Annotated[str | None, typer.Option(metavar="URL", help="The server; default: the configured address and port.")]
 
 
 def register(app: typer.Typer) -> None:
-    """Add `cairn cache stats`, `flush`, `scrub` and `prune`."""
-    cache = typer.Typer(help="Look at and look after the KV that a running server has stored.", no_args_is_help=True)
+    """Add `cairn cache stats`, `flush`, `scrub`, `prune` and `check-codec`."""
+    cache = typer.Typer(help="Look at and look after the KV that a server has stored.", no_args_is_help=True)
     app.add_typer(cache, name="cache", rich_help_panel="Running servers")
 
     @cache.command()
@@ -41,6 +47,23 @@ def register(app: typer.Typer) -> None:
     def prune(resolved: Resolved, host: _Host = None) -> None:
         """Remove stored chunks that nobody has used for thirty days; pinned ones stay."""
         _print(_swept(_call(resolved, host, "POST", "/prune")))
+
+    @cache.command(name="check-codec")
+    @configured(_CHECK)
+    def check_codec(
+        resolved: Resolved,
+        text: Annotated[
+            Path | None, typer.Option(metavar="FILE", help="What the model reads; default: Cairn's own source.")
+        ] = None,
+    ) -> None:
+        """Compare KV stored as 8-bit integers with KV as it is, on this model: what --kv-codec q8 needs first.
+
+        Loads the model here. It reads 2,000 tokens both ways; stop a server that has the same --kv-dir open.
+        """
+        from cairn.seams import SystemClock, SystemFiles
+        from cairn.service.check_codec import check_codec as check
+
+        _print(_checked(check(resolved.config, SystemFiles(), SystemClock(), os.environ, text)))
 
 
 Rows = list[tuple[str, str]]
@@ -97,4 +120,16 @@ def _swept(found: dict[str, Any]) -> Rows:
     return [
         ("checked", f"{found['checked']:,} chunks"),
         ("removed", f"{found['removed']:,} chunks, {amount(found['removed_bytes'])}"),
+    ]
+
+
+def _checked(checked: Checked) -> Rows:
+    found = checked.found
+    return [
+        ("model", checked.model),
+        ("codec", f"{found.codec}: {checked.bytes:,} bytes a token, raw {checked.raw_bytes:,}"),
+        ("tokens", f"{found.positions:,}"),
+        ("greedy agreement", f"{found.agreed:,} of {found.positions:,} ({found.agreement:.2%})"),
+        ("perplexity", f"{found.perplexity:.4f}, raw {found.raw_perplexity:.4f} ({found.difference:+.3%})"),
+        ("remembered in", str(checked.folder)),
     ]
