@@ -26,6 +26,8 @@ VERSION = "native-1"
 """Version of the order of operations and of the KV layout; a change that can move a bit gets a new one."""
 
 _ALIGN = 64
+_LANES = 16
+_HUGE_PAGE = 2 << 20
 
 
 def _module() -> Any:
@@ -39,6 +41,32 @@ def variants() -> dict[str, bool]:
     """Compiled variants, the fastest first, and whether this CPU runs each; empty where none were compiled."""
     module = _module()
     return dict(module.variants()) if module is not None else {}
+
+
+def packed_bytes(out: int, inner: int, dtype: str) -> int:
+    """Memory of a packed matrix [out, inner] of this type without its bias: whole panels, in huge pages if it is large.
+
+    `csrc/matrix.cpp` packs so.
+    """
+    columns = inner * 4 if dtype == "float32" else inner * 2 if dtype == "float16" else (inner + 1) // 2 * 4
+    size = -(-out // _LANES) * _LANES * columns
+    return size if size < _HUGE_PAGE else -(-size // _HUGE_PAGE) * _HUGE_PAGE
+
+
+class Probe:
+    """What the machine can do with a variant's instructions; see `kernels.roofline`."""
+
+    def __init__(self, variant: str, threads: int) -> None:
+        self._native, self._variant = _module(), variant
+        self._team = self._native.Team(threads)
+
+    def read(self, numbers: NDArray[np.float32]) -> int:
+        """Read the numbers, whole MiB of them, on all threads; returns the bytes read."""
+        return int(self._native.probe_read(self._variant, self._team, numbers))
+
+    def multiply(self, turns: int = 1 << 16) -> int:
+        """Multiply and add in registers, so many times in every chain; returns the operations done."""
+        return int(self._native.probe_multiply(self._variant, self._team, turns))
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,10 @@ struct Variant {
     void (*embed)(const void* row, Dtype dtype, Index size, float* out);
     void (*rope_write)(const RopeWrite&, Index token);
     void (*attend)(const Attend&);
+    // For the roofline: see probe.h. `chains` of 16 multiply-adds make one turn.
+    float (*read_all)(const float* from, Index count);
+    float (*multiply_add)(Index turns, float factor);
+    Index chains;
 };
 
 constexpr Index padded(Index count) { return (count + LANES - 1) / LANES * LANES; }

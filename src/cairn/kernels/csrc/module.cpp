@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <stdexcept>
 #include <string>
 
@@ -181,6 +182,29 @@ void logits(Program& program, const ConstFloats& hidden, const Ints& wanted, con
                    static_cast<Index>(out.shape(0)));
 }
 
+// Both keep their result where the compiler cannot tell that nobody looks.
+std::atomic<float> seen;
+
+constexpr Index READ_PIECE = Index{1} << 18;  // floats
+
+Index probe_read(const std::string& variant, Team& team, const ConstFloats& numbers) {
+    const Variant& kernels = find(variant);
+    const Index pieces = static_cast<Index>(numbers.size()) / READ_PIECE;
+    team.run(pieces, [&](Index piece, int) {
+        seen.store(kernels.read_all(numbers.data() + piece * READ_PIECE, READ_PIECE), std::memory_order_relaxed);
+    });
+    return pieces * READ_PIECE * static_cast<Index>(sizeof(float));
+}
+
+Index probe_multiply(const std::string& variant, Team& team, Index turns) {
+    const Variant& kernels = find(variant);
+    const Index pieces = 8 * team.size();
+    team.run(pieces, [&](Index, int) {
+        seen.store(kernels.multiply_add(turns, 0.5f), std::memory_order_relaxed);
+    });
+    return pieces * turns * kernels.chains * LANES * 2;
+}
+
 nb::list variant_list() {
     nb::list all;
     for (const Variant* one : compiled()) all.append(nb::make_tuple(one->name, runs(one->name)));
@@ -195,6 +219,10 @@ NB_MODULE(_native, m) {
     // A converted array would be a copy that dies while the program still points into it.
     const auto array = nb::arg().noconvert();
     const auto maybe = nb::arg().noconvert().none();
+    m.def("probe_read", &probe_read, nb::arg(), nb::arg(), array, nb::call_guard<nb::gil_scoped_release>(),
+          "Read whole MiB of the floats on the team's threads; returns the bytes read.");
+    m.def("probe_multiply", &probe_multiply, nb::call_guard<nb::gil_scoped_release>(),
+          "So many turns of multiply-adds in registers on the team's threads; returns the operations done.");
     m.def("variants", &variant_list, "(name, whether it runs here) of each compiled variant, the fastest first.");
     nb::class_<Matrix>(m, "Matrix", nb::is_weak_referenceable())
         .def("__init__",

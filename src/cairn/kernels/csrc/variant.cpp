@@ -1,5 +1,6 @@
 // One translation unit a variant: the same kernels for the instruction set that the compiler's flags name.
 #include "attention.h"
+#include "probe.h"
 #include "product.h"
 #include "rows.h"
 
@@ -20,6 +21,7 @@ void any_product(const Product& job, Index first_panel, Index last_panel) {
 }  // namespace
 
 extern const Variant variant;
-const Variant variant = {CAIRN_NAME(CAIRN_VARIANT), any_product, norm, gate, embed, rope_write, attend};
+const Variant variant = {CAIRN_NAME(CAIRN_VARIANT), any_product, norm, gate, embed, rope_write, attend,
+                         read_all, multiply_add, CHAINS};
 
 }  // namespace cairn::CAIRN_VARIANT
