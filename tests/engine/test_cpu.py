@@ -182,12 +182,12 @@ def test_a_step_of_the_largest_size(tmp_path: Path) -> None:
 
 def test_too_little_memory_is_known_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path)
-    opened: list[Any] = []
-    monkeypatch.setattr(cpu, "open_weights", lambda *arguments: opened.append(arguments))
+    loaded: list[Any] = []
+    monkeypatch.setattr(cpu, "load_kernels", lambda *arguments: loaded.append(arguments))
     monkeypatch.setattr("cairn.engine.memory.memory_available", lambda: 1_000_000)
     with pytest.raises(ModelError, match=r"needs .* GB of memory \(.* weights, .* KV pool, .* buffers\), 0\.00 GB are"):
         load(folder, kv_gb=None)
-    assert opened == []
+    assert loaded == []
 
 
 def test_close_gives_blas_its_threads_back(tmp_path: Path) -> None:

@@ -4,13 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
-from tests.tiny_models import random_tensors, write_config
+from gguf import GGMLQuantizationType
+from tests.gguf_files import write_gguf
+from tests.tiny_models import BFLOAT16, KERNELS, random_tensors, write_config, write_model
 
 from cairn.config import Config
-from cairn.engine.memory import block_bytes, check_memory, pool_blocks, weight_bytes
+from cairn.engine.memory import WeightMemory, block_bytes, check_memory, pool_blocks, weight_bytes, weight_memory
 from cairn.errors import ModelError
+from cairn.kernels.choose import load_kernels
+from cairn.models.decoder import build
 from cairn.models.spec import load_spec
+from cairn.models.weights import open_weights
 from cairn.types import CacheGroup, ModelSpec
 
 
@@ -79,3 +85,53 @@ def test_weights_are_counted_as_they_are_held(tmp_path: Path) -> None:
     spec, tensors = load_spec(folder), random_tensors(folder)
     numbers = sum(one.size for one in tensors.values()) + tensors["model.embed_tokens.weight"].size
     assert weight_bytes(spec) == 4 * numbers
+
+
+class Counting:
+    """Kernels that add up what they are asked to hold."""
+
+    def __init__(self, kernels: Any) -> None:
+        self.kernels, self.bytes = kernels, 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            made = getattr(self.kernels, name)(*arguments)
+            held = getattr(made, "array", getattr(made, "panels", made))
+            self.bytes += held.nbytes if hasattr(held, "nbytes") else 0
+            return made
+
+        return call
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16])
+def test_weights_are_counted_as_the_kernels_hold_them(kernels: str, dtype: Any, tmp_path: Path) -> None:
+    """A model that fits is not refused: 16-bit weights take 16 bits where the kernels keep them."""
+    folder = write_model(tmp_path, dtype=dtype, vocab_size=4096, hidden_size=96, tie_word_embeddings=True)
+    spec = load_spec(folder)
+    weights = open_weights(folder, spec)
+    taken = weight_memory(spec, weights, kernels)
+    counting: Any = Counting(load_kernels(kernels, 1))
+    build(counting, spec, weights)
+    assert taken.held == pytest.approx(counting.bytes, rel=0.03)
+    assert taken.passing == 0, "mapped weights need nothing beside"
+    if dtype is not np.float32 and kernels != "reference":
+        assert taken.held < 0.55 * weight_bytes(spec)
+
+
+def test_packed_weights_of_a_gguf_file_pass_through_memory_as_floats(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "LlamaForCausalLM", hidden_size=64, intermediate_size=96, vocab_size=1024)
+    spec = load_spec(path := write_gguf(folder, tmp_path / "model.gguf", kind=GGMLQuantizationType.Q8_0))
+    taken = weight_memory(spec, open_weights(path, spec), "auto")
+    assert taken.passing == 4 * 1024 * 64
+    half = load_spec(path := write_gguf(folder, tmp_path / "half.gguf", kind=GGMLQuantizationType.F16))
+    # Only rows of q and k are put into another order, each of 64 x 64 numbers at most.
+    assert weight_memory(half, open_weights(path, half), "auto").passing == 2 * (64 * 64 + 32 * 64)
+
+
+def test_what_passes_through_memory_counts_beside_the_weights_but_not_beside_an_empty_pool(spec: ModelSpec) -> None:
+    config = Config(max_running=2, step_tokens=16, kv_gb=0.001)
+    blocks = pool_blocks(spec, config)
+    check_memory(spec, config, blocks, 100_000_000, WeightMemory(50_000_000, 50_000_000))
+    with pytest.raises(ModelError, match=r"needs 0\.10 GB .*0\.05 GB weights, 0\.05 GB while loading"):
+        check_memory(spec, config, blocks, 100_000_000, WeightMemory(50_000_000, 50_100_000))

@@ -78,7 +78,7 @@ def _models(config: Config) -> Rows:
 
     names = [config.model, hub.DEMO, *(model.name for model in hub.downloaded())]
     rows = [(name, _fit(name, config)) for name in dict.fromkeys(names)]
-    return [*rows, ("others", _largest()), ("downloads", f"are kept in {hub.cache_folder()}")]
+    return [*rows, ("others", _largest(config)), ("downloads", f"are kept in {hub.cache_folder()}")]
 
 
 def _fit(name: str, config: Config) -> str:
@@ -87,13 +87,15 @@ def _fit(name: str, config: Config) -> str:
     from cairn.engine import machine, memory
     from cairn.models import hub
     from cairn.models.spec import load_spec
+    from cairn.models.weights import open_weights
 
     try:
         folder = hub.locate(name)
         spec = load_spec(folder, identify=False)
         free = machine.memory_available()
-        blocks = memory.pool_blocks(spec, config, free)
-        memory.check_memory(spec, config, blocks, free)
+        weights = memory.weight_memory(spec, open_weights(folder, spec), config.kernels)
+        blocks = memory.pool_blocks(spec, config, free, weights)
+        memory.check_memory(spec, config, blocks, free, weights)
     except CairnError as error:
         return f"no: {str(error).removeprefix(f'{name}: ')}"
     sizes = memory.block_bytes(spec)
@@ -101,13 +103,19 @@ def _fit(name: str, config: Config) -> str:
     context = min(spec.context, config.context or spec.context)
     tokens = min(blocks) * BLOCK_TOKENS
     return (
-        f"fits: {amount(memory.weight_bytes(spec))} of weights; {amount(pool)} of KV pool holds {tokens:,} tokens, "
+        f"fits: {amount(weights.held)} of weights; {amount(pool)} of KV pool holds {tokens:,} tokens, "
         f"context {context:,}"
     )
 
 
-def _largest() -> str:
-    """A rule of thumb: weights in float32 beside a KV pool of a quarter of the free memory."""
+def _largest(config: Config) -> str:
+    """A rule of thumb: weights beside a KV pool of a quarter of the free memory."""
     from cairn.engine import machine
+    from cairn.kernels.choose import REFERENCE, chosen
 
-    return f"fit up to about {machine.memory_available() * 0.7 / 4 / 1e9:.1f} billion parameters (weights in float32)"
+    try:
+        bits = 32 if chosen(config.kernels) == REFERENCE else 16
+    except CairnError as error:
+        return f"no: {error}"
+    numbers = machine.memory_available() * 0.7 / (bits // 8) / 1e9
+    return f"fit up to about {numbers:.1f} billion parameters (weights in {bits} bits)"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cairn.config import Config
 from cairn.engine.base import EngineInfo, Ready, Row, RowResult
 from cairn.engine.machine import cpu_count
-from cairn.engine.memory import block_bytes, check_memory, pool_blocks
+from cairn.engine.memory import block_bytes, check_memory, pool_blocks, weight_memory
 from cairn.kernels.base import Kernels
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.program import Interpreted, Program
@@ -67,9 +67,11 @@ class CpuEngine:
     @classmethod
     def load(cls, spec: ModelSpec, folder: Path, config: Config) -> CpuEngine:
         """The whole model, or an exception: memory and files are checked before anything is built."""
-        blocks = pool_blocks(spec, config)
-        check_memory(spec, config, blocks)
-        return cls(spec, open_weights(folder, spec), config, blocks)
+        weights = open_weights(folder, spec)
+        taken = weight_memory(spec, weights, config.kernels)
+        blocks = pool_blocks(spec, config, weights=taken)
+        check_memory(spec, config, blocks, weights=taken)
+        return cls(spec, weights, config, blocks)
 
     def prefill(self, rows: Sequence[Row]) -> Ready[list[RowResult]]:
         """Compute the rows' tokens in one step. Positions whose logits are wanted are sampled or scored."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from cairn.config import Config
 from cairn.engine.machine import memory_available
 from cairn.errors import ModelError
-from cairn.models.decoder import buffer_bytes
-from cairn.models.weights import parameters
-from cairn.types import BLOCK_TOKENS, CacheGroup, ModelSpec
+from cairn.kernels import native
+from cairn.kernels.choose import REFERENCE, chosen
+from cairn.models.decoder import buffer_bytes, build
+from cairn.models.weights import Outline, outlines, parameters
+from cairn.types import BLOCK_TOKENS, CacheGroup, ModelSpec, RopeScaling
 
 GB = 10**9
 
@@ -23,16 +28,70 @@ def block_bytes(spec: ModelSpec) -> tuple[int, ...]:
     return tuple(len(group.layers) * BLOCK_TOKENS * token for group in spec.groups)
 
 
-def weight_bytes(spec: ModelSpec) -> int:
-    """Memory that the packed weights take at most: float32, and a tied embedding twice (as table and as head).
+@dataclass(frozen=True, slots=True)
+class WeightMemory:
+    """What a model's weights take."""
 
-    The native kernels hold 16-bit weights of a file as they are, in half of that.
-    """
+    held: int
+    """Bytes as the kernels pack them, for as long as the model is loaded."""
+    passing: int
+    """Bytes that the largest of them takes beside that while it is packed."""
+    streamed: int = 0
+    """Bytes of matrices among those held: what every step reads."""
+
+
+def weight_bytes(spec: ModelSpec) -> int:
+    """Bytes that packed weights take at most: float32, and a tied embedding twice (as table and as head)."""
     return 4 * (parameters(spec) + (spec.vocab * spec.hidden if spec.tied else 0))
 
 
-def pool_blocks(spec: ModelSpec, config: Config, free: int | None = None) -> tuple[int, ...]:
-    """Blocks of each group's pool.
+def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> WeightMemory:
+    """What the weights that `open_weights` gave take in the kernels that `config.kernels` names; reads none of them."""
+    tally: Any = _Tally(chosen(kernels) != REFERENCE)
+    build(tally, spec, outlines(weights))
+    return WeightMemory(tally.held, tally.passing, tally.streamed)
+
+
+class _Tally:
+    """Stands in for the kernels while a model is built from outlines: it counts, and so counts what loading asks."""
+
+    def __init__(self, native: bool) -> None:
+        self.held = self.passing = self.streamed = 0
+        self._native = native
+
+    def vector(self, source: Outline) -> None:
+        self._count(4 * math.prod(source.shape), source.made)
+
+    def table(self, source: Outline) -> None:
+        self._count(math.prod(source.shape) * _WIDTHS[source.dtype], source.made)
+
+    def matrix(self, weights: Sequence[Outline], biases: Sequence[Outline | None]) -> None:
+        out, inner = sum(one.shape[0] for one in weights), weights[0].shape[1]
+        made = sum(one.made for one in weights)
+        dtypes = {one.dtype for one in weights}
+        held = 4 * out * inner
+        if self._native:
+            if len(dtypes) > 1:
+                made += held
+            held = native.packed_bytes(out, inner, dtypes.pop() if len(dtypes) == 1 else "float32")
+        self._count(held, made)
+        self.streamed += held
+
+    def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> None:
+        self._count(4 * head_dim, 0)
+
+    def _count(self, held: int, passing: int) -> None:
+        self.held += held
+        self.passing = max(self.passing, passing)
+
+
+_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def pool_blocks(
+    spec: ModelSpec, config: Config, free: int | None = None, weights: WeightMemory | None = None
+) -> tuple[int, ...]:
+    """Blocks of each group's pool. Without `weights` they count as the most that they can take.
 
     `config.kv_gb`, or a quarter of the memory that is free beside the weights, at most what `max_running` full contexts
     need and at least one context of `LEAST_CONTEXT` tokens. Groups share the bytes so that each can hold the same
@@ -44,7 +103,7 @@ def pool_blocks(spec: ModelSpec, config: Config, free: int | None = None) -> tup
     one, fewest = _bytes(spec, needs), _bytes(spec, least)
     if config.kv_gb is None:
         free = memory_available() if free is None else free
-        rest = free - weight_bytes(spec) - _buffers(spec, config)
+        rest = free - (weights.held if weights else weight_bytes(spec)) - _buffers(spec, config)
         budget = max(fewest, min(rest // 4, config.max_running * one))
     else:
         budget = int(config.kv_gb * GB)
@@ -56,14 +115,26 @@ def pool_blocks(spec: ModelSpec, config: Config, free: int | None = None) -> tup
     return tuple(max(few, need * budget // one) for few, need in zip(least, needs, strict=True))
 
 
-def check_memory(spec: ModelSpec, config: Config, blocks: tuple[int, ...], free: int | None = None) -> None:
-    """Raise `ModelError` with the figures if weights, pools and buffers do not fit the free memory."""
+def check_memory(
+    spec: ModelSpec,
+    config: Config,
+    blocks: tuple[int, ...],
+    free: int | None = None,
+    weights: WeightMemory | None = None,
+) -> None:
+    """Raise `ModelError` with the figures if weights, pools and buffers do not fit the free memory.
+
+    Nor may what loading takes for a while: pools and buffers hold no memory yet when weights are packed. Without
+    `weights` they count as the most that they can take.
+    """
     free = memory_available() if free is None else free
-    weights, pool, buffers = weight_bytes(spec), _bytes(spec, blocks), _buffers(spec, config)
-    if weights + buffers + pool > free:
+    weights = weights or WeightMemory(weight_bytes(spec), 0)
+    pool, buffers = _bytes(spec, blocks), _buffers(spec, config)
+    if weights.held + max(pool + buffers, weights.passing) > free:
+        loading = f", {_gb(weights.passing)} while loading" if weights.passing > pool + buffers else ""
         raise ModelError(
-            f"{spec.name}: needs {_gb(weights + buffers + pool)} of memory ({_gb(weights)} weights, {_gb(pool)} KV "
-            f"pool, {_gb(buffers)} buffers), {_gb(free)} are free"
+            f"{spec.name}: needs {_gb(weights.held + max(pool + buffers, weights.passing))} of memory "
+            f"({_gb(weights.held)} weights{loading}, {_gb(pool)} KV pool, {_gb(buffers)} buffers), {_gb(free)} are free"
         )
 
 

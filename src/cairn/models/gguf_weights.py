@@ -6,6 +6,7 @@ values exactly, so nothing is lost; what grows is the memory, to 4 bytes a numbe
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -94,6 +95,14 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
             array = turn_back(array, self._head_dim)
         array.flags.writeable = False
         return array
+
+    def outline(self, name: str) -> tuple[tuple[int, ...], str, int]:
+        """Shape and type of the array that `[name]` gives, and the bytes of memory that it makes on the way."""
+        tensor = self._found[name]
+        dtype = tensor.kind.dtype if tensor.kind.dtype is not None else np.dtype(np.float32)
+        size = math.prod(tensor.shape) * dtype.itemsize
+        copies = (tensor.kind.dtype is None) + (self._interleaved and _TURNED.fullmatch(name) is not None)
+        return tensor.shape, str(dtype), size * copies
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)
