@@ -1,0 +1,154 @@
+"""`cairn bench`: tokens a second of prefill and decode, and what part of the machine's limits that is."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cairn.cli.options import configured
+from cairn.errors import ConfigError
+from cairn.resolve import Resolved
+
+if TYPE_CHECKING:
+    from cairn.config import Config
+    from cairn.engine.bench import Figure, Load
+    from cairn.kernels.roofline import Roofline
+    from cairn.types import ModelSpec
+
+MOST_BATCH = 256
+
+
+def register(app: typer.Typer) -> None:
+    """Add `cairn bench`."""
+
+    @app.command(rich_help_panel="This machine")
+    @configured(("kernels", "threads"))
+    def bench(
+        resolved: Resolved,
+        shape: Annotated[
+            str | None,
+            typer.Option(metavar="NAME", help="Random weights instead of MODEL: qwen3-0.6b, llama-3.2-1b or demo."),
+        ] = None,
+        kind: Annotated[
+            str | None, typer.Option("--type", metavar="f32|bf16|f16", help="Of the random weights; default bf16.")
+        ] = None,
+        prompt: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of the prompt.")] = 512,
+        decode: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens that are decoded.")] = 128,
+        batch: Annotated[str, typer.Option(metavar="N,N", help="Sequences that are decoded together.")] = "1,8,16",
+        depth: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens of context before.")] = 0,
+        as_json: Annotated[bool, typer.Option("--json", help="Figures for a program.")] = False,
+    ) -> None:
+        """Measure how fast a model is computed here, against the machine's memory bandwidth and arithmetic."""
+        from cairn.engine.bench import Load
+
+        if shape is not None and resolved.source("model").startswith("--"):
+            raise ConfigError("--shape is instead of MODEL")
+        if kind is not None and shape is None:
+            raise ConfigError("--type is for the random weights of --shape; a model's own are as its file has them")
+        load = Load(prompt=prompt, decode=decode, batch=_batches(batch), depth=depth)
+        spec, weights = _model(resolved.config.model, shape, kind or "bf16")
+        roofline, figures = _measure(spec, weights, resolved.config, load)
+        _print(spec, resolved.config, load, roofline, figures, as_json)
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 1 <= int(part) <= MOST_BATCH for part in parts):
+        raise ConfigError(f"--batch must be whole numbers from 1 to {MOST_BATCH} with commas between, found {text!r}")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _model(model: str, shape: str | None, kind: str) -> tuple[ModelSpec, Any]:
+    """The spec, and the weights before they are packed."""
+    from cairn.models import hub, shapes
+    from cairn.models.spec import load_spec
+    from cairn.models.weights import open_weights
+
+    if shape is None:
+        folder = hub.locate(model)
+        spec = load_spec(folder, identify=False)
+        return spec, open_weights(folder, spec)
+    if shape not in shapes.SHAPES:
+        raise ConfigError(f"--shape is {shape!r:.40}, expected one of {', '.join(shapes.SHAPES)}")
+    if kind not in shapes.TYPES:
+        raise ConfigError(f"--type is {kind!r:.40}, expected one of {', '.join(shapes.TYPES)}")
+    spec = shapes.shape_spec(shape)
+    return spec, shapes.RandomWeights(spec, kind)
+
+
+def _measure(spec: ModelSpec, weights: Any, config: Config, load: Load) -> tuple[Roofline, list[Figure]]:
+    from cairn.cli.output import talk
+    from cairn.engine.bench import open_bench
+    from cairn.engine.machine import cpu_count
+    from cairn.kernels import roofline
+    from cairn.kernels.choose import chosen
+    from cairn.seams import SystemClock
+
+    console, now = talk(), SystemClock().now
+    console.print("measuring the machine ...")
+    limits = roofline.measure(chosen(config.kernels), config.threads or cpu_count(), now)
+    console.print(f"loading {spec.name} ...", markup=False)
+    bench = open_bench(spec, weights, config, load, limits, now)
+    try:
+        console.print("prefill ...")
+        figures = [bench.prefill()]
+        for batch in load.batch:
+            console.print(f"decode, {batch} at once ...")
+            figures.append(bench.decode(batch))
+    finally:
+        bench.engine.close()
+    return limits, figures
+
+
+def _peak_memory() -> int:
+    """Most bytes that this process held at once."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def _print(
+    spec: ModelSpec, config: Config, load: Load, roofline: Roofline, figures: list[Figure], as_json: bool
+) -> None:
+    import msgspec
+
+    from cairn.cli.output import table, talk
+    from cairn.engine.machine import cpu_count, cpu_name
+    from cairn.kernels.choose import chosen
+
+    threads, kernels, peak = config.threads or cpu_count(), chosen(config.kernels), _peak_memory()
+    if as_json:
+        found = {
+            "model": spec.name,
+            "cpu": cpu_name(),
+            "kernels": kernels,
+            "threads": threads,
+            "load": load,
+            "bytes_per_second": roofline.read,
+            "operations_per_second": roofline.arithmetic,
+            "peak_memory_bytes": peak,
+            "figures": figures,
+        }
+        print(msgspec.json.encode(found).decode())
+        return
+    talk().print(
+        f"{spec.name} on {cpu_name()}, {kernels} kernels, {threads} threads: the machine reads "
+        f"{roofline.read / 1e9:.1f} GB/s and does {roofline.arithmetic / 1e9:.0f} GFLOP/s",
+        markup=False,
+    )
+    rows = [
+        (
+            f"{one.work} {load.prompt}" if one.work == "prefill" else one.work,
+            str(one.batch),
+            str(load.depth),
+            f"{one.tokens_per_second:.1f}",
+            f"{one.bytes / 1e9:.3f}",
+            f"{100 * one.read_fraction:.0f} %",
+            f"{100 * one.arithmetic_fraction:.0f} %",
+            f"{peak / 1e9:.2f}",
+        )
+        for one in figures
+    ]
+    table(("work", "batch", "depth", "tok/s", "GB streamed", "of bandwidth", "of arithmetic", "peak GB"), rows)

@@ -1,0 +1,175 @@
+"""How fast an engine computes: medians of prefill and decode steps, and what part of the machine's limits that is.
+
+A step is timed as the scheduler would call it, sampling included. KV before `depth` is whatever the pool holds: its
+values do not change the time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from cairn.config import Config
+from cairn.engine.base import Row
+from cairn.engine.cpu import CpuEngine
+from cairn.engine.memory import check_memory, weight_memory
+from cairn.errors import ConfigError
+from cairn.kernels.roofline import Roofline
+from cairn.models.weights import parameters
+from cairn.types import BLOCK_TOKENS, ModelSpec, SamplingParams
+
+STEP_TOKENS = 512
+"""Most tokens of a prompt in one step."""
+ROUNDS = 3
+"""Prompts that are timed, after one that is not."""
+
+_GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0)
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What is computed, in tokens."""
+
+    prompt: int = 512
+    decode: int = 128
+    batch: tuple[int, ...] = (1, 8, 16)
+    """Sequences that are decoded together, one measurement each."""
+    depth: int = 0
+    """Tokens of context before the first that is computed."""
+
+
+class Figure(msgspec.Struct, frozen=True, kw_only=True):
+    """One measurement."""
+
+    work: str
+    """prefill or decode"""
+    batch: int
+    tokens_per_second: float
+    seconds: float
+    """Median of one prompt (prefill) or one step (decode)."""
+    bytes: int
+    """Read from memory in that time at least: packed matrices once a step, and the KV of the context."""
+    read_fraction: float
+    """Of the memory bandwidth that was measured."""
+    operations: int
+    """Of float32 in that time, those of matrices and of attention."""
+    arithmetic_fraction: float
+    """Of the arithmetic that was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """An engine with random or real weights, and what is needed to judge its times."""
+
+    spec: ModelSpec
+    engine: CpuEngine
+    load: Load
+    streamed: int
+    """Bytes of packed matrices that every step reads."""
+    now: Callable[[], float]
+    roofline: Roofline
+
+    def prefill(self) -> Figure:
+        """One prompt of `load.prompt` tokens in steps of at most `STEP_TOKENS`."""
+        load, most = self.load, self.engine.info.max_tokens
+        end = load.depth + load.prompt
+        tokens, tables = _tokens(end, self.spec.vocab), self._tables(0, end)
+        starts = range(load.depth, end, most)
+
+        def once() -> None:
+            for start in starts:
+                stop = min(end, start + most)
+                wanted = end - 1 if stop == end else None
+                self.engine.prefill([Row(tokens, start, stop, tables, wanted, end, _GREEDY, 0)]).wait()
+
+        once()
+        seconds = statistics.median(self._timed(once) for _ in range(ROUNDS))
+        context = sum(range(load.depth + 1, end + 1))
+        kv = sum(min(end, start + most) for start in starts)
+        return self._figure("prefill", 1, load.prompt, seconds, len(starts), 1, kv, context)
+
+    def decode(self, batch: int) -> Figure:
+        """`load.decode` steps of `batch` sequences, each one token longer every step."""
+        load = self.load
+        first = max(1, load.depth)
+        end = first + load.decode
+        tokens = [_tokens(end, self.spec.vocab, number) for number in range(batch)]
+        tables = [self._tables(number * _blocks(end), end) for number in range(batch)]
+        times = []
+        for at in range(first, end):
+            rows = [
+                Row(known[:at], at - 1, at, table, at - 1, first, _GREEDY, 0)
+                for known, table in zip(tokens, tables, strict=True)
+            ]
+            times.append(self._timed(partial(self._step, rows)))
+        middle = batch * (first + load.decode // 2)
+        return self._figure("decode", batch, batch, statistics.median(times), 1, batch, middle, middle)
+
+    def _step(self, rows: list[Row]) -> None:
+        self.engine.decode(rows).wait()
+
+    def _timed(self, work: Callable[[], object]) -> float:
+        start = self.now()
+        work()
+        return max(self.now() - start, 1e-9)
+
+    def _tables(self, first: int, tokens: int) -> tuple[Sequence[int], ...]:
+        return tuple(range(first, first + _blocks(tokens)) for _ in self.spec.groups)
+
+    def _figure(
+        self, work: str, batch: int, tokens: int, seconds: float, steps: int, logits: int, kv: int, context: int
+    ) -> Figure:
+        """`kv` tokens of KV were read, and `context` pairs of a query and a position computed, in each layer."""
+        spec = self.spec
+        read = steps * self.streamed + 2 * 4 * spec.layers * spec.kv_heads * spec.head_dim * kv
+        table = spec.vocab * spec.hidden
+        inside = parameters(spec) - (table if spec.tied else 2 * table)
+        attention = 4 * spec.layers * spec.heads * spec.head_dim * context
+        operations = 2 * inside * tokens + 2 * table * logits + attention
+        return Figure(
+            work=work,
+            batch=batch,
+            tokens_per_second=tokens / seconds,
+            seconds=seconds,
+            bytes=read,
+            read_fraction=read / seconds / self.roofline.read,
+            operations=operations,
+            arithmetic_fraction=operations / seconds / self.roofline.arithmetic,
+        )
+
+
+def open_bench(
+    spec: ModelSpec,
+    weights: Mapping[str, Any],
+    config: Config,
+    load: Load,
+    roofline: Roofline,
+    now: Callable[[], float],
+) -> Bench:
+    """An engine with a pool that just holds `load`.
+
+    Raises `ConfigError` for a load that is longer than the model's context, `ModelError` for one without memory.
+    """
+    longest = load.depth + max(load.prompt, load.decode + 1)
+    if longest > spec.context:
+        raise ConfigError(f"depth, prompt and decode need {longest} tokens; {spec.name} takes at most {spec.context}")
+    step = max(*load.batch, min(load.prompt, STEP_TOKENS))
+    config = msgspec.structs.replace(config, context=longest, max_running=max(load.batch), step_tokens=step)
+    sequences = max(load.batch) * _blocks(max(1, load.depth) + load.decode)
+    blocks = (max(sequences, _blocks(load.depth + load.prompt)),) * len(spec.groups)
+    taken = weight_memory(spec, weights, config.kernels)
+    check_memory(spec, config, blocks, weights=taken)
+    return Bench(spec, CpuEngine(spec, weights, config, blocks), load, taken.streamed, now, roofline)
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)
+
+
+def _tokens(count: int, vocab: int, seed: int = 0) -> list[int]:
+    """Tokens that differ from each other."""
+    return [(7919 * (at + 1) + 104_729 * seed) % vocab for at in range(count)]

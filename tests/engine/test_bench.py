@@ -1,0 +1,46 @@
+"""What a measurement counts, by a clock that is made up. Nothing here looks at real time."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+
+import pytest
+from tests.tiny_models import write_model
+
+from cairn.config import Config
+from cairn.engine.bench import Load, open_bench
+from cairn.errors import ConfigError
+from cairn.kernels.roofline import Roofline
+from cairn.models.spec import load_spec
+from cairn.models.weights import open_weights
+
+
+def test_bytes_and_operations_are_those_of_the_shape(tmp_path: Path) -> None:
+    spec = load_spec(write_model(tmp_path))
+    ticks = count()
+    load = Load(prompt=40, decode=8, batch=(1, 3), depth=20)
+    limits = Roofline(read=1e6, arithmetic=1e9)
+    config = Config(threads=1, kernels="reference")
+    bench = open_bench(spec, open_weights(tmp_path, spec), config, load, limits, lambda: float(next(ticks)))
+    hidden, ffn, heads, kv, size, layers, vocab = 48, 80, 4, 2, 16, 2, 160
+    matrices = layers * (hidden * size * (2 * heads + 2 * kv) + 3 * hidden * ffn)
+    norms = layers * (2 * hidden + 2 * size) + hidden
+    token = layers * 2 * kv * size * 4
+    one, three, prompt = bench.decode(1), bench.decode(3), bench.prefill()
+    bench.engine.close()
+    assert (one.seconds, one.tokens_per_second, three.tokens_per_second, prompt.tokens_per_second) == (1, 1, 3, 40)
+    assert one.bytes == 4 * (matrices + hidden * vocab) + 24 * token
+    assert three.bytes - one.bytes == 2 * 24 * token
+    assert prompt.bytes == 4 * (matrices + hidden * vocab) + 60 * token
+    attention = 4 * layers * heads * size * sum(range(21, 61))
+    assert prompt.operations == 2 * 40 * (matrices + norms) + 2 * hidden * vocab + attention
+    assert one.read_fraction == pytest.approx(one.bytes / 1e6)
+    assert prompt.arithmetic_fraction == pytest.approx(prompt.operations / 1e9)
+
+
+def test_a_load_beyond_the_context_is_refused_with_figures(tmp_path: Path) -> None:
+    spec = load_spec(write_model(tmp_path))
+    load = Load(prompt=500, depth=20)
+    with pytest.raises(ConfigError, match=r"need 520 tokens; .* takes at most 512"):
+        open_bench(spec, open_weights(tmp_path, spec), Config(), load, Roofline(1, 1), float)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cairn.cli import app
+from cairn.errors import ConfigError
+
+SMALL = ("--prompt", "20", "--decode", "3", "--batch", "1,2", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def quick(tmp_path, monkeypatch):
+    """A probe that does not take its time, and no options from elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("cairn.kernels.roofline.SECONDS", 0)
+    monkeypatch.setattr("cairn.kernels.roofline.measure.__defaults__", (4 << 20,))
+
+
+def bench(*arguments: str):
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+@pytest.mark.parametrize("model", [("demo",), ("--shape", "demo", "--type", "f16")])
+def test_figures_go_to_stdout_and_progress_to_stderr(model: tuple[str, ...]) -> None:
+    shown = bench(*model, *SMALL)
+    assert shown.exit_code == 0, shown.output
+    rows = [line.split("\t") for line in shown.stdout.splitlines()]
+    assert [row[:3] for row in rows] == [["prefill 20", "1", "0"], ["decode", "1", "0"], ["decode", "2", "0"]]
+    assert all(float(row[3]) > 0 and row[5].endswith(" %") and float(row[7]) > 0 for row in rows)
+    assert "decode, 2 at once" in shown.stderr and "GB/s" in shown.stderr
+
+
+def test_json_has_every_figure(capsys) -> None:
+    found = json.loads(bench("--shape", "demo", *SMALL, "--depth", "30", "--json").stdout)
+    assert (found["model"], found["threads"], found["load"]["depth"]) == ("demo", 1, 30)
+    assert [(one["work"], one["batch"]) for one in found["figures"]] == [("prefill", 1), ("decode", 1), ("decode", 2)]
+    assert found["peak_memory_bytes"] > 10_000_000
+    for one in found["figures"]:
+        assert one["bytes"] > 9_000_000 and one["operations"] > 0
+        assert one["read_fraction"] == pytest.approx(one["bytes"] / one["seconds"] / found["bytes_per_second"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--shape", "big"), "expected one of demo, qwen3-0.6b, llama-3.2-1b"),
+        (("--shape", "demo", "--type", "q3"), "expected one of f32, bf16, f16"),
+        (("--type", "f32"), "--type is for the random weights"),
+        (("demo", "--shape", "demo"), "--shape is instead of MODEL"),
+        (("--batch", "1,0"), "whole numbers from 1 to 256"),
+        (("--batch", ""), "whole numbers from 1 to 256"),
+        (("--depth", "5000"), "takes at most 2048"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_sentence(arguments: tuple[str, ...], words: str) -> None:
+    found = bench(*arguments)
+    assert isinstance(found.exception, ConfigError)
+    assert words in str(found.exception)
