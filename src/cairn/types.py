@@ -126,12 +126,23 @@ MissReason = Literal[
     "evicted",
     "not stored yet",
     "model changed",
-    "tenant",
     "never seen",
     "faster to compute",
 ]
 """Why a block of a prompt had to be computed. A worker says `evicted`, `not stored yet`, `never seen` or `faster to
-compute`; the front, which knows the contexts' texts, may say it more exactly with one of the others."""
+compute`; the front, which knows the tenant's other contexts, may say it more exactly with one of the others. None of
+them speaks of other tenants: what those have asked is not to be told."""
+
+
+class Differs(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a prompt leaves the nearest known context of the same tenant, and how both go on there."""
+
+    position: int
+    """Of the first token that is another one."""
+    known: str
+    """The beginning of what was there before: a few dozen characters."""
+    given: str
+    """The beginning of what stands in the prompt."""
 
 
 class Miss(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +151,8 @@ class Miss(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     """Of its first token in the prompt."""
     reason: MissReason
+    differs: Differs | None = None
+    """With `different tokens` and `template`."""
 
 
 class CacheReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, TokensRecord, decode
 from cairn.errors import Conflict, ContextTooLong, InvalidRequest, NotFound
 from cairn.service.requests import SamplingOptions
+from cairn.types import Miss
 
 SYSTEM = [{"role": "system", "content": "You remember."}]
 
@@ -354,3 +355,45 @@ async def test_agents_are_listed_in_pages_newest_first(folder: Path) -> None:
         assert [info.id for info in page.agents] == ["a2", "a1", "a0"] and not page.more
         with pytest.raises(InvalidRequest, match="after"):
             at.agents.page("default", after="zzz")
+
+
+async def test_a_turn_is_told_where_it_leaves_what_is_known(folder: Path) -> None:
+    """Of the same tenant only; the text is in the answer's report and not in the log, and gone with the agent."""
+    async with house(folder) as at:
+        for tenant, id in (("acme", "ada"), ("acme", "bob"), ("other", "cy"), ("acme", "dan")):
+            await at.agents.create(tenant, id=id, messages=SYSTEM)
+        first = await at.say("ada", "Call me Ada, please.", "acme")
+        assert first.done is not None and first.done.cache.miss == Miss(position=0, reason="never seen")
+        second = await at.say("bob", "Call me Bob, please.", "acme")
+        assert second.done is not None and second.done.cache.miss is not None
+        found = second.done.cache.miss
+        assert found.reason == "different tokens" and found.differs is not None
+        assert found.differs.known.startswith("Ada, please.") and found.differs.given.startswith("Bob, please.")
+        turn = at.agents._book.find("acme", "bob").head
+        assert turn.ended is not None and turn.ended.cache.miss == Miss(
+            position=found.position, reason="different tokens"
+        )
+        theirs = await at.say("cy", "Call me Cy, please.", "other")
+        assert theirs.done is not None and theirs.done.cache.miss == Miss(position=0, reason="never seen")
+        await at.agents.delete("acme", "ada", b"acme")
+        third = await at.say("dan", "Call me Dan, please.", "acme")
+        assert third.done is not None and third.done.cache.miss is not None and third.done.cache.miss.differs is None
+
+
+@pytest.mark.parametrize(("identity", "reason"), [(b"another", "model changed"), (None, "evicted")])
+async def test_an_agent_whose_kv_is_gone_is_told_why(folder: Path, identity: bytes | None, reason: str) -> None:
+    """In a worker that has never seen its context: it was another model's, or nothing kept it."""
+    async with house(folder, kv_disk=False) as at:
+        await at.agents.create("default", id="ada", messages=SYSTEM)
+        await at.say("ada", "My name is Ada and this is rather a long first message.")
+        files = at.files
+    async with house(folder, kv_disk=False) as at:
+        await at.agents.close()
+        at.files = files
+        if identity is not None:
+            at.service.spec = msgspec.structs.replace(at.service.spec, identity=identity)
+        await at.open()
+        heard = await at.say("ada", "What is my name?")
+        assert heard.done is not None and heard.done.cache.miss == Miss(position=0, reason=reason)  # type: ignore[arg-type]
+        again = await at.say("ada", "And now?")
+        assert again.done is not None and again.done.cache.pool > 64

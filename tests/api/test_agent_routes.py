@@ -294,3 +294,31 @@ async def test_an_answer_that_must_not_be_stored_is_not(folder: Path) -> None:
         await http.post("/v1/agents", json={"id": "ada"})
         refused = await http.post("/v1/agents/ada/turns", json=ask("x", store=False))
         assert refused.status_code == 400 and "store" in refused.text
+
+
+async def test_a_chat_that_was_changed_is_told_where(folder: Path) -> None:
+    """Edited, re-rendered, or another tenant's: over HTTP, whole and streamed."""
+    keys = (TenantKeys(name="acme", keys=(Secret("k1"),)), TenantKeys(name="other", keys=(Secret("k2"),)))
+    async with home(folder, tenants=keys) as (at, _, http):
+        said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "My cat is called Tom."}]
+
+        async def ask(messages: list[dict[str, str]], key: str = "k1", **more: Any) -> Any:
+            body = {"model": at.service.name, "messages": messages, "max_tokens": 2, **more}
+            response = await http.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
+            assert response.status_code == 200, response.text
+            if more.get("stream"):
+                return chunks(response.text)[-1]["cairn"]["miss"]
+            return response.json()["usage"]["cairn"]["miss"]
+
+        assert (await ask(said, store=False))["reason"] == "never seen"
+        await ask(said)
+        for name, more in (("dog", {"stream": True}), ("hen", {})):
+            edited = [said[0], {"role": "user", "content": f"My {name} is called Tom."}]
+            found = await ask(edited, **more)
+            assert found["reason"] == "different tokens" and found["differs"]["given"].startswith(name + " is")
+            assert found["differs"]["known"][:3] in ("cat", "dog")
+        tool = {"type": "function", "function": {"name": "feed", "parameters": {}}}
+        again = await ask(said, tools=[tool])
+        assert again["reason"] == "template" and again["differs"]["position"] < 40
+        strange = await ask(edited, "k2")
+        assert strange == {"position": 0, "reason": "never seen"}

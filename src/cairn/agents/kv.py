@@ -58,6 +58,7 @@ class AgentKv:
     async def drop(self, agent: Agent) -> None:
         """Give up what only this agent needs. What the worker cannot do now ends by the stores' time to live."""
         contexts = [self.ids(turn) for turn in {agent.head, *agent.leaves()}]
+        self._service.recent.forget(agent.salt)  # its text is shown to nobody any more
         with contextlib.suppress(Unavailable):
             await self._service.unpin(_owner(agent))
             for ids in contexts:

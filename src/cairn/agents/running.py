@@ -179,7 +179,7 @@ class RunningTurn:
             ids=pack(self.turn.tokens),
             message=message,
             reason=done.reason.value if done is not None else "",
-            cache=done.cache if done is not None else CacheReport(),
+            cache=_logged(done.cache) if done is not None else CacheReport(),
             ended=self._keeper.clock.time_ns() / 1e9,
             **self._kept(message if good else None),
         )
@@ -213,6 +213,13 @@ class RunningTurn:
         pairs = enumerate(zip(ids, tokens, strict=False))
         same = next((at for at, (one, other) in pairs if one != other), min(len(ids), len(tokens)))
         return {"keep": same, "more": pack(ids[same:])}
+
+
+def _logged(cache: CacheReport) -> CacheReport:
+    """Without texts: they may be another agent's, and must not stay here when that one is deleted."""
+    if cache.miss is None:
+        return cache
+    return msgspec.structs.replace(cache, miss=msgspec.structs.replace(cache.miss, differs=None))
 
 
 def said_before(service: Service, request: Request, tokens: Sequence[int]) -> tuple[list[Event], FinishReason | None]:

@@ -16,6 +16,7 @@ from cairn.agents.tree import Agent, Turn, digest
 from cairn.config import Config
 from cairn.errors import Conflict, Unavailable
 from cairn.seams import Clock
+from cairn.service.recent import Told, told_of
 from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.service.stream import Stream
@@ -69,7 +70,7 @@ class Turns:
         template_args: Mapping[str, Any] | None,
     ) -> RunningTurn:
         service = self.service
-        prompt, prefix = await self._prompt(agent, messages, template_args)
+        prompt, prefix, told = await self._prompt(agent, messages, template_args)
         (request,) = requests(
             service.spec,
             prompt.tokens,
@@ -85,7 +86,7 @@ class Turns:
         began = self._record(agent, messages, prefix, request)
         # What cannot be served is refused here, so nothing is written of it. The answer is computed while the message
         # is being synced, and nobody sees any of it before.
-        stream = service.generate(request)
+        stream = service.generate(request, told)
         try:
             turn = await self._book.begin(agent, began)
         except BaseException:
@@ -95,19 +96,21 @@ class Turns:
 
     async def _prompt(
         self, agent: Agent, messages: Sequence[dict[str, Any]], template_args: Mapping[str, Any] | None
-    ) -> tuple[Prompt, int]:
-        """The prompt of the next turn, and how many of its ids are the context of the head."""
+    ) -> tuple[Prompt, int, Told]:
+        """The prompt of the next turn, how many of its ids are the context of the head, and what helps to say why a
+        part of its KV is missing."""
         chat, head, root = self.service.chat, agent.head, agent.root.began
         history, tools = agent.history(), list(root.tools) or None
-        before = None
-        if head.number and head.began.identity == self.service.spec.identity:
-            before = head.context()
+        whole = [*history, *messages]
+        changed = bool(head.number) and head.began.identity != self.service.spec.identity
+        told = told_of(whole, why="model changed" if changed else None)
+        before = head.context() if head.number and not changed else None
         if before is not None:
+            self.service.recent.note(agent.salt, before, len(before), told.messages[: len(history)])
             extended = await chat.extend(before, history, messages, tools, template_args=template_args)
             if extended is not None:
-                return extended, len(before)
-        whole = [*history, *messages]
-        return await chat.prompt(whole, tools, tenant=agent.tenant, template_args=template_args), 0
+                return extended, len(before), told
+        return await chat.prompt(whole, tools, tenant=agent.tenant, template_args=template_args), 0, told
 
     def _record(self, agent: Agent, messages: Sequence[dict[str, Any]], prefix: int, request: Request) -> TurnRecord:
         """All that is needed to go on with the turn after a restart."""

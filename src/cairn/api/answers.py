@@ -10,6 +10,7 @@ from cairn.api.reply import Call
 from cairn.api.sse import ChatChunks, TextChunks, TextLogprobs, chat_logprobs, usage_object
 from cairn.api.ties import Tie
 from cairn.errors import Cancelled, DeadlineExceeded, GenerationFailed
+from cairn.service.recent import Told
 from cairn.service.service import Service
 from cairn.types import Delta, Done, Event, FinishReason, Request, TokenLogprob
 
@@ -66,6 +67,8 @@ class ChatAnswer:
 
     prefix = "chatcmpl-"
     kind = "chat.completion"
+    told: Told = Told()
+    """What its requests are told of the messages."""
 
     def __init__(
         self, call: Call, service: Service, choices: Sequence[Choice], include_usage: bool, tie: Tie | None = None
@@ -122,6 +125,7 @@ class TextAnswer:
 
     prefix = "cmpl-"
     kind = "text_completion"
+    told: Told = Told()
 
     def __init__(
         self,

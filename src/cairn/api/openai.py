@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -21,6 +22,7 @@ from cairn.api.sse import DONE, EVENT_STREAM, HEARTBEAT, error_event
 from cairn.api.ties import Ties
 from cairn.config import Config
 from cairn.errors import CairnError, ContextTooLong, InvalidRequest, UnknownModel
+from cairn.service.recent import Told, told_of
 from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.service.stream import merge
@@ -52,9 +54,8 @@ class OpenAI:
         tie = self._ties.tie(call, body)
         tools = plain_tools(body.tools) if body.tool_choice != "none" else None
         await check_length(service, contents(body.messages), "messages")
-        prompt = await service.chat.prompt(
-            plain_messages(body.messages), tools, tenant=call.tenant, template_args=body.chat_template_kwargs
-        )
+        messages = plain_messages(body.messages)
+        prompt = await service.chat.prompt(messages, tools, tenant=call.tenant, template_args=body.chat_template_kwargs)
         max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         options = body.options(max_tokens=max_tokens, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs)
         made = requests(
@@ -71,6 +72,7 @@ class OpenAI:
         )
         choices = [Choice(request) for request in made]
         answer = ChatAnswer(call, service, choices, body.include_usage, tie)
+        answer.told = told_of(messages, store=body.store is not False)
         await self._run(call, service, choices, answer, bool(body.stream), body.include_usage)
 
     async def complete(self, call: Call, service: Service) -> None:
@@ -113,6 +115,7 @@ class OpenAI:
             )
         top = body.logprobs
         answer = TextAnswer(call, service, choices, body.include_usage, echoes if echo else None, top, tie)
+        answer.told = Told(store=body.store is not False)
         await self._run(call, service, choices, answer, bool(body.stream), body.include_usage)
 
     def _prompts(self, body: CompletionBody) -> list[str | list[int]]:
@@ -151,7 +154,7 @@ class OpenAI:
         self, call: Call, service: Service, choices: Sequence[Choice], answer: Answer, watch: Watch
     ) -> None:
         asked = [choice.request for choice in choices]
-        async with contextlib.aclosing(merge(service.generate, asked)) as found:
+        async with contextlib.aclosing(merge(partial(service.generate, told=answer.told), asked)) as found:
             async for batch in found:
                 for index, event in batch:
                     if isinstance(event, Done):
@@ -168,7 +171,7 @@ class OpenAI:
     ) -> None:
         try:
             asked = [choice.request for choice in choices]
-            events = merge(service.generate, asked, heartbeat=self._config.heartbeat)
+            events = merge(partial(service.generate, told=answer.told), asked, heartbeat=self._config.heartbeat)
             async with contextlib.aclosing(events) as found:
                 async for batch in found:
                     data = b"" if call.started else await self._begin(call, answer)
@@ -196,7 +199,7 @@ class OpenAI:
         asked = [choice.request for choice in choices]
         self._registry.open(number, [request.id for request in asked])
         try:
-            async with contextlib.aclosing(merge(service.generate, asked)) as found:
+            async with contextlib.aclosing(merge(partial(service.generate, told=answer.told), asked)) as found:
                 data = answer.begin()
                 async for batch in found:
                     data += said(batch, choices, answer)

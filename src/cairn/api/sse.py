@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from cairn.api.reply import encode, error_body
 from cairn.errors import CairnError
-from cairn.types import CacheReport, Delta, Done, TokenLogprob, ToolCallDelta
+from cairn.types import CacheReport, Delta, Done, Miss, TokenLogprob, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
 """Ends every stream that went well."""
@@ -62,8 +64,16 @@ def cache_object(report: CacheReport) -> dict[str, Any]:
         "ram": report.ram,
         "disk": report.disk,
         "load_seconds": round(report.load, 6),
-        "miss": None if miss is None else {"position": miss.position, "reason": miss.reason},
+        "miss": None if miss is None else miss_object(miss),
     }
+
+
+def miss_object(miss: Miss) -> dict[str, Any]:
+    """The first block that nothing gave, and why; `differs` only where the nearest known context says it."""
+    found: dict[str, Any] = {"position": miss.position, "reason": miss.reason}
+    if miss.differs is not None:
+        found["differs"] = msgspec.to_builtins(miss.differs)
+    return found
 
 
 def usage_object(ends: Iterable[tuple[Done, bool]]) -> dict[str, Any]:

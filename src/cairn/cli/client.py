@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 from urllib.parse import quote
 
 import httpx
+import msgspec
 
 from cairn.answer import Answer, ToolCall
 from cairn.errors import CairnError, ConfigError, GenerationFailed, Unavailable
@@ -253,7 +254,7 @@ def _report(given: Mapping[str, Any] | None, usage: Usage) -> CacheReport:
         ram=given["ram"],
         disk=given["disk"],
         load=given["load_seconds"],
-        miss=Miss(position=miss["position"], reason=miss["reason"]) if miss else None,
+        miss=msgspec.convert(miss, Miss) if miss else None,
     )
 
 

@@ -14,6 +14,7 @@ import msgspec
 
 from cairn.errors import CairnError
 from cairn.service.packed import PackedLogprobs
+from cairn.service.recent import Told
 from cairn.text.stream import TextStream
 from cairn.types import CacheReport, Delta, Done, Event, FinishReason, Output, Request, Timing, Usage
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from cairn.service.stream import Waker
 
 State = Literal["waiting", "running", "finished", "failed", "cancelled"]
+PLAIN = Told()
 _MERGE_AT = 32  # unread events of a stream that is read at once, before they are made one
 
 
@@ -66,11 +68,13 @@ class Flight:
         "survived",
         "text",
         "tokens",
+        "told",
         "waker",
     )
 
-    def __init__(self, request: Request, text: TextStream, arrived: float) -> None:
+    def __init__(self, request: Request, text: TextStream, arrived: float, told: Told = PLAIN) -> None:
         self.request = request
+        self.told = told
         self.text = text
         self.eager = bool(request.stop)
         self.tokens = list(request.generated)

@@ -30,15 +30,16 @@ from cairn.models.hub import locate
 from cairn.seams import Clock, SystemClock
 from cairn.service import wire
 from cairn.service.admission import Queue, check_tokens
-from cairn.service.flight import Flight, RequestStatus
+from cairn.service.flight import PLAIN, Flight, RequestStatus
 from cairn.service.history import History
 from cairn.service.link import Patience
+from cairn.service.recent import RecentContexts, Told
 from cairn.service.stream import Stream
 from cairn.service.supervisor import Supervisor
 from cairn.text.chat import Chat
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import FinishReason, KvStats, ModelSpec, Output, Placed, Request, Swept, Timing
+from cairn.types import FinishReason, KvStats, Miss, ModelSpec, Output, Placed, Request, Swept, Timing
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Service:
         self._stats = wire.Stats()
         self._queue = Queue(config)
         self._history = History()
+        self.recent = RecentContexts()
         self._trouble = ""
         self._stepped = 0.0
         self._last_id = 0
@@ -136,8 +138,10 @@ class Service:
         self._last_id = max(self._last_id + 1, self._clock.time_ns())
         return self._last_id
 
-    def generate(self, request: Request) -> Stream:
+    def generate(self, request: Request, told: Told | None = None) -> Stream:
         """Start a request. The events follow as an async iterator; what goes wrong later is raised by it.
+
+        `told`: what helps to say why a part of the prompt was not found.
 
         Raises here, before anything is computed: ContextTooLong, InvalidRequest, Overloaded and Unavailable (both with
         `retry_after`). A request without a timeout gets the configured one.
@@ -145,7 +149,7 @@ class Service:
         self._admit(request)
         if request.timeout is None:
             request = msgspec.structs.replace(request, timeout=self._config.request_timeout)
-        flight = Flight(request, TextStream(self.tokenizer, request), self._clock.now())
+        flight = Flight(request, TextStream(self.tokenizer, request), self._clock.now(), told or PLAIN)
         stream = Stream(flight, self.abort)
         try:
             self._supervisor.add(flight)
@@ -356,7 +360,9 @@ class Service:
             self.metrics.prompt_tokens_loaded["ram"] += output.cache.ram
             self.metrics.prompt_tokens_loaded["disk"] += output.cache.disk
             if output.cache.miss is not None:
-                self.metrics.misses[output.cache.miss.reason] += 1
+                miss = self._explained(flight, output.cache.miss)
+                self.metrics.misses[miss.reason] += 1
+                output = msgspec.structs.replace(output, cache=msgspec.structs.replace(output.cache, miss=miss))
         flight.accept(output)
         if output.tokens:
             if flight.first_at is None:
@@ -370,6 +376,13 @@ class Service:
         else:
             error = _error(output)
             self._release(output.id, output.finish, error=error, timing=output.timing)
+
+    def _explained(self, flight: Flight, miss: Miss) -> Miss:
+        def decode(ids: Sequence[int]) -> str:
+            return self.tokenizer.decode(ids, skip_special=False)
+
+        request = flight.request
+        return self.recent.explain(miss, request.salt, request.prompt, flight.told, decode)
 
     def _on_refused(self, refused: wire.Refused) -> None:
         error = wire.error(refused.code, refused.message, refused.field)
@@ -425,6 +438,10 @@ class Service:
             generated=flight.text.completion_tokens,
             limit=flight.request.sampling.max_tokens,
         )
+        if flight.first_at is not None and flight.told.store:
+            request = flight.request
+            context = [*request.prompt, *flight.tokens]
+            self.recent.note(request.salt, context, len(request.prompt), flight.told.messages)
         self._history.add(flight.status(), now)
         if flight.waker is not None:
             flight.waker.wake()

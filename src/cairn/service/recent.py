@@ -1,0 +1,139 @@
+"""Recent contexts of each tenant: with them the front says more exactly than the worker why a prompt was not found.
+
+The worker knows keys only, so to it a prompt whose third message was edited is `never seen`. Here are the ids of what
+the same tenant asked lately, so that the report can name the place where the two part, and show both sides. A tenant
+is known by its salt, which no two share; nothing here is ever compared with, or shown to, another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from cairn.types import BLOCK_TOKENS, Differs, Miss, MissReason
+
+CONTEXTS = 32
+"""Kept of one tenant."""
+TOKENS = 1 << 18
+"""Kept of one tenant: 1 MB."""
+TENANTS = 64
+CHUNK = 4 * BLOCK_TOKENS
+"""Tokens that stores keep together."""
+SHOWN_TOKENS = 16
+SHOWN = 48
+"""Characters of each side's text."""
+_ID = 4  # bytes
+
+
+class Told(NamedTuple):
+    """What the front knows of a request beside its ids."""
+
+    messages: tuple[bytes, ...] = ()
+    """A digest of each message that the prompt was rendered from."""
+    store: bool = True
+    """Whether a later report of the tenant may show its text."""
+    why: MissReason | None = None
+    """What a caller knows to be the reason, if something is missing."""
+
+
+class _Context(NamedTuple):
+    ids: bytes
+    prompts: tuple[tuple[int, tuple[bytes, ...]], ...]
+    """(tokens, messages) of prompts that it begins with."""
+
+
+class RecentContexts:
+    """The table. Bounded in tenants, contexts and tokens; what was used longest ago goes first."""
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[bytes, list[_Context]] = OrderedDict()
+
+    def note(self, salt: bytes, ids: Sequence[int], prompt: int, messages: tuple[bytes, ...] = ()) -> None:
+        """A context was computed, of which the first `prompt` ids were rendered from `messages`."""
+        data = array("I", ids).tobytes()
+        if len(data) > TOKENS * _ID:
+            return
+        found = self._tenants.setdefault(salt, [])
+        self._tenants.move_to_end(salt)
+        prompts = {prompt: messages} if messages else {}
+        kept = []
+        for other in found:
+            if data.startswith(other.ids) or other.ids.startswith(data):
+                data = max(data, other.ids, key=len)
+                prompts = dict(other.prompts) | prompts
+            else:
+                kept.append(other)
+        kept.append(_Context(data, tuple(prompts.items())[-CONTEXTS:]))
+        while len(kept) > CONTEXTS or sum(len(one.ids) for one in kept) > TOKENS * _ID:
+            del kept[0]
+        self._tenants[salt] = kept
+        if len(self._tenants) > TENANTS:
+            self._tenants.popitem(last=False)
+
+    def forget(self, salt: bytes) -> None:
+        """Keep nothing more of a tenant: something of it was erased, and its text must not come back here."""
+        self._tenants.pop(salt, None)
+
+    def explain(
+        self, miss: Miss, salt: bytes, ids: Sequence[int], told: Told, decode: Callable[[Sequence[int]], str]
+    ) -> Miss:
+        """The worker's reason, or a better one. Only `never seen` leaves something to say."""
+        if miss.reason != "never seen":
+            return miss
+        if told.why is not None:
+            return msgspec.structs.replace(miss, reason=told.why)
+        data = array("I", ids).tobytes()
+        at, known, again = 0, None, False
+        for context in self._tenants.get(salt, ()):
+            if (same := _common(context.ids, data)) < max(at, 1):
+                continue
+            told_so = any(same < length and told.messages[: len(which)] == which for length, which in context.prompts)
+            if same > at or told_so or not again:
+                at, known, again = same, context, told_so
+        if known is None or at < miss.position:
+            return miss
+        size, end = len(known.ids) // _ID, (miss.position // CHUNK + 1) * CHUNK
+        if at >= end and size > end:
+            return msgspec.structs.replace(miss, reason="evicted")
+        if at < size and at < len(ids):
+            differs = Differs(
+                position=at,
+                known=_shown(decode, array("I", known.ids[at * _ID : (at + SHOWN_TOKENS) * _ID])),
+                given=_shown(decode, ids[at : at + SHOWN_TOKENS]),
+            )
+            return Miss(position=miss.position, reason="template" if again else "different tokens", differs=differs)
+        # Known tokens fill the block: they were computed, but stores take them only with the rest of their chunk.
+        known_block = at > miss.position + BLOCK_TOKENS
+        return msgspec.structs.replace(miss, reason="not stored yet") if known_block else miss
+
+
+def told_of(messages: Sequence[Mapping[str, Any]], *, store: bool = True, why: MissReason | None = None) -> Told:
+    """What is known of a request that was rendered from these messages."""
+    return Told(tuple(_digest(message) for message in messages), store, why)
+
+
+def _digest(message: Mapping[str, Any]) -> bytes:
+    return hashlib.sha256(json.dumps(message, sort_keys=True, default=str).encode()).digest()[:8]
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """Leading ids that two contexts have in common."""
+    low, high = 0, min(len(one), len(other)) // _ID
+    left, right = memoryview(one), memoryview(other)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low * _ID : middle * _ID] == right[low * _ID : middle * _ID]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _shown(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> str:
+    return decode(ids)[:SHOWN]
