@@ -1,45 +1,33 @@
 """The front of one model: `generate`, `abort`, `status`, `drain`, `close`. HTTP, CLI and Python all come through here.
 
-Everything runs on one event loop. A frame of the worker is one step of all requests: each request's record (`Flight`)
-takes its tokens, and its consumer is woken once. Every request leaves by `_release`, whatever ended it.
+Everything runs on one event loop. What becomes of a request after its admission is `Traffic`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Sequence
 
 import msgspec
 
 from cairn.config import Config
-from cairn.errors import (
-    CairnError,
-    Cancelled,
-    Conflict,
-    DeadlineExceeded,
-    GenerationFailed,
-    InvalidRequest,
-    Overloaded,
-    Unavailable,
-    trace,
-)
+from cairn.errors import Cancelled, Conflict, InvalidRequest, Unavailable, trace
 from cairn.metrics import Metrics
 from cairn.models.hub import locate
 from cairn.seams import Clock, SystemClock
 from cairn.service import wire
-from cairn.service.admission import Queue, check_tokens
+from cairn.service.admission import check_tokens
 from cairn.service.flight import PLAIN, Flight, RequestStatus
-from cairn.service.history import History
 from cairn.service.link import Patience
-from cairn.service.recent import RecentContexts, Told
+from cairn.service.recent import Told
 from cairn.service.stream import Stream
 from cairn.service.supervisor import Supervisor
+from cairn.service.traffic import Traffic
 from cairn.text.chat import Chat
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import FinishReason, KvStats, Miss, ModelSpec, Output, Placed, Request, Swept, Timing
+from cairn.types import FinishReason, KvStats, ModelSpec, Placed, Request, Swept
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +35,6 @@ FULL = 0.9
 """Share of the KV pool in use by requests from which the server says that it is not ready."""
 SHUTTING_DOWN = "the server is shutting down"
 _TICK = 0.25
-_LATE = 1.0
-"""Seconds past a deadline after which the front ends a request itself; the worker normally does."""
 
 
 class ServiceStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,21 +72,18 @@ class Service:
             clock=self._clock,
             on_ready=self._on_ready,
             on_step=self._on_step,
-            on_refused=self._on_refused,
-            on_lost=self._on_lost,
+            on_refused=lambda refused: self._traffic.refused(refused),
+            on_lost=lambda flight, error: self._traffic.lost(flight, error),
         )
-        self._flights = self._supervisor.flights
+        self._traffic = Traffic(config, self._supervisor, self._clock)
+        self._flights, self._queue, self._history = self._traffic.flights, self._traffic.queue, self._traffic.history
+        self.recent = self._traffic.recent
         self._stats = wire.Stats()
-        self._queue = Queue(config)
-        self._history = History()
-        self.recent = RecentContexts()
         self._trouble = ""
-        self._stepped = 0.0
         self._last_id = 0
         self._loaded = False
         self._draining = False
         self._closed = False
-        self._empty = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
 
     @classmethod
@@ -124,7 +107,7 @@ class Service:
         self._ticker = asyncio.create_task(self._tick())
         loading = asyncio.create_task(self._supervisor.start(folder))
         try:
-            self.tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+            self.tokenizer = self._traffic.tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
             await loading
         finally:
             loading.cancel()
@@ -152,16 +135,16 @@ class Service:
         flight = Flight(request, TextStream(self.tokenizer, request), self._clock.now(), told or PLAIN)
         stream = Stream(flight, self.abort)
         try:
-            self._supervisor.add(flight)
+            self._traffic.enter(flight)
         except wire.WireError as error:
             flight.end(FinishReason.ERROR, error, None)
             raise InvalidRequest(str(error), field="prompt") from error
-        self._queue.enter(request)
         return stream
 
     def abort(self, id: int) -> bool:
         """Cancel a request: its stream raises `Cancelled` after what was said. False if it does not run."""
-        return self._release(id, FinishReason.CANCELLED, error=Cancelled("the request was cancelled"), tell=True)
+        error = Cancelled("the request was cancelled")
+        return self._traffic.release(id, FinishReason.CANCELLED, error=error, tell=True)
 
     def status(self, id: int) -> RequestStatus | None:
         """What is known of a request; None if it never was, or ended too long ago."""
@@ -173,7 +156,7 @@ class Service:
     def stats(self) -> ServiceStats:
         """Numbers of now."""
         return ServiceStats(
-            running=len(self._flights) - self._queue.requests,
+            running=self._traffic.running,
             waiting=self._queue.requests,
             kv_usage=self._stats.kv_usage,
             worker_pid=self._supervisor.pid,
@@ -210,10 +193,7 @@ class Service:
     async def drain(self, grace: float) -> None:
         """Take no more requests, wait up to `grace` seconds for those that run, and end the rest with Unavailable."""
         self._draining = True
-        if self._flights:
-            self._empty.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._empty.wait(), grace)
+        await self._traffic.emptied(grace)
         self._end_all()
 
     async def close(self) -> None:
@@ -280,7 +260,7 @@ class Service:
 
     def _admit(self, request: Request) -> None:
         if self._draining:
-            raise Unavailable("the server is shutting down", retry_after=max(1.0, self._config.shutdown_grace))
+            raise self._leaving()
         if self._supervisor.gave_up:
             raise Unavailable(self._supervisor.gave_up, retry_after=60.0)
         if self._supervisor.failing and not self._supervisor.up:
@@ -288,8 +268,7 @@ class Service:
         if request.id in self._flights:
             raise Conflict(f"request {request.id} runs already")
         check_tokens(request, self.info)
-        running = len(self._flights) - self._queue.requests
-        self._queue.check(request, running, self.info.max_rows, self._clock.now())
+        self._queue.check(request, self._traffic.running, self.info.max_rows, self._clock.now())
 
     # --------------------------------------------------------------------------------------- what the worker says
 
@@ -300,211 +279,28 @@ class Service:
             log.warning("%s", ready.trouble)
         if not self._loaded:
             self.name = self._config.served_name or ready.spec.name
-            self.metrics = Metrics(self._config.metrics_prefix, self.name)
+            self.metrics = self._traffic.metrics = Metrics(self._config.metrics_prefix, self.name)
         self.metrics.worker_restarts = self._supervisor.restarts
         self.metrics.worker_replaced()
 
     def _on_step(self, step: wire.Step) -> None:
-        now = self._clock.now()
-        for id in step.started:
-            self._on_started(id, now)
-        if step.stats != self._stats or step.started:
-            self._note_stats(step, now)
-        metrics, flights, before, together = self.metrics, self._flights, self._stepped, 0
-        tokens = len(step.ids) + sum([len(output.tokens) for output in step.outputs])
-        if tokens:
-            metrics.generation_tokens += tokens
-            metrics.step_tokens.observe(tokens)
-        for id, token in zip(step.ids, step.tokens, strict=True):
-            flight = flights.get(id)
-            if flight is None:
-                continue
-            flight.accept_token(token)
-            if flight.last_at == before:
-                together += 1
-            else:
-                metrics.inter_token.observe(now - flight.last_at)
-            flight.last_at = now
-            self._show(flight)
-        if together:
-            metrics.inter_token.observe(now - before, together)
-        self._stepped = now
-        for output in step.outputs:
-            self._on_output(output, now)
+        before, self._stats = self._stats, step.stats
+        self._traffic.step(step, before)
 
-    def _note_stats(self, step: wire.Step, now: float) -> None:
-        metrics, old, new = self.metrics, self._stats, step.stats
-        if new.kv is not None:
-            metrics.kv = new.kv
-        self._stats = new
-        self._queue.note(now, len(step.started), new)
-        metrics.running, metrics.waiting, metrics.kv_usage = new.running, new.waiting, new.kv_usage
-        metrics.prefix_queries += new.prefix_queries - old.prefix_queries
-        metrics.prefix_hits += new.prefix_hits - old.prefix_hits
-        metrics.preemptions += new.preemptions - old.preemptions
-
-    def _on_started(self, id: int, now: float) -> None:
-        flight = self._flights.get(id)
-        if flight is not None and flight.started_at is None:
-            flight.started_at = now
-            self._queue.leave(flight.request)
-
-    def _on_output(self, output: Output, now: float) -> None:
-        flight = self._flights.get(output.id)
-        if flight is None:
-            return
-        if output.cache is not None and flight.cache is None:
-            self.metrics.prompt_tokens += len(flight.request.prompt)
-            self.metrics.prompt_tokens_cached += output.cache.cached
-            self.metrics.prompt_length.observe(len(flight.request.prompt))
-            self.metrics.prompt_tokens_loaded["ram"] += output.cache.ram
-            self.metrics.prompt_tokens_loaded["disk"] += output.cache.disk
-            if output.cache.miss is not None:
-                miss = self._explained(flight, output.cache.miss)
-                self.metrics.misses[miss.reason] += 1
-                output = msgspec.structs.replace(output, cache=msgspec.structs.replace(output.cache, miss=miss))
-        flight.accept(output)
-        if output.tokens:
-            if flight.first_at is None:
-                flight.first_at = now
-                self.metrics.first_token.observe(now - flight.arrived)
-            else:
-                self.metrics.inter_token.observe(now - flight.last_at)
-            flight.last_at = now
-        if output.finish is None:
-            self._show(flight)
-        else:
-            error = _error(output)
-            self._release(output.id, output.finish, error=error, timing=output.timing)
-
-    def _explained(self, flight: Flight, miss: Miss) -> Miss:
-        def decode(ids: Sequence[int]) -> str:
-            return self.tokenizer.decode(ids, skip_special=False)
-
-        request = flight.request
-        return self.recent.explain(miss, request.salt, request.prompt, flight.told, decode)
-
-    def _on_refused(self, refused: wire.Refused) -> None:
-        error = wire.error(refused.code, refused.message, refused.field)
-        if isinstance(error, Overloaded | Unavailable):
-            error.retry_after = self._queue.retry_after(self._clock.now())
-        self._release(refused.id, FinishReason.ERROR, error=error)
-
-    def _on_lost(self, flight: Flight, error: CairnError) -> None:
-        self._release(flight.request.id, FinishReason.ERROR, error=error)
-
-    def _show(self, flight: Flight) -> None:
-        """Let the consumer know of news; a request with stop strings is read at once."""
-        if flight.eager:
-            try:
-                flight.read()
-            except Exception as error:
-                self._release(flight.request.id, FinishReason.ERROR, error=_broken(error), tell=True)
-                return
-            if flight.text.stopped:
-                self._release(flight.request.id, FinishReason.STOP, tell=True)
-                return
-        if flight.waker is not None:
-            flight.waker.wake()
-
-    # ---------------------------------------------------------------------------------------------- the one way out
-
-    def _release(
-        self,
-        id: int,
-        reason: FinishReason,
-        *,
-        error: CairnError | None = None,
-        timing: Timing | None = None,
-        tell: bool = False,
-    ) -> bool:
-        """End a request, whatever ended it. `tell`: the worker does not know yet. False if it had ended before."""
-        flight = self._supervisor.remove(id, reason if tell else None)
-        if flight is None:
-            return False
-        if flight.started_at is None:
-            self._queue.leave(flight.request)
-        now = self._clock.now()
-        timing = timing or _timing(flight, now)
-        try:
-            flight.end(reason, error, timing)
-        except Exception as failure:
-            flight.fail(_broken(failure))
-        self.metrics.record_end(
-            flight.reason or reason,
-            timing,
-            total=now - flight.arrived,
-            first=None if flight.first_at is None else flight.first_at - flight.arrived,
-            generated=flight.text.completion_tokens,
-            limit=flight.request.sampling.max_tokens,
-        )
-        if flight.first_at is not None and flight.told.store:
-            request = flight.request
-            context = [*request.prompt, *flight.tokens]
-            self.recent.note(request.salt, context, len(request.prompt), flight.told.messages)
-        self._history.add(flight.status(), now)
-        if flight.waker is not None:
-            flight.waker.wake()
-        if not self._flights:
-            self._empty.set()
-        return True
+    # ------------------------------------------------------------------------------------------------------ the end
 
     def _end_all(self) -> None:
         for id in tuple(self._flights):
-            error = Unavailable("the server is shutting down", retry_after=max(1.0, self._config.shutdown_grace))
-            self._release(id, FinishReason.ERROR, error=error, tell=True)
+            self._traffic.release(id, FinishReason.ERROR, error=self._leaving(), tell=True)
 
-    # --------------------------------------------------------------------------------------------------- the clock
+    def _leaving(self) -> Unavailable:
+        return Unavailable(SHUTTING_DOWN, retry_after=max(1.0, self._config.shutdown_grace))
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK)
             try:
                 self._supervisor.look()
-                self._end_late(self._clock.now())
-                self._history.forget(self._clock.now())
+                self._traffic.end_late()
             except Exception as error:
                 log.error("the periodic check failed: %s", trace(error))
-
-    def _end_late(self, now: float) -> None:
-        """End what is past its deadline although the worker did not say so, and what nobody reads."""
-        for id, flight in tuple(self._flights.items()):
-            timeout = flight.request.timeout
-            if timeout is not None and now - flight.arrived > timeout + _LATE:
-                self._release(id, FinishReason.DEADLINE, error=_late(), tell=True)
-            elif flight.idle:
-                flight.read_at = now
-            elif now - flight.read_at > self._config.stream_stall and flight.backlog > self._limit:
-                error = Cancelled(f"nobody read the answer for {self._config.stream_stall:g} s")
-                self._release(id, FinishReason.CANCELLED, error=error, tell=True)
-
-    @property
-    def _limit(self) -> int:
-        return self._config.stream_buffer_kib << 10
-
-
-def _error(output: Output) -> CairnError | None:
-    """What an end that is no success raises."""
-    if output.finish is FinishReason.DEADLINE:
-        return _late()
-    if output.finish is FinishReason.CANCELLED:
-        return Cancelled("the request was cancelled")
-    if output.finish is FinishReason.ERROR:
-        return GenerationFailed(output.error or "the generation failed")
-    return None
-
-
-def _late() -> CairnError:
-    return DeadlineExceeded("the request reached its time limit before it was done")
-
-
-def _broken(error: Exception) -> CairnError:
-    log.error("the text of an answer could not be built: %s", trace(error))
-    return GenerationFailed("the text of the answer could not be built")
-
-
-def _timing(flight: Flight, now: float) -> Timing:
-    """The same three spans that the worker reports, as this side saw them."""
-    started = now if flight.started_at is None else flight.started_at
-    first = now if flight.first_at is None else flight.first_at
-    return Timing(queue=started - flight.arrived, prefill=max(0.0, first - started), decode=now - first)

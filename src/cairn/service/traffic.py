@@ -1,0 +1,277 @@
+"""The requests in flight: what the worker says of them, what is measured of it, and the one way out.
+
+A frame of the worker is one step of all requests: each request's record (`Flight`) takes its tokens, and its consumer
+is woken once. Every request leaves by `release`, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+
+import msgspec
+
+from cairn.config import Config
+from cairn.errors import (
+    CairnError,
+    Cancelled,
+    DeadlineExceeded,
+    GenerationFailed,
+    Overloaded,
+    Unavailable,
+    trace,
+)
+from cairn.metrics import Metrics
+from cairn.seams import Clock
+from cairn.service import wire
+from cairn.service.admission import Queue
+from cairn.service.flight import Flight
+from cairn.service.history import History
+from cairn.service.recent import RecentContexts
+from cairn.service.supervisor import Supervisor
+from cairn.text.tokenizer import Tokenizer
+from cairn.types import FinishReason, Output, Timing
+
+log = logging.getLogger(__name__)
+
+_LATE = 1.0
+"""Seconds past a deadline after which the front ends a request itself; the worker normally does."""
+
+
+class Traffic:
+    """All requests of one service, from their admission to their end. One event loop's thread uses it."""
+
+    metrics: Metrics
+    tokenizer: Tokenizer
+    """Both are set before the first request."""
+
+    def __init__(self, config: Config, supervisor: Supervisor, clock: Clock) -> None:
+        self.flights = supervisor.flights
+        self.queue = Queue(config)
+        self.history = History()
+        self.recent = RecentContexts()
+        self._supervisor, self._clock = supervisor, clock
+        self._stall, self._limit = config.stream_stall, config.stream_buffer_kib << 10
+        self._stepped = 0.0
+        self._empty = asyncio.Event()
+
+    @property
+    def running(self) -> int:
+        """How many requests are being computed."""
+        return len(self.flights) - self.queue.requests
+
+    def enter(self, flight: Flight) -> None:
+        """A request was let in. Raises `WireError` if it is too long to be sent."""
+        self._supervisor.add(flight)
+        self.queue.enter(flight.request)
+
+    async def emptied(self, seconds: float) -> None:
+        """Wait until there are no requests, but not longer."""
+        if self.flights:
+            self._empty.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), seconds)
+
+    # --------------------------------------------------------------------------------------- what the worker says
+
+    def step(self, step: wire.Step, before: wire.Stats) -> None:
+        """The worker made a step; `before`: its figures at the last one."""
+        now = self._clock.now()
+        for id in step.started:
+            self._started(id, now)
+        if step.stats != before or step.started:
+            self.queue.note(now, len(step.started), step.stats)
+            self._measure(before, step.stats)
+        tokens = len(step.ids) + sum([len(output.tokens) for output in step.outputs])
+        if tokens:
+            self.metrics.generation_tokens += tokens
+            self.metrics.step_tokens.observe(tokens)
+        self._tokens(step, now)
+        for output in step.outputs:
+            self._output(output, now)
+
+    def _tokens(self, step: wire.Step, now: float) -> None:
+        """One token each for most requests; those that had theirs of the last step, too, waited equally long."""
+        flights, before, together = self.flights, self._stepped, 0
+        for id, token in zip(step.ids, step.tokens, strict=True):
+            flight = flights.get(id)
+            if flight is None:
+                continue
+            flight.accept_token(token)
+            if flight.last_at == before:
+                together += 1
+            else:
+                self.metrics.inter_token.observe(now - flight.last_at)
+            flight.last_at = now
+            self._show(flight)
+        if together:
+            self.metrics.inter_token.observe(now - before, together)
+        self._stepped = now
+
+    def _measure(self, old: wire.Stats, new: wire.Stats) -> None:
+        metrics = self.metrics
+        if new.kv is not None:
+            metrics.kv = new.kv
+        metrics.running, metrics.waiting, metrics.kv_usage = new.running, new.waiting, new.kv_usage
+        metrics.prefix_queries += new.prefix_queries - old.prefix_queries
+        metrics.prefix_hits += new.prefix_hits - old.prefix_hits
+        metrics.preemptions += new.preemptions - old.preemptions
+
+    def _started(self, id: int, now: float) -> None:
+        flight = self.flights.get(id)
+        if flight is not None and flight.started_at is None:
+            flight.started_at = now
+            self.queue.leave(flight.request)
+
+    def _output(self, output: Output, now: float) -> None:
+        flight = self.flights.get(output.id)
+        if flight is None:
+            return
+        if output.cache is not None and flight.cache is None:
+            output = self._explained(flight, output)
+        flight.accept(output)
+        if output.tokens:
+            if flight.first_at is None:
+                flight.first_at = now
+                self.metrics.first_token.observe(now - flight.arrived)
+            else:
+                self.metrics.inter_token.observe(now - flight.last_at)
+            flight.last_at = now
+        if output.finish is None:
+            self._show(flight)
+        else:
+            error = _error(output)
+            self.release(output.id, output.finish, error=error, timing=output.timing)
+
+    def _explained(self, flight: Flight, output: Output) -> Output:
+        """The first output of a request, with the best reason that is known why a part of its prompt was not found."""
+        cache, request, metrics = output.cache, flight.request, self.metrics
+        assert cache is not None
+        metrics.prompt_tokens += len(request.prompt)
+        metrics.prompt_tokens_cached += cache.cached
+        metrics.prompt_length.observe(len(request.prompt))
+        metrics.prompt_tokens_loaded["ram"] += cache.ram
+        metrics.prompt_tokens_loaded["disk"] += cache.disk
+        if cache.miss is None:
+            return output
+
+        def decode(ids: Sequence[int]) -> str:
+            return self.tokenizer.decode(ids, skip_special=False)
+
+        miss = self.recent.explain(cache.miss, request.salt, request.prompt, flight.told, decode)
+        metrics.misses[miss.reason] += 1
+        return msgspec.structs.replace(output, cache=msgspec.structs.replace(cache, miss=miss))
+
+    def refused(self, refused: wire.Refused) -> None:
+        """The worker does not take a request."""
+        error = wire.error(refused.code, refused.message, refused.field)
+        if isinstance(error, Overloaded | Unavailable):
+            error.retry_after = self.queue.retry_after(self._clock.now())
+        self.release(refused.id, FinishReason.ERROR, error=error)
+
+    def lost(self, flight: Flight, error: CairnError) -> None:
+        """Its workers did not survive a request."""
+        self.release(flight.request.id, FinishReason.ERROR, error=error)
+
+    def _show(self, flight: Flight) -> None:
+        """Let the consumer know of news; a request with stop strings is read at once."""
+        if flight.eager:
+            try:
+                flight.read()
+            except Exception as error:
+                self.release(flight.request.id, FinishReason.ERROR, error=_broken(error), tell=True)
+                return
+            if flight.text.stopped:
+                self.release(flight.request.id, FinishReason.STOP, tell=True)
+                return
+        if flight.waker is not None:
+            flight.waker.wake()
+
+    # ---------------------------------------------------------------------------------------------- the one way out
+
+    def release(
+        self,
+        id: int,
+        reason: FinishReason,
+        *,
+        error: CairnError | None = None,
+        timing: Timing | None = None,
+        tell: bool = False,
+    ) -> bool:
+        """End a request, whatever ended it. `tell`: the worker does not know yet. False if it had ended before."""
+        flight = self._supervisor.remove(id, reason if tell else None)
+        if flight is None:
+            return False
+        if flight.started_at is None:
+            self.queue.leave(flight.request)
+        now = self._clock.now()
+        timing = timing or _timing(flight, now)
+        try:
+            flight.end(reason, error, timing)
+        except Exception as failure:
+            flight.fail(_broken(failure))
+        self._remember(flight, reason, timing, now)
+        if flight.waker is not None:
+            flight.waker.wake()
+        if not self.flights:
+            self._empty.set()
+        return True
+
+    def _remember(self, flight: Flight, reason: FinishReason, timing: Timing, now: float) -> None:
+        """What is left of a request that has ended."""
+        request = flight.request
+        self.metrics.record_end(
+            flight.reason or reason,
+            timing,
+            total=now - flight.arrived,
+            first=None if flight.first_at is None else flight.first_at - flight.arrived,
+            generated=flight.text.completion_tokens,
+            limit=request.sampling.max_tokens,
+        )
+        if flight.first_at is not None and flight.told.store:
+            context = [*request.prompt, *flight.tokens]
+            self.recent.note(request.salt, context, len(request.prompt), flight.told.messages)
+        self.history.add(flight.status(), now)
+
+    def end_late(self) -> None:
+        """End what is past its deadline although the worker did not say so, and what nobody reads."""
+        now = self._clock.now()
+        for id, flight in tuple(self.flights.items()):
+            timeout = flight.request.timeout
+            if timeout is not None and now - flight.arrived > timeout + _LATE:
+                self.release(id, FinishReason.DEADLINE, error=_late(), tell=True)
+            elif flight.idle:
+                flight.read_at = now
+            elif now - flight.read_at > self._stall and flight.backlog > self._limit:
+                error = Cancelled(f"nobody read the answer for {self._stall:g} s")
+                self.release(id, FinishReason.CANCELLED, error=error, tell=True)
+        self.history.forget(now)
+
+
+def _error(output: Output) -> CairnError | None:
+    """What an end that is no success raises."""
+    if output.finish is FinishReason.DEADLINE:
+        return _late()
+    if output.finish is FinishReason.CANCELLED:
+        return Cancelled("the request was cancelled")
+    if output.finish is FinishReason.ERROR:
+        return GenerationFailed(output.error or "the generation failed")
+    return None
+
+
+def _late() -> CairnError:
+    return DeadlineExceeded("the request reached its time limit before it was done")
+
+
+def _broken(error: Exception) -> CairnError:
+    log.error("the text of an answer could not be built: %s", trace(error))
+    return GenerationFailed("the text of the answer could not be built")
+
+
+def _timing(flight: Flight, now: float) -> Timing:
+    """The same three spans that the worker reports, as this side saw them."""
+    started = now if flight.started_at is None else flight.started_at
+    first = now if flight.first_at is None else flight.first_at
+    return Timing(queue=started - flight.arrived, prefill=max(0.0, first - started), decode=now - first)
