@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from cairn.cli import agents, bench, cache, chat, doctor, generate, models, options, remote, serve
+from cairn.cli import agents, bench, cache, chat, doctor, generate, models, options, quantize, remote, serve
 from cairn.errors import CairnError
 
 app = typer.Typer(
@@ -44,7 +44,7 @@ def _root(
     pass
 
 
-for _group in (serve, chat, generate, models, remote, agents, cache, doctor, bench, options):
+for _group in (serve, chat, generate, models, quantize, remote, agents, cache, doctor, bench, options):
     _group.register(app)
 
 

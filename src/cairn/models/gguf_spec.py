@@ -58,13 +58,14 @@ _ENDS = frozenset(
 )
 """Control tokens that end an answer. A file names one or two; a model may use another of them."""
 
-_SAMPLING = {
+SAMPLING = {
     "temperature": ("temp", 0.0, 100.0),
     "top_k": ("top_k", 0, 1 << 24),
     "top_p": ("top_p", 1e-9, 1.0),
     "min_p": ("min_p", 0.0, 1.0),
     "repetition_penalty": ("penalty_repeat", 1e-3, 100.0),
 }
+"""Sampling default -> its key below `general.sampling.` and its bounds."""
 
 _MAX_CONTEXT = 1 << 24
 _CONTROL = 3
@@ -231,6 +232,6 @@ def _defaults(fields: Fields) -> dict[str, float]:
     """Sampling defaults that newer files carry."""
     return {
         name: fields.number(f"general.sampling.{key}", low, high)
-        for name, (key, low, high) in _SAMPLING.items()
+        for name, (key, low, high) in SAMPLING.items()
         if fields.has(f"general.sampling.{key}")
     }

@@ -115,3 +115,18 @@ def turn_back(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
     """Rows of q or k with rotary pairs as neighbours (0, D/2, 1, D/2 + 1, ...) -> in their heads' natural order."""
     heads = rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:])
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def turn(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
+    """The inverse of `turn_back`."""
+    heads = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
+    return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def gguf_name(name: str) -> str:
+    """GGUF's name of a tensor that transformers calls `name`; the inverse of `hub_name`."""
+    stem, _, end = name.rpartition(".")
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
+    if match is None:
+        return f"{next(own for own, theirs in _WHOLE.items() if theirs == stem)}.{end}"
+    return f"blk.{match[1]}.{next(own for own, theirs in _LAYER.items() if theirs == match[2])}.{end}"

@@ -58,10 +58,10 @@ SPLITS: dict[str, list[dict[str, Any]]] = {
 """`tokenizer.ggml.pre` -> the pre-tokenizers of the models that have it."""
 _WHOLE_WORDS = frozenset(("llama-bpe", "llama-v3", "llama3", "tekken"))
 """Splits of models that take a word that is a token as it is, and that start a text with BOS unless told otherwise."""
-_COMPOSED = frozenset(("qwen2",))
+COMPOSED = frozenset(("qwen2",))
 """Splits of models that normalise text to NFC."""
 
-_NAMES = {
+NAMES = {
     "bos_token": "bos",
     "eos_token": "eos",
     "unk_token": "unknown",
@@ -90,7 +90,7 @@ def load_tokenizer(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     else:
         raise ModelError(f"{path}: the tokenizer {model[:80]!r} is not supported; supported are gpt2, llama")
     config: dict[str, Any] = {"add_bos_token": fields.flag("tokenizer.ggml.add_bos_token", bos)}
-    for name, key in _NAMES.items():
+    for name, key in NAMES.items():
         for i in fields.ids(f"tokenizer.ggml.{key}_token_id", len(tokens)):
             config[name] = tokens[i]
     return rebuilt | {"version": "1.0", "added_tokens": _added(tokens, kinds), "post_processor": None}, config
@@ -173,7 +173,7 @@ def _byte_bpe(gguf: Gguf, tokens: list[str], kinds: list[int]) -> dict[str, Any]
             )
         merges.append(pair)
     return {
-        "normalizer": {"type": "NFC"} if named in _COMPOSED else None,
+        "normalizer": {"type": "NFC"} if named in COMPOSED else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS[named]},
         "decoder": _byte_level(regex=True),
         "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": named in _WHOLE_WORDS},

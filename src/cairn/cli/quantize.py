@@ -1,0 +1,85 @@
+"""`cairn quantize`: a model as a GGUF file of another number format."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cairn.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from cairn.models.gguf_writer import Loss
+
+
+def register(app: typer.Typer) -> None:
+    """Add `cairn quantize`."""
+
+    @app.command(rich_help_panel="Models")
+    def quantize(
+        source: Annotated[str, typer.Argument(metavar="SRC", help="A folder, a .gguf file, or a model pulled.")],
+        destination: Annotated[Path, typer.Argument(metavar="DST", help="The .gguf file to write.")],
+        kind: Annotated[
+            str, typer.Option("--type", metavar="TYPE", help="F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0.")
+        ] = "Q8_0",
+        force: Annotated[bool, typer.Option("--force", help="Replace DST if it is there.")] = False,
+    ) -> None:
+        """Write a model as one GGUF file, tokenizer and chat template included, and list what rounding cost.
+
+        Needs the gguf package: pip install 'cairn-llm\\[gguf]'.
+        """
+        from cairn.cli.output import table, talk
+
+        losses = write(source, destination, kind, force=force)
+        rows = [
+            (one.part, one.type, str(one.tensors), str(one.values), f"{one.error:.3%}", f"{one.worst:.3g}")
+            for one in losses
+        ]
+        table(("tensors", "type", "count", "values", "error", "largest"), rows)
+        size = destination.stat().st_size
+        if sys.stderr.isatty():
+            talk().print(f"{destination} has {size / 1e6:.1f} MB. Try: cairn chat {destination}", markup=False)
+
+
+def write(source: str, destination: Path, kind: str, *, force: bool = False) -> list[Loss]:
+    """Write `source` to `destination`, which appears whole and checked or not at all; what it cost, by tensor class.
+
+    Raises `ConfigError` for a type or a place that cannot be written, `ModelError` or `ModelFileError` for a source
+    that cannot be read or expressed in GGUF.
+    """
+    from cairn.models import hub
+    from cairn.models.files import is_gguf, parts
+    from cairn.models.gguf_writer import TYPES, check_written, package, write_gguf
+    from cairn.models.spec import load_spec
+    from cairn.text.gguf_vocab import check_same, texts_of
+
+    kind = kind.upper()
+    if kind not in TYPES:
+        raise ConfigError(f"--type must be one of {', '.join(TYPES)}, found {kind}")
+    if not is_gguf(destination) or len(parts(destination.name)) != 1:
+        raise ConfigError(f"{destination} must be the name of a .gguf file, and not that of a part of one")
+    if destination.exists() and not force:
+        raise ConfigError(f"{destination} is there already; --force replaces it")
+    package()
+    folder = hub.locate(source)
+    spec = load_spec(folder, identify=False)
+    texts = {} if is_gguf(folder) else texts_of(folder, spec.vocab, spec.eos_ids)
+    fresh = destination.with_name(f".{destination.stem}.{os.getpid()}.gguf")
+    try:
+        losses = write_gguf(folder, spec, fresh, kind, texts)
+        check_written(spec, load_spec(fresh, identify=False))
+        if not is_gguf(folder):
+            check_same(folder, fresh)
+        with fresh.open("rb+") as file:
+            os.fsync(file.fileno())
+        if destination.exists() and not force:
+            raise ConfigError(f"{destination} is there already; --force replaces it")
+        fresh.replace(destination)
+    except OSError as error:
+        raise ModelError(f"{destination} cannot be written: {error.strerror or error}") from error
+    finally:
+        fresh.unlink(missing_ok=True)
+    return losses

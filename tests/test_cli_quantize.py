@@ -1,0 +1,86 @@
+"""`cairn quantize`: from a folder to a file that chats, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.text import text_models
+from tests.text.test_gguf_text import published
+from tests.tiny_models import write_model
+
+from cairn import LLM
+from cairn.cli import quantize
+from cairn.errors import ConfigError, ModelError
+from cairn.models import gguf_writer
+
+HELLO = [{"role": "user", "content": "Hello, who are you?"}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    place = write_model(tmp_path / "m", vocab_size=1024, hidden_size=64, max_position_embeddings=512)
+    return text_models.write_model(place, published("qwen2"), text_models.QWEN_CONFIG, text_models.QWEN_TEMPLATE)
+
+
+def cairn(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from cairn.cli import main; main()", *arguments]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("CAIRN_", "HF_"))}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_what_is_written_chats_as_its_source_does(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    done = cairn("quantize", str(folder), str(path), "--type", "f32")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    assert {row[0] for row in rows} >= {"token_embd", "attn_q", "ffn_down", "output_norm"}
+    assert all((row[1], row[4], row[5]) == ("F32", "0.000%", "0") for row in rows)
+    answers = []
+    for place in (folder, path):
+        with LLM(str(place), engine="cpu", kv_gb=0.1, threads=1) as llm:
+            answers.append(llm.chat(HELLO, temperature=0, max_tokens=12))
+    assert answers[0].text == answers[1].text and answers[0].usage.prompt_tokens == answers[1].usage.prompt_tokens
+    again = cairn("quantize", str(path), str(tmp_path / "small.gguf"), "--type", "Q4_0")
+    assert again.returncode == 0 and (tmp_path / "small.gguf").stat().st_size < path.stat().st_size
+    errors = {line.split("\t")[0]: line.split("\t")[4] for line in again.stdout.splitlines()}
+    assert errors["attn_norm"] == "0.000%" and errors["ffn_up"] != "0.000%"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["m", "m.gguf", "small.gguf"]
+
+
+def test_a_file_is_replaced_only_by_force_and_only_by_a_whole_one(
+    folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"precious")
+    with pytest.raises(ConfigError, match="is there already; --force replaces it"):
+        quantize.write(str(folder), path, "Q8_0")
+
+    def crash(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(gguf_writer, "_packed", crash)
+        with pytest.raises(ModelError, match=r"m.gguf cannot be written: No space left on device"):
+            quantize.write(str(folder), path, "Q8_0", force=True)
+    assert path.read_bytes() == b"precious" and len(list(tmp_path.iterdir())) == 2
+    assert quantize.write(str(folder), path, "q8_0", force=True)
+    assert path.read_bytes()[:4] == b"GGUF" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_cannot_be_written_is_one_sentence(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    with pytest.raises(ConfigError, match=r"--type must be one of F32, F16, .*, found Q4_K_M"):
+        quantize.write(str(folder), tmp_path / "m.gguf", "Q4_K_M")
+    for name in ("m.bin", "m-00001-of-00002.gguf"):
+        with pytest.raises(ConfigError, match=r"must be the name of a \.gguf file, and not that of a part"):
+            quantize.write(str(folder), tmp_path / name, "Q8_0")
+    done = cairn("quantize", "demo", str(tmp_path / "demo.gguf"))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "has no name in GGUF" in done.stderr
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ModelError, match=r"pip install 'cairn-llm\[gguf\]'"):
+        quantize.write(str(folder), tmp_path / "m.gguf", "Q8_0")
+    assert [one.name for one in tmp_path.iterdir()] == ["m"]
