@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cairn.metrics import Metrics, Tally
+from cairn.metrics import TURN_STATES, AgentFigures, Metrics, Tally
 from cairn.types import FinishReason, KvStats, TierStats, Timing
 
 VLLM = {
@@ -63,6 +63,8 @@ def test_every_instrument_shows_what_was_recorded() -> None:
     tier = TierStats(**figures)
     counts = {name: 3 for name in KvStats.__struct_fields__ if name not in ("ram", "disk")}
     metrics.kv = KvStats(ram=tier, disk=tier, **counts)
+    numbers = {name: 3 for name in AgentFigures.__struct_fields__ if name != "turns"}
+    metrics.agents = lambda: AgentFigures(turns=dict.fromkeys(TURN_STATES, 3), **numbers)
     metrics.first_token.observe(0.1)
     metrics.inter_token.observe(0.1, 3)
     metrics.prompt_length.observe(100)
@@ -84,7 +86,7 @@ def test_the_only_labels_are_the_model_and_reasons() -> None:
     metrics = Metrics("cairn", "m")
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
-            assert set(sample.labels) <= {"model_name", "finished_reason", "reason", "le"}
+            assert set(sample.labels) <= {"model_name", "finished_reason", "reason", "state", "le"}
             assert sample.labels["model_name"] == "m"
 
 

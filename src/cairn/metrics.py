@@ -10,9 +10,10 @@ of a step, not one locked update for each.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import get_args
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -45,7 +46,25 @@ _SECONDS = (
 _LONG_SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 480.0, 1920.0)
 _SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 _TOKENS = tuple(float(digit * 10**power) for power in range(7) for digit in (1, 2, 5))
+TURN_STATES = ("running", "finished", "interrupted")
 _FEW_TOKENS = tuple(float(1 << power) for power in range(15))
+
+
+class AgentFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Agents now, and the ledger of what caching saved; both survive restarts."""
+
+    agents: int = 0
+    turns: Mapping[str, int] = {}
+    """By state; what is not named is 0."""
+    log_bytes: int = 0
+    log_dropped: int = 0
+    """Records that were not written, because the disk was too slow or refused them."""
+    requests: int = 0
+    computed: int = 0
+    """Prompt tokens."""
+    saved: int = 0
+    """Prompt tokens that were not computed again."""
+    seconds_avoided: float = 0.0
 
 
 class Tally:
@@ -97,6 +116,8 @@ class Metrics:
         self.misses: dict[str, int] = dict.fromkeys(get_args(MissReason), 0)
         self.kv = KvStats()
         """The stores below the pool of the present worker."""
+        self.agents: Callable[[], AgentFigures] = AgentFigures
+        """Asked for each scrape."""
         self._ended = [0.0] * len(self._kv_counts())
         """What those of earlier workers had counted."""
         self.finished = dict.fromkeys(FinishReason, 0)
@@ -167,10 +188,36 @@ class Metrics:
         for why, count in self.misses.items():
             misses.add_metric((self._model, why), count)
         yield misses
+        yield from self._agent_families(self.agents())
         for name, text, tally in self._tallies():
             histogram = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name",))
             histogram.add_metric((self._model,), tally.buckets(), tally.sum)
             yield histogram
+
+    def _agent_families(self, figures: AgentFigures) -> Iterator[Metric]:
+        for name, text, value in (
+            ("agents", "Agents that are kept.", figures.agents),
+            ("agent_log_bytes", "Bytes that the token log takes on the disk.", figures.log_bytes),
+        ):
+            gauge = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name",))
+            gauge.add_metric((self._model,), value)
+            yield gauge
+        turns = GaugeMetricFamily(
+            f"{self._prefix}:agent_turns", "Turns that are kept, by state.", labels=("model_name", "state")
+        )
+        for state in TURN_STATES:
+            turns.add_metric((self._model, state), figures.turns.get(state, 0))
+        yield turns
+        for name, text, total in (
+            ("agent_log_dropped_records", "Records that the token log did not take.", figures.log_dropped),
+            ("ledger_requests", "Answers that the savings ledger counts.", figures.requests),
+            ("ledger_computed_tokens", "Prompt tokens that were computed for them.", figures.computed),
+            ("ledger_saved_tokens", "Prompt tokens that were not computed again.", figures.saved),
+            ("ledger_saved_prefill_seconds", "Prefill that this avoided, less the loading.", figures.seconds_avoided),
+        ):
+            counter = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name",))
+            counter.add_metric((self._model,), total)
+            yield counter
 
     def _gauges(self) -> Iterator[tuple[str, str, float]]:
         yield "num_requests_running", "Requests being computed.", self.running

@@ -397,3 +397,28 @@ async def test_an_agent_whose_kv_is_gone_is_told_why(folder: Path, identity: byt
         assert heard.done is not None and heard.done.cache.miss == Miss(position=0, reason=reason)  # type: ignore[arg-type]
         again = await at.say("ada", "And now?")
         assert again.done is not None and again.done.cache.pool > 64
+
+
+async def test_the_metrics_count_agents_their_turns_their_log_and_what_was_saved(folder: Path) -> None:
+    """Also after a restart."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", messages=SYSTEM)
+        for text in ("My name is Ada and this is rather a long first message.", "What is my name?"):
+            await at.say("ada", text)
+        await hear(await at.begin("ada", "Tell me more."), stop_after=1)
+        await at.again(clean=True)
+        found = {}
+        for line in at.service.metrics.render().decode().splitlines():
+            name, _, value = line.rpartition(" ")
+            found[name.replace(f'model_name="{at.service.name}"', "").replace("{}", "").replace("{,", "{")] = value
+        turns = at.agents.turns("default", "ada")
+        cut = sum(turn.state == "interrupted" for turn in turns)
+        assert float(found["cairn:agents"]) == 1 and float(found['cairn:agent_turns{state="interrupted"}']) == cut
+        assert float(found['cairn:agent_turns{state="finished"}']) == 3 - cut
+        savings = at.agents.savings("default")
+        assert float(found["cairn:ledger_requests_total"]) == savings.requests >= 2
+        assert float(found["cairn:ledger_saved_tokens_total"]) == savings.pool > 0
+        assert float(found["cairn:ledger_computed_tokens_total"]) == savings.computed > 0
+        assert float(found["cairn:ledger_saved_prefill_seconds_total"]) == savings.seconds_avoided
+        assert float(found["cairn:agent_log_bytes"]) == at.agents.writer.bytes > 500
+        assert float(found["cairn:agent_log_dropped_records_total"]) == 0

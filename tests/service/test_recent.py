@@ -48,7 +48,7 @@ def test_the_nearest_context_is_compared(recent: RecentContexts) -> None:
 
 
 def test_another_tenants_context_is_as_if_it_were_not_there(recent: RecentContexts) -> None:
-    """Known failure 34: what another tenant asked shows in nothing."""
+    """What another tenant asked shows in nothing."""
     changed = [*KNOWN[:70], 7, 8, *KNOWN[72:]]
     for ids in (changed, KNOWN, KNOWN[:64]):
         assert why(recent, ids, 0, salt=THEIRS) == Miss(position=0, reason="never seen")

@@ -31,6 +31,7 @@ from cairn.agents.upkeep import Upkeep
 from cairn.agents.writer import Writer
 from cairn.config import Config
 from cairn.errors import ConfigError, Conflict, InvalidRequest, Unavailable
+from cairn.metrics import AgentFigures
 from cairn.seams import Clock, FileSystem, Rng
 from cairn.service.requests import PLAIN, SamplingOptions
 from cairn.service.service import Service
@@ -63,6 +64,7 @@ class Agents:
         self._turns = Turns(service, self._book, clock, config)
         self._upkeep = Upkeep(self._book, self._replays, orphans)
         self._find = self._book.find
+        service.metrics.agents = self.figures
 
     @classmethod
     async def open(
@@ -140,6 +142,12 @@ class Agents:
     def context(self, tenant: str, id: str) -> tuple[int, ...]:
         """The ids of the agent's context for the model that is served; none before its first turn with it."""
         return tuple(self.kv.ids(self._find(tenant, id).head))
+
+    def figures(self) -> AgentFigures:
+        """All tenants together, for the metrics."""
+        return msgspec.structs.replace(
+            self._book.roster.figures(), log_bytes=self.writer.bytes, log_dropped=self.writer.dropped
+        )
 
     def savings(self, tenant: str) -> Savings:
         """The sum over a tenant's agents and requests, also those that are gone."""

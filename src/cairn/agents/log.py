@@ -318,7 +318,7 @@ class Log:
     @property
     def bytes(self) -> int:
         """What the segments take."""
-        return sum(segment.size for segment in self._segments.values())
+        return sum(segment.size for segment in tuple(self._segments.values()))
 
     def close(self) -> None:
         """Sync, and let others have the folder. Raises OSError where the sync fails; the folder is free then too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from cairn.agents.index import Kind
@@ -10,6 +11,7 @@ from cairn.agents.ledger import Ledger
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TokensRecord, TurnRecord, decode
 from cairn.agents.segment import Record
 from cairn.agents.tree import Agent, Turn
+from cairn.metrics import AgentFigures
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +27,18 @@ class Roster:
     def __iter__(self) -> Iterator[Agent]:
         for agents in tuple(self._agents.values()):
             yield from tuple(agents.values())
+
+    def figures(self) -> AgentFigures:
+        """How much there is, and what the ledger says of it; the caller knows the log."""
+        saved = self.ledger.total
+        return AgentFigures(
+            agents=sum(len(agents) for agents in self._agents.values()),
+            turns=Counter(turn.state for turn in self._turns.values() if turn.number),
+            requests=saved.requests,
+            computed=saved.computed,
+            saved=saved.pool + saved.ram + saved.disk,
+            seconds_avoided=saved.seconds_avoided,
+        )
 
     def of(self, tenant: str) -> list[Agent]:
         """A tenant's agents, most recently created first."""

@@ -56,6 +56,11 @@ class Writer:
         """Why the log does not work now; empty when it does."""
         return self._log.trouble
 
+    @property
+    def bytes(self) -> int:
+        """What the log takes on the disk."""
+        return self._log.bytes
+
     def record(self, kind: Kind, value: msgspec.Struct, key: int = 0) -> Record:
         """A record to be written; without a key it is about itself."""
         lsn = self._log.next_lsn()
