@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from cairn.agents.roster import Roster
-from cairn.agents.tree import Agent, Turn
+from cairn.agents.tree import Agent, Turn, shared
 from cairn.errors import Unavailable
 from cairn.service.service import Service
 from cairn.types import Placed
@@ -83,9 +83,7 @@ class AgentKv:
                 continue
             theirs = self.ids(other.head)
             if tuple(theirs[: longest + 1]) == tuple(ids[: longest + 1]):
-                pairs = enumerate(zip(ids, theirs, strict=False))
-                same = next((at for at, (one, two) in pairs if one != two), min(len(ids), len(theirs)))
-                longest = max(longest, same)
+                longest = max(longest, shared(ids, theirs))
         return longest // CHUNK_TOKENS * CHUNK_TOKENS
 
     def _later(self, work: Coroutine[Any, Any, object]) -> None:

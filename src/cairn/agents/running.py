@@ -12,7 +12,7 @@ import msgspec
 from cairn.agents.index import Kind
 from cairn.agents.records import EndRecord, TokensRecord, pack
 from cairn.agents.segment import Record
-from cairn.agents.tree import Agent, Turn
+from cairn.agents.tree import Agent, Turn, shared
 from cairn.agents.writer import Writer
 from cairn.errors import Unavailable
 from cairn.seams import Clock
@@ -210,8 +210,7 @@ class RunningTurn:
         if sampled is None:
             return {}
         ids = list(sampled.ids[sampled.opened :])
-        pairs = enumerate(zip(ids, tokens, strict=False))
-        same = next((at for at, (one, other) in pairs if one != other), min(len(ids), len(tokens)))
+        same = shared(ids, tokens)
         return {"keep": same, "more": pack(ids[same:])}
 
 
