@@ -65,6 +65,9 @@ class AgentFigures(msgspec.Struct, frozen=True, kw_only=True):
     saved: int = 0
     """Prompt tokens that were not computed again."""
     seconds_avoided: float = 0.0
+    read: int = 0
+    """Bytes of KV from the disk; `written`, to it."""
+    written: int = 0
 
 
 class Tally:
@@ -141,6 +144,14 @@ class Metrics:
         self._ended = [old + new for old, (_, _, new) in zip(self._ended, self._kv_counts(), strict=True)]
         self.kv = KvStats()
 
+    @property
+    def disk_bytes(self) -> tuple[int, int]:
+        """Bytes of KV (read from, written to) the disk by all workers of this process."""
+        now = {name: value for name, _, value in self._kv_counts()}
+        ended = dict(zip(now, self._ended, strict=True))
+        read, written = "kv_disk_read_bytes", "kv_disk_written_bytes"
+        return int(now[read] + ended[read]), int(now[written] + ended[written])
+
     def record_end(
         self, reason: FinishReason, timing: Timing, *, total: float, first: float | None, generated: int, limit: int
     ) -> None:
@@ -214,6 +225,8 @@ class Metrics:
             ("ledger_computed_tokens", "Prompt tokens that were computed for them.", figures.computed),
             ("ledger_saved_tokens", "Prompt tokens that were not computed again.", figures.saved),
             ("ledger_saved_prefill_seconds", "Prefill that this avoided, less the loading.", figures.seconds_avoided),
+            ("ledger_read_bytes", "Bytes of KV read from the disk since the ledger began.", figures.read),
+            ("ledger_written_bytes", "Bytes of KV written to the disk since then.", figures.written),
         ):
             counter = CounterMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name",))
             counter.add_metric((self._model,), total)

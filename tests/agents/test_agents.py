@@ -422,3 +422,20 @@ async def test_the_metrics_count_agents_their_turns_their_log_and_what_was_saved
         assert float(found["cairn:ledger_saved_prefill_seconds_total"]) == savings.seconds_avoided
         assert float(found["cairn:agent_log_bytes"]) == at.agents.writer.bytes > 500
         assert float(found["cairn:agent_log_dropped_records_total"]) == 0
+
+
+async def test_the_ledger_of_bytes_goes_on_after_a_restart(folder: Path) -> None:
+    """What a worker counted is counted once, and what earlier processes counted stays."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", messages=SYSTEM)
+        at.service.metrics.worker_replaced()
+        began = at.agents.figures()
+        at.service.metrics._ended = [value + 1000 for value in at.service.metrics._ended]
+        await at.say("ada", "Hello")
+        counted = at.agents.figures()
+        assert (counted.read, counted.written) >= (began.read + 1000, began.written + 1000)
+        await at.again()
+        found = at.agents.figures()
+        assert (found.read, found.written) == (counted.read, counted.written)
+        at.service.metrics._ended = [value + 7 for value in at.service.metrics._ended]
+        assert at.agents.figures().read == found.read + 7

@@ -54,6 +54,7 @@ class Agents:
         self.service, self._config = service, config
         roster = Roster()
         orphans = roster.load(log.recovered)
+        roster.ledger.watch(lambda: service.metrics.disk_bytes)
         self._replays = Replays(service.spec.identity)
         for tenant, sampled in self._replays.load(log.recovered):
             service.chat.recall(tenant, sampled)

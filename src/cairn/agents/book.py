@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import msgspec
 
 from cairn.agents.index import Kind
+from cairn.agents.info import Savings
 from cairn.agents.kv import AgentKv
-from cairn.agents.ledger import counted, total_key
+from cairn.agents.ledger import BYTES_KEY, counted, total_key
 from cairn.agents.records import AgentRecord, SavingsRecord, TurnRecord
 from cairn.agents.roster import Roster
 from cairn.agents.segment import Record
@@ -37,6 +38,7 @@ class Book:
         self.rng, self._clock = rng, clock
         self._owed: list[Record] = []
         self._refused: list[int] = []
+        self._bytes = roster.ledger.bytes
 
     def now(self) -> float:
         """Seconds since 1970."""
@@ -170,11 +172,16 @@ class Book:
         return [self.writer.record(Kind.SAVINGS, line, agent.key), *self._totals()]
 
     def _totals(self) -> list[Record]:
-        """The tenants' totals that are not written yet."""
+        """The tenants' totals that are not written yet, and the bytes."""
         ledger = self.roster.ledger
         lines = [(name, SavingsRecord(savings=ledger.totals[name], tenant=name)) for name in sorted(ledger.dirty)]
         ledger.dirty.clear()
-        return [self.writer.record(Kind.SAVINGS, line, total_key(name)) for name, line in lines]
+        records = [self.writer.record(Kind.SAVINGS, line, total_key(name)) for name, line in lines]
+        if ledger.bytes != self._bytes:
+            self._bytes = read, written = ledger.bytes
+            line = SavingsRecord(savings=Savings(), read=read, written=written)
+            records.append(self.writer.record(Kind.SAVINGS, line, BYTES_KEY))
+        return records
 
     def owe(self, *records: Record) -> None:
         """Write these as soon as the disk takes them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import msgspec
 
@@ -40,6 +41,23 @@ class Ledger:
         self.totals: dict[str, Savings] = {}
         self.dirty: set[str] = set()
         """Tenants whose total is not written yet."""
+        self._traffic: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._before = 0, 0
+
+    def load_bytes(self, read: int, written: int) -> None:
+        """What the log held of the stores' bytes."""
+        self._before = read, written
+
+    def watch(self, traffic: Callable[[], tuple[int, int]]) -> None:
+        """`traffic` gives the bytes (read, written) of this process; what it says now was counted before."""
+        (read, written), (now_read, now_written) = self._before, traffic()
+        self._before, self._traffic = (read - now_read, written - now_written), traffic
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Of KV, (read from, written to) the disk for all tenants."""
+        (read, written), (now_read, now_written) = self._before, self._traffic()
+        return read + now_read, written + now_written
 
     def load(self, tenant: str, savings: Savings) -> None:
         """A total that the log held."""
@@ -66,6 +84,10 @@ class Ledger:
         total = self.total
         spent = max(0.0, total.prefill_seconds - total.load_seconds)
         return spent / total.computed if total.computed else 0.0
+
+
+BYTES_KEY = 1 << 63 | 1 << 62
+"""The key of the line of bytes, beside those of the totals."""
 
 
 def total_key(tenant: str) -> int:

@@ -99,10 +99,14 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class SavingsRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of the ledger: an agent's under its key, a tenant's total under a key of its own."""
+    """A line of the ledger: an agent's under its key, a tenant's total under a key of its own, and one for the bytes of
+    all of them."""
 
     savings: Savings
     tenant: str = ""
+    read: int = 0
+    """Bytes of KV that came from the disk, of the whole server."""
+    written: int = 0
 
 
 P = TypeVar("P", bound=msgspec.Struct)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from cairn.agents.index import Kind
-from cairn.agents.ledger import Ledger
+from cairn.agents.ledger import BYTES_KEY, Ledger
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TokensRecord, TurnRecord, decode
 from cairn.agents.segment import Record
 from cairn.agents.tree import Agent, Turn
@@ -31,6 +31,7 @@ class Roster:
     def figures(self) -> AgentFigures:
         """How much there is, and what the ledger says of it; the caller knows the log."""
         saved = self.ledger.total
+        read, written = self.ledger.bytes
         return AgentFigures(
             agents=sum(len(agents) for agents in self._agents.values()),
             turns=Counter(turn.state for turn in self._turns.values() if turn.number),
@@ -38,6 +39,8 @@ class Roster:
             computed=saved.computed,
             saved=saved.pool + saved.ram + saved.disk,
             seconds_avoided=saved.seconds_avoided,
+            read=read,
+            written=written,
         )
 
     def of(self, tenant: str) -> list[Agent]:
@@ -123,6 +126,8 @@ class Roster:
                         lines[record.key] = line
                         if line.tenant:
                             self.ledger.load(line.tenant, line.savings)
+                        elif record.key == BYTES_KEY:
+                            self.ledger.load_bytes(line.read, line.written)
         for key in began:
             self._grow(key, began)
         self._seat(agents, began, lines)
