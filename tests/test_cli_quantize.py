@@ -84,3 +84,17 @@ def test_what_cannot_be_written_is_one_sentence(folder: Path, tmp_path: Path, mo
     with pytest.raises(ModelError, match=r"pip install 'cairn-llm\[gguf\]'"):
         quantize.write(str(folder), tmp_path / "m.gguf", "Q8_0")
     assert [one.name for one in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_quantisation_in_the_download_cache_chats_by_its_name(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = tmp_path / "hub" / "models--org--m" / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    quantize.write(str(folder), tmp_path / "blob.gguf", "Q8_0")
+    (snapshot / "m-Q8_0.gguf").symlink_to(tmp_path / "blob.gguf")
+    answers = []
+    for name in ("org/m:q8_0", str(tmp_path / "blob.gguf")):
+        with LLM(name, engine="cpu", kv_gb=0.1, threads=1) as llm:
+            answers.append(llm.chat(HELLO, temperature=0, max_tokens=12).text)
+    assert answers[0] == answers[1] != ""
+    assert quantize.write("org/m:Q8_0", tmp_path / "small.gguf", "Q4_0")
