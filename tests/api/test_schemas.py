@@ -138,6 +138,12 @@ def test_a_wrong_field_is_named(more: dict[str, Any], field: str) -> None:
     refused(chat(**more), field)
 
 
+def test_a_tool_call_id_is_missing_from_a_tool_message_and_too_much_anywhere_else() -> None:
+    refused(chat(messages=[{"role": "tool", "content": "x"}]), "messages[0].tool_call_id", "is missing")
+    other = {"role": "user", "content": "x", "tool_call_id": "y"}
+    refused(chat(messages=[other]), "messages[0].tool_call_id", "belongs to a tool message")
+
+
 def test_a_missing_field_is_named() -> None:
     refused({"messages": [USER]}, "model")
     refused({"model": "m"}, "messages")

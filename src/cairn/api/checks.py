@@ -78,7 +78,10 @@ def _check_message(message: ChatMessage, where: str) -> None:
     for name in ("reasoning_content", "reasoning"):
         if getattr(message, name) is not None and message.role != "assistant":
             raise InvalidRequest(f"{where}.{name} belongs to an assistant message", field=f"{where}.{name}")
-    if (message.tool_call_id is not None) != (message.role == "tool"):
+    if message.role == "tool" and message.tool_call_id is None:
         raise InvalidRequest(
-            f"{where}.tool_call_id belongs to a tool message, and only there", field=f"{where}.tool_call_id"
+            f"{where}.tool_call_id is missing: it says which tool call the message answers",
+            field=f"{where}.tool_call_id",
         )
+    if message.role != "tool" and message.tool_call_id is not None:
+        raise InvalidRequest(f"{where}.tool_call_id belongs to a tool message", field=f"{where}.tool_call_id")
