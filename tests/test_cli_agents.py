@@ -80,6 +80,23 @@ def test_agents_are_listed_shown_forked_rolled_back_moved_and_deleted(server: Se
     assert (code, out) == (1, "") and "there is no agent ada" in err
 
 
+@pytest.mark.parametrize("id", ["", ".", "..", "a/turns", "a?x", "import", "x" * 65, "\u00e4"])
+def test_what_is_no_id_is_never_sent(server: Served, id: str, tmp_path: Path) -> None:
+    for arguments in (
+        ("rm", id),
+        ("show", id),
+        ("pin", id),
+        ("fork", id),
+        ("rollback", id, "1"),
+        ("export", id, str(tmp_path / "new")),
+    ):
+        code, out, err = run(server, "agents", *arguments)
+        assert (code, out) == (2, "") and f"{id!r} is no agent: an agent's id has 1 to 64" in err
+    code, _, err = run(server, "chat", "--agent", id)
+    assert code == 2 and "is no agent" in err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_chat_with_an_agent_goes_on_where_it_was_left(server: Served) -> None:
     options = ["--agent", "mona", "--max-tokens", "6", "--temperature", "0"]
     code, first, err = run(server, "chat", *options, "--system", "Be brief.", given="My name is Mona.\n")

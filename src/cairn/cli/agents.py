@@ -13,7 +13,7 @@ from urllib.parse import quote
 import typer
 
 from cairn.cli.options import configured
-from cairn.errors import CairnError
+from cairn.errors import CairnError, ConfigError, InvalidRequest
 from cairn.resolve import Resolved
 
 if TYPE_CHECKING:
@@ -159,7 +159,13 @@ def _server(resolved: Resolved, host: str | None) -> Iterator[Client]:
 
 
 def path(id: str, more: str = "") -> str:
-    """An agent's route."""
+    """An agent's route. ConfigError for what is no id: in an address `.` or nothing at all would name another route."""
+    from cairn.agents.book import check_id
+
+    try:
+        check_id(id)
+    except InvalidRequest as error:
+        raise ConfigError(f"{id!r} is no agent: {error}") from None
     return f"/v1/agents/{quote(id, safe='')}" + (f"/{more}" if more else "")
 
 
