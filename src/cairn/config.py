@@ -143,7 +143,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         bool,
         Meta(
             description="Keep answers to ordinary requests in the token log for 7 days, so that a conversation that "
-            "is sent again after a restart finds their very tokens."
+            "is sent again after a restart finds their very tokens. Stored KV holds token ids too: where no text may "
+            'stay on the disk, give --no-kv-disk as well, or send "store": false.'
         ),
     ] = True
     # server

@@ -102,7 +102,8 @@ class Scheduler:
         check(request, self._cache.info, self._longest)
         self._waiting.check(len(request.prompt) + len(request.generated))
         now = self._clock.now()
-        kv = self._cache.context(request.salt, durable=request.durable or len(request.prompt) >= LONG_TOKENS)
+        durable = request.durable or len(request.prompt) >= LONG_TOKENS
+        kv = self._cache.context(request.salt, durable=durable, stored=request.stored)
         sequence = Sequence(request, kv, self._longest, next(self._serial), now)
         self._sequences[request.id] = sequence
         self._waiting.push(sequence)

@@ -103,6 +103,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     durable: bool = False
     """Keep this context's KV beyond the pool at first touch: an agent's, or one with an answer in it. Others are kept
     when they are long, or when they come a second time."""
+    stored: bool = True
+    """Whether its KV may be kept beyond the pool at all. Chunks hold the token ids, so a text that must not be stored
+    must not come there either."""
 
     def __post_init__(self) -> None:
         if not self.prompt:

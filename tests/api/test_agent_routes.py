@@ -15,6 +15,7 @@ from serving import Site, site
 from tests.agents.house import House, house, talking_model
 
 from cairn.config import Config, Secret, TenantKeys
+from cairn.kv.chunk_file import parse_name
 
 TURN = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
@@ -30,6 +31,10 @@ async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site,
     async with house(folder) as at, site(at.service, Config(**options)) as web, web.http() as http:
         web.app.ties.agents = at.agents
         yield at, web, http
+
+
+def chunk_files(store: Path) -> list[Path]:
+    return [path for path in store.rglob("*") if parse_name(path.name) is not None]
 
 
 def ask(text: str, **more: Any) -> dict[str, Any]:
@@ -294,6 +299,22 @@ async def test_an_answer_that_must_not_be_stored_is_not(folder: Path) -> None:
         await http.post("/v1/agents", json={"id": "ada"})
         refused = await http.post("/v1/agents/ada/turns", json=ask("x", store=False))
         assert refused.status_code == 400 and "store" in refused.text
+
+
+async def test_the_kv_of_what_must_not_be_stored_stays_off_the_disk(folder: Path, tmp_path: Path) -> None:
+    """It would hold the token ids: of a chat with an answer in it, of a text that comes twice, and of both whole."""
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at, site(at.service) as web, web.http() as http:
+        long = "What nobody may find on the disk when the day is over. " * 8
+        said = [{"role": role, "content": long} for role in ("user", "assistant", "user")]
+        chat = {"model": "tiny", "messages": said, **TURN}
+        text = {"model": "tiny", "prompt": long, **TURN}
+        for store, stored in ((False, False), (True, True)):
+            for body, path in ((chat, "/v1/chat/completions"), (text, "/v1/completions")):
+                before = len(chunk_files(tmp_path / "kv"))
+                for _ in range(2):
+                    assert (await http.post(path, json=body | {"store": store})).status_code == 200
+                assert (await http.post("/v1/cache/flush")).status_code == 200
+                assert (len(chunk_files(tmp_path / "kv")) > before) is stored
 
 
 async def test_a_chat_that_was_changed_is_told_where(folder: Path) -> None:

@@ -122,6 +122,18 @@ def test_a_long_or_durable_context_is_stored_at_once_and_a_short_one_when_it_com
     assert store.stats().chunks == 6 + 16
 
 
+def test_what_must_not_be_stored_is_not_however_often_it_comes_and_counts_for_nobody_else() -> None:
+    store = disk()
+    rig = Rig({"disk": store}, blocks=200)
+    for _ in range(3):
+        rig.ask(PROMPT, stored=False)
+    assert rig.tiers is not None and rig.tiers.stats().queued == 0 and store.stats().chunks == 0
+    rig.ask(PROMPT, durable=False)
+    assert store.stats().chunks == 0, "the first that may be stored is the first touch"
+    rig.ask(PROMPT, durable=False)
+    assert store.stats().chunks == 6
+
+
 def test_the_days_bytes_bound_what_is_stored_at_first_touch() -> None:
     store = disk()
     rig = Rig({"disk": store}, blocks=200, limits=WriteLimits(day_bytes=1.0))

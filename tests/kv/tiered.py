@@ -84,10 +84,14 @@ class Rig:
         self.outputs: dict[int, list[Output]] = {}
         self._ids = 0
 
-    def add(self, prompt: Sequence[int], count: int = 3, *, salt: bytes = b"", durable: bool = True) -> int:
+    def add(
+        self, prompt: Sequence[int], count: int = 3, *, salt: bytes = b"", durable: bool = True, stored: bool = True
+    ) -> int:
         self._ids += 1
         sampling = SamplingParams(max_tokens=count)
-        request = Request(id=self._ids, prompt=tuple(prompt), sampling=sampling, salt=salt, durable=durable)
+        request = Request(
+            id=self._ids, prompt=tuple(prompt), sampling=sampling, salt=salt, durable=durable, stored=stored
+        )
         self.scheduler.add(request)
         self.outputs[self._ids] = []
         return self._ids
@@ -120,9 +124,11 @@ class Rig:
                 return
         raise AssertionError("it does not come to rest")
 
-    def ask(self, prompt: Sequence[int], count: int = 3, *, salt: bytes = b"", durable: bool = True) -> CacheReport:
+    def ask(
+        self, prompt: Sequence[int], count: int = 3, *, salt: bytes = b"", durable: bool = True, stored: bool = True
+    ) -> CacheReport:
         """Run one request to its end, check its answer, and say where its KV came from."""
-        id = self.add(prompt, count, salt=salt, durable=durable)
+        id = self.add(prompt, count, salt=salt, durable=durable, stored=stored)
         self.settle()
         return self.check(id, prompt, count)
 

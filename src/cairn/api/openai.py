@@ -69,6 +69,7 @@ class OpenAI:
             salt=call.salt,
             timeout=self._config.request_timeout,
             durable=any(message.role == "assistant" for message in body.messages),
+            stored=body.store is not False,
         )
         choices = [Choice(request) for request in made]
         answer = ChatAnswer(call, service, choices, body.include_usage, tie)
@@ -103,6 +104,7 @@ class OpenAI:
                 salt=call.salt,
                 timeout=self._config.request_timeout,
                 allow_empty=echo,
+                stored=body.store is not False,
             )
             choices += [Choice(request) for request in made]
             if echo:

@@ -165,7 +165,7 @@ class Generation(Body):
     ignore_eos: bool | None = None
     n: Count = None
     store: bool | None = None
-    """False: the answer is not kept for exact replay after a restart."""
+    """False: nothing of it goes to the disk, neither the answer for exact replay nor its KV, which holds token ids."""
     metadata: dict[str, str] | None = None
     """`agent`: whose account it is on, where there is an agent of that id."""
     prompt_cache_key: str | None = None

@@ -80,7 +80,12 @@ class Behind:
         return len(self._outstanding)
 
     def findable(self, context: Context, tokens: Sequence[int]) -> None:
-        """The pool has more of this context: note the chunks that are whole and should be stored."""
+        """The pool has more of this context: note the chunks that are whole and should be stored.
+
+        A context that must not be stored leaves no trace here: the next to come with the same tokens is the first.
+        """
+        if not context.stored:
+            return
         for number, published in enumerate(context.published):
             while context.noted[number] < published // CHUNK_BLOCKS:
                 self._note(context, number, context.noted[number], tokens)

@@ -60,11 +60,11 @@ class Cache:
         """Blocks free, cached and held, a group."""
         return tuple(GroupUse(pool.free, pool.cached, pool.held) for pool in self.pools)
 
-    def context(self, salt: bytes, *, durable: bool = False) -> Context:
+    def context(self, salt: bytes, *, durable: bool = False, stored: bool = True) -> Context:
         """A context that holds nothing yet. Contexts of different salts share nothing."""
         size = self._block_tokens
         chains = tuple(Chain(root(self._identity, salt, group, size), size) for group in self._groups)
-        return Context(chains, durable)
+        return Context(chains, durable, stored)
 
     def awaits(self, context: Context, tokens: Sequence[int], spare: int = 0) -> bool:
         """Whether the first block that `open` would not find is on its way, so that to open now would be too early.

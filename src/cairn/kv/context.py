@@ -46,14 +46,17 @@ class Context:
         "patience",
         "published",
         "seen",
+        "stored",
         "tables",
         "tried",
     )
 
-    def __init__(self, chains: tuple[Chain, ...], durable: bool = False) -> None:
+    def __init__(self, chains: tuple[Chain, ...], durable: bool = False, stored: bool = True) -> None:
         self.chains = chains
         self.durable = durable
         """To be stored at first touch."""
+        self.stored = stored
+        """Whether it may go to stores at all."""
         self.tables: tuple[list[int], ...] = tuple([] for _ in chains)
         """One table a group; `NO_BLOCK` where a window has passed, or a load needs nothing."""
         self.published = [0] * len(chains)

@@ -135,6 +135,7 @@ def requests(
     timeout: float | None = None,
     allow_empty: bool = False,
     durable: bool = False,
+    stored: bool = True,
     rng: Rng | None = None,
 ) -> tuple[Request, ...]:
     """One `Request` a choice (`options.n`, default 1) for a prompt of token ids; `ids` gives each its id.
@@ -167,6 +168,7 @@ def requests(
             timeout=timeout,
             priority=priority,
             durable=durable,
+            stored=stored,
         )
         for choice in range(choices)
     )
