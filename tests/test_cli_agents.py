@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import pty
@@ -95,6 +96,35 @@ def test_what_is_no_id_is_never_sent(server: Served, id: str, tmp_path: Path) ->
     code, _, err = run(server, "chat", "--agent", id)
     assert code == 2 and "is no agent" in err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_used_is_one_sentence(server: Served, tmp_path: Path) -> None:
+    server.post("/v1/agents", {"id": "filed"})
+    absent = tmp_path / "no" / "filed.cairn"
+    assert run(server, "agents", "import", str(absent)) == (
+        1,
+        "",
+        f"cairn: {absent} cannot be read: No such file or directory\n",
+    )
+    assert run(server, "agents", "import", str(tmp_path))[2] == f"cairn: {tmp_path} cannot be read: Is a directory\n"
+    code, _, err = run(server, "agents", "export", "filed", str(absent))
+    assert (code, err) == (1, f"cairn: {absent} cannot be written: No such file or directory\n")
+    full = tmp_path / "full"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", lambda self, mode: _Full(self))
+        code, _, err = run(server, "agents", "export", "filed", str(full))
+    assert (code, err) == (1, f"cairn: {full} cannot be written: No space left on device\n")
+    assert not full.exists(), "half a file would be taken for a whole one"
+
+
+class _Full(io.FileIO):
+    """A new file on a disk that is full."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "xb")
+
+    def write(self, _: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_chat_with_an_agent_goes_on_where_it_was_left(server: Served) -> None:

@@ -62,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of stdout has gone; nothing more can be said there
         code = 1
     except OSError as error:  # above all a stdout that is full
-        print(f"cairn: {error}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"cairn: {where}{error.strerror or error}", file=sys.stderr)
         code = 1
     if code:
         _forget_stdout()

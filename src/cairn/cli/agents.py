@@ -13,7 +13,7 @@ from urllib.parse import quote
 import typer
 
 from cairn.cli.options import configured
-from cairn.errors import CairnError, ConfigError, InvalidRequest
+from cairn.errors import ConfigError, InvalidRequest
 from cairn.resolve import Resolved
 
 if TYPE_CHECKING:
@@ -125,10 +125,7 @@ def _register_files(agents: typer.Typer) -> None:
         """Write an agent into one file."""
         target = file or Path(f"{id}.cairn")
         with _server(resolved, host) as client:
-            try:
-                client.download(path(id, "export"), target)
-            except FileExistsError:
-                raise CairnError(f"{target} exists already; give another name") from None
+            client.download(path(id, "export"), target)
         print(target)
 
     @agents.command(name="import")

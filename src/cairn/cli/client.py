@@ -82,26 +82,41 @@ class Client:
                 raise _error(response)
 
     def download(self, path: str, target: Path) -> None:
-        """GET into a new file; what came is removed again if it did not come whole."""
+        """GET into a new file, which is removed again if it did not come whole. CairnError if it cannot be written."""
         with closing(self._send("GET", path, None, self._key)) as response:
             if not response.is_success:
                 response.read()
                 raise _error(response)
-            with target.open("xb") as file:
-                try:
+            try:
+                file = target.open("xb")
+            except FileExistsError:
+                raise CairnError(f"{target} exists already; give another name") from None
+            except OSError as error:
+                raise CairnError(f"{target} cannot be written: {error.strerror or error}") from error
+            whole = False
+            try:
+                with file:
                     for piece in response.iter_bytes():
                         file.write(piece)
-                except BaseException:
-                    target.unlink()
-                    raise
+                whole = True
+            except OSError as error:
+                raise CairnError(f"{target} cannot be written: {error.strerror or error}") from error
+            except httpx.HTTPError as error:
+                raise Unavailable(f"the connection to {self.url} was lost: {error or type(error).__name__}") from None
+            finally:
+                if not whole:
+                    target.unlink(missing_ok=True)
 
     def upload(self, path: str, source: Path) -> Any:
-        """POST a file, get JSON."""
-        with source.open("rb") as file, closing(self._send("POST", path, None, self._key, file)) as response:
-            response.read()
-            if not response.is_success:
-                raise _error(response)
-            return response.json()
+        """POST a file, get JSON. CairnError if it cannot be read."""
+        try:
+            with source.open("rb") as file, closing(self._send("POST", path, None, self._key, file)) as response:
+                response.read()
+                if not response.is_success:
+                    raise _error(response)
+                return response.json()
+        except OSError as error:
+            raise CairnError(f"{source} cannot be read: {error.strerror or error}") from error
 
     def turn(self, agent: str, message: Mapping[str, Any], **sampling: Any) -> HttpStream:
         """The answer of an agent to a new message, as it comes."""
