@@ -183,6 +183,26 @@ async def test_what_is_wrong_is_named(folder: Path) -> None:
         assert at.agents.turns("default", "ada") == ()
 
 
+async def test_a_turn_is_on_the_account_of_its_own_agent_only(folder: Path) -> None:
+    async with home(folder) as (at, _, http):
+        for id in ("ada", "bob"):
+            await at.agents.create("default", id=id)
+        given: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+            ("metadata.agent", {"metadata": {"agent": "bob"}}, {}),
+            ("prompt_cache_key", {"prompt_cache_key": "bob"}, {}),
+            ("X-Cairn-Agent", {}, {"x-cairn-agent": "bob"}),
+        ]
+        for field, more, headers in given:
+            other = await http.post("/v1/agents/ada/turns", json=ask("x", **more), headers=headers)
+            assert other.status_code == 400 and other.json()["error"]["param"] == field, other.text
+        assert at.agents.turns("default", "ada") == ()
+        for _, more, headers in given:
+            text = json.dumps(ask("x", **more)).replace("bob", "ada")
+            headers = {"content-type": "application/json"} | {name: "ada" for name in headers}
+            assert (await http.post("/v1/agents/ada/turns", content=text, headers=headers)).status_code == 200
+        assert len(at.agents.turns("default", "ada")) == 3
+
+
 async def test_odd_parameters_of_the_list_are_refused(folder: Path) -> None:
     async with home(folder) as (_, _, http):
         for query in ("limit=0", "limit=101", "limit=x", "page=2", "after=", "a&b", "limit"):

@@ -114,3 +114,17 @@ def check_turn(body: TurnBody, config: Config) -> None:
             "max_tokens and max_completion_tokens mean the same; give one of them", field="max_completion_tokens"
         )
     check_template_args(body.chat_template_kwargs)
+
+
+def check_account(body: TurnBody, header: str | None, id: str) -> None:
+    """A turn is on the account of the agent in its address; nothing in it may name another."""
+    names = {
+        "X-Cairn-Agent": header,
+        "metadata.agent": (body.metadata or {}).get("agent"),
+        "prompt_cache_key": body.prompt_cache_key,
+    }
+    for field, name in names.items():
+        if name not in (None, id):
+            raise InvalidRequest(
+                f"{field} must be {id} or absent: a turn is on the account of the agent in its address", field=field
+            )

@@ -33,6 +33,7 @@ from cairn.api.agent_schemas import (
     RollbackBody,
     TurnBody,
     beginning,
+    check_account,
     check_turn,
 )
 from cairn.api.answers import ChatAnswer, Choice, said, usage_of
@@ -42,7 +43,7 @@ from cairn.api.reply import JSON, Call, encode, shown
 from cairn.api.resumable import Tapes
 from cairn.api.schemas import contents, parse, plain_messages, plain_tools
 from cairn.api.sse import DONE
-from cairn.api.ties import Ties
+from cairn.api.ties import HEADER, Ties
 from cairn.config import Config
 from cairn.errors import CairnError, Conflict, InvalidRequest, Unavailable, UnsupportedMedia
 from cairn.service.service import Service
@@ -223,6 +224,8 @@ class AgentRoutes:
         body = parse(TurnBody, await read_json(call, self._config))
         agents.get(call.tenant, id)
         check_turn(body, self._config)
+        header = call.header(HEADER)
+        check_account(body, None if header is None else header.decode("latin-1"), id)
         if body.model is not None:
             check_model(body.model, service)
         await check_length(service, contents(body.messages), "messages")
