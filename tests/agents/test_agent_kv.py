@@ -73,3 +73,43 @@ async def test_what_is_pinned_stays_when_the_disk_is_full(folder: Path, tmp_path
         assert mine > 200
         await grown(at, *(f"other{n}" for n in range(14)))
         assert ((await where(at, "ada"))[1] == mine) is pinned
+
+
+async def test_requests_in_the_name_of_a_pinned_agent_are_pinned_beside_its_context(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The last of them; and both are free again when the agent no longer is pinned."""
+    async with house(folder, kv_dir=str(tmp_path / "kv"), kv_disk_gb=250e-6) as at:
+        await at.agents.create("default", id="ada", pinned=True)
+        await at.say("ada", LONG)
+        await at.agents.create("default", id="bob")
+        done = (await at.say("bob", "bob: " + LONG)).done
+        assert done is not None
+        at.agents.account("default", "ada", b"default", at.agents.context("default", "bob"), done)
+        await at.agents.kv.settled()
+        await at.service.flush()
+        mine, tied = (await where(at, "ada"))[1], (await where(at, "bob"))[1]
+        assert mine > 200 and tied > 200
+        await grown(at, *(f"other{n}" for n in range(14)))
+        assert ((await where(at, "ada"))[1], (await where(at, "bob"))[1]) == (mine, tied)
+        await at.agents.pin("default", "ada", b"default", False)
+        await grown(at, *(f"more{n}" for n in range(14)))
+        assert (await where(at, "ada"))[1] < mine and (await where(at, "bob"))[1] < tied
+
+
+async def test_what_is_pinned_follows_a_rollback(folder: Path, tmp_path: Path) -> None:
+    async with house(folder, kv_dir=str(tmp_path / "kv"), kv_disk_gb=250e-6) as at:
+        await at.agents.create("default", id="ada", pinned=True)
+        await at.say("ada", "First: " + LONG)
+        first = at.agents.context("default", "ada")
+        await at.agents.rollback("default", "ada", turn=0)
+        await at.say("ada", "Second: " + LONG)
+        await at.agents.kv.settled()
+        await at.agents.rollback("default", "ada", turn=1)
+        assert at.agents.context("default", "ada") == first
+        await at.agents.kv.settled()
+        await at.service.flush()
+        mine = (await where(at, "ada"))[1]
+        assert mine > 200
+        await grown(at, *(f"other{n}" for n in range(14)))
+        assert (await where(at, "ada"))[1] == mine

@@ -1,6 +1,7 @@
 """What is true of agents, in memory and in the log at once: every change goes through here.
 
-A change that the disk refuses has not happened: memory is as it was, and the log is told so once it can be.
+A change that the disk refuses has not happened: memory is as it was, and the log is told so once it can be. Only what
+was to be erased stays gone.
 """
 
 from __future__ import annotations
@@ -116,8 +117,10 @@ class Book:
         return await self.add(Agent(self.writer.key(), record, agent.root, at))
 
     async def move(self, agent: Agent, head: Turn) -> None:
-        """Another turn is the agent's head."""
+        """Another turn is the agent's head; what is pinned follows."""
         await self._amend(agent, agent.record, head)
+        if agent.record.pinned:
+            self.kv.pin_later(agent)
 
     async def set_pinned(self, agent: Agent, pinned: bool) -> None:
         """The agent's context is to be kept in the stores, or not."""
@@ -148,13 +151,27 @@ class Book:
         return turn
 
     async def remove(self, agent: Agent) -> None:
-        """Forget an agent and erase what only it needs, its KV too."""
+        """Forget an agent and erase what only it needs, its KV too.
+
+        Unavailable where the disk refuses that. The agent is gone all the same, for nobody knows what of the refusal is
+        on the disk: put back, it would lose later turns at the next start. `tend` goes on erasing.
+        """
         await self.kv.drop(agent)
-        keys = self.roster.remove(agent)
+        try:
+            await self.erase(self.roster.remove(agent))
+        except Unavailable as error:
+            raise Unavailable(
+                f"agent {agent.id} is deleted, but its bytes are on the disk until that works again, and if the server "
+                f"ends before, the agent may be back: {error}",
+                retry_after=10.0,
+            ) from error
+
+    async def erase(self, keys: Sequence[int]) -> None:
+        """Erase the records with these keys. What the disk refuses now is in `refused` after that."""
         try:
             await self.writer.erase(keys)
-        except Unavailable:
-            self.roster.restore(agent)
+        except BaseException:
+            self._refused += keys
             raise
 
     # ---------------------------------------------------------------------------------------------- to be written soon
@@ -195,7 +212,7 @@ class Book:
             self.writer.append(*records)
 
     def refused(self) -> list[int]:
-        """Keys of records that the disk refused and may have all the same, once."""
+        """Keys of records that are on the disk, or may be, and must not be; once."""
         keys, self._refused = self._refused, []
         return keys
 

@@ -40,11 +40,11 @@ class AgentKv:
         if agent.record.pinned:
             await self._service.pin(_owner(agent), self.ids(agent.head), agent.salt)
         else:
-            await self._service.unpin(_owner(agent))
+            await self._unpin(agent)
 
     def pin_later(self, agent: Agent, ids: Sequence[int] | None = None) -> None:
-        """Pin what a turn, or a request with these ids, has added; nobody waits for it."""
-        self._later(self.pin(agent) if ids is None else self._service.pin(_owner(agent), ids, agent.salt))
+        """Pin the agent's context, or beside it that of the last request in its name; nobody waits for it."""
+        self._later(self.pin(agent) if ids is None else self._service.pin(_owner(agent, tied=True), ids, agent.salt))
 
     async def prefetch(self, agent: Agent) -> Placed:
         """Bring the context up into the pool; where it is then."""
@@ -60,7 +60,7 @@ class AgentKv:
         contexts = [self.ids(turn) for turn in {agent.head, *agent.leaves()}]
         self._service.recent.forget(agent.salt)  # its text is shown to nobody any more
         with contextlib.suppress(Unavailable):
-            await self._service.unpin(_owner(agent))
+            await self._unpin(agent)
             for ids in contexts:
                 if ids:
                     await self._service.evict(ids, agent.salt, keep=self._shared(agent, ids), disk=True)
@@ -74,6 +74,10 @@ class AgentKv:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _unpin(self, agent: Agent) -> None:
+        await self._service.unpin(_owner(agent))
+        await self._service.unpin(_owner(agent, tied=True))
 
     def _shared(self, agent: Agent, ids: Sequence[int]) -> int:
         """How many leading tokens other agents of the tenant have too, in whole chunks."""
@@ -96,8 +100,8 @@ class AgentKv:
         task.add_done_callback(self._tasks.discard)
 
 
-def _owner(agent: Agent) -> str:
-    """Of pins: the same for ever, whichever logs share a store."""
+def _owner(agent: Agent, *, tied: bool = False) -> str:
+    """Of the pins of its context, or of an ordinary request's: the same for ever, whichever logs share a store."""
     record = agent.record
-    text = f"{record.tenant}\0{record.id}\0{record.created!r}"
+    text = f"{record.tenant}\0{record.id}\0{record.created!r}" + "\0tied" * tied
     return hashlib.sha256(text.encode()).hexdigest()[:32]
