@@ -22,7 +22,7 @@ from tests.files import CrashFiles, Fault
 
 from cairn.agents.agents import Agents
 from cairn.agents.info import TurnInfo
-from cairn.errors import CairnError, ConfigError, Unavailable
+from cairn.errors import CairnError, ConfigError, NotFound, Unavailable
 from cairn.service.service import Service
 
 Figure = Callable[[str, str], None]
@@ -77,6 +77,47 @@ async def test_an_end_that_the_disk_refuses_is_an_error_and_is_written_later(fol
         assert [turn.state for turn in turns] == ["finished"]
         await at.again()
         assert list(map(facts, at.agents.turns("default", "ada"))) == list(map(facts, turns))
+
+
+@pytest.mark.parametrize("calls", range(7))
+async def test_an_agent_whose_erasure_the_disk_refused_never_comes_back(folder: Path, calls: int) -> None:
+    """Wherever it was refused: what another of that name does then is kept, and the bytes go when the disk works."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        await at.say("ada", "a secret")
+        at.files.fail(Fault(at.files.calls + calls, errno.EIO, sticky=True))
+        refused = False
+        try:
+            await at.agents.delete("default", "ada")
+        except Unavailable as error:
+            refused = True
+            assert "agent ada is deleted, but" in str(error)
+        assert refused or calls == 6, "the erasure takes so many calls"
+        with pytest.raises(NotFound):
+            at.agents.get("default", "ada")
+        at.files.heal()
+        await at.agents.create("default", id="ada")
+        await at.say("ada", "kept")
+        turns = at.agents.turns("default", "ada")
+        await at.agents.tend()
+        assert not any(b"a secret" in data for data in at.files.files().values())
+        await at.again()
+        assert at.agents.turns("default", "ada") == turns
+
+
+async def test_what_could_not_be_erased_is_erased_at_the_end(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        await at.say("ada", "a secret")
+        at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
+        with pytest.raises(Unavailable):
+            await at.agents.delete("default", "ada")
+        with pytest.raises(Unavailable):
+            await at.agents.tend()
+        at.files.heal()
+        await at.again(clean=True)
+        assert not any(b"a secret" in data for data in at.files.files().values())
+        assert at.agents.page("default").agents == ()
 
 
 async def open_on(at: House, files: CrashFiles) -> Agents:

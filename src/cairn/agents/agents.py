@@ -47,7 +47,7 @@ class Agents:
 
     Every method runs on the event loop of its service. Where an agent is named: InvalidRequest for what is no id,
     NotFound for an agent that is not there or is another tenant's. What the disk refuses is Unavailable, and nothing
-    has changed then.
+    has changed then, except that what was deleted stays so.
     """
 
     def __init__(self, service: Service, log: Log, clock: Clock, rng: Rng, config: Config) -> None:
@@ -100,6 +100,9 @@ class Agents:
                 await turn.close()
         with contextlib.suppress(Unavailable):
             self._book.settle()
+            if refused := self._book.refused():
+                await self._book.erase(refused)
+        with contextlib.suppress(Unavailable):
             await self.writer.close()
 
     async def tend(self) -> None:
@@ -241,7 +244,8 @@ class Agents:
     async def delete(self, tenant: str, id: str, salt: bytes = b"") -> None:
         """Interrupt what runs, and erase every byte of the agent that no other shares; gone from disk on return.
 
-        Its KV goes too, except what other agents of the tenant share.
+        Its KV goes too, except what other agents of the tenant share. Unavailable where the disk refuses it: the agent
+        is gone, and its bytes go as soon as the disk works.
         """
         agent = self._find(tenant, id, salt)
         if agent.starting:

@@ -77,12 +77,6 @@ class Roster:
             del self._agents[agent.tenant]
         return [agent.key, *self._drop(agent.keeps(), agent)]
 
-    def restore(self, agent: Agent) -> None:
-        """Put an agent back that could not be erased."""
-        self.add(agent)
-        for end in (agent.base, agent.head, *agent.own):
-            self._turns |= {turn.key: turn for turn in end.path()}
-
     def prune(self, agent: Agent, before: float) -> list[int]:
         """Forget an agent's abandoned branches that began before that time; the keys that nobody needs any more."""
         kept = {turn.key for end in (agent.head, agent.base) for turn in end.path()}

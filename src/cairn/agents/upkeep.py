@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from cairn.agents.book import Book
 from cairn.agents.replays import Replays
+from cairn.agents.tree import Agent
 from cairn.errors import Unavailable, trace
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class Upkeep:
 
     async def _run(self, orphans: Sequence[int]) -> None:
         with contextlib.suppress(Unavailable):
-            await self._book.writer.erase(orphans)
+            await self._book.erase(orphans)
         while True:
             await asyncio.sleep(TEND_SECONDS)
             try:
@@ -48,15 +49,17 @@ class Upkeep:
         book = self._book
         book.settle()
         now = book.now()
-        gone: list[int] = []
+        gone = [*book.refused(), *self._replays.over(now)]
         for agent in book.roster:
-            if agent.busy:
-                continue
-            if agent.record.ttl is not None and now - agent.used > agent.record.ttl:
-                await book.remove(agent)
-            else:
+            if not agent.busy and not _over(agent, now):
                 gone += book.roster.prune(agent, now - ABANDONED_SECONDS)
-        gone += self._replays.over(now)
-        gone += book.refused()
         if gone:
-            await book.writer.erase(gone)
+            await book.erase(gone)
+        for agent in book.roster:
+            if not agent.busy and _over(agent, now):
+                await book.remove(agent)
+
+
+def _over(agent: Agent, now: float) -> bool:
+    """Whether it was not used for longer than it is to be kept."""
+    return agent.record.ttl is not None and now - agent.used > agent.record.ttl
