@@ -353,8 +353,24 @@ async def test_agents_are_listed_in_pages_newest_first(folder: Path) -> None:
         assert [info.id for info in page.agents] == ["a4", "a3"] and page.more
         page = at.agents.page("default", limit=3, after="a3")
         assert [info.id for info in page.agents] == ["a2", "a1", "a0"] and not page.more
-        with pytest.raises(InvalidRequest, match="after"):
-            at.agents.page("default", after="zzz")
+        assert page.next is None
+        for wrong in ("zzz", "x:a1", ":a1"):
+            with pytest.raises(InvalidRequest, match="after"):
+                at.agents.page("default", after=wrong)
+
+
+async def test_a_page_follows_also_when_the_last_agent_of_the_one_before_is_deleted(folder: Path) -> None:
+    async with house(folder) as at:
+        for n in range(5):
+            at.clock.ahead = n // 2  # two of each time
+            await at.agents.create("default", id=f"a{n}")
+        whole = [info.id for info in at.agents.page("default").agents]
+        for size in range(1, 5):
+            page = at.agents.page("default", limit=size)
+            assert page.more and page.next
+            assert [i.id for i in at.agents.page("default", after=page.next).agents] == whole[size:]
+        await at.agents.delete("default", whole[3])
+        assert [i.id for i in at.agents.page("default", after=page.next).agents] == whole[4:]
 
 
 async def test_a_turn_is_told_where_it_leaves_what_is_known(folder: Path) -> None:

@@ -71,6 +71,8 @@ async def test_an_agent_from_creation_to_deletion(folder: Path) -> None:
         assert back.json()["head"] == 1
         listed = (await http.get("/v1/agents?limit=1")).json()
         assert [one["id"] for one in listed["data"]] == ["bob"] and listed["has_more"]
+        rest = (await http.get("/v1/agents", params={"after": listed["next"]})).json()
+        assert [one["id"] for one in rest["data"]] == ["ada"] and not rest["has_more"] and rest["next"] is None
         gone = await http.delete("/v1/agents/ada")
         assert gone.json() == {"id": "ada", "object": "agent.deleted", "deleted": True}
         assert (await http.get("/v1/agents/ada")).status_code == 404

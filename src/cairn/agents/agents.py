@@ -121,16 +121,24 @@ class Agents:
         return self._find(tenant, id).info()
 
     def page(self, tenant: str, *, limit: int = 20, after: str = "") -> AgentPage:
-        """A tenant's agents, `after` the one of that id; InvalidRequest if that is not there."""
+        """A tenant's agents `after` an id or what `next` of another page says; InvalidRequest for anything else."""
         agents = self._book.roster.of(tenant)
-        start = 0
         if after:
-            ids = [agent.id for agent in agents]
-            if after not in ids:
-                raise InvalidRequest("after must be the id of an agent", field="after")
-            start = ids.index(after) + 1
-        page = agents[start : start + limit]
-        return AgentPage(agents=tuple(agent.info() for agent in page), more=start + limit < len(agents))
+            last = self._place(tenant, after)
+            agents = [agent for agent in agents if _place(agent) > last]
+        page, more = agents[:limit], len(agents) > limit
+        next = f"{page[-1].record.created!r}:{page[-1].id}" if more else None
+        return AgentPage(agents=tuple(agent.info() for agent in page), more=more, next=next)
+
+    def _place(self, tenant: str, after: str) -> tuple[float, str]:
+        """The place in the list that `after` names; one with a time is a place also where no agent is any more."""
+        created, mark, id = after.rpartition(":")
+        if mark:
+            with contextlib.suppress(ValueError):
+                return -float(created), id
+        elif (agent := self._book.roster.find(tenant, id)) is not None:
+            return _place(agent)
+        raise InvalidRequest("after must be the id of an agent, or what `next` of a list said", field="after")
 
     def turns(self, tenant: str, id: str) -> tuple[TurnInfo, ...]:
         """Every turn, abandoned branches included, by number."""
@@ -324,3 +332,8 @@ class Agents:
         Conflict if there is none, or if another model began it.
         """
         return self._turns.resume(self._find(tenant, id, salt), request)
+
+
+def _place(agent: Agent) -> tuple[float, str]:
+    """Where an agent is in the list, as `Roster.of` sorts it."""
+    return -agent.record.created, agent.id

@@ -84,3 +84,5 @@ class AgentPage(msgspec.Struct, frozen=True, kw_only=True):
     agents: tuple[AgentInfo, ...]
     more: bool
     """Whether others follow the last of these."""
+    next: str | None = None
+    """Where they begin, also when the last of these is deleted meanwhile."""

@@ -110,7 +110,10 @@ class AgentRoutes:
         await call.json(agent_object(info, service), 201)
 
     async def list(self, call: Call, service: Service) -> None:
-        """GET /v1/agents, most recently created first; `savings` is the sum over all the tenant's requests."""
+        """GET /v1/agents, most recently created first; `savings` is the sum over all the tenant's requests.
+
+        `after` is the `next` of the page before, which also holds when agents are deleted meanwhile, or an agent's id.
+        """
         limit, after = 20, ""
         for name, value in query(call):
             if name == "limit" and value.isascii() and value.isdigit() and 1 <= int(value[:9]) <= MOST_LISTED:
@@ -119,14 +122,14 @@ class AgentRoutes:
                 after = value
             else:
                 raise InvalidRequest(
-                    f"the parameters of this route are limit, 1 to {MOST_LISTED}, and after, an agent's id",
+                    f"the parameters of this route are limit, 1 to {MOST_LISTED}, and after, an id or a page's next",
                     field=shown(name),
                 )
         agents = self._open()
         page = agents.page(call.tenant, limit=limit, after=after)
         data = [agent_object(info, service) for info in page.agents]
         savings = msgspec.to_builtins(agents.savings(call.tenant))
-        await call.json({"object": "list", "data": data, "has_more": page.more, "savings": savings})
+        await call.json({"object": "list", "data": data, "has_more": page.more, "next": page.next, "savings": savings})
 
     async def show(self, call: Call, service: Service) -> None:
         """GET /v1/agents/{id}."""

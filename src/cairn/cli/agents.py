@@ -173,7 +173,7 @@ def _all(client: Client) -> Iterator[dict[str, Any]]:
         yield from page["data"]
         if not page["has_more"]:
             return
-        after = f"&after={page['data'][-1]['id']}"
+        after = f"&after={quote(page['next'], safe='')}"
 
 
 def _row(agent: dict[str, Any]) -> tuple[str, ...]:
