@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from pathlib import Path
 
 import pytest
 from house import House, house
 
+from cairn.agents import kv
 from cairn.errors import Unavailable
 
 LONG = "A context that is long enough to fill some chunks of sixty-four tokens each. " * 4
@@ -113,3 +115,27 @@ async def test_what_is_pinned_follows_a_rollback(folder: Path, tmp_path: Path) -
         assert mine > 200
         await grown(at, *(f"other{n}" for n in range(14)))
         assert (await where(at, "ada"))[1] == mine
+
+
+async def test_the_kv_of_an_agent_deleted_without_a_worker_goes_when_there_is_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the agent's token ids, and nobody asks for it a second time."""
+    monkeypatch.setattr(kv, "RETRY_SECONDS", 0.01)
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await grown(at, "ada")
+        ids = at.agents.context("default", "ada")
+        assert (await at.service.where(ids, b"default")).disk > 200
+        asked: list[str] = []
+
+        async def gone(what: str, **fields: object) -> None:
+            asked.append(what)
+            raise Unavailable("the worker is being replaced", retry_after=1.0)
+
+        with monkeypatch.context() as without:
+            without.setattr(at.service._supervisor, "ask", gone)
+            await at.agents.delete("default", "ada", b"default")
+            await asyncio.sleep(0.05)
+            assert len(asked) > 1
+        await asyncio.wait_for(at.agents.kv.settled(), 10)
+        assert (await at.service.where(ids, b"default")).disk == 0

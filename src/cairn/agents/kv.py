@@ -17,6 +17,9 @@ from cairn.types import Placed
 CHUNK_TOKENS = 64
 """What the stores keep together: a chunk that is shared in part is not shared."""
 
+RETRY_SECONDS = 1.0
+"""Between two attempts to give up the KV of an agent that is deleted."""
+
 
 class AgentKv:
     """All agents'. What the worker cannot do while it is being replaced is Unavailable."""
@@ -56,14 +59,30 @@ class AgentKv:
         return await self._service.evict(ids, agent.salt, keep=self._shared(agent, ids), disk=disk)
 
     async def drop(self, agent: Agent) -> None:
-        """Give up what only this agent needs. What the worker cannot do now ends by the stores' time to live."""
+        """Give up what only this agent needs.
+
+        Where there is no worker now it is done once there is one; where the server ends before, by the stores' time to
+        live.
+        """
         contexts = [self.ids(turn) for turn in {agent.head, *agent.leaves()}]
         self._service.recent.forget(agent.salt)  # its text is shown to nobody any more
-        with contextlib.suppress(Unavailable):
-            await self._unpin(agent)
-            for ids in contexts:
-                if ids:
-                    await self._service.evict(ids, agent.salt, keep=self._shared(agent, ids), disk=True)
+        await asyncio.sleep(0)  # a pin that was asked for before comes before
+        try:
+            await self._give_up(agent, contexts)
+        except Unavailable:
+            self._later(self._insist(agent, contexts))
+
+    async def _insist(self, agent: Agent, contexts: Sequence[Sequence[int]]) -> None:
+        while True:
+            await asyncio.sleep(RETRY_SECONDS)
+            with contextlib.suppress(Unavailable):
+                return await self._give_up(agent, contexts)
+
+    async def _give_up(self, agent: Agent, contexts: Sequence[Sequence[int]]) -> None:
+        await self._unpin(agent)
+        for ids in contexts:
+            if ids:
+                await self._service.evict(ids, agent.salt, keep=self._shared(agent, ids), disk=True)
 
     async def settled(self) -> None:
         """Return when nothing is under way that nobody waits for."""
