@@ -9,6 +9,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -212,6 +213,27 @@ def test_a_missing_model_is_exit_code_2(tmp_path: Any) -> None:
     process = Served(model=str(tmp_path / "nothing"))
     assert process.wait() == 2
     assert "nothing" in process.stderr() and "Traceback" not in process.stderr()
+
+
+@pytest.mark.parametrize(
+    ("kv", "agents"), [("x", "x"), ("x/y/../", "x/"), ("x/kv", "x"), ("x", "x/agents"), ("l", "x")]
+)
+def test_kv_and_agents_in_one_folder_are_refused_before_one_is_made(kv: str, agents: str, tmp_path: Path) -> None:
+    (tmp_path / "l").symlink_to(tmp_path / "x")
+    given = Config(kv_dir=f"{tmp_path}/{kv}", agents_dir=f"{tmp_path}/{agents}", port=free_port())
+    with pytest.raises(ConfigError, match="must be two folders") as refused:
+        server.serve(given)
+    assert refused.value.field == "agents_dir" and not (tmp_path / "x").exists()
+
+
+def test_folders_that_are_apart_or_not_used_are_none_of_the_check(tmp_path: Path) -> None:
+    env = {"XDG_DATA_HOME": str(tmp_path)}
+    inside = f"{tmp_path}/cairn/agents/kv"
+    server.check_folders(Config(kv_dir=inside, kv_disk=False), env)
+    server.check_folders(Config(), env)
+    server.check_folders(Config(kv_dir=f"{tmp_path}/cairn/kv"), env)
+    with pytest.raises(ConfigError, match="must be two folders"):
+        server.check_folders(Config(kv_dir=inside), env)
 
 
 def test_the_file_limit_is_raised() -> None:

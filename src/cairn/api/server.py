@@ -44,9 +44,10 @@ def serve(config: Config) -> None:
 
     The port answers at once, with 503 until the model is loaded. The first signal lets running requests finish within
     `config.shutdown_grace`; a second one ends them at once. Raises ConfigError (busy port, an address that needs a
-    key) or ModelError; both carry exit code 2.
+    key, folders that are not apart) or ModelError; both carry exit code 2.
     """
     check_exposure(config)
+    check_folders(config, os.environ)
     _log_to_stderr(config.log_level)
     raise_file_limit(config.max_connections)
     with bind(config.host, config.port) as sock:
@@ -87,7 +88,7 @@ async def _open_agents(app: App, service: Service, config: Config) -> Agents | N
 
     Raises ConfigError for a folder that was asked for.
     """
-    folder = Path(config.agents_dir).expanduser() if config.agents_dir else agents_folder(os.environ)
+    folder = agents_folder(config, os.environ)
     try:
         return await Agents.open(service, SystemFiles(), folder, SystemClock(), SystemRng(), config)
     except ConfigError as error:
@@ -98,10 +99,27 @@ async def _open_agents(app: App, service: Service, config: Config) -> Agents | N
         return None
 
 
-def agents_folder(env: Mapping[str, str]) -> Path:
-    """Where agents are kept unless told otherwise."""
+def agents_folder(config: Config, env: Mapping[str, str]) -> Path:
+    """Where agents are kept."""
+    if config.agents_dir:
+        return Path(config.agents_dir).expanduser()
     base = env.get("XDG_DATA_HOME")
     return (Path(base) if base else Path.home() / ".local" / "share") / "cairn" / "agents"
+
+
+def check_folders(config: Config, env: Mapping[str, str]) -> None:
+    """ConfigError unless KV and agents are kept apart: each takes a folder for its own, and sees to what lies in it."""
+    if config.kv_dir is None or not config.kv_disk:
+        return
+    try:
+        kv = Path(config.kv_dir).expanduser().resolve()
+        agents = agents_folder(config, env).resolve()
+    except (OSError, RuntimeError):
+        return  # whoever uses such a path says what is wrong with it
+    if kv == agents or kv in agents.parents or agents in kv.parents:
+        raise ConfigError(
+            f"agents_dir {agents} and kv_dir {kv} must be two folders, neither of them in the other", field="agents_dir"
+        )
 
 
 async def _drain(app: App, service: Service, config: Config, stop: Signals) -> None:
