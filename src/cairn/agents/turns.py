@@ -143,7 +143,11 @@ class Turns:
         return self._run(agent, turn, request, stream, first)
 
     def _again(self, agent: Agent, number: int) -> Request:
-        """What was asked at the head when it began."""
+        """What was asked at the head when it began.
+
+        No log-probabilities where something was said: the log has none, and a part of them would be read as
+        those of the first tokens.
+        """
         turn = agent.head
         began, named = turn.began, f"turn {turn.number} of agent {agent.id}"
         if turn.state != "interrupted" or began.sampling is None:
@@ -153,10 +157,13 @@ class Turns:
             raise Conflict(f"{named} was begun with another model; {back}")
         if digest(prompt) != began.digest:
             raise Conflict(f"damage to the log cost what came before {named}; {back}")
+        sampling = began.sampling
+        if turn.tokens:
+            sampling = msgspec.structs.replace(sampling, logprobs=False, top_logprobs=0)
         return Request(
             id=number,
             prompt=tuple(prompt),
-            sampling=began.sampling,
+            sampling=sampling,
             stop=began.stop,
             output=began.output,
             salt=agent.salt,

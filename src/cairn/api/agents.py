@@ -246,7 +246,10 @@ class AgentRoutes:
         await self._answer(call, service, running, bool(body.stream), body.include_usage)
 
     async def resume(self, call: Call, service: Service) -> None:
-        """POST /v1/agents/{id}/resume: the whole answer of the interrupted turn, said before or not."""
+        """POST /v1/agents/{id}/resume: the whole answer of the interrupted turn, said before or not.
+
+        `logprobs` is null where a part of it was said before: what was computed then is not kept.
+        """
         agents, id = self._open(), self._id(call)
         body = parse(ResumeBody, await read_json(call, self._config))
         running = await agents.resume(call.tenant, id, request=call.number, salt=call.salt)
