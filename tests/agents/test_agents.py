@@ -135,6 +135,27 @@ async def test_a_turn_cut_by_a_crash_keeps_its_tokens_and_is_resumed_the_same(fo
             await at.agents.resume("default", "ada", request=1)
 
 
+@pytest.mark.parametrize(("other", "why"), [("engine", "other kernels or another KV codec"), ("spec", "another model")])
+async def test_a_turn_is_resumed_only_by_what_began_it(folder: Path, other: str, why: str) -> None:
+    """The rest would not be what the same answer would have been; without a word of it nobody could tell."""
+    options = SamplingOptions(temperature=0, max_tokens=200, ignore_eos=True)
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        await hear(await at.begin("ada", "Tell me a story.", options=options), stop_after=20)
+        await at.again(clean=True)
+        service, mine = at.service, (at.service.info, at.service.spec)
+        if other == "engine":
+            service.info = msgspec.structs.replace(service.info, identity=b"another variant's")
+        else:
+            service.spec = msgspec.structs.replace(service.spec, identity=b"another model's")
+        with pytest.raises(Conflict, match=f"begun with {why}.*roll back to turn 0"):
+            await at.agents.resume("default", "ada", request=service.next_id())
+        service.info, service.spec = mine
+        assert mine[0].identity not in (b"", mine[1].identity)
+        resumed = await hear(await at.agents.resume("default", "ada", request=service.next_id()))
+        assert resumed.done is not None
+
+
 async def test_a_turn_that_was_whole_when_the_server_was_killed_is_only_concluded(folder: Path) -> None:
     """All tokens were on disk, and the record of the end was not."""
     async with house(folder) as at:

@@ -128,7 +128,7 @@ class ScriptedService:
         self.script = script or (lambda request: [Delta(text="hi", tokens=(104, 105)), done()])
         self.name = name
         self.spec = SPEC
-        self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab)
+        self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab, identity=b"\x11\x12\x13\x14\x15\x16\x17")
         self.tokenizer = Bytes()
         self.chat = self
         self.metrics = Metrics("cairn", "scripted")

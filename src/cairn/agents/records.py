@@ -54,6 +54,8 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: bytes = b""
     identity: bytes = b""
     """Of the model whose tokens these are."""
+    engine: bytes = b""
+    """Identity of what computed them, kernels included; empty in old records."""
     sampling: SamplingParams | None = None
     stop: tuple[str, ...] = ()
     output: OutputFormat = OutputFormat()

@@ -123,6 +123,7 @@ class Turns:
             ids=pack(request.prompt[prefix:]),
             digest=digest(request.prompt),
             identity=self.service.spec.identity,
+            engine=self.service.info.identity,
             sampling=request.sampling,
             stop=request.stop,
             output=request.output,
@@ -155,6 +156,10 @@ class Turns:
         prompt, back = turn.prompt(), f"roll back to turn {turn.before}"
         if began.identity != self.service.spec.identity:
             raise Conflict(f"{named} was begun with another model; {back}")
+        if began.engine not in (b"", self.service.info.identity):
+            raise Conflict(
+                f"{named} was begun with other kernels or another KV codec, which may answer otherwise; {back}"
+            )
         if digest(prompt) != began.digest:
             raise Conflict(f"damage to the log cost what came before {named}; {back}")
         sampling = began.sampling

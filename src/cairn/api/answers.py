@@ -258,8 +258,9 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
 
 
 def head(call: Call, service: Service, prefix: str, kind: str) -> dict[str, Any]:
-    """What every object and chunk of an answer begins with. The fingerprint changes with the weights or tokenizer."""
-    identity = service.spec.identity
+    """What every object and chunk of an answer begins with. The fingerprint changes with all that could change a
+    number: weights, tokenizer, kernels, a KV codec."""
+    identity = service.info.identity
     return {
         "id": prefix + call.id,
         "object": kind,

@@ -91,6 +91,8 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     vocab: int
     max_rows: int
     """Most rows in one step."""
+    identity: bytes = b""
+    """Changes with everything that could change a number: weights, tokenizer, kernels, how KV is stored."""
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):

@@ -257,7 +257,13 @@ def _load(channel: wire.Channel, config: Config, folder: Path) -> Loaded | None:
         max_queue_tokens=1 << 62,
     )
     scheduler = Scheduler(cache, limits, clock)
-    info = wire.Info(context=known.context, pool_tokens=cache.longest, vocab=known.vocab, max_rows=known.max_rows)
+    info = wire.Info(
+        context=known.context,
+        pool_tokens=cache.longest,
+        vocab=known.vocab,
+        max_rows=known.max_rows,
+        identity=known.identity,
+    )
     channel.send(wire.Ready(spec, info, trouble))
     return Loaded(engine, cache, scheduler, tiers, clock)
 
