@@ -1,4 +1,4 @@
-"""How long is the first token of a known context away?  `python benchmarks/resume.py [--shape S] [--lengths N ...]`
+"""How long is the first token of a known context away?  `python benchmarks/resume.py [--shape S] [--kernels K] ...`
 
 A real `cairn serve` with random weights of a real shape, and one client. For each prompt length, the time to the first
 token of a streamed completion:
@@ -11,8 +11,9 @@ token of a streamed completion:
 
 Every answer must have status 200, its first token must be the one of the cold answer, and its cache report must name
 the tier that the row is about; whatever is not as it should be ends the run. The prompts are token ids, so nothing is
-tokenized. Off and cold alternate, so that both see the same machine. On the reference kernels prefill is slow, so the
-ratios flatter the cache; the seconds from pool and disk are what to look at. `--plot FILE` draws it (needs matplotlib).
+tokenized. Off and cold alternate, so that both see the same machine. With `--kernels reference` prefill is slow,
+so the ratios flatter the cache; the seconds from pool and disk are what to look at. `--plot FILE` draws it (needs
+matplotlib).
 
 Goals: cold within 2 % of off; a stored context never slower than computing it.
 """
@@ -39,6 +40,8 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from cairn.errors import ModelError
+from cairn.kernels.choose import chosen
 from cairn.models.hub import demo_folder
 from cairn.models.spec import load_spec
 from cairn.models.weights import expected_tensors
@@ -160,12 +163,14 @@ def check(row: str, report: dict[str, Any], length: int) -> None:
         raise SystemExit(f"{row}: the answer came from elsewhere: {report}")
 
 
-def measure(folder: Path, store: Path, length: int, repeats: int, vocab: int) -> tuple[dict[str, list[float]], int]:
+def measure(
+    folder: Path, store: Path, length: int, repeats: int, vocab: int, kernels: str
+) -> tuple[dict[str, list[float]], int]:
     """Seconds of each row, and the bytes that one context takes on the disk."""
     rng = random.Random(length)
     prompts = [[rng.randrange(5, vocab) for _ in range(length)] for _ in range(2 * repeats)]
     found: dict[str, list[float]] = {row: [] for row in ROWS}
-    on = ("--kv-dir", str(store), "--kv-load", "always")
+    on = ("--kernels", kernels, "--kv-dir", str(store), "--kv-load", "always")
     model, answers = folder.name, {}
 
     def ask(server: Server, row: str, prompt: list[int]) -> None:
@@ -176,7 +181,7 @@ def measure(folder: Path, store: Path, length: int, repeats: int, vocab: int) ->
         found[row].append(seconds)
         print(f"  {length:>6} {row:14} {seconds:8.3f} s", file=sys.stderr, flush=True)
 
-    plain, server = Server(folder, "--no-kv-disk"), Server(folder, *on)
+    plain, server = Server(folder, "--kernels", kernels, "--no-kv-disk"), Server(folder, *on)
     try:
         for one in (plain, server):
             one.first_token(model, [7] * 8)
@@ -207,32 +212,38 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--kernels", default="auto", help="as of `cairn serve`")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
+    try:
+        given.kernels = chosen(given.kernels)
+    except ModelError as error:
+        parser.error(str(error))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server outlives the run
     results: dict[int, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / given.shape
         write_model(folder, given.shape)
         print(
-            f"{given.shape}, random weights, reference kernels; seconds to the first token, median of {given.repeats}"
+            f"{given.shape}, random weights, {given.kernels} kernels; "
+            f"seconds to the first token, median of {given.repeats}"
         )
         print(f"{'tokens':>7}" + "".join(f"{row:>15}" for row in ROWS) + f"{'MB on disk':>12}{'cold/off':>10}")
         for length in given.lengths:
             store = Path(temporary) / f"kv-{length}"
             vocab = SHAPES[given.shape]["vocab_size"]
-            found, taken = measure(folder, store, length, given.repeats, vocab)
+            found, taken = measure(folder, store, length, given.repeats, vocab, given.kernels)
             shutil.rmtree(store)
             row = results[length] = {name: statistics.median(seconds) for name, seconds in found.items()}
             figures = "".join(f"{row[name]:15.3f}" for name in ROWS)
             print(f"{length:>7}{figures}{taken / 1e6:12.1f}{row['cold'] / row['off']:10.2f}", flush=True)
     if given.plot:
-        plot(given.plot, given.shape, results)
+        plot(given.plot, f"{given.shape}, random weights, {given.kernels} kernels", results)
 
 
-def plot(path: Path, shape: str, results: dict[int, dict[str, float]]) -> None:
+def plot(path: Path, title: str, results: dict[int, dict[str, float]]) -> None:
     """Bars on a logarithmic scale."""
     import matplotlib
 
@@ -246,7 +257,7 @@ def plot(path: Path, shape: str, results: dict[int, dict[str, float]]) -> None:
     axes.set_xticks(range(len(results)), [f"{length:,} tokens" for length in results])
     axes.set_yscale("log")
     axes.set_ylabel("seconds to the first token")
-    axes.set_title(f"{shape}, random weights, reference kernels (slow prefill flatters the cache)", fontsize=9)
+    axes.set_title(title, fontsize=9)
     axes.legend()
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
