@@ -16,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from house import House, hear, house
+from house import FOLDER, Draw, House, hear, house
 from tests.api.process import Served
 from tests.files import CrashFiles, Fault
 
 from cairn.agents.agents import Agents
-from cairn.agents.info import TurnInfo
+from cairn.agents.index import Kind
+from cairn.agents.info import Savings, TurnInfo
+from cairn.agents.log import Log
+from cairn.agents.records import EndRecord, SavingsRecord, TokensRecord
+from cairn.agents.segment import Record
 from cairn.errors import CairnError, ConfigError, NotFound, Unavailable
 from cairn.service.service import Service
 
@@ -117,6 +121,94 @@ async def test_what_could_not_be_erased_is_erased_at_the_end(folder: Path) -> No
         at.files.heal()
         await at.again(clean=True)
         assert not any(b"a secret" in data for data in at.files.files().values())
+        assert at.agents.page("default").agents == ()
+
+
+async def test_deletions_of_one_agent_at_once_are_one(folder: Path) -> None:
+    """The others find no agent, and one that takes its name meanwhile is another."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        await at.say("ada", "a secret")
+        tasks = [asyncio.create_task(at.agents.delete("default", "ada")) for _ in range(6)]
+        await asyncio.sleep(0)
+        with pytest.raises(NotFound):
+            await at.begin("ada", "too late")
+        made = await at.agents.create("default", id="ada")
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends].count(type(None)) == 1
+        assert [type(end) for end in ends].count(NotFound) == 5
+        assert at.agents.get("default", "ada") == made
+        await at.say("ada", "kept")
+        turns = at.agents.turns("default", "ada")
+        await at.again()
+        assert at.agents.turns("default", "ada") == turns
+
+
+@pytest.mark.parametrize("when", ["running", "ending", "pinning"])
+async def test_nothing_of_an_agent_is_written_after_its_erasure(folder: Path, when: str) -> None:
+    """Not by a turn that still runs, nor by what the disk refused and is written later."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        await at.say("ada", "a secret")
+        running = await at.begin("ada", "another secret") if when != "pinning" else None
+        if when != "running":
+            at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
+        if when == "pinning":
+            with pytest.raises(Unavailable):
+                await at.agents.pin("default", "ada", b"default", True)
+        if when == "ending":
+            assert running is not None and isinstance((await hear(running)).error, Unavailable)
+        at.files.heal()
+        task = asyncio.create_task(at.agents.delete("default", "ada"))
+        if when == "running":
+            assert running is not None
+            await hear(running)
+        await task
+        await at.agents.tend()
+        await at.agents.writer.sync()
+        await at.agents.close()
+        found = b"".join(at.files.files().values())
+        assert not [word for word in (b"finished", b"interrupted", b"\xa3ada", b"secret") if word in found]
+
+
+def kept(files: CrashFiles) -> list[Record]:
+    """What the log holds."""
+    log = Log.open(files, FOLDER, Draw())
+    assert log is not None
+    log.close()
+    return log.recovered
+
+
+async def test_answers_and_lines_of_nobody_are_erased(folder: Path) -> None:
+    """An end, a piece or a line of savings whose turn or agent is not in the log."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        await at.say("ada", "hello")
+        writer, turns = at.agents.writer, at.agents.turns("default", "ada")
+        end = EndRecord(state="finished", ids=b"", message={"role": "assistant", "content": "a secret"})
+        await writer.sync(
+            writer.record(Kind.END, end, writer.key()),
+            writer.record(Kind.TOKENS, TokensRecord(ids=b"", text="a secret"), writer.key()),
+            writer.record(Kind.SAVINGS, SavingsRecord(savings=Savings(requests=77)), writer.key()),
+        )
+        before, totals = len(kept(at.files.crash(random.Random(1)))), at.agents.savings("default")
+        await at.again()
+        while any(b"a secret" in data for data in at.files.files().values()):
+            await asyncio.sleep(0.01)
+        assert at.agents.turns("default", "ada") == turns and at.agents.savings("default") == totals
+        await at.agents.close()
+        assert len(kept(at.files)) == before - 3
+
+
+async def test_an_agent_that_ends_while_it_is_deleted_is_only_deleted(folder: Path) -> None:
+    async with house(folder) as at:
+        for id in ("ada", "bob"):
+            await at.agents.create("default", id=id, ttl=10)
+        at.clock.ahead = 20
+        ends = await asyncio.gather(
+            at.agents.tend(), at.agents.delete("default", "bob"), at.agents.tend(), return_exceptions=True
+        )
+        assert ends[0] is None and ends[2] is None
         assert at.agents.page("default").agents == ()
 
 

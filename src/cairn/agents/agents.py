@@ -176,7 +176,8 @@ class Agents:
         """Keep the KV of the agent's context in the stores from eviction, now and after every turn; or no longer."""
         agent = self._find(tenant, id, salt)
         await self._book.set_pinned(agent, pinned)
-        await self.kv.pin(agent)
+        if agent in self._book.roster:  # nobody deleted it meanwhile
+            await self.kv.pin(agent)
         return agent.info()
 
     async def prefetch(self, tenant: str, id: str, salt: bytes) -> Placed:
@@ -258,9 +259,6 @@ class Agents:
         agent = self._find(tenant, id, salt)
         if agent.starting:
             raise conflict(agent)
-        if agent.running is not None:
-            agent.running.discarded = True
-            await agent.running.stop()
         await self._book.remove(agent)
 
     async def fork(self, tenant: str, id: str, *, turn: int | None = None, new_id: str | None = None) -> AgentInfo:

@@ -14,7 +14,7 @@ import msgspec
 from cairn.agents.index import Kind
 from cairn.agents.info import Savings
 from cairn.agents.kv import AgentKv
-from cairn.agents.ledger import BYTES_KEY, counted, total_key
+from cairn.agents.ledger import BYTES_KEY, LINES, counted, total_key
 from cairn.agents.records import AgentRecord, SavingsRecord, TurnRecord
 from cairn.agents.roster import Roster
 from cairn.agents.segment import Record
@@ -93,8 +93,7 @@ class Book:
         try:
             await self.writer.sync(*more, written)
         except BaseException:
-            self.roster.remove(agent)
-            self._refused += [written.key, *(record.key for record in more)]
+            self._refused += {*self.roster.remove(agent), *(record.key for record in more)}
             raise
         finally:
             agent.starting = False
@@ -151,14 +150,22 @@ class Book:
         return turn
 
     async def remove(self, agent: Agent) -> None:
-        """Forget an agent and erase what only it needs, its KV too.
+        """Interrupt what runs, forget an agent and erase what only it needs, its KV too.
 
         Unavailable where the disk refuses that. The agent is gone all the same, for nobody knows what of the refusal is
         on the disk: put back, it would lose later turns at the next start. `tend` goes on erasing.
         """
-        await self.kv.drop(agent)
+        keys = self.roster.remove(agent)  # before anything waits: from here on nobody finds it
         try:
-            await self.erase(self.roster.remove(agent))
+            if agent.running is not None:
+                agent.running.discarded = True
+                await agent.running.stop()
+            await self.kv.drop(agent)
+        except BaseException:
+            self._refused += keys
+            raise
+        try:
+            await self.erase(keys)
         except Unavailable as error:
             raise Unavailable(
                 f"agent {agent.id} is deleted, but its bytes are on the disk until that works again, and if the server "
@@ -168,6 +175,8 @@ class Book:
 
     async def erase(self, keys: Sequence[int]) -> None:
         """Erase the records with these keys. What the disk refuses now is in `refused` after that."""
+        gone = set(keys)
+        self._owed = [record for record in self._owed if record.key not in gone]
         try:
             await self.writer.erase(keys)
         except BaseException:
@@ -201,8 +210,8 @@ class Book:
         return records
 
     def owe(self, *records: Record) -> None:
-        """Write these as soon as the disk takes them."""
-        self._owed += records
+        """Write these as soon as the disk takes them, unless they are about what is being erased."""
+        self._owed += [record for record in records if record.key >= LINES or self.roster.needs(record.key)]
 
     def settle(self) -> None:
         """Write what is owed. Unavailable once the log is closed."""

@@ -86,10 +86,12 @@ class Ledger:
         return spent / total.computed if total.computed else 0.0
 
 
-BYTES_KEY = 1 << 63 | 1 << 62
+LINES = 1 << 63
+"""Keys from here on are the ledger's own."""
+BYTES_KEY = LINES | 1 << 62
 """The key of the line of bytes, beside those of the totals."""
 
 
 def total_key(tenant: str) -> int:
     """The key of a tenant's total in the log: never that of an agent or a turn, which count from 1."""
-    return 1 << 63 | int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:7], "little")
+    return LINES | int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:7], "little")

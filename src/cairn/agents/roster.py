@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from cairn.agents.index import Kind
-from cairn.agents.ledger import BYTES_KEY, Ledger
+from cairn.agents.ledger import BYTES_KEY, LINES, Ledger
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TokensRecord, TurnRecord, decode
 from cairn.agents.segment import Record
 from cairn.agents.tree import Agent, Turn
 from cairn.metrics import AgentFigures
 
 log = logging.getLogger(__name__)
+
+OWNED = frozenset({Kind.TOKENS, Kind.END, Kind.SAVINGS})
+"""What is nothing without a turn or an agent."""
 
 
 class Roster:
@@ -51,6 +54,14 @@ class Roster:
     def find(self, tenant: str, id: str) -> Agent | None:
         """One agent."""
         return self._agents.get(tenant, {}).get(id)
+
+    def __contains__(self, agent: Agent) -> bool:
+        """Whether it is there still: another may have its name."""
+        return self.find(agent.tenant, agent.id) is agent
+
+    def needs(self, key: int) -> bool:
+        """Whether the records with this key are of an agent, or of a turn that one has."""
+        return key in self._turns or any(agent.key == key for agent in self)
 
     def add(self, agent: Agent) -> None:
         """A new agent."""
@@ -100,7 +111,7 @@ class Roster:
 
     # ------------------------------------------------------------------------------------------------------- loading
 
-    def load(self, records: Iterable[Record]) -> list[int]:
+    def load(self, records: Sequence[Record]) -> list[int]:
         """Take the records of a log, in their order; the keys of what belongs to no agent."""
         agents: dict[int, tuple[int, AgentRecord]] = {}
         began: dict[int, TurnRecord] = {}
@@ -125,13 +136,15 @@ class Roster:
         for key in began:
             self._grow(key, began)
         self._seat(agents, began, lines)
+        owned = {record.key for record in records if record.kind in (Kind.AGENT, Kind.TURN)}
+        stray = {record.key for record in records if record.kind in OWNED and record.key < LINES} - owned
         needed = {key for agent in self for key in (agent.key, *agent.keeps())}
         for key in self._turns.keys() - needed:
             del self._turns[key]
         lost = [key for key, turn in began.items() if key not in needed and turn.agent in agents]
         if lost:
             log.error("%d turns cannot be read: damage cost what came before them", len(lost))
-        return sorted(began.keys() - needed - set(lost))
+        return sorted((began.keys() - needed - set(lost)) | stray)
 
     def _answer(self, record: Record, began: dict[int, TurnRecord]) -> None:
         """An answer's record follows its turn's, and an answer without its turn is nothing."""

@@ -56,7 +56,7 @@ class Upkeep:
         if gone:
             await book.erase(gone)
         for agent in book.roster:
-            if not agent.busy and _over(agent, now):
+            if agent in book.roster and not agent.busy and _over(agent, now):
                 await book.remove(agent)
 
 
