@@ -212,6 +212,43 @@ async def test_an_agent_that_ends_while_it_is_deleted_is_only_deleted(folder: Pa
         assert at.agents.page("default").agents == ()
 
 
+async def test_a_turn_on_an_end_that_the_disk_refused_is_durable_only_with_that_end(folder: Path) -> None:
+    """Also when nothing was written between them, and the server is lost right after."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        running = await at.begin("ada", "one")
+        at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
+        assert isinstance((await hear(running)).error, Unavailable)
+        at.files.heal()
+        assert (await at.say("ada", "two")).done is not None
+        turns = at.agents.turns("default", "ada")
+        await at.again()
+        assert list(map(facts, at.agents.turns("default", "ada"))) == list(map(facts, turns))
+        assert [turn.state for turn in at.agents.turns("default", "ada")] == ["finished", "finished"]
+
+
+async def test_what_is_owed_stays_owed_while_the_disk_refuses_it(folder: Path) -> None:
+    """However often it is tried: an end, a pin that did not happen, and the tenants' totals."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        running = await at.begin("ada", "one")
+        at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
+        assert isinstance((await hear(running)).error, Unavailable)
+        with pytest.raises(Unavailable):
+            await at.agents.pin("default", "ada", b"default", True)
+        for _ in range(3):
+            with pytest.raises(Unavailable):
+                await at.agents.tend()
+        turns, savings = at.agents.turns("default", "ada"), at.agents.savings("default")
+        assert savings.requests == 1
+        at.files.heal()
+        await at.agents.tend()
+        await at.again()
+        assert list(map(facts, at.agents.turns("default", "ada"))) == list(map(facts, turns))
+        assert at.agents.turns("default", "ada")[0].state == "finished"
+        assert not at.agents.get("default", "ada").pinned and at.agents.savings("default") == savings
+
+
 async def open_on(at: House, files: CrashFiles) -> Agents:
     """Other agents on another disk, for a look."""
     kept, at.files, old = at.files, files, at.agents

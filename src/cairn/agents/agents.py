@@ -99,7 +99,7 @@ class Agents:
             if not turn.over.is_set():
                 await turn.close()
         with contextlib.suppress(Unavailable):
-            self._book.settle()
+            await self._book.settle()
             if refused := self._book.refused():
                 await self._book.erase(refused)
         with contextlib.suppress(Unavailable):

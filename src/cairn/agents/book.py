@@ -37,7 +37,8 @@ class Book:
     def __init__(self, roster: Roster, writer: Writer, kv: AgentKv, clock: Clock, rng: Rng) -> None:
         self.roster, self.writer, self.kv = roster, writer, kv
         self.rng, self._clock = rng, clock
-        self._owed: list[Record] = []
+        self._owed: dict[tuple[int, int], Record] = {}
+        """By kind and key: of these kinds only the newest counts."""
         self._refused: list[int] = []
         self._bytes = roster.ledger.bytes
 
@@ -91,7 +92,7 @@ class Book:
         agent.starting = True
         self.roster.add(agent)
         try:
-            await self.writer.sync(*more, written)
+            await self.sync(*more, written)
         except BaseException:
             self._refused += {*self.roster.remove(agent), *(record.key for record in more)}
             raise
@@ -129,7 +130,7 @@ class Book:
         before = agent.record, agent.head
         agent.record, agent.head = record, head
         try:
-            await self.writer.sync(self.note(agent))
+            await self.sync(self.note(agent))
         except Unavailable:
             agent.record, agent.head = before
             self.owe(self.note(agent))
@@ -141,7 +142,7 @@ class Book:
         turn = Turn(record.key, began, agent.head)
         self.roster.add_turn(agent, turn)
         try:
-            await self.writer.sync(record)
+            await self.sync(record)
         except BaseException:
             self.roster.take_back(agent, turn)
             self._refused.append(turn.key)
@@ -176,7 +177,7 @@ class Book:
     async def erase(self, keys: Sequence[int]) -> None:
         """Erase the records with these keys. What the disk refuses now is in `refused` after that."""
         gone = set(keys)
-        self._owed = [record for record in self._owed if record.key not in gone]
+        self._owed = {name: record for name, record in self._owed.items() if record.key not in gone}
         try:
             await self.writer.erase(keys)
         except BaseException:
@@ -211,14 +212,26 @@ class Book:
 
     def owe(self, *records: Record) -> None:
         """Write these as soon as the disk takes them, unless they are about what is being erased."""
-        self._owed += [record for record in records if record.key >= LINES or self.roster.needs(record.key)]
+        for record in records:
+            if record.key >= LINES or self.roster.needs(record.key):
+                self._owed[record.kind, record.key] = record
 
-    def settle(self) -> None:
-        """Write what is owed. Unavailable once the log is closed."""
-        owed, self._owed = self._owed, []
-        records = [*owed, *self._totals()]
-        if records:
-            self.writer.append(*records)
+    async def sync(self, *records: Record) -> None:
+        """Return when these are durable, and before them all that is owed: they may follow from it.
+
+        Unavailable where the disk refuses it; what is owed stays so.
+        """
+        owed = dict(self._owed)
+        await self.writer.sync(*owed.values(), *records)
+        for name, record in owed.items():
+            if self._owed.get(name) is record:
+                del self._owed[name]
+
+    async def settle(self) -> None:
+        """Write what is owed. Unavailable where the disk refuses it, and once the log is closed."""
+        self.owe(*self._totals())
+        if self._owed:
+            await self.sync()
 
     def refused(self) -> list[int]:
         """Keys of records that are on the disk, or may be, and must not be; once."""

@@ -44,6 +44,10 @@ class Keeper(Protocol):
         """Write these as soon as the disk takes them."""
         ...
 
+    async def sync(self, *records: Record) -> None:
+        """Return when what is owed, and these, are durable."""
+        ...
+
 
 class Said:
     """The message that an answer's pieces make."""
@@ -192,11 +196,8 @@ class RunningTurn:
         writer = self._keeper.writer
         record = writer.record(Kind.END, end, self.turn.key)
         if good:
-            try:
-                await writer.sync(record, *more)
-            except Unavailable:
-                self._keeper.owe(record, *more)
-                raise
+            self._keeper.owe(record, *more)
+            await self._keeper.sync()
         else:
             with contextlib.suppress(Unavailable):
                 writer.append(record, *more)

@@ -29,7 +29,7 @@ class Turns:
 
     def __init__(self, service: Service, book: Book, clock: Clock, config: Config) -> None:
         self.service, self.writer, self.clock = service, book.writer, clock
-        self.owe = book.owe
+        self.owe, self.sync = book.owe, book.sync
         self._book, self._config = book, config
 
     async def start(

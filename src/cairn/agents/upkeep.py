@@ -47,7 +47,7 @@ class Upkeep:
     async def tend(self) -> None:
         """Write what is owed, delete agents whose time is over, erase branches that were abandoned long ago."""
         book = self._book
-        book.settle()
+        await book.settle()
         now = book.now()
         gone = [*book.refused(), *self._replays.over(now)]
         for agent in book.roster:
