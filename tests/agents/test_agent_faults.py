@@ -26,7 +26,7 @@ from cairn.agents.info import Savings, TurnInfo
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, SavingsRecord, TokensRecord
 from cairn.agents.segment import Record
-from cairn.errors import CairnError, ConfigError, NotFound, Unavailable
+from cairn.errors import CairnError, ConfigError, Conflict, NotFound, Unavailable
 from cairn.service.service import Service
 
 Figure = Callable[[str, str], None]
@@ -247,6 +247,43 @@ async def test_what_is_owed_stays_owed_while_the_disk_refuses_it(folder: Path) -
         assert list(map(facts, at.agents.turns("default", "ada"))) == list(map(facts, turns))
         assert at.agents.turns("default", "ada")[0].state == "finished"
         assert not at.agents.get("default", "ada").pinned and at.agents.savings("default") == savings
+
+
+async def test_a_rollback_that_the_disk_refuses_undoes_nothing_that_began_meanwhile(folder: Path) -> None:
+    """While it is being written nothing begins; a pin that is refused moves no head."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        await at.say("ada", "one")
+        at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
+        task = asyncio.create_task(at.agents.rollback("default", "ada", turn=0))
+        await asyncio.sleep(0)
+        with pytest.raises(Conflict, match="agent ada is starting, or its head is being moved"):
+            await at.begin("ada", "two")
+        with pytest.raises(Conflict):
+            await at.agents.rollback("default", "ada", turn=0)
+        with pytest.raises(Unavailable):
+            await task
+        assert (at.agents.get("default", "ada").head, at.agents.get("default", "ada").state) == (1, "idle")
+        at.files.heal()
+        agent = at.agents._find("default", "ada")
+
+        async def refuse(*_: object) -> None:
+            began.set()
+            await gate.wait()
+            raise Unavailable("refused")
+
+        began, gate, sync = asyncio.Event(), asyncio.Event(), at.agents._book.sync
+        at.agents._book.sync = refuse  # type: ignore[method-assign]
+        task = asyncio.create_task(at.agents.pin("default", "ada", b"default", True))  # type: ignore[arg-type]
+        await began.wait()
+        at.agents._book.sync = sync  # type: ignore[method-assign]
+        await at.say("ada", "two")
+        gate.set()
+        with pytest.raises(Unavailable):
+            await task
+        assert agent.head.number == 2 and not agent.record.pinned
+        await at.again()
+        assert at.agents.get("default", "ada").head == 2 and not at.agents.get("default", "ada").pinned
 
 
 async def open_on(at: House, files: CrashFiles) -> Agents:

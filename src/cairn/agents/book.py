@@ -15,7 +15,7 @@ from cairn.agents.index import Kind
 from cairn.agents.info import Savings
 from cairn.agents.kv import AgentKv
 from cairn.agents.ledger import BYTES_KEY, LINES, counted, total_key
-from cairn.agents.records import AgentRecord, SavingsRecord, TurnRecord
+from cairn.agents.records import SavingsRecord, TurnRecord
 from cairn.agents.roster import Roster
 from cairn.agents.segment import Record
 from cairn.agents.tree import Agent, Turn
@@ -117,22 +117,27 @@ class Book:
         return await self.add(Agent(self.writer.key(), record, agent.root, at))
 
     async def move(self, agent: Agent, head: Turn) -> None:
-        """Another turn is the agent's head; what is pinned follows."""
-        await self._amend(agent, agent.record, head)
+        """Another turn is the agent's head; what is pinned follows. Nothing may begin meanwhile."""
+        before, agent.head, agent.starting = agent.head, head, True
+        try:
+            await self.sync(self.note(agent))
+        except Unavailable:
+            agent.head = before
+            self.owe(self.note(agent))
+            raise
+        finally:
+            agent.starting = False
         if agent.record.pinned:
             self.kv.pin_later(agent)
 
     async def set_pinned(self, agent: Agent, pinned: bool) -> None:
         """The agent's context is to be kept in the stores, or not."""
-        await self._amend(agent, msgspec.structs.replace(agent.record, pinned=pinned), agent.head)
-
-    async def _amend(self, agent: Agent, record: AgentRecord, head: Turn) -> None:
-        before = agent.record, agent.head
-        agent.record, agent.head = record, head
+        before = agent.record.pinned
+        agent.record = msgspec.structs.replace(agent.record, pinned=pinned)
         try:
             await self.sync(self.note(agent))
-        except Unavailable:
-            agent.record, agent.head = before
+        except Unavailable:  # the head may have moved meanwhile
+            agent.record = msgspec.structs.replace(agent.record, pinned=before)
             self.owe(self.note(agent))
             raise
 
@@ -256,7 +261,7 @@ def conflict(agent: Agent) -> Conflict:
         request = f"{agent.running.request.id:016x}"
         return Conflict(f"turn {head.number} of agent {agent.id} is running (request {request})")
     if agent.starting:
-        return Conflict(f"turn {agent.next_number()} of agent {agent.id} is starting")
+        return Conflict(f"turn {agent.next_number()} of agent {agent.id} is starting, or its head is being moved")
     return Conflict(
         f"turn {head.number} of agent {agent.id} was interrupted; resume it, or roll back to turn {head.before}"
     )
