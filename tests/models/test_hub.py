@@ -534,6 +534,6 @@ def test_cairn_pull_of_a_quantisation_prints_its_file(ggufs, env):
     done = cairn(env, "pull", "org/m:Q8_0")
     path = str(hub.locate("org/m:Q8_0", env))
     assert (done.returncode, done.stdout, done.stderr) == (0, path + "\n", "")
-    assert f"org/m:m-Q8_0\t0.0 MB\t{path}" in cairn(env, "models").stdout.splitlines()
+    assert f"org/m:m-Q8_0\t5.0 kB\t{path}" in cairn(env, "models").stdout.splitlines()
     done = cairn(env, "pull", "org/m:Q3_K")
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
