@@ -6,9 +6,12 @@ import time
 from collections.abc import Sequence
 
 import pytest
+import stored
+from tests.files import CrashFiles
 from tiered import SIZE, Between, Rig, Time
 
 from cairn.kv.behind import WriteLimits
+from cairn.kv.codec import Raw
 from cairn.kv.context import TierName
 from cairn.kv.loading import Gate
 from cairn.kv.prefix import numerics, root
@@ -341,6 +344,38 @@ def test_a_context_can_be_brought_up_before_it_is_needed() -> None:
     rig.settle()
     assert answers == [Placed(pool=96, disk=96)]
     assert rig.ask(PROMPT).pool == 96
+
+
+def test_what_is_given_up_goes_also_where_other_kernels_left_it() -> None:
+    """Their chunks hold the same token ids. What others need of it stays, and so does all else in the folder."""
+    files, other = CrashFiles(), [(11 * n) % 59 for n in range(80)]
+
+    def life(identity: bytes) -> Rig:
+        info = Rig(None, identity=identity).engine.info
+        store = stored.open_store(files, stored.Time(), identity=info.identity, codec=Raw(info.block_bytes))
+        return Rig({"disk": store}, identity=identity)
+
+    def on_disk(rig: Rig) -> tuple[int, ...]:
+        assert rig.tiers is not None
+        found = rig.tiers.where(PROMPT, b""), rig.tiers.where(PROMPT, b"theirs"), rig.tiers.where(other, b"")
+        return tuple(placed.disk for placed in found)
+
+    for identity in (b"narrow", b"wide", b"given up by"):
+        rig = life(identity)
+        assert rig.tiers is not None
+        for salt, prompt in ((b"", PROMPT), (b"theirs", PROMPT), (b"", other)):
+            rig.ask(prompt, salt=salt)
+        assert on_disk(rig) == (96, 96, 80)
+        if identity == b"given up by":
+            rig.tiers.evict(PROMPT, b"", 32, True, lambda: None)
+            rig.settle()
+            assert on_disk(rig) == (32, 96, 80)
+        rig.tiers.close(1)
+    for identity in (b"narrow", b"wide"):
+        rig = life(identity)
+        assert on_disk(rig) == (32, 96, 80)
+        assert rig.tiers is not None
+        rig.tiers.close(1)
 
 
 def test_threads_do_the_same_and_end() -> None:

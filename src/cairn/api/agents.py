@@ -142,7 +142,11 @@ class AgentRoutes:
         await call.json(agent_object(info, service) | {"messages": messages, "tools": tools, "kv": kv})
 
     async def delete(self, call: Call, service: Service) -> None:
-        """DELETE /v1/agents/{id}: answered when its bytes are gone from the disk."""
+        """DELETE /v1/agents/{id}: answered when its bytes are gone from the disk.
+
+        Its KV, which holds token ids, goes with them, except: while the worker is being replaced it goes once there is
+        one, and that of turns that another model answered goes when nobody has used it for the stores' time to live of 30 days.
+        """
         id = self._id(call)
         await self._open().delete(call.tenant, id, call.salt)
         await call.json({"id": id, "object": "agent.deleted", "deleted": True})

@@ -73,6 +73,8 @@ class DiskStore:
         """Pins that could not be written, by file."""
         self._forgotten: set[bytes] = set()
         """Ids of chunks that were dropped before the folder could be opened."""
+        self._others: dict[bytes, bytes] = {}
+        """Identities of the other engines whose chunks are here, by tag, as far as they were needed."""
         self._lock: Lock | None = None
         self._next_prune = 0.0
         try:
@@ -125,7 +127,24 @@ class DiskStore:
 
     def drop(self, keys: Sequence[bytes]) -> int:
         """Pinned ones too. When it returns, the bytes are gone for good unless the disk failed; then they go later."""
-        state, ids = self._state, [self._tag + key for key in keys]
+        return self._drop([self._tag + key for key in keys])
+
+    def drop_others(self, keys: Callable[[bytes], Sequence[bytes]]) -> int:
+        """Drop what `keys` says of the identity of each other engine that has chunks here; how many went."""
+        state = self._state
+        with state.mutex:
+            found = [entry for entry in state.shelf.live() if entry.name.tag != self._tag]
+        for entry in found:
+            if entry.name.tag not in self._others and (data := state.read(entry)) is not None:
+                try:
+                    self._others[entry.name.tag] = chunk_file.verify(data, entry.name)[0].identity
+                except Damaged:
+                    state.condemn(entry)
+        tags = {entry.name.tag for entry in found} & self._others.keys()
+        return self._drop([tag + key for tag in sorted(tags) for key in keys(self._others[tag])])
+
+    def _drop(self, ids: Sequence[bytes]) -> int:
+        state = self._state
         with state.mutex:
             if self._lock is None:
                 self._forgotten.update(ids)

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from cairn.kv.cache import Cache
 from cairn.kv.context import Context, TierName
+from cairn.kv.disk import DiskStore
 from cairn.kv.loading import Want
+from cairn.kv.prefix import Chain, root
 from cairn.kv.store import CHUNK_BLOCKS, Store
 
 
@@ -55,6 +57,22 @@ class Lookup:
         """Keys of all whole chunks from number `first` on, of every group."""
         stop = len(tokens) // self.chunk_tokens
         return [key for number in range(len(self._groups)) for key in self.keys(context, number, tokens, first, stop)]
+
+    def drop(self, store: Store, keys: Sequence[bytes], salt: bytes, tokens: Sequence[int], first: int) -> None:
+        """Drop what `all_keys` said from a store; from the disk also what other kernels, or another codec, left of it.
+
+        Their engines have the same cache groups, so only the identity in the keys differs.
+        """
+        store.drop(keys)
+        if not isinstance(store, DiskStore):
+            return
+        size = self._block_tokens
+
+        def others(identity: bytes) -> list[bytes]:
+            chains = tuple(Chain(root(identity, salt, group, size), size) for group in self._groups)
+            return self.all_keys(Context(chains), tokens, first)
+
+        store.drop_others(others)
 
     def counts(self, context: Context, tokens: Sequence[int]) -> dict[TierName, int]:
         """Leading tokens of a context in each store."""

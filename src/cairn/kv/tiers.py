@@ -202,12 +202,12 @@ class Tiers:
 
     def evict(self, tokens: Sequence[int], salt: bytes, keep: int, disk: bool, done: Done) -> None:
         """Give up a context's chunks beyond the first `keep` tokens, in the stores, and on the disk only if told."""
-        context = self._cache.context(salt)
-        keys = self._lookup.all_keys(context, tokens, -(-keep // self._lookup.chunk_tokens))
+        first = -(-keep // self._lookup.chunk_tokens)
+        keys = self._lookup.all_keys(self._cache.context(salt), tokens, first)
         if disk:
             self.behind_pool.forget(frozenset(keys))
         stores = [store for tier, store in self._stores.items() if disk or tier != "disk"]
-        self.do(lambda store: store.drop(keys), stores, done)
+        self.do(lambda store: self._lookup.drop(store, keys, salt, tokens, first), stores, done)
 
     def where(self, tokens: Sequence[int], salt: bytes) -> Placed:
         """Leading tokens of a context in the pool and in each store."""
