@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from house import Draw, house
+from tests.agents.house import Draw, house
 
 from cairn.agents.index import Kind
 from cairn.agents.portable import read
-from cairn.agents.records import TurnRecord, decode, pack
+from cairn.agents.records import AgentRecord, EndRecord, TurnRecord, decode, pack
 from cairn.agents.segment import HEADER_BYTES, Header, Record, decode_header, encode_header, encode_record, scan
 from cairn.errors import CairnError, Conflict, InvalidRequest
 
@@ -79,16 +79,13 @@ async def test_under_another_model_an_agent_reads_its_text_again(folder: Path) -
 async def test_no_damage_is_taken_for_an_agent(folder: Path, prove: bool, figure: Callable[..., None]) -> None:
     """Known failure 30: every flipped bit, cut and swap is refused in a sentence, and nothing else happens."""
     data, identity, vocab = await exported(folder)
-    sound = read(data, vocab, identity)
-    assert len(sound.turns) == 5
+    assert len(read(data, vocab, identity).turns) == 5
     rng = random.Random(1)
     count = 5000 if prove else 500
     for n in range(count):
         at = rng.randrange(len(data))
+        at = at % HEADER_BYTES if n % 10 == 1 else at
         bent = data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :] if n % 2 else data[:at]
-        if at < HEADER_BYTES and n % 2:
-            assert read(bent, vocab, identity) == sound, "the header is there twice, and zeros lie between"
-            continue
         with pytest.raises(InvalidRequest, match="the file "):
             read(bent, vocab, identity)
     figure("exported agents: damaged files, all refused", f"{count:,}")
@@ -106,6 +103,27 @@ def forged(data: bytes, change: Callable[[list[Record]], list[Record]]) -> bytes
     for lsn, record in enumerate(change(scan(header, data).records), 1):
         out += encode_record(made, len(out), record._replace(lsn=lsn))
     return bytes(out)
+
+
+def with_agent(**fields: object) -> Callable[[list[Record]], list[Record]]:
+    def change(records: list[Record]) -> list[Record]:
+        agent = decode(records[0].payload, AgentRecord)
+        assert agent is not None
+        payload = msgspec.msgpack.encode(msgspec.structs.replace(agent, **fields))
+        return [records[0]._replace(payload=payload), *records[1:]]
+
+    return change
+
+
+def with_end(**fields: object) -> Callable[[list[Record]], list[Record]]:
+    def change(records: list[Record]) -> list[Record]:
+        at = next(n for n, record in enumerate(records) if record.kind == Kind.END)
+        end = decode(records[at].payload, EndRecord)
+        assert end is not None
+        payload = msgspec.msgpack.encode(msgspec.structs.replace(end, **fields))
+        return [*records[:at], records[at]._replace(payload=payload), *records[at + 1 :]]
+
+    return change
 
 
 def with_turn(which: int, **fields: object) -> Callable[[list[Record]], list[Record]]:
@@ -139,6 +157,18 @@ async def test_a_forged_file_is_refused_where_it_does_not_fit_together(folder: P
         with_turn(2, prefix=3),
         with_turn(1, messages=({"role": 5, "content": "x"},)),
         with_turn(1, messages=({"role": "user", "content": {"type": "image"}},)),
+        with_turn(1, messages=({"role": "assistant", "content": "", "tool_calls": 5},)),
+        with_turn(4, number=2**64 - 1),
+        with_turn(4, number=2**31),
+        with_turn(1, prefix=-5),
+        with_turn(1, began=float("nan")),
+        with_agent(created=float("inf")),
+        with_agent(used=float("nan")),
+        with_agent(ttl=float("nan")),
+        with_agent(origin="x" * 100_000),
+        with_end(message={"role": "assistant", "content": "", "tool_calls": 5}),
+        with_end(message={"role": "user", "content": "x"}),
+        with_end(ended=float("-inf")),
     ]
     for n, change in enumerate(changes):
         with pytest.raises(CairnError) as caught:

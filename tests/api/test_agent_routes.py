@@ -13,6 +13,7 @@ import httpx
 import pytest
 from serving import Site, site
 from tests.agents.house import House, house, talking_model
+from tests.agents.test_portable import forged, with_agent, with_turn
 
 from cairn.config import Config, Secret, TenantKeys
 from cairn.kv.chunk_file import parse_name
@@ -274,6 +275,15 @@ async def test_an_agent_moves_to_another_server_as_a_file(folder: Path) -> None:
         assert both[0].json()["choices"] == both[1].json()["choices"]
         wrong = await other.post("/v1/agents/import", content=file.content[:-9], headers=octets)
         assert wrong.status_code == 400 and "damaged or cut off" in wrong.text
+        for change, field in (
+            (with_agent(metadata={"a": "x" * 100_000}), "metadata.a"),
+            (with_agent(ttl=1e11), "ttl"),
+            (with_turn(1, messages=({"role": "alien", "content": "x"},)), "messages[0].role"),
+            (with_turn(1, messages=({"role": "user", "content": "x", "tool_call_id": "1"},)), "tool_call_id"),
+            (with_turn(0, tools=({"evil": 1},)), "tools[0]"),
+        ):
+            bad = await other.post("/v1/agents/import?id=bad", content=forged(file.content, change), headers=octets)
+            assert bad.status_code == 400 and field in bad.text, bad.text
         assert (await other.post("/v1/agents/import", content=file.content)).status_code == 415
         assert (await other.post("/v1/agents/import?name=x", content=b"", headers=octets)).status_code == 400
         assert (await other.post("/v1/agents/import", content=bytes(3 << 19), headers=octets)).status_code == 400

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -276,13 +276,17 @@ class Agents:
         """The agent as one file, piece by piece. Conflict while a turn runs."""
         return portable.export(self._book.idle(tenant, id), self._book.rng)
 
-    async def take_in(self, tenant: str, data: bytes, id: str | None = None) -> AgentInfo:
-        """Make an agent of an exported file, under its own id or another.
+    async def take_in(
+        self, tenant: str, data: bytes, id: str | None = None, check: Callable[[portable.Portable], None] | None = None
+    ) -> AgentInfo:
+        """Make an agent of an exported file, under its own id or another. `check` raises for what may not come in.
 
         InvalidRequest for a file that is damaged or none of ours, Conflict if the id is taken.
         """
         spec = self.service.spec
         read = await asyncio.to_thread(portable.read, data, spec.vocab, spec.identity)
+        if check is not None:
+            await asyncio.to_thread(check, read)
         id = self._book.new_id(tenant, read.agent.id if id is None else id)
         agent = portable.plant(read, self.writer.key, tenant, id, self._book.now())
         records = [self.writer.record(Kind.TURN, agent.root.began, agent.root.key)]

@@ -12,6 +12,7 @@ it is computed again from the tokens, or under another model from the text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -35,6 +36,10 @@ from cairn.seams import Rng
 from cairn.text.messages import plain_message
 
 MEDIA_TYPE = "application/vnd.cairn.agent"
+MAX_NUMBER = 2**31 - 1
+"""Of a turn that is taken in: others are to follow it."""
+MAX_ORIGIN = 64
+"""Characters of the id that the agent was forked off."""
 
 
 class Portable(NamedTuple):
@@ -81,6 +86,8 @@ def read(data: bytes, vocab: int, identity: bytes) -> Portable:
         raise _wrong("is no exported agent")
     if header.version > VERSION:
         raise _wrong(f"was written by a newer Cairn (format {header.version}; this one reads up to {VERSION})")
+    if data[:HEADER_BYTES] != encode_header(header):
+        raise _wrong("is damaged")
     records, damaged = scan(header, data)
     whole = bool(records) and records[-1].kind == Kind.SAVINGS and records[0].kind == Kind.AGENT
     if damaged or not whole or [record.lsn for record in records] != list(range(1, len(records) + 1)):
@@ -92,6 +99,9 @@ def read(data: bytes, vocab: int, identity: bytes) -> Portable:
     turns: dict[int, tuple[TurnRecord, EndRecord | None]] = {}
     for record in records[1:-1]:
         _take(record, turns)
+    figures = (agent.created, agent.used, agent.ttl or 0.0, *msgspec.structs.astuple(savings.savings))
+    if not all(map(math.isfinite, figures)) or len(agent.origin) > MAX_ORIGIN:
+        raise _wrong("holds an agent that cannot be")
     _check(agent, turns, vocab, identity)
     return Portable(agent, [(key, *one) for key, one in turns.items()], savings)
 
@@ -142,8 +152,10 @@ def _check(
         first = not made
         if first != (began.number == 0) or (not first and (parent is None or end is None)):
             raise _wrong("holds turns that do not follow each other")
-        if parent is not None and began.number <= parent.number:
+        if parent is not None and not parent.number < began.number <= MAX_NUMBER:
             raise _wrong("holds turns that do not follow each other")
+        if began.prefix < 0 or not math.isfinite(began.began) or (end is not None and not math.isfinite(end.ended)):
+            raise _wrong(f"holds a turn {began.number} that cannot be")
         turn = made[key] = Turn(key, began, parent)
         try:
             if end is not None:
@@ -156,8 +168,8 @@ def _check(
             raise _wrong(f"holds tokens of turn {turn.number} that are not those of its prompt")
         for index, message in enumerate(began.messages):
             plain_message(message, index, thinks=False)
-        if turn.answer is not None:
-            plain_message(turn.answer, 0, thinks=False)
+        if turn.answer is not None and plain_message(turn.answer, 0, thinks=False)["role"] != "assistant":
+            raise _wrong(f"holds an answer of turn {turn.number} that is none")
     if agent.ttl is not None and not 0 < agent.ttl < 1e12:
         raise _wrong("holds a time to live that is none")
     if agent.root not in made or made[agent.root].number or agent.head not in made:

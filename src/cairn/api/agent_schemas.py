@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from cairn.agents.portable import Portable
 from cairn.api.checks import check_messages, check_stream, check_template_args
 from cairn.api.reply import shown
-from cairn.api.schemas import Body, ChatMessage, Count, Generation, Number, Tool
+from cairn.api.schemas import Body, ChatMessage, Count, Generation, Number, Tool, parse
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 
@@ -72,6 +73,14 @@ class RollbackBody(Body):
     """POST /v1/agents/{id}/rollback."""
 
     turn: int
+
+
+def check_portable(read: Portable, config: Config) -> None:
+    """Hold what a file says to the limits of what is said to the other routes."""
+    agent = read.agent
+    beginning(parse(CreateBody, {"metadata": agent.metadata, "ttl": agent.ttl}), config)
+    for _, began, _ in read.turns:
+        beginning(parse(CreateBody, {"messages": list(began.messages), "tools": list(began.tools)}), config)
 
 
 def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:

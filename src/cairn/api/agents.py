@@ -34,6 +34,7 @@ from cairn.api.agent_schemas import (
     TurnBody,
     beginning,
     check_account,
+    check_portable,
     check_turn,
 )
 from cairn.api.answers import ChatAnswer, Choice, said, usage_of
@@ -215,7 +216,7 @@ class AgentRoutes:
         kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         if kind not in (b"application/octet-stream", MEDIA_TYPE.encode()):
             raise UnsupportedMedia("the content-type must be application/octet-stream", field="Content-Type")
-        info = await agents.take_in(call.tenant, await call.body(), id)
+        info = await agents.take_in(call.tenant, await call.body(), id, lambda read: check_portable(read, self._config))
         await call.json(agent_object(info, service), 201)
 
     # -------------------------------------------------------------------------------------------------------- turns

@@ -38,6 +38,8 @@ def plain_message(message: Mapping[str, Any], index: int, *, thinks: bool) -> di
                 raise InvalidRequest(f"{field} must be a text", field=field)
             plain["reasoning_content"] = reasoning
         if calls := message.get("tool_calls"):
+            if not isinstance(calls, list | tuple):
+                raise InvalidRequest(f"{where}.tool_calls must be a list", field=f"{where}.tool_calls")
             plain["tool_calls"] = [_call(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)]
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
