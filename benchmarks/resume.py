@@ -123,13 +123,14 @@ class Server:
             found: dict[str, Any] = json.load(answer)["disk"]
             return found
 
-    def first_token(self, model: str, prompt: list[int]) -> tuple[float, str, dict[str, Any]]:
-        """Seconds to the first token, its text, and the cache report."""
+    def first_token(self, model: str, prompt: list[int]) -> tuple[float, list[Any], dict[str, Any]]:
+        """Seconds to the first token, the tokens with their log-probabilities, and the cache report."""
         body = {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": True}
         body |= {"stream_options": {"include_usage": True}, "logprobs": 0}
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(self.url + "/v1/completions", json.dumps(body).encode(), headers)
-        began, first, tokens, report = time.perf_counter(), 0.0, "", None
+        tokens: list[Any] = []
+        began, first, report = time.perf_counter(), 0.0, None
         with urllib.request.urlopen(request, timeout=36_000) as answer:
             for line in answer:
                 if not line.startswith(b"data: {"):
@@ -139,7 +140,9 @@ class Server:
                     raise SystemExit(chunk["error"]["message"])
                 first = first or time.perf_counter() - began
                 for choice in chunk["choices"]:
-                    tokens += "".join((choice.get("logprobs") or {}).get("tokens", ()))
+                    # Most ids of a large random model have no text in the small tokenizer: the numbers tell.
+                    said = choice.get("logprobs") or {"tokens": [], "token_logprobs": []}
+                    tokens += zip(said["tokens"], said["token_logprobs"], strict=True)
                 report = (chunk.get("usage") or {}).get("cairn", report)
         if report is None or not tokens:
             raise SystemExit("an answer without tokens or a cache report")
