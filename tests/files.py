@@ -531,3 +531,20 @@ class CrashLock:
 
 def _blocks(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
+
+
+def corrupted(data: bytes, rng: random.Random) -> bytes:
+    """The bytes with one kind of damage."""
+    kind, at = rng.randrange(6), rng.randrange(len(data))
+    if kind <= 1:
+        return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
+    if kind == 2:
+        start = at // 512 * 512
+        return data[:start] + bytes(min(512, len(data) - start)) + data[start + 512 :]
+    if kind == 3:
+        return data[:at]
+    if kind == 4:
+        return data + data[at:]
+    size = rng.randrange(1, 200)
+    other = rng.randrange(len(data))
+    return (data[:at] + data[other : other + size] + data[at + size :])[: len(data)]

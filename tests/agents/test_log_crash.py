@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.files import Crash, CrashFiles, Fault
+from tests.files import Crash, CrashFiles, Fault, corrupted
 
 from cairn.agents import log as log_module
 from cairn.agents.index import NEWEST, Kind
@@ -261,23 +261,6 @@ def test_a_sync_that_fails_keeps_what_was_accepted_before_it() -> None:
         again = Log.open(files.crash(random.Random(seed)), FOLDER, Draw(1))
         assert again is not None
         assert again.recovered == [first, second, third]
-
-
-def corrupted(data: bytes, rng: random.Random) -> bytes:
-    """The bytes with one kind of damage."""
-    kind, at = rng.randrange(6), rng.randrange(len(data))
-    if kind <= 1:
-        return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
-    if kind == 2:
-        start = at // 512 * 512
-        return data[:start] + bytes(min(512, len(data) - start)) + data[start + 512 :]
-    if kind == 3:
-        return data[:at]
-    if kind == 4:
-        return data + data[at:]
-    size = rng.randrange(1, 200)
-    other = rng.randrange(len(data))
-    return (data[:at] + data[other : other + size] + data[at + size :])[: len(data)]
 
 
 def test_corruption_is_never_read_as_data(prove: bool, figure: Figure) -> None:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.files import CrashFiles, Fault
+from tests.files import CrashFiles, Fault, corrupted
 from tests.kv.stored import FOLDER, Time, chain, keys, open_store
 from tests.laws import storage
 
@@ -93,7 +93,7 @@ def read_damaged(whole: dict[Path, bytes], chunks: Sequence[Chunk], seed: int) -
         at = rng.randrange(5)
         contents[path.parent / ".".join([*first[:at], *second[at:]])] = contents.pop(path)
     else:
-        contents[path] = storage.hurt(contents[path], rng)
+        contents[path] = corrupted(contents[path], rng)
     for one, data in contents.items():
         files.put(one, data)
     store = open_store(files, time)

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tests.files import BLOCK, Crash, CrashFiles, Fault
+from tests.files import BLOCK, Crash, CrashFiles, Fault, corrupted
 from tests.kv.stored import FOLDER, Time, chain, on_disk, open_store
 from tests.laws.simulator import law
 
@@ -349,22 +349,6 @@ def fault_at(seed: int, fault: Fault, steps: int = STEPS) -> bool:
     return struck
 
 
-def hurt(data: bytes, rng: random.Random) -> bytes:
-    """The bytes with one kind of damage."""
-    kind, at = rng.randrange(6), rng.randrange(len(data))
-    if kind <= 1:
-        return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
-    if kind == 2:
-        begin = at // 512 * 512
-        return data[:begin] + bytes(min(512, len(data) - begin)) + data[begin + 512 :]
-    if kind == 3:
-        return data[:at]
-    if kind == 4:
-        return data + data[at:]
-    size, other = rng.randrange(1, 200), rng.randrange(len(data))
-    return (data[:at] + data[other : other + size] + data[at + size :])[: len(data)]
-
-
 def damage(work: Work, rng: random.Random) -> None:
     """Bend one file, or put one in another's place, or under another name."""
     files = work.files
@@ -383,7 +367,7 @@ def damage(work: Work, rng: random.Random) -> None:
     elif kind == 3:
         files.vanish(path)
     else:
-        files.put(path, hurt(contents[path], rng))
+        files.put(path, corrupted(contents[path], rng))
 
 
 def damage_at_random(seed: int, steps: int = STEPS) -> None:

@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-from tiny import collect, config, request, until
-
-from cairn.service.service import Service
-
-
-@contextlib.asynccontextmanager
-async def serving(folder: Path, **options: Any) -> AsyncIterator[Service]:
-    service = await Service.start(config(folder, **options), in_process=True)
-    try:
-        yield service
-    finally:
-        await service.close()
+from tiny import collect, request, serving, until
 
 
 async def test_the_stores_answer_what_is_asked_about_a_context(folder: Path, tmp_path: Path) -> None:

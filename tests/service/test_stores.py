@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny import collect, config, request, until
+from tiny import collect, config, request, serving, until
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import ConfigError, Conflict
@@ -19,15 +16,6 @@ from cairn.seams import SystemClock, SystemFiles
 from cairn.service.link import Patience
 from cairn.service.service import Service
 from cairn.service.stores import open_stores, with_folder
-
-
-@contextlib.asynccontextmanager
-async def serving(folder: Path, **options: Any) -> AsyncIterator[Service]:
-    service = await Service.start(config(folder, **options), in_process=True)
-    try:
-        yield service
-    finally:
-        await service.close()
 
 
 async def test_kv_survives_the_service(folder: Path, tmp_path: Path) -> None:
