@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -11,8 +12,9 @@ from tests.tiny_models import BFLOAT16, MODELS, load, random_tensors, write_conf
 
 from cairn.errors import ModelFileError
 from cairn.models.files import INDEX, WEIGHTS
+from cairn.models.shapes import shape_spec
 from cairn.models.spec import load_spec
-from cairn.models.weights import expected_tensors, open_weights, parameters, weight_files
+from cairn.models.weights import SMALL, expected_tensors, open_weights, parameters, small, weight_files
 
 Tensors = dict[str, np.ndarray]
 
@@ -66,6 +68,16 @@ def change(folder: Path, edit: Any) -> Path:
     edit(tensors)
     save_file(tensors, folder / WEIGHTS)
     return folder
+
+
+def test_only_models_below_64_mib_in_16_bits_are_small() -> None:
+    assert small(shape_spec("demo")) and not small(shape_spec("qwen3-0.6b"))
+    least = msgspec.structs.replace(shape_spec("demo"), layers=1, groups=(), tied=True)
+    rest = parameters(least) - least.vocab * least.hidden
+    # Just below and exactly at the bound, by the size of the vocabulary.
+    vocab = (SMALL - rest) // least.hidden
+    assert small(msgspec.structs.replace(least, vocab=vocab - 1))
+    assert not small(msgspec.structs.replace(least, vocab=vocab + 1))
 
 
 def test_known_harmless_tensors_are_ignored(tmp_path: Path) -> None:

@@ -77,6 +77,19 @@ def parameters(spec: ModelSpec) -> int:
     return sum(math.prod(shape) for shape in expected_tensors(spec).values())
 
 
+SMALL = 1 << 25
+"""Parameters: 64 MiB in 16 bits."""
+
+
+def small(spec: ModelSpec) -> bool:
+    """Whether a model has so few parameters that rounding what is held of it in memory buys nothing.
+
+    Weights and KV of such a model are held in float32 unless an option says otherwise: its answers are then those of
+    the arithmetic that it was trained in.
+    """
+    return parameters(spec) < SMALL
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The files that hold the weights of a folder or a GGUF file, in a fixed order; empty if there are none.
 
