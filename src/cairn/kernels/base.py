@@ -11,7 +11,11 @@ for bit - never on M, B or R, on where in the step the token stands, or on its n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cairn.kernels.program import Call, Program
 from cairn.types import RopeScaling
@@ -21,8 +25,49 @@ Matrix = Any
 Rope = Any
 
 
+GROUP = 32
+"""Weights along the input, and activations, that share one scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A weight matrix [out, in] in groups of 32 along the input, `in` a multiple of 32.
+
+    A weight is scale * (code - 8) with 4 bits and no minimum, scale * code + minimum with 4 bits and a minimum, and
+    scale * code (+ minimum) with 8 bits. Scales and minima may be float16 or float32: kernels stream what they get.
+    Where these weights are multiplied, activations are rounded to 8 bits in groups of 32: see `kernels.quantized`.
+    """
+
+    bits: Literal[4, 8]
+    codes: NDArray[np.uint8] | NDArray[np.int8]
+    """[out, in]: 0 to 15 as uint8 with 4 bits, int8 with 8 bits."""
+    scale: NDArray[np.float16] | NDArray[np.float32]
+    """[out, in / 32]"""
+    minimum: NDArray[np.float16] | NDArray[np.float32] | None = None
+    """[out, in / 32]"""
+
+    def __post_init__(self) -> None:
+        if self.codes.dtype != (np.uint8 if self.bits == 4 else np.int8):
+            raise ValueError(f"codes of {self.bits} bits are {'uint8' if self.bits == 4 else 'int8'}")
+        if self.codes.ndim != 2 or self.codes.shape[1] % GROUP:
+            raise ValueError(f"codes are [out, in] with `in` a multiple of {GROUP}, not {list(self.codes.shape)}")
+        groups = (self.codes.shape[0], self.codes.shape[1] // GROUP)
+        for name, numbers in (("scale", self.scale), ("minimum", self.minimum)):
+            if numbers is not None and (numbers.shape != groups or numbers.dtype not in (np.float16, np.float32)):
+                raise ValueError(f"{name} is [out, in / {GROUP}] in float16 or float32")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in)"""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
 class Kernels(Protocol):
-    """Storage first, then one method a fused step. Weights are in float32, float16 or bfloat16, shaped [out, in]."""
+    """Storage first, then one method a fused step. Weights are in float32, float16 or bfloat16, shaped [out, in], or
+    `Quantized`."""
 
     @property
     def numerics(self) -> tuple[object, ...]:
@@ -45,8 +90,9 @@ class Kernels(Protocol):
         """An embedding [V, H], as `embed` wants it."""
         ...
 
-    def matrix(self, weights: Sequence[Array], biases: Sequence[Array | None]) -> Matrix:
-        """Matrices [out, in] with one input, packed into one; outputs are concatenated in order."""
+    def matrix(self, weights: Sequence[Array | Quantized], biases: Sequence[Array | None]) -> Matrix:
+        """Matrices [out, in] with one input, packed into one; outputs are concatenated in order. The parts may be of
+        different types."""
         ...
 
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> Rope:

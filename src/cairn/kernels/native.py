@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.kernels.base import Quantized
 from cairn.kernels.program import Call, Size, Slot, slots
+from cairn.kernels.quantized import dequantized
 from cairn.kernels.rope import Rope, frequencies
 from cairn.types import RopeScaling
 
@@ -107,15 +109,16 @@ class NativeKernels:
         # Copied: a mapped file that shrinks while the engine runs would kill the process.
         return Table(_carried(np.array(source)), str(source.dtype))
 
-    def matrix(self, weights: Sequence[NDArray[Any]], biases: Sequence[NDArray[Any] | None]) -> Any:
-        dtype = str(weights[0].dtype)
-        if any(str(one.dtype) != dtype for one in weights):
-            weights, dtype = [one.astype(np.float32) for one in weights], "float32"
+    def matrix(self, weights: Sequence[NDArray[Any] | Quantized], biases: Sequence[NDArray[Any] | None]) -> Any:
+        found = [dequantized(one) if isinstance(one, Quantized) else one for one in weights]
+        dtype = str(found[0].dtype)
+        if any(str(one.dtype) != dtype for one in found):
+            found, dtype = [one.astype(np.float32) for one in found], "float32"
         bias = None
         if any(one is not None for one in biases):
-            parts = [np.zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
+            parts = [np.zeros(len(w)) if b is None else b for w, b in zip(found, biases, strict=True)]
             bias = np.concatenate([np.asarray(part, np.float32) for part in parts])
-        return self._native.Matrix(dtype, [_carried(one) for one in weights], bias)
+        return self._native.Matrix(dtype, [_carried(one) for one in found], bias)
 
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
         return frequencies(head_dim, theta, scaling)

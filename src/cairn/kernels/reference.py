@@ -2,7 +2,7 @@
 
 How the law of the same answer is kept:
 
-    matrices    `kernels.blas`: zero-padded tiles of 8 rows
+    matrices    `kernels.blas`: zero-padded tiles of 8 rows; `kernels.quantized` rounds activations row by row
     attention   `kernels.paged`: spans of positions at fixed places
     the rest    elementwise, or a sum along one contiguous row
 """
@@ -23,9 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 
-from cairn.kernels.blas import TILE, Matrix, one_blas_thread, pack, project
+from cairn.kernels.base import Quantized
+from cairn.kernels.blas import TILE, one_blas_thread, project
 from cairn.kernels.paged import SPAN, attend
 from cairn.kernels.program import Call, Interpreted
+from cairn.kernels.quantized import Segments, rounded, segments
 from cairn.kernels.rope import Rope, frequencies
 from cairn.types import RopeScaling
 
@@ -89,8 +91,8 @@ class ReferenceKernels:
         # Copied: a mapped file that shrinks while the engine runs would kill the process.
         return np.array(source)
 
-    def matrix(self, weights: Sequence[NDArray[Any]], biases: Sequence[NDArray[Any] | None]) -> Matrix:
-        return pack(weights, biases)
+    def matrix(self, weights: Sequence[NDArray[Any] | Quantized], biases: Sequence[NDArray[Any] | None]) -> Segments:
+        return segments(weights, biases)
 
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
         return frequencies(head_dim, theta, scaling)
@@ -104,7 +106,7 @@ class ReferenceKernels:
         angles[:, 0] = np.cos(turned) * rope.factor
         angles[:, 1] = np.sin(turned) * rope.factor
 
-    def norm_project(self, hidden: Floats, norm: Floats, eps: float, matrix: Matrix, out: Floats) -> None:
+    def norm_project(self, hidden: Floats, norm: Floats, eps: float, matrix: Segments, out: Floats) -> None:
         out[:] = self._project(rms_norm(hidden, norm, eps), matrix)
 
     def rope_write(
@@ -147,17 +149,17 @@ class ReferenceKernels:
     ) -> None:
         attend(query, kv, layer, rows, tables, window, scale, out)
 
-    def project_add(self, x: Floats, matrix: Matrix, hidden: Floats) -> None:
+    def project_add(self, x: Floats, matrix: Segments, hidden: Floats) -> None:
         hidden += self._project(x, matrix)
 
     def gated_mlp(
-        self, hidden: Floats, norm: Floats, eps: float, gate_up: Matrix, activation: str, down: Matrix
+        self, hidden: Floats, norm: Floats, eps: float, gate_up: Segments, activation: str, down: Segments
     ) -> None:
         both = self._project(rms_norm(hidden, norm, eps), gate_up)
         gate, up = both[:, : gate_up.out // 2], both[:, gate_up.out // 2 :]
         hidden += self._project(ACTIVATIONS[activation](gate) * up, down)
 
-    def logits(self, hidden: Floats, wanted: Ints, norm: Floats, eps: float, head: Matrix, out: Floats) -> None:
+    def logits(self, hidden: Floats, wanted: Ints, norm: Floats, eps: float, head: Segments, out: Floats) -> None:
         out[:] = self._project(rms_norm(hidden[wanted], norm, eps), head)
 
     def program(self, calls: Sequence[Call]) -> Interpreted:
@@ -168,8 +170,10 @@ class ReferenceKernels:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _project(self, x: Floats, matrix: Matrix) -> Floats:
-        return project(x, matrix, self._pool, self._threads)
+    def _project(self, x: Floats, matrix: Segments) -> Floats:
+        low = rounded(x) if any(quantised for quantised, _ in matrix.parts) else x
+        found = [project(low if quantised else x, part, self._pool, self._threads) for quantised, part in matrix.parts]
+        return found[0] if len(found) == 1 else np.concatenate(found, axis=1)
 
 
 def _rotate(x: Floats, angles: Floats, out: Floats) -> None:

@@ -1,0 +1,76 @@
+"""Products with quantised weights in numpy: what the native ones must give, up to the order of sums.
+
+Activations are rounded once a product, in groups of 32: scale = max|x| / 127 and code = x * (127 / max|x|) rounded to
+the nearest, ties to even. A group whose largest magnitude is below 2**-100 counts as zero, because 127 / max|x| could
+overflow; one that holds an infinity or a NaN gets the scale NaN, so its whole row of outputs is NaN and no other row's.
+Sums of products of codes are exact integers; the scales are multiplied in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.kernels import blas
+from cairn.kernels.base import GROUP, Quantized
+
+Floats = NDArray[np.float32]
+
+LARGEST_CODE = 127
+LEAST_MAGNITUDE = np.float32(2.0**-100)
+"""The largest magnitude that a group must reach not to count as zero."""
+
+
+def activation_codes(x: Floats) -> tuple[NDArray[np.int8], Floats]:
+    """Codes [M, in] and scales [M, in / 32] of activations x[M, in]."""
+    groups = x.reshape(len(x), -1, GROUP)
+    most = np.abs(groups).max(axis=-1)
+    usable = np.isfinite(most) & (most >= LEAST_MAGNITUDE)
+    with np.errstate(all="ignore"):
+        factor = np.where(usable, np.float32(LARGEST_CODE) / most, np.float32(0))
+        scale = np.where(usable, most / np.float32(LARGEST_CODE), np.float32(0))
+    scale = np.where(np.isfinite(most), scale, np.float32(np.nan))
+    codes = np.rint(np.where(usable[..., None], groups, np.float32(0)) * factor[..., None])
+    return codes.astype(np.int8).reshape(x.shape), scale.astype(np.float32)
+
+
+def rounded(x: Floats) -> Floats:
+    """Activations x[M, in] as the products with quantised weights see them."""
+    codes, scale = activation_codes(x)
+    return codes.astype(np.float32) * np.repeat(scale, GROUP, axis=1)
+
+
+def dequantized(weight: Quantized) -> Floats:
+    """The weights [out, in] in float32."""
+    codes = weight.codes.astype(np.float32).reshape(len(weight), -1, GROUP)
+    if weight.bits == 4 and weight.minimum is None:
+        codes -= 8
+    codes *= weight.scale.astype(np.float32)[..., None]
+    if weight.minimum is not None:
+        codes += weight.minimum.astype(np.float32)[..., None]
+    return codes.reshape(weight.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """A packed matrix whose parts may differ in type: neighbours of one kind are packed together."""
+
+    parts: tuple[tuple[bool, blas.Matrix], ...]
+    """(whether activations are rounded for it, panels), outputs concatenated in order."""
+    out: int
+
+
+def segments(weights: Sequence[NDArray[Any] | Quantized], biases: Sequence[NDArray[Any] | None]) -> Segments:
+    """Matrices [out, in] with one input as one packed matrix; outputs are concatenated in order."""
+    parts = []
+    pairs = list(zip(weights, biases, strict=True))
+    for quantised, run in groupby(pairs, key=lambda pair: isinstance(pair[0], Quantized)):
+        found = list(run)
+        arrays = [dequantized(one) if isinstance(one, Quantized) else one for one, _ in found]
+        parts.append((quantised, blas.pack(arrays, [bias for _, bias in found])))
+    return Segments(tuple(parts), sum(part.out for _, part in parts))

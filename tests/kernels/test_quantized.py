@@ -1,0 +1,107 @@
+"""Products with quantised weights in numpy, against plain arithmetic in float64."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from cairn.kernels.base import GROUP, Quantized
+from cairn.kernels.quantized import activation_codes, dequantized, rounded
+from cairn.kernels.reference import ReferenceKernels
+
+
+def quantized(out: int, inner: int, bits: Literal[4, 8], scale: Any, minimum: Any, seed: int = 0) -> Quantized:
+    """Random codes over their whole range; `scale` and `minimum` are types, or None for no minimum."""
+    rng = np.random.default_rng(seed)
+    low, high, dtype = (0, 16, np.uint8) if bits == 4 else (-128, 128, np.int8)
+    codes: Any = rng.integers(low, high, (out, inner)).astype(dtype)
+    groups = (out, inner // GROUP)
+    lowest = None if minimum is None else rng.standard_normal(groups).astype(minimum)
+    return Quantized(bits, codes, (0.1 * rng.standard_normal(groups)).astype(scale), lowest)
+
+
+def meaning(x: Any, weights: list[Any]) -> Any:
+    """x @ weights in float64: rounded activations for quantised parts."""
+    parts = []
+    for one in weights:
+        if isinstance(one, Quantized):
+            codes = one.codes.astype(np.float64).reshape(len(one), -1, GROUP)
+            codes -= 8 if one.bits == 4 and one.minimum is None else 0
+            values = codes * one.scale.astype(np.float64)[..., None]
+            values += 0 if one.minimum is None else one.minimum.astype(np.float64)[..., None]
+            parts.append(rounded(x).astype(np.float64) @ values.reshape(one.shape).T)
+        else:
+            parts.append(x.astype(np.float64) @ np.asarray(one).astype(np.float64).T)
+    return np.concatenate(parts, axis=1)
+
+
+FORMS = [
+    (4, np.float16, None),
+    (4, np.float32, None),
+    (4, np.float16, np.float16),
+    (4, np.float32, np.float32),
+    (8, np.float16, None),
+    (8, np.float32, None),
+    (8, np.float32, np.float32),
+    (8, np.float16, np.float32),
+]
+
+
+@pytest.mark.parametrize(("bits", "scale", "minimum"), FORMS)
+def test_the_reference_multiplies_what_the_codes_say(bits: Any, scale: Any, minimum: Any) -> None:
+    kernels = ReferenceKernels()
+    x: Any = np.random.default_rng(1).standard_normal((9, 96), dtype=np.float32)
+    parts = [quantized(20, 96, bits, scale, minimum), np.ones((7, 96), np.float32), quantized(5, 96, 8, scale, None, 3)]
+    bias = np.arange(20, dtype=np.float32)
+    got = np.zeros((9, 32), np.float32)
+    kernels.project_add(x, kernels.matrix(parts, [bias, None, None]), got)
+    want = meaning(x, parts) + np.concatenate([bias, np.zeros(12)])
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+    alone = np.zeros((1, 32), np.float32)
+    kernels.project_add(x[4:5], kernels.matrix(parts, [bias, None, None]), alone)
+    assert alone.tobytes() == got[4:5].tobytes()
+    kernels.close()
+
+
+def test_activations_are_rounded_to_the_nearest_code_ties_to_even() -> None:
+    x = np.zeros((1, 64), np.float32)
+    x[0, :6] = [127, 0.5, 1.5, -2.5, -127, 63.49]
+    codes, scale = activation_codes(x)
+    assert codes[0, :6].tolist() == [127, 0, 2, -2, -127, 63] and scale[0].tolist() == [1, 0]
+    y: Any = np.random.default_rng(0).standard_normal((5, 96), dtype=np.float32)
+    step = np.repeat(np.abs(y.reshape(5, 3, 32)).max(-1) / 127, 32, axis=1)
+    assert (np.abs(rounded(y) - y) <= 0.5001 * step).all()
+
+
+def test_a_group_without_numbers_is_nan_and_a_tiny_one_is_zero() -> None:
+    x = np.zeros((4, 64), np.float32)
+    x[0, 3], x[1, 40], x[2, 0], x[3, 7] = np.nan, -np.inf, 1e-38, 3e38
+    got = rounded(x)
+    assert np.isnan(got[0, :32]).all() and not got[0, 32:].any()
+    assert np.isnan(got[1, 32:]).all() and not got[1, :32].any()
+    assert not got[2].any() and np.isclose(got[3, 7], 3e38, rtol=1e-6)
+
+
+def test_four_bits_without_a_minimum_are_centred_on_eight() -> None:
+    codes = np.arange(32, dtype=np.uint8)[None] % 16
+    plain = Quantized(4, codes, np.full((1, 1), 0.5, np.float16))
+    np.testing.assert_array_equal(dequantized(plain)[0], 0.5 * (codes[0].astype(float) - 8))
+    lowest = Quantized(4, codes, np.full((1, 1), 0.5, np.float16), np.full((1, 1), -3, np.float32))
+    np.testing.assert_array_equal(dequantized(lowest)[0], 0.5 * codes[0] - 3)
+
+
+@pytest.mark.parametrize(
+    ("bits", "codes", "scale", "message"),
+    [
+        (4, np.zeros((2, 32), np.int8), np.zeros((2, 1), np.float32), "uint8"),
+        (8, np.zeros((2, 32), np.uint8), np.zeros((2, 1), np.float32), "int8"),
+        (8, np.zeros((2, 33), np.int8), np.zeros((2, 1), np.float32), "multiple of 32"),
+        (8, np.zeros((2, 32), np.int8), np.zeros((2, 2), np.float32), "scale"),
+        (8, np.zeros((2, 32), np.int8), np.zeros((2, 1), np.float64), "scale"),
+    ],
+)
+def test_misshapen_parts_are_refused(bits: Any, codes: Any, scale: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Quantized(bits, codes, scale)
