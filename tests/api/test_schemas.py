@@ -9,14 +9,8 @@ from scripted import SPEC, ScriptedService
 from serving import site
 
 from cairn.api.checks import check_chat
-from cairn.api.schemas import (
-    HARMLESS,
-    MESSAGE_NEUTRAL,
-    NEUTRAL,
-    ChatBody,
-    CompletionBody,
-    parse,
-)
+from cairn.api.parse import HARMLESS, MESSAGE_NEUTRAL, NEUTRAL, parse
+from cairn.api.schemas import ChatBody, CompletionBody
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
 

@@ -27,7 +27,7 @@ from cairn.engine.cpu import CpuEngine
 from cairn.errors import ModelError
 from cairn.models.gguf_weights import GgufWeights
 from cairn.models.spec import load_spec
-from cairn.text.chat import load_templates
+from cairn.text.templates import load_templates
 from cairn.text.tokenizer import Tokenizer
 
 NUMBERS = (0, 1, 2, 3, 7, 31, 32, 33, 255, 1 << 16, 1 << 24, 1 << 31, (1 << 32) - 1, 1 << 40, 1 << 62, (1 << 64) - 1)

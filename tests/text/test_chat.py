@@ -13,8 +13,9 @@ from tests.text import text_models
 import cairn
 from cairn.config import Config
 from cairn.errors import InvalidRequest, ModelFileError, Overloaded, Unsupported
-from cairn.text.chat import Chat, load_templates
+from cairn.text.chat import Chat
 from cairn.text.stream import TextStream
+from cairn.text.templates import load_templates
 from cairn.text.tokenizer import INLINE, Tokenizer
 from cairn.types import FinishReason, OutputFormat, Request, SamplingParams
 

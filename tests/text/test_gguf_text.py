@@ -20,8 +20,8 @@ from tests.text.text_models import LLAMA2_CONFIG, LLAMA3_CONFIG, QWEN_CONFIG, TE
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from cairn.errors import ModelError, ModelFileError
-from cairn.text.chat import load_templates
 from cairn.text.gguf import SPLITS
+from cairn.text.templates import load_templates
 from cairn.text.tokenizer import Tokenizer as Ours
 
 # As the published tokenizer.json files of Llama 3, Qwen2 and Mistral Nemo write them.

@@ -14,9 +14,9 @@ from tests.text.test_gguf_text import published, rescored, strings
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.hub import demo_folder
-from cairn.text.chat import load_templates
 from cairn.text.gguf import SPLITS
 from cairn.text.gguf_vocab import check_same, texts_of
+from cairn.text.templates import load_templates
 from cairn.text.tokenizer import Tokenizer
 
 VOCAB = 1000

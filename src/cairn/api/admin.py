@@ -10,6 +10,7 @@ from typing import Any
 from cairn.api.checks import check_messages, check_template_args
 from cairn.api.limits import read_json
 from cairn.api.openai import check_length, check_model, encode_text
+from cairn.api.parse import parse
 from cairn.api.registry import Registry, parse_id
 from cairn.api.reply import Call
 from cairn.api.resumable import Tapes, parse_after
@@ -17,7 +18,6 @@ from cairn.api.schemas import (
     DetokenizeBody,
     TokenizeBody,
     contents,
-    parse,
     plain_messages,
     plain_tools,
 )

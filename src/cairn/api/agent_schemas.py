@@ -8,8 +8,9 @@ from pydantic import Field
 
 from cairn.agents.portable import Portable
 from cairn.api.checks import check_messages, check_stream, check_template_args
+from cairn.api.parse import parse
 from cairn.api.reply import shown
-from cairn.api.schemas import Body, ChatMessage, Count, Generation, Number, Tool, parse
+from cairn.api.schemas import Body, ChatMessage, Count, Generation, Number, Tool
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 

@@ -40,9 +40,10 @@ from cairn.api.agent_schemas import (
 from cairn.api.answers import ChatAnswer, Choice, said, usage_of
 from cairn.api.limits import read_json
 from cairn.api.openai import check_length, check_model
+from cairn.api.parse import parse
 from cairn.api.reply import JSON, Call, encode, shown
 from cairn.api.resumable import Tapes
-from cairn.api.schemas import contents, parse, plain_messages, plain_tools
+from cairn.api.schemas import contents, plain_messages, plain_tools
 from cairn.api.sse import DONE
 from cairn.api.ties import HEADER, Ties
 from cairn.config import Config

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from cairn.api.reply import encode, error_body, retry_after, too_large, too_slow
+from cairn.api.output import WRITE_BUFFER, Output, refusal
+from cairn.api.reply import too_large, too_slow
 from cairn.errors import CairnError, HeadersTooLarge, InvalidRequest, Unavailable
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ LINGER_SECONDS = 2.0
 CONNECTIONS_RETRY = 1.0
 IMPORT = b"/v1/agents/import"
 """The route whose bodies are files, with a limit of their own."""
-WRITE_BUFFER = 1 << 14
-"""Bytes that wait in a transport before its writer has to wait. Each write costs the transport a kilobyte more, so what
-a slow client has not read is better kept as tokens, in front of the encoding."""
 
 
 class Phase(enum.Enum):
@@ -48,42 +45,6 @@ class Phase(enum.Enum):
     IDLE = "idle"
     LINGER = "linger"
     CLOSED = "closed"
-
-
-class Output:
-    """A transport that counts what was written, sends the head of an answer together with the first piece of its
-    body (each write is a system call and wakes the client), and closes through its guard."""
-
-    __slots__ = ("_guard", "_head", "raw", "written")
-
-    def __init__(self, raw: asyncio.Transport, guard: Guard) -> None:
-        self.raw = raw
-        self.written = 0
-        self._guard = guard
-        self._head = b""
-
-    def write(self, data: bytes) -> None:
-        """Send, or keep the head of an answer until more comes."""
-        if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
-            self._head = data
-            return
-        if self._head:
-            data = self._head + data
-            self._head = b""
-        self.written += len(data)
-        self.raw.write(data)
-
-    def flush(self) -> None:
-        """Send a head that nothing follows."""
-        if self._head:
-            self.write(b"")
-
-    def close(self) -> None:
-        """Close after what was written is sent; a client that still sends gets time to read it."""
-        self._guard.end()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.raw, name)
 
 
 class Guard(HttpToolsProtocol):
@@ -110,7 +71,7 @@ class Guard(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client connected."""
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
-        self.output = Output(transport, self)
+        self.output = Output(transport, self.end)
         super().connection_made(self.output)  # type: ignore[arg-type]
         if len(self.connections) > self._config.max_connections:
             self.refuse(
@@ -270,7 +231,7 @@ class Guard(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.output.write(_refusal(error, f"{self._listener.rng.bits64():016x}"))
+        self.output.write(refusal(error, f"{self._listener.rng.bits64():016x}"))
         self.output.flush()
         self._linger()
 
@@ -353,16 +314,3 @@ class Guard(HttpToolsProtocol):
             self._stalled = now
         self._sent = sent
         return self._stalled is not None and now - self._stalled > self._config.stream_stall
-
-
-def _refusal(error: CairnError, request_id: str) -> bytes:
-    body = encode(error_body(error))
-    lines = [
-        b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode()),
-        b"content-type: application/json",
-        b"content-length: %d" % len(body),
-        b"connection: close",
-        b"x-request-id: " + request_id.encode(),
-        *(name + b": " + value for name, value in retry_after(error)),
-    ]
-    return b"\r\n".join(lines) + b"\r\n\r\n" + body

@@ -14,10 +14,11 @@ import msgspec
 from cairn.api.answers import Answer, ChatAnswer, Choice, TextAnswer, finished, said, usage_of
 from cairn.api.checks import check_chat, check_stream
 from cairn.api.limits import read_json
+from cairn.api.parse import parse
 from cairn.api.registry import Registry
 from cairn.api.reply import JSON, Call, Watch, encode, internal, shown
 from cairn.api.resumable import Tapes, is_resumable
-from cairn.api.schemas import ChatBody, CompletionBody, contents, parse, plain_messages, plain_tools
+from cairn.api.schemas import ChatBody, CompletionBody, contents, plain_messages, plain_tools
 from cairn.api.sse import DONE, EVENT_STREAM, HEARTBEAT, error_event
 from cairn.api.ties import Ties
 from cairn.config import Config

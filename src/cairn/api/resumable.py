@@ -10,105 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import zlib
-from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import NamedTuple
 
 from cairn.api.reply import Call, Disconnected, Watch, internal
 from cairn.api.sse import EVENT_STREAM, HEARTBEAT, error_event
+from cairn.api.tape import Tape
 from cairn.errors import CairnError, InvalidRequest, NotFound, trace
 from cairn.service.stream import Waker
 
 log = logging.getLogger("cairn.api")
 
-PAGE = 1 << 15
-"""Bytes of events that are compressed together; they repeat each other, so little remains."""
-TAPE_COST = 1 << 12
-"""Bytes that a tape counts beside its events."""
 HEADER = b"x-cairn-resumable"
-_END = b"\n\n"
-
-
-class _Page(NamedTuple):
-    first: int
-    """Number of the first event."""
-    packed: bytes
-
-
-class Tape:
-    """The events of one answer. Those of the beginning may be given up when memory is short."""
-
-    def __init__(self, number: int, salt: bytes, cancel: Callable[[], object]) -> None:
-        self.number = number
-        self.salt = salt
-        self.over = False
-        self.failure: CairnError | None = None
-        """Why nothing was said at all."""
-        self.last = 0
-        """Number of the last event."""
-        self.readers: set[Waker] = set()
-        self.size = TAPE_COST
-        """Bytes of memory."""
-        self.timer: asyncio.TimerHandle | None = None
-        self.cancel = cancel
-        self._pages: deque[_Page] = deque()
-        self._fresh: list[bytes] = []
-        self._fresh_bytes = 0
-
-    @property
-    def first(self) -> int:
-        """Number of the first event that is still there, or of the next one."""
-        return self._pages[0].first if self._pages else self.last - len(self._fresh) + 1
-
-    def add(self, data: bytes) -> None:
-        """Append whole events."""
-        events = data.split(_END)[:-1]
-        self._fresh += events
-        self.last += len(events)
-        self._fresh_bytes += len(data)
-        self.size += len(data)
-        if self._fresh_bytes >= PAGE:
-            packed = zlib.compress(_END.join(self._fresh), 1)
-            self._pages.append(_Page(self.last - len(self._fresh) + 1, packed))
-            self.size += len(packed) - self._fresh_bytes
-            self._fresh, self._fresh_bytes = [], 0
-        self.wake()
-
-    def shorten(self) -> bool:
-        """Give up the oldest page; False if there is none."""
-        if not self._pages:
-            return False
-        self.size -= len(self._pages.popleft().packed)
-        return True
-
-    def read(self, after: int) -> tuple[bytes, int]:
-        """Some of the events that follow number `after`, as they are sent, and the number of the last of them."""
-        if after >= self.last:
-            return b"", after
-        if after + 1 < self.first:
-            raise NotFound(
-                f"the events up to {self.first - 1} are no longer kept; the text so far is at "
-                f"/v1/requests/{self.number:016x}",
-                field="after",
-            )
-        index = bisect_right(self._pages, after + 1, key=lambda page: page.first) - 1
-        fresh = self.last - len(self._fresh) + 1
-        if after + 1 >= fresh:
-            first, events = fresh, self._fresh
-        else:
-            page = self._pages[index]
-            first, events = page.first, zlib.decompress(page.packed).split(_END)
-        wanted = events[after + 1 - first :]
-        data = b"".join([b"id: %d\n%s\n\n" % pair for pair in enumerate(wanted, after + 1)])
-        return data, after + len(wanted)
-
-    def wake(self) -> None:
-        """Tell the readers that there is news."""
-        for reader in self.readers:
-            reader.wake()
 
 
 class Tapes:

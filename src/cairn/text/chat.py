@@ -18,14 +18,13 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import InvalidRequest, ModelFileError, Unsupported
-from cairn.models.files import is_gguf, read_optional_json
-from cairn.text import gguf
 from cairn.text.messages import plain_message, texts_in, with_texts
 from cairn.text.render_wire import Job, Setup
 from cairn.text.renderer import Renderer
 from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
 from cairn.text.sampled import opener, visible_ids
 from cairn.text.split import END_THINK, THINK
+from cairn.text.templates import load_templates
 from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
 from cairn.text.tools import OPEN as TOOL_CALL
 from cairn.types import OutputFormat
@@ -264,43 +263,6 @@ class Chat:
             lambda before, answer: self._table.find(tenant, before, answer),
             lambda text: next(self._tokenizer.controls.find(text), None) is not None,
         )
-
-
-def load_templates(folder: Path) -> dict[str, str]:
-    """The chat templates of a folder or a GGUF file by name, {} if it has none; "default" is always among them.
-
-    chat_template.jinja and additional_chat_templates/*.jinja come before chat_template.json, which comes before
-    tokenizer_config.json (a text, or a list of {name, template}). Raises ModelFileError naming the file.
-    """
-    templates = gguf.load_templates(folder) if is_gguf(folder) else _templates_of(folder)
-    if templates and "default" not in templates:
-        raise ModelFileError(f"{folder}: has chat templates {sorted(templates)} but none named 'default'")
-    return templates
-
-
-def _templates_of(folder: Path) -> dict[str, str]:
-    templates: dict[str, str] = {}
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        path = folder / name
-        value = read_optional_json(path).get("chat_template")
-        if isinstance(value, str):
-            templates["default"] = value
-        elif isinstance(value, list) and all(
-            isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str)
-            for one in value
-        ):
-            templates |= {one["name"]: one["template"] for one in value}
-        elif value is not None:
-            raise ModelFileError(f"{path}: chat_template must be a text or a list of objects with name and template")
-    files = [(path.stem, path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))]
-    for name, path in [*files, ("default", folder / "chat_template.jinja")]:
-        try:
-            templates[name] = path.read_text("utf-8")
-        except FileNotFoundError:
-            continue
-        except (OSError, UnicodeDecodeError) as error:
-            raise ModelFileError(f"{path}: cannot be read as text ({error})") from error
-    return templates
 
 
 def _unused(texts: Iterable[str]) -> tuple[str, str]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.files import read_json
-from cairn.text.chat import load_templates
 from cairn.text.gguf import BYTE, COMPOSED, CONTROL, NAMES, SPLITS, UNKNOWN, UNUSED, USER
+from cairn.text.templates import load_templates
 from cairn.text.tokenizer import Tokenizer
 
 _PLAIN = 1

@@ -1,0 +1,65 @@
+"""What leaves a connection: a transport that counts, and the answer to a client that the guard refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from cairn.api.reply import encode, error_body, retry_after
+from cairn.errors import CairnError
+
+WRITE_BUFFER = 1 << 14
+"""Bytes that wait in a transport before its writer has to wait. Each write costs the transport a kilobyte more, so what
+a slow client has not read is better kept as tokens, in front of the encoding."""
+
+
+class Output:
+    """A transport that counts what was written, sends the head of an answer together with the first piece of its
+    body (each write is a system call and wakes the client), and closes the way its owner wants."""
+
+    __slots__ = ("_end", "_head", "raw", "written")
+
+    def __init__(self, raw: asyncio.Transport, end: Callable[[], None]) -> None:
+        self.raw = raw
+        self.written = 0
+        self._end = end
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        """Send, or keep the head of an answer until more comes."""
+        if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
+            self._head = data
+            return
+        if self._head:
+            data = self._head + data
+            self._head = b""
+        self.written += len(data)
+        self.raw.write(data)
+
+    def flush(self) -> None:
+        """Send a head that nothing follows."""
+        if self._head:
+            self.write(b"")
+
+    def close(self) -> None:
+        """Close after what was written is sent; a client that still sends gets time to read it."""
+        self._end()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+def refusal(error: CairnError, request_id: str) -> bytes:
+    """The whole answer that refuses a request."""
+    body = encode(error_body(error))
+    lines = [
+        b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode()),
+        b"content-type: application/json",
+        b"content-length: %d" % len(body),
+        b"connection: close",
+        b"x-request-id: " + request_id.encode(),
+        *(name + b": " + value for name, value in retry_after(error)),
+    ]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body

@@ -1,0 +1,222 @@
+"""`AsyncLLM`: a model in this process for asyncio, through the same `Service` that the server uses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from cairn.answer import Answer, AsyncStream
+from cairn.config import Config, closest, local_options, options
+from cairn.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
+from cairn.resolve import resolve
+from cairn.service.requests import SamplingOptions, requests
+from cairn.types import Request
+
+if TYPE_CHECKING:
+    from cairn.service.service import Service
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+
+_IDLE_LOOKS = 20
+
+
+class AsyncLLM:
+    """A model in this process, for asyncio: `async with AsyncLLM("demo") as llm`, or `await AsyncLLM.start("demo")`.
+
+    `model` is a folder, a .gguf file, a hub id that was pulled, or 'demo'; keywords are the options of `Config` that
+    matter without a server. Options not given come from CAIRN_* variables and cairn.toml. A complete `config` replaces
+    all of that.
+    Raises ConfigError or ModelError.
+    """
+
+    def __init__(self, model: str | None = None, *, config: Config | None = None, **options: object) -> None:
+        self.config = _config(model, options) if config is None else _only(config, model, options)
+        self._service: Service | None = None
+
+    @classmethod
+    async def start(cls, model: str | None = None, *, config: Config | None = None, **options: object) -> AsyncLLM:
+        """A model that is loaded."""
+        return await cls(model, config=config, **options).__aenter__()
+
+    async def __aenter__(self) -> AsyncLLM:
+        from cairn.service.service import Service
+
+        if self._service is None:
+            self._service = await Service.start(self.config, in_process=True)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def service(self) -> Service:
+        """The service behind it. Raises Unavailable before the start and after the end."""
+        if self._service is None:
+            raise Unavailable("the model is not loaded: it was not started, or it was closed")
+        return self._service
+
+    async def close(self) -> None:
+        """Cancel what runs and free everything. Does nothing the second time."""
+        service, self._service = self._service, None
+        if service is not None:
+            await service.close()
+
+    async def stream_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        *,
+        template_args: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> AsyncStream:
+        """The answer to a conversation in OpenAI's message format, piece by piece. See `chat`."""
+        service = self.service
+        asked = _sampling(sampling)
+        objects = _objects("messages", messages)
+        prompt = await service.chat.prompt(
+            objects,
+            _tools(tools) if tools else None,
+            template_args=dict(template_args) if template_args else None,
+        )
+        answered = any(message.get("role") == "assistant" for message in objects)
+        request = self._request(prompt.tokens, asked, output=prompt.output, durable=answered)
+
+        def remember(answer: Answer) -> None:
+            service.chat.remember("default", prompt.tokens, answer.tokens, answer.message)
+
+        return AsyncStream(service, request, remember)
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        *,
+        template_args: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> Answer:
+        """The answer to a conversation in OpenAI's message format.
+
+        `sampling` are the fields of `SamplingOptions`; what is not given comes from the model's
+        generation_config.json. `template_args` are passed to the chat template. Raises InvalidRequest.
+        """
+        return await (await self.stream_chat(messages, tools, template_args=template_args, **sampling)).wait()
+
+    async def stream_generate(self, prompt: Prompt, **sampling: Any) -> AsyncStream:
+        """The continuation of one prompt, piece by piece."""
+        asked = _sampling(sampling)
+        return AsyncStream(self.service, self._request(await self._tokens(prompt), asked), lambda _: None)
+
+    @overload
+    async def generate(self, prompts: str, **sampling: Any) -> Answer: ...
+    @overload
+    async def generate(self, prompts: Sequence[Prompt], **sampling: Any) -> list[Answer]: ...
+    async def generate(self, prompts: str | Sequence[Prompt], **sampling: Any) -> Answer | list[Answer]:
+        """The continuation of a text, or of each of several texts or lists of token ids, in order.
+
+        No chat template is applied. Many prompts run together, at most `max_running` at a time. The first error ends
+        all of them and is raised.
+        """
+        if isinstance(prompts, str):
+            return await (await self.stream_generate(prompts, **sampling)).wait()
+        if not _are_prompts(prompts):
+            raise InvalidRequest("prompts is a text, or a list of texts or of lists of token ids", field="prompts")
+        places = asyncio.Semaphore(min(self.config.max_running, self.config.max_queue))
+
+        async def one(prompt: Prompt) -> Answer:
+            async with places:
+                return await self._patiently(prompt, sampling)
+
+        tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _patiently(self, prompt: Prompt, sampling: Mapping[str, Any]) -> Answer:
+        """One of many prompts: where the queue is full, it waits for the others, as long as there are any."""
+        idle = 0
+        while True:
+            try:
+                return await (await self.stream_generate(prompt, **sampling)).wait()
+            except Overloaded:
+                stats = self.service.stats()  # as of the last step, so one look proves nothing
+                idle = 0 if stats.running + stats.waiting else idle + 1
+                if idle == _IDLE_LOOKS:
+                    raise
+                await asyncio.sleep(0.05)
+
+    async def _tokens(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        from cairn.text.tokenizer import INLINE
+
+        encode = self.service.tokenizer.encode_prompt
+        return encode(prompt) if len(prompt) <= INLINE else await asyncio.to_thread(encode, prompt)
+
+    def _request(self, tokens: Sequence[int], asked: SamplingOptions, **more: Any) -> Request:
+        service = self.service
+        (request,) = requests(
+            service.spec,
+            tokens,
+            asked,
+            ids=service.next_id,
+            context=service.info.context,
+            max_choices=1,
+            timeout=self.config.request_timeout,
+            **more,
+        )
+        return request
+
+
+def _are_prompts(given: object) -> bool:
+    """Whether it is a sequence of texts and of sequences of token ids."""
+    if not isinstance(given, Sequence):
+        return False
+    return all(
+        isinstance(prompt, str) or (isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt))
+        for prompt in given
+    )
+
+
+def _config(model: str | None, given: Mapping[str, object]) -> Config:
+    for name in given:
+        if name not in local_options() and any(option.name == name for option in options()):
+            raise ConfigError(f"{name} is an option of a server; there is none here", field=name)
+    return resolve({"model": model, **given}, keywords=True).config
+
+
+def _only(config: Config, model: str | None, given: Mapping[str, object]) -> Config:
+    if model is not None or given:
+        raise ConfigError("give either a config or options, not both")
+    return config
+
+
+def _objects(field: str, given: Sequence[Message]) -> list[dict[str, Any]]:
+    if isinstance(given, str) or not all(isinstance(item, Mapping) for item in given):
+        raise InvalidRequest(f"{field} must be a list of objects, as in OpenAI's chat format", field=field)
+    return [dict(item) for item in given]
+
+
+def _tools(given: Sequence[Message]) -> list[dict[str, Any]]:
+    found = _objects("tools", given)
+    for index, tool in enumerate(found):
+        function = tool.get("function")
+        named = isinstance(function, Mapping) and isinstance(function.get("name"), str) and function["name"]
+        if tool.get("type") != "function" or not named:
+            raise InvalidRequest(
+                f'tools[{index}] must look like {{"type": "function", "function": {{"name": ...}}}}', field="tools"
+            )
+    return found
+
+
+def _sampling(given: Mapping[str, Any]) -> SamplingOptions:
+    known = SamplingOptions.__struct_fields__
+    for name in given:
+        if name not in known:
+            raise InvalidRequest(f"unknown option {name!r}{closest(name, known)}", field=name)
+    return SamplingOptions(**given)
