@@ -1,10 +1,19 @@
-"""Cairn beside llama.cpp on the same GGUF file.  `python benchmarks/vs_llama_cpp.py [--shape S] [--type bf16|f16]`
+"""Cairn beside llama.cpp, both computing the same GGUF file.  `python benchmarks/vs_llama_cpp.py [--quick] [--rows N]`
 
-Random weights of a real shape are written once as a GGUF file without a tokenizer; both systems read that file. Each
-round measures one, then the other, in processes of their own, with the same threads; the table has medians over the
-rounds and Cairn's speed divided by llama.cpp's. Prefill is one prompt of `--prompt` tokens with the logits of its last;
-decode is one sequence, greedy, one step a token, as each system steps: Cairn's engine with its sampling, llama.cpp's
-`llama_decode` with the argmax of its logits. llama.cpp keeps KV in f16, Cairn in f32.
+Random weights of a real shape are written once (`--files`), in BF16; llama.cpp's own quantiser makes the other formats
+of that file. Each side is a process of its own that loads the file with the same threads. A row is measured in rounds,
+and in each round first by one side, then by the other; the table has each side's median and the median of the rounds'
+ratios.
+
+    prefill   a prompt of so many tokens in steps of at most 512, and the greedy choice of the token after it
+    decode    steps of so many sequences at once, each sequence's token the greedy choice of the step before; on our
+              side rows through the engine with its sampling, as the worker calls it, on the other `llama_decode` and
+              the largest logit. The time of a step is the median of `--steps`.
+    depth     the tokens of context before that, computed (not only allocated) on both sides
+
+Before any speed is looked at, both answer the same prompts; the largest difference of the twenty best log-probabilities
+of a step is reported, and where the best token leads by more than that, both must have chosen it: a speed of wrong
+answers would be worth nothing. Memory is each process' peak, KV of the largest row and all.
 
 llama.cpp comes with the extra `bench` and is to be built for this machine, which takes minutes:
 `CMAKE_ARGS=-DGGML_NATIVE=ON pip install -e '.[bench]' --no-binary llama-cpp-python`.
@@ -16,142 +25,206 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-PEER = """
-import ctypes, json, statistics, sys, time
-import numpy as np
-import llama_cpp as c
+from rich.console import Console
+from rich.table import Table
 
-path, threads, prompt, decode = sys.argv[1], *map(int, sys.argv[2:5])
-c.llama_backend_init()
-model = c.llama_model_load_from_file(path.encode(), c.llama_model_default_params())
-assert model, "llama.cpp cannot load the file"
-params = c.llama_context_default_params()
-params.n_ctx, params.n_batch, params.n_ubatch = max(prompt, decode) + 64, max(prompt, 512), 512
-params.n_threads = params.n_threads_batch = threads
-context = c.llama_init_from_model(model, params)
-assert context, "llama.cpp makes no context"
-vocab = c.llama_vocab_n_tokens(c.llama_model_get_vocab(model))
+from side_by_side import Side, load, machine, median_ratio, model_file, write_json
 
-def step(tokens):
-    array = (c.llama_token * len(tokens))(*tokens)
-    assert c.llama_decode(context, c.llama_batch_get_one(array, len(tokens))) == 0, "llama_decode failed"
-    logits = np.ctypeslib.as_array(c.llama_get_logits_ith(context, -1), shape=(vocab,))
-    return int(logits.argmax())
-
-def clear():
-    c.llama_memory_clear(c.llama_get_memory(context), True)
-
-tokens = [7919 * (at + 1) % vocab for at in range(prompt)]
-times = []
-for _ in range(4):
-    clear()
-    start = time.perf_counter()
-    step(tokens)
-    times.append(time.perf_counter() - start)
-clear()
-token, steps = step(tokens[:1]), []
-for _ in range(decode):
-    start = time.perf_counter()
-    token = step([token])
-    steps.append(time.perf_counter() - start)
-print(json.dumps({"prefill": prompt / statistics.median(times[1:]), "decode": 1 / statistics.median(steps)}))
-"""
+ROOM = 64
+"""Tokens of context that a decode row may add."""
 
 
-def write_file(path: Path, shape: str, kind: str) -> None:
-    """The shape with random weights; matrices in `kind`, norms in float32, no tokenizer."""
-    import gguf
-    import numpy as np
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. `goal` is Cairn's speed divided by llama.cpp's."""
 
-    from cairn.models.gguf_weights import hub_name
-    from cairn.models.shapes import RandomWeights, shape_spec
+    shape: str
+    kind: str
+    work: str
+    size: int
+    """Tokens of the prompt, or sequences decoded together."""
+    goal: float
+    depth: int = 0
 
-    spec = shape_spec(shape)
-    arch = {"Qwen3ForCausalLM": "qwen3", "LlamaForCausalLM": "llama"}[spec.architecture]
-    weights = RandomWeights(spec, kind)
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(spec.layers)
-    writer.add_context_length(spec.context)
-    writer.add_embedding_length(spec.hidden)
-    writer.add_feed_forward_length(spec.ffn)
-    writer.add_head_count(spec.heads)
-    writer.add_head_count_kv(spec.kv_heads)
-    writer.add_key_length(spec.head_dim)
-    writer.add_value_length(spec.head_dim)
-    writer.add_layer_norm_rms_eps(spec.norm_eps)
-    writer.add_rope_freq_base(spec.rope_theta)
-    writer.add_vocab_size(spec.vocab)
-    writer.add_tokenizer_model("none")
-    names = ["token_embd.weight", "output_norm.weight"]
-    parts = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "attn_q_norm", "attn_k_norm", "ffn_norm")
-    for layer in range(spec.layers):
-        names += [f"blk.{layer}.{part}.weight" for part in (*parts, "ffn_gate", "ffn_up", "ffn_down")]
-    raw = {"bf16": gguf.GGMLQuantizationType.BF16, "f16": gguf.GGMLQuantizationType.F16}[kind]
-    for name in names:
-        known = hub_name(name)
-        if known not in weights:
-            continue
-        array = weights[known]
-        if array.dtype == np.float32:
-            writer.add_tensor(name, array)
-        else:
-            writer.add_tensor(name, array.view(np.uint8 if kind == "bf16" else np.float16), raw_dtype=raw)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    @property
+    def name(self) -> str:
+        what = f"prefill {self.size}" if self.work == "prefill" else f"decode {self.size}"
+        return what + (f" at {self.depth:,}" if self.depth else "")
 
 
-def ours(path: Path, threads: int, prompt: int, decode: int) -> dict[str, float]:
-    """Both speeds of `cairn bench`, which says them of the same file."""
-    command = [sys.executable, "-c", "from cairn.cli import main; main()", "bench", str(path), "--threads"]
-    command += [str(threads), "--prompt", str(prompt), "--decode", str(decode), "--batch", "1", "--json"]
-    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout)
-    return {one["work"]: one["tokens_per_second"] for one in found["figures"]}
+def rows_of(shape: str, kind: str, prefill: float, *decode: float) -> list[Row]:
+    """The usual rows of a file: prefill 512, decode of 1, 8, 16 and perhaps 32 sequences."""
+    return [
+        Row(shape, kind, "prefill", 512, prefill),
+        *(Row(shape, kind, "decode", size, goal) for size, goal in zip((1, 8, 16, 32), decode, strict=False)),
+    ]
 
 
-def theirs(python: str, path: Path, threads: int, prompt: int, decode: int) -> dict[str, float]:
-    command = [python, "-c", PEER, str(path), str(threads), str(prompt), str(decode)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"llama.cpp failed:\n{done.stderr[-2000:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+QWEN, LLAMA = "qwen3-0.6b", "llama-3.2-1b"
+ROWS = [
+    *rows_of(QWEN, "Q4_0", 3.1, 1.4, 3.0, 3.0, 3.0),
+    Row(QWEN, "Q4_0", "decode", 1, 2.0, depth=4096),
+    Row(QWEN, "Q4_0", "prefill", 256, 3.5, depth=4096),
+    Row(QWEN, "Q4_0", "decode", 8, 3.3, depth=1024),
+    *rows_of(QWEN, "Q8_0", 5.0, 1.35, 3.8, 4.0, 4.3),
+    *rows_of(QWEN, "Q4_K_M", 3.0, 1.3, 3.0, 2.8),
+    *rows_of(QWEN, "BF16", 1.9, 1.0, 1.9, 2.1),
+    *rows_of(LLAMA, "Q4_0", 2.7, 1.3, 2.8, 2.5),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Both processes with one file loaded."""
+
+    cairn: Side
+    llama: Side
+
+    def both(self, work: str, **arguments: Any) -> None:
+        for side in (self.cairn, self.llama):
+            side(work, **arguments)
+
+    def measure(self, row: Row, rounds: int, steps: int) -> dict[str, Any]:
+        """Tokens a second of every round."""
+        self.both("begin", batch=row.size if row.work == "decode" else 1, depth=row.depth, room=room(row))
+        asked: dict[str, Any] = {"tokens": row.size} if row.work == "prefill" else {"steps": steps}
+        short = asked if row.work == "prefill" else {"steps": 4}
+        self.both(row.work, **short)
+        found: dict[str, list[float]] = {"cairn": [], "llama": []}
+        for _ in range(rounds):
+            for name, side in (("cairn", self.cairn), ("llama", self.llama)):
+                done = side(row.work, **asked)
+                found[name].append(done["tokens"] / statistics.median(done["seconds"]))
+        self.both("end")
+        return {**asdict(row), "name": row.name, **found, "ratio": median_ratio(found["cairn"], found["llama"])}
+
+    def check(self, vocab: int, prompts: int = 4, steps: int = 4) -> dict[str, Any]:
+        """The same answers on both sides, as far as the numbers allow. `SystemExit` where they do not."""
+        asked = [[(104_729 * k + 31 * at * at + at) % (vocab - 1) for at in range(24)] for k in range(prompts)]
+        ours, theirs = (
+            side("answers", prompts=asked, steps=steps, top=20)["answers"] for side in (self.cairn, self.llama)
+        )
+        compared, largest, leads = 0, 0.0, []
+        for mine, peer in zip(ours, theirs, strict=True):
+            for one, other in zip(mine, peer, strict=True):
+                known = dict(map(tuple, other))
+                largest = max([largest, *(abs(value - known[token]) for token, value in one if token in known)])
+                leads.append((other[0][1] - other[1][1], one[0][0] == other[0][0]))
+                compared += 1
+                if one[0][0] != other[0][0]:
+                    break  # From here on the texts differ.
+        clear = [same for lead, same in leads if lead > largest]
+        if not all(clear):
+            raise SystemExit(f"{clear.count(False)} greedy tokens differ although they lead by more than {largest}")
+        same = sum(same for _, same in leads)
+        return {"steps": compared, "largest": largest, "clear": len(clear), "same": same}
+
+
+def room(row: Row) -> int:
+    return row.size if row.work == "prefill" else ROOM
+
+
+def tokens_held(rows: list[Row]) -> int:
+    """Tokens that the pool must hold for the largest row."""
+    most = max((row.size if row.work == "decode" else 1) * (row.depth + room(row) + 16) for row in rows)
+    return max(most, 1024)
+
+
+def measure_file(rows: list[Row], given: argparse.Namespace) -> dict[str, Any]:
+    """All rows of one file."""
+    shape, kind = rows[0].shape, rows[0].kind
+    path = model_file(given.files, shape, kind, given.llama_python)
+    print(f"{path.name}: load {load():.1f}", file=sys.stderr)
+    with Side(sys.executable, "cairn_side.py") as cairn, Side(given.llama_python, "llama_side.py") as llama:
+        sides = Sides(cairn, llama)
+        ready = {
+            "cairn": cairn(
+                "load", path=str(path), threads=given.threads, tokens=tokens_held(rows), options=given.option
+            ),
+            "llama": llama("load", path=str(path), threads=given.threads),
+        }
+        checked = sides.check(ready["cairn"]["vocab"])
+        print(f"  answers: {checked}", file=sys.stderr)
+        found = []
+        for row in rows:
+            began = time.monotonic()
+            found.append(sides.measure(row, given.rounds, given.steps))
+            print(f"  {row.name}: {found[-1]['ratio']:.2f}x ({time.monotonic() - began:.0f} s)", file=sys.stderr)
+        peaks = {"cairn": cairn("memory")["bytes"], "llama": llama("memory")["bytes"]}
+        version = llama.hello
+    seconds = {name: one["seconds"] for name, one in ready.items()}
+    about = {"shape": shape, "kind": kind, "bytes": path.stat().st_size, "peak": peaks, "load_seconds": seconds}
+    return {"rows": found, "file": {**about, "check": checked, "load": load()}, "llama.cpp": version}
+
+
+def show(found: list[dict[str, Any]]) -> None:
+    table = Table("file", "work", "Cairn tok/s", "llama.cpp tok/s", "ratio", "goal")
+    for row in found:
+        speeds = (f"{statistics.median(row[name]):,.1f}" for name in ("cairn", "llama"))
+        table.add_row(f"{row['shape']} {row['kind']}", row["name"], *speeds, f"{row['ratio']:.2f}", f"{row['goal']}")
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def options(text: str) -> dict[str, Any]:
+    """`name=value` of a Cairn option, the value as JSON or a word."""
+    name, _, value = text.partition("=")
+    try:
+        return {name: json.loads(value)}
+    except ValueError:
+        return {name: value}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="qwen3-0.6b", choices=("qwen3-0.6b", "llama-3.2-1b", "demo"))
-    parser.add_argument("--type", default="bf16", choices=("bf16", "f16"))
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--decode", type=int, default=64)
+    parser.add_argument("--rows", help="numbers of rows as --list shows them, such as 1,2,5-8; default: all")
+    parser.add_argument("--list", action="store_true", help="show the rows and end")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=32, help=f"of a decode row, at most {ROOM}")
+    parser.add_argument("--quick", action="store_true", help="one round of 12 steps")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "cairn-bench", metavar="FOLDER")
+    parser.add_argument("--option", type=options, action="append", default=[], metavar="NAME=VALUE", help="of Cairn")
     parser.add_argument("--llama-python", default=sys.executable, metavar="FILE")
     given = parser.parse_args()
-    seen: dict[str, list[dict[str, float]]] = {"cairn": [], "llama.cpp": []}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{given.shape}-{given.type}.gguf"
-        write_file(path, given.shape, given.type)
-        for number in range(given.rounds):
-            start = time.monotonic()
-            seen["cairn"].append(ours(path, given.threads, given.prompt, given.decode))
-            seen["llama.cpp"].append(theirs(given.llama_python, path, given.threads, given.prompt, given.decode))
-            print(f"round {number + 1}: {time.monotonic() - start:.0f} s", file=sys.stderr)
-    print(f"{given.shape}, {given.type}, {given.threads} threads, medians of {given.rounds} rounds, tok/s")
-    print(f"{'':16}{'cairn':>10}{'llama.cpp':>12}{'ratio':>8}   (each round)")
-    for work in ("prefill", "decode"):
-        each = {name: [one[work] for one in rounds] for name, rounds in seen.items()}
-        mine, peer = (statistics.median(each[name]) for name in ("cairn", "llama.cpp"))
-        rounds = "; ".join(f"{a:.1f} / {b:.1f}" for a, b in zip(each["cairn"], each["llama.cpp"], strict=True))
-        label = f"{work} {given.prompt}" if work == "prefill" else "decode, batch 1"
-        print(f"{label:16}{mine:10.1f}{peer:12.1f}{mine / peer:8.2f}   {rounds}")
+    given.option = {name: value for one in given.option for name, value in one.items()}
+    if not 4 <= given.steps <= ROOM:
+        parser.error(f"--steps must be from 4 to {ROOM}")
+    if given.quick:
+        given.rounds, given.steps = 1, 12
+    if given.list:
+        print("\n".join(f"{n:2} {row.shape} {row.kind} {row.name}" for n, row in enumerate(ROWS, 1)))
+        return
+    wanted = [ROWS[n - 1] for n in numbers(given.rows or f"1-{len(ROWS)}")]
+    about = {"machine": machine(given.threads), "rounds": given.rounds, "steps": given.steps, "options": given.option}
+    print(f"load before: {about['machine']['load']:.1f}", file=sys.stderr)
+    rows: list[dict[str, Any]] = []
+    files: list[dict[str, Any]] = []
+    for shape, kind in dict.fromkeys((row.shape, row.kind) for row in wanted):
+        done = measure_file([row for row in wanted if (row.shape, row.kind) == (shape, kind)], given)
+        rows += done["rows"]
+        files.append(done["file"])
+        about["llama.cpp"] = done["llama.cpp"]
+        write_json(given.json, {**about, "files": files, "rows": rows})
+    show(rows)
+
+
+def numbers(text: str) -> list[int]:
+    """1,2,5-8 as numbers of rows."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    if not all(1 <= n <= len(ROWS) for n in found):
+        raise SystemExit(f"--rows must name rows from 1 to {len(ROWS)}, found {text}")
+    return found
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""Files that llama.cpp quantised, against the logits that it computes from them (tools/make_gguf_fixtures.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.tiny_models import KERNELS, load
+from tools.make_gguf_fixtures import FOLDER, KINDS, LENGTHS, prompts, specs, write_fixtures
+
+from cairn.engine.base import Row
+from cairn.models.gguf import read_gguf
+from cairn.types import BLOCK_TOKENS, SamplingParams
+
+LARGEST = {"Q8_0": 0.15, "Q4_0": 0.15, "Q4_K_M": 0.2}
+TYPICAL = {"Q8_0": 0.035, "Q4_0": 0.035, "Q4_K_M": 0.045}
+"""Log-probabilities may differ by so much at most, and by the root of the mean square, where the standard deviation of
+the logits is 1: llama.cpp rounds activations to 8 bits in front of every product, and so may our kernels."""
+
+
+def ours(path: Path, kernels: str) -> np.ndarray:
+    """Log-probabilities [prompts, vocabulary] of the token after each prompt."""
+    engine = load(path, kernels=kernels)
+    sampling = SamplingParams(max_tokens=8, temperature=0, logprobs=True, top_logprobs=engine.info.vocab)
+    found = np.full((len(LENGTHS), engine.info.vocab), np.nan)
+    for at, prompt in enumerate(prompts()):
+        tables = (range(-(-len(prompt) // BLOCK_TOKENS)),)
+        row = Row(prompt, 0, len(prompt), tables, len(prompt) - 1, len(prompt), sampling, 0)
+        (result,) = engine.prefill([row]).wait()
+        assert result.logprob is not None, result.error
+        for token, value in result.logprob.top:
+            found[at, token] = value
+    engine.close()
+    return found
+
+
+def differences(folder: Path, name: str, kernels: str) -> tuple[float, float]:
+    """The largest and the typical one; greedy tokens must be equal where llama.cpp's leads by more than is allowed."""
+    peer = np.load(folder / f"{name}.npy", allow_pickle=False).astype(np.float64)
+    peer -= np.log(np.exp(peer).sum(axis=1, keepdims=True))
+    found = ours(folder / f"{name}.gguf", kernels)
+    best = np.sort(peer, axis=1)
+    clear = best[:, -1] - best[:, -2] > LARGEST[name.partition("-")[2]]
+    assert clear.sum() >= 6, "so few clear leads compare nothing"
+    assert (found.argmax(axis=1) == peer.argmax(axis=1))[clear].all()
+    return float(np.abs(found - peer).max()), float(np.sqrt(np.square(found - peer).mean()))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", [spec.name for spec in specs()])
+def test_logits_are_llama_cpps(model: str, kind: str, kernels: str, figure: Callable[[str, str], None]) -> None:
+    largest, typical = differences(FOLDER, f"{model}-{kind}", kernels)
+    if kernels == KERNELS[0]:
+        figure(f"log-probabilities beside llama.cpp, {model} {kind}", f"rms {typical:.4f}, largest {largest:.4f}")
+    assert largest < LARGEST[kind]
+    assert typical < TYPICAL[kind]
+
+
+def test_the_files_have_the_types_they_are_here_for() -> None:
+    files = {kind: read_gguf(FOLDER / f"llama-{kind}.gguf") for kind in KINDS}
+    kinds = {kind: {tensor.kind.name for tensor in file.tensors.values()} for kind, file in files.items()}
+    assert kinds == {"Q8_0": {"F32", "Q8_0"}, "Q4_0": {"F32", "Q4_0"}, "Q4_K_M": {"F32", "Q4_K", "Q6_K"}}
+
+
+def test_a_turned_head_would_be_seen(tmp_path: Path) -> None:
+    """Rows of q in another order: the bound above is far below what a mistake makes."""
+    name = "llama-Q8_0"
+    data = bytearray((FOLDER / f"{name}.gguf").read_bytes())
+    gguf = read_gguf(FOLDER / f"{name}.gguf")
+    blocks = gguf.blocks("blk.0.attn_q.weight")
+    at = bytes(data).index(blocks.tobytes())
+    data[at : at + blocks.nbytes] = blocks[::-1].tobytes()
+    (tmp_path / f"{name}.gguf").write_bytes(data)
+    (tmp_path / f"{name}.npy").write_bytes((FOLDER / f"{name}.npy").read_bytes())
+    found = ours(tmp_path / f"{name}.gguf", KERNELS[0])
+    right = ours(FOLDER / f"{name}.gguf", KERNELS[0])
+    assert np.abs(found - right).max() > 10 * LARGEST["Q8_0"]
+
+
+def test_made_again_they_are_the_same(prove: bool, tmp_path: Path) -> None:
+    """`make prove`, where the extra `bench` is installed: this llama.cpp still computes what was committed."""
+    if not prove or importlib.util.find_spec("llama_cpp") is None:
+        pytest.skip("needs `make prove` and the extra bench (llama-cpp-python)")
+    write_fixtures(tmp_path, sys.executable)
+    for spec in specs():
+        for kind in KINDS:
+            name = f"{spec.name}-{kind}"
+            new, old = np.load(tmp_path / f"{name}.npy"), np.load(FOLDER / f"{name}.npy")
+            assert np.abs(new - old).max() < LARGEST[kind]
+            assert differences(tmp_path, name, KERNELS[0])[0] < LARGEST[kind]
