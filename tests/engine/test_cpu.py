@@ -214,7 +214,7 @@ def test_close_gives_the_pools_and_weights_back(kind: str, tmp_path: Path) -> No
     engine = load(write_model(tmp_path), kernels=kind)
     pool = weakref.ref(engine._kv[0])
     matrix = engine._head.calls[0].arguments[4]
-    held = weakref.ref(matrix.panels if kind == "reference" else matrix)
+    held = weakref.ref(matrix.parts[0][1].panels if kind == "reference" else matrix)
     del matrix
     engine.close()
     gc.collect()

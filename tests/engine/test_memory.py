@@ -96,7 +96,7 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> Any:
             made = getattr(self.kernels, name)(*arguments)
-            held = getattr(made, "array", getattr(made, "panels", made))
+            held = getattr(made, "array", made)
             self.bytes += held.nbytes if hasattr(held, "nbytes") else 0
             return made
 

@@ -161,7 +161,8 @@ def test_the_sampler_sees_the_same_bits_for_one_position_and_for_all(
 def neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole matrices in one BLAS call: what the law forbids."""
 
-    def planted(self: Any, x: Any, matrix: blas.Matrix) -> Any:
+    def planted(self: Any, x: Any, packed: Any) -> Any:
+        ((_, matrix),) = packed.parts
         whole = matrix.panels.transpose(1, 0, 2).reshape(x.shape[1], -1)
         got = (x @ whole)[:, : matrix.out]
         return got if matrix.bias is None else got + matrix.bias

@@ -67,14 +67,6 @@ def test_a_product_is_the_reference_s_and_each_row_s_own(kernels: Any, dtype: An
         assert part.tobytes() == whole[low:high].tobytes(), (low, high)
 
 
-def test_matrices_of_mixed_types_are_packed_in_float32(kernels: Any, meaning: Any) -> None:
-    weights = [random(20, 12), random(9, 12, seed=1).astype(np.float16)]
-    got, want = np.zeros((5, 29), np.float32), np.zeros((5, 29), np.float32)
-    kernels.project_add(random(5, 12), kernels.matrix(weights, [None, None]), got)
-    meaning.project_add(random(5, 12), meaning.matrix(weights, [None, None]), want)
-    np.testing.assert_allclose(got, want, atol=1e-5)
-
-
 def test_a_row_of_infinities_leaves_its_neighbours_alone(kernels: Any) -> None:
     matrix, x = kernels.matrix([random(40, 24)], [None]), random(9, 24)
     clean, dirty = np.zeros((9, 40), np.float32), np.zeros((9, 40), np.float32)

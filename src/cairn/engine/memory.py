@@ -68,12 +68,9 @@ class _Tally:
     def matrix(self, weights: Sequence[Outline], biases: Sequence[Outline | None]) -> None:
         out, inner = sum(one.shape[0] for one in weights), weights[0].shape[1]
         made = sum(one.made for one in weights)
-        dtypes = {one.dtype for one in weights}
         held = 4 * out * inner
         if self._native:
-            if len(dtypes) > 1:
-                made += held
-            held = native.packed_bytes(out, inner, dtypes.pop() if len(dtypes) == 1 else "float32")
+            held = native.packed_bytes([(one.shape[0], one.shape[1], one.dtype) for one in weights])
         self._count(held, made)
         self.streamed += held
 

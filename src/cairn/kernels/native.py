@@ -13,18 +13,18 @@ import importlib
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.base import Quantized
+from cairn.kernels.base import GROUP, Quantized
 from cairn.kernels.program import Call, Size, Slot, slots
-from cairn.kernels.quantized import dequantized
 from cairn.kernels.rope import Rope, frequencies
 from cairn.types import RopeScaling
 
-VERSION = "native-1"
+VERSION = "native-2"
 """Version of the order of operations and of the KV layout; a change that can move a bit gets a new one."""
 
 _ALIGN = 64
@@ -45,14 +45,33 @@ def variants() -> dict[str, bool]:
     return dict(module.variants()) if module is not None else {}
 
 
-def packed_bytes(out: int, inner: int, dtype: str) -> int:
-    """Memory of a packed matrix [out, inner] of this type without its bias: whole panels, in huge pages if it is large.
+def form_of(weight: NDArray[Any] | Quantized) -> str:
+    """How a part of a matrix is stored: numpy's name of its type, or for a quantised one the words `int4` or `int8`,
+    `half` or `float` (its scales and minima, which share a type), and `minimum` where it has minima."""
+    if not isinstance(weight, Quantized):
+        return str(weight.dtype)
+    numbers = [one for one in (weight.scale, weight.minimum) if one is not None]
+    half = all(one.dtype == np.float16 for one in numbers)
+    return f"int{weight.bits} {'half' if half else 'float'}{' minimum' * (len(numbers) > 1)}"
 
-    `csrc/matrix.cpp` packs so.
+
+def packed_bytes(parts: Sequence[tuple[int, int, str]]) -> int:
+    """Memory of a packed matrix with parts (out, in, `form_of`), without its bias: whole panels, neighbours of one form
+    together, and all of it in huge pages if it is large. `csrc/matrix.cpp` packs so.
     """
-    columns = inner * 4 if dtype == "float32" else inner * 2 if dtype == "float16" else (inner + 1) // 2 * 4
-    size = -(-out // _LANES) * _LANES * columns
+    size = 0
+    for (form, inner), run in groupby(parts, key=lambda part: (part[2], part[1])):
+        panels = -(-sum(out for out, _, _ in run) // _LANES)
+        size += -(-panels * _panel_bytes(inner, form) // _ALIGN) * _ALIGN
     return size if size < _HUGE_PAGE else -(-size // _HUGE_PAGE) * _HUGE_PAGE
+
+
+def _panel_bytes(inner: int, form: str) -> int:
+    if form.startswith("int"):
+        kind, number, *minimum = form.split()
+        group = (16 if kind == "int4" else 32) + (2 if number == "half" else 4) * (1 + len(minimum))
+        return -(-inner // (2 * GROUP)) * 2 * group * _LANES
+    return _LANES * {"float32": 4 * inner, "float16": 2 * inner, "bfloat16": (inner + 1) // 2 * 4}[form]
 
 
 class Probe:
@@ -110,15 +129,11 @@ class NativeKernels:
         return Table(_carried(np.array(source)), str(source.dtype))
 
     def matrix(self, weights: Sequence[NDArray[Any] | Quantized], biases: Sequence[NDArray[Any] | None]) -> Any:
-        found = [dequantized(one) if isinstance(one, Quantized) else one for one in weights]
-        dtype = str(found[0].dtype)
-        if any(str(one.dtype) != dtype for one in found):
-            found, dtype = [one.astype(np.float32) for one in found], "float32"
         bias = None
         if any(one is not None for one in biases):
-            parts = [np.zeros(len(w)) if b is None else b for w, b in zip(found, biases, strict=True)]
+            parts = [np.zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
             bias = np.concatenate([np.asarray(part, np.float32) for part in parts])
-        return self._native.Matrix(dtype, [_carried(one) for one in found], bias)
+        return self._native.Matrix([_matrix_part(one) for one in weights], bias)
 
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
         return frequencies(head_dim, theta, scaling)
@@ -204,6 +219,17 @@ def _parts(argument: Any) -> tuple[Any, ...]:
     if isinstance(argument, Rope):
         return argument.frequencies, float(argument.factor)
     return (argument,)
+
+
+def _matrix_part(weight: NDArray[Any] | Quantized) -> tuple[Any, ...]:
+    """A part of a matrix as the module takes it: type, numbers or codes, scales, minima."""
+    if not isinstance(weight, Quantized):
+        return str(weight.dtype), _carried(weight), None, None
+    scale, minimum = weight.scale, weight.minimum
+    if minimum is not None and minimum.dtype != scale.dtype:
+        scale, minimum = scale.astype(np.float32), minimum.astype(np.float32)
+    codes = _carried(weight.codes).view(np.uint8)
+    return f"int{weight.bits}", codes, _carried(scale), None if minimum is None else _carried(minimum)
 
 
 def _carried(source: NDArray[Any]) -> NDArray[Any]:

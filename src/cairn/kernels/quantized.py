@@ -64,6 +64,11 @@ class Segments:
     """(whether activations are rounded for it, panels), outputs concatenated in order."""
     out: int
 
+    @property
+    def nbytes(self) -> int:
+        """Of the panels."""
+        return sum(part.panels.nbytes for _, part in self.parts)
+
 
 def segments(weights: Sequence[NDArray[Any] | Quantized], biases: Sequence[NDArray[Any] | None]) -> Segments:
     """Matrices [out, in] with one input as one packed matrix; outputs are concatenated in order."""

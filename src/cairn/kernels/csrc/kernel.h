@@ -13,35 +13,107 @@ namespace cairn {
 using Index = std::ptrdiff_t;
 
 constexpr Index LANES = 16;         // outputs of a panel; numbers of a vector
+constexpr Index GROUP = 32;         // inner indices that share a scale where weights are quantised
 constexpr Index BLOCK_TOKENS = 16;  // positions of a KV block
 constexpr Index SPAN = 64;          // positions of one softmax step, aligned at multiples of SPAN
 
 enum class Dtype : int { f32, f16, bf16 };
 enum class Activation : int { silu, gelu_tanh };
 
-// A packed matrix: panels of 16 outputs, each streamed along the inner index k.
+// How a part of a matrix is stored; see Segment.
+enum class Form : int { f32, f16, bf16, int4, int8 };
+
+// Outputs of a packed matrix that are stored alike, in panels of 16, each streamed along the inner index k.
 //   f32   [inner][16] floats
 //   f16   [inner][16] halves
 //   bf16  [inner / 2, rounded up][16][2]: k even in the low half of a 32-bit lane, k odd in the high half
-struct MatrixView {
+//   int4, int8  two groups of 32 k beside each other, the second unused where their number is odd:
+//         [2][codes of a group], [2][16] scales, [2][16] minima where there are any; both in floats or in halves
+//         codes of int4: [4][16][4], k = 8 p + j in the low half of a byte, k = 8 p + 4 + j in the high half
+//         codes of int8: [8][16][4], k = 4 q + j, each 128 higher than the code is
+struct Segment {
     const std::byte* panels;
     const float* bias;  // padded to whole panels, or null
-    Dtype dtype;
+    Form form;
+    bool half, minimum;  // of int4 and int8: scales are halves; there are minima
     Index inner, out;
+    Index column;  // its first output in the matrix
 
     Index panel_count() const { return (out + LANES - 1) / LANES; }
+    bool quantised() const { return form == Form::int4 || form == Form::int8; }
+    // Bytes of two groups.
+    Index unit_bytes() const {
+        return 2 * ((form == Form::int4 ? 16 : 32) + (half ? 2 : 4) * (minimum ? 2 : 1)) * LANES;
+    }
     Index panel_bytes() const {
-        return dtype == Dtype::f32   ? inner * LANES * 4
-               : dtype == Dtype::f16 ? inner * LANES * 2
-                                     : (inner + 1) / 2 * LANES * 4;
+        return form == Form::f32    ? inner * LANES * 4
+               : form == Form::f16  ? inner * LANES * 2
+               : form == Form::bf16 ? (inner + 1) / 2 * LANES * 4
+                                    : (inner / GROUP + 1) / 2 * unit_bytes();
+    }
+};
+
+// A packed matrix: its parts, whose outputs are concatenated in order.
+struct MatrixView {
+    const Segment* parts;
+    Index count;
+    Index inner, out;
+
+    // Panels of all parts, numbered through.
+    Index panel_count() const {
+        Index sum = 0;
+        for (Index i = 0; i < count; i++) sum += parts[i].panel_count();
+        return sum;
+    }
+    template <class F>
+    bool any(F&& is) const {
+        for (Index i = 0; i < count; i++)
+            if (is(parts[i])) return true;
+        return false;
+    }
+};
+
+constexpr Index lines(Index bytes) { return (bytes + 63) / 64 * 64; }
+
+// What a row of activations becomes, once for all outputs, where parts of a matrix multiply less than float32; offsets
+// in bytes. See kernels/quantized.py for the groups.
+struct RowLayout {
+    bool pairs = false, groups = false;
+    Index codes = 0;   // int8 [inner]; pairs of bfloat16, padded to even, come first
+    Index scale = 0;   // float [inner / 32]
+    Index start4 = 0;  // int32 [inner / 32]: -8 * sum of the group's codes, which takes 8 from each weight
+    Index start8 = 0;  // int32 [inner / 32]: -128 * sum
+    Index total = 0;   // float [inner / 32]: scale * sum, which a minimum is multiplied by
+    Index bytes = 0;
+
+    RowLayout() = default;
+    RowLayout(Index inner, bool with_pairs, bool with_groups) : pairs(with_pairs), groups(with_groups) {
+        const Index each = inner / GROUP * 4;
+        codes = with_pairs ? lines((inner + 1) / 2 * 4) : 0;
+        scale = codes + (with_groups ? lines(inner) : 0);
+        start4 = scale + each, start8 = start4 + each, total = start8 + each;
+        bytes = lines(with_groups ? total + each : scale);
+    }
+};
+
+// Rows that a matrix is multiplied with: float32, and as `layout` says where parts want that.
+struct Activations {
+    const float* x;
+    Index stride;
+    const std::byte* prepared;  // [rows][layout.bytes]
+    RowLayout layout;
+
+    template <class T>
+    const T* at(Index row, Index offset) const {
+        return reinterpret_cast<const T*>(prepared + row * layout.bytes + offset);
     }
 };
 
 // out[rows, matrix.out] = (or +=) x[rows, matrix.inner] @ matrix + bias
 struct Product {
     MatrixView matrix;
-    const float* x;
-    Index x_stride, rows;
+    Activations in;
+    Index rows;
     float* out;
     Index out_stride;
     bool add;
@@ -85,7 +157,11 @@ struct Attend {
 
 struct Variant {
     const char* name;
+    // Panels are those of all parts, numbered through.
     void (*product)(const Product&, Index first_panel, Index last_panel);
+    // Whether parts in bfloat16 want pairs; else they multiply float32.
+    bool pairs;
+    void (*prepare)(const float* x, Index size, const RowLayout&, std::byte* row);
     void (*norm)(const float* x, const float* weight, Index size, float eps, float* out);
     void (*gate)(const float* gate, const float* up, Index size, Activation activation, float* out);
     void (*embed)(const void* row, Dtype dtype, Index size, float* out);

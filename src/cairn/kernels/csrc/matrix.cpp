@@ -15,10 +15,56 @@ namespace {
 constexpr std::size_t LINE = 64, HUGE_PAGE = std::size_t{2} << 20;
 
 template <class T>
-void put_row(std::byte* panels, Index panel_bytes, Index row, const T* from, Index inner, Index pair) {
-    T* to = reinterpret_cast<T*>(panels + row / LANES * panel_bytes);
-    const Index lane = row % LANES;
+void put_row(std::byte* panel, Index lane, const void* row, Index inner, Index pair) {
+    T* to = reinterpret_cast<T*>(panel);
+    const T* from = static_cast<const T*>(row);
     for (Index k = 0; k < inner; k++) to[(k / pair * LANES + lane) * pair + k % pair] = from[k];
+}
+
+void put_nibbles(std::byte* to, Index lane, const std::uint8_t* code) {
+    for (Index k = 0; k < GROUP; k++)
+        to[k / 8 * 64 + lane * 4 + k % 4] |= static_cast<std::byte>((code[k] & 15) << (k % 8 < 4 ? 0 : 4));
+}
+
+void put_bytes(std::byte* to, Index lane, const std::uint8_t* code) {
+    for (Index k = 0; k < GROUP; k++)
+        to[k / 4 * 64 + lane * 4 + k % 4] = static_cast<std::byte>(code[k] ^ 0x80);
+}
+
+// One output of a quantised part; see Segment for the order.
+void put_groups(const Segment& part, std::byte* panel, Index lane, const Source& from, Index row) {
+    const Index groups = part.inner / GROUP, codes = (part.form == Form::int4 ? 16 : 32) * LANES;
+    const Index width = part.half ? 2 : 4, scales = width * LANES;
+    const auto* code = static_cast<const std::uint8_t*>(from.data) + row * part.inner;
+    const auto number = [&](const void* numbers, Index group) {
+        return static_cast<const std::byte*>(numbers) + (row * groups + group) * width;
+    };
+    for (Index group = 0; group < groups; group++, code += GROUP) {
+        std::byte* unit = panel + group / 2 * part.unit_bytes();
+        if (part.form == Form::int4)
+            put_nibbles(unit + group % 2 * codes, lane, code);
+        else
+            put_bytes(unit + group % 2 * codes, lane, code);
+        std::byte* beside = unit + 2 * codes + group % 2 * scales + lane * width;
+        std::memcpy(beside, number(from.scales, group), static_cast<std::size_t>(width));
+        if (part.minimum) std::memcpy(beside + 2 * scales, number(from.minima, group), static_cast<std::size_t>(width));
+    }
+}
+
+void put(const Segment& part, std::byte* panels, Index to_row, const Source& from, Index row) {
+    std::byte* panel = panels + to_row / LANES * part.panel_bytes();
+    const Index lane = to_row % LANES, at = row * part.inner;
+    if (part.form == Form::f32)
+        put_row<float>(panel, lane, static_cast<const float*>(from.data) + at, part.inner, 1);
+    else if (part.quantised())
+        put_groups(part, panel, lane, from, row);
+    else
+        put_row<std::uint16_t>(panel, lane, static_cast<const std::uint16_t*>(from.data) + at, part.inner,
+                               part.form == Form::bf16 ? 2 : 1);
+}
+
+bool alike(const Segment& part, const Source& from) {
+    return part.form == from.form && part.half == from.half && part.minimum == (from.minima != nullptr);
 }
 
 }  // namespace
@@ -39,36 +85,40 @@ Aligned allocate(std::size_t bytes) {
     return Aligned(static_cast<std::byte*>(memory));
 }
 
-Matrix::Matrix(Dtype dtype, const std::vector<Source>& parts, const std::vector<float>& bias) {
-    if (parts.empty()) throw std::invalid_argument("a matrix needs at least one part");
-    Index out = 0;
-    for (const Source& part : parts) {
-        if (part.inner != parts[0].inner) throw std::invalid_argument("parts of a matrix need one input size");
-        out += part.out;
+Matrix::Matrix(const std::vector<Source>& sources, const std::vector<float>& bias) {
+    if (sources.empty()) throw std::invalid_argument("a matrix needs at least one part");
+    for (const Source& one : sources) {
+        if (one.inner != sources[0].inner) throw std::invalid_argument("parts of a matrix need one input size");
+        if (parts_.empty() || !alike(parts_.back(), one))
+            parts_.push_back({nullptr, nullptr, one.form, one.half, one.minima != nullptr, one.inner, 0, out_});
+        parts_.back().out += one.out;
+        out_ += one.out;
     }
-    if (!bias.empty() && static_cast<Index>(bias.size()) != out)
-        throw std::invalid_argument("a bias needs one number an output");
-    view_ = {nullptr, nullptr, dtype, parts[0].inner, out};
-    bytes_ = static_cast<std::size_t>(view_.panel_count() * view_.panel_bytes());
+    const auto size = [](const Segment& part) { return lines(part.panel_count() * part.panel_bytes()); };
+    for (const Segment& part : parts_) bytes_ += static_cast<std::size_t>(size(part));
     panels_ = allocate(bytes_);
-    view_.panels = panels_.get();
-    Index row = 0;
-    for (const Source& part : parts)
-        for (Index i = 0; i < part.out; i++) put(row++, part, i);
-    if (!bias.empty()) {
-        bias_ = allocate(static_cast<std::size_t>(padded(out)) * sizeof(float));
-        std::memcpy(bias_.get(), bias.data(), bias.size() * sizeof(float));
-        view_.bias = reinterpret_cast<const float*>(bias_.get());
+    std::byte* panels = panels_.get();
+    auto source = sources.begin();
+    for (Segment& part : parts_) {
+        part.panels = panels;
+        for (Index row = 0; row < part.out; ++source)
+            for (Index i = 0; i < source->out; i++) put(part, panels, row++, *source, i);
+        panels += size(part);
     }
+    if (!bias.empty()) add_bias(bias);
 }
 
-void Matrix::put(Index row, const Source& from, Index from_row) {
-    const Index inner = view_.inner, at = from_row * inner;
-    if (view_.dtype == Dtype::f32)
-        put_row(panels_.get(), view_.panel_bytes(), row, static_cast<const float*>(from.data) + at, inner, 1);
-    else
-        put_row(panels_.get(), view_.panel_bytes(), row, static_cast<const std::uint16_t*>(from.data) + at, inner,
-                view_.dtype == Dtype::bf16 ? 2 : 1);
+void Matrix::add_bias(const std::vector<float>& bias) {
+    if (static_cast<Index>(bias.size()) != out_) throw std::invalid_argument("a bias needs one number an output");
+    Index whole = 0;
+    for (const Segment& part : parts_) whole += padded(part.out);
+    bias_ = allocate(static_cast<std::size_t>(whole) * sizeof(float));
+    auto* to = reinterpret_cast<float*>(bias_.get());
+    for (Segment& part : parts_) {
+        std::memcpy(to, bias.data() + part.column, static_cast<std::size_t>(part.out) * sizeof(float));
+        part.bias = to;
+        to += padded(part.out);
+    }
 }
 
 }  // namespace cairn

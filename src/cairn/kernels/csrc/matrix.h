@@ -8,9 +8,12 @@
 
 namespace cairn {
 
-// One [out, in] matrix in row-major order.
+// One [out, in] matrix in row-major order. With a quantised form `data` holds a byte a code (int4: 0 to 15, int8: signed),
+// scales and minima are [out, in / 32], halves or floats; minima may be null.
 struct Source {
-    const void* data;
+    Form form;
+    bool half;
+    const void *data, *scales, *minima;
     Index out, inner;
 };
 
@@ -22,19 +25,22 @@ using Aligned = std::unique_ptr<std::byte[], AlignedDelete>;
 // Zeroed bytes, aligned for the widest vectors; large ones for huge pages. Throws std::bad_alloc.
 Aligned allocate(std::size_t bytes);
 
-// Matrices of one input, packed into one; outputs are concatenated in order. `bias` has the sum of outputs, or none.
+// Matrices of one input, packed into one; outputs are concatenated in order, neighbours that are stored alike in the same
+// panels. `bias` has the sum of outputs, or none.
 class Matrix {
   public:
-    Matrix(Dtype dtype, const std::vector<Source>& parts, const std::vector<float>& bias);
+    Matrix(const std::vector<Source>& sources, const std::vector<float>& bias);
 
-    const MatrixView& view() const { return view_; }
+    MatrixView view() const { return {parts_.data(), static_cast<Index>(parts_.size()), parts_[0].inner, out_}; }
+    // Of the panels.
     std::size_t bytes() const { return bytes_; }
 
   private:
-    void put(Index row, const Source& from, Index from_row);
+    void add_bias(const std::vector<float>& bias);
 
-    MatrixView view_;
-    std::size_t bytes_;
+    std::vector<Segment> parts_;
+    Index out_ = 0;
+    std::size_t bytes_ = 0;
     Aligned panels_, bias_;
 };
 

@@ -4,11 +4,13 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <atomic>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #include "matrix.h"
 #include "program.h"
@@ -41,7 +43,8 @@ bool runs(const std::string& name) {
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (name == "avx512")
         return runs("avx2") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 #endif
     return name == "portable";
 }
@@ -77,17 +80,39 @@ Dtype dtype_of(const std::string& name) {
     throw std::invalid_argument("weights are float32, float16 or bfloat16, not " + name);
 }
 
-Matrix make_matrix(const std::string& dtype, const std::vector<Weights>& parts,
-                   const std::optional<ConstFloats>& bias) {
-    const Dtype kind = dtype_of(dtype);
-    std::vector<Source> sources;
-    for (const Weights& part : parts) {
-        check(part.ndim() == 2 && part.itemsize() == (kind == Dtype::f32 ? 4u : 2u), "a matrix part is [out, in]");
-        sources.push_back({part.data(), static_cast<Index>(part.shape(0)), static_cast<Index>(part.shape(1))});
+// One part: its type ("int4" and "int8" for codes), its numbers or codes, and scales and minima of codes.
+using Part = std::tuple<std::string, Weights, std::optional<Weights>, std::optional<Weights>>;
+
+Source source_of(const Part& part) {
+    const auto& [name, data, scale, minimum] = part;
+    check(data.ndim() == 2, "a matrix part is [out, in]");
+    Source found = {};
+    found.data = data.data(), found.out = static_cast<Index>(data.shape(0)), found.inner = static_cast<Index>(data.shape(1));
+    if (name != "int4" && name != "int8") {
+        const Dtype kind = dtype_of(name);
+        check(data.itemsize() == (kind == Dtype::f32 ? 4u : 2u), "a matrix part has the type it names");
+        found.form = kind == Dtype::f32 ? Form::f32 : kind == Dtype::f16 ? Form::f16 : Form::bf16;
+        return found;
     }
+    check(data.itemsize() == 1 && found.inner % GROUP == 0 && scale, "codes are bytes in groups of 32 with scales");
+    const auto fits_groups = [&](const Weights& numbers) {
+        return numbers.ndim() == 2 && numbers.shape(0) == data.shape(0) && numbers.shape(1) * GROUP == data.shape(1) &&
+               numbers.itemsize() == scale->itemsize();
+    };
+    check(fits_groups(*scale) && (!minimum || fits_groups(*minimum)), "scales and minima are [out, in / 32], of one type");
+    check(scale->itemsize() == 2 || scale->itemsize() == 4, "scales are halves or floats");
+    found.form = name == "int4" ? Form::int4 : Form::int8;
+    found.half = scale->itemsize() == 2, found.scales = scale->data();
+    found.minima = minimum ? minimum->data() : nullptr;
+    return found;
+}
+
+Matrix make_matrix(const std::vector<Part>& parts, const std::optional<ConstFloats>& bias) {
+    std::vector<Source> sources;
+    for (const Part& part : parts) sources.push_back(source_of(part));
     std::vector<float> numbers;
     if (bias) numbers.assign(bias->data(), bias->data() + bias->size());
-    return Matrix(kind, sources, numbers);
+    return Matrix(sources, numbers);
 }
 
 Norm norm_of(const ConstFloats& x, const ConstFloats& weight, double eps) {
@@ -160,7 +185,7 @@ void attention(Program& program, const ConstFloats& query, const Floats& kv, int
 
 void project_add(Program& program, const ConstFloats& x, const Matrix& matrix, const Floats& hidden) {
     fits(x, matrix, hidden);
-    program.project_add(x.data(), matrix.view(), hidden.data());
+    program.project_add(x.data(), matrix.view(), hidden.data(), static_cast<Index>(x.shape(0)));
 }
 
 void gated_mlp(Program& program, const Floats& hidden, const ConstFloats& norm, double eps, const Matrix& gate_up,
@@ -226,9 +251,10 @@ NB_MODULE(_native, m) {
     m.def("variants", &variant_list, "(name, whether it runs here) of each compiled variant, the fastest first.");
     nb::class_<Matrix>(m, "Matrix", nb::is_weak_referenceable())
         .def("__init__",
-             [](Matrix* self, const std::string& dtype, const std::vector<Weights>& parts,
-                const std::optional<ConstFloats>& bias) { new (self) Matrix(make_matrix(dtype, parts, bias)); },
-             nb::arg("dtype"), nb::arg("parts"), nb::arg("bias").none())
+             [](Matrix* self, const std::vector<Part>& parts, const std::optional<ConstFloats>& bias) {
+                 new (self) Matrix(make_matrix(parts, bias));
+             },
+             nb::arg("parts"), nb::arg("bias").none())
         .def_prop_ro("nbytes", &Matrix::bytes)
         .def_prop_ro("out", [](const Matrix& one) { return one.view().out; });
     nb::class_<Team>(m, "Team").def(nb::init<int>()).def_prop_ro("threads", &Team::size);

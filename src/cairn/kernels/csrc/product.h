@@ -2,6 +2,8 @@
 // speed, never bits.
 #pragma once
 
+#include <type_traits>
+
 #include "simd.h"
 
 namespace cairn::CAIRN_VARIANT {
@@ -10,42 +12,13 @@ constexpr int ACCUMULATORS = REGISTERS == 32 ? 24 : 12;
 constexpr int MAX_ROWS = ACCUMULATORS / PARTS < 6 ? ACCUMULATORS / PARTS : 6;
 constexpr int MAX_PANELS = 4;
 
+// With few rows memory sets the pace: lines are asked for so many bytes ahead.
+constexpr Index AHEAD = 2048;
+
 constexpr int panels_for(int rows) {
     const int fit = ACCUMULATORS / (rows * PARTS);
     return fit < 1 ? 1 : fit > MAX_PANELS ? MAX_PANELS : fit;
 }
-
-// How a panel is read: STEP inner indices at once, `get<s>` gives index k + s.
-struct F32 {
-    static constexpr int STEP = 1;
-    static constexpr Index BYTES = LANES * 4;
-    using Raw = Vec;
-    static Raw read(const std::byte* at) { return load(reinterpret_cast<const float*>(at)); }
-    template <int S>
-    static Vec get(const Raw& raw) {
-        return raw;
-    }
-};
-struct F16 {
-    static constexpr int STEP = 1;
-    static constexpr Index BYTES = LANES * 2;
-    using Raw = Vec;
-    static Raw read(const std::byte* at) { return load_half(reinterpret_cast<const std::uint16_t*>(at)); }
-    template <int S>
-    static Vec get(const Raw& raw) {
-        return raw;
-    }
-};
-struct Bf16 {
-    static constexpr int STEP = 2;
-    static constexpr Index BYTES = LANES * 4;
-    using Raw = IntVec;
-    static Raw read(const std::byte* at) { return load_int(at); }
-    template <int S>
-    static Vec get(const Raw& raw) {
-        return S ? high_bf16(raw) : low_bf16(raw);
-    }
-};
 
 // acc[R][P] += x[R] at k times the panels' k.
 template <int R, int P>
@@ -58,55 +31,96 @@ inline void add_outer(Vec (&acc)[R][P], const float* x, Index x_stride, const Ve
     }
 }
 
-template <class Format, int R, int P, int S>
-inline void add_step(Vec (&acc)[R][P], const float* x, Index x_stride, const typename Format::Raw (&raw)[P]) {
-    Vec weight[P];
+// How a panel is read: STEP inner indices at once, `add` multiplies them with rows of X; what is left of an odd number
+// of inner indices is `add_last`.
+struct F32 {
+    static constexpr int STEP = 1;
+    static constexpr Index BYTES = LANES * 4;
+    using Raw = Vec;
+    using X = float;
+    static Raw read(const std::byte* at) { return load(reinterpret_cast<const float*>(at)); }
+    template <int R, int P>
+    static void add(Vec (&acc)[R][P], const X* x, Index stride, const Raw (&raw)[P]) {
+        add_outer<R, P>(acc, x, stride, raw);
+    }
+};
+struct F16 : F32 {
+    static constexpr Index BYTES = LANES * 2;
+    static Raw read(const std::byte* at) { return load_half(reinterpret_cast<const std::uint16_t*>(at)); }
+};
+struct Bf16 {
+    static constexpr int STEP = 2;
+    static constexpr Index BYTES = LANES * 4;
+    using Raw = IntVec;
+    using X = float;
+    static Raw read(const std::byte* at) { return load_int(at); }
+    template <int R, int P>
+    static void add_last(Vec (&acc)[R][P], const X* x, Index stride, const Raw (&raw)[P]) {
+        Vec weight[P];
 #pragma GCC unroll 4
-    for (int p = 0; p < P; p++) weight[p] = Format::template get<S>(raw[p]);
-    add_outer<R, P>(acc, x, x_stride, weight);
-}
+        for (int p = 0; p < P; p++) weight[p] = low_bf16(raw[p]);
+        add_outer<R, P>(acc, x, stride, weight);
+    }
+    template <int R, int P>
+    static void add(Vec (&acc)[R][P], const X* x, Index stride, const Raw (&raw)[P]) {
+        add_last<R, P>(acc, x, stride, raw);
+        Vec weight[P];
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) weight[p] = high_bf16(raw[p]);
+        add_outer<R, P>(acc, x + 1, stride, weight);
+    }
+};
 
-// acc[R][P] += x[R, inner] @ panels, k ascending. Panels lie `panel_stride` bytes apart.
+// acc[R][P] += x[R, steps] @ panels, k ascending. Panels lie `panel_stride` bytes apart.
 template <class Format, int R, int P>
-inline void chain(Vec (&acc)[R][P], const float* x, Index x_stride, const std::byte* panels, Index panel_stride,
-                  Index inner) {
+inline void chain(Vec (&acc)[R][P], const typename Format::X* x, Index x_stride, const std::byte* panels,
+                  Index panel_stride, Index inner) {
     typename Format::Raw raw[P];
     Index k = 0;
     for (; k + Format::STEP <= inner; k += Format::STEP, panels += Format::BYTES) {
 #pragma GCC unroll 4
-        for (int p = 0; p < P; p++) raw[p] = Format::read(panels + p * panel_stride);
-        add_step<Format, R, P, 0>(acc, x + k, x_stride, raw);
-        if constexpr (Format::STEP == 2) add_step<Format, R, P, 1>(acc, x + k + 1, x_stride, raw);
+        for (int p = 0; p < P; p++) {
+            __builtin_prefetch(panels + p * panel_stride + AHEAD);
+            raw[p] = Format::read(panels + p * panel_stride);
+        }
+        Format::template add<R, P>(acc, x + k, x_stride, raw);
     }
-    if (k < inner) {
+    if constexpr (Format::STEP == 2) {
+        if (k < inner) {
 #pragma GCC unroll 4
-        for (int p = 0; p < P; p++) raw[p] = Format::read(panels + p * panel_stride);
-        add_step<Format, R, P, 0>(acc, x + k, x_stride, raw);
+            for (int p = 0; p < P; p++) raw[p] = Format::read(panels + p * panel_stride);
+            Format::template add_last<R, P>(acc, x + k, x_stride, raw);
+        }
+    }
+}
+
+// Sixteen outputs of one row are done.
+inline void finish(const Product& job, const Segment& part, Index row, Index panel, Vec value) {
+    const Index at = panel * LANES;
+    float* out = job.out + row * job.out_stride + part.column + at;
+    if (part.bias) value = value + load(part.bias + at);
+    if (at + LANES <= part.out) {
+        store(out, job.add ? load(out) + value : value);
+    } else {
+        const Index rest = part.out - at;
+        store_first(out, job.add ? load_first(out, rest) + value : value, rest);
     }
 }
 
 template <class Format, int R, int P>
-void tile(const Product& job, Index row, Index panel) {
-    const MatrixView& m = job.matrix;
+void tile(const Product& job, const Segment& part, Index row, Index panel) {
+    const std::byte* panels = part.panels + panel * part.panel_bytes();
     Vec acc[R][P] = {};
-    chain<Format, R, P>(acc, job.x + row * job.x_stride, job.x_stride, m.panels + panel * m.panel_bytes(),
-                        m.panel_bytes(), m.inner);
+    if constexpr (std::is_floating_point_v<typename Format::X>)
+        chain<Format, R, P>(acc, job.in.x + row * job.in.stride, job.in.stride, panels, part.panel_bytes(), part.inner);
+    else
+        chain<Format, R, P>(acc, job.in.at<std::int32_t>(row, 0), job.in.layout.bytes / 4, panels, part.panel_bytes(),
+                            (part.inner + 1) / 2);
     for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++) {
-            const Index column = (panel + p) * LANES;
-            float* out = job.out + (row + r) * job.out_stride + column;
-            Vec value = acc[r][p];
-            if (m.bias) value = value + load(m.bias + column);
-            if (column + LANES <= m.out) {
-                store(out, job.add ? load(out) + value : value);
-            } else {
-                const Index rest = m.out - column;
-                store_first(out, job.add ? load_first(out, rest) + value : value, rest);
-            }
-        }
+        for (int p = 0; p < P; p++) finish(job, part, row + r, panel + p, acc[r][p]);
 }
 
-using Tile = void (*)(const Product&, Index row, Index panel);
+using Tile = void (*)(const Product&, const Segment&, Index row, Index panel);
 
 template <class Format, int R>
 Tile tile_of(int panels) {
@@ -134,7 +148,7 @@ Tile tile_of(Index rows, int panels) {
 
 // Rows are cut into tiles of nearly equal height; weights of one group of panels stay hot for all of them.
 template <class Format>
-void product(const Product& job, Index first_panel, Index last_panel) {
+void product(const Product& job, const Segment& part, Index first_panel, Index last_panel) {
     const Index tiles = (job.rows + MAX_ROWS - 1) / MAX_ROWS;
     const Index low = job.rows / tiles, higher = job.rows % tiles;
     const int group = panels_for(static_cast<int>(low + (higher > 0)));
@@ -143,7 +157,7 @@ void product(const Product& job, Index first_panel, Index last_panel) {
         Index row = 0;
         for (Index i = 0; i < tiles; i++) {
             const Index rows = low + (i < higher);
-            tile_of<Format>(rows, width)(job, row, panel);
+            tile_of<Format>(rows, width)(job, part, row, panel);
             row += rows;
         }
         panel += width;

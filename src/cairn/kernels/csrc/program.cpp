@@ -23,15 +23,38 @@ void Program::run(const Sizes& sizes) {
     for (const auto& call : calls_) call(sizes);
 }
 
-void Program::normed(const float* x, const std::int32_t* chosen, Norm norm, Index count, float* out) const {
+RowLayout Program::layout(const MatrixView& matrix, Index most) {
+    const bool pairs = kernels_.pairs && matrix.any([](const Segment& part) { return part.form == Form::bf16; });
+    const RowLayout layout(matrix.inner, pairs, matrix.any([](const Segment& part) { return part.quantised(); }));
+    if (most * layout.bytes > rows_bytes_) {
+        rows_bytes_ = most * layout.bytes;
+        rows_ = allocate(static_cast<std::size_t>(rows_bytes_));
+    }
+    return layout;
+}
+
+Activations Program::normed(const float* x, const std::int32_t* chosen, Norm norm, Index count,
+                            const RowLayout& layout) const {
+    float* out = scratch();
     const auto one = [&](Index i, int) {
-        const Index row = chosen ? chosen[i] : i;
-        kernels_.norm(x + row * norm.size, norm.weight, norm.size, norm.eps, out + i * norm.size);
+        const Index from = chosen ? chosen[i] : i;
+        kernels_.norm(x + from * norm.size, norm.weight, norm.size, norm.eps, out + i * norm.size);
+        kernels_.prepare(out + i * norm.size, norm.size, layout, row(i, layout));
     };
     if (count * norm.size * 4 < WORTH_THREADS)
         for (Index i = 0; i < count; i++) one(i, 0);
     else
         team_->run(count, one);
+    return {out, norm.size, rows_.get(), layout};
+}
+
+Activations Program::prepared(const float* x, Index stride, Index size, Index count, const RowLayout& layout) const {
+    const auto one = [&](Index i, int) { kernels_.prepare(x + i * stride, size, layout, row(i, layout)); };
+    if (!layout.bytes || count * size * 4 < WORTH_THREADS)
+        for (Index i = 0; layout.bytes && i < count; i++) one(i, 0);
+    else
+        team_->run(count, one);
+    return {x, stride, rows_.get(), layout};
 }
 
 void Program::product(const Product& job) const {
@@ -72,9 +95,9 @@ void Program::rope_angles(const float* frequencies, double factor, Index half, c
 
 void Program::norm_project(const float* hidden, Norm norm, MatrixView matrix, float* out, Index most) {
     need(most * norm.size);
+    const RowLayout rows = layout(matrix, most);
     calls_.push_back([=, this](const Sizes& sizes) {
-        normed(hidden, nullptr, norm, sizes.tokens, scratch());
-        product({matrix, scratch(), norm.size, sizes.tokens, out, matrix.out, false});
+        product({matrix, normed(hidden, nullptr, norm, sizes.tokens, rows), sizes.tokens, out, matrix.out, false});
     });
 }
 
@@ -111,9 +134,11 @@ void Program::attention(const Attend& job, const std::int32_t* rows, const std::
     });
 }
 
-void Program::project_add(const float* x, MatrixView matrix, float* hidden) {
+void Program::project_add(const float* x, MatrixView matrix, float* hidden, Index most) {
+    const RowLayout rows = layout(matrix, most);
     calls_.push_back([=, this](const Sizes& sizes) {
-        product({matrix, x, matrix.inner, sizes.tokens, hidden, matrix.out, true});
+        const Activations in = prepared(x, matrix.inner, matrix.inner, sizes.tokens, rows);
+        product({matrix, in, sizes.tokens, hidden, matrix.out, true});
     });
 }
 
@@ -121,24 +146,25 @@ void Program::gated_mlp(float* hidden, Norm norm, MatrixView gate_up, Activation
                         Index most) {
     const Index width = gate_up.out / 2, both = padded(most * norm.size);
     need(both + most * gate_up.out);
+    const RowLayout wide = layout(gate_up, most), back = layout(down, most);
     calls_.push_back([=, this](const Sizes& sizes) {
         float* gates = scratch() + both;
-        normed(hidden, nullptr, norm, sizes.tokens, scratch());
-        product({gate_up, scratch(), norm.size, sizes.tokens, gates, gate_up.out, false});
+        product({gate_up, normed(hidden, nullptr, norm, sizes.tokens, wide), sizes.tokens, gates, gate_up.out, false});
         team_->run(sizes.tokens, [&](Index token, int) {
             float* gate = gates + token * gate_up.out;
             kernels_.gate(gate, gate + width, width, activation, gate);
+            kernels_.prepare(gate, width, back, row(token, back));
         });
-        product({down, gates, gate_up.out, sizes.tokens, hidden, down.out, true});
+        product({down, {gates, gate_up.out, rows_.get(), back}, sizes.tokens, hidden, down.out, true});
     });
 }
 
 void Program::logits(const float* hidden, const std::int32_t* wanted, Norm norm, MatrixView head, float* out,
                      Index most) {
     need(most * norm.size);
+    const RowLayout rows = layout(head, most);
     calls_.push_back([=, this](const Sizes& sizes) {
-        normed(hidden, wanted, norm, sizes.logits, scratch());
-        product({head, scratch(), norm.size, sizes.logits, out, head.out, false});
+        product({head, normed(hidden, wanted, norm, sizes.logits, rows), sizes.logits, out, head.out, false});
     });
 }
 

@@ -36,7 +36,7 @@ class Program {
     void rope_write(const RopeWrite& job);
     // `job` with everything but the table, places and scratch of one task; `rows` as in kernels/base.py.
     void attention(const Attend& job, const std::int32_t* rows, const std::int32_t* tables, Index width, Index most);
-    void project_add(const float* x, MatrixView matrix, float* hidden);
+    void project_add(const float* x, MatrixView matrix, float* hidden, Index most);
     void gated_mlp(float* hidden, Norm norm, MatrixView gate_up, Activation activation, MatrixView down, Index most);
     void logits(const float* hidden, const std::int32_t* wanted, Norm norm, MatrixView head, float* out, Index most);
 
@@ -45,9 +45,12 @@ class Program {
 
   private:
     void need(Index floats);
-    void normed(const float* x, const std::int32_t* chosen, Norm norm, Index count, float* out) const;
+    RowLayout layout(const MatrixView& matrix, Index most);
+    Activations normed(const float* x, const std::int32_t* chosen, Norm norm, Index count, const RowLayout& layout) const;
+    Activations prepared(const float* x, Index stride, Index size, Index count, const RowLayout& layout) const;
     void product(const Product& job) const;
     float* scratch() const { return reinterpret_cast<float*>(scratch_.get()); }
+    std::byte* row(Index i, const RowLayout& layout) const { return rows_.get() + i * layout.bytes; }
 
     const Variant& kernels_;
     std::shared_ptr<Team> team_;
@@ -55,6 +58,8 @@ class Program {
     std::vector<std::int32_t> tiles_;  // (row, first token of the row's) pairs of one attention call
     Aligned scratch_;
     Index scratch_floats_ = 0;
+    Aligned rows_;  // activations of the product at hand, as its matrix wants them
+    Index rows_bytes_ = 0;
 };
 
 }  // namespace cairn

@@ -1,5 +1,7 @@
 // One translation unit a variant: the same kernels for the instruction set that the compiler's flags name.
 #include "attention.h"
+#include "groups.h"
+#include "prepare.h"
 #include "probe.h"
 #include "product.h"
 #include "rows.h"
@@ -10,18 +12,31 @@
 namespace cairn::CAIRN_VARIANT {
 namespace {
 
-void any_product(const Product& job, Index first_panel, Index last_panel) {
-    switch (job.matrix.dtype) {
-        case Dtype::f32: return product<F32>(job, first_panel, last_panel);
-        case Dtype::f16: return product<F16>(job, first_panel, last_panel);
-        case Dtype::bf16: return product<Bf16>(job, first_panel, last_panel);
+using SixteenBits = Bf16;
+
+void one_part(const Product& job, const Segment& part, Index first, Index last) {
+    switch (part.form) {
+        case Form::f32: return product<F32>(job, part, first, last);
+        case Form::f16: return product<F16>(job, part, first, last);
+        case Form::bf16: return product<SixteenBits>(job, part, first, last);
+        case Form::int4: return group_product<4>(job, part, first, last);
+        case Form::int8: return group_product<8>(job, part, first, last);
+    }
+}
+
+void all_parts(const Product& job, Index first, Index last) {
+    for (Index i = 0; i < job.matrix.count; i++) {
+        const Segment& part = job.matrix.parts[i];
+        const Index panels = part.panel_count(), low = first > 0 ? first : 0, high = last < panels ? last : panels;
+        if (low < high) one_part(job, part, low, high);
+        first -= panels, last -= panels;
     }
 }
 
 }  // namespace
 
 extern const Variant variant;
-const Variant variant = {CAIRN_NAME(CAIRN_VARIANT), any_product, norm, gate, embed, rope_write, attend,
-                         read_all, multiply_add, CHAINS};
+const Variant variant = {CAIRN_NAME(CAIRN_VARIANT), all_parts, !std::is_floating_point_v<SixteenBits::X>, prepare,
+                         norm, gate, embed, rope_write, attend, read_all, multiply_add, CHAINS};
 
 }  // namespace cairn::CAIRN_VARIANT

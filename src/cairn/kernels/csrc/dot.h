@@ -1,0 +1,147 @@
+// Dot products of one group: 16 outputs' 32 codes with 32 codes of a row of activations. Sums are exact integers, so
+// their order is free; what an instruction set has decides how they are made.
+#pragma once
+
+#include "simd.h"
+
+namespace cairn::CAIRN_VARIANT {
+
+// `add<R>(x, stride, sum)` adds to sum[R] the products with R rows x of int8 codes, `stride` bytes apart: of nibbles as
+// they are stored, 0 to 15, and of bytes as they are stored, code + 128, or where SIGNED_BYTES of the codes themselves.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+constexpr bool SIGNED_BYTES = true;
+#else
+constexpr bool SIGNED_BYTES = false;
+#endif
+
+#if defined(__AVX512VNNI__)
+
+template <int BITS>
+struct Codes {
+    __m512i weight[8];  // [q][16 outputs][4]: k = 4 q + j
+
+    explicit Codes(const std::byte* at) {
+        const __m512i low = _mm512_set1_epi8(15);
+#pragma GCC unroll 8
+        for (int q = 0; q < 8; q++) {
+            if constexpr (BITS == 8) {
+                weight[q] = _mm512_load_si512(at + q * 64);
+            } else if (q % 2 == 0) {
+                const __m512i both = _mm512_load_si512(at + q * 32);
+                weight[q] = _mm512_and_si512(both, low);
+                weight[q + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+            }
+        }
+    }
+    template <int R>
+    void add(const std::int8_t* x, Index stride, IntVec (&sum)[R]) const {
+#pragma GCC unroll 8
+        for (int q = 0; q < 8; q++) {
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                const auto* four = reinterpret_cast<const std::int32_t*>(x + r * stride + q * 4);
+                // The intrinsic makes GCC 12 move sums between registers and spill them.
+                asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum[r].part[0]) : "v"(weight[q]), "m"(*four));
+            }
+        }
+    }
+};
+
+#elif defined(__AVX2__)
+
+template <int BITS>
+struct Codes {
+    const std::byte* at;
+
+    explicit Codes(const std::byte* from) : at(from) {}
+
+    template <int R>
+    void add(const std::int8_t* x, Index stride, IntVec (&sum)[R]) const {
+        for (int half = 0; half < 2; half++) {
+            if constexpr (BITS == 4)
+                add_nibbles<R>(half, x, stride, sum);
+            else
+                add_bytes<R>(half, x, stride, sum);
+        }
+    }
+
+  private:
+    static __m256i four(const std::int8_t* x) {
+        std::int32_t bits;
+        __builtin_memcpy(&bits, x, 4);
+        return _mm256_set1_epi32(bits);
+    }
+    __m256i line(Index offset, int half) const {
+        return _mm256_load_si256(reinterpret_cast<const __m256i*>(at + offset + half * 32));
+    }
+
+    // Sixteen products of at most 15 * 127 stay within 16 bits: one widening a group.
+    template <int R>
+    void add_nibbles(int half, const std::int8_t* x, Index stride, IntVec (&sum)[R]) const {
+        const __m256i low = _mm256_set1_epi8(15);
+        __m256i narrow[R] = {};
+#pragma GCC unroll 4
+        for (int p = 0; p < 4; p++) {
+            const __m256i both = line(p * 64, half);
+            const __m256i even = _mm256_and_si256(both, low);
+            const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                const std::int8_t* from = x + r * stride + p * 8;
+                narrow[r] = _mm256_add_epi16(narrow[r], _mm256_maddubs_epi16(even, four(from)));
+                narrow[r] = _mm256_add_epi16(narrow[r], _mm256_maddubs_epi16(odd, four(from + 4)));
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+            sum[r].part[half] += (IntPart)_mm256_madd_epi16(narrow[r], _mm256_set1_epi16(1));
+    }
+
+    // |code| <= 128 and |x| <= 127, so two products stay within 16 bits; the sign goes to x.
+    template <int R>
+    void add_bytes(int half, const std::int8_t* x, Index stride, IntVec (&sum)[R]) const {
+        const __m256i flip = _mm256_set1_epi8(-128), one = _mm256_set1_epi16(1);
+#pragma GCC unroll 8
+        for (int q = 0; q < 8; q++) {
+            const __m256i code = _mm256_xor_si256(line(q * 64, half), flip);
+            const __m256i size = _mm256_abs_epi8(code);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                const __m256i two = _mm256_maddubs_epi16(size, _mm256_sign_epi8(four(x + r * stride + q * 4), code));
+                sum[r].part[half] += (IntPart)_mm256_madd_epi16(two, one);
+            }
+        }
+    }
+};
+
+#else
+
+// In floats, which hold these integers exactly: sums stay below 32 * 255 * 127.
+template <int BITS>
+struct Codes {
+    float weight[GROUP][LANES];
+
+    explicit Codes(const std::byte* from) {
+        const auto* at = reinterpret_cast<const std::uint8_t*>(from);
+        for (Index k = 0; k < GROUP; k++) {
+            const std::uint8_t* four = BITS == 8 ? at + k / 4 * 64 + k % 4 : at + k / 8 * 64 + k % 4;
+            for (Index n = 0; n < LANES; n++)
+                weight[k][n] = BITS == 8 ? four[n * 4] : k % 8 < 4 ? four[n * 4] & 15 : four[n * 4] >> 4;
+        }
+    }
+    template <int R>
+    void add(const std::int8_t* x, Index stride, IntVec (&sum)[R]) const {
+        Vec exact[R] = {};
+        for (Index k = 0; k < GROUP; k++) {
+            const Vec column = load(weight[k]);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) exact[r] = fma(set(x[r * stride + k]), column, exact[r]);
+        }
+        for (int r = 0; r < R; r++)
+            for (int i = 0; i < PARTS; i++) sum[r].part[i] += __builtin_convertvector(exact[r].part[i], IntPart);
+    }
+};
+
+#endif
+
+}  // namespace cairn::CAIRN_VARIANT

@@ -1,0 +1,201 @@
+"""Native products with quantised weights, in every variant that runs here, against plain arithmetic; and the law of the
+same answer.
+
+What is asked: float32 sums over groups, each an exact integer times two scales, differ from float64 by a few units in
+the last place of the sum of magnitudes.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tests.kernels.test_quantized import FORMS, meaning, quantized
+from tests.tiny_models import KERNELS
+
+from cairn.kernels.base import GROUP, Quantized
+from cairn.kernels.native import NativeKernels, form_of, packed_bytes
+from cairn.kernels.quantized import activation_codes
+from cairn.kernels.reference import ReferenceKernels
+
+VARIANTS = [name for name in KERNELS if name != "reference"]
+
+if not VARIANTS:
+    pytest.skip("the native kernels were not compiled", allow_module_level=True)
+
+
+@pytest.fixture(params=VARIANTS)
+def kernels(request: pytest.FixtureRequest) -> Any:
+    made = NativeKernels(request.param, threads=2)
+    yield made
+    made.close()
+
+
+def random(*shape: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
+def product(kernels: Any, x: Any, parts: list[Any], biases: list[Any] | None = None) -> Any:
+    out = np.zeros((len(x), sum(len(part) for part in parts)), np.float32)
+    kernels.project_add(x, kernels.matrix(parts, biases or [None] * len(parts)), out)
+    return out
+
+
+@pytest.mark.parametrize(("bits", "scale", "minimum"), FORMS)
+@pytest.mark.parametrize(("inner", "outs"), [(32, [1]), (96, [16]), (64, [33, 7]), (1024, [50]), (352, [5, 30])])
+def test_a_product_is_what_the_codes_say_and_each_row_s_own(
+    kernels: Any, bits: Any, scale: Any, minimum: Any, inner: int, outs: list[int]
+) -> None:
+    """Rows 1 to 37, odd numbers of groups, outputs that are no multiple of 16; the same bits alone as in any batch."""
+    parts = [quantized(out, inner, bits, scale, minimum, seed) for seed, out in enumerate(outs)]
+    biases = [random(outs[0], seed=9), *[None for _ in outs[1:]]]
+    x = random(37, inner, seed=20)
+    matrix = kernels.matrix(parts, biases)
+    whole = np.zeros((37, sum(outs)), np.float32)
+    kernels.project_add(x, matrix, whole)
+    want = meaning(x, parts)
+    want[:, : outs[0]] += biases[0]
+    np.testing.assert_allclose(whole, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
+    cuts = [0, *np.cumsum([1, 2, 3, 4, 5, 6, 7]), 37]
+    for low, high in [*pairwise(cuts), *((1, 1 + rows) for rows in range(8, 35))]:
+        part = np.zeros((high - low, sum(outs)), np.float32)
+        kernels.project_add(x[low:high].copy(), matrix, part)
+        assert part.tobytes() == whole[low:high].tobytes(), (low, high)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_sums_are_exact(kernels: Any, bits: Any) -> None:
+    """All codes at either end of their range, activations too: nothing saturates, and floats hold the sum."""
+    ends = (0, 15) if bits == 4 else (-128, 127)
+    for end in ends:
+        codes = np.full((16, 64), end, np.uint8 if bits == 4 else np.int8)
+        codes[8:, ::2] = ends[0]
+        minimum = np.zeros((16, 2), np.float32)
+        for lowest in (None, minimum):
+            part = Quantized(bits, codes, np.ones((16, 2), np.float32), lowest)
+            signs = np.where(np.arange(64) % 3 == 0, -127, 127)
+            x = np.stack([np.full(64, 127), np.full(64, -127), signs]).astype(np.float32)
+            taken = 8 if bits == 4 and lowest is None else 0
+            want = x.astype(np.int64) @ (codes.astype(np.int64) - taken).T
+            np.testing.assert_array_equal(product(kernels, x, [part]), want)
+
+
+def test_every_code_is_where_it_belongs(kernels: Any) -> None:
+    """One activation at a time sees one column of codes."""
+    for bits in (4, 8):
+        part = quantized(40, 96, bits, np.float32, None)  # type: ignore[arg-type]
+        x = 127 * np.eye(96, dtype=np.float32)
+        np.testing.assert_allclose(product(kernels, x, [part]), meaning(x, [part]), rtol=1e-6)
+
+
+def test_activations_are_rounded_as_the_reference_rounds_them(kernels: Any) -> None:
+    """Ties, denormals, huge numbers and groups of zeros, seen through weights that single them out."""
+    x = np.zeros((6, 64), np.float32)
+    x[0, :6] = [127, 0.5, 1.5, -2.5, -127, 63.49]
+    x[1, :3], x[1, 32:35] = [1e-40, -1e-38, 0], [1e-29, 2e-29, -3e-30]
+    x[2, :2] = [3e38, -1e38]
+    x[3] = random(64)
+    x[4] = -0.0
+    x[5] = np.float32(2.0**-100) * np.arange(64) / 31
+    codes, scale = activation_codes(x)
+    part = Quantized(8, np.eye(64, dtype=np.int8), np.ones((64, 2), np.float32))
+    want = codes.astype(np.float64) * np.repeat(scale.astype(np.float64), GROUP, axis=1)
+    np.testing.assert_array_equal(product(kernels, x, [part]), want.astype(np.float32))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_without_numbers_is_nan_and_leaves_its_neighbours_alone(kernels: Any, bits: Any, bad: float) -> None:
+    part, x = quantized(40, 96, bits, np.float16, None), random(9, 96)
+    clean = product(kernels, x, [part])
+    x[4, 35] = bad
+    dirty = product(kernels, x, [part])
+    assert np.isnan(dirty[4]).all()
+    assert np.delete(dirty, 4, 0).tobytes() == np.delete(clean, 4, 0).tobytes()
+
+
+def test_scales_and_minima_at_their_ends(kernels: Any) -> None:
+    """Zero, subnormal halves, the largest half; codes of a group whose scale is zero count for nothing."""
+    part = quantized(17, 64, 4, np.float16, np.float16)
+    part.scale[:5, 0] = [0, 6e-8, -6e-8, 65504, -65504]
+    assert part.minimum is not None
+    part.minimum[5:8, 1] = [6e-8, 65504, 0]
+    x = random(3, 64)
+    want = meaning(x, [part])
+    np.testing.assert_allclose(product(kernels, x, [part]), want, rtol=1e-4, atol=1e-4)
+
+
+def test_parts_of_any_types_in_one_matrix(kernels: Any) -> None:
+    """Q4_K_M files mix types within what is one matrix here. Each part's outputs are those it has alone."""
+    parts: list[Any] = [
+        quantized(20, 64, 4, np.float16, None),
+        quantized(7, 64, 4, np.float16, None, 1),
+        quantized(33, 64, 4, np.float32, np.float16, 2),
+        random(9, 64),
+        quantized(16, 64, 8, np.float16, None, 3),
+        random(5, 64, seed=4).astype(np.float16),
+        random(18, 64, seed=5).astype(ml_dtypes.bfloat16),
+    ]
+    biases = [random(len(part), seed=n) if n % 2 else None for n, part in enumerate(parts)]
+    x = random(21, 64, seed=6)
+    got = product(kernels, x, parts, biases)
+    at = 0
+    for part, bias in zip(parts, biases, strict=True):
+        assert product(kernels, x, [part], [bias]).tobytes() == got[:, at : at + len(part)].tobytes()
+        at += len(part)
+    meaningful = ReferenceKernels()
+    want = product(meaningful, x, parts, biases)
+    meaningful.close()
+    np.testing.assert_allclose(got, want, atol=0.1)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_a_gated_mlp_and_logits_with_quantised_weights(kernels: Any, activation: str) -> None:
+    """The other ways in: norm before, gate between, and rows chosen for logits."""
+    meaningful = ReferenceKernels()
+    hidden, norm = random(21, 64), 1 + 0.1 * random(64, seed=1)
+    both = [quantized(96, 64, 4, np.float16, None, n) for n in (2, 3)]
+    down = [quantized(64, 96, 8, np.float16, None, 4)]
+    found = []
+    for one in (kernels, meaningful):
+        state = hidden.copy()
+        one.gated_mlp(state, norm, 1e-6, one.matrix(both, [None, None]), activation, one.matrix(down, [None]))
+        out = np.empty((2, 192), np.float32)
+        one.logits(hidden, np.array([20, 3], np.int32), norm, 1e-6, one.matrix(both, [None, None]), out)
+        through = np.empty((21, 192), np.float32)
+        one.norm_project(hidden, norm, 1e-6, one.matrix(both, [None, None]), through)
+        assert through[[20, 3]].tobytes() == out.tobytes()
+        found.append((state, out))
+    meaningful.close()
+    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-3, atol=2e-2)
+    # A code of the gated values may round the other way: one step of one of 96 inputs.
+    assert np.abs(found[0][0] - found[1][0]).max() < 0.01 * np.abs(found[1][0]).max()
+    for row in (0, 20):
+        alone = hidden[row : row + 1].copy()
+        gate_up = kernels.matrix(both, [None, None])
+        kernels.gated_mlp(alone, norm, 1e-6, gate_up, activation, kernels.matrix(down, [None]))
+        assert alone.tobytes() == found[0][0][row : row + 1].tobytes()
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    x, parts = random(65, 512), [quantized(300, 512, 4, np.float16, None), quantized(300, 512, 8, np.float16, None)]
+    for variant in VARIANTS:
+        found = []
+        for threads in (1, 2, 3):
+            made = NativeKernels(variant, threads)
+            found.append(product(made, x, parts).tobytes())
+            made.close()
+        assert len(set(found)) == 1
+
+
+def test_packed_matrices_take_what_is_counted(kernels: Any) -> None:
+    for parts in (
+        [quantized(20, 64, 4, np.float16, None), random(7, 64), quantized(9, 64, 4, np.float32, np.float16)],
+        [quantized(20, 96, 8, np.float16, None), quantized(20, 96, 8, np.float16, None)],
+        [random(5, 33).astype(np.float16), random(5, 33).astype(np.float32)],
+    ):
+        counted = packed_bytes([(*part.shape, form_of(part)) for part in parts])
+        assert kernels.matrix(parts, [None] * len(parts)).nbytes == counted
