@@ -21,6 +21,8 @@ from cairn.types import CacheGroup, FinishReason, Miss, Placed
 
 PROMPT = [(7 * n) % 61 for n in range(100)]
 CHUNK = 16
+PAGES = CHUNK * 8
+"""Bytes of a chunk."""
 FULL = CacheGroup(kind="full", layers=(0,))
 
 
@@ -153,20 +155,82 @@ def test_the_days_bytes_bound_what_is_stored_at_first_touch() -> None:
     assert store.stats().chunks == 18
 
 
-def test_a_full_queue_drops_a_chunk_and_what_extends_it_and_blocks_nobody() -> None:
-    """Known failure 35."""
+def test_the_queue_bounds_what_is_copied_and_not_what_waits_in_the_pool() -> None:
     store = disk()
-    chunk = CHUNK * 8
-    rig = Rig({"disk": store}, limits=WriteLimits(queue_bytes=2 * chunk))
+    rig = Rig({"disk": store}, limits=WriteLimits(queue_bytes=2 * PAGES))
     assert rig.tiers is not None
+    behind = rig.tiers.behind_pool
     id = rig.add(PROMPT)
     while rig.step():  # no thread runs: nothing leaves the queue
         pass
     rig.check(id, PROMPT, 3)
-    assert rig.tiers.stats().queued == 2
+    assert (behind.chunks, behind.bytes, behind.dropped) == (6, 2 * PAGES, 0)
+    assert not rig.tiers.turn(True), "there is nothing to do until the writer has written"
+    answers: list[int] = []
+    rig.tiers.flush(answers.append)
     rig.settle()
-    assert store.stats().chunks == 2
-    assert rig.tiers.stats().dropped >= 1
+    assert answers == [0] and store.stats().chunks == 6 and behind.bytes == 0
+
+
+def test_a_full_queue_gives_up_what_the_pool_needs_and_what_extends_it_and_blocks_nobody() -> None:
+    """Known failure 35."""
+    store = disk()
+    rig = Rig({"disk": store}, blocks=30, limits=WriteLimits(queue_bytes=2 * PAGES))
+    assert rig.tiers is not None
+    others = [(11 * n) % 59 for n in range(100)]
+    for prompt in (PROMPT, others):
+        id = rig.add(prompt)
+        while rig.step():  # no thread runs: nothing leaves the queue
+            pass
+        rig.check(id, prompt, 3)
+    queued = rig.tiers.stats().queued
+    assert rig.tiers.behind_pool.bytes == 2 * PAGES and 2 < queued < 12
+    rig.settle()
+    stats = rig.tiers.stats()
+    assert store.stats().chunks == queued and stats.queued == 0
+    assert stats.dropped == 12 - queued
+    assert Rig({"disk": store}).ask(others).disk == 96
+
+
+def test_what_the_pool_needs_is_copied_first_while_there_is_room() -> None:
+    store = disk()
+    rig = Rig({"disk": store}, blocks=40)
+    assert rig.tiers is not None
+    context = rig.cache.context(b"", durable=True)
+    rig.cache.open(context, PROMPT)
+    rig.cache.publish(context, PROMPT, 100)
+    rig.cache.close(context, PROMPT)
+    assert rig.tiers.behind_pool.chunks == 6 and rig.tiers.behind_pool.bytes == 0
+    rig.cache.pools[0].take(40)
+    assert rig.tiers.behind_pool.bytes == 6 * PAGES
+    rig.settle()
+    assert store.stats().chunks == 6 and rig.tiers.stats().dropped == 0
+
+
+def test_what_has_waited_long_is_copied_although_requests_run() -> None:
+    rig = Rig({"disk": disk()}, blocks=400, context=2048)
+    assert rig.tiers is not None
+    behind = rig.tiers.behind_pool
+    rig.add(PROMPT, 1600)
+    for _ in range(20):
+        rig.step()
+    assert behind.chunks >= 6 and behind.bytes == 0
+    rig.clock.time += 10.0
+    rig.step()
+    assert behind.bytes >= 6 * PAGES
+
+
+def test_the_end_copies_as_the_writer_makes_room() -> None:
+    store = disk()
+    rig = Rig({"disk": store}, limits=WriteLimits(queue_bytes=PAGES))
+    assert rig.tiers is not None
+    rig.add(PROMPT)
+    while rig.step():
+        pass
+    assert rig.tiers.behind_pool.bytes == PAGES
+    rig.tiers.start()
+    rig.tiers.close(20)
+    assert store.stats().chunks == 6
 
 
 def test_a_flush_says_what_was_given_up() -> None:
@@ -393,7 +457,7 @@ def test_threads_do_the_same_and_end() -> None:
                 time.sleep(0.001)
         assert rig.check(id, PROMPT, 3).disk == expected
         rig.tiers.writer.push(lambda: None)
-        rig.tiers.behind_pool.finish()
+        rig.tiers.behind_pool.finish(20)
         assert rig.tiers.writer.close(20) and rig.tiers.reader.close()
         assert threading.active_count() == before
     assert store.stats().chunks == 6

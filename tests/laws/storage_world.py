@@ -69,7 +69,8 @@ class Storage:
         self.pace = chance.choice((1.0, 1.0, 0.3, 0.1))
         """How often the threads get anywhere between two steps."""
         self.load = chance.choice(("always", "always", "always", "auto", "auto", "never"))
-        queue = 8 * world.size * CHUNK_BLOCKS * chance.choice((1, 4, 1000))
+        self.page = 8 * world.size * CHUNK_BLOCKS
+        queue = self.page * chance.choice((1, 4, 1000))
         self.limits = WriteLimits(chance.choice((0.0, 1e9, 1e9, 1e9)), queue, chunk * chance.choice((1, 100)))
         self.asked = self.answered = self.loaded = 0
         self.evicted = False
@@ -141,7 +142,6 @@ class Storage:
             self.tiers.prefetch(tokens, request.salt, self.done)
         elif kind == "evict":
             self.evicted = True
-            world.cache.forget(world.cache.context(request.salt), tokens, 0)
             self.tiers.evict(tokens, request.salt, chance.randint(0, len(tokens)), chance.random() < 0.5, self.done)
         else:
             placed = self.tiers.where(tokens, request.salt)
@@ -159,9 +159,21 @@ class Storage:
     def audit(self) -> None:
         """Laws of the state between two steps."""
         behind = self.tiers.behind_pool
-        law(behind.bytes == sum(size for _, size in behind._outstanding.values()), "the queue's bytes do not add up")
-        most = self.limits.queue_bytes
-        law(behind.bytes <= max(most, 0), "the queue's bound was ignored")
+        law(behind.bytes == sum(behind._copied.values()), "the queue's bytes do not add up")
+        law(behind.bytes <= max(self.limits.queue_bytes, self.page), "the queue's bound was ignored")
+        law(set(behind._outstanding) == set(behind._noted) | set(behind._copied), "a chunk waits nowhere or twice")
+        for noted in behind._noted.values():
+            found = [self.world.cache.pools[noted.chunk.group]._index.get(block) for block in noted.blocks]
+            law(None not in found, "a chunk waits for blocks that are gone")
+        queued = [job for job in self.tiers.writer._jobs if isinstance(job, Chunk)]
+        later: set[bytes] = set()
+        for job in reversed(queued):
+            law(job.parent not in later, "a chunk is queued before what it extends")
+            later.add(job.key)
+        used = sorted((block, key) for key, noted in behind._noted.items() for block in noted.blocks)
+        law(used == sorted((block, key) for block, keys in behind._users.items() for key in keys), "blocks of nobody")
+        counts = [sum(n.chunk.group == g for n in behind._noted.values()) for g in range(len(behind._noted_blocks))]
+        law([CHUNK_BLOCKS * count for count in counts] == behind._noted_blocks, "noted blocks are miscounted")
         law(set(self.tiers._loads) == {c for c in self.tiers._loads if c.loading}, "a load that its context denies")
         law(self.disk.stats().bytes <= self.disk.stats().budget, "the store is larger than its budget")
         for key, chunk in self.disk._chunks.items():
@@ -172,7 +184,8 @@ class Storage:
         """Everything asked is answered, nothing is outstanding, and every stored chunk holds what its key says."""
         world = self.world
         for _ in range(2000):
-            if not self.work() and not self.tiers.turn(True) and not self.tiers.loading:
+            busy = [self.work(), self.tiers.turn(True), self.tiers.loading, self.tiers.behind_pool.chunks > 0]
+            if not any(busy):
                 break
             world.clock.time += 0.5
         else:

@@ -15,6 +15,8 @@ async def test_the_stores_answer_what_is_asked_about_a_context(folder: Path, tmp
         whole = len(tokens) // 64 * 64
         await collect(service.generate(request(service, prompt, 2)))
         await service.flush()
+        assert service.kv().disk is not None and service.kv().disk.chunks == whole // 64, "figures of after the flush"
+        assert service.kv().queued == 0
         await service.pin("agent", tokens)
         await until(lambda: service.kv().disk is not None and service.kv().disk.pinned == whole // 64)
         assert (await service.evict(tokens)).disk == whole
@@ -25,6 +27,8 @@ async def test_the_stores_answer_what_is_asked_about_a_context(folder: Path, tmp
         swept = await service.scrub()
         assert swept.checked == whole // 64 and swept.removed == 0
         assert (await service.prune()).removed == 0
+        placed = await service.evict(tokens, keep=130, disk=True)
+        assert placed.disk == 128, "a chunk of both holds tokens that must go"
         placed = await service.evict(tokens, keep=64, disk=True)
         assert (placed.disk, placed.pool) == (64, 64)
         await service.unpin("agent")

@@ -2,8 +2,10 @@
 
     findable  ->  noted  --read between steps-->  queue  --writer's thread-->  stores
 
-A chunk is noted when all its blocks can be found in the pool, and its pages are copied when the step loop has nothing
-better to do; one that the pool gives up before is not stored, nor is what extends it.
+A chunk is noted when all its blocks can be found in the pool. That takes no memory of its own, so there is no bound on
+it but the pool. Its pages are copied when the step loop has nothing better to do, when the pool is about to need its
+blocks, or when it has waited for long. The copies are bounded in bytes: while there is no room for more, chunks wait
+in the pool. One that the pool gives up meanwhile is not stored, nor is what extends it; both are counted.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from cairn.kv.writing import Writer
 from cairn.seams import Clock
 
 DAY_SECONDS = 86_400.0
+WAIT_SECONDS = 10.0
+"""How long a chunk waits in the pool for the step loop to have nothing to do; then it is copied between two steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class WriteLimits:
     day_bytes: float = 100e9
     """Written a day for contexts that came only once; then only what comes again is written."""
     queue_bytes: int = 256 << 20
-    """Of chunks that were noted and are not yet stored."""
+    """Copied out of the pool and not yet stored. One chunk always may be."""
     turn_bytes: int = 32 << 20
     """Copied between two steps at most; one chunk always may be."""
 
@@ -42,6 +46,8 @@ class _Noted:
     chunk: Chunk
     blocks: tuple[bytes, ...]
     """Keys of its blocks."""
+    at: float
+    """When it was noted."""
 
 
 class Behind:
@@ -58,9 +64,15 @@ class Behind:
         self._writer = writer
         self._limits = limits
         self._sizes = tuple(CHUNK_BLOCKS * size for size in cache.info.block_bytes)
-        self._noted: deque[_Noted] = deque()
-        self._outstanding: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        """Serial and bytes of every chunk that is noted, queued or being written."""
+        self._noted: OrderedDict[bytes, _Noted] = OrderedDict()
+        """Parents before children."""
+        self._users: dict[bytes, list[bytes]] = {}
+        """Which noted chunks a block, all by their keys, is a part of: contexts may part within a chunk."""
+        self._noted_blocks = [0] * len(cache.pools)
+        self._copied: dict[bytes, int] = {}
+        """Bytes of every chunk that is queued or being written."""
+        self._outstanding: OrderedDict[bytes, int] = OrderedDict()
+        """Serial of every chunk that is noted, queued or being written."""
         self._serial = 0
         self._touched = Memory()
         self._stored = Memory()
@@ -68,11 +80,13 @@ class Behind:
         self._day = clock.now()
         self._day_bytes = 0
         self.bytes = 0
-        """Of all outstanding chunks."""
+        """Held outside the pool: of all chunks that are queued or being written."""
         self.dropped = 0
-        """Chunks that were given up: the queue was full, the pool needed their blocks, or no store took them."""
+        """Chunks that were given up: the pool needed their blocks while the queue was full, or no store took them."""
         self.budget_spent = 0
         """Chunks that were not stored at first touch because the day's bytes were written."""
+        for pool in cache.pools:
+            pool.leaving = self._leaving
 
     @property
     def chunks(self) -> int:
@@ -99,22 +113,16 @@ class Behind:
         key = context.chains[0].key(last, tokens)
         return key in self._touched and key not in self._stored
 
-    def pressing(self) -> bool:
-        """Whether to read now although requests want a step: the queue is half full, somebody waits for it, or the
-        pool is about to need the blocks."""
-        short = any(pool.free * 8 < pool.size for pool in self._cache.pools)
-        return bool(self._noted) and (short or bool(self._flushes) or self.bytes * 2 >= self._limits.queue_bytes)
-
     def turn(self, idle: bool) -> bool:
         """Copy what is noted into the queue, as much as one turn may. True if there is more to do at once."""
         self._settle()
         room = self._limits.turn_bytes
-        while self._noted and room > 0 and (idle or self.pressing()):
-            room -= self._read(self._noted.popleft())
+        while room > 0 and self._ready(idle):
+            room -= self._copy(self._next())
         while self._flushes and not self._waits_for(self._flushes[0][0]):
             _, dropped, done = self._flushes.popleft()
             done(self.dropped - dropped)
-        return bool(self._noted) and (idle or self.pressing())
+        return self._ready(idle)
 
     def flush(self, done: Callable[[int], None]) -> None:
         """Call `done` when all that was noted until now is stored, with the chunks that were given up meanwhile."""
@@ -122,20 +130,48 @@ class Behind:
 
     def forget(self, keys: Collection[bytes]) -> None:
         """Do not write these any more, unless they are in the queue already."""
-        for noted in [noted for noted in self._noted if noted.chunk.key in keys]:
-            self._noted.remove(noted)
-            self._done_with(noted.chunk.key)
+        for key in [key for key in keys if key in self._noted]:
+            self._unnote(key)
+            del self._outstanding[key]
 
-    def finish(self) -> None:
-        """Read all that is noted: the last turn."""
+    def finish(self, grace: float) -> None:
+        """Copy all that is noted as the writer makes room, for `grace` seconds at most: the last turn."""
+        end = self._clock.now() + grace
         while self._noted:
-            self._read(self._noted.popleft())
+            self._settle()
+            if self._fits(self._size(self._next())):
+                self._copy(self._next())
+            elif not self._writer.wait(end - self._clock.now()):
+                return
+
+    def _ready(self, idle: bool) -> bool:
+        """Whether to copy the next chunk now. `idle`: nobody waits for a step."""
+        return bool(self._noted) and self._fits(self._size(self._next())) and (idle or self._pressing())
+
+    def _pressing(self) -> bool:
+        """Whether to copy although requests want a step: somebody waits for it, or the pool is about to need blocks."""
+        if self._flushes or self._clock.now() - self._next().at > WAIT_SECONDS:
+            return True
+        pools = zip(self._cache.pools, self._noted_blocks, strict=True)
+        return any(noted and (pool.available - noted) * 8 < pool.size for pool, noted in pools)
+
+    def _leaving(self, block: bytes) -> None:
+        """The pool is about to give up a block: copy its chunks, after all noted ones they extend, or give them up."""
+        for key in tuple(self._users.get(block, ())):
+            line = [self._noted[key]]
+            while line[-1].chunk.parent in self._noted:
+                line.append(self._noted[line[-1].chunk.parent])
+            if self._fits(sum(map(self._size, line))):
+                for one in reversed(line):
+                    self._copy(one)
+            else:
+                self._give_up(line[0])
 
     def _settle(self) -> None:
         """Take note of what the writer has finished."""
         while self._writer.finished:
             key, kept = self._writer.finished.popleft()
-            self._done_with(key)
+            self._written(key)
             if kept:
                 self._stored.add(key)
             else:
@@ -144,7 +180,7 @@ class Behind:
     def _waits_for(self, serial: int) -> bool:
         """Whether a chunk noted before then is still outstanding."""
         first = next(iter(self._outstanding.values()), None)
-        return first is not None and first[0] < serial
+        return first is not None and first < serial
 
     def _note(self, context: Context, number: int, index: int, tokens: Sequence[int]) -> None:
         """Decide about one whole chunk of a context: it is stored, outstanding, not wanted (yet), or noted now."""
@@ -160,36 +196,55 @@ class Behind:
             if not self._within_day():
                 self.budget_spent += 1
                 return
-        size = self._sizes[number]
         parent = chain.key(last - CHUNK_BLOCKS, tokens) if index else b""
         if not self._has_parent(parent):
-            return
-        if self.bytes + size > self._limits.queue_bytes:
-            self.dropped += 1
             return
         width = CHUNK_BLOCKS * self._cache.info.block_tokens
         part = tuple(tokens[index * width : (index + 1) * width])
         blocks = tuple(chain.key(last - CHUNK_BLOCKS + 1 + one, tokens) for one in range(CHUNK_BLOCKS))
-        self._noted.append(_Noted(Chunk(key, parent, part, index * width, b"", number), blocks))
+        noted = _Noted(Chunk(key, parent, part, index * width, b"", number), blocks, self._clock.now())
+        if self._find(noted) is None:
+            self.dropped += 1
+            return
+        self._noted[key] = noted
+        for block in blocks:
+            self._users.setdefault(block, []).append(key)
+        self._noted_blocks[number] += CHUNK_BLOCKS
         self._serial += 1
-        self._outstanding[key] = self._serial, size
-        self.bytes += size
+        self._outstanding[key] = self._serial
 
-    def _read(self, noted: _Noted) -> int:
-        """Copy a noted chunk's pages out of the pool and queue it; returns the bytes."""
+    def _find(self, noted: _Noted) -> list[int] | None:
+        """The blocks of a noted chunk; None where the pool does not have all of them any more."""
         chunk, size = noted.chunk, self._cache.info.block_tokens
         pool = self._cache.pools[chunk.group]
         parts = (chunk.tokens[at : at + size] for at in range(0, len(chunk.tokens), size))
         blocks = [pool.find(key, part) for key, part in zip(noted.blocks, parts, strict=True)]
         found = [block for block in blocks if block is not None]
-        if len(found) < len(blocks) or not self._has_parent(chunk.parent):
-            self._done_with(chunk.key)
-            self.dropped += 1
+        return found if len(found) == len(blocks) else None
+
+    def _copy(self, noted: _Noted) -> int:
+        """Copy a noted chunk's pages out of the pool and queue it; returns the bytes."""
+        chunk, found = noted.chunk, self._find(noted)
+        if found is None or not self._has_parent(chunk.parent):
+            self._give_up(noted)
             return 0
+        self._unnote(chunk.key)
         pages = b"".join(self._engine.read_blocks(chunk.group, found).wait())
-        self._writer.push(dataclasses.replace(chunk, pages=pages))
+        self._copied[chunk.key] = len(pages)
+        self.bytes += len(pages)
         self._day_bytes += len(pages)
+        self._writer.push(dataclasses.replace(chunk, pages=pages))
         return len(pages)
+
+    def _next(self) -> _Noted:
+        return next(iter(self._noted.values()))
+
+    def _size(self, noted: _Noted) -> int:
+        return self._sizes[noted.chunk.group]
+
+    def _fits(self, size: int) -> bool:
+        """Whether so many bytes more may be copied."""
+        return not self.bytes or self.bytes + size <= self._limits.queue_bytes
 
     def _durable(self, key: bytes) -> bool:
         return self._store.leading((key,)) == 1
@@ -202,6 +257,21 @@ class Behind:
             self._day, self._day_bytes = self._clock.now(), 0
         return self._day_bytes < self._limits.day_bytes
 
-    def _done_with(self, key: bytes) -> None:
-        _, size = self._outstanding.pop(key)
-        self.bytes -= size
+    def _unnote(self, key: bytes) -> None:
+        noted = self._noted.pop(key)
+        for block in noted.blocks:
+            self._users[block].remove(key)
+            if not self._users[block]:
+                del self._users[block]
+        self._noted_blocks[noted.chunk.group] -= CHUNK_BLOCKS
+
+    def _give_up(self, noted: _Noted) -> None:
+        """It will not be stored; neither will what extends it, because that lacks its parent when its turn comes."""
+        self._unnote(noted.chunk.key)
+        del self._outstanding[noted.chunk.key]
+        self.dropped += 1
+
+    def _written(self, key: bytes) -> None:
+        """The writer is done with a chunk."""
+        self.bytes -= self._copied.pop(key)
+        del self._outstanding[key]

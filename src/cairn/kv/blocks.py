@@ -14,7 +14,7 @@ oldest cached block is a leaf.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -38,6 +38,8 @@ class BlockPool:
         self._published: list[Published | None] = [None] * size
         self._index: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self.leaving: Callable[[bytes], None] = _nobody
+        """Called with the key of a published block that is about to be given up and can still be found and read."""
 
     @property
     def free(self) -> int:
@@ -129,6 +131,7 @@ class BlockPool:
         published = self._published[block]
         if self._holders[block] or published is None:
             return False
+        self.leaving(published.key)
         del self._cached[block]
         del self._index[published.key]
         self._published[block] = None
@@ -136,9 +139,15 @@ class BlockPool:
         return True
 
     def _evict(self) -> int:
-        block, _ = self._cached.popitem(last=False)
+        block = next(iter(self._cached))
         published = self._published[block]
         assert published is not None
+        self.leaving(published.key)
+        del self._cached[block]
         del self._index[published.key]
         self._published[block] = None
         return block
+
+
+def _nobody(key: bytes) -> None:
+    """Nobody wants to know which blocks go."""

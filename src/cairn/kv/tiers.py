@@ -201,11 +201,15 @@ class Tiers:
             done()
 
     def evict(self, tokens: Sequence[int], salt: bytes, keep: int, disk: bool, done: Done) -> None:
-        """Give up a context's chunks beyond the first `keep` tokens, in the stores, and on the disk only if told."""
-        first = -(-keep // self._lookup.chunk_tokens)
+        """Give up a context's KV beyond the first `keep` tokens, in the pool and the stores; on the disk only if told.
+
+        What of it is not yet on the disk is still written where it may stay there.
+        """
+        first = keep // self._lookup.chunk_tokens  # the chunk that ends beyond `keep` holds what must go
         keys = self._lookup.all_keys(self._cache.context(salt), tokens, first)
         if disk:
             self.behind_pool.forget(frozenset(keys))
+        self._cache.forget(self._cache.context(salt), tokens, keep)
         stores = [store for tier, store in self._stores.items() if disk or tier != "disk"]
         self.do(lambda store: self._lookup.drop(store, keys, salt, tokens, first), stores, done)
 
@@ -288,8 +292,9 @@ class Tiers:
         """Write what is noted for up to `grace` seconds, then give the stores back. The engine must still be there."""
         for context, (_, tokens) in tuple(self._loads.items()):
             self._cache.close(context, tokens)
-        self.behind_pool.finish()
+        end = self._clock.now() + grace
+        self.behind_pool.finish(grace)
         # A store is left as it is while a thread still hangs in it; the end of the process gives it back.
-        if all([self.writer.close(grace), self.reader.close()]):
+        if all([self.writer.close(max(0.0, end - self._clock.now())), self.reader.close()]):
             for store in self._stores.values():
                 store.close()

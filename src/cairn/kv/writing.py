@@ -50,6 +50,11 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="cairn-kv-write", daemon=True)
         self._thread.start()
 
+    def wait(self, seconds: float) -> bool:
+        """Wait until something is finished; False if that takes longer, or no thread does the work."""
+        with self._changed:
+            return self._thread is not None and self._changed.wait_for(lambda: bool(self.finished), max(0.0, seconds))
+
     def close(self, grace: float) -> bool:
         """Write what is queued for up to `grace` seconds, then stop. False if the thread still hangs in a store."""
         with self._changed:
@@ -79,7 +84,9 @@ class Writer:
             job()
         for store in self._stores:
             kept = _keep(store, batch)
-        self.finished.extend((chunk.key, chunk.key in kept) for chunk in batch)
+        with self._changed:
+            self.finished.extend((chunk.key, chunk.key in kept) for chunk in batch)
+            self._changed.notify_all()
         self._wake()
         return True
 

@@ -8,6 +8,8 @@ from cairn.kv.tiers import Tiers
 from cairn.service import wire
 from cairn.types import Placed, Swept
 
+NOTHING = Swept()
+
 
 class Answers:
     """Answers on the worker's thread, some of them later: when a store has done its part."""
@@ -19,12 +21,12 @@ class Answers:
 
     def take(self, ask: wire.Ask) -> None:
         """Do what is asked for. Where there is no store below the pool there is nothing to wait for or look over."""
-        if ask.what == "evict":
+        if ask.what == "evict" and self._tiers is None:
             self._cache.forget(self._cache.context(ask.salt), ask.tokens, ask.keep)
         if self._tiers is None or ask.what == "where":
             self._say_where(ask)
         elif ask.what == "flush":
-            self._tiers.flush(lambda dropped: self._channel.send(wire.Answer(ask.id, trouble=_given_up(dropped))))
+            self._tiers.flush(lambda dropped: self._say(ask, trouble=_given_up(dropped)))
         elif ask.what == "pin":
             self._tiers.pin(ask.owner, ask.tokens, ask.salt, lambda: self._say_where(ask))
         elif ask.what == "prefetch":
@@ -33,7 +35,7 @@ class Answers:
             self._tiers.evict(ask.tokens, ask.salt, ask.keep, ask.disk, lambda: self._say_where(ask))
         else:
             job = _scrub if ask.what == "scrub" else _prune
-            if not self._tiers.sweep(job, lambda swept: self._channel.send(_swept(ask.id, swept))):
+            if not self._tiers.sweep(job, lambda swept: self._say_swept(ask, swept)):
                 self._channel.send(wire.Answer(ask.id))
 
     def _say_where(self, ask: wire.Ask) -> None:
@@ -43,11 +45,16 @@ class Answers:
             placed = Placed(pool=self._cache.found(self._cache.context(ask.salt), ask.tokens))
         self._channel.send(wire.Answer(ask.id, placed=placed))
 
+    def _say_swept(self, ask: wire.Ask, swept: Swept | None) -> None:
+        if swept is None:
+            self._say(ask, trouble="the KV store could not be looked over; the log says why")
+        else:
+            self._say(ask, swept)
 
-def _swept(id: int, swept: Swept | None) -> wire.Answer:
-    if swept is None:
-        return wire.Answer(id, trouble="the KV store could not be looked over; the log says why")
-    return wire.Answer(id, swept=swept)
+    def _say(self, ask: wire.Ask, swept: Swept = NOTHING, trouble: str = "") -> None:
+        """Something about all that is stored was done: whoever asked finds the figures after it."""
+        kv = None if self._tiers is None else self._tiers.stats()
+        self._channel.send(wire.Answer(ask.id, swept=swept, trouble=trouble, kv=kv))
 
 
 def _scrub(store: DiskStore) -> Swept:

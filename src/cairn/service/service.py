@@ -252,6 +252,8 @@ class Service:
         return self._answered(await self._supervisor.ask("prune")).swept
 
     def _answered(self, answer: wire.Answer) -> wire.Answer:
+        if answer.kv is not None:
+            self.metrics.kv = answer.kv
         if answer.trouble:
             raise Unavailable(answer.trouble, retry_after=self._supervisor.pause)
         return answer

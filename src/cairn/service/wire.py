@@ -163,6 +163,8 @@ class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     swept: Swept = Swept()
     trouble: str = ""
     """Why it could not be done, as a sentence."""
+    kv: KvStats | None = None
+    """The stores after it, where it is about all that they hold."""
 
 
 ToFront = Ready | LoadFailed | Step | Refused | Beat | Answer
