@@ -59,8 +59,9 @@ class Folder:
             self.sync()
         except BaseException:
             file.close()
-            with contextlib.suppress(OSError):
-                self._files.remove(temporary)
+            for path in (temporary, self.name(header.number)):
+                with contextlib.suppress(OSError):
+                    self._files.remove(path)
             raise
         return file
 

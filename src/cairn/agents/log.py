@@ -11,6 +11,9 @@ tells. An erasure begins with a synced record that names the keys; a start that 
 After a failed write or sync nothing unsynced of that segment is relied on: it is closed for ever, and what was not
 yet durable is written again into a new one.
 
+A segment ends with a seal once all of it is durable. What a start finds without one may be known to the system and not
+to the disk - the process was killed, or a sync failed - so it is written anew before anything builds on it.
+
 Everything read is checked. Bytes that are no record - a torn end, a damaged sector - are skipped and counted, and left
 out when their segment is written anew at the start. The whole log is read into memory once; nothing is kept of it here
 but where each record lies. One thread at a time may use a log.
@@ -26,8 +29,8 @@ from pathlib import Path
 
 from cairn.agents.folder import DAMAGED, LOG, NEW, Folder
 from cairn.agents.index import Entry, Index, Kind, Segment, decode_keys, encode_keys
-from cairn.agents.segment import HEADER_BYTES, VERSION, Header, Record, decode_header, encode_record, scan
-from cairn.errors import ConfigError
+from cairn.agents.reading import read_segments
+from cairn.agents.segment import HEADER_BYTES, SEAL, Header, Record, encode_record, scan
 from cairn.seams import File, FileSystem, Lock, Rng
 
 log = logging.getLogger(__name__)
@@ -53,6 +56,8 @@ class Log:
         self._index = Index()
         self._erasing: set[int] = set()
         """Keys whose bytes may still be on the disk although their erasure is durable."""
+        self._doubtful = False
+        """Whether what was read at the start may not be durable."""
         self.recovered: list[Record] = []
         """Every record that counts, in order. Empty it once it was read."""
         self.damaged = 0
@@ -84,44 +89,16 @@ class Log:
 
     def _recover(self) -> None:
         folder = self._folder
-        read = [(number, folder.read(number)) for number in folder.numbers(LOG)]
-        headers = {number: decode_header(data) for number, data in read}
-        for number, header in headers.items():
-            if header is not None and header.version > VERSION:
-                raise ConfigError(
-                    f"{folder.name(number)}: written by a newer Cairn (format {header.version}); "
-                    f"this one reads formats up to {VERSION}"
-                )
-        self._next_number = 1 + max([0, *headers, *folder.numbers(NEW), *folder.numbers(DAMAGED)])
-        for number in folder.numbers(NEW):
-            folder.remove(number, NEW)
-        found: dict[int, Record] = {}
-        for number, data in read:
-            self._take(number, headers[number], data, found)
-        self._lsns = itertools.count(1 + max(found, default=0))
-        self._recall(found)
+        found = read_segments(folder)
+        self._segments, self.damaged = found.segments, found.damaged
+        self._next_number = found.next_number
+        self._lsns = itertools.count(1 + max(found.records, default=0))
+        self._recall(found.records)
+        self._doubtful = True
         try:
             self._finish()
         except OSError as error:  # what is to be cut or erased stays out of reach, and is tried again
             self._note(error)
-
-    def _take(self, number: int, header: Header | None, data: bytes, found: dict[int, Record]) -> None:
-        """Enter a segment's records."""
-        if header is None or header.number != number:
-            log.warning("%s: no readable header; set aside", self._folder.name(number))
-            self.damaged += len(data)
-            self._folder.set_aside(number)
-            return
-        segment = self._segments[number] = Segment(header)
-        records, damaged = scan(header, data)
-        segment.size, segment.dirty = len(data), damaged > 0
-        self.damaged += damaged
-        for record in records:
-            if record.lsn in found:
-                segment.dirty = True
-                continue
-            found[record.lsn] = record
-            segment.entries.append(Entry(record))
 
     def _recall(self, found: dict[int, Record]) -> None:
         """Find out which records still count."""
@@ -154,6 +131,8 @@ class Log:
         """
         for last in (False, True):
             try:
+                if sync and self._doubtful:
+                    self._finish()
                 if self._active is not None and self._active.size >= SEGMENT_BYTES:
                     self._seal()
                 news = list(records) if self._file is not None else [*self._unsynced, *records]
@@ -203,10 +182,17 @@ class Log:
             self._unsynced = []
 
     def _seal(self) -> None:
-        """Close the segment that grows."""
+        """Close the segment that grows. Its seal needs no sync: it says that the one before it did well."""
         self._sync()
-        if self._file is not None:
-            self._file.close()
+        if self._file is None or self._active is None:
+            return
+        try:
+            self._file.append(encode_record(self._active.header, self._active.size, SEAL))
+        except OSError:  # all the rest is durable; what is written anew for want of a seal is written anew in vain
+            self._abandon()
+            return
+        self._active.size += SEAL.size
+        self._file.close()
         self._file = self._active = None
 
     def _abandon(self) -> None:
@@ -244,13 +230,14 @@ class Log:
 
     def _finish(self) -> None:
         """Write damaged segments and those with erased records anew."""
-        for number in self._folder.numbers(DAMAGED) if self._erasing else ():
-            self._folder.remove(number, DAMAGED)
+        if self._erasing:
+            self._clear()
         for number, segment in sorted(self._segments.items()):
             if segment.dirty or any(entry.key in self._erasing for entry in segment.entries):
                 if segment is self._active:
                     self._seal()
                 self._rewrite([number], keep_all=False)
+        self._doubtful = False
         if not self._erasing:
             return
         self._folder.sync()
@@ -259,6 +246,13 @@ class Log:
         for segment in self._segments.values():
             for entry in segment.entries:
                 entry.live &= entry.kind != Kind.ERASE
+
+    def _clear(self) -> None:
+        """Remove what is no segment: one that cannot be read, and those whose making failed halfway."""
+        for ending in (DAMAGED, NEW, LOG):
+            for number in self._folder.numbers(ending):
+                if ending != LOG or number not in self._segments:
+                    self._folder.remove(number, ending)
 
     def compact(self) -> bool:
         """Do a part of the work that saves space, if there is any; whether there may be more. Raises OSError."""
@@ -307,6 +301,7 @@ class Log:
             for lsn in sorted(records):
                 data += encode_record(made.header, HEADER_BYTES + len(data), records[lsn])
                 made.entries.append(entries[lsn])
+            data += encode_record(made.header, HEADER_BYTES + len(data), SEAL)
             made.size += len(data)
             self._folder.create(made.header, data).close()
             self._segments[made.header.number] = made

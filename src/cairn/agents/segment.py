@@ -54,6 +54,10 @@ class Record(NamedTuple):
         return RECORD_BYTES + len(self.payload)
 
 
+SEAL = Record(0, 255, 0, b"")
+"""The last record of a segment all of which is durable. It has no place in the order of records."""
+
+
 class Scan(NamedTuple):
     """What a segment holds."""
 
