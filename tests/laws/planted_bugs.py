@@ -223,6 +223,7 @@ BUGS = (
     Bug("pins do not protect", SHELF, " and entry.id not in self._pinned\n", "\n"),
     Bug("a chunk is evicted before what extends it", SHELF, "entry.live and not entry.children and", "entry.live and"),
     Bug("uses are not noted", SHELF, "        if now > entry.used:\n", "        if False:\n"),
+    Bug("a use that was inherited is forgotten at a restart", STATE, "            self._note_use(parent)\n", "            pass\n"),
     Bug("uses are forgotten at a restart", UPKEEP, "                state.folder.files.touch(state.folder.path(entry.name), entry.used)\n", "                pass\n"),
     Bug("what lost its last extension never becomes a leaf", SHELF, "            parent.children.discard(entry.id)\n", ""),
     Bug("the bytes of removed chunks are counted for ever", SHELF, "        self.bytes -= entry.disk\n", ""),

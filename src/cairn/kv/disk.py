@@ -153,7 +153,7 @@ class DiskStore:
             state.dropped.update(flying.intersection(ids))
             family = state.shelf.family(ids)
             for entry in family:
-                state.shelf.doom(entry)
+                state.doom(entry)
         gone = state.clear(family)
         self._intake.wait(flying)
         # Also of those that are not here now: an evicted chunk's name may yet come back in a power cut.

@@ -79,6 +79,16 @@ class DiskState:
     def use(self, entry: Entry) -> None:
         """A chunk was used. With the lock held."""
         self.shelf.use(entry, self.now())
+        self._note_use(entry)
+
+    def doom(self, entry: Entry) -> None:
+        """Nobody finds a chunk any more; what it extends inherits its last use. With the lock held."""
+        self.shelf.doom(entry)
+        parent = self.shelf.get(entry.parent)
+        if parent is not None:
+            self._note_use(parent)
+
+    def _note_use(self, entry: Entry) -> None:
         if entry.used - entry.saved >= _USE_STEP:
             self.used[entry.id] = entry
 
@@ -157,7 +167,7 @@ class DiskState:
     def _doom_victims(self, excess: int) -> list[Entry]:
         victims = []
         while excess > 0 and (victim := self.shelf.victim()) is not None:
-            self.shelf.doom(victim)
+            self.doom(victim)
             victims.append(victim)
             excess -= victim.disk
         return victims
@@ -216,7 +226,7 @@ class DiskState:
                 return 0
             family = self.shelf.family([entry.id])
             for one in family:
-                self.shelf.doom(one)
+                self.doom(one)
             self.count(damaged=len(family))
         self.clear(family)
         return len(family)

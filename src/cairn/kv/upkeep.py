@@ -58,7 +58,7 @@ def prune(state: DiskState, before: float, *, keep: bytes = b"") -> int:
         with state.mutex:
             stale = state.shelf.leaves(lambda entry: entry.used < before or not entry.id.startswith(keep))
             for entry in stale:
-                state.shelf.doom(entry)
+                state.doom(entry)
         cleared = state.clear(stale)
         with state.mutex:
             state.count(evicted=cleared)
