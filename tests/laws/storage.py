@@ -206,8 +206,9 @@ class Work:
         self.store.tend()
 
     def restart(self) -> None:
-        if self.store.stats().trouble:
-            self.erased.clear()  # what a disk that fails could not erase is forgotten with the process
+        if self.files.fired:  # what a disk that fails could not erase is forgotten with the process
+            self.erased -= chunk_files(self.files).keys()
+            self.erased -= self.erased if self.store.stats().trouble else set()
         self.pins_known = self.pins_known and self.files.fault is None and not self.files.fired
         self.store.close()
         self.store = start(self.files, self.time)
