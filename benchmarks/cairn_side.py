@@ -28,6 +28,8 @@ GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0)
 class Side:
     """One engine, and the blocks of the row that is being measured."""
 
+    sizes: tuple[int, int, int] | None = None
+
     def machine(self, threads: int) -> dict[str, Any]:
         """The kernels that run here, and what the machine can do at most."""
         kernels = chosen("auto")
@@ -45,7 +47,10 @@ class Side:
         return {"seconds": time.perf_counter() - began, "vocab": spec.vocab}
 
     def begin(self, batch: int, depth: int, room: int) -> dict[str, Any]:
-        """Blocks for `batch` sequences with `depth` tokens each and `room` for more; the depth is computed once."""
+        """Blocks for `batch` sequences with `depth` tokens each and `room` for more; kept where it is there."""
+        if self.sizes == (batch, depth, room):
+            return {}
+        self.sizes = (batch, depth, room)
         each = -(-(depth + room) // BLOCK_TOKENS)
         self.tables = [range(number * each, (number + 1) * each) for number in range(batch)]
         if batch * each > min(self.engine.info.blocks):
@@ -59,9 +64,6 @@ class Side:
             for group in range(len(self.engine.info.groups)):
                 pages = self.engine.read_blocks(group, self.tables[0][:filled]).wait()
                 self.engine.write_blocks(group, table[:filled], pages).wait()
-        return {}
-
-    def end(self) -> dict[str, Any]:
         return {}
 
     def prefill(self, tokens: int) -> dict[str, Any]:
@@ -91,6 +93,7 @@ class Side:
         sampling = SamplingParams(max_tokens=1 << 20, temperature=0, logprobs=True, top_logprobs=top)
         found = []
         for prompt in prompts:
+            self.sizes = None
             self.begin(1, 0, len(prompt) + steps)
             text, said, start = list(prompt), [], 0
             for _ in range(steps):

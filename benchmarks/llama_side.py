@@ -25,6 +25,9 @@ QUIET = c.llama_log_callback(lambda level, text, _: sys.stderr.write(text.decode
 class Side:
     """One model and the context of the row that is being measured."""
 
+    context: Any = None
+    sizes: tuple[int, int, int] | None = None
+
     def load(self, path: str, threads: int) -> dict[str, Any]:
         began = time.perf_counter()
         self.threads = threads
@@ -35,7 +38,10 @@ class Side:
         return {"seconds": time.perf_counter() - began, "vocab": self.vocab}
 
     def begin(self, batch: int, depth: int, room: int) -> dict[str, Any]:
-        """A context of `batch` sequences with `depth` tokens each and `room` for more."""
+        """A context of `batch` sequences with `depth` tokens each and `room` for more; kept where it is there."""
+        if self.sizes == (batch, depth, room):
+            return {}
+        self.end()
         params = c.llama_context_default_params()
         params.n_seq_max = batch
         params.n_ctx = batch * (-(-(depth + room) // 256) * 256)
@@ -52,12 +58,14 @@ class Side:
             self.step([(0, at + k, token) for k, token in enumerate(prompt[at : at + STEP])], last=True)
         for other in range(1, batch):
             c.llama_memory_seq_cp(self.cache, 0, other, -1, -1)
+        self.sizes = (batch, depth, room)
         return {}
 
-    def end(self) -> dict[str, Any]:
-        c.llama_batch_free(self.space)
-        c.llama_free(self.context)
-        return {}
+    def end(self) -> None:
+        if self.context:
+            c.llama_batch_free(self.space)
+            c.llama_free(self.context)
+        self.context = self.sizes = None
 
     def prefill(self, tokens: int) -> dict[str, Any]:
         """A prompt of `tokens` after the depth, and the choice of the token after it."""

@@ -302,8 +302,8 @@ def line(name: str, r: dict[str, Any]) -> str:
 Case = tuple[str, float, str, int, int, int]
 
 
-def measure(rounds: int, scale: float) -> None:
-    """The cases, `rounds` times each; the median round by tok/s is shown."""
+def measure(rounds: int, scale: float, into: Path | None) -> None:
+    """The cases, `rounds` times each; the median round by tok/s is shown, and written `into` a file."""
     cases: list[Case] = [
         ("completions, 4 at once, 10 tokens", 0.0, "text", 4, 4000, 10),
         ("chat, 4 at once, 10 tokens", 0.0, "chat", 4, 3000, 10),
@@ -311,27 +311,33 @@ def measure(rounds: int, scale: float) -> None:
         ("256 streams of 128 tokens, a step every 16 ms", 0.016, "text", 256, 768, 128),
         ("256 streams of 128 tokens, a step every 12 ms", 0.012, "text", 256, 768, 128),
     ]
-    print(f"{os.cpu_count()} cores; load before: {os.getloadavg()[0]:.1f}\n\n{HEAD}\n|---|---|---|---|---|---|")
+    load = os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores; load before: {load:.1f}\n\n{HEAD}\n|---|---|---|---|---|---|")
     servers: dict[float, Server] = {}
     try:
-        _measure(cases, servers, rounds, scale)
+        medians = _measure(cases, servers, rounds, scale)
     finally:
         for server in servers.values():
             server.close()
-    scheduler()
+    found = {"load": load, "rounds": rounds, "cases": medians, "scheduler": scheduler()}
+    if into is not None:
+        into.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def _measure(cases: list[Case], servers: dict[float, Server], rounds: int, scale: float) -> None:
+def _measure(cases: list[Case], servers: dict[float, Server], rounds: int, scale: float) -> list[dict[str, Any]]:
+    medians = []
     for name, pace, route, streams, requests, tokens in cases:
         server = servers.setdefault(pace, Server(pace)) if pace not in servers else servers[pace]
         ask(server, route, streams, max(streams, 100), tokens)
         found = [ask(server, route, streams, max(streams, int(requests * scale)), tokens) for _ in range(rounds)]
         found.sort(key=lambda r: r["tokens"] / r["seconds"])
-        print(line(name, found[len(found) // 2]), flush=True)
+        medians.append({"name": name, **found[len(found) // 2]})
+        print(line(name, medians[-1]), flush=True)
+    return medians
 
 
-def scheduler() -> None:
-    """plan + commit at 32 decoding rows, in microseconds a step."""
+def scheduler() -> float:
+    """Seconds of plan + commit at 32 decoding rows."""
     from cairn.engine.fake import FakeEngine, fake_spec
     from cairn.kv.cache import Cache
     from cairn.scheduler import Limits, Scheduler
@@ -352,6 +358,7 @@ def scheduler() -> None:
         if len(plan.rows) == 32 and all(row.end - row.start == 1 for row in plan.rows):
             taken.append(planned - started + time.perf_counter() - ran)
     print(f"\nscheduler, plan + commit at 32 decoding rows: median {statistics.median(taken) * 1e6:.0f} us")
+    return statistics.median(taken)
 
 
 def profile() -> None:
@@ -391,6 +398,7 @@ def main() -> None:
     parser.add_argument("--profile", nargs="?", const="yes", default="")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--scale", type=float, default=1.0, help="more or fewer requests a case")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the figures, for benchmarks/report.py")
     args = parser.parse_args()
     if args.role == "client":
         uvloop.run(Client(args).run())
@@ -401,7 +409,7 @@ def main() -> None:
     elif args.profile:
         profile()
     else:
-        measure(args.rounds, args.scale)
+        measure(args.rounds, args.scale, args.json)
 
 
 if __name__ == "__main__":

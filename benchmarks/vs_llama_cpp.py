@@ -37,8 +37,9 @@ from rich.table import Table
 
 from side_by_side import Side, load, machine, median_ratio, model_file, write_json
 
-ROOM = 64
-"""Tokens of context that a decode row may add."""
+ROOM = 512
+"""Tokens of context that a row may add: the longest prompt."""
+MOST_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,10 @@ class Row:
     """Tokens of the prompt, or sequences decoded together."""
     goal: float
     depth: int = 0
+
+    @property
+    def sequences(self) -> int:
+        return self.size if self.work == "decode" else 1
 
     @property
     def name(self) -> str:
@@ -93,7 +98,7 @@ class Sides:
 
     def measure(self, row: Row, rounds: int, steps: int) -> dict[str, Any]:
         """Tokens a second of every round."""
-        self.both("begin", batch=row.size if row.work == "decode" else 1, depth=row.depth, room=room(row))
+        self.both("begin", batch=row.sequences, depth=row.depth, room=ROOM if row.sequences == 1 else MOST_STEPS)
         asked: dict[str, Any] = {"tokens": row.size} if row.work == "prefill" else {"steps": steps}
         short = asked if row.work == "prefill" else {"steps": 4}
         self.both(row.work, **short)
@@ -102,7 +107,6 @@ class Sides:
             for name, side in (("cairn", self.cairn), ("llama", self.llama)):
                 done = side(row.work, **asked)
                 found[name].append(done["tokens"] / statistics.median(done["seconds"]))
-        self.both("end")
         return {**asdict(row), "name": row.name, **found, "ratio": median_ratio(found["cairn"], found["llama"])}
 
     def check(self, vocab: int, prompts: int = 4, steps: int = 4) -> dict[str, Any]:
@@ -127,14 +131,9 @@ class Sides:
         return {"steps": compared, "largest": largest, "clear": len(clear), "same": same}
 
 
-def room(row: Row) -> int:
-    return row.size if row.work == "prefill" else ROOM
-
-
 def tokens_held(rows: list[Row]) -> int:
     """Tokens that the pool must hold for the largest row."""
-    most = max((row.size if row.work == "decode" else 1) * (row.depth + room(row) + 16) for row in rows)
-    return max(most, 1024)
+    return max(row.sequences * (row.depth + ROOM // min(row.sequences, 8) + 16) for row in rows)
 
 
 def measure_file(rows: list[Row], given: argparse.Namespace) -> dict[str, Any]:
@@ -186,7 +185,7 @@ def main() -> None:
     parser.add_argument("--rows", help="numbers of rows as --list shows them, such as 1,2,5-8; default: all")
     parser.add_argument("--list", action="store_true", help="show the rows and end")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=32, help=f"of a decode row, at most {ROOM}")
+    parser.add_argument("--steps", type=int, default=32, help=f"of a decode row, at most {MOST_STEPS}")
     parser.add_argument("--quick", action="store_true", help="one round of 12 steps")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -195,8 +194,8 @@ def main() -> None:
     parser.add_argument("--llama-python", default=sys.executable, metavar="FILE")
     given = parser.parse_args()
     given.option = {name: value for one in given.option for name, value in one.items()}
-    if not 4 <= given.steps <= ROOM:
-        parser.error(f"--steps must be from 4 to {ROOM}")
+    if not 4 <= given.steps <= MOST_STEPS:
+        parser.error(f"--steps must be from 4 to {MOST_STEPS}")
     if given.quick:
         given.rounds, given.steps = 1, 12
     if given.list:

@@ -1,0 +1,277 @@
+"""docs/performance.md and its chart, from what the benchmarks wrote.  `python benchmarks/report.py [--check]`
+
+`docs/performance/` holds the figures: `cpu.json` of vs_llama_cpp.py, `serving.json` of serving.py, `overhead.json` of
+server_overhead.py (each with `--json`). Everything above the mark in the page is made from them, so it cannot drift;
+what stands below it is written by hand and kept. The chart needs matplotlib. `--check` only compares the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent.parent / "docs"
+MARK = "<!-- below: by hand -->"
+CHART = "performance.png"
+
+Found = dict[str, Any]
+
+METHOD = """\
+How fast Cairn is beside llama.cpp, on one machine, in one run. Only ratios travel: the figures of two systems were
+taken in turns, seconds apart, and the ratio of a row is the median of its rounds' ratios. What is between the two
+marks was made by `python benchmarks/report.py` from `docs/performance/*.json`; the scripts that measured say in their
+first lines how."""
+
+CPU_METHOD = """\
+Both sides compute the same GGUF file: random weights of a real shape, quantised by llama.cpp itself (Q4_0 and Q8_0 in
+every matrix, Q4_K_M in its usual mixture). Decode is greedy and in steps, each token fed back; `8 at 1,024` are 8
+sequences with 1,024 tokens of context each. A ratio in bold reaches its goal."""
+
+HTTP_METHOD = """\
+One client process, streamed completions, {tokens}. The ratio of tok/s is higher, that of the time to the first token
+(TTFT) lower where Cairn is faster. Where 16 connections ask, the better of llama-server's two configurations counts."""
+
+
+# --------------------------------------------------------------------------------------------------------- parts
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+    return "\n".join(lines)
+
+
+def machine_text(found: Found) -> str:
+    one = found["machine"]
+    limits = [
+        f"reads {one['read'] / 1e9:.0f} GB/s from memory",
+        f"does {one['arithmetic'] / 1e9:,.0f} GFLOP/s in float32",
+    ]
+    limits += [f"{one[key] / 1e9:,.0f} {unit}" for key, unit in PEAKS.items() if one.get(key)]
+    return (
+        f"{one['cpu']}, {one['cores']} cores ({', '.join(one['sets'])}), {one['memory'] / 2**30:.0f} GiB; "
+        f"{one['threads']} threads. Measured by `cairn bench`'s probe, it {', '.join(limits[:-1])} and {limits[-1]}. "
+        f"Cairn computed with its `{one['kernels']}` kernels. Processes that wanted a core before the run: "
+        f"{one['load']:.1f}."
+    )
+
+
+PEAKS = {"int8": "GOP/s in int8", "bf16": "GFLOP/s in bfloat16"}
+
+
+def middle(row: Found, side: str) -> float:
+    return statistics.median(row[side])
+
+
+def verdict(ratio: float, goal: float, *, below: bool = False) -> str:
+    reached = ratio <= goal if below else ratio >= goal
+    return f"**{ratio:.2f}x**" if reached else f"{ratio:.2f}x"
+
+
+def cpu_text(found: Found) -> str:
+    peer = found["llama.cpp"]
+    parts = ["## Computing", CPU_METHOD]
+    parts.append(f"llama.cpp: llama-cpp-python {peer['version']}, built for this machine ({peer['system']}).")
+    rows = [
+        (
+            f"{row['shape']} {row['kind']}",
+            row["name"],
+            f"{middle(row, 'cairn'):,.0f}",
+            f"{middle(row, 'llama'):,.0f}",
+            verdict(row["ratio"], row["goal"]),
+            f"{row['goal']:g}x",
+        )
+        for row in found["rows"]
+    ]
+    parts.append(table(("file", "work", "Cairn tok/s", "llama.cpp tok/s", "ratio", "goal"), rows))
+    reached = sum(row["ratio"] >= row["goal"] for row in found["rows"])
+    faster = sum(row["ratio"] > 1 for row in found["rows"])
+    rounds = f"{found['rounds']} rounds of {found['steps']} steps"
+    parts.append(f"{reached} of {len(rows)} rows reach their goal, in {faster} Cairn is the faster one ({rounds}).")
+    parts.append(f"![Cairn's speed divided by llama.cpp's, row by row]({CHART})")
+    parts += ["### What was read at most", ceilings(found), "### The same answers, memory and loading"]
+    parts.append(
+        "Before any speed, both sides answered the same prompts: the largest difference of the twenty best "
+        "log-probabilities of a step, and how many greedy tokens of the steps compared were equal (all where "
+        "llama.cpp's best token led by more than that difference). Memory is the peak of the whole process, with the "
+        "KV of its largest row; loading is until the engine could compute, with the file in the page cache."
+    )
+    files = [
+        (
+            f"{one['shape']} {one['kind']} ({one['bytes'] / 1e9:.2f} GB)",
+            f"{one['check']['largest']:.3f}",
+            f"{one['check']['same']} of {one['check']['steps']}",
+            f"{one['peak']['cairn'] / 1e9:.2f} / {one['peak']['llama'] / 1e9:.2f}",
+            f"{one['load_seconds']['cairn']:.1f} / {one['load_seconds']['llama']:.1f}",
+        )
+        for one in found["files"]
+    ]
+    head = ("file", "difference", "equal", "peak GB: Cairn / llama.cpp", "seconds to load")
+    parts.append(table(head, files))
+    return "\n\n".join(parts)
+
+
+def ceilings(found: Found) -> str:
+    """How near decode is to the memory's limit: bytes a step must read, and what of the bandwidth that is."""
+    read = found["machine"]["read"]
+    sizes = {(one["shape"], one["kind"]): one["bytes"] for one in found["files"]}
+    rows = []
+    for row in found["rows"]:
+        if row["work"] != "decode":
+            continue
+        size = sizes[row["shape"], row["kind"]]
+        most = row["size"] * read / size
+        ours, theirs = (middle(row, side) / most for side in ("cairn", "llama"))
+        rows.append((f"{row['shape']} {row['kind']}", row["name"], f"{most:,.0f}", f"{ours:.0%}", f"{theirs:.0%}"))
+    text = (
+        "A decode step reads every matrix once, whatever the number of sequences: the file's bytes divided by the "
+        "machine's bandwidth bound it from below. KV is not counted here, nor arithmetic, which binds from about 16 "
+        "sequences on."
+    )
+    return text + "\n\n" + table(("file", "work", "most tok/s", "Cairn", "llama.cpp"), rows)
+
+
+def serving_text(found: Found) -> str:
+    parts = ["## Over HTTP", HTTP_METHOD.format(tokens="128 tokens in and 64 out, no two prompts alike")]
+    parts.append(f"qwen3-0.6b {found['type']}, {found['rounds']} rounds.")
+    parts.append(load_table(found["load"]))
+    parts += ["### A context that is known", known_table(found)]
+    starts = "; ".join(f"{name} {seconds:.1f} s" for name, seconds in found["start_seconds"].items())
+    parts.append(f"From the command to ready, model loaded: {starts}.")
+    peaks = "; ".join(f"{name} {size / 1e9:.2f}" for name, size in found["peak"].items())
+    parts.append(f"Peak memory of all processes of a server after all of this, in GB: {peaks}.")
+    return "\n\n".join(parts)
+
+
+GOALS = {1: (1.5, 0.4), 4: (4.0, 0.3), 16: (5.0, 0.2)}
+"""Connections -> tok/s at least, TTFT at most, as multiples of llama-server's."""
+
+
+def load_table(load: list[Found]) -> str:
+    rows = []
+    for connections, (speed_goal, first_goal) in GOALS.items():
+        seen: dict[str, list[Found]] = {}
+        for one in load:
+            if one["connections"] == connections:
+                seen.setdefault(one["server"], []).append(one)
+        peers = [name for name in seen if name.startswith("llama-server")]
+        best = max(peers, key=lambda name: statistics.median(one["tok_s"] for one in seen[name]))
+        for name, rounds in seen.items():
+            speed, p50, p99 = (
+                statistics.median(one[key] for one in rounds) for key in ("tok_s", "ttft_p50", "ttft_p99")
+            )
+            cells = [str(connections), name, f"{speed:.0f}", f"{p50 * 1000:,.0f} / {p99 * 1000:,.0f}", "", ""]
+            if name == "cairn":
+                pairs = list(zip(rounds, seen[best], strict=True))
+                faster = statistics.median(a["tok_s"] / b["tok_s"] for a, b in pairs)
+                sooner = statistics.median(a["ttft_p50"] / b["ttft_p50"] for a, b in pairs)
+                cells[4] = f"{verdict(faster, speed_goal)} (goal {speed_goal:g}x)"
+                cells[5] = f"{verdict(sooner, first_goal, below=True)} (goal {first_goal:g}x)"
+            rows.append(cells)
+    return table(("connections", "server", "tok/s", "TTFT p50 / p99 ms", "tok/s ratio", "TTFT ratio"), rows)
+
+
+def known_table(found: Found) -> str:
+    """Seconds to the first token, medians, in milliseconds."""
+    names = {"cairn": "cairn", "llama-server, 8 slots": "llama-server"}
+    rows = []
+    for part, what in (("prefix", "2,000 tokens, "), ("context", "4,000 tokens, ")):
+        keys = dict.fromkeys(key for one in found[part] for key in one if key != "server")
+        for key in keys:
+            cells = [what + key]
+            for name in names:
+                values = [one[key] for one in found[part] if one["server"] == name and key in one]
+                cells.append(f"{statistics.median(values) * 1000:,.0f}" if values else "")
+            rows.append(cells)
+    text = (
+        "Time to the first token in ms. `beside the first`: on another connection while the first is still being "
+        "answered. After a restart Cairn loads what it stored by itself; llama-server computes again unless a slot was "
+        "saved and is restored by hand (the time of both calls is given)."
+    )
+    return text + "\n\n" + table(("", *names.values()), rows)
+
+
+def overhead_text(found: Found) -> str:
+    parts = ["## What serving itself costs"]
+    parts.append(
+        "`cairn serve` with an engine that computes (almost) nothing, over real HTTP, the client in a process of its "
+        "own on the same cores; CPU as shares of one core. Goals: 1,500 requests/s and 15,000 tok/s at 4 connections; "
+        "with 256 streams 15,000 tok/s at one event a token and 30,000 where tokens of a stream that lags are merged; "
+        "plan and commit within 100 us at 32 rows."
+    )
+    rows = []
+    for one in found["cases"]:
+        seconds = one["seconds"]
+        shares = ", ".join(f"{one.get(part, 0.0) / seconds:.0%}" for part in ("front", "worker", "helper", "cpu"))
+        cells = [one["name"], f"{one['requests'] / seconds:,.0f}", f"{one['tokens'] / seconds:,.0f}"]
+        cells += [
+            f"{one['events'] / one['tokens']:.2f}",
+            f"{one['first_p50'] * 1000:.1f} / {one['first_p99'] * 1000:.1f}",
+        ]
+        rows.append([*cells, shares])
+    head = ("case", "requests/s", "tok/s", "events a token", "TTFT p50 / p99 ms", "CPU: front, worker, helper, client")
+    parts.append(table(head, rows))
+    parts.append(f"Plan and commit at 32 decoding rows: {found['scheduler'] * 1e6:.0f} us a step.")
+    return "\n\n".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------- page
+
+
+def page(folder: Path, by_hand: str) -> str:
+    """The whole page from the figures in `folder`, with what was written by hand."""
+    texts: dict[str, Callable[[Found], str]] = {"cpu": cpu_text, "serving": serving_text, "overhead": overhead_text}
+    parts = ["# Performance", METHOD]
+    for name, text in texts.items():
+        path = folder / f"{name}.json"
+        if path.exists():
+            found = json.loads(path.read_text())
+            if name == "cpu":
+                parts.append(machine_text(found))
+            parts.append(text(found))
+    return "\n\n".join(parts) + f"\n\n{MARK}\n{by_hand}"
+
+
+def by_hand(path: Path) -> str:
+    return path.read_text().partition(MARK + "\n")[2] if path.exists() else ""
+
+
+def draw(found: Found, path: Path) -> None:
+    """The ratios of all rows as bars, the goals as ticks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = found["rows"][::-1]
+    names = [f"{row['shape']} {row['kind']}: {row['name']}" for row in rows]
+    figure, axes = pyplot.subplots(figsize=(9, 0.3 * len(rows) + 1.2), layout="constrained")
+    colors = ["#2a7f62" if row["ratio"] >= row["goal"] else "#8fb8a8" for row in rows]
+    axes.barh(names, [row["ratio"] for row in rows], color=colors)
+    axes.plot([row["goal"] for row in rows], range(len(rows)), "k|", markersize=10, label="goal")
+    axes.axvline(1, color="#b03030", linewidth=1, label="llama.cpp")
+    axes.set_xlabel("tokens a second, Cairn / llama.cpp")
+    axes.margins(y=0.01)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="exit 1 if the page is not what the figures make")
+    given = parser.parse_args()
+    path, figures = DOCS / "performance.md", DOCS / "performance"
+    made = page(figures, by_hand(path))
+    if given.check:
+        sys.exit(0 if path.read_text() == made else "docs/performance.md: run python benchmarks/report.py")
+    path.write_text(made)
+    if (figures / "cpu.json").exists():
+        draw(json.loads((figures / "cpu.json").read_text()), DOCS / CHART)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""Cairn's server beside llama.cpp's two, over HTTP.  `python benchmarks/serving.py --llama-server FILE [--quick]`
+
+`cairn serve FILE.gguf`, `llama-server` and `python -m llama_cpp.server` serve the same file (random weights, see
+`random_models`) with the same threads to the same client, a process of its own. Servers that are compared run at the
+same time, but only one of them is asked at a time, in turns. Prompts are letters, each of them one token, no two alike;
+answers are greedy and streamed. Every answer must have status 200, end by its length with as many tokens as were asked
+for in its usage block (llama_cpp.server sends none), and the prompt's tokens there; anything else ends the run.
+
+    load       so many connections ask again and again: 128 tokens in, 64 out. tok/s of all together, and the time to
+               the first token. llama-server has 8 slots as in its figures elsewhere, and is asked once more with 16
+               where there are 16 connections. llama_cpp.server answers one request at a time
+               (told not to cut one off when the next comes).
+    prefix     2,000 tokens and then 16 others: new; again on the same connection; on another one; and on another one
+               while the first is still being answered, as with two agents that share a long instruction
+    context    4,000 tokens: new; again; then by a server that was killed and started again. Cairn stored them by itself
+               (one call waits until all is written); of llama-server it is the time of computing them again, and
+               beside it its manual way: save the slot, start, restore the slot, ask.
+    start      from the command to the first answer to /health
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import string
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from side_by_side import load, machine, model_file, write_json
+
+PROMPT, ANSWER, CONNECTIONS = 128, 64, (1, 4, 16)
+PREFIX, CONTEXT, TAIL = 2000, 4000, 16
+EVENTS_ONLY = "library"
+"""Model name of the server that knows neither `ignore_eos` nor a usage block in streams."""
+
+
+# ------------------------------------------------------------------------------------------------------- client
+
+
+@dataclass(slots=True)
+class Client:
+    """Asks one server; `base` is its address."""
+
+    base: str
+    model: str
+
+    async def ask(self, http: httpx.AsyncClient, prompt: str, tokens: int, **more: int) -> dict[str, float]:
+        """Seconds to the first token and to the end, and the tokens. A `SystemExit` for anything but a full answer."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+        body |= {"stream_options": {"include_usage": True}} | (
+            {} if self.model == EVENTS_ONLY else {"ignore_eos": True}
+        )
+        began, first, events, usage, reason = time.perf_counter(), 0.0, 0, None, None
+        async with http.stream("POST", self.base + "/v1/completions", json=body) as answer:
+            if answer.status_code != 200:
+                raise SystemExit(f"{self.base}: {answer.status_code} {(await answer.aread())[:500]!r}")
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise SystemExit(f"{self.base}: {chunk['error']}")
+                for choice in chunk.get("choices", ()):
+                    first = first or (time.perf_counter() - began if choice.get("text") else 0.0)
+                    events += bool(choice.get("text"))
+                    reason = choice.get("finish_reason") or reason
+                usage = chunk.get("usage") or usage
+        seconds = time.perf_counter() - began
+        # Without usage: some of the tokens are part of a character, so there may be fewer events.
+        found = usage["completion_tokens"] if usage else tokens if events > 0.8 * tokens else events
+        if found != tokens or reason != "length" or (usage and usage["prompt_tokens"] != len(prompt)):
+            raise SystemExit(f"{self.base}: {found} tokens in {events} events, {tokens} wanted; usage {usage}")
+        return {"first": first, "seconds": seconds, "tokens": found}
+
+    async def load(self, connections: int, requests: int, seed: int) -> dict[str, Any]:
+        """`requests` requests over so many connections."""
+        prompts = iter([letters(f"{seed}/{number}", PROMPT) for number in range(requests)])
+        done: list[dict[str, float]] = []
+
+        async def worker() -> None:
+            async with connection() as http:
+                for prompt in prompts:
+                    done.append(await self.ask(http, prompt, ANSWER))
+
+        began = time.perf_counter()
+        await asyncio.gather(*(worker() for _ in range(connections)))
+        seconds = time.perf_counter() - began
+        first = sorted(one["first"] for one in done)
+        return {
+            "tok_s": sum(one["tokens"] for one in done) / seconds,
+            "ttft_p50": statistics.median(first),
+            "ttft_p99": first[min(len(first) - 1, int(len(first) * 0.99))],
+            "requests": len(done),
+        }
+
+    async def prefix(self, seed: int) -> dict[str, float]:
+        """Seconds to the first token after a shared prefix."""
+        shared = letters(f"prefix {seed}", PREFIX)
+        asked = (shared + letters(f"tail {seed} {number}", TAIL) for number in range(6))
+        async with connection() as one, connection() as other:
+            found = {"new": (await self.ask(one, next(asked), 8))["first"]}
+            found["same connection"] = (await self.ask(one, next(asked), 8))["first"]
+            found["another connection"] = (await self.ask(other, next(asked), 8))["first"]
+            running = asyncio.create_task(self.ask(one, next(asked), ANSWER))
+            await asyncio.sleep(max(0.3, 2 * found["same connection"]))
+            if running.done():
+                raise SystemExit("the first answer was over before the second was asked for")
+            found["beside the first"] = (await self.ask(other, next(asked), 8))["first"]
+            await running
+        return found
+
+    async def context(self, seed: int, **more: int) -> dict[str, float]:
+        """Seconds to the first token after a long context."""
+        async with connection() as http:
+            return {"first": (await self.ask(http, letters(f"context {seed}", CONTEXT), 8, **more))["first"]}
+
+
+def connection() -> httpx.AsyncClient:
+    """One keep-alive connection."""
+    return httpx.AsyncClient(limits=httpx.Limits(max_connections=1), timeout=600, trust_env=False)
+
+
+def letters(seed: str, count: int) -> str:
+    return "".join(random.Random(seed).choices(string.ascii_lowercase, k=count))
+
+
+# ------------------------------------------------------------------------------------------------------ servers
+
+
+class Server:
+    """One server process; `options` after its command."""
+
+    def __init__(self, name: str, command: list[str], ready: str, model: str, home: Path) -> None:
+        self.name, self.command, self.path, self.model, self.home = name, command, ready, model, home
+        self.start()
+
+    def start(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.base = f"http://127.0.0.1:{port}"
+        home = {"XDG_DATA_HOME": str(self.home), "XDG_CACHE_HOME": str(self.home)}
+        began = time.perf_counter()
+        with (self.home / "output").open("a") as output:
+            self.process = subprocess.Popen(
+                [*self.command, "--host", "127.0.0.1", "--port", str(port)],
+                env=os.environ | home,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        while not self.ready():
+            if time.perf_counter() - began > 180 or self.process.poll() is not None:
+                self.kill()
+                raise SystemExit(f"{self.name} did not become ready: {(self.home / 'output').read_text()[-2000:]}")
+            time.sleep(0.01)
+        self.start_seconds = time.perf_counter() - began
+
+    def ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.base + self.path, timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        """-9, with its children."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def ask(self, what: str, **arguments: int) -> dict[str, Any]:
+        """Run the client process."""
+        command = [sys.executable, __file__, "--client", json.dumps({"base": self.base, "model": self.model})]
+        done = subprocess.run(
+            [*command, json.dumps({"what": what, **arguments})], stdout=subprocess.PIPE, text=True, check=False
+        )
+        if done.returncode:
+            raise SystemExit(f"{self.name}: the client ended with exit code {done.returncode}")
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def post(self, path: str, body: dict[str, Any]) -> float:
+        """Seconds of one call."""
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.base + path, json.dumps(body).encode(), headers, method="POST")
+        began = time.perf_counter()
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            answer.read()
+        return time.perf_counter() - began
+
+    def peak(self) -> int:
+        """Bytes that its processes held at most, all together."""
+        pids = [self.process.pid]
+        for pid in pids:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                pids += [int(one) for one in (task / "children").read_text().split()]
+        lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+# -------------------------------------------------------------------------------------------------------- cases
+
+
+def measure(cairn: Server, slots: Server, many: Server, library: Server, given: argparse.Namespace) -> dict[str, Any]:
+    """Everything, in turns."""
+    found: dict[str, Any] = {"load": [], "prefix": [], "context": []}
+    for connections in CONNECTIONS:
+        servers = [cairn, slots, *([many] if connections > 8 else [])]
+        for number in range(given.rounds):
+            # One request at a time: more rounds of it would tell nothing new, and take long.
+            for server in (*servers, library) if number == 0 else servers:
+                done = server.ask("load", connections=connections, requests=2 * connections + 2, seed=number)
+                found["load"].append({"server": server.name, "connections": connections, **done})
+                print(f"  {server.name}, {connections} at once: {done['tok_s']:.1f} tok/s", file=sys.stderr)
+    for number in range(given.rounds):
+        for server in (cairn, slots):
+            found["prefix"].append({"server": server.name, **server.ask("prefix", seed=number)})
+            print(f"  {found['prefix'][-1]}", file=sys.stderr)
+            settle(server)
+    for number in range(min(given.rounds, 2)):
+        for server in (cairn, slots):
+            found["context"].append({"server": server.name, **context(server, number)})
+            print(f"  {found['context'][-1]}", file=sys.stderr)
+    return found
+
+
+def settle(server: Server) -> None:
+    """Let Cairn finish writing before another server is measured."""
+    if server.name == "cairn":
+        server.post("/v1/cache/flush", {})
+
+
+def context(server: Server, seed: int) -> dict[str, float]:
+    """The seconds of a context that nobody has seen, and of the same after the server was killed."""
+    slot = {} if server.name == "cairn" else {"id_slot": 0}
+
+    def first() -> float:
+        return float(server.ask("context", seed=seed, **slot)["first"])
+
+    found = {"new": first(), "again": first()}
+    settle(server)
+    if server.name != "cairn":
+        found["saving"] = server.post("/slots/0?action=save", {"filename": f"slot{seed}"})
+    server.kill()
+    server.start()
+    found["after restart"] = first()
+    settle(server)
+    if server.name != "cairn":
+        server.kill()
+        server.start()
+        found["restoring"] = server.post("/slots/0?action=restore", {"filename": f"slot{seed}"})
+        found["after restoring"] = first()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--llama-server", metavar="FILE", required=True, help="llama.cpp's server")
+    parser.add_argument("--llama-python", default=sys.executable, metavar="FILE", help="interpreter with llama_cpp")
+    parser.add_argument("--type", default="Q4_0", choices=("Q4_0", "Q8_0", "Q4_K_M", "BF16"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--serve", action="append", default=[], metavar="FLAG", help="more for `cairn serve`")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "cairn-bench", metavar="FOLDER")
+    given = parser.parse_args()
+    given.rounds = 1 if given.quick else given.rounds
+    path = model_file(given.files, "qwen3-0.6b", given.type, given.llama_python)
+    about = {"machine": machine(given.threads), "rounds": given.rounds, "type": given.type, "options": given.serve}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
+
+        def started(name: str, command: list[str], ready: str, model: str = "model") -> Server:
+            home = Path(folder) / str(len(os.listdir(folder)))
+            home.mkdir()
+            server = Server(name, command, ready, model, home)
+            running.callback(server.kill)
+            return server
+
+        threads = str(given.threads)
+        ours = [sys.executable, "-c", "from cairn.cli import main; main()", "serve", str(path), "--threads", threads]
+        ours += ["--log-level", "warning", "--served-name", "model", *given.serve]
+        peer = [given.llama_server, "-m", str(path), "-t", threads, "--no-webui", "--slot-save-path", folder]
+        library = [given.llama_python, "-m", "llama_cpp.server", "--model", str(path), "--model_alias", EVENTS_ONLY]
+        library += [
+            "--n_threads",
+            threads,
+            "--n_threads_batch",
+            threads,
+            "--n_ctx",
+            "4352",
+            "--interrupt_requests",
+            "false",
+        ]
+        servers = [
+            started("cairn", ours, "/health/ready"),
+            started("llama-server, 8 slots", [*peer, "-np", "8", "-c", str(8 * 4352)], "/health"),
+            started("llama-server, 16 slots", [*peer, "-np", "16", "-c", str(16 * 512)], "/health"),
+            started("llama_cpp.server", library, "/v1/models", EVENTS_ONLY),
+        ]
+        starts = {server.name: server.start_seconds for server in servers}
+        found = measure(*servers, given)
+        peaks = {server.name: server.peak() for server in servers}
+    found = {**about, "start_seconds": starts, "peak": peaks, "load_after": load(), **found}
+    write_json(given.json, found)
+    print(json.dumps({key: found[key] for key in ("load", "prefix", "context", "start_seconds")}, indent=1))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--client"]:
+        client, asked = (json.loads(text) for text in sys.argv[2:4])
+        print(json.dumps(asyncio.run(getattr(Client(**client), asked.pop("what"))(**asked))))
+    else:
+        main()
