@@ -23,9 +23,8 @@ Found = dict[str, Any]
 
 METHOD = """\
 How fast Cairn is beside llama.cpp, on one machine, in one run. Only ratios travel: the figures of two systems were
-taken in turns, seconds apart, and the ratio of a row is the median of its rounds' ratios. What is between the two
-marks was made by `python benchmarks/report.py` from `docs/performance/*.json`; the scripts that measured say in their
-first lines how."""
+taken in turns, seconds apart, and the ratio of a row is the median of its rounds' ratios. The tables are made by
+`python benchmarks/report.py` from `docs/performance/*.json`; the scripts that measured say in their first lines how."""
 
 CPU_METHOD = """\
 Both sides compute the same GGUF file: random weights of a real shape, quantised by llama.cpp itself (Q4_0 and Q8_0 in
