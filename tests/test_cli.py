@@ -150,7 +150,7 @@ def test_doctor_and_models_name_what_is_here():
     assert int(facts["machine", "cores"].split()[0]) >= 1
     assert float(facts["machine", "free memory"].split()[0]) > 0
     assert facts["engines", "cpu"].startswith("used") and facts["engines", "fake"].startswith("not used")
-    assert facts["models", "demo"].startswith("fits")
+    assert facts["models", "demo"].startswith("fits") and "of weights (f32)" in facts["models", "demo"]
     assert run("models").stdout.startswith("demo\t")
     small = [
         line for line in run("doctor", "--kv-gb", "0.000001").stdout.splitlines() if line.startswith("models\tdemo")

@@ -35,7 +35,7 @@ def test_figures_go_to_stdout_and_progress_to_stderr(model: tuple[str, ...]) -> 
 
 def test_json_has_every_figure(capsys) -> None:
     found = json.loads(bench("--shape", "demo", *SMALL, "--depth", "30", "--json").stdout)
-    assert (found["model"], found["threads"], found["load"]["depth"]) == ("demo", 1, 30)
+    assert (found["model"], found["threads"], found["load"]["depth"]) == ("demo", 1, [30])
     assert [(one["work"], one["batch"]) for one in found["figures"]] == [("prefill", 1), ("decode", 1), ("decode", 2)]
     assert found["peak_memory_bytes"] > 10_000_000
     for one in found["figures"]:
@@ -47,7 +47,7 @@ def test_json_has_every_figure(capsys) -> None:
     ("arguments", "words"),
     [
         (("--shape", "big"), "expected one of demo, qwen3-0.6b, llama-3.2-1b"),
-        (("--shape", "demo", "--type", "q3"), "expected one of f32, bf16, f16"),
+        (("--shape", "demo", "--type", "q3"), "expected one of f32, bf16, f16, q4_0"),
         (("--type", "f32"), "--type is for the random weights"),
         (("demo", "--shape", "demo"), "--shape is instead of MODEL"),
         (("--batch", "1,0"), "whole numbers from 1 to 256"),

@@ -68,6 +68,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["auto", "reference", "portable", "avx2", "avx512"],
         Meta(description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy."),
     ] = "auto"
+    weights: Annotated[
+        Literal["auto", "stored", "f32", "bf16", "int8", "int4"],
+        Meta(
+            description="What weights are held in: 'stored' as the model's files have them, 'int8' and 'int4' rounded "
+            "in groups of 32; 'auto': as stored, and f32 for a model of less than 34 million parameters."
+        ),
+    ] = "auto"
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None, Meta(description="CPU threads; default: all cores.")
     ] = None

@@ -19,7 +19,7 @@ from cairn.models.weights import open_weights
 def test_bytes_and_operations_are_those_of_the_shape(tmp_path: Path) -> None:
     spec = load_spec(write_model(tmp_path))
     ticks = count()
-    load = Load(prompt=40, decode=8, batch=(1, 3), depth=20)
+    load = Load(prompt=40, decode=8, batch=(1, 3), depth=(20,))
     limits = Roofline(read=1e6, arithmetic=1e9)
     config = Config(threads=1, kernels="reference")
     bench = open_bench(spec, open_weights(tmp_path, spec), config, load, limits, lambda: float(next(ticks)))
@@ -27,7 +27,7 @@ def test_bytes_and_operations_are_those_of_the_shape(tmp_path: Path) -> None:
     matrices = layers * (hidden * size * (2 * heads + 2 * kv) + 3 * hidden * ffn)
     norms = layers * (2 * hidden + 2 * size) + hidden
     token = layers * 2 * kv * size * 4
-    one, three, prompt = bench.decode(1), bench.decode(3), bench.prefill()
+    one, three, prompt = bench.decode(1, 20), bench.decode(3, 20), bench.prefill(20)
     bench.engine.close()
     assert (one.seconds, one.tokens_per_second, three.tokens_per_second, prompt.tokens_per_second) == (1, 1, 3, 40)
     assert one.bytes == 4 * (matrices + hidden * vocab) + 24 * token
@@ -41,6 +41,6 @@ def test_bytes_and_operations_are_those_of_the_shape(tmp_path: Path) -> None:
 
 def test_a_load_beyond_the_context_is_refused_with_figures(tmp_path: Path) -> None:
     spec = load_spec(write_model(tmp_path))
-    load = Load(prompt=500, depth=20)
+    load = Load(prompt=500, depth=(20,))
     with pytest.raises(ConfigError, match=r"need 520 tokens; .* takes at most 512"):
         open_bench(spec, open_weights(tmp_path, spec), Config(), load, Roofline(1, 1), float)

@@ -56,7 +56,9 @@ def test_identity_is_stable_and_names_what_can_move_a_bit(tmp_path: Path, monkey
         for module, name in ((cpu, "LAYOUT"), (cpu, "BLOCK_TOKENS"), (reference, "VERSION"), (native, "VERSION")):
             with monkeypatch.context() as patch:
                 patch.setattr(module, name, 99)
-                found.add(cpu.identity(spec, engine._kernels))
+                found.add(cpu.identity(spec, engine._kernels, "f32"))
+    forms = {load(folder, weights=form).info.identity for form in ("stored", "bf16", "int8", "int4", "f32")}
+    assert len(forms) == 5 and first in forms, "auto is f32 for a model of this size"
     with monkeypatch.context() as patch:
         other = [{"user_api": "blas", "internal_api": "other", "filepath": "/lib"}]
         patch.setattr(reference, "threadpool_info", lambda: other)

@@ -14,6 +14,7 @@ from cairn.config import Config
 from cairn.engine.memory import WeightMemory, block_bytes, check_memory, pool_blocks, weight_bytes, weight_memory
 from cairn.errors import ModelError
 from cairn.kernels.choose import load_kernels
+from cairn.kernels.quantized import Segments
 from cairn.models.decoder import build
 from cairn.models.spec import load_spec
 from cairn.models.weights import open_weights
@@ -87,6 +88,12 @@ def test_weights_are_counted_as_they_are_held(tmp_path: Path) -> None:
     assert weight_bytes(spec) == 4 * numbers
 
 
+def held_bytes(made: Any) -> int:
+    if isinstance(made, Segments):
+        return sum(part.panels.nbytes for _, part in made.parts)
+    return getattr(getattr(made, "array", made), "nbytes", 0)
+
+
 class Counting:
     """Kernels that add up what they are asked to hold."""
 
@@ -96,8 +103,7 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> Any:
             made = getattr(self.kernels, name)(*arguments)
-            held = getattr(made, "array", made)
-            self.bytes += held.nbytes if hasattr(held, "nbytes") else 0
+            self.bytes += held_bytes(made)
             return made
 
         return call

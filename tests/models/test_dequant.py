@@ -10,7 +10,7 @@ from gguf import quants
 from cairn.models import dequant
 from cairn.models.dequant import KINDS, dequantize
 
-QUANTISED = {number: kind for number, kind in KINDS.items() if kind.turn is not None}
+QUANTISED = {number: kind for number, kind in KINDS.items() if kind.dtype is None}
 
 
 @pytest.mark.parametrize("number", QUANTISED, ids=[kind.name for kind in QUANTISED.values()])

@@ -3,10 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from cairn.kernels.quantized import dequantized
 from cairn.models.hub import demo_folder
+from cairn.models.outline import outlines
 from cairn.models.shapes import SHAPES, TYPES, RandomWeights, shape_spec
 from cairn.models.spec import load_spec
-from cairn.models.weights import expected_tensors, outlines, parameters
+from cairn.models.weights import expected_tensors, parameters
 
 MILLIONS = {"demo": 4.68, "qwen3-0.6b": 596, "llama-3.2-1b": 1236}
 
@@ -26,8 +28,25 @@ def test_random_weights_are_what_their_outline_says_and_the_same_each_time(kind:
     known = outlines(weights)
     assert list(known) == list(expected_tensors(shape_spec("demo")))
     for name in ("model.embed_tokens.weight", "model.layers.5.mlp.down_proj.weight", "model.norm.weight"):
-        array = weights[name]
-        assert (known[name].shape, known[name].dtype) == (array.shape, str(array.dtype))
-        assert known[name].made == array.nbytes
-        assert np.array_equal(array, weights[name])
+        array, outline = weights[name], known[name]
+        assert outline.shape == array.shape and outline.made == array.nbytes
+        if outline.scale:
+            assert outline.minimum == ("" if array.minimum is None else str(array.minimum.dtype))
+            assert (outline.dtype, outline.scale) == (str(array.codes.dtype), str(array.scale.dtype))
+            array, again = dequantized(array), dequantized(weights[name])
+            assert array.std() * np.sqrt(array.shape[1]) == pytest.approx(1, rel=0.03)
+            assert abs(array.mean()) < 0.01 * array.std()
+        else:
+            assert outline.dtype == str(array.dtype)
+            again = weights[name]
+        assert np.array_equal(array, again)
         assert np.isfinite(array.astype(np.float32)).all() and array.std() > 0
+
+
+def test_files_of_mixed_types_hold_the_output_and_some_matrices_in_more_bits() -> None:
+    weights = RandomWeights(shape_spec("qwen3-0.6b"), "q4_k_m")
+    more = [name for name in weights if weights.outline(name).bits == 8]
+    down = [int(name.split(".")[2]) for name in more if "down_proj" in name]
+    assert "model.embed_tokens.weight" in more and sum("v_proj" in name for name in more) == len(down) == 14
+    assert down == [0, 1, 2, 5, 8, 11, 14, 17, 20, 23, 24, 25, 26, 27]
+    assert len(more) == 1 + 2 * len(down)

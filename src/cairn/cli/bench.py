@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,16 +17,31 @@ if TYPE_CHECKING:
     from cairn.config import Config
     from cairn.engine.bench import Figure, Load
     from cairn.kernels.roofline import Roofline
+    from cairn.models.held import HeldWeights
+    from cairn.models.shapes import RandomWeights
     from cairn.types import ModelSpec
 
+    Weights = HeldWeights | RandomWeights
+
 MOST_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was measured, and beside it the machine's limits."""
+
+    load: Load
+    roofline: Roofline
+    figures: list[Figure]
+    weights: int
+    """Bytes of weights as they are held."""
 
 
 def register(app: typer.Typer) -> None:
     """Add `cairn bench`."""
 
     @app.command(rich_help_panel="This machine")
-    @configured(("kernels", "threads"))
+    @configured(("kernels", "weights", "threads"))
     def bench(
         resolved: Resolved,
         shape: Annotated[
@@ -33,12 +49,13 @@ def register(app: typer.Typer) -> None:
             typer.Option(metavar="NAME", help="Random weights instead of MODEL: qwen3-0.6b, llama-3.2-1b or demo."),
         ] = None,
         kind: Annotated[
-            str | None, typer.Option("--type", metavar="f32|bf16|f16", help="Of the random weights; default bf16.")
+            str | None,
+            typer.Option("--type", metavar="TYPE", help="Of the random weights: bf16, q4_0, q4_k_m, q8_0 ..."),
         ] = None,
         prompt: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of the prompt.")] = 512,
         decode: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens that are decoded.")] = 128,
         batch: Annotated[str, typer.Option(metavar="N,N", help="Sequences that are decoded together.")] = "1,8,16",
-        depth: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens of context before.")] = 0,
+        depth: Annotated[str, typer.Option(metavar="N,N", help="Tokens of context before.")] = "0",
         as_json: Annotated[bool, typer.Option("--json", help="Figures for a program.")] = False,
     ) -> None:
         """Measure how fast a model is computed here, against the machine's memory bandwidth and arithmetic."""
@@ -46,31 +63,44 @@ def register(app: typer.Typer) -> None:
 
         if shape is not None and resolved.source("model").startswith("--"):
             raise ConfigError("--shape is instead of MODEL")
+        if shape is not None and resolved.source("weights").startswith("--"):
+            raise ConfigError("--weights is for a model's own weights; those of --shape have --type")
         if kind is not None and shape is None:
             raise ConfigError("--type is for the random weights of --shape; a model's own are as its file has them")
-        load = Load(prompt=prompt, decode=decode, batch=_batches(batch), depth=depth)
-        spec, weights = _model(resolved.config.model, shape, kind or "bf16")
-        roofline, figures = _measure(spec, weights, resolved.config, load)
-        _print(spec, resolved.config, load, roofline, figures, as_json)
+        load = Load(
+            prompt=prompt,
+            decode=decode,
+            batch=_numbers("--batch", batch, 1, MOST_BATCH),
+            depth=_numbers("--depth", depth, 0, 1 << 24),
+        )
+        spec, weights = _model(resolved.config) if shape is None else _random(shape, kind or "bf16")
+        measured = _measure(spec, weights, resolved.config, load)
+        _print(spec, weights, resolved.config, measured, as_json)
 
 
-def _batches(text: str) -> tuple[int, ...]:
+def _numbers(flag: str, text: str, least: int, most: int) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and 1 <= int(part) <= MOST_BATCH for part in parts):
-        raise ConfigError(f"--batch must be whole numbers from 1 to {MOST_BATCH} with commas between, found {text!r}")
+    if not all(part.isdecimal() and least <= int(part[:12]) <= most for part in parts):
+        raise ConfigError(f"{flag} must be whole numbers from {least} to {most} with commas between, found {text!r}")
     return tuple(dict.fromkeys(map(int, parts)))
 
 
-def _model(model: str, shape: str | None, kind: str) -> tuple[ModelSpec, Any]:
-    """The spec, and the weights before they are packed."""
-    from cairn.models import hub, shapes
+def _model(config: Config) -> tuple[ModelSpec, Weights]:
+    """A model's spec, and its weights before they are packed."""
+    from cairn.models import hub
+    from cairn.models.held import HeldWeights, form_of
     from cairn.models.spec import load_spec
     from cairn.models.weights import open_weights
 
-    if shape is None:
-        folder = hub.locate(model)
-        spec = load_spec(folder, identify=False)
-        return spec, open_weights(folder, spec)
+    folder = hub.locate(config.model)
+    spec = load_spec(folder, identify=False)
+    return spec, HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
+
+
+def _random(shape: str, kind: str) -> tuple[ModelSpec, Weights]:
+    """A shape's spec and random weights."""
+    from cairn.models import shapes
+
     if shape not in shapes.SHAPES:
         raise ConfigError(f"--shape is {shape!r:.40}, expected one of {', '.join(shapes.SHAPES)}")
     if kind not in shapes.TYPES:
@@ -79,7 +109,7 @@ def _model(model: str, shape: str | None, kind: str) -> tuple[ModelSpec, Any]:
     return spec, shapes.RandomWeights(spec, kind)
 
 
-def _measure(spec: ModelSpec, weights: Any, config: Config, load: Load) -> tuple[Roofline, list[Figure]]:
+def _measure(spec: ModelSpec, weights: Weights, config: Config, load: Load) -> Measured:
     from cairn.cli.output import talk
     from cairn.engine.bench import open_bench
     from cairn.engine.machine import cpu_count
@@ -93,14 +123,16 @@ def _measure(spec: ModelSpec, weights: Any, config: Config, load: Load) -> tuple
     console.print(f"loading {spec.name} ...", markup=False)
     bench = open_bench(spec, weights, config, load, limits, now)
     try:
-        console.print("prefill ...")
-        figures = [bench.prefill()]
-        for batch in load.batch:
-            console.print(f"decode, {batch} at once ...")
-            figures.append(bench.decode(batch))
+        figures = []
+        for depth in load.depth:
+            console.print(f"prefill at depth {depth} ...")
+            figures.append(bench.prefill(depth))
+            for batch in load.batch:
+                console.print(f"decode, {batch} at once ...")
+                figures.append(bench.decode(batch, depth))
     finally:
         bench.engine.close()
-    return limits, figures
+    return Measured(load, limits, figures, bench.weights)
 
 
 def _peak_memory() -> int:
@@ -109,15 +141,15 @@ def _peak_memory() -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def _print(
-    spec: ModelSpec, config: Config, load: Load, roofline: Roofline, figures: list[Figure], as_json: bool
-) -> None:
+def _print(spec: ModelSpec, weights: Weights, config: Config, measured: Measured, as_json: bool) -> None:
     import msgspec
 
-    from cairn.cli.output import table, talk
+    from cairn.cli.output import amount, table, talk
     from cairn.engine.machine import cpu_count, cpu_name
     from cairn.kernels.choose import chosen
+    from cairn.models.held import error_line
 
+    load, roofline, figures = measured.load, measured.roofline, measured.figures
     threads, kernels, peak = config.threads or cpu_count(), chosen(config.kernels), _peak_memory()
     if as_json:
         found = {
@@ -125,6 +157,9 @@ def _print(
             "cpu": cpu_name(),
             "kernels": kernels,
             "threads": threads,
+            "weights": weights.form,
+            "weight_bytes": measured.weights,
+            "errors": weights.errors,
             "load": load,
             "bytes_per_second": roofline.read,
             "operations_per_second": roofline.arithmetic,
@@ -138,11 +173,13 @@ def _print(
         f"{roofline.read / 1e9:.1f} GB/s and does {roofline.arithmetic / 1e9:.0f} GFLOP/s",
         markup=False,
     )
+    rounding = error_line(weights.errors, len(weights)) or "nothing was rounded"
+    talk().print(f"weights: {weights.form}, {amount(measured.weights)}; {rounding}", markup=False)
     rows = [
         (
             f"{one.work} {load.prompt}" if one.work == "prefill" else one.work,
             str(one.batch),
-            str(load.depth),
+            str(one.depth),
             f"{one.tokens_per_second:.1f}",
             f"{one.bytes / 1e9:.3f}",
             f"{100 * one.read_fraction:.0f} %",

@@ -86,6 +86,7 @@ def _fit(name: str, config: Config) -> str:
     from cairn.cli.output import amount
     from cairn.engine import machine, memory
     from cairn.models import hub
+    from cairn.models.held import HeldWeights, form_of
     from cairn.models.spec import load_spec
     from cairn.models.weights import open_weights
 
@@ -93,7 +94,8 @@ def _fit(name: str, config: Config) -> str:
         folder = hub.locate(name)
         spec = load_spec(folder, identify=False)
         free = machine.memory_available()
-        weights = memory.weight_memory(spec, open_weights(folder, spec), config.kernels)
+        held = HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
+        weights = memory.weight_memory(spec, held, config.kernels)
         blocks = memory.pool_blocks(spec, config, free, weights)
         memory.check_memory(spec, config, blocks, free, weights)
     except CairnError as error:
@@ -103,7 +105,7 @@ def _fit(name: str, config: Config) -> str:
     context = min(spec.context, config.context or spec.context)
     tokens = min(blocks) * BLOCK_TOKENS
     return (
-        f"fits: {amount(weights.held)} of weights; {amount(pool)} of KV pool holds {tokens:,} tokens, "
+        f"fits: {amount(weights.held)} of weights ({held.note()}); {amount(pool)} of KV pool holds {tokens:,} tokens, "
         f"context {context:,}"
     )
 

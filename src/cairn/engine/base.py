@@ -101,6 +101,8 @@ class EngineInfo:
     identity: bytes
     """Root of every KV key: changes with anything that could change a number (weights, dtype, kernels, layout)."""
     device: str
+    note: str = ""
+    """What loading did to the model's numbers, if anything: a sentence for the log."""
 
 
 class Engine(Protocol):

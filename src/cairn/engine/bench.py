@@ -38,8 +38,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     decode: int = 128
     batch: tuple[int, ...] = (1, 8, 16)
     """Sequences that are decoded together, one measurement each."""
-    depth: int = 0
-    """Tokens of context before the first that is computed."""
+    depth: tuple[int, ...] = (0,)
+    """Tokens of context before the first that is computed, one measurement each."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +48,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     work: str
     """prefill or decode"""
     batch: int
+    depth: int
     tokens_per_second: float
     seconds: float
     """Median of one prompt (prefill) or one step (decode)."""
@@ -62,6 +63,22 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
+class _Work:
+    """What was done in the time that was measured."""
+
+    name: str
+    batch: int
+    depth: int
+    tokens: int
+    steps: int
+    logits: int
+    kv: int
+    """Tokens of KV that were read in each layer."""
+    context: int
+    """Pairs of a query and a position that were computed in each layer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Bench:
     """An engine with random or real weights, and what is needed to judge its times."""
 
@@ -70,15 +87,17 @@ class Bench:
     load: Load
     streamed: int
     """Bytes of packed matrices that every step reads."""
+    weights: int
+    """Bytes of weights as they are held."""
     now: Callable[[], float]
     roofline: Roofline
 
-    def prefill(self) -> Figure:
+    def prefill(self, depth: int) -> Figure:
         """One prompt of `load.prompt` tokens in steps of at most `STEP_TOKENS`."""
         load, most = self.load, self.engine.info.max_tokens
-        end = load.depth + load.prompt
+        end = depth + load.prompt
         tokens, tables = _tokens(end, self.spec.vocab), self._tables(0, end)
-        starts = range(load.depth, end, most)
+        starts = range(depth, end, most)
 
         def once() -> None:
             for start in starts:
@@ -88,14 +107,15 @@ class Bench:
 
         once()
         seconds = statistics.median(self._timed(once) for _ in range(ROUNDS))
-        context = sum(range(load.depth + 1, end + 1))
+        context = sum(range(depth + 1, end + 1))
         kv = sum(min(end, start + most) for start in starts)
-        return self._figure("prefill", 1, load.prompt, seconds, len(starts), 1, kv, context)
+        work = _Work("prefill", 1, depth, load.prompt, len(starts), 1, kv, context)
+        return self._figure(work, seconds)
 
-    def decode(self, batch: int) -> Figure:
+    def decode(self, batch: int, depth: int) -> Figure:
         """`load.decode` steps of `batch` sequences, each one token longer every step."""
         load = self.load
-        first = max(1, load.depth)
+        first = max(1, depth)
         end = first + load.decode
         tokens = [_tokens(end, self.spec.vocab, number) for number in range(batch)]
         tables = [self._tables(number * _blocks(end), end) for number in range(batch)]
@@ -107,7 +127,8 @@ class Bench:
             ]
             times.append(self._timed(partial(self._step, rows)))
         middle = batch * (first + load.decode // 2)
-        return self._figure("decode", batch, batch, statistics.median(times), 1, batch, middle, middle)
+        work = _Work("decode", batch, depth, batch, 1, batch, middle, middle)
+        return self._figure(work, statistics.median(times))
 
     def _step(self, rows: list[Row]) -> None:
         self.engine.decode(rows).wait()
@@ -120,20 +141,18 @@ class Bench:
     def _tables(self, first: int, tokens: int) -> tuple[Sequence[int], ...]:
         return tuple(range(first, first + _blocks(tokens)) for _ in self.spec.groups)
 
-    def _figure(
-        self, work: str, batch: int, tokens: int, seconds: float, steps: int, logits: int, kv: int, context: int
-    ) -> Figure:
-        """`kv` tokens of KV were read, and `context` pairs of a query and a position computed, in each layer."""
+    def _figure(self, work: _Work, seconds: float) -> Figure:
         spec = self.spec
-        read = steps * self.streamed + 2 * 4 * spec.layers * spec.kv_heads * spec.head_dim * kv
+        read = work.steps * self.streamed + 2 * 4 * spec.layers * spec.kv_heads * spec.head_dim * work.kv
         table = spec.vocab * spec.hidden
         inside = parameters(spec) - (table if spec.tied else 2 * table)
-        attention = 4 * spec.layers * spec.heads * spec.head_dim * context
-        operations = 2 * inside * tokens + 2 * table * logits + attention
+        attention = 4 * spec.layers * spec.heads * spec.head_dim * work.context
+        operations = 2 * inside * work.tokens + 2 * table * work.logits + attention
         return Figure(
-            work=work,
-            batch=batch,
-            tokens_per_second=tokens / seconds,
+            work=work.name,
+            batch=work.batch,
+            depth=work.depth,
+            tokens_per_second=work.tokens / seconds,
             seconds=seconds,
             bytes=read,
             read_fraction=read / seconds / self.roofline.read,
@@ -154,16 +173,17 @@ def open_bench(
 
     Raises `ConfigError` for a load that is longer than the model's context, `ModelError` for one without memory.
     """
-    longest = load.depth + max(load.prompt, load.decode + 1)
+    depth = max(load.depth)
+    longest = depth + max(load.prompt, load.decode + 1)
     if longest > spec.context:
         raise ConfigError(f"depth, prompt and decode need {longest} tokens; {spec.name} takes at most {spec.context}")
     step = max(*load.batch, min(load.prompt, STEP_TOKENS))
     config = msgspec.structs.replace(config, context=longest, max_running=max(load.batch), step_tokens=step)
-    sequences = max(load.batch) * _blocks(max(1, load.depth) + load.decode)
-    blocks = (max(sequences, _blocks(load.depth + load.prompt)),) * len(spec.groups)
+    sequences = max(load.batch) * _blocks(max(1, depth) + load.decode)
+    blocks = (max(sequences, _blocks(depth + load.prompt)),) * len(spec.groups)
     taken = weight_memory(spec, weights, config.kernels)
     check_memory(spec, config, blocks, weights=taken)
-    return Bench(spec, CpuEngine(spec, weights, config, blocks), load, taken.streamed, now, roofline)
+    return Bench(spec, CpuEngine(spec, weights, config, blocks), load, taken.streamed, taken.held, now, roofline)
 
 
 def _blocks(tokens: int) -> int:

@@ -22,7 +22,8 @@ from cairn.engine.memory import block_bytes, check_memory, pool_blocks, weight_m
 from cairn.kernels.base import Kernels
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.program import Interpreted, Program
-from cairn.models import decoder
+from cairn.models import decoder, quantize
+from cairn.models.held import HeldWeights, error_line, form_of
 from cairn.models.weights import open_weights
 from cairn.sampling import sample
 from cairn.types import BLOCK_TOKENS, ModelSpec
@@ -36,8 +37,15 @@ Floats = NDArray[np.float32]
 class CpuEngine:
     """`engine.base.Engine` on the CPU."""
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], config: Config, blocks: tuple[int, ...]) -> None:
-        """`weights` as `models.weights.open_weights` returns them; `blocks` in the pool of each group."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, Any],
+        config: Config,
+        blocks: tuple[int, ...],
+        form: str = "stored",
+    ) -> None:
+        """`weights` as they are to be held, in the `form` of `models.held`; `blocks` in the pool of each group."""
         context = min(spec.context, config.context or spec.context)
         max_rows = min(config.max_running, config.step_tokens)
         self._kernels = load_kernels(config.kernels, config.threads or cpu_count())
@@ -60,18 +68,22 @@ class CpuEngine:
             vocab=spec.vocab,
             max_rows=max_rows,
             max_tokens=config.step_tokens,
-            identity=identity(spec, self._kernels),
+            identity=identity(spec, self._kernels, form),
             device="cpu",
         )
 
     @classmethod
     def load(cls, spec: ModelSpec, folder: Path, config: Config) -> CpuEngine:
         """The whole model, or an exception: memory and files are checked before anything is built."""
-        weights = open_weights(folder, spec)
+        weights = HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
         taken = weight_memory(spec, weights, config.kernels)
         blocks = pool_blocks(spec, config, weights=taken)
         check_memory(spec, config, blocks, weights=taken)
-        return cls(spec, weights, config, blocks)
+        engine = cls(spec, weights, config, blocks, weights.form)
+        if line := error_line(weights.errors, len(weights)):
+            note = f"{spec.name}: weights are held in the form {weights.form}; {line}"
+            engine.info = dataclasses.replace(engine.info, note=note)
+        return engine
 
     def prefill(self, rows: Sequence[Row]) -> Ready[list[RowResult]]:
         """Compute the rows' tokens in one step. Positions whose logits are wanted are sampled or scored."""
@@ -190,6 +202,8 @@ def _slices(rows: Sequence[Row]) -> Iterator[list[tuple[int, int, int]]]:
         yield slice_
 
 
-def identity(spec: ModelSpec, kernels: Kernels) -> bytes:
-    """Root of the KV keys: the model, the KV's layout, and everything about these kernels that can move a bit."""
-    return hashlib.sha256(spec.identity + repr((LAYOUT, BLOCK_TOKENS, kernels.numerics)).encode()).digest()
+def identity(spec: ModelSpec, kernels: Kernels, form: str) -> bytes:
+    """Root of the KV keys: the model, the form of its weights, the KV's layout, and all about these kernels that can
+    move a bit."""
+    facts = (LAYOUT, BLOCK_TOKENS, kernels.numerics, quantize.VERSION, form)
+    return hashlib.sha256(spec.identity + repr(facts).encode()).digest()

@@ -13,7 +13,8 @@ from cairn.errors import ModelError
 from cairn.kernels import native
 from cairn.kernels.choose import REFERENCE, chosen
 from cairn.models.decoder import buffer_bytes, build
-from cairn.models.weights import Outline, outlines, parameters
+from cairn.models.outline import Outline, outlines
+from cairn.models.weights import parameters
 from cairn.types import BLOCK_TOKENS, CacheGroup, ModelSpec, RopeScaling
 
 GB = 10**9
@@ -63,14 +64,20 @@ class _Tally:
         self._count(4 * math.prod(source.shape), source.made)
 
     def table(self, source: Outline) -> None:
-        self._count(math.prod(source.shape) * _WIDTHS[source.dtype], source.made)
+        size = math.prod(source.shape)
+        if not source.scale:
+            self._count(size * source.bits // 8, source.made)
+        elif self._native:
+            self._count(4 * size, source.made)
+        else:
+            self._count(source.made, 0)
 
     def matrix(self, weights: Sequence[Outline], biases: Sequence[Outline | None]) -> None:
         out, inner = sum(one.shape[0] for one in weights), weights[0].shape[1]
         made = sum(one.made for one in weights)
         held = 4 * out * inner
         if self._native:
-            held = native.packed_bytes([(one.shape[0], one.shape[1], one.dtype) for one in weights])
+            held = native.packed_bytes([(one.shape[0], one.shape[1], one.form) for one in weights])
         self._count(held, made)
         self.streamed += held
 
@@ -80,9 +87,6 @@ class _Tally:
     def _count(self, held: int, passing: int) -> None:
         self.held += held
         self.passing = max(self.passing, passing)
-
-
-_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def pool_blocks(

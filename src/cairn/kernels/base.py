@@ -64,6 +64,16 @@ class Quantized:
     def __len__(self) -> int:
         return self.shape[0]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return self.codes.nbytes + self.scale.nbytes + (0 if self.minimum is None else self.minimum.nbytes)
+
+    def rows(self, which: Any) -> Quantized:
+        """The rows that numpy's indexing picks."""
+        minimum = None if self.minimum is None else self.minimum[which]
+        return Quantized(self.bits, self.codes[which], self.scale[which], minimum)
+
 
 class Kernels(Protocol):
     """Storage first, then one method a fused step. Weights are in float32, float16 or bfloat16, shaped [out, in], or
@@ -86,7 +96,7 @@ class Kernels(Protocol):
         """A norm's weight, as the kernels want it."""
         ...
 
-    def table(self, source: Array) -> Array:
+    def table(self, source: Array | Quantized) -> Array:
         """An embedding [V, H], as `embed` wants it."""
         ...
 
@@ -100,7 +110,7 @@ class Kernels(Protocol):
         ...
 
     def embed(self, table: Array, tokens: Array, hidden: Array) -> None:
-        """hidden[M, H] = table[tokens[M]]."""
+        """hidden[M, H] = table[tokens[M]]; of `Quantized` rows their values."""
         ...
 
     def rope_angles(self, rope: Rope, positions: Array, angles: Array) -> None:

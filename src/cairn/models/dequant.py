@@ -1,8 +1,10 @@
-"""The number formats of GGUF tensors -> float32, exactly as the format defines them.
+"""The number formats of GGUF tensors: as groups of codes with scales, and as float32, exactly as the format says.
 
-A row is cut into blocks of 32 or 256 values that share scales. Every function takes blocks as uint8 [n, bytes] and
-returns float32 [n, values]. Products are rounded in float32 in the order written here, which is that of the format's
-own reference. `dequantize` works in slices, so beside its result it needs a few MB.
+A row is cut into blocks of 32 or 256 values that share scales. Every function takes blocks as uint8 [n, bytes]. Most
+formats are groups of 32 codes that share a scale, and at times a minimum: `split` gives them as they are, and
+`dequantize` multiplies them out. Q2_K and Q6_K have groups of 16, which fit no codes of 8 bits; `turn` gives their
+values. Products are rounded in float32 in the order written here, which is that of the format's own reference.
+`dequantize` works in slices, so beside its result it needs a few MB.
 
 Layouts, in bytes (d, m: float16 scale and minimum; low half bytes hold the first half of the values):
 
@@ -16,22 +18,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 Blocks = NDArray[np.uint8]
+Codes = NDArray[np.uint8] | NDArray[np.int8]
 Floats = NDArray[np.float32]
 
 SLICE = 1 << 19
 """Values that are turned at a time."""
 
-_IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.float32)
+_IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8)
 """The sixteen values of IQ4_NL and IQ4_XS."""
-_FP4 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.float32)
+_FP4 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.int8)
 """The sixteen values of MXFP4, doubled."""
+
+
+class Split(NamedTuple):
+    """Groups of 32 codes: the values are scale * (code - 8) with 4 bits and no minimum, else scale * code (+ minimum).
+
+    So `kernels.base.Quantized` has them.
+    """
+
+    codes: Codes
+    """[n, values]: 0 to 15 as uint8 with 4 bits, int8 with 8 bits."""
+    scale: NDArray[Any]
+    """float16 or float32 [n, values / 32]"""
+    minimum: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +59,49 @@ class Kind:
     bytes: int
     dtype: np.dtype[Any] | None = None
     """How a format of single numbers is stored; None for the quantised ones."""
+    bits: Literal[4, 8] = 8
+    """Of the codes that `split` gives."""
+    split: Callable[[Blocks], Split] | None = None
+    """Blocks as groups of codes; None for a format that is no such groups."""
+    scaled: tuple[str, str] = ("float16", "")
+    """Types of the scales and the minima that `split` gives; "" for no minima."""
     turn: Callable[[Blocks], Floats] | None = None
+    """Blocks as values, where that is not what `split` says."""
 
 
 def dequantize(kind: Kind, blocks: Blocks) -> Floats:
     """The values of quantised blocks [n, kind.bytes], as float32 [n * kind.values]."""
-    assert kind.turn is not None, "single numbers are viewed, not turned"
+    assert kind.dtype is None, "single numbers are viewed, not turned"
     out = np.empty((len(blocks), kind.values), np.float32)
     step = SLICE // kind.values
     # Damaged scales may be infinite; the products are then not finite, which the engine reports where it matters.
     with np.errstate(all="ignore"):
         for at in range(0, len(blocks), step):
-            out[at : at + step] = kind.turn(np.ascontiguousarray(blocks[at : at + step]))
+            part = np.ascontiguousarray(blocks[at : at + step])
+            out[at : at + step] = kind.turn(part) if kind.turn is not None else _multiplied(kind, part)
     return out.reshape(-1)
 
 
-def _half(blocks: Blocks, at: int) -> Floats:
+def _multiplied(kind: Kind, blocks: Blocks) -> Floats:
+    assert kind.split is not None
+    codes, scale, minimum = kind.split(blocks)
+    values = codes.astype(np.float32).reshape(len(blocks), -1, 32)
+    if kind.bits == 4 and minimum is None:
+        values -= 8
+    values *= scale.astype(np.float32)[:, :, None]
+    if minimum is not None:
+        values += minimum.astype(np.float32)[:, :, None]
+    return values.reshape(len(blocks), -1)
+
+
+def _half(blocks: Blocks, at: int) -> NDArray[np.float16]:
     """The float16 at byte `at` of each block, [n, 1]."""
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2")
+
+
+def _wide(blocks: Blocks, at: int) -> Floats:
+    """`_half` in float32, where products with it are to be."""
+    return _half(blocks, at).astype(np.float32)
 
 
 def _nibbles(packed: Blocks) -> Blocks:
@@ -73,37 +114,37 @@ def _bits(packed: Blocks) -> Blocks:
     return np.unpackbits(packed, axis=-1, bitorder="little")
 
 
-def _q4_0(b: Blocks) -> Floats:
-    return _half(b, 0) * (_nibbles(b[:, 2:]).astype(np.float32) - 8)
+def _q4_0(b: Blocks) -> Split:
+    return Split(_nibbles(b[:, 2:]), _half(b, 0))
 
 
-def _q4_1(b: Blocks) -> Floats:
-    return _half(b, 0) * _nibbles(b[:, 4:]).astype(np.float32) + _half(b, 2)
+def _q4_1(b: Blocks) -> Split:
+    return Split(_nibbles(b[:, 4:]), _half(b, 0), _half(b, 2))
 
 
-def _q5_0(b: Blocks) -> Floats:
+def _q5_0(b: Blocks) -> Split:
     quants = _nibbles(b[:, 6:]) | _bits(b[:, 2:6]) << 4
-    return _half(b, 0) * (quants.astype(np.float32) - 16)
+    return Split(quants.view(np.int8) - np.int8(16), _half(b, 0))
 
 
-def _q5_1(b: Blocks) -> Floats:
+def _q5_1(b: Blocks) -> Split:
     quants = _nibbles(b[:, 8:]) | _bits(b[:, 4:8]) << 4
-    return _half(b, 0) * quants.astype(np.float32) + _half(b, 2)
+    return Split(quants.view(np.int8), _half(b, 0), _half(b, 2))
 
 
-def _q8_0(b: Blocks) -> Floats:
-    return _half(b, 0) * b[:, 2:].view(np.int8).astype(np.float32)
+def _q8_0(b: Blocks) -> Split:
+    return Split(np.ascontiguousarray(b[:, 2:]).view(np.int8), _half(b, 0))
 
 
-def _iq4_nl(b: Blocks) -> Floats:
-    return _half(b, 0) * _IQ4[_nibbles(b[:, 2:])]
+def _iq4_nl(b: Blocks) -> Split:
+    return Split(_IQ4[_nibbles(b[:, 2:])], _half(b, 0))
 
 
-def _mxfp4(b: Blocks) -> Floats:
+def _mxfp4(b: Blocks) -> Split:
     # Half of 2 ** (e - 127), because the table is doubled; the two smallest exponents are denormal.
     exponent = b[:, :1].astype(np.uint32)
     bits = np.where(exponent < 2, np.uint32(0x00200000) << exponent, (exponent - np.uint32(1)) << np.uint32(23))
-    return bits.view(np.float32) * _FP4[_nibbles(b[:, 1:])]
+    return Split(_FP4[_nibbles(b[:, 1:])], bits.view(np.float32))
 
 
 def _quarters(packed: Blocks) -> Blocks:
@@ -114,22 +155,40 @@ def _quarters(packed: Blocks) -> Blocks:
 
 
 def _q2_k(b: Blocks) -> Floats:
-    scales, d, m = b[:, :16], _half(b, 80), _half(b, 82)
+    scales, d, m = b[:, :16], _wide(b, 80), _wide(b, 82)
     scale = (d * (scales & 15).astype(np.float32))[:, :, None]
     least = (m * (scales >> 4).astype(np.float32))[:, :, None]
     return (scale * _quarters(b[:, 16:80]).astype(np.float32) - least).reshape(-1, 256)
 
 
-def _q3_k(b: Blocks) -> Floats:
+def _q3_k_quants(b: Blocks) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
+    """Scales [n, 16], from -32 to 31, and the numbers [n, 16, 16] that they scale, from -4 to 3."""
     low = _nibbles(b[:, 96:104])
     shifts = np.array((0, 2, 4, 6), np.uint8).reshape(1, 4, 1)
-    high = ((b[:, None, 104:108] >> shifts) & 3).reshape(-1, 16)
-    scale = _half(b, 108) * ((low | high << 4).astype(np.float32) - 32)
+    high = ((b[:, None, 104:108] >> shifts) & np.uint8(3)).reshape(-1, 16)
     # A bit of the mask that is set means that 4 is not taken off.
     places = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
-    mask = ((b[:, None, :32] >> places) & 1).reshape(-1, 16, 16)
-    quants = _quarters(b[:, 32:96]).astype(np.float32) - ((mask ^ 1) << 2).astype(np.float32)
-    return (scale[:, :, None] * quants).reshape(-1, 256)
+    mask = ((b[:, None, :32] >> places) & np.uint8(1)).reshape(-1, 16, 16)
+    quants = _quarters(b[:, 32:96]).view(np.int8) - ((mask ^ np.uint8(1)) << np.uint8(2)).view(np.int8)
+    return (low | high << 4).view(np.int8) - np.int8(32), quants
+
+
+def _q3_k(b: Blocks) -> Floats:
+    scales, quants = _q3_k_quants(b)
+    scale = _wide(b, 108) * scales.astype(np.float32)
+    return (scale[:, :, None] * quants.astype(np.float32)).reshape(-1, 256)
+
+
+def _q3_k_split(b: Blocks) -> Split:
+    """Scales of 16 values are whole numbers, so they go into the codes, and no bit is lost.
+
+    A product reaches from -124 to 128, so where 128 stands codes and scale change their signs.
+    """
+    scales, quants = _q3_k_quants(b)
+    whole = (scales.astype(np.int16)[:, :, None] * quants).reshape(-1, 8, 32)
+    turned = whole.max(axis=-1) > 127
+    codes = np.where(turned[:, :, None], -whole, whole).astype(np.int8).reshape(-1, 256)
+    return Split(codes, np.where(turned, -_half(b, 108), _half(b, 108)))
 
 
 def _six_bits(packed: Blocks) -> tuple[Blocks, Blocks]:
@@ -140,12 +199,11 @@ def _six_bits(packed: Blocks) -> tuple[Blocks, Blocks]:
     return scales, least
 
 
-def _scaled(b: Blocks, quants: Blocks) -> Floats:
-    """quants [n, 8, 32] by the scales and minima of Q4_K and Q5_K."""
+def _k_split(b: Blocks, quants: Codes) -> Split:
+    """quants [n, 8, 32] with the scales and minima of Q4_K and Q5_K."""
     scales, least = _six_bits(b[:, 4:16])
-    scale = (_half(b, 0) * scales.astype(np.float32))[:, :, None]
-    minimum = (_half(b, 2) * least.astype(np.float32))[:, :, None]
-    return (scale * quants.astype(np.float32) - minimum).reshape(-1, 256)
+    scale, minimum = _wide(b, 0) * scales.astype(np.float32), _wide(b, 2) * least.astype(np.float32)
+    return Split(quants.reshape(-1, 256), scale, -minimum)
 
 
 def _pairs(packed: Blocks) -> Blocks:
@@ -153,14 +211,14 @@ def _pairs(packed: Blocks) -> Blocks:
     return _nibbles(packed.reshape(-1, 4, 32)).reshape(-1, 8, 32)
 
 
-def _q4_k(b: Blocks) -> Floats:
-    return _scaled(b, _pairs(b[:, 16:]))
+def _q4_k(b: Blocks) -> Split:
+    return _k_split(b, _pairs(b[:, 16:]))
 
 
-def _q5_k(b: Blocks) -> Floats:
+def _q5_k(b: Blocks) -> Split:
     places = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
     high: Blocks = (b[:, None, 16:48] >> places) & np.uint8(1)
-    return _scaled(b, _pairs(b[:, 48:]) | high << np.uint8(4))
+    return _k_split(b, (_pairs(b[:, 48:]) | high << np.uint8(4)).view(np.int8))
 
 
 def _q6_k(b: Blocks) -> Floats:
@@ -168,36 +226,36 @@ def _q6_k(b: Blocks) -> Floats:
     shifts = np.array((0, 2, 4, 6), np.uint8).reshape(1, 1, 4, 1)
     high = ((b[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 8, 32)
     quants = (low | high << 4).astype(np.float32) - 32
-    scale = _half(b, 208) * b[:, 192:208].view(np.int8).astype(np.float32)
+    scale = _wide(b, 208) * b[:, 192:208].view(np.int8).astype(np.float32)
     return (scale[:, :, None] * quants.reshape(-1, 16, 16)).reshape(-1, 256)
 
 
-def _iq4_xs(b: Blocks) -> Floats:
+def _iq4_xs(b: Blocks) -> Split:
     low = np.stack([b[:, 4:8] & 15, b[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
     shifts = np.arange(0, 16, 2, dtype=np.uint16)
     high = (np.ascontiguousarray(b[:, 2:4]).view("<u2") >> shifts & 3).astype(np.uint8)
-    scale = _half(b, 0) * ((low | high << 4).astype(np.float32) - 32)
-    quants = _nibbles(b[:, 8:].reshape(-1, 8, 16))
-    values: Floats = (scale[:, :, None] * _IQ4[quants]).reshape(-1, 256)
-    return values
+    scale = _wide(b, 0) * ((low | high << 4).astype(np.float32) - 32)
+    return Split(_IQ4[_nibbles(b[:, 8:].reshape(-1, 8, 16))].reshape(-1, 256), scale)
 
+
+_BOTH = ("float32", "float32")
 
 KINDS: dict[int, Kind] = {
     0: Kind("F32", 1, 4, np.dtype("<f4")),
     1: Kind("F16", 1, 2, np.dtype("<f2")),
-    2: Kind("Q4_0", 32, 18, turn=_q4_0),
-    3: Kind("Q4_1", 32, 20, turn=_q4_1),
-    6: Kind("Q5_0", 32, 22, turn=_q5_0),
-    7: Kind("Q5_1", 32, 24, turn=_q5_1),
-    8: Kind("Q8_0", 32, 34, turn=_q8_0),
+    2: Kind("Q4_0", 32, 18, bits=4, split=_q4_0),
+    3: Kind("Q4_1", 32, 20, bits=4, split=_q4_1, scaled=("float16", "float16")),
+    6: Kind("Q5_0", 32, 22, split=_q5_0),
+    7: Kind("Q5_1", 32, 24, split=_q5_1, scaled=("float16", "float16")),
+    8: Kind("Q8_0", 32, 34, split=_q8_0),
     10: Kind("Q2_K", 256, 84, turn=_q2_k),
-    11: Kind("Q3_K", 256, 110, turn=_q3_k),
-    12: Kind("Q4_K", 256, 144, turn=_q4_k),
-    13: Kind("Q5_K", 256, 176, turn=_q5_k),
+    11: Kind("Q3_K", 256, 110, split=_q3_k_split, turn=_q3_k),
+    12: Kind("Q4_K", 256, 144, bits=4, split=_q4_k, scaled=_BOTH),
+    13: Kind("Q5_K", 256, 176, split=_q5_k, scaled=_BOTH),
     14: Kind("Q6_K", 256, 210, turn=_q6_k),
-    20: Kind("IQ4_NL", 32, 18, turn=_iq4_nl),
-    23: Kind("IQ4_XS", 256, 136, turn=_iq4_xs),
+    20: Kind("IQ4_NL", 32, 18, split=_iq4_nl),
+    23: Kind("IQ4_XS", 256, 136, split=_iq4_xs, scaled=("float32", "")),
     30: Kind("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),
-    39: Kind("MXFP4", 32, 17, turn=_mxfp4),
+    39: Kind("MXFP4", 32, 17, split=_mxfp4, scaled=("float32", "")),
 }
 """The number of a tensor's type -> what it means."""

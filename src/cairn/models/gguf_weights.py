@@ -1,7 +1,7 @@
 """The tensors of a GGUF file under transformers' names, each made when it is asked for.
 
-Single numbers (F32, F16, BF16) are views of the mapped file. Packed formats become float32, which holds each of their
-values exactly, so nothing is lost; what grows is the memory, to 4 bytes a number.
+Single numbers (F32, F16, BF16) are views of the mapped file. Packed formats are given as codes (`packed`), or become
+float32, which holds each of their values exactly; what grows then is the memory, to 4 bytes a number.
 """
 
 from __future__ import annotations
@@ -9,15 +9,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
+from cairn.kernels.base import Quantized
 from cairn.models.dequant import dequantize
 from cairn.models.gguf import Gguf, Tensor
 from cairn.models.gguf_spec import FACTORS, architecture
+from cairn.models.outline import Outline, codes
+from cairn.models.quantize import unpack
 
 _WHOLE = {
     "token_embd": "model.embed_tokens",
@@ -91,18 +95,45 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         kind = tensor.kind
         flat = blocks.view(kind.dtype) if kind.dtype is not None else dequantize(kind, blocks)
         array = flat.reshape(tensor.shape)
-        if self._interleaved and _TURNED.fullmatch(name):
+        if self._turned(name):
             array = turn_back(array, self._head_dim)
         array.flags.writeable = False
         return array
 
-    def outline(self, name: str) -> tuple[tuple[int, ...], str, int]:
-        """Shape and type of the array that `[name]` gives, and the bytes of memory that it makes on the way."""
+    def outline(self, name: str) -> Outline:
+        """What `[name]` gives, and the bytes of memory that it makes on the way."""
         tensor = self._found[name]
         dtype = tensor.kind.dtype if tensor.kind.dtype is not None else np.dtype(np.float32)
         size = math.prod(tensor.shape) * dtype.itemsize
-        copies = (tensor.kind.dtype is None) + (self._interleaved and _TURNED.fullmatch(name) is not None)
-        return tensor.shape, str(dtype), size * copies
+        return Outline(tensor.shape, str(dtype), size * ((tensor.kind.dtype is None) + self._turned(name)))
+
+    def packed_outline(self, name: str) -> Outline | None:
+        """What `packed` gives; None for a vector, and for a tensor of single numbers."""
+        tensor = self._found[name]
+        kind = tensor.kind
+        if kind.dtype is not None or len(tensor.shape) != 2:
+            return None
+        found = codes(tensor.shape, kind.bits, *kind.scaled)
+        return replace(found, made=2 * found.made) if self._turned(name) else found
+
+    def packed(self, name: str) -> tuple[Quantized, float]:
+        """A tensor that has a `packed_outline` as codes, and its relative error, which is 0 for most kinds."""
+        tensor = self._found[name]
+        held, error = unpack(tensor.kind, self._gguf.blocks(tensor.name), tensor.shape)
+        if self._turned(name):
+            minimum = None if held.minimum is None else turn_back(held.minimum, self._head_dim)
+            scale, rows = turn_back(held.scale, self._head_dim), turn_back(held.codes, self._head_dim)
+            held = Quantized(held.bits, rows, scale, minimum)
+        return held, error
+
+    def inexact(self) -> list[str]:
+        """Names of the number formats among its matrices that `packed` has to round."""
+        found = (tensor.kind for tensor in self._found.values() if len(tensor.shape) == 2)
+        return sorted({kind.name for kind in found if kind.dtype is None and kind.split is None})
+
+    def _turned(self, name: str) -> bool:
+        """Whether rows of q and k are put back into their heads' order."""
+        return self._interleaved and _TURNED.fullmatch(name) is not None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)

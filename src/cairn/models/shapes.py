@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.kernels.base import GROUP, Quantized
+from cairn.models.outline import Outline, codes
 from cairn.models.weights import DTYPES, expected_tensors
 from cairn.types import CacheGroup, ModelSpec
-
-TYPES = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
-"""What weights may be stored as -> the name of safetensors."""
 
 _SIZES: dict[str, dict[str, Any]] = {
     "demo": {"layers": 6, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 640, "vocab": 2048},
@@ -28,6 +29,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     },
 }
 SHAPES = tuple(_SIZES)
+_DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 
 _PERIOD = 1 << 20
 """Random numbers that are drawn for a tensor; larger ones repeat them."""
@@ -40,32 +42,94 @@ def shape_spec(name: str) -> ModelSpec:
     return ModelSpec(name=name, norm_eps=1e-6, tied=True, groups=groups, **sizes)
 
 
-class RandomWeights(Mapping[str, NDArray[Any]]):
-    """Every tensor of a spec, made when it is asked for: the same numbers each time."""
+@dataclass(frozen=True, slots=True)
+class _Mold:
+    """How a tensor is held: plain numbers, or codes of some bits with scales and minima."""
+
+    dtype: str = "float32"
+    bits: Literal[0, 4, 8] = 0
+    scale: str = ""
+    minimum: str = ""
+
+
+_SIX = _Mold(bits=8, scale="float16")
+"""What becomes of Q6_K, which has groups of 16: see `quantize.unpack`."""
+_MOLDS = {
+    "f32": _Mold("float32"),
+    "bf16": _Mold("bfloat16"),
+    "f16": _Mold("float16"),
+    "q4_0": _Mold(bits=4, scale="float16"),
+    "q4_1": _Mold(bits=4, scale="float16", minimum="float16"),
+    "q4_k": _Mold(bits=4, scale="float32", minimum="float32"),
+    "q4_k_m": _Mold(bits=4, scale="float32", minimum="float32"),
+    "q8_0": _Mold(bits=8, scale="float16"),
+}
+TYPES = tuple(_MOLDS)
+"""What the matrices may be: floats, or as the packed types of GGUF are held. q4_k_m mixes types, as files of that name
+do: some matrices of attention and of the MLP, and the output, are Q6_K."""
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(self_attn\.v_proj|mlp\.down_proj)\.weight")
+
+
+class RandomWeights(Mapping[str, Any]):
+    """Every tensor of a spec, made when it is asked for: the same numbers each time. Codes are drawn as codes."""
 
     def __init__(self, spec: ModelSpec, kind: str) -> None:
-        """`kind` is one of `TYPES`. Norms are float32, as files have them beside weights of 16 bits."""
+        """`kind` is one of `TYPES`. Norms are float32, as files have them beside weights of fewer bits."""
+        self.form = kind
+        self.errors: dict[str, float] = {}
+        """Nothing is rounded."""
         self._shapes = expected_tensors(spec)
-        self._dtype = DTYPES[TYPES[kind]]
+        self._layers = spec.layers
 
-    def outline(self, name: str) -> tuple[tuple[int, ...], str, int]:
-        """Shape and type of the array that `[name]` gives, and the bytes of memory that it makes."""
-        shape, dtype = self._shapes[name], self._dtype_of(name)
-        return shape, str(dtype), math.prod(shape) * dtype.itemsize
+    def outline(self, name: str) -> Outline:
+        """What `[name]` gives, and the bytes of memory that it makes."""
+        shape, mold = self._shapes[name], self._mold(name)
+        if mold.bits:
+            return codes(shape, mold.bits, mold.scale, mold.minimum)
+        return Outline(shape, mold.dtype, math.prod(shape) * _DTYPES[mold.dtype].itemsize)
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        shape, dtype = self._shapes[name], self._dtype_of(name)
+    def __getitem__(self, name: str) -> NDArray[Any] | Quantized:
+        shape, mold = self._shapes[name], self._mold(name)
         rng = np.random.default_rng(zlib.crc32(name.encode()))
+        if mold.bits:
+            return _drawn(rng, mold, shape[0], shape[1])
         size = math.prod(shape)
         drawn = rng.standard_normal(min(size, _PERIOD), dtype=np.float32)
         drawn = 1 + 0.1 * drawn if "norm" in name else drawn / math.sqrt(shape[-1])
-        return np.resize(drawn.astype(dtype), size).reshape(shape)
+        return np.resize(drawn.astype(_DTYPES[mold.dtype]), size).reshape(shape)
 
-    def _dtype_of(self, name: str) -> np.dtype[Any]:
-        return self._dtype if len(self._shapes[name]) > 1 else np.dtype(np.float32)
+    def _mold(self, name: str) -> _Mold:
+        if len(self._shapes[name]) == 1:
+            return _Mold()
+        if self.form == "q4_k_m":
+            found = _LAYER.fullmatch(name)
+            if not name.startswith("model.layers.") or (found and _more_bits(int(found[1]), self._layers)):
+                return _SIX
+        return _MOLDS[self.form]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
 
     def __len__(self) -> int:
         return len(self._shapes)
+
+
+def _more_bits(layer: int, layers: int) -> bool:
+    """Whether q4_k_m holds a layer's values and down projection in more bits: the outer eighths, and every third."""
+    first, last = layers // 8, 7 * layers // 8
+    return layer < first or layer >= last or (layer - first) % 3 == 2
+
+
+def _drawn(rng: np.random.Generator, mold: _Mold, out: int, inner: int) -> Quantized:
+    """Codes, with scales that give the weights the deviation 1 / sqrt(inner)."""
+    low, high = (1, 16) if mold.bits == 4 else (-127, 128)  # as many below the middle as above
+    dtype: Any = np.uint8 if mold.bits == 4 else np.int8
+    some: NDArray[Any] = rng.integers(low, high, min(out * inner, _PERIOD), dtype=dtype)
+    step = math.sqrt(12) / (high - low) / math.sqrt(inner)
+    groups = (out, inner // GROUP)
+    scale = np.full(groups, step, mold.scale)
+    middle = 8 if mold.bits == 4 else 0
+    minimum = np.full(groups, -middle * step, mold.minimum) if mold.minimum else None
+    assert mold.bits
+    return Quantized(mold.bits, np.resize(some, out * inner).reshape(out, inner), scale, minimum)

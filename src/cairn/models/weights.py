@@ -11,9 +11,8 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -138,31 +137,6 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
         home = WEIGHTS if homes is None else homes.get(missing, INDEX)
         raise ModelFileError(f"{folder / home}: the tensor {missing} of shape {list(expected[missing])} is missing")
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Outline:
-    """What is known of a tensor before it is read."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    """Of the array that reading it gives: float32, float16 or bfloat16."""
-    made: int
-    """Bytes of memory that reading it takes; 0 for a view of the mapped file."""
-
-
-@runtime_checkable
-class _Outlined(Protocol):
-    """Weights that are made when they are asked for, but known before."""
-
-    def outline(self, name: str) -> tuple[tuple[int, ...], str, int]: ...
-
-
-def outlines(weights: Mapping[str, NDArray[Any]]) -> dict[str, Outline]:
-    """The outline of every tensor of a model's weights; reads none of them."""
-    if isinstance(weights, _Outlined):
-        return {name: Outline(*weights.outline(name)) for name in weights}
-    return {name: Outline(array.shape, str(array.dtype), 0) for name, array in weights.items()}
 
 
 def _no_weights(folder: Path) -> ModelFileError:

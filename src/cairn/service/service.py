@@ -277,6 +277,8 @@ class Service:
     def _on_ready(self, ready: wire.Ready) -> None:
         self._stats = wire.Stats()
         self.spec, self.info, self._trouble = ready.spec, ready.info, ready.trouble
+        if ready.info.note:
+            log.info("%s", ready.info.note)
         if ready.trouble:
             log.warning("%s", ready.trouble)
         if not self._loaded:

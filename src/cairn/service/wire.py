@@ -93,6 +93,8 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     """Most rows in one step."""
     identity: bytes = b""
     """Changes with everything that could change a number: weights, tokenizer, kernels, how KV is stored."""
+    note: str = ""
+    """What loading did to the model's numbers, if anything: a sentence for the log."""
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):

@@ -263,6 +263,7 @@ def _load(channel: wire.Channel, config: Config, folder: Path) -> Loaded | None:
         vocab=known.vocab,
         max_rows=known.max_rows,
         identity=known.identity,
+        note=known.note,
     )
     channel.send(wire.Ready(spec, info, trouble))
     return Loaded(engine, cache, scheduler, tiers, clock)

@@ -1,0 +1,155 @@
+"""The form that a model's weights are held in (`--weights`): as stored, in 32 or 16 bits, or rounded to 8 or 4.
+
+    auto     `stored`; `f32` for a model that is `weights.small`
+    stored   floats as they are, packed tensors of a GGUF file as codes: see `quantize.unpack`
+    f32      every number in float32
+    bf16     every matrix in bfloat16
+    int8     every matrix in codes of 8 bits; packed ones that have no more stay as they are
+    int4     every matrix in codes of 4 bits, the embedding and the output in 8, as `cairn quantize` has them
+
+A matrix whose rows are no multiple of 32 is not rounded to codes. Vectors are never rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.kernels.base import GROUP, Quantized
+from cairn.models import outline as known
+from cairn.models.dequant import SLICE
+from cairn.models.outline import Outline
+from cairn.models.quantize import rounded
+from cairn.models.weights import small
+from cairn.types import ModelSpec
+
+Form = Literal["stored", "f32", "bf16", "int8", "int4"]
+
+_ENDS = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def form_of(spec: ModelSpec, wanted: str) -> Form:
+    """The form that the option `weights` means for a model."""
+    if wanted == "auto":
+        return "f32" if small(spec) else "stored"
+    forms: dict[str, Form] = {"stored": "stored", "f32": "f32", "bf16": "bf16", "int8": "int8", "int4": "int4"}
+    return forms[wanted]
+
+
+@runtime_checkable
+class _Packed(Protocol):
+    """Weights some of which are stored as codes."""
+
+    def packed_outline(self, name: str) -> Outline | None:
+        """What `packed` would give; None for a tensor that is not stored as codes."""
+        ...
+
+    def packed(self, name: str) -> tuple[Quantized, float]:
+        """A tensor as codes, and its relative error."""
+        ...
+
+    def inexact(self) -> list[str]:
+        """Number formats that `packed` has to round."""
+        ...
+
+
+class HeldWeights(Mapping[str, Any]):
+    """The weights that `open_weights` gave in a form. A tensor is made when it is asked for: ask once."""
+
+    def __init__(self, source: Mapping[str, NDArray[Any]], form: Form) -> None:
+        self._source, self.form = source, form
+        self.errors: dict[str, float] = {}
+        """Relative error of each tensor that was rounded when it was asked for."""
+
+    def __getitem__(self, name: str) -> NDArray[Any] | Quantized:
+        if self._stays(name):
+            return self._as_stored(name)
+        array = self._source[name]
+        if self.form == "f32":
+            return array.astype(np.float32, copy=False)
+        if self.form == "bf16":
+            return self._bf16(name, array)
+        shape = (array.shape[0], array.shape[1])
+        held, self.errors[name] = rounded(lambda begin, end: array[begin:end], shape, self._bits(name))
+        return held
+
+    def outline(self, name: str) -> Outline:
+        """What `[name]` gives, and the bytes that it makes on the way."""
+        plain = known.outline(self._source, name)
+        if self._stays(name):
+            return self._packed(name) or plain
+        if self.form in ("f32", "bf16"):
+            dtype, width = ("float32", 4) if self.form == "f32" else ("bfloat16", 2)
+            made = plain.made + (0 if plain.dtype == dtype else width * math.prod(plain.shape))
+            return Outline(plain.shape, dtype, made)
+        return known.codes(plain.shape, self._bits(name), "float16", passing=plain.made)
+
+    def note(self) -> str:
+        """How the weights are held, in a few words, before any is read."""
+        if self.form == "stored" and isinstance(self._source, _Packed) and (kinds := self._source.inexact()):
+            return f"stored, {' and '.join(kinds)} rounded to 8 bits with an error below 1 %"
+        return self.form
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def _stays(self, name: str) -> bool:
+        """Whether a tensor is held as it is stored."""
+        shape = known.outline(self._source, name).shape
+        if self.form == "stored" or (len(shape) == 1 and self.form != "f32"):
+            return True
+        if self.form in ("f32", "bf16"):
+            return False
+        packed = self._packed(name)
+        return bool(shape[1] % GROUP) or (packed is not None and packed.bits <= self._bits(name))
+
+    def _bits(self, name: str) -> Literal[4, 8]:
+        return 4 if self.form == "int4" and name not in _ENDS else 8
+
+    def _packed(self, name: str) -> Outline | None:
+        return self._source.packed_outline(name) if isinstance(self._source, _Packed) else None
+
+    def _as_stored(self, name: str) -> NDArray[Any] | Quantized:
+        if self._packed(name) is None:
+            return self._source[name]
+        assert isinstance(self._source, _Packed)
+        held, error = self._source.packed(name)
+        if error:
+            self.errors[name] = error
+        return held
+
+    def _bf16(self, name: str, array: NDArray[Any]) -> NDArray[Any]:
+        if array.dtype == ml_dtypes.bfloat16:
+            return array
+        held = np.empty(array.shape, ml_dtypes.bfloat16)
+        wrong = total = 0.0
+        # Some rows at a time beside the result: arrays of the file are mapped, and may be large.
+        step = max(1, SLICE // array.shape[1])
+        with np.errstate(all="ignore"):
+            for at in range(0, len(array), step):
+                rows, into = array[at : at + step].astype(np.float32), held[at : at + step]
+                into[:] = rows
+                wrong += float(np.square(rows - into.astype(np.float32)).sum(dtype=np.float64))
+                total += float(np.square(rows).sum(dtype=np.float64))
+        if wrong:
+            self.errors[name] = math.sqrt(wrong / total)
+        return held
+
+
+def error_line(errors: Mapping[str, float], tensors: int) -> str | None:
+    """What rounding cost in a sentence: mean and largest relative error of a tensor; None where nothing was rounded."""
+    if not errors:
+        return None
+    worst = max(errors, key=errors.__getitem__)
+    return (
+        f"{len(errors)} of {tensors} tensors were rounded: relative error {sum(errors.values()) / len(errors):.2%} in "
+        f"the mean, {errors[worst]:.2%} at most ({worst})"
+    )

@@ -1,0 +1,68 @@
+"""What is known of a model's weights before they are read: enough to count the memory that they take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from cairn.kernels.base import GROUP
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """A tensor as reading it gives it: an array, or groups of codes (`kernels.base.Quantized`)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """float32, float16 or bfloat16; of codes int8, or uint8 for those of 4 bits."""
+    made: int
+    """Bytes of memory that reading it takes; 0 for a view of the mapped file."""
+    scale: str = ""
+    """Type of the codes' scales; "" for plain numbers."""
+    minimum: str = ""
+    """Type of the codes' minima; "" for none."""
+
+    @property
+    def bits(self) -> int:
+        """Of a number: 4 or 8 for codes, 16 or 32."""
+        return {"uint8": 4, "int8": 8, "float16": 16, "bfloat16": 16, "float32": 32}[self.dtype]
+
+    @property
+    def form(self) -> str:
+        """As `kernels.native.form_of` calls it."""
+        if not self.scale:
+            return self.dtype
+        half = self.scale == "float16" and self.minimum in ("", "float16")
+        return f"int{self.bits} {'half' if half else 'float'}{' minimum' * bool(self.minimum)}"
+
+
+@runtime_checkable
+class Outlined(Protocol):
+    """Weights that are made when they are asked for, but known before."""
+
+    def outline(self, name: str) -> Outline:
+        """What `[name]` would give."""
+        ...
+
+
+def outline(weights: Mapping[str, Any], name: str) -> Outline:
+    """The outline of one tensor; does not read it."""
+    if isinstance(weights, Outlined):
+        return weights.outline(name)
+    array = weights[name]
+    return Outline(array.shape, str(array.dtype), 0)
+
+
+def outlines(weights: Mapping[str, Any]) -> dict[str, Outline]:
+    """The outline of every tensor of a model's weights; reads none of them."""
+    return {name: outline(weights, name) for name in weights}
+
+
+def codes(shape: tuple[int, ...], bits: int, scale: str, minimum: str = "", passing: int = 0) -> Outline:
+    """The outline of groups of codes; `passing` bytes are needed beside them while they are made."""
+    groups = math.prod(shape) // GROUP
+    beside = sum({"float16": 2, "float32": 4}[one] * groups for one in (scale, minimum) if one)
+    made = math.prod(shape) + beside + passing
+    return Outline(shape, "uint8" if bits == 4 else "int8", made, scale, minimum)

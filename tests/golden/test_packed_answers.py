@@ -1,0 +1,72 @@
+"""Models whose weights are held packed or rounded: near the numbers of their files, and the same in any batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from tests.golden.test_same_answer import mixed_batch, same_bits
+from tests.models.test_held import PACKED, SIZES, packed_model
+from tests.tiny_models import KERNELS, Driver, load, prompt, write_model
+
+FORMS = ("bf16", "int8", "int4")
+LENGTH = 60
+ODD = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32, "vocab_size": 171, "tie_word_embeddings": True}
+
+
+def logits(model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> np.ndarray:
+    engine = load(model, **options)
+    driver = Driver(engine, monkeypatch)
+    found = driver.logits(prompt(LENGTH, engine.info.vocab), [LENGTH], driver.tables(LENGTH))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kind", PACKED, ids=[kind.name for kind in PACKED])
+def test_packed_weights_answer_as_the_numbers_they_stand_for(
+    kind: Any, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a packed matrix activations are rounded to 8 bits, which moves logits by about a hundredth; a wrong scale,
+    order of codes or row moves them by as much as they are."""
+    path = packed_model(tmp_path, Type[kind.name])
+    want = logits(path, monkeypatch, weights="f32", kernels="reference")
+    got = logits(path, monkeypatch, weights="stored", kernels=kernels)
+    assert np.isfinite(want).all() and want.std() > 0
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert error < 0.04
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("form", FORMS)
+def test_rounded_weights_answer_nearly_as_the_stored_ones(
+    form: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path, **SIZES)
+    want = logits(folder, monkeypatch, weights="f32", kernels="reference")
+    got = logits(folder, monkeypatch, weights=form, kernels=kernels)
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert 0 < error < {"bf16": 0.02, "int8": 0.04, "int4": 0.3}[form]
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("form", FORMS)
+def test_any_schedule_gives_the_same_bits(
+    form: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prove: bool, figure: Any
+) -> None:
+    """The law of the same answer on logits, where activations are rounded too."""
+    driver = Driver(load(write_model(tmp_path, **ODD), weights=form, kernels=kernels), monkeypatch)
+    count = 200 if prove else 4
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        lengths = [int(rng.integers(1, 60)) for _ in range(int(rng.integers(1, 7)))]
+        driver._next = [0] * len(driver._next)
+        together = mixed_batch(driver, rng, lengths)
+        driver._next = [0] * len(driver._next)
+        for one, length in enumerate(lengths):
+            alone = driver.logits(prompt(length, seed=one), [length], driver.tables(length))
+            assert same_bits(together[one], alone), (seed, one)
+    figure(f"same answer, {form} weights, {kernels} kernels", f"{count} schedules, logits equal bit for bit")
