@@ -89,6 +89,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "at most what max_running full contexts need."
         ),
     ] = None
+    kv_dtype: Annotated[
+        Literal["auto", "f32", "bf16", "f16"],
+        Meta(
+            description="Type of KV in the pool and in stores; 'auto': f32 for models of less than 64 MiB (in 16 "
+            "bits), else bf16. f16 holds no number beyond 65,504."
+        ),
+    ] = "auto"
     # scheduling
     max_running: Annotated[int, Meta(ge=1, le=4096, description="Most requests computed in one step.")] = 64
     step_tokens: Annotated[int, Meta(ge=16, le=1 << 16, description="Most tokens computed in one step.")] = 512
@@ -113,8 +120,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv_codec: Annotated[
         Literal["raw", "q8"],
         Meta(
-            description="How KV is written in kv_dir. 'q8' takes about a quarter of the room and rounds: answers from "
-            "loaded KV may differ; it needs 'cairn cache check-codec' first."
+            description="How KV is written in kv_dir. 'q8' takes a quarter of the room of f32, half of that of bf16 or "
+            "f16, and rounds: answers from loaded KV may differ; it needs 'cairn cache check-codec' first."
         ),
     ] = "raw"
     kv_ram_gb: Annotated[

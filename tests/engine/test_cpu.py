@@ -41,6 +41,13 @@ def test_info_says_what_was_loaded(tmp_path: Path) -> None:
     assert (info.context, info.max_tokens, info.max_rows, info.vocab) == (300, 100, 7, 160)
     assert sum(b * s for b, s in zip(info.blocks, info.block_bytes, strict=True)) <= 0.05 * 10**9
     assert load(folder).info.context == 512
+    assert info.kv_dtype == "float32"
+    for name, dtype in (("bf16", "bfloat16"), ("f16", "float16")):
+        narrow = load(folder, kv_dtype=name)
+        assert narrow.info.kv_dtype == dtype == str(narrow._kv[0].dtype)
+        assert narrow.info.block_bytes == tuple(size // 2 for size in info.block_bytes)
+        (page,) = narrow.read_blocks(1, [3]).wait()
+        assert page.nbytes == narrow.info.block_bytes[1]
 
 
 def test_identity_is_stable_and_names_what_can_move_a_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,15 +63,17 @@ def test_identity_is_stable_and_names_what_can_move_a_bit(tmp_path: Path, monkey
         for module, name in ((cpu, "LAYOUT"), (cpu, "BLOCK_TOKENS"), (reference, "VERSION"), (native, "VERSION")):
             with monkeypatch.context() as patch:
                 patch.setattr(module, name, 99)
-                found.add(cpu.identity(spec, engine._kernels, "f32"))
+                found.add(cpu.identity(spec, engine._kernels, "f32", "float32"))
+        found |= {load(folder, kernels=kind, kv_dtype=name).info.identity for name in ("bf16", "f16")}
     forms = {load(folder, weights=form).info.identity for form in ("stored", "bf16", "int8", "int4", "f32")}
     assert len(forms) == 5 and first in forms, "auto is f32 for a model of this size"
     with monkeypatch.context() as patch:
         other = [{"user_api": "blas", "internal_api": "other", "filepath": "/lib"}]
         patch.setattr(reference, "threadpool_info", lambda: other)
         found.add(load(folder, kernels="reference").info.identity)
-    # The other model, the other BLAS, and for each kind itself and three changes; the default is one of the kinds.
-    assert len(found) == 2 + 4 * len(KERNELS)
+    # The other model, the other BLAS, and for each kind itself, three changes and two types of KV; the default is one
+    # of the kinds.
+    assert len(found) == 2 + 6 * len(KERNELS)
 
 
 def test_identity_does_not_depend_on_what_else_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

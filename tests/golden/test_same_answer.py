@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ LENGTH = 150
 CHUNKINGS = ([1] * LENGTH, [16] * 9 + [6], [64, 64, 22], [7, 100, 43], [149, 1], [3, 13, 17, 1, 1, 115])
 
 
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=[*product(KERNELS, ("f32", "bf16")), (KERNELS[0], "f16")], ids="-".join)
 def load(request: pytest.FixtureRequest) -> Any:
-    """Loads engines with one kind of kernels: the law holds for each."""
-    return partial(tiny_models.load, kernels=request.param)
+    """Loads engines with one kind of kernels and one type of KV: the law holds for each."""
+    kind, dtype = request.param
+    return partial(tiny_models.load, kernels=kind, kv_dtype=dtype)
 
 
 def same_bits(got: np.ndarray, want: np.ndarray) -> bool:
@@ -130,7 +132,7 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_read(
     clean = driver.logits(tokens, [LENGTH], driver.tables(LENGTH))
     for pool in driver.engine._kv:
         pool[:] = np.nan
-    for chunks in ([LENGTH], [40, 1, 1, 108]):
+    for chunks in ([LENGTH], [40, 1, 1, 108], [41, 2, 107]):
         assert same_bits(driver.logits(tokens, chunks, driver.tables(LENGTH)), clean)
 
 

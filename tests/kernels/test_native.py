@@ -143,65 +143,154 @@ def test_half_weights_are_exact(kernels: Any) -> None:
     np.testing.assert_array_equal(out[0], every[:, 0].astype(np.float32))
 
 
-def keys_of(kv: Any) -> Any:
-    """Keys as the reference orders them: [blocks, layers, K, block_tokens, D]."""
-    blocks, layers, _, heads, tokens, size = kv.shape
-    return kv[:, :, 0].reshape(blocks, layers, heads, size, tokens).swapaxes(-1, -2)
+def laid_out(kv: Any) -> Any:
+    """A pool in the reference's order, [.., K, block_tokens, D], as the native kernels lay it out."""
+    shape, out = kv.shape, np.empty_like(kv)
+    keys, values = kv[:, :, 0], kv[:, :, 1]
+    out[:, :, 1] = values
+    if kv.dtype == ml_dtypes.bfloat16:
+        keys = keys.reshape(*keys.shape[:-1], shape[-1] // 2, 2)
+        out[:, :, 1] = values.reshape(*values.shape[:-2], 8, 2, shape[-1]).swapaxes(-1, -2).reshape(values.shape)
+        out[:, :, 0] = keys.swapaxes(-2, -3).reshape(values.shape)
+    else:
+        out[:, :, 0] = keys.swapaxes(-1, -2).reshape(values.shape)
+    return out
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 8), (4, 4, 2), (3, 1, 34), (2, 1, 128)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(6, 2, 8), (4, 4, 2), (3, 1, 34), (2, 1, 128), (1, 1, 1024)])
 @pytest.mark.parametrize("normed", [False, True])
-def test_rope_write(kernels: Any, meaning: Any, heads: int, kv_heads: int, size: int, normed: bool) -> None:
-    tokens = 5
-    qkv, slots = random(tokens, (heads + 2 * kv_heads) * size), np.array([3, 0, 37, 17, 31], np.int32)
+def test_rope_write(kernels: Any, meaning: Any, heads: int, kv_heads: int, size: int, normed: bool, dtype: Any) -> None:
+    """What is not written keeps its bits, the other position of a pair above all."""
+    tokens = 6
+    qkv, slots = random(tokens, (heads + 2 * kv_heads) * size), np.array([3, 0, 37, 17, 30, 31], np.int32)
     norms = [1 + random(size, seed=seed) if normed else None for seed in (3, 4)]
-    positions = np.array([0, 1, 77, 4095, 131071], np.int32)
+    positions = np.array([0, 1, 77, 4095, 131071, 5], np.int32)
     found = []
     for one in (kernels, meaning):
         angles = np.empty((tokens, 2, size // 2), np.float32)
         one.rope_angles(one.rope(size, 10000.0, RopeScaling()), positions, angles)
-        kv = np.full((3, 2, 2, kv_heads, BLOCK_TOKENS, size), 7, np.float32)
+        kv = np.full((3, 2, 2, kv_heads, BLOCK_TOKENS, size), 7, dtype)
         query = np.empty((tokens, heads, size), np.float32)
         one.rope_write(qkv, angles, *norms, 1e-6, kv, 1, slots, query)
-        found.append((angles, query, keys_of(kv) if one is kernels else kv[:, :, 0], kv[:, :, 1]))
-    for got, want in zip(*found, strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-6)
+        found.append((angles, query, (kv if one is kernels else laid_out(kv)).astype(np.float32)))
+    rounding = 4e-6 if dtype is np.float32 else float(ml_dtypes.finfo(dtype).eps)
+    for (got, want), bound in zip(zip(*found, strict=True), (4e-6, 4e-6, rounding), strict=True):
+        np.testing.assert_allclose(got, want, atol=bound, rtol=bound)
+    assert (found[0][2] == 7).sum() == (found[1][2] == 7).sum()
 
 
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_kv_is_rounded_to_nearest_even(kernels: Any, dtype: Any) -> None:
+    """Values are written as they come: the bits are those of the type's own rounding, over its whole range."""
+    rng, size = np.random.default_rng(5), 1024
+    tiny = float(ml_dtypes.finfo(dtype).tiny)
+    edges = [
+        0,
+        -0.0,
+        1,
+        tiny,
+        -tiny,
+        65504,
+        -65504,
+        65520,
+        65519,
+        1 + 2**-9,
+        1 + 3 * 2**-9,
+        1 + 2**-12,
+        np.inf,
+        -np.inf,
+    ]
+    values = np.concatenate([edges, np.exp(rng.uniform(np.log(tiny), 11, size - len(edges) - 1)), [np.nan]])
+    if dtype == np.float16:
+        values[len(edges) : len(edges) + 99] = rng.uniform(-1, 1, 99) * 2.0**-14
+    values = (values * np.where(np.arange(size) % 3, 1, -1)).astype(np.float32)
+    kv, query = np.zeros((1, 1, 2, 1, BLOCK_TOKENS, size), dtype), np.empty((1, 1, size), np.float32)
+    angles = np.ones((1, 2, size // 2), np.float32)
+    qkv = np.concatenate([np.zeros(2 * size, np.float32), values])[None]
+    kernels.rope_write(qkv, angles, None, None, 1e-6, kv, 0, np.array([6], np.int32), query)
+    want = np.zeros_like(kv)
+    with np.errstate(over="ignore"):
+        want[0, 0, 1, 0, 6] = values.astype(dtype)
+    got, want = kv.astype(np.float32), laid_out(want).astype(np.float32)
+    np.testing.assert_array_equal(got, want)
+    assert np.isnan(got).sum() == 1
+
+
+def naive_rows(
+    query: Any, pool: Any, layer: int, rows: list[tuple[int, int, int]], tables: Any, window: int, scale: float
+) -> Any:
+    """Attention from a pool in the reference's order, one query at a time, with all that it sees gathered."""
+    want = np.empty((len(query), query.shape[1] * query.shape[2]), np.float32)
+    for number, (first, count, start) in enumerate(rows):
+        for position in range(start, start + count):
+            low = max(0, position - window + 1) if window else 0
+            places = np.arange(low, position + 1)
+            found = pool[tables[number, places // BLOCK_TOKENS], layer, :, :, places % BLOCK_TOKENS].astype(np.float32)
+            at = first + position - start
+            want[at] = naive_attention(query[at], found[:, 0], found[:, 1], len(places) - 1, 0, scale)
+    return want
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "window"),
-    [(4, 4, 16, 0), (6, 2, 10, 70), (8, 1, 6, 1), (40, 1, 32, 5), (4, 2, 64, 16), (9, 3, 130, 0), (4, 2, 64, 70)],
+    [(4, 4, 16, 0), (6, 2, 10, 70), (8, 1, 6, 1), (40, 1, 32, 5), (4, 2, 64, 16), (9, 3, 130, 0), (4, 2, 64, 71)],
 )
-def test_attention(kernels: Any, heads: int, kv_heads: int, size: int, window: int) -> None:
+def test_attention(kernels: Any, heads: int, kv_heads: int, size: int, window: int, dtype: Any) -> None:
     """Known failure 36: chunks and decodes in one call, each with its own mask, in blocks out of order; unread places
-    hold NaN, and each token's answer is the same bits alone."""
+    hold NaN, and each token's answer is the same bits alone, with the places behind it not yet written.
+
+    Where queries and weights are rounded to bfloat16, that moves a result by about 2**-8 of the values' size.
+    """
     rng = np.random.default_rng(0)
     rows = [(0, 1, 0), (1, 1, 131), (2, 37, 50), (39, 1, 63), (40, 64, 0), (104, 1, 64), (105, 3, 126)]
     tokens, width = 108, 12
-    kv = np.full((width * len(rows), 3, 2, kv_heads, BLOCK_TOKENS, size), np.nan, np.float32)
-    tables, ids = np.full((len(rows), width), -1, np.int32), rng.permutation(len(kv)).astype(np.int32)
+    pool = np.full((width * len(rows), 3, 2, kv_heads, BLOCK_TOKENS, size), np.nan, dtype)
+    tables, ids = np.full((len(rows), width), -1, np.int32), rng.permutation(len(pool)).astype(np.int32)
     query, out = random(tokens, heads, size, seed=4), np.empty((tokens, heads * size), np.float32)
-    want, ordered = np.empty_like(out), keys_of(kv)
-    for number, (first, count, start) in enumerate(rows):
+    for number, (_, count, start) in enumerate(rows):
         end = start + count
         keys, values = random(end, kv_heads, size, seed=number), random(end, kv_heads, size, seed=number + 50)
         low = max(0, start - window + 1) // BLOCK_TOKENS if window else 0
         for block in range(low, -(-end // BLOCK_TOKENS)):
             tables[number, block] = one = ids[number * width + block]
             part = slice(block * BLOCK_TOKENS, min(end, (block + 1) * BLOCK_TOKENS))
-            ordered[one, 1, :, : part.stop - part.start] = keys[part].transpose(1, 0, 2)
-            kv[one, 1, 1, :, : part.stop - part.start] = values[part].transpose(1, 0, 2)
-        for place in range(count):
-            want[first + place] = naive_attention(query[first + place], keys, values, start + place, window, 0.3)
-    assert np.shares_memory(ordered, kv)
+            pool[one, 1, 0, :, : part.stop - part.start] = keys[part].transpose(1, 0, 2)
+            pool[one, 1, 1, :, : part.stop - part.start] = values[part].transpose(1, 0, 2)
+    want = naive_rows(query, pool, 1, rows, tables, window, 0.3)
+    kv = laid_out(pool)
     kernels.attention(query, kv, 1, np.array(rows, np.int32), tables, window, 0.3, out)
-    np.testing.assert_allclose(out, want, atol=1e-5)
+    np.testing.assert_allclose(out, want, atol=4e-2 if dtype == ml_dtypes.bfloat16 else 1e-5)
+    assert np.abs(out - want).mean() < (2e-3 if dtype == ml_dtypes.bfloat16 else 1e-6)
     for number, (first, count, start) in enumerate(rows):
         for place in range(0, count, 7):
-            alone = np.empty((1, heads * size), np.float32)
-            row, at = np.array([(0, 1, start + place)], np.int32), first + place
-            kernels.attention(query[at : at + 1], kv, 1, row, tables[number : number + 1], window, 0.3, alone)
+            alone, at = np.empty((1, heads * size), np.float32), first + place
+            early, position = pool.copy(), start + place
+            early[tables[number, position // BLOCK_TOKENS], :, :, :, position % BLOCK_TOKENS + 1 :] = np.nan
+            row = np.array([(0, 1, position)], np.int32)
+            table = tables[number : number + 1]
+            kernels.attention(query[at : at + 1], laid_out(early), 1, row, table, window, 0.3, alone)
             assert alone.tobytes() == out[at : at + 1].tobytes(), (number, place)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 1500])
+def test_attention_over_several_segments(kernels: Any, dtype: Any, window: int) -> None:
+    """Positions beyond 1,024 and 2,048 are added in order, for a chunk across a border as for each of its tokens."""
+    pool = random(140, 1, 2, 1, BLOCK_TOKENS, 16).astype(dtype)
+    tables, query = np.arange(140, dtype=np.int32)[None], 2 * random(70, 2, 16, seed=1)
+    kv, out = laid_out(pool), np.empty((70, 32), np.float32)
+    for start in (1000, 2020):
+        rows = [(0, 70, start)]
+        kernels.attention(query, kv, 0, np.array(rows, np.int32), tables, window, 0.5, out)
+        want = naive_rows(query, pool, 0, rows, tables, window, 0.5)
+        np.testing.assert_allclose(out, want, atol=4e-2 if dtype == ml_dtypes.bfloat16 else 1e-5)
+        for place in (0, 23, 24, 25, 69):
+            alone = np.empty((1, 32), np.float32)
+            row = np.array([(0, 1, start + place)], np.int32)
+            kernels.attention(query[place : place + 1], kv, 0, row, tables, window, 0.5, alone)
+            assert alone.tobytes() == out[place : place + 1].tobytes(), (start, place)
 
 
 def test_logits_are_those_of_the_wanted_rows_in_order(kernels: Any) -> None:

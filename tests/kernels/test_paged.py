@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -60,6 +61,17 @@ def test_attention(heads: int, kv_heads: int, size: int, window: int) -> None:
         row = np.array([(0, count, start)], np.int32)
         attend(query[first : first + count], kv, 1, row, tables[number : number + 1], window, 0.3, alone)
         assert alone.tobytes() == out[first : first + count].tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_kv_of_16_bits_is_read_as_the_numbers_it_holds(dtype: Any) -> None:
+    kv, query = random(20, 1, 2, 2, BLOCK_TOKENS, 16).astype(dtype), random(70, 4, 16)
+    tables, rows = np.arange(20, dtype=np.int32)[None], np.array([(0, 70, 60)], np.int32)
+    found = []
+    for pool in (kv, kv.astype(np.float32)):
+        found.append(np.empty((70, 64), np.float32))
+        attend(query, pool, 0, rows, tables, 0, 0.25, found[-1])
+    assert found[0].tobytes() == found[1].tobytes()
 
 
 def test_attention_is_cut_into_pieces_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:

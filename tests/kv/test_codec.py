@@ -39,17 +39,21 @@ def test_a_wrong_size_or_group_is_refused(name: str) -> None:
             codec.encode(group, pages(1))
 
 
-@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30, 1e-42])
-def test_q8_moves_no_number_further_than_half_a_step(scale: float) -> None:
-    codec = Q8(BLOCKS, 16)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30, 1e-42, 6e4, 1e-6])
+def test_q8_moves_no_number_further_than_half_a_step(scale: float, dtype: str) -> None:
+    if dtype == "float16" and not 1e-7 < scale < 1e5:
+        pytest.skip("no float16 is so large or so small")
+    kind = np.dtype(dtype)
+    codec = Q8([size // 4 * kind.itemsize for size in BLOCKS], 16, dtype)
     for seed in range(50):
-        data = pages(seed, seed % 2, scale)
-        written = codec.encode(seed % 2, data)
-        assert len(written) == codec.size(seed % 2) == len(data) // 64 * 20
-        back = np.frombuffer(codec.decode(seed % 2, memoryview(bytes(written))), "<f4").reshape(-1, 16)
-        given = np.frombuffer(data, "<f4").reshape(-1, 16)
-        for row, was in zip(back, given, strict=True):
-            assert np.abs(row - was).max() <= error_bound(float(np.abs(was).max()))
+        wide = np.frombuffer(pages(seed, seed % 2, scale), "<f4")
+        given = np.clip(wide, -65504, 65504).astype(kind) if dtype == "float16" else wide.astype(kind)
+        written = codec.encode(seed % 2, given.tobytes())
+        assert len(written) == codec.size(seed % 2) == len(given) // 16 * 20
+        back = np.frombuffer(codec.decode(seed % 2, memoryview(bytes(written))), kind)
+        for row, was in zip(*(one.astype(float).reshape(-1, 16) for one in (back, given)), strict=True):
+            assert np.abs(row - was).max() <= error_bound(float(np.abs(was).max()), dtype)
     assert not codec.lossless
 
 
@@ -64,3 +68,10 @@ def test_q8_keeps_zeros_and_refuses_what_is_not_finite() -> None:
             codec.encode(0, numbers.tobytes())
     with pytest.raises(ValueError, match="are not rows of"):
         Q8((100,), 16)
+    with pytest.raises(ValueError, match="are not rows of 16 bfloat16 numbers"):
+        Q8((48,), 16, "bfloat16")
+    for dtype in ("bfloat16", "float16"):
+        small = Q8((64,), 16, dtype)
+        assert bytes(small.decode(0, memoryview(bytes(small.encode(0, bytes(256)))))) == bytes(256)
+        with pytest.raises(ValueError, match="not finite"):
+            small.encode(0, b"\xff" * 256)

@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
     """Add `cairn bench`."""
 
     @app.command(rich_help_panel="This machine")
-    @configured(("kernels", "weights", "threads"))
+    @configured(("kernels", "weights", "threads", "kv_dtype"))
     def bench(
         resolved: Resolved,
         shape: Annotated[

@@ -100,7 +100,7 @@ def _fit(name: str, config: Config) -> str:
         memory.check_memory(spec, config, blocks, free, weights)
     except CairnError as error:
         return f"no: {str(error).removeprefix(f'{name}: ')}"
-    sizes = memory.block_bytes(spec)
+    sizes = memory.block_bytes(spec, memory.kv_dtype(spec, config))
     pool = sum(count * size for count, size in zip(blocks, sizes, strict=True))
     context = min(spec.context, config.context or spec.context)
     tokens = min(blocks) * BLOCK_TOKENS

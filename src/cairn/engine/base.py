@@ -103,6 +103,8 @@ class EngineInfo:
     device: str
     note: str = ""
     """What loading did to the model's numbers, if anything: a sentence for the log."""
+    kv_dtype: str = "float32"
+    """Type of a page's numbers: float32, bfloat16 or float16 (numpy's names)."""
 
 
 class Engine(Protocol):

@@ -143,7 +143,7 @@ class Bench:
 
     def _figure(self, work: _Work, seconds: float) -> Figure:
         spec = self.spec
-        read = work.steps * self.streamed + 2 * 4 * spec.layers * spec.kv_heads * spec.head_dim * work.kv
+        read = work.steps * self.streamed + sum(self.engine.info.block_bytes) // BLOCK_TOKENS * work.kv
         table = spec.vocab * spec.hidden
         inside = parameters(spec) - (table if spec.tied else 2 * table)
         attention = 4 * spec.layers * spec.heads * spec.head_dim * work.context

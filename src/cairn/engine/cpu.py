@@ -1,7 +1,8 @@
 """The engine that runs everywhere: the recorded decoder over the CPU's kernels, KV in main memory.
 
-KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32: a block is contiguous over
-its group's layers, so a page is a view. The engine holds weights, pools and step buffers, and nothing about requests.
+KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32, bfloat16 or float16: a
+block is contiguous over its group's layers, so a page is a view. The engine holds weights, pools and step buffers, and
+nothing about requests.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from cairn.config import Config
 from cairn.engine.base import EngineInfo, Ready, Row, RowResult
 from cairn.engine.machine import cpu_count
-from cairn.engine.memory import block_bytes, check_memory, pool_blocks, weight_memory
+from cairn.engine.memory import block_bytes, check_memory, kv_dtype, pool_blocks, weight_memory
 from cairn.kernels.base import Kernels
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.program import Interpreted, Program
@@ -28,10 +29,8 @@ from cairn.models.weights import open_weights
 from cairn.sampling import sample
 from cairn.types import BLOCK_TOKENS, ModelSpec
 
-LAYOUT = "f32-blocks-1"
+LAYOUT = "blocks-2"
 """Version of the KV layout above."""
-
-Floats = NDArray[np.float32]
 
 
 class CpuEngine:
@@ -51,8 +50,9 @@ class CpuEngine:
         self._kernels = load_kernels(config.kernels, config.threads or cpu_count())
         self._buffers = decoder.allocate(self._kernels, spec, config.step_tokens, max_rows, context)
         page = (2, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
-        self._kv: list[Floats] = [
-            self._kernels.allocate((count, len(group.layers), *page), "float32")
+        dtype = kv_dtype(spec, config)
+        self._kv: list[NDArray[Any]] = [
+            self._kernels.allocate((count, len(group.layers), *page), dtype)
             for count, group in zip(blocks, spec.groups, strict=True)
         ]
         built = decoder.build(self._kernels, spec, weights)
@@ -63,12 +63,13 @@ class CpuEngine:
             groups=spec.groups,
             blocks=blocks,
             block_tokens=BLOCK_TOKENS,
-            block_bytes=block_bytes(spec),
+            block_bytes=block_bytes(spec, dtype),
+            kv_dtype=dtype,
             context=context,
             vocab=spec.vocab,
             max_rows=max_rows,
             max_tokens=config.step_tokens,
-            identity=identity(spec, self._kernels, form),
+            identity=identity(spec, self._kernels, form, dtype),
             device="cpu",
         )
 
@@ -104,7 +105,7 @@ class CpuEngine:
 
     def read_blocks(self, group: int, ids: Sequence[int]) -> Ready[list[memoryview]]:
         """Views of the blocks: no copy."""
-        return Ready([memoryview(self._kv[group][one]).cast("B") for one in ids])
+        return Ready([_bytes(self._kv[group][one]) for one in ids])
 
     def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> Ready[None]:
         """Copy pages into blocks; a page of another size is a `ValueError` and writes nothing."""
@@ -114,7 +115,7 @@ class CpuEngine:
         if any(len(memoryview(page).cast("B")) != size for page in pages):
             raise ValueError(f"a page of group {group} has {size} bytes")
         for one, page in zip(ids, pages, strict=True):
-            memoryview(self._kv[group][one]).cast("B")[:] = memoryview(page).cast("B")
+            _bytes(self._kv[group][one])[:] = memoryview(page).cast("B")
         return Ready(None)
 
     def close(self) -> None:
@@ -202,8 +203,13 @@ def _slices(rows: Sequence[Row]) -> Iterator[list[tuple[int, int, int]]]:
         yield slice_
 
 
-def identity(spec: ModelSpec, kernels: Kernels, form: str) -> bytes:
-    """Root of the KV keys: the model, the form of its weights, the KV's layout, and all about these kernels that can
-    move a bit."""
-    facts = (LAYOUT, BLOCK_TOKENS, kernels.numerics, quantize.VERSION, form)
+def _bytes(block: NDArray[Any]) -> memoryview:
+    """A block's page: not every type of number has a memoryview of its own."""
+    return block.reshape(-1).view(np.uint8).data
+
+
+def identity(spec: ModelSpec, kernels: Kernels, form: str, kv_dtype: str) -> bytes:
+    """Root of the KV keys: the model, the form of its weights, the KV's type and layout, and all about these kernels
+    that can move a bit."""
+    facts = (LAYOUT, kv_dtype, BLOCK_TOKENS, kernels.numerics, quantize.VERSION, form)
     return hashlib.sha256(spec.identity + repr(facts).encode()).digest()

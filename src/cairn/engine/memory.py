@@ -14,7 +14,7 @@ from cairn.kernels import native
 from cairn.kernels.choose import REFERENCE, chosen
 from cairn.models.decoder import buffer_bytes, build
 from cairn.models.outline import Outline, outlines
-from cairn.models.weights import parameters
+from cairn.models.weights import parameters, small
 from cairn.types import BLOCK_TOKENS, CacheGroup, ModelSpec, RopeScaling
 
 GB = 10**9
@@ -23,9 +23,20 @@ LEAST_CONTEXT = 512
 """Tokens of context that the pool must hold at least, or loading makes no sense."""
 
 
-def block_bytes(spec: ModelSpec) -> tuple[int, ...]:
-    """Bytes of one block of each group: keys and values of BLOCK_TOKENS tokens over the group's layers in float32."""
-    token = 2 * spec.kv_heads * spec.head_dim * 4
+_KV_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def kv_dtype(spec: ModelSpec, config: Config) -> str:
+    """numpy's name of the type of this model's KV."""
+    if config.kv_dtype == "auto":
+        return "float32" if small(spec) else "bfloat16"
+    return _KV_DTYPES[config.kv_dtype]
+
+
+def block_bytes(spec: ModelSpec, dtype: str) -> tuple[int, ...]:
+    """Bytes of one block of each group: keys and values of BLOCK_TOKENS tokens over the group's layers."""
+    token = 2 * spec.kv_heads * spec.head_dim * _WIDTHS[dtype]
     return tuple(len(group.layers) * BLOCK_TOKENS * token for group in spec.groups)
 
 
@@ -101,7 +112,7 @@ def pool_blocks(
     context = min(spec.context, config.context or spec.context)
     needs = [_blocks_for(group, context, config) for group in spec.groups]
     least = [_blocks_for(group, min(context, LEAST_CONTEXT), config) for group in spec.groups]
-    one, fewest = _bytes(spec, needs), _bytes(spec, least)
+    one, fewest = _bytes(spec, config, needs), _bytes(spec, config, least)
     if config.kv_gb is None:
         free = memory_available() if free is None else free
         rest = free - (weights.held if weights else weight_bytes(spec)) - _buffers(spec, config)
@@ -130,7 +141,7 @@ def check_memory(
     """
     free = memory_available() if free is None else free
     weights = weights or WeightMemory(weight_bytes(spec), 0)
-    pool, buffers = _bytes(spec, blocks), _buffers(spec, config)
+    pool, buffers = _bytes(spec, config, blocks), _buffers(spec, config)
     if weights.held + max(pool + buffers, weights.passing) > free:
         loading = f", {_gb(weights.passing)} while loading" if weights.passing > pool + buffers else ""
         raise ModelError(
@@ -145,8 +156,9 @@ def _blocks_for(group: CacheGroup, context: int, config: Config) -> int:
     return -(-tokens // BLOCK_TOKENS) + 1
 
 
-def _bytes(spec: ModelSpec, blocks: Sequence[int]) -> int:
-    return sum(count * size for count, size in zip(blocks, block_bytes(spec), strict=True))
+def _bytes(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> int:
+    sizes = block_bytes(spec, kv_dtype(spec, config))
+    return sum(count * size for count, size in zip(blocks, sizes, strict=True))
 
 
 def _buffers(spec: ModelSpec, config: Config) -> int:

@@ -135,7 +135,8 @@ class Kernels(Protocol):
     ) -> None:
         """Split qkv[M, (Q + 2K) D], norm heads of q and k where there is a weight [D], rotate them, write q to
         query[M, Q, D] and k, v into the KV pool kv[blocks, layers, 2, K, block_tokens, D] at slots[M]
-        (block * block_tokens + offset). The order within a block and head is the kernels' own."""
+        (block * block_tokens + offset), rounded to the pool's type: float32, bfloat16 or float16. The order within a
+        block and head is the kernels' own."""
         ...
 
     def attention(
@@ -153,7 +154,8 @@ class Kernels(Protocol):
 
         rows[B, 3]: a row's first token in the step, its number of tokens, the position of its first token.
         tables[B, width]: block of each 16 positions; -1 where there is none. With window > 0 position p sees
-        (p - window, p], else [0, p].
+        (p - window, p], else [0, p]. Arithmetic is in float32, whatever the pool's type; native kernels may round
+        queries and weights of a bfloat16 pool to bfloat16 where that is what the instruction set multiplies.
         """
         ...
 

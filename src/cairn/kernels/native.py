@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,7 +26,7 @@ from cairn.kernels.quantized import dequantized
 from cairn.kernels.rope import Rope, frequencies
 from cairn.types import RopeScaling
 
-VERSION = "native-2"
+VERSION = "native-3"
 """Version of the order of operations and of the KV layout; a change that can move a bit gets a new one."""
 
 _ALIGN = 64
@@ -162,7 +163,8 @@ class NativeKernels:
         slots: Any,
         query: Any,
     ) -> None:
-        """As in `kernels.base`, but keys of a block and head are laid out [D, block_tokens]."""
+        """As in `kernels.base`, but keys of a block and head are laid out [D, block_tokens]; bfloat16 in pairs: keys
+        [D / 2, block_tokens, 2], values [block_tokens / 2, D, 2]."""
         arguments = (qkv, angles, q_norm, k_norm, eps, kv, layer, slots, query)
         self._run("rope_write", arguments, tokens=len(qkv))
 
@@ -221,6 +223,8 @@ def _parts(argument: Any) -> tuple[Any, ...]:
         return argument.array, argument.dtype
     if isinstance(argument, Rope):
         return argument.frequencies, float(argument.factor)
+    if isinstance(argument, np.ndarray) and argument.dtype == ml_dtypes.bfloat16:
+        return (argument.view(np.uint16),)
     return (argument,)
 
 

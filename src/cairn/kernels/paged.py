@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ _SPANS = 64
 
 
 def attend(
-    query: Floats, kv: Floats, layer: int, rows: Ints, tables: Ints, window: int, scale: float, out: Floats
+    query: Floats, kv: NDArray[Any], layer: int, rows: Ints, tables: Ints, window: int, scale: float, out: Floats
 ) -> None:
     """`kernels.base.Kernels.attention`."""
     heads, size = query.shape[1:]
@@ -92,7 +93,7 @@ def _pieces(rows: list[list[int]], heads: int, window: int) -> Iterator[_Piece]:
 class _Pages:
     """Keys and values of a piece's positions, gathered from the blocks of its rows' tables."""
 
-    def __init__(self, kv: Floats, layer: int, tables: Ints, piece: _Piece, window: int) -> None:
+    def __init__(self, kv: NDArray[Any], layer: int, tables: Ints, piece: _Piece, window: int) -> None:
         self._kv_heads, self._block_tokens, self._size = kv.shape[3:]
         wanted = piece.base[:, None] // self._block_tokens + np.arange(piece.spans * SPAN // self._block_tokens)
         inside = wanted < tables.shape[1]
@@ -126,7 +127,8 @@ class _Pages:
     def _take(self, parts: NDArray[np.intp], spans: slice) -> Floats:
         blocks = SPAN // self._block_tokens
         at = parts[..., spans.start * blocks : spans.stop * blocks]
-        return self._parts.take(at, axis=0).reshape(*at.shape[:2], -1, SPAN, self._size)
+        found: Floats = self._parts.take(at, axis=0).astype(np.float32, copy=False)
+        return found.reshape(*at.shape[:2], -1, SPAN, self._size)
 
 
 def _seen(piece: _Piece, fan: int, padded: int, window: int) -> NDArray[np.bool_]:

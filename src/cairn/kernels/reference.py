@@ -60,7 +60,7 @@ def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
 
 
 class ReferenceKernels:
-    """`kernels.base.Kernels` in numpy, float32 throughout. Each method's meaning is stated there."""
+    """`kernels.base.Kernels` in numpy, float32 but for KV as it is held. Each method's meaning is stated there."""
 
     def __init__(self, threads: int = 1) -> None:
         one_blas_thread.enter()
@@ -118,7 +118,7 @@ class ReferenceKernels:
         q_norm: Floats | None,
         k_norm: Floats | None,
         eps: float,
-        kv: Floats,
+        kv: NDArray[Any],
         layer: int,
         slots: Ints,
         query: Floats,
@@ -141,7 +141,7 @@ class ReferenceKernels:
     def attention(
         self,
         query: Floats,
-        kv: Floats,
+        kv: NDArray[Any],
         layer: int,
         rows: Ints,
         tables: Ints,

@@ -1,18 +1,28 @@
 """How the pages of a chunk are written down: as they are, or as 8-bit integers.
 
-`raw` gives back the same bits. `q8` takes about a quarter of the room and is lossy: whoever turns it on gives up the
-promise that a cached answer is the same answer. A store never gives chunks of one codec to a reader of another.
+`raw` gives back the same bits. `q8` takes about a quarter of the room of float32 pages, half of that of 16-bit ones,
+and is lossy: whoever turns it on gives up the promise that a cached answer is the same answer. A store never gives
+chunks of one codec to a reader of another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kv.store import CHUNK_BLOCKS
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype("<f2"),
+}
+_ROUNDING = {"float32": (2**-24, 2**-149), "bfloat16": (2**-8, 2**-133), "float16": (2**-11, 2**-24)}
+"""How far a number moves when it is rounded to the type: relative to itself, and the smallest step of all."""
 
 
 class Codec(Protocol):
@@ -65,22 +75,23 @@ class Raw:
 
 
 class Q8:
-    """float32 pages as one int8 a number and one float32 scale for each token of each head of each layer.
+    """Pages as one int8 a number and one float32 scale for each run of `head_dim` numbers, as they lie in the pages.
 
-    The scale is a 127th of the largest magnitude among the `head_dim` numbers, so each number comes back within half a
-    scale of what it was (`error_bound`), and zeros come back as zeros. Laid out as all scales, then all numbers, both
-    in the order of the pages.
+    The scale is a 127th of the largest magnitude in the run, so each number comes back within half a scale of what it
+    was (`error_bound`), and zeros come back as zeros. Laid out as all scales, then all numbers, both in the order of
+    the pages.
     """
 
     name = "q8"
     lossless = False
 
-    def __init__(self, block_bytes: Sequence[int], head_dim: int) -> None:
-        """`block_bytes` as for `Raw`; the pages are rows of `head_dim` float32."""
-        row = 4 * head_dim
+    def __init__(self, block_bytes: Sequence[int], head_dim: int, dtype: str = "float32") -> None:
+        """`block_bytes` as for `Raw`; the pages are rows of `head_dim` numbers: float32, bfloat16 or float16."""
+        self._dtype = _DTYPES[dtype]
+        row = self._dtype.itemsize * head_dim
         if any(size % row for size in block_bytes):
-            raise ValueError(f"pages of {tuple(block_bytes)} bytes are not rows of {head_dim} float32 numbers")
-        self._head_dim = head_dim
+            raise ValueError(f"pages of {tuple(block_bytes)} bytes are not rows of {head_dim} {dtype} numbers")
+        self._head_dim, self._row = head_dim, row
         self._rows = tuple(CHUNK_BLOCKS * size // row for size in block_bytes)
 
     def size(self, group: int) -> int:
@@ -90,7 +101,8 @@ class Q8:
     def encode(self, group: int, pages: bytes | memoryview) -> bytes | memoryview:
         """Infinite numbers and NaN are a `ValueError`: they would spoil their whole row."""
         rows = _checked(self._rows, group)
-        numbers = np.frombuffer(_sized(pages, rows * 4 * self._head_dim), dtype="<f4").reshape(rows, self._head_dim)
+        numbers = np.frombuffer(_sized(pages, rows * self._row), dtype=self._dtype).astype(np.float32, copy=False)
+        numbers = numbers.reshape(rows, self._head_dim)
         largest = np.abs(numbers).max(axis=1)
         if not np.isfinite(largest).all():
             raise ValueError("a page has a number that is not finite")
@@ -102,23 +114,24 @@ class Q8:
         return bytes(scales.astype("<f4").tobytes() + small.tobytes())
 
     def decode(self, group: int, data: memoryview) -> bytes | memoryview:
-        """float32 pages."""
+        """Pages in their type."""
         rows = _checked(self._rows, group)
         data = _sized(data, self.size(group))
         scales = np.frombuffer(data[: 4 * rows], dtype="<f4")
         small = np.frombuffer(data[4 * rows :], dtype=np.int8).reshape(rows, self._head_dim)
         pages: NDArray[np.float32] = small * scales[:, None]
-        return pages.tobytes()
+        return pages.astype(self._dtype, copy=False).tobytes()
 
 
-def error_bound(largest: float) -> float:
+def error_bound(largest: float, dtype: str = "float32") -> float:
     """How far `q8` may move a number of a row whose largest magnitude this is: half a step, and rounding of floats."""
-    return largest / 254 * (1 + 1e-4) + 127 * float(np.finfo(np.float32).tiny)
+    relative, least = _ROUNDING[dtype]
+    return largest / 254 * (1 + 1e-4) + relative * largest + least + 127 * float(np.finfo(np.float32).tiny)
 
 
-def open_codec(name: Literal["raw", "q8"], block_bytes: Sequence[int], head_dim: int) -> Codec:
-    """The codec with this name."""
-    return Q8(block_bytes, head_dim) if name == "q8" else Raw(block_bytes)
+def open_codec(name: Literal["raw", "q8"], block_bytes: Sequence[int], head_dim: int, dtype: str = "float32") -> Codec:
+    """The codec with this name, for pages of rows of `head_dim` numbers of this type."""
+    return Q8(block_bytes, head_dim, dtype) if name == "q8" else Raw(block_bytes)
 
 
 def _checked(sizes: tuple[int, ...], group: int) -> int:

@@ -87,14 +87,15 @@ def open_stores(
 
 def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem, folder: Path) -> Codec:
     try:
-        codec = open_codec(config.kv_codec, info.block_bytes, spec.head_dim)
+        codec = open_codec(config.kv_codec, info.block_bytes, spec.head_dim, info.kv_dtype)
     except ValueError as error:
         raise ConfigError(f"kv_codec: q8 cannot hold the KV of {spec.name}: {error}", field="kv_codec") from error
     if not codec.lossless and recall(files, folder, info.identity, codec.name) is None:
         kernels = "" if config.kernels == "auto" else f" --kernels {config.kernels}"
+        dtype = "" if config.kv_dtype == "auto" else f" --kv-dtype {config.kv_dtype}"
         raise ConfigError(
             f"kv_codec: {codec.name} was not compared with raw on this model; run: cairn cache check-codec "
-            f"{shlex.quote(config.model)} --kv-dir {shlex.quote(str(folder))}{kernels}",
+            f"{shlex.quote(config.model)} --kv-dir {shlex.quote(str(folder))}{kernels}{dtype}",
             field="kv_codec",
         )
     return codec

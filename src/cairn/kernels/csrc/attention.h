@@ -1,11 +1,12 @@
 // Softmax attention over paged KV, online in spans of 64 positions at fixed places.
 //
 // Per query: the spans it sees in order; in each, scores are chains along the head, weights relative to the largest
-// score so far, and values are added position by position. Spans and positions that a query does not see leave its
-// state as it was (a weight of zero), so tiles of several queries change no bit.
+// score so far in the segment, and values are added position by position. Segments of 1,024 positions are computed
+// apart and then added in order. Spans and positions that a query does not see leave its state as it was (a weight of
+// zero), so tiles of several queries change no bit.
 #pragma once
 
-#include "product.h"
+#include "kv.h"
 
 namespace cairn::CAIRN_VARIANT {
 
@@ -20,28 +21,74 @@ struct Range {
 inline Range common(Range a, Range b) {
     return {a.low > b.low ? a.low : b.low, a.high < b.high ? a.high : b.high};
 }
+// Whole units of `size` that hold the range.
+inline Range units(Range a, Index size) { return {a.low / size, (a.high + size - 1) / size}; }
 
-// The queries of one task, in `Attend::scratch`: for each of them [size] query, [padded size] result, [SPAN] scores or
-// weights, then the largest score so far, the sum of weights and the factor on the result so far.
+// Query rows of a tile at most, and vectors that R rows keep in registers beside what is read.
+constexpr int TILE_ROWS = REGISTERS == 32 && PARTS == 1 ? 6 : 12 / PARTS < 6 ? 12 / PARTS : 6;
+constexpr int vectors_for(int rows, int most) {
+    const int fit = (REGISTERS == 32 ? 24 : 12) / (rows * PARTS);
+    return fit >= 8 && rows <= 2 && most >= 8 ? 8 : fit >= 4 ? 4 : fit < 1 ? 1 : fit;
+}
+
+// The queries of one task, in `Attend::scratch`: for each of them [size] query, [padded size] result of this segment
+// and of those before, [SPAN] scores or weights; the largest score, the sum of weights and the factor on the result so
+// far, and the first two of the segments before. Last, two pairs of values that are seen by half.
+template <class Form>
 struct Queries {
+    using Number = typename Form::Number;
+    static constexpr Index WEIGHTS = SPAN * 4 / static_cast<Index>(sizeof(Number));  // from one row's to the next's
+
     Index rows, fan, size, wide;
-    float *query, *result, *score, *most, *total, *factor;
+    Number* query;
+    float *result, *merged, *score, *most, *total, *factor, *merged_most, *merged_total;
+    std::byte* halves;
 
     explicit Queries(const Attend& job) {
         fan = job.heads / job.kv.heads, rows = job.count * fan, size = job.kv.size, wide = padded(size);
-        query = job.scratch;
-        result = query + rows * size;
-        score = result + rows * wide;
+        query = reinterpret_cast<Number*>(job.scratch);
+        result = job.scratch + rows * size;
+        merged = result + rows * wide;
+        score = merged + rows * wide;
         most = score + rows * SPAN;
-        total = most + rows;
-        factor = total + rows;
-        for (Index token = 0; token < job.count; token++) {
-            const Index head = (job.first + token) * job.heads + job.kv_head * fan;
-            __builtin_memcpy(query + token * fan * size, job.query + head * size, fan * size * 4);
+        total = most + rows, factor = total + rows, merged_most = factor + rows, merged_total = merged_most + rows;
+        halves = reinterpret_cast<std::byte*>(merged_total + rows);
+        for (Index row = 0; row < rows; row++) {
+            const float* from = job.query + ((job.first + row / fan) * job.heads + job.kv_head * fan + row % fan) * size;
+            Index at = 0;
+            for (; at + LANES <= size; at += LANES) Form::put(query + row * size + at, load(from + at));
+            if (at < size) {
+                Number rest[LANES];
+                Form::put(rest, load_first(from + at, size - at));
+                __builtin_memcpy(query + row * size + at, rest, (size - at) * sizeof(Number));
+            }
         }
+        for (Index i = 0; i < rows * wide; i++) merged[i] = 0.0f;
+        for (Index row = 0; row < rows; row++) merged_most[row] = UNSEEN, merged_total[row] = 0.0f;
+        begin();
+    }
+
+    Number* weights(Index row) const { return reinterpret_cast<Number*>(score) + row * WEIGHTS; }
+
+    // A segment begins.
+    void begin() const {
         for (Index i = 0; i < rows * wide; i++) result[i] = 0.0f;
         for (Index row = 0; row < rows; row++) most[row] = UNSEEN, total[row] = 0.0f;
     }
+
+    // A segment ends: what it gave is added to what those before it gave.
+    void merge() const {
+        for (Index row = 0; row < rows; row++) {
+            const float now = most[row] > merged_most[row] ? most[row] : merged_most[row];
+            const Vec before = exp(set(merged_most[row] - now)), here = exp(set(most[row] - now));
+            for (Index at = row * wide; at < (row + 1) * wide; at += LANES)
+                store(merged + at, load(merged + at) * before + load(result + at) * here);
+            merged_total[row] = merged_total[row] * first(before) + total[row] * first(here);
+            merged_most[row] = now;
+        }
+    }
+
+    static float first(const Vec& x) { return x.part[0][0]; }
 };
 
 inline Range seen_by(const Attend& job, Index position) {
@@ -49,67 +96,149 @@ inline Range seen_by(const Attend& job, Index position) {
     return {low, position + 1};
 }
 
+// Where one span's keys and values lie, and where those of the next do (or these again): both are asked for early.
+template <class Form>
+struct Span {
+    static constexpr Index STEPS = SPAN / Form::STEP;
+
+    const std::byte *keys[SPAN / LANES], *values[STEPS];
+    const std::byte *next_keys[SPAN / LANES], *next_values[STEPS];
+    Range inside;  // positions that any query of the task sees, counted from the span's first
+
+    Span(const Attend& job, const Queries<Form>& q, Index start, Range all) {
+        inside = common({all.low - start, all.high - start}, {0, SPAN});
+        const Range blocks = units(inside, LANES);
+        const Index row = q.size * Form::STEP * Form::ELEMENT;
+        for (Index block = blocks.low; block < blocks.high; block++) {
+            const Index here = start / LANES + block, later = here + SPAN / LANES;
+            const Index id = job.table[here], next = later * LANES < all.high ? job.table[later] : id;
+            keys[block] = job.kv.keys(id, job.kv_head), next_keys[block] = job.kv.keys(next, job.kv_head);
+            const std::byte *from = job.kv.values(id, job.kv_head), *then = job.kv.values(next, job.kv_head);
+            constexpr Index EACH = LANES / Form::STEP;
+            for (Index i = 0; i < EACH; i++)
+                values[block * EACH + i] = from + i * row, next_values[block * EACH + i] = then + i * row;
+        }
+        if constexpr (Form::STEP == 2) {
+            if (inside.low % 2) half(q, inside.low / 2, 0, 0xffff0000u);
+            if (inside.high % 2) half(q, inside.high / 2, 1, 0x0000ffffu);
+        }
+    }
+
+  private:
+    // A pair of which one position is unseen or not yet written: a weight of zero would not silence a NaN in it.
+    void half(const Queries<Form>& q, Index pair, Index place, std::uint32_t keep) {
+        std::byte* copy = q.halves + place * q.size * 4;
+        for (Index i = 0; i < q.size; i++) {
+            std::uint32_t bits;
+            __builtin_memcpy(&bits, values[pair] + i * 4, 4);
+            bits &= keep;
+            __builtin_memcpy(copy + i * 4, &bits, 4);
+        }
+        values[pair] = copy;
+    }
+};
+
 // score[R][P blocks of 16] = query @ keys, for P neighbouring blocks.
-template <int R, int P>
-void score_blocks(const float* query, Index size, const float* const* keys, float* score) {
-    Vec acc[R][P] = {}, weight[P];
-    for (Index k = 0; k < size; k++) {
-#pragma GCC unroll 4
-        for (int p = 0; p < P; p++) weight[p] = load(keys[p] + k * LANES);
-        add_outer<R, P>(acc, query + k, size, weight);
+template <class Form, int R, int P, bool AHEAD>
+void score_blocks(const Queries<Form>& q, Index row, const Span<Form>& span, Index block) {
+    constexpr Index BYTES = LANES * Form::STEP * Form::ELEMENT;
+    Vec acc[R][P] = {};
+    const auto* query = q.query + row * q.size;
+    for (Index k = 0; k < q.size / Form::STEP; k++) {
+        typename Form::Raw raw[P];
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) {
+            raw[p] = Form::read(span.keys[block + p] + k * BYTES);
+            if (AHEAD) __builtin_prefetch(span.next_keys[block + p] + k * BYTES, 0, 2);
+        }
+        Form::template add<R, P>(acc, query + k * Form::STEP, q.size, raw);
     }
     for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++) store(score + r * SPAN + p * LANES, acc[r][p]);
+        for (int p = 0; p < P; p++) store(q.score + (row + r) * SPAN + (block + p) * LANES, acc[r][p]);
 }
 
 // result[R][P vectors] = result * factor + weights @ values, position by position.
-template <int R, int P, bool WHOLE>
-void mix_values(const Queries& q, Index row, Index column, const float* const* values, Range inside) {
-    Vec acc[R][P], value[P];
+template <class Form, int R, int P, bool AHEAD, bool WHOLE>
+void mix_values(const Queries<Form>& q, Index row, const Span<Form>& span, Range steps, Index column) {
+    constexpr Index BYTES = LANES * Form::STEP * Form::ELEMENT;
+    const Index from = column * Form::STEP * Form::ELEMENT;
+    Vec acc[R][P];
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++)
             acc[r][p] = load(q.result + (row + r) * q.wide + column + p * LANES) * set(q.factor[row + r]);
-    for (Index at = inside.low; at < inside.high; at++) {
-        const float* from = values[at / LANES] + at % LANES * q.size + column;
-#pragma GCC unroll 4
-        for (int p = 0; p < P; p++)
-            value[p] = WHOLE ? load(from + p * LANES) : load_first(from, q.size - column);
-        add_outer<R, P>(acc, q.score + row * SPAN + at, SPAN, value);
+    const auto* weights = q.weights(row);
+    for (Index at = steps.low; at < steps.high; at++) {
+        typename Form::Raw raw[P];
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) {
+            const Index place = from + p * BYTES;
+            raw[p] = WHOLE ? Form::read(span.values[at] + place)
+                           : Form::read_first(span.values[at] + place, q.size - column);
+            if (AHEAD) __builtin_prefetch(span.next_values[at] + place, 0, 2);
+        }
+        Form::template add<R, P>(acc, weights + at * Form::STEP, q.WEIGHTS, raw);
     }
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++) store(q.result + (row + r) * q.wide + column + p * LANES, acc[r][p]);
 }
 
-template <int R>
-void score_rows(const Queries& q, Index row, const float* const* keys, Range blocks) {
-    constexpr int P = panels_for(R);
+template <class Form, int R, bool AHEAD>
+void score_rows(const Queries<Form>& q, Index row, const Span<Form>& span, Range blocks) {
+    constexpr int P = vectors_for(R, SPAN / LANES);
     Index at = blocks.low;
-    for (; at + P <= blocks.high; at += P)
-        score_blocks<R, P>(q.query + row * q.size, q.size, keys + at, q.score + row * SPAN + at * LANES);
-    for (; at < blocks.high; at++)
-        score_blocks<R, 1>(q.query + row * q.size, q.size, keys + at, q.score + row * SPAN + at * LANES);
+    for (; at + P <= blocks.high; at += P) score_blocks<Form, R, P, AHEAD>(q, row, span, at);
+    for (; at < blocks.high; at++) score_blocks<Form, R, 1, AHEAD>(q, row, span, at);
 }
 
-template <int R>
-void mix_rows(const Queries& q, Index row, const float* const* values, Range inside) {
-    constexpr int P = panels_for(R);
+template <class Form, int R, bool AHEAD>
+void mix_rows(const Queries<Form>& q, Index row, const Span<Form>& span, Range steps) {
+    constexpr int P = vectors_for(R, 8);
     Index column = 0;
     for (; column + P * LANES <= q.size; column += P * LANES)
-        mix_values<R, P, true>(q, row, column, values, inside);
-    for (; column + LANES <= q.size; column += LANES) mix_values<R, 1, true>(q, row, column, values, inside);
-    if (column < q.size) mix_values<R, 1, false>(q, row, column, values, inside);
+        mix_values<Form, R, P, AHEAD, true>(q, row, span, steps, column);
+    for (; column + LANES <= q.size; column += LANES)
+        mix_values<Form, R, 1, AHEAD, true>(q, row, span, steps, column);
+    if (column < q.size) mix_values<Form, R, 1, AHEAD, false>(q, row, span, steps, column);
 }
 
-// A height known at compile time, and f(height, first row) for tiles of at most MAX_ROWS rows.
+// Scores of one span -> weights; the running largest score, sum and factor move on. `seen` counts from the span.
+template <class Form>
+void weigh(const Queries<Form>& q, Index row, float scale, Range seen, Range blocks) {
+    const float* score = q.score + row * SPAN;
+    constexpr float COUNT[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Vec value[SPAN / LANES], most = set(q.most[row]);
+    const auto bounded = [&](Index block, const Vec& yes, float no) {
+        const Index low = seen.low - block * LANES, high = seen.high - 1 - block * LANES;
+        if (low <= 0 && high >= LANES - 1) return yes;
+        return choose_between(load(COUNT), static_cast<float>(low), static_cast<float>(high), yes, set(no));
+    };
+    for (Index block = blocks.low; block < blocks.high; block++) {
+        value[block] = bounded(block, load(score + block * LANES) * set(scale), UNSEEN);
+        most = larger(most, value[block]);
+    }
+    const float now = largest(most);
+    Vec total = {};
+    for (Index block = blocks.low; block < blocks.high; block++) {
+        const Vec weight = bounded(block, exp(value[block] - set(now)), 0.0f);
+        total = total + Form::put(q.weights(row) + block * LANES, weight);
+    }
+    const float factor = q.first(exp(set(q.most[row] - now)));
+    q.factor[row] = factor;
+    q.total[row] = q.total[row] * factor + sum(total);
+    q.most[row] = now;
+}
+
+// A tile's height, known at compile time.
 template <int R>
 struct Rows {
     static constexpr int value = R;
 };
+// f(height, first row) for tiles of at most TILE_ROWS rows.
 template <class F>
 inline void in_tiles(Index rows, F&& f) {
     for (Index row = 0; row < rows;) {
         const Index left = rows - row;
-        if constexpr (MAX_ROWS >= 6) {
+        if constexpr (TILE_ROWS >= 6) {
             if (left >= 6) {
                 f(Rows<6>{}, row), row += 6;
                 continue;
@@ -128,59 +257,52 @@ inline void in_tiles(Index rows, F&& f) {
     }
 }
 
-// Scores of one span -> weights; the running largest score, sum and factor move on. `seen` counts from the span.
-inline void weigh(const Queries& q, Index row, float scale, Range seen, Range blocks) {
-    float* score = q.score + row * SPAN;
-    constexpr float COUNT[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const Vec lanes = load(COUNT);
-    Vec value[SPAN / LANES], most = set(q.most[row]);
-    const auto bounded = [&](Index block, const Vec& yes, float no) {
-        const auto low = static_cast<float>(seen.low - block * LANES);
-        const auto high = static_cast<float>(seen.high - 1 - block * LANES);
-        return choose_between(lanes, low, high, yes, set(no));
-    };
-    for (Index block = blocks.low; block < blocks.high; block++) {
-        value[block] = bounded(block, load(score + block * LANES) * set(scale), UNSEEN);
-        most = larger(most, value[block]);
-    }
-    const float now = largest(most);
-    Vec total = {};
-    for (Index block = blocks.low; block < blocks.high; block++) {
-        const Vec weight = bounded(block, exp(value[block] - set(now)), 0.0f);
-        store(score + block * LANES, weight);
-        total = total + weight;
-    }
-    float buffer[LANES];
-    store(buffer, exp(set(q.most[row] - now)));
-    q.factor[row] = buffer[0];
-    q.total[row] = q.total[row] * buffer[0] + sum(total);
-    q.most[row] = now;
+template <class Form>
+void attend_span(const Attend& job, const Queries<Form>& q, Index start, Range all) {
+    const Span<Form> span(job, q, start, all);
+    in_tiles(q.rows, [&](auto tile, Index row) {
+        constexpr int R = decltype(tile)::value;
+        const Index first = job.position + row / q.fan, last = job.position + (row + R - 1) / q.fan;
+        const Range seen = {seen_by(job, first).low - start, seen_by(job, last).high - start};
+        const Range inside = common(seen, span.inside);
+        if (inside.empty()) return;
+        const Range blocks = units(inside, LANES), steps = units(inside, Form::STEP);
+        if (row == 0)
+            score_rows<Form, R, true>(q, row, span, blocks);
+        else
+            score_rows<Form, R, false>(q, row, span, blocks);
+        for (Index one = row; one < row + R; one++) {
+            const Range own = seen_by(job, job.position + one / q.fan);
+            weigh<Form>(q, one, job.scale, {own.low - start, own.high - start}, blocks);
+        }
+        if (row == 0)
+            mix_rows<Form, R, true>(q, row, span, steps);
+        else
+            mix_rows<Form, R, false>(q, row, span, steps);
+    });
 }
 
-inline void attend(const Attend& job) {
-    const Queries q(job);
+template <class Form>
+void attend_as(const Attend& job) {
+    const Queries<Form> q(job);
     const Range all = {seen_by(job, job.position).low, job.position + job.count};
     for (Index start = all.low / SPAN * SPAN; start < all.high; start += SPAN) {
-        const Range inside = common({all.low - start, all.high - start}, {0, SPAN});
-        const Range blocks = {inside.low / LANES, (inside.high + LANES - 1) / LANES};
-        const float *keys[SPAN / LANES], *values[SPAN / LANES];
-        for (Index block = blocks.low; block < blocks.high; block++) {
-            const Index id = job.table[start / LANES + block];
-            keys[block] = job.kv.keys(id, job.kv_head), values[block] = job.kv.values(id, job.kv_head);
+        attend_span<Form>(job, q, start, all);
+        if ((start + SPAN) % SEGMENT == 0 || start + SPAN >= all.high) {
+            q.merge();
+            q.begin();
         }
-        in_tiles(q.rows, [&](auto tile, Index row) { score_rows<tile.value>(q, row, keys, blocks); });
-        for (Index row = 0; row < q.rows; row++) {
-            const Range seen = seen_by(job, job.position + row / q.fan);
-            weigh(q, row, job.scale, {seen.low - start, seen.high - start}, blocks);
-        }
-        in_tiles(q.rows, [&](auto tile, Index row) { mix_rows<tile.value>(q, row, values, inside); });
     }
     for (Index row = 0; row < q.rows; row++) {
         const Index head = (job.first + row / q.fan) * job.heads + job.kv_head * q.fan + row % q.fan;
         float* out = job.out + head * q.size;
         // Adding zero makes one zero of both: a weight of zero may have turned the sign of one.
-        for (Index i = 0; i < q.size; i++) out[i] = q.result[row * q.wide + i] / q.total[row] + 0.0f;
+        for (Index i = 0; i < q.size; i++) out[i] = q.merged[row * q.wide + i] / q.merged_total[row] + 0.0f;
     }
+}
+
+inline void attend(const Attend& job) {
+    with_form(job.kv.dtype, [&](auto form) { attend_as<decltype(form)>(job); });
 }
 
 }  // namespace cairn::CAIRN_VARIANT

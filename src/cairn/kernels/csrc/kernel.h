@@ -15,7 +15,9 @@ using Index = std::ptrdiff_t;
 constexpr Index LANES = 16;         // outputs of a panel; numbers of a vector
 constexpr Index GROUP = 32;         // inner indices that share a scale where weights are quantised
 constexpr Index BLOCK_TOKENS = 16;  // positions of a KV block
+constexpr Index MAX_HEAD = 1024;    // numbers of a head at most
 constexpr Index SPAN = 64;          // positions of one softmax step, aligned at multiples of SPAN
+constexpr Index SEGMENT = 1024;     // positions whose softmax is computed by itself, aligned likewise
 
 enum class Dtype : int { f32, f16, bf16 };
 enum class Activation : int { silu, gelu_tanh };
@@ -119,17 +121,20 @@ struct Product {
     bool add;
 };
 
-// KV of one group: blocks of [layers][2][heads][16 * size] floats; keys of a block and head are [size][16], values
-// [16][size], so that both products of attention stream panels of 16.
+// KV of one group: blocks of [layers][2][heads][16 * size] numbers, laid out so that both products of attention stream
+// panels of 16:
+//   f32, f16  keys of a block and head [size][16], values [16][size]
+//   bf16      keys [size / 2][16][2], values [8][size][2]: pairs along the inner index, as in MatrixView
 struct Pages {
-    float* base;
+    std::byte* base;
+    Dtype dtype;
     Index layers, layer, heads, size;
 
-    Index page() const { return BLOCK_TOKENS * size; }
-    float* keys(Index block, Index head) const {
-        return base + (((block * layers + layer) * 2) * heads + head) * page();
+    Index page_bytes() const { return BLOCK_TOKENS * size * (dtype == Dtype::f32 ? 4 : 2); }
+    std::byte* keys(Index block, Index head) const {
+        return base + (((block * layers + layer) * 2) * heads + head) * page_bytes();
     }
-    float* values(Index block, Index head) const { return keys(block, head) + heads * page(); }
+    std::byte* values(Index block, Index head) const { return keys(block, head) + heads * page_bytes(); }
 };
 
 // Splits, norms, rotates and stores one token: see `rope_write` in kernels/base.py.
@@ -175,10 +180,10 @@ struct Variant {
 
 constexpr Index padded(Index count) { return (count + LANES - 1) / LANES * LANES; }
 
-// Query rows that one attention task takes at most: about 24, in whole tokens.
-constexpr Index attend_tokens(Index fan) { return fan >= 24 ? 1 : 24 / fan; }
+// Query rows that one attention task takes at most: about 48, in whole tokens.
+constexpr Index attend_tokens(Index fan) { return fan >= 48 ? 1 : 48 / fan; }
 constexpr Index attend_scratch(Index fan, Index size) {
-    return attend_tokens(fan) * fan * (size + padded(size) + SPAN + 4);
+    return attend_tokens(fan) * fan * (size + 2 * padded(size) + SPAN + 5) + 2 * size;
 }
 
 }  // namespace cairn

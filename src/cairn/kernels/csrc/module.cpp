@@ -35,6 +35,7 @@ namespace {
 using Floats = nb::ndarray<float, nb::c_contig, nb::device::cpu>;
 using ConstFloats = nb::ndarray<const float, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const std::int32_t, nb::c_contig, nb::device::cpu>;
+using Pool = nb::ndarray<nb::c_contig, nb::device::cpu>;
 using Weights = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
 
 bool runs(const std::string& name) {
@@ -125,11 +126,20 @@ void fits(const ConstFloats& x, const Matrix& matrix, const Floats& out) {
     check(out.ndim() == 2 && static_cast<Index>(out.shape(1)) == matrix.view().out, "an output has the matrix's width");
 }
 
-Pages pages_of(const Floats& kv, int layer) {
+// KV as numpy holds it: float32, float16, or bfloat16 as 16-bit integers.
+Pages pages_of(const Pool& kv, int layer) {
     check(kv.ndim() == 6 && kv.shape(2) == 2 && kv.shape(4) == BLOCK_TOKENS, "KV is [blocks, layers, 2, K, 16, D]");
     check(layer >= 0 && layer < static_cast<int>(kv.shape(1)), "the layer is in the KV");
-    return {const_cast<float*>(kv.data()), static_cast<Index>(kv.shape(1)), layer, static_cast<Index>(kv.shape(3)),
-            static_cast<Index>(kv.shape(5))};
+    check(kv.shape(5) % 2 == 0 && kv.shape(5) <= MAX_HEAD, "a head has an even size of at most 1024");
+    Dtype dtype = Dtype::f32;
+    if (kv.dtype() == nb::dtype<std::uint16_t>())
+        dtype = Dtype::bf16;
+    else if (kv.dtype().code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float) && kv.dtype().bits == 16)
+        dtype = Dtype::f16;
+    else
+        check(kv.dtype() == nb::dtype<float>(), "KV is float32, float16 or bfloat16");
+    return {static_cast<std::byte*>(kv.data()), dtype, static_cast<Index>(kv.shape(1)), layer,
+            static_cast<Index>(kv.shape(3)), static_cast<Index>(kv.shape(5))};
 }
 
 void embed(Program& program, const Weights& table, const std::string& dtype, const Ints& tokens,
@@ -155,7 +165,7 @@ void norm_project(Program& program, const ConstFloats& hidden, const ConstFloats
 
 void rope_write(Program& program, const ConstFloats& qkv, const ConstFloats& angles,
                 const std::optional<ConstFloats>& q_norm, const std::optional<ConstFloats>& k_norm, double eps,
-                const Floats& kv, int layer, const Ints& slots, const Floats& query) {
+                const Pool& kv, int layer, const Ints& slots, const Floats& query) {
     const Pages pages = pages_of(kv, layer);
     check(query.ndim() == 3 && static_cast<Index>(query.shape(2)) == pages.size, "a query is [M, Q, D]");
     const auto heads = static_cast<Index>(query.shape(1));
@@ -169,7 +179,7 @@ void rope_write(Program& program, const ConstFloats& qkv, const ConstFloats& ang
                         heads});
 }
 
-void attention(Program& program, const ConstFloats& query, const Floats& kv, int layer, const Ints& rows,
+void attention(Program& program, const ConstFloats& query, const Pool& kv, int layer, const Ints& rows,
                const Ints& tables, int window, double scale, const Floats& out) {
     const Pages pages = pages_of(kv, layer);
     check(query.ndim() == 3 && static_cast<Index>(query.shape(2)) == pages.size, "a query is [M, Q, D]");

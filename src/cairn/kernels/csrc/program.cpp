@@ -103,7 +103,11 @@ void Program::norm_project(const float* hidden, Norm norm, MatrixView matrix, fl
 
 void Program::rope_write(const RopeWrite& job) {
     calls_.push_back([=, this](const Sizes& sizes) {
-        team_->run(sizes.tokens, [&](Index token, int) { kernels_.rope_write(job, token); });
+        // Neighbours share cache lines of a block's keys: whole runs of them go to one thread.
+        team_->run((sizes.tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS, [&](Index run, int) {
+            const Index end = std::min(sizes.tokens, (run + 1) * BLOCK_TOKENS);
+            for (Index token = run * BLOCK_TOKENS; token < end; token++) kernels_.rope_write(job, token);
+        });
     });
 }
 

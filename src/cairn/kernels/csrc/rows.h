@@ -1,7 +1,7 @@
 // Kernels of one token at a time: norm, gate, embedding, rotation and the KV write.
 #pragma once
 
-#include "simd.h"
+#include "kv.h"
 
 namespace cairn::CAIRN_VARIANT {
 
@@ -21,7 +21,9 @@ inline float inverse_rms(const float* x, Index size, float eps) {
 
 inline void norm(const float* x, const float* weight, Index size, float eps, float* out) {
     const float scale = inverse_rms(x, size, eps);
-    for (Index i = 0; i < size; i++) out[i] = weight[i] * (x[i] * scale);
+    Index at = 0;
+    for (; at + LANES <= size; at += LANES) store(out + at, load(weight + at) * (load(x + at) * set(scale)));
+    for (; at < size; at++) out[at] = weight[at] * (x[at] * scale);
 }
 
 inline Vec silu(const Vec& x) { return x / (set(1.0f) + exp(set(0.0f) - x)); }
@@ -63,16 +65,26 @@ inline void embed(const void* row, Dtype dtype, Index size, float* out) {
     }
 }
 
-// Head x[size], normed where there is a weight, with its pairs (i, i + size / 2) turned: to out[i * stride].
+// Head x[size], normed where there is a weight, with its pairs (i, i + size / 2) turned: to out[size].
 inline void turn(const float* x, const float* weight, float eps, const float* cos, const float* sin, Index size,
-                 float* out, Index stride) {
+                 float* out) {
     const Index half = size / 2;
     const float scale = weight ? inverse_rms(x, size, eps) : 0.0f;
-    for (Index i = 0; i < half; i++) {
-        const float a = weight ? weight[i] * (x[i] * scale) : x[i];
-        const float b = weight ? weight[half + i] * (x[half + i] * scale) : x[half + i];
-        out[i * stride] = a * cos[i] - b * sin[i];
-        out[(half + i) * stride] = b * cos[i] + a * sin[i];
+    const auto normed = [&](Index at, Index count) {
+        const Vec value = count == LANES ? load(x + at) : load_first(x + at, count);
+        if (!weight) return value;
+        return (count == LANES ? load(weight + at) : load_first(weight + at, count)) * (value * set(scale));
+    };
+    for (Index at = 0; at < half; at += LANES) {
+        const Index count = half - at < LANES ? half - at : LANES;
+        const Vec a = normed(at, count), b = normed(half + at, count);
+        if (count == LANES) {
+            const Vec c = load(cos + at), s = load(sin + at);
+            store(out + at, a * c - b * s), store(out + half + at, b * c + a * s);
+        } else {
+            const Vec c = load_first(cos + at, count), s = load_first(sin + at, count);
+            store_first(out + at, a * c - b * s, count), store_first(out + half + at, b * c + a * s, count);
+        }
     }
 }
 
@@ -81,12 +93,17 @@ inline void rope_write(const RopeWrite& job, Index token) {
     const float* x = job.qkv + token * (job.heads + 2 * kv_heads) * size;
     const float *cos = job.angles + token * size, *sin = cos + half;
     for (Index head = 0; head < job.heads; head++, x += size)
-        turn(x, job.q_norm, job.eps, cos, sin, size, job.query + (token * job.heads + head) * size, 1);
+        turn(x, job.q_norm, job.eps, cos, sin, size, job.query + (token * job.heads + head) * size);
     const Index block = job.slots[token] / BLOCK_TOKENS, place = job.slots[token] % BLOCK_TOKENS;
-    for (Index head = 0; head < kv_heads; head++, x += size)
-        turn(x, job.k_norm, job.eps, cos, sin, size, job.kv.keys(block, head) + place, BLOCK_TOKENS);
-    for (Index head = 0; head < kv_heads; head++, x += size)
-        __builtin_memcpy(job.kv.values(block, head) + place * size, x, size * 4);
+    with_form(job.kv.dtype, [&](auto form) {
+        float key[MAX_HEAD];
+        for (Index head = 0; head < kv_heads; head++, x += size) {
+            turn(x, job.k_norm, job.eps, cos, sin, size, key);
+            form.write_keys(job.kv.keys(block, head), place, key, size);
+        }
+        for (Index head = 0; head < kv_heads; head++, x += size)
+            form.write_values(job.kv.values(block, head), place, x, size);
+    });
 }
 
 }  // namespace cairn::CAIRN_VARIANT

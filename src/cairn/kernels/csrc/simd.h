@@ -150,24 +150,115 @@ inline Vec load_half(const std::uint16_t* p) {
 #endif
 }
 
-// Lanes are folded in halves: a fixed tree.
-inline float sum(const Vec& x) {
+// Sixteen numbers as bfloat16, rounded to nearest even. Subnormals may become zero.
+inline void store_bf16(std::uint16_t* p, const Vec& x) {
+#if defined(__AVX512BF16__)
+    const __m256bh rounded = _mm512_cvtneps_pbh(x.part[0]);
+    __builtin_memcpy(p, &rounded, sizeof rounded);
+#else
+    std::uint32_t bits[LANES];
+    __builtin_memcpy(bits, &x, sizeof bits);
+    for (Index i = 0; i < LANES; i++) {
+        const bool nan = (bits[i] & 0x7fffffffu) > 0x7f800000u;
+        const std::uint32_t rounded = nan ? bits[i] | 0x400000u : bits[i] + 0x7fffu + (bits[i] >> 16 & 1u);
+        p[i] = static_cast<std::uint16_t>(rounded >> 16);
+    }
+#endif
+}
+
+inline std::uint16_t float_to_half(float x) {
+    std::uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    const std::uint32_t sign = bits >> 16 & 0x8000u, rest = bits & 0x7fffffffu;
+    if (rest > 0x7f800000u) return static_cast<std::uint16_t>(sign | 0x7e00u);  // NaN
+    if (rest >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);  // rounds to 65536: infinity
+    if (rest < 0x38800000u) {
+        // Subnormal: adding 1/2 leaves the number, counted in the halves' smallest steps of 2^-24, in the low bits.
+        float shifted;
+        __builtin_memcpy(&shifted, &rest, 4);
+        shifted += 0.5f;
+        __builtin_memcpy(&bits, &shifted, 4);
+        return static_cast<std::uint16_t>(sign | (bits - 0x3f000000u));
+    }
+    return static_cast<std::uint16_t>(sign | ((rest - 0x38000000u + 0xfffu + (rest >> 13 & 1u)) >> 13));
+}
+inline void store_half(std::uint16_t* p, const Vec& x) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(0xffff, x.part[0], 0));
+#elif defined(__AVX2__)
+    const auto at = reinterpret_cast<__m128i*>(p);
+    _mm_storeu_si128(at, _mm256_cvtps_ph(x.part[0], _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(at + 1, _mm256_cvtps_ph(x.part[1], _MM_FROUND_TO_NEAREST_INT));
+#else
+    float lane[LANES];
+    store(lane, x);
+    for (Index i = 0; i < LANES; i++) p[i] = float_to_half(lane[i]);
+#endif
+}
+
+// Lanes are folded in halves: a fixed tree, so every variant gives the same bits.
+template <class F>
+inline float fold(const Vec& x, F&& pair) {
     float lane[LANES];
     store(lane, x);
     for (Index width = LANES / 2; width; width /= 2)
-        for (Index i = 0; i < width; i++) lane[i] += lane[i + width];
+        for (Index i = 0; i < width; i++) lane[i] = pair(lane[i], lane[i + width]);
     return lane[0];
+}
+#if defined(__AVX2__)
+inline __m256 low_half(const Vec& x) {
+#if defined(__AVX512F__)
+    return __builtin_shufflevector(x.part[0], x.part[0], 0, 1, 2, 3, 4, 5, 6, 7);
+#else
+    return x.part[0];
+#endif
+}
+inline __m256 high_half(const Vec& x) {
+#if defined(__AVX512F__)
+    return __builtin_shufflevector(x.part[0], x.part[0], 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+    return x.part[1];
+#endif
+}
+inline float sum(const Vec& x) {
+    const __m256 eight = _mm256_add_ps(low_half(x), high_half(x));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+// As `larger`: max(b, a) is b where it is larger, else a.
+inline float largest(const Vec& x) {
+    const __m256 eight = _mm256_max_ps(high_half(x), low_half(x));
+    const __m128 four = _mm_max_ps(_mm256_extractf128_ps(eight, 1), _mm256_castps256_ps128(eight));
+    const __m128 two = _mm_max_ps(_mm_movehl_ps(four, four), four);
+    return _mm_cvtss_f32(_mm_max_ss(_mm_movehdup_ps(two), two));
+}
+#else
+inline float sum(const Vec& x) {
+    return fold(x, [](float a, float b) { return a + b; });
 }
 inline float largest(const Vec& x) {
-    float lane[LANES];
-    store(lane, x);
-    for (Index width = LANES / 2; width; width /= 2)
-        for (Index i = 0; i < width; i++) lane[i] = lane[i + width] > lane[i] ? lane[i + width] : lane[i];
-    return lane[0];
+    return fold(x, [](float a, float b) { return b > a ? b : a; });
 }
+#endif
 
 // e^x within 2 units in the last place; 0 below -87.3, infinity above 88.7, NaN for NaN.
 inline Vec exp(const Vec& x) {
+    constexpr float TERMS[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                               5.0000001201e-1f};
+#if defined(__AVX512F__)
+    // Below -87.3 anything may come out before the last mask; above 88.8 scalef overflows by itself. (The full masks
+    // are for GCC 12, which warns about its own header without them.)
+    const __m512 inside = _mm512_maskz_min_ps(0xffff, _mm512_set1_ps(89.0f), x.part[0]);
+    const __m512 turns = _mm512_maskz_roundscale_ps(0xffff, inside * 1.44269504089f, 0);
+    __m512 rest = _mm512_fmadd_ps(turns, _mm512_set1_ps(-0.693145751953125f), inside);
+    rest = _mm512_fmadd_ps(turns, _mm512_set1_ps(-1.42860682030941723e-6f), rest);
+    __m512 poly = _mm512_set1_ps(1.9875691500e-4f);
+    for (const float term : TERMS) poly = _mm512_fmadd_ps(poly, rest, _mm512_set1_ps(term));
+    poly = _mm512_fmadd_ps(poly, _mm512_mul_ps(rest, rest), _mm512_add_ps(rest, _mm512_set1_ps(1.0f)));
+    const __mmask16 some = _mm512_cmp_ps_mask(inside, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ);
+    return Vec{{(Part)_mm512_maskz_scalef_ps(some, poly, turns)}};
+#else
     constexpr float LOW = -87.3f, HIGH = 88.7f, ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     const Vec inside = each([&](int i) {
         const Part low = Part{} + LOW, high = Part{} + HIGH;
@@ -178,8 +269,6 @@ inline Vec exp(const Vec& x) {
     const Vec turns = shifted - set(ROUND);
     Vec rest = fma(turns, set(-0.693145751953125f), inside);
     rest = fma(turns, set(-1.42860682030941723e-6f), rest);
-    constexpr float TERMS[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
-                               5.0000001201e-1f};
     Vec poly = set(1.9875691500e-4f);
     for (const float term : TERMS) poly = fma(poly, rest, set(term));
     poly = fma(poly, rest * rest, rest + set(1.0f));
@@ -192,6 +281,7 @@ inline Vec exp(const Vec& x) {
         const Part bounded = x.part[i] > (Part{} + HIGH) ? Part{} + __builtin_inff() : value;
         return x.part[i] < (Part{} + LOW) ? Part{} : bounded;
     });
+#endif
 }
 
 }  // namespace cairn::CAIRN_VARIANT

@@ -1,0 +1,166 @@
+// How numbers of KV are stored, read and multiplied: one form an element type. `Pages` says how blocks are laid out.
+//
+// A step is what one vector load reads: 16 lanes at STEP neighbouring indices of the sum that is being built (along the
+// head for keys, along positions for values). `add` multiplies them with STEP numbers of each of R rows.
+#pragma once
+
+#include "simd.h"
+
+namespace cairn::CAIRN_VARIANT {
+
+// acc[R][P] += x[R] times weight[P]: one number of each row, P vectors.
+template <int R, int P>
+inline void add_products(Vec (&acc)[R][P], const float* x, Index stride, const Vec (&weight)[P]) {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; r++) {
+        const Vec factor = set(x[r * stride]);
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) acc[r][p] = fma(factor, weight[p], acc[r][p]);
+    }
+}
+
+struct KvF32 {
+    using Number = float;  // of a query or weight
+    using Raw = Vec;
+    static constexpr Index STEP = 1, ELEMENT = 4;
+
+    static Raw read(const std::byte* at) { return load(reinterpret_cast<const float*>(at)); }
+    static Raw read_first(const std::byte* at, Index count) {
+        return load_first(reinterpret_cast<const float*>(at), count);
+    }
+    template <int R, int P>
+    static void add(Vec (&acc)[R][P], const Number* x, Index stride, const Raw (&raw)[P]) {
+        add_products<R, P>(acc, x, stride, raw);
+    }
+    // Stores sixteen numbers; returns them as they were stored.
+    static Vec put(Number* out, const Vec& x) {
+        store(out, x);
+        return x;
+    }
+    static void write_keys(std::byte* keys, Index place, const float* x, Index size) {
+        float* out = reinterpret_cast<float*>(keys) + place;
+        for (Index i = 0; i < size; i++) out[i * BLOCK_TOKENS] = x[i];
+    }
+    static void write_values(std::byte* values, Index place, const float* x, Index size) {
+        __builtin_memcpy(values + place * size * 4, x, size * 4);
+    }
+};
+
+struct KvF16 : KvF32 {
+    static constexpr Index ELEMENT = 2;
+
+    static Raw read(const std::byte* at) { return load_half(reinterpret_cast<const std::uint16_t*>(at)); }
+    static Raw read_first(const std::byte* at, Index count) {
+        std::uint16_t buffer[LANES] = {};
+        __builtin_memcpy(buffer, at, count * 2);
+        return load_half(buffer);
+    }
+    static void write_keys(std::byte* keys, Index place, const float* x, Index size) {
+        std::uint16_t* out = reinterpret_cast<std::uint16_t*>(keys) + place;
+        rounded(x, size, [&](Index i, std::uint16_t half) { out[i * BLOCK_TOKENS] = half; });
+    }
+    static void write_values(std::byte* values, Index place, const float* x, Index size) {
+        std::uint16_t* out = reinterpret_cast<std::uint16_t*>(values) + place * size;
+        rounded(x, size, [&](Index i, std::uint16_t half) { out[i] = half; });
+    }
+
+  private:
+    template <class F>
+    static void rounded(const float* x, Index size, F&& take) {
+        std::uint16_t buffer[LANES];
+        for (Index at = 0; at < size; at += LANES) {
+            const Index count = size - at < LANES ? size - at : LANES;
+            store_half(buffer, count == LANES ? load(x + at) : load_first(x + at, count));
+            for (Index i = 0; i < count; i++) take(at + i, buffer[i]);
+        }
+    }
+};
+
+// Pairs of bfloat16 in one 32-bit lane. Where the instruction set multiplies such pairs, queries and weights are
+// rounded to bfloat16 too; elsewhere pairs are widened and everything is float32.
+struct KvBf16 {
+#if defined(__AVX512BF16__)
+    using Number = std::uint16_t;
+#else
+    using Number = float;
+#endif
+    using Raw = IntVec;
+    static constexpr Index STEP = 2, ELEMENT = 2;
+
+    static Raw read(const std::byte* at) { return load_int(at); }
+    static Raw read_first(const std::byte* at, Index count) {
+        std::int32_t buffer[LANES] = {};
+        __builtin_memcpy(buffer, at, count * 4);
+        return load_int(buffer);
+    }
+    template <int R, int P>
+    static void add(Vec (&acc)[R][P], const Number* x, Index stride, const Raw (&raw)[P]) {
+#if defined(__AVX512BF16__)
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) {
+            std::int32_t pair;
+            __builtin_memcpy(&pair, x + r * stride, 4);
+            const auto factor = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++)
+                acc[r][p].part[0] = (Part)_mm512_dpbf16_ps(acc[r][p].part[0], (__m512bh)raw[p].part[0], factor);
+        }
+#else
+        Vec weight[P];
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) weight[p] = low_bf16(raw[p]);
+        add_products<R, P>(acc, x, stride, weight);
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) weight[p] = high_bf16(raw[p]);
+        add_products<R, P>(acc, x + 1, stride, weight);
+#endif
+    }
+    static Vec put(Number* out, const Vec& x) {
+#if defined(__AVX512BF16__)
+        const __m256bh rounded = _mm512_cvtneps_pbh(x.part[0]);
+        __builtin_memcpy(out, &rounded, sizeof rounded);
+        typedef std::uint16_t Halves __attribute__((vector_size(2 * LANES)));
+        return Vec{{(Part)(__builtin_convertvector((Halves)rounded, IntPart) << 16)}};
+#else
+        store(out, x);
+        return x;
+#endif
+    }
+    static void write_keys(std::byte* keys, Index place, const float* x, Index size) {
+        std::uint32_t* out = reinterpret_cast<std::uint32_t*>(keys) + place;
+        rounded(x, size, [&](Index at, const std::uint16_t* bits, Index count) {
+            for (Index i = 0; i < count; i += 2)
+                out[(at + i) / 2 * BLOCK_TOKENS] = bits[i] | static_cast<std::uint32_t>(bits[i + 1]) << 16;
+        });
+    }
+    // The other position of the pair is left alone: another thread may be writing it.
+    static void write_values(std::byte* values, Index place, const float* x, Index size) {
+        std::uint16_t* out = reinterpret_cast<std::uint16_t*>(values) + place / 2 * 2 * size + place % 2;
+        rounded(x, size, [&](Index at, const std::uint16_t* bits, Index count) {
+            for (Index i = 0; i < count; i++) out[2 * (at + i)] = bits[i];
+        });
+    }
+
+  private:
+    template <class F>
+    static void rounded(const float* x, Index size, F&& take) {
+        std::uint16_t buffer[LANES];
+        for (Index at = 0; at < size; at += LANES) {
+            const Index count = size - at < LANES ? size - at : LANES;
+            store_bf16(buffer, count == LANES ? load(x + at) : load_first(x + at, count));
+            take(at, buffer, count);
+        }
+    }
+};
+
+// f(form) for the form of an element type.
+template <class F>
+inline void with_form(Dtype dtype, F&& f) {
+    switch (dtype) {
+        case Dtype::f32: return f(KvF32{});
+        case Dtype::f16: return f(KvF16{});
+        case Dtype::bf16: return f(KvBf16{});
+    }
+}
+
+}  // namespace cairn::CAIRN_VARIANT
