@@ -47,57 +47,55 @@ class WeightMemory:
     held: int
     """Bytes as the kernels pack them, for as long as the model is loaded."""
     passing: int
-    """Bytes that the largest of them takes beside that while it is packed."""
+    """Bytes beyond that which loading takes for a while, because a matrix is made before it is packed."""
     streamed: int = 0
     """Bytes of matrices among those held: what every step reads."""
 
 
 def weight_bytes(spec: ModelSpec) -> int:
-    """Bytes that packed weights take at most: float32, and a tied embedding twice (as table and as head)."""
-    return 4 * (parameters(spec) + (spec.vocab * spec.hidden if spec.tied else 0))
+    """Bytes that packed weights take at most: float32."""
+    return 4 * parameters(spec)
 
 
 def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> WeightMemory:
     """What the weights that `open_weights` gave take in the kernels that `config.kernels` names; reads none of them."""
     tally: Any = _Tally(chosen(kernels) != REFERENCE)
     build(tally, spec, outlines(weights))
-    return WeightMemory(tally.held, tally.passing, tally.streamed)
+    return WeightMemory(tally.held, tally.peak - tally.held, tally.streamed)
 
 
 class _Tally:
     """Stands in for the kernels while a model is built from outlines: it counts, and so counts what loading asks."""
 
     def __init__(self, native: bool) -> None:
-        self.held = self.passing = self.streamed = 0
+        self.held = self.peak = self.streamed = 0
         self._native = native
 
     def vector(self, source: Outline) -> None:
         self._count(4 * math.prod(source.shape), source.made)
 
     def table(self, source: Outline) -> None:
-        size = math.prod(source.shape)
-        if not source.scale:
-            self._count(size * source.bits // 8, source.made)
-        elif self._native:
-            self._count(4 * size, source.made)
+        if source.scale:
+            self._count(self._packed([source]), source.made)
         else:
-            self._count(source.made, 0)
+            self._count(math.prod(source.shape) * source.bits // 8, source.made)
 
     def matrix(self, weights: Sequence[Outline], biases: Sequence[Outline | None]) -> None:
-        out, inner = sum(one.shape[0] for one in weights), weights[0].shape[1]
-        made = sum(one.made for one in weights)
-        held = 4 * out * inner
-        if self._native:
-            held = native.packed_bytes([(one.shape[0], one.shape[1], one.form) for one in weights])
-        self._count(held, made)
+        held = self._packed(weights)
+        self._count(held, sum(one.made for one in weights))
         self.streamed += held
+
+    def _packed(self, parts: Sequence[Outline]) -> int:
+        if self._native:
+            return native.packed_bytes([(one.shape[0], one.shape[1], one.form) for one in parts])
+        return sum(4 * math.prod(one.shape) for one in parts)
 
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> None:
         self._count(4 * head_dim, 0)
 
     def _count(self, held: int, passing: int) -> None:
         self.held += held
-        self.passing = max(self.passing, passing)
+        self.peak = max(self.peak, self.held + passing)
 
 
 def pool_blocks(

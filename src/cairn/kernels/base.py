@@ -69,11 +69,6 @@ class Quantized:
         """Bytes of its arrays."""
         return self.codes.nbytes + self.scale.nbytes + (0 if self.minimum is None else self.minimum.nbytes)
 
-    def rows(self, which: Any) -> Quantized:
-        """The rows that numpy's indexing picks."""
-        minimum = None if self.minimum is None else self.minimum[which]
-        return Quantized(self.bits, self.codes[which], self.scale[which], minimum)
-
 
 class Kernels(Protocol):
     """Storage first, then one method a fused step. Weights are in float32, float16 or bfloat16, shaped [out, in], or
@@ -97,7 +92,7 @@ class Kernels(Protocol):
         ...
 
     def table(self, source: Array | Quantized) -> Array:
-        """An embedding [V, H], as `embed` wants it."""
+        """An embedding [V, H], as `embed` wants it. A matrix [V, H] serves as one too."""
         ...
 
     def matrix(self, weights: Sequence[Array | Quantized], biases: Sequence[Array | None]) -> Matrix:
@@ -110,7 +105,7 @@ class Kernels(Protocol):
         ...
 
     def embed(self, table: Array, tokens: Array, hidden: Array) -> None:
-        """hidden[M, H] = table[tokens[M]]; of `Quantized` rows their values."""
+        """hidden[M, H] = table[tokens[M]]; `table` is of `table` or of `matrix`, without its biases."""
         ...
 
     def rope_angles(self, rope: Rope, positions: Array, angles: Array) -> None:

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from cairn.kernels.base import GROUP, Quantized
 from cairn.kernels.program import Call, Size, Slot, slots
-from cairn.kernels.quantized import dequantized
 from cairn.kernels.rope import Rope, frequencies
 from cairn.types import RopeScaling
 
@@ -126,9 +125,9 @@ class NativeKernels:
     def vector(self, source: NDArray[Any]) -> NDArray[np.float32]:
         return np.array(source, np.float32)
 
-    def table(self, source: NDArray[Any] | Quantized) -> Table:
+    def table(self, source: NDArray[Any] | Quantized) -> Any:
         if isinstance(source, Quantized):
-            return Table(dequantized(source), "float32")
+            return self.matrix([source], [None])
         # Copied: a mapped file that shrinks while the engine runs would kill the process.
         return Table(_carried(np.array(source)), str(source.dtype))
 

@@ -69,6 +69,17 @@ class Segments:
         """Of the panels."""
         return sum(part.panels.nbytes for _, part in self.parts)
 
+    def rows(self, which: NDArray[Any]) -> Floats:
+        """The weights of some outputs [n, in]."""
+        found = np.empty((len(which), self.parts[0][1].panels.shape[1]), np.float32)
+        first = 0
+        for _, part in self.parts:
+            inside = (which >= first) & (which < first + part.out)
+            panel, column = np.divmod(which[inside] - first, part.panels.shape[2])
+            found[inside] = part.panels[panel, :, column]
+            first += part.out
+        return found
+
 
 def segments(weights: Sequence[NDArray[Any] | Quantized], biases: Sequence[NDArray[Any] | None]) -> Segments:
     """Matrices [out, in] with one input as one packed matrix; outputs are concatenated in order."""

@@ -27,7 +27,7 @@ from cairn.kernels.base import Quantized
 from cairn.kernels.blas import TILE, one_blas_thread, project
 from cairn.kernels.paged import SPAN, attend
 from cairn.kernels.program import Call, Interpreted
-from cairn.kernels.quantized import Segments, dequantized, rounded, segments
+from cairn.kernels.quantized import Segments, rounded, segments
 from cairn.kernels.rope import Rope, frequencies
 from cairn.types import RopeScaling
 
@@ -87,9 +87,9 @@ class ReferenceKernels:
     def vector(self, source: NDArray[Any]) -> Floats:
         return np.array(source, np.float32)
 
-    def table(self, source: NDArray[Any] | Quantized) -> NDArray[Any] | Quantized:
+    def table(self, source: NDArray[Any] | Quantized) -> NDArray[Any] | Segments:
         if isinstance(source, Quantized):
-            return source
+            return self.matrix([source], [None])
         # Copied: a mapped file that shrinks while the engine runs would kill the process.
         return np.array(source)
 
@@ -99,8 +99,8 @@ class ReferenceKernels:
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
         return frequencies(head_dim, theta, scaling)
 
-    def embed(self, table: NDArray[Any] | Quantized, tokens: Ints, hidden: Floats) -> None:
-        hidden[:] = dequantized(table.rows(tokens)) if isinstance(table, Quantized) else table[tokens]
+    def embed(self, table: NDArray[Any] | Segments, tokens: Ints, hidden: Floats) -> None:
+        hidden[:] = table.rows(tokens) if isinstance(table, Segments) else table[tokens]
 
     def rope_angles(self, rope: Rope, positions: Ints, angles: Floats) -> None:
         # The product is rounded to float32, as transformers does, before the exact cosine is taken.

@@ -81,13 +81,18 @@ class Buffers:
 
 
 def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Decoder:
-    """Pack checked weights (names and shapes of `weights.expected_tensors`) for the kernels."""
+    """Pack checked weights (names and shapes of `weights.expected_tensors`) for the kernels.
+
+    The head is the largest matrix, so it comes first: what passes through memory beside it finds the least there. A
+    tied embedding is the head itself.
+    """
+    head = kernels.matrix([weights["model.embed_tokens.weight" if spec.tied else "lm_head.weight"]], [None])
     return Decoder(
-        embedding=kernels.table(weights["model.embed_tokens.weight"]),
+        embedding=head if spec.tied else kernels.table(weights["model.embed_tokens.weight"]),
         rope=kernels.rope(spec.head_dim, spec.rope_theta, spec.rope_scaling),
         layers=tuple(_layer(kernels, spec, weights, layer) for layer in range(spec.layers)),
         norm=kernels.vector(weights["model.norm.weight"]),
-        head=kernels.matrix([weights["model.embed_tokens.weight" if spec.tied else "lm_head.weight"]], [None]),
+        head=head,
         eps=spec.norm_eps,
         scale=1 / math.sqrt(spec.head_dim),
         activation=spec.activation,

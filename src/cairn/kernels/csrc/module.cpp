@@ -149,6 +149,11 @@ void embed(Program& program, const Weights& table, const std::string& dtype, con
     program.embed(table.data(), dtype_of(dtype), static_cast<Index>(table.shape(1)), tokens.data(), hidden.data());
 }
 
+void look_up(Program& program, const Matrix& table, const Ints& tokens, const Floats& hidden) {
+    check(hidden.ndim() == 2 && static_cast<Index>(hidden.shape(1)) == table.view().inner, "a table has hidden's width");
+    program.look_up(table.view(), tokens.data(), hidden.data());
+}
+
 void rope_angles(Program& program, const ConstFloats& frequencies, double factor, const Ints& positions,
                  const Floats& angles) {
     check(angles.ndim() == 3 && angles.shape(2) == frequencies.shape(0), "angles are [M, 2, D / 2]");
@@ -272,6 +277,7 @@ NB_MODULE(_native, m) {
         .def("__init__", [](Program* self, const std::string& variant,
                             std::shared_ptr<Team> team) { new (self) Program(find(variant), std::move(team)); })
         .def("embed", &embed, array, nb::arg(), array, array)
+        .def("embed", &look_up, nb::arg(), array, array)
         .def("rope_angles", &rope_angles, array, nb::arg(), array, array)
         .def("norm_project", &norm_project, array, array, nb::arg(), nb::arg(), array)
         .def("rope_write", &rope_write, array, array, maybe, maybe, nb::arg(), array, nb::arg(), array, array)

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "lookup.h"
+
 namespace cairn {
 namespace {
 
@@ -75,6 +77,16 @@ void Program::embed(const void* table, Dtype dtype, Index size, const std::int32
     calls_.push_back([=, this](const Sizes& sizes) {
         for (Index i = 0; i < sizes.tokens; i++)
             kernels_.embed(static_cast<const std::byte*>(table) + tokens[i] * bytes, dtype, size, hidden + i * size);
+    });
+}
+
+void Program::look_up(MatrixView table, const std::int32_t* tokens, float* hidden) {
+    const Index each = padded(look_up_scratch(table.inner));
+    need(team_->size() * each);
+    calls_.push_back([=, this](const Sizes& sizes) {
+        team_->run(sizes.tokens, [&](Index i, int thread) {
+            cairn::look_up(table, tokens[i], kernels_, scratch() + thread * each, hidden + i * table.inner);
+        });
     });
 }
 

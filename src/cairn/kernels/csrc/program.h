@@ -30,6 +30,7 @@ class Program {
     Program(const Variant& kernels, std::shared_ptr<Team> team) : kernels_(kernels), team_(std::move(team)) {}
 
     void embed(const void* table, Dtype dtype, Index hidden_size, const std::int32_t* tokens, float* hidden);
+    void look_up(MatrixView table, const std::int32_t* tokens, float* hidden);
     void rope_angles(const float* frequencies, double factor, Index half, const std::int32_t* positions,
                      float* angles);
     void norm_project(const float* hidden, Norm norm, MatrixView matrix, float* out, Index most);

@@ -1,0 +1,69 @@
+#include "lookup.h"
+
+#include <cstring>
+
+namespace cairn {
+namespace {
+
+// 16-bit floats of one lane: `pair` neighbours along k stand together.
+void halves(const std::byte* panel, Index lane, Index inner, Index pair, std::uint16_t* out) {
+    const auto* from = reinterpret_cast<const std::uint16_t*>(panel);
+    for (Index k = 0; k < inner; k++) out[k] = from[(k / pair * LANES + lane) * pair + k % pair];
+}
+
+// One number a group, `offset` bytes into each group's sixteen.
+void numbers(const Segment& part, const std::byte* panel, Index offset, Index lane, const Variant& kernels,
+             std::uint16_t* scratch, float* out) {
+    const Index groups = part.inner / GROUP, width = part.half ? 2 : 4;
+    for (Index group = 0; group < groups; group++) {
+        const std::byte* at = panel + group / 2 * part.unit_bytes() + offset + (group % 2 * LANES + lane) * width;
+        if (part.half)
+            std::memcpy(scratch + group, at, 2);
+        else
+            std::memcpy(out + group, at, 4);
+    }
+    if (part.half) kernels.embed(scratch, Dtype::f16, groups, out);
+}
+
+int code_of(const std::byte* codes, Index lane, Index k, Form form) {
+    if (form == Form::int8) return static_cast<std::int8_t>(static_cast<std::uint8_t>(codes[k / 4 * 64 + lane * 4 + k % 4]) ^ 0x80);
+    const auto both = static_cast<std::uint8_t>(codes[k / 8 * 64 + lane * 4 + k % 4]);
+    return k % 8 < 4 ? both & 15 : both >> 4;
+}
+
+void codes(const Segment& part, const std::byte* panel, Index lane, const Variant& kernels, float* scratch, float* out) {
+    const Index groups = part.inner / GROUP, size = (part.form == Form::int4 ? 16 : 32) * LANES;
+    const Index beside = 2 * (part.half ? 2 : 4) * LANES;
+    const int middle = part.form == Form::int4 && !part.minimum ? 8 : 0;
+    float *scale = scratch, *minimum = scratch + groups;
+    auto* raw = reinterpret_cast<std::uint16_t*>(scratch + 2 * groups);
+    numbers(part, panel, 2 * size, lane, kernels, raw, scale);
+    if (part.minimum) numbers(part, panel, 2 * size + beside, lane, kernels, raw, minimum);
+    for (Index group = 0; group < groups; group++) {
+        const std::byte* from = panel + group / 2 * part.unit_bytes() + group % 2 * size;
+        for (Index k = 0; k < GROUP; k++) {
+            const float value = scale[group] * static_cast<float>(code_of(from, lane, k, part.form) - middle);
+            out[group * GROUP + k] = part.minimum ? value + minimum[group] : value;
+        }
+    }
+}
+
+}  // namespace
+
+void look_up(const MatrixView& matrix, Index row, const Variant& kernels, float* scratch, float* out) {
+    const Segment* part = matrix.parts;
+    while (row >= part->column + part->out) part++;
+    const std::byte* panel = part->panels + (row - part->column) / LANES * part->panel_bytes();
+    const Index lane = (row - part->column) % LANES, inner = part->inner;
+    if (part->quantised()) return codes(*part, panel, lane, kernels, scratch, out);
+    if (part->form == Form::f32) {
+        const auto* from = reinterpret_cast<const float*>(panel);
+        for (Index k = 0; k < inner; k++) out[k] = from[k * LANES + lane];
+        return;
+    }
+    auto* raw = reinterpret_cast<std::uint16_t*>(scratch);
+    halves(panel, lane, inner, part->form == Form::bf16 ? 2 : 1, raw);
+    kernels.embed(raw, part->form == Form::bf16 ? Dtype::bf16 : Dtype::f16, inner, out);
+}
+
+}  // namespace cairn
