@@ -75,6 +75,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "in groups of 32; 'auto': as stored, and f32 for a model of less than 34 million parameters."
         ),
     ] = "auto"
+    keep_packed: Annotated[
+        bool,
+        Meta(
+            description="Keep the packed weights of models from 64 MiB in the user's cache folder, one file a model, "
+            "so that the next start need not pack them."
+        ),
+    ] = True
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None, Meta(description="CPU threads; default: all cores.")
     ] = None

@@ -45,8 +45,14 @@ def register(app: typer.Typer) -> None:
     @cache.command()
     @configured(_SERVER, model=False)
     def prune(resolved: Resolved, host: _Host = None) -> None:
-        """Remove stored chunks that nobody has used for thirty days; pinned ones stay."""
-        _print(_swept(_call(resolved, host, "POST", "/prune")))
+        """Remove stored chunks that nobody has used for thirty days; pinned ones stay. On this machine also packed
+        weights that no start has used for as long."""
+        from cairn.cli.output import amount
+        from cairn.models.packed_file import prune as prune_packed
+
+        files, size = prune_packed()
+        found = _swept(_call(resolved, host, "POST", "/prune"))
+        _print([*found, ("packed weights", f"{files:,} files removed here, {amount(size)}")])
 
     @cache.command(name="check-codec")
     @configured(_CHECK)

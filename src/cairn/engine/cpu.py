@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from cairn.engine.memory import block_bytes, check_memory, kv_dtype, pool_blocks
 from cairn.kernels.base import Kernels
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.program import Interpreted, Program
-from cairn.models import decoder, quantize
+from cairn.models import decoder, packed_file, quantize
 from cairn.models.held import HeldWeights, error_line, form_of
 from cairn.models.weights import open_weights
 from cairn.sampling import sample
@@ -43,6 +44,7 @@ class CpuEngine:
         config: Config,
         blocks: tuple[int, ...],
         form: str = "stored",
+        build: Callable[[Kernels, ModelSpec, Any], decoder.Decoder] = decoder.build,
     ) -> None:
         """`weights` as they are to be held, in the `form` of `models.held`; `blocks` in the pool of each group."""
         context = min(spec.context, config.context or spec.context)
@@ -55,7 +57,7 @@ class CpuEngine:
             self._kernels.allocate((count, len(group.layers), *page), dtype)
             for count, group in zip(blocks, spec.groups, strict=True)
         ]
-        built = decoder.build(self._kernels, spec, weights)
+        built = build(self._kernels, spec, weights)
         self._body: Program
         self._head: Program
         self._body, self._head = decoder.record(self._kernels, built, self._kv, self._buffers)
@@ -80,7 +82,8 @@ class CpuEngine:
         taken = weight_memory(spec, weights, config.kernels)
         blocks = pool_blocks(spec, config, weights=taken)
         check_memory(spec, config, blocks, weights=taken)
-        engine = cls(spec, weights, config, blocks, weights.form)
+        build = partial(packed_file.build, place=folder, size=taken.held) if config.keep_packed else decoder.build
+        engine = cls(spec, weights, config, blocks, weights.form, build)
         if line := error_line(weights.errors, len(weights)):
             note = f"{spec.name}: weights are held in the form {weights.form}; {line}"
             engine.info = dataclasses.replace(engine.info, note=note)

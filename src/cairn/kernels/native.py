@@ -30,7 +30,6 @@ VERSION = "native-3"
 
 _ALIGN = 64
 _LANES = 16
-_HUGE_PAGE = 2 << 20
 
 
 def _module() -> Any:
@@ -58,13 +57,13 @@ def form_of(weight: NDArray[Any] | Quantized) -> str:
 
 def packed_bytes(parts: Sequence[tuple[int, int, str]]) -> int:
     """Memory of a packed matrix with parts (out, in, `form_of`), without its bias: whole panels, neighbours of one form
-    together, and all of it in huge pages if it is large. `csrc/matrix.cpp` packs so.
+    together. `csrc/matrix.cpp` packs so.
     """
     size = 0
     for (form, inner), run in groupby(parts, key=lambda part: (part[2], part[1])):
         panels = -(-sum(out for out, _, _ in run) // _LANES)
         size += -(-panels * _panel_bytes(inner, form) // _ALIGN) * _ALIGN
-    return size if size < _HUGE_PAGE else -(-size // _HUGE_PAGE) * _HUGE_PAGE
+    return size
 
 
 def _panel_bytes(inner: int, form: str) -> int:
@@ -132,11 +131,14 @@ class NativeKernels:
         return Table(_carried(np.array(source)), str(source.dtype))
 
     def matrix(self, weights: Sequence[NDArray[Any] | Quantized], biases: Sequence[NDArray[Any] | None]) -> Any:
-        bias = None
-        if any(one is not None for one in biases):
-            parts = [np.zeros(len(w)) if b is None else b for w, b in zip(weights, biases, strict=True)]
-            bias = np.concatenate([np.asarray(part, np.float32) for part in parts])
+        bias = _bias([len(one) for one in weights], biases)
         return self._native.Matrix([_matrix_part(one) for one in weights], bias)
+
+    def blank(self, parts: Sequence[tuple[int, int, str]], biases: Sequence[NDArray[Any] | None]) -> Any:
+        """A matrix with parts (out, in, `form_of`) whose `memory()` another one of the same parts has filled before:
+        that is what packing it again would give."""
+        shapes = [(form.split()[0], "half" in form, "minimum" in form, out, inner) for out, inner, form in parts]
+        return self._native.blank(shapes, _bias([out for out, _, _ in parts], biases))
 
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
         return frequencies(head_dim, theta, scaling)
@@ -225,6 +227,14 @@ def _parts(argument: Any) -> tuple[Any, ...]:
     if isinstance(argument, np.ndarray) and argument.dtype == ml_dtypes.bfloat16:
         return (argument.view(np.uint16),)
     return (argument,)
+
+
+def _bias(sizes: Sequence[int], biases: Sequence[NDArray[Any] | None]) -> NDArray[np.float32] | None:
+    """The parts' biases as one, with zeros where there is none; None if none has one."""
+    if all(one is None for one in biases):
+        return None
+    parts = [np.zeros(size) if one is None else one for size, one in zip(sizes, biases, strict=True)]
+    return np.concatenate([np.asarray(part, np.float32) for part in parts])
 
 
 def _matrix_part(weight: NDArray[Any] | Quantized) -> tuple[Any, ...]:

@@ -64,7 +64,7 @@ void put(const Segment& part, std::byte* panels, Index to_row, const Source& fro
 }
 
 bool alike(const Segment& part, const Source& from) {
-    return part.form == from.form && part.half == from.half && part.minimum == (from.minima != nullptr);
+    return part.form == from.form && part.half == from.half && part.minimum == from.minimum;
 }
 
 }  // namespace
@@ -79,7 +79,11 @@ Aligned allocate(std::size_t bytes) {
     void* memory = std::aligned_alloc(align, whole ? whole : align);
     if (!memory) throw std::bad_alloc();
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-    if (align == HUGE_PAGE) madvise(memory, whole, MADV_HUGEPAGE);
+    // The rest of the last huge page would be memory that nobody uses: up to 2 MiB in every matrix.
+    if (const std::size_t full = size / HUGE_PAGE * HUGE_PAGE) {
+        madvise(memory, full, MADV_HUGEPAGE);
+        if (whole > full) madvise(static_cast<std::byte*>(memory) + full, whole - full, MADV_NOHUGEPAGE);
+    }
 #endif
     std::memset(memory, 0, size);
     return Aligned(static_cast<std::byte*>(memory));
@@ -90,7 +94,7 @@ Matrix::Matrix(const std::vector<Source>& sources, const std::vector<float>& bia
     for (const Source& one : sources) {
         if (one.inner != sources[0].inner) throw std::invalid_argument("parts of a matrix need one input size");
         if (parts_.empty() || !alike(parts_.back(), one))
-            parts_.push_back({nullptr, nullptr, one.form, one.half, one.minima != nullptr, one.inner, 0, out_});
+            parts_.push_back({nullptr, nullptr, one.form, one.half, one.minimum, one.inner, 0, out_});
         parts_.back().out += one.out;
         out_ += one.out;
     }
@@ -102,7 +106,8 @@ Matrix::Matrix(const std::vector<Source>& sources, const std::vector<float>& bia
     for (Segment& part : parts_) {
         part.panels = panels;
         for (Index row = 0; row < part.out; ++source)
-            for (Index i = 0; i < source->out; i++) put(part, panels, row++, *source, i);
+            for (Index i = 0; i < source->out; i++, row++)
+                if (source->data) put(part, panels, row, *source, i);
         panels += size(part);
     }
     if (!bias.empty()) add_bias(bias);

@@ -9,10 +9,10 @@
 namespace cairn {
 
 // One [out, in] matrix in row-major order. With a quantised form `data` holds a byte a code (int4: 0 to 15, int8: signed),
-// scales and minima are [out, in / 32], halves or floats; minima may be null.
+// scales and minima are [out, in / 32], halves or floats. Without `data` the rows stay zero until memory() is filled.
 struct Source {
     Form form;
-    bool half;
+    bool half, minimum;
     const void *data, *scales, *minima;
     Index out, inner;
 };
@@ -34,6 +34,8 @@ class Matrix {
     MatrixView view() const { return {parts_.data(), static_cast<Index>(parts_.size()), parts_[0].inner, out_}; }
     // Of the panels.
     std::size_t bytes() const { return bytes_; }
+    // All panels: what another matrix of the same parts may be filled with.
+    std::byte* memory() { return panels_.get(); }
 
   private:
     void add_bias(const std::vector<float>& bias);

@@ -104,13 +104,32 @@ Source source_of(const Part& part) {
     check(scale->itemsize() == 2 || scale->itemsize() == 4, "scales are halves or floats");
     found.form = name == "int4" ? Form::int4 : Form::int8;
     found.half = scale->itemsize() == 2, found.scales = scale->data();
-    found.minima = minimum ? minimum->data() : nullptr;
+    found.minimum = minimum.has_value(), found.minima = minimum ? minimum->data() : nullptr;
     return found;
 }
 
-Matrix make_matrix(const std::vector<Part>& parts, const std::optional<ConstFloats>& bias) {
+// A part without numbers: its type, whether scales are halves, whether there are minima, outputs and inputs.
+using Shape = std::tuple<std::string, bool, bool, Index, Index>;
+
+Source source_of(const Shape& shape) {
+    const auto& [name, half, minimum, out, inner] = shape;
+    check(out > 0 && inner > 0, "a matrix part is [out, in]");
+    Source found = {};
+    found.half = half, found.minimum = minimum, found.out = out, found.inner = inner;
+    if (name != "int4" && name != "int8") {
+        const Dtype kind = dtype_of(name);
+        found.form = kind == Dtype::f32 ? Form::f32 : kind == Dtype::f16 ? Form::f16 : Form::bf16;
+        return found;
+    }
+    check(inner % GROUP == 0, "codes are in groups of 32");
+    found.form = name == "int4" ? Form::int4 : Form::int8;
+    return found;
+}
+
+template <class T>
+Matrix make_matrix(const std::vector<T>& parts, const std::optional<ConstFloats>& bias) {
     std::vector<Source> sources;
-    for (const Part& part : parts) sources.push_back(source_of(part));
+    for (const T& part : parts) sources.push_back(source_of(part));
     std::vector<float> numbers;
     if (bias) numbers.assign(bias->data(), bias->data() + bias->size());
     return Matrix(sources, numbers);
@@ -270,8 +289,14 @@ NB_MODULE(_native, m) {
                  new (self) Matrix(make_matrix(parts, bias));
              },
              nb::arg("parts"), nb::arg("bias").none())
+        .def("memory",
+             [](Matrix& one) {
+                 return nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(one.memory(), {one.bytes()});
+             },
+             nb::rv_policy::reference_internal, "Its panels as bytes, to be kept and to be filled.")
         .def_prop_ro("nbytes", &Matrix::bytes)
         .def_prop_ro("out", [](const Matrix& one) { return one.view().out; });
+    m.def("blank", &make_matrix<Shape>, nb::arg("shapes"), nb::arg("bias").none(), "A matrix whose memory is to be filled.");
     nb::class_<Team>(m, "Team").def(nb::init<int>()).def_prop_ro("threads", &Team::size);
     nb::class_<Program>(m, "Program")
         .def("__init__", [](Program* self, const std::string& variant,
