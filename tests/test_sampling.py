@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 from cairn import sampling
 from cairn.engine.base import Row, RowResult
-from cairn.sampling import sample, uniform
+from cairn.kernels import vocabulary
+from cairn.kernels.vocabulary import ONE, random_bits, weigh
+from cairn.sampling import sample
 from cairn.types import SamplingParams
 
 VOCAB = 64
@@ -308,12 +310,17 @@ def test_a_continued_generation_draws_as_if_it_had_never_stopped() -> None:
     assert whole == again
 
 
-def test_uniform_is_pinned_and_even() -> None:
+def test_the_random_bits_are_pinned_and_even() -> None:
     """The draw is a contract: stored generations are continued with it."""
-    assert uniform(0, 0, 0) == 0.13870941014555427
-    assert uniform(1, 2, 3) == 0.4175580595044027
-    assert uniform(-5, 0, 10**6) == 0.49493743245516786
-    numbers = [uniform(seed, choice, position) for seed in range(20) for choice in range(5) for position in range(100)]
+    assert random_bits(0, 0, 0) == 0.13870941014555427 * 2**53
+    assert random_bits(1, 2, 3) == 0.4175580595044027 * 2**53
+    assert random_bits(-5, 0, 10**6) == 0.49493743245516786 * 2**53
+    numbers = [
+        random_bits(seed, choice, position) / 2**53
+        for seed in range(20)
+        for choice in range(5)
+        for position in range(100)
+    ]
     assert len(set(numbers)) == len(numbers)
     assert all(0 <= number < 1 for number in numbers)
     counts = np.histogram(numbers, bins=20, range=(0, 1))[0]
@@ -322,9 +329,9 @@ def test_uniform_is_pinned_and_even() -> None:
     assert abs(pairs) < 0.05
 
 
-@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2.0**-53])
-def test_a_draw_never_lands_on_a_token_of_weight_zero(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "uniform", lambda *_: u)
+@pytest.mark.parametrize("bits", [0, 1 << 52, (1 << 53) - 1])
+def test_a_draw_never_lands_on_a_token_of_weight_zero(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "random_bits", lambda *_: bits)
     logits = np.full((1, VOCAB), -1000, np.float32)
     logits[0, [20, 30, 41]] = 0
     for params in ({}, {"top_k": 60}, {"top_p": 0.999}, {"min_p": 1e-6}):
@@ -332,8 +339,13 @@ def test_a_draw_never_lands_on_a_token_of_weight_zero(u: float, monkeypatch: pyt
         assert result.token in (20, 30, 41)
 
 
-def test_a_draw_at_the_very_end_skips_weights_of_zero() -> None:
-    assert sampling._invert(np.array([0.0, 1.0, 3.0, 3.0, 3.0]), 1.0) == 2
+def test_weights_are_exponentials_in_whole_parts() -> None:
+    x = np.concatenate([np.linspace(-45, 0, 200_001), [-np.inf, -1e38, -0.0, -1e-30]]).astype(np.float32)
+    weights = weigh(x)
+    exact = np.exp(x.astype(np.float64)) * ONE
+    assert (abs(weights - exact) <= 2e-7 * exact * (1 - x.clip(-45) / 2) + 0.5).all()
+    assert weights[200_000] == weights[-2] == weights[-1] == ONE
+    assert not weights[x < -29].any()
 
 
 # -- failures ---------------------------------------------------------------------------------------

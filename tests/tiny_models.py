@@ -19,6 +19,7 @@ from cairn.config import Config
 from cairn.engine.base import Row, RowResult
 from cairn.engine.cpu import CpuEngine
 from cairn.kernels import native
+from cairn.kernels.vocabulary import Sampler
 from cairn.models.spec import load_spec
 from cairn.models.weights import expected_tensors
 from cairn.types import SamplingParams
@@ -166,13 +167,13 @@ class Driver:
         self.seen: list[tuple[Row, np.ndarray]] = []
         self._next = [0] * len(engine.info.groups)
 
-        def spy(rows: Sequence[Row], logits: np.ndarray) -> list[RowResult]:
+        def spy(rows: Sequence[Row], logits: np.ndarray, sampler: Sampler) -> list[RowResult]:
             at = 0
             for row in rows:
                 if row.logits_from is not None:
                     self.seen.append((row, logits[at : at + row.end - row.logits_from].copy()))
                     at += row.end - row.logits_from
-            return real(rows, logits)
+            return real(rows, logits, sampler)
 
         real = cairn.engine.cpu.sample
         monkeypatch.setattr(cairn.engine.cpu, "sample", spy)

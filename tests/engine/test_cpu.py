@@ -246,7 +246,7 @@ def test_a_row_whose_first_slice_failed_has_failed(tmp_path: Path, monkeypatch: 
     """Known failure 15: an error is never turned into a token by what comes after it."""
     engine = load(write_model(tmp_path))
     answers = [RowResult(error="broken"), RowResult(token=3), RowResult(token=4)]
-    monkeypatch.setattr(cpu, "sample", lambda rows, logits: [answers.pop(0)])
+    monkeypatch.setattr(cpu, "sample", lambda rows, logits, sampler: [answers.pop(0)])
     row = Row(prompt(40), 0, 40, (list(range(3)),), 0, 40, SCORED, 0)
     assert engine.prefill([row]).wait() == [RowResult(error="broken")]
     assert answers == [RowResult(token=4)]

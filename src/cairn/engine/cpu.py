@@ -61,6 +61,7 @@ class CpuEngine:
         self._body: Program
         self._head: Program
         self._body, self._head = decoder.record(self._kernels, built, self._kv, self._buffers)
+        self._sampler = self._kernels.sampler(spec.vocab)
         self.info = EngineInfo(
             groups=spec.groups,
             blocks=blocks,
@@ -177,7 +178,7 @@ class CpuEngine:
         self._head.replay({"tokens": tokens, "logits": len(wanted)})
         # A row that wants more positions than a slice holds is seen by the sampler as several shorter rows.
         pieces = [dataclasses.replace(rows[row], logits_from=low, end=high) for row, low, high in slice_]
-        sampled = sample(pieces, self._buffers.logits[: len(wanted)])
+        sampled = sample(pieces, self._buffers.logits[: len(wanted)], self._sampler)
         for (row, _, _), result in zip(slice_, sampled, strict=True):
             before = results[row]
             results[row] = dataclasses.replace(

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.program import Call, Program
+from cairn.kernels.vocabulary import Sampler
 from cairn.types import RopeScaling
 
 Array = Any
@@ -164,6 +165,10 @@ class Kernels(Protocol):
 
     def logits(self, hidden: Array, wanted: Array, norm: Array, eps: float, head: Matrix, out: Array) -> None:
         """out[R, V] = rms_norm(hidden[wanted[R]]) @ head."""
+        ...
+
+    def sampler(self, vocab: int) -> Sampler:
+        """What decides lines of `vocab` logits, on the same threads. All kernels give the same tokens."""
         ...
 
     def program(self, calls: Sequence[Call]) -> Program:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from cairn.kernels.base import GROUP, Quantized
 from cairn.kernels.program import Call, Size, Slot, slots
 from cairn.kernels.rope import Rope, frequencies
+from cairn.kernels.sampler import NativeSampler
 from cairn.types import RopeScaling
 
 VERSION = "native-3"
@@ -183,6 +184,9 @@ class NativeKernels:
 
     def logits(self, hidden: Any, wanted: Any, norm: Any, eps: float, head: Any, out: Any) -> None:
         self._run("logits", (hidden, wanted, norm, eps, head, out), logits=len(wanted))
+
+    def sampler(self, vocab: int) -> NativeSampler:
+        return NativeSampler(self._native.Sampler(self._variant, self._team, vocab))
 
     def program(self, calls: Sequence[Call]) -> NativeProgram:
         return NativeProgram(self._native.Program(self._variant, self._team), calls)

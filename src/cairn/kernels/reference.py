@@ -29,6 +29,7 @@ from cairn.kernels.paged import SPAN, attend
 from cairn.kernels.program import Call, Interpreted
 from cairn.kernels.quantized import Segments, rounded, segments
 from cairn.kernels.rope import Rope, frequencies
+from cairn.kernels.vocabulary import NUMPY, Sampler
 from cairn.types import RopeScaling
 
 VERSION = "reference-1"
@@ -163,6 +164,9 @@ class ReferenceKernels:
 
     def logits(self, hidden: Floats, wanted: Ints, norm: Floats, eps: float, head: Segments, out: Floats) -> None:
         out[:] = self._project(rms_norm(hidden[wanted], norm, eps), head)
+
+    def sampler(self, vocab: int) -> Sampler:
+        return NUMPY
 
     def program(self, calls: Sequence[Call]) -> Interpreted:
         return Interpreted(self, calls)

@@ -160,6 +160,8 @@ struct Attend {
     float* scratch;  // attend_scratch() floats
 };
 
+struct Passes;  // sampler.h
+
 struct Variant {
     const char* name;
     // Panels are those of all parts, numbered through.
@@ -176,6 +178,7 @@ struct Variant {
     float (*read_all)(const float* from, Index count);
     float (*multiply_add)(Index turns, float factor);
     Index chains;
+    const Passes* passes;  // over the vocabulary
 };
 
 constexpr Index padded(Index count) { return (count + LANES - 1) / LANES * LANES; }

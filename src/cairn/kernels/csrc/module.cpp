@@ -14,6 +14,7 @@
 
 #include "matrix.h"
 #include "program.h"
+#include "sampler_module.h"
 #include "team.h"
 
 namespace nb = nanobind;
@@ -312,4 +313,5 @@ NB_MODULE(_native, m) {
         .def("logits", &logits, array, array, array, nb::arg(), nb::arg(), array)
         .def("run", [](Program& self, Index tokens, Index rows, Index wanted) { self.run({tokens, rows, wanted}); },
              nb::call_guard<nb::gil_scoped_release>());
+    bind_sampler(m, find);
 }

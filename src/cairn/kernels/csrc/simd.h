@@ -44,15 +44,22 @@ inline Vec each(F&& f) {
 inline Vec set(float x) {
     return each([&](int) { return Part{} + x; });
 }
+// Register by register: compilers copy a whole Vec through memory.
 inline Vec load(const float* p) {
     Vec out;
-    __builtin_memcpy(&out, p, sizeof out);
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++) __builtin_memcpy(&out.part[i], p + i * WIDTH, sizeof out.part[i]);
     return out;
 }
-inline void store(float* p, const Vec& x) { __builtin_memcpy(p, &x, sizeof x); }
+inline void store(float* p, const Vec& x) {
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++) __builtin_memcpy(p + i * WIDTH, &x.part[i], sizeof x.part[i]);
+}
 inline IntVec load_int(const void* p) {
     IntVec out;
-    __builtin_memcpy(&out, p, sizeof out);
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++)
+        __builtin_memcpy(&out.part[i], static_cast<const float*>(p) + i * WIDTH, sizeof out.part[i]);
     return out;
 }
 // The first `count` of 16 numbers; the others are zero.

@@ -5,6 +5,7 @@
 #include "probe.h"
 #include "product.h"
 #include "rows.h"
+#include "vocabulary.h"
 
 #define CAIRN_NAME_OF(x) #x
 #define CAIRN_NAME(x) CAIRN_NAME_OF(x)
@@ -37,6 +38,6 @@ void all_parts(const Product& job, Index first, Index last) {
 
 extern const Variant variant;
 const Variant variant = {CAIRN_NAME(CAIRN_VARIANT), all_parts, !std::is_floating_point_v<SixteenBits::X>, prepare,
-                         norm, gate, embed, rope_write, attend, read_all, multiply_add, CHAINS};
+                         norm, gate, embed, rope_write, attend, read_all, multiply_add, CHAINS, &PASSES};
 
 }  // namespace cairn::CAIRN_VARIANT

@@ -1,0 +1,227 @@
+#include "sampler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <new>
+
+namespace cairn {
+namespace {
+
+constexpr float ALL = -std::numeric_limits<float>::infinity();
+
+constexpr std::greater<std::uint64_t> FALLING;
+
+// Where the draw falls among so much mass.
+std::int64_t part(std::uint64_t bits, std::int64_t mass) {
+    return static_cast<std::int64_t>(static_cast<unsigned __int128>(bits) * static_cast<std::uint64_t>(mass) >> 53);
+}
+// A token stays while the mass before it is short of this.
+std::int64_t short_of(double top_p, std::int64_t mass) {
+    return static_cast<std::int64_t>(std::ceil(top_p * static_cast<double>(mass)));
+}
+
+constexpr Index lined(Index bytes) { return (bytes + 63) / 64 * 64; }
+
+}  // namespace
+
+Sampler::Sampler(const Variant& kernels, std::shared_ptr<Team> team, Index vocab)
+    : passes_(*kernels.passes), team_(std::move(team)), vocab_(vocab), rooms_(static_cast<std::size_t>(team_->size())) {
+    const Index groups = (vocab + STRIPE * LANES - 1) / (STRIPE * LANES) * LANES, chunks = (vocab + CHUNK - 1) / CHUNK;
+    const Index sizes[] = {lined(vocab * 4), lined(groups * 4), lined(chunks * 8), lined(2 * BUCKETS * 8),
+                           lined(CHUNK * 8), lined(vocab * 4),  lined(vocab * 8)};
+    Index each = 0;
+    for (const Index size : sizes) each += size;
+    // Fresh pages of zeros: a thread that never samples takes none.
+    memory_ = Aligned(static_cast<std::byte*>(std::calloc(static_cast<std::size_t>(each * team_->size() + 64), 1)));
+    if (!memory_) throw std::bad_alloc();
+    std::byte* at = memory_.get() + (64 - reinterpret_cast<std::uintptr_t>(memory_.get()) % 64);
+    for (Room& room : rooms_) {
+        std::byte* places[7];
+        for (int i = 0; i < 7; i++) places[i] = at, at += sizes[i];
+        room.line = reinterpret_cast<float*>(places[0]), room.maxima = reinterpret_cast<float*>(places[1]);
+        room.sums = reinterpret_cast<std::int64_t*>(places[2]), room.buckets = reinterpret_cast<std::int64_t*>(places[3]);
+        room.chunk = reinterpret_cast<std::int64_t*>(places[4]);
+        room.counts = reinterpret_cast<std::int32_t*>(places[5]);
+        room.keys = reinterpret_cast<std::uint64_t*>(places[6]);
+    }
+}
+
+void Sampler::greedy(const float* logits, Index count, std::int64_t* tokens) const {
+    team_->run(count, [&](Index line, int) {
+        const Peak peak = passes_.peak(logits + line * vocab_, vocab_);
+        tokens[line] = peak.finite ? peak.at : static_cast<std::int64_t>(NOT_FINITE);
+    });
+}
+
+void Sampler::run() {
+    team_->run(static_cast<Index>(asks.size()), [&](Index number, int thread) {
+        told[static_cast<std::size_t>(number)] = answer(number, rooms_[static_cast<std::size_t>(thread)]);
+    });
+}
+
+Told Sampler::answer(Index number, const Room& room) {
+    const Ask& ask = asks[static_cast<std::size_t>(number)];
+    Peak peak = passes_.peak(ask.logits, vocab_);
+    if (!peak.finite) return {NOT_FINITE, 0, 0};
+    Told told = {NOT_ASKED, 0, peak.value};
+    if (ask.top >= 0) {
+        told.mass = passes_.weigh(ask.logits, vocab_, peak.value, ALL, room.sums);
+        const Index count = std::min(ask.top, vocab_);
+        highest(ask.logits, count, room);
+        std::sort(room.keys, room.keys + count, FALLING);
+        for (Index i = 0; i < count; i++)
+            tops[static_cast<std::size_t>(number * top_width + i)] = id_of(room.keys[i]);
+    }
+    if (!ask.draw) return told;
+    const float* line = ask.logits;
+    if (ask.adjusts()) {
+        std::memcpy(room.line, ask.logits, static_cast<std::size_t>(vocab_) * 4);
+        adjust(ask, room.line, room.counts);
+        line = room.line;
+        peak = passes_.peak(line, vocab_);
+        if (peak.nan || !std::isfinite(peak.value)) {
+            told.token = NOTHING_LEFT;
+            return told;
+        }
+    }
+    told.token = peak.at;
+    if (ask.divisor > 0) {
+        passes_.relate(line, vocab_, peak.value, ask.divisor, room.line);
+        told.token = draw(ask, room);
+    }
+    return told;
+}
+
+void Sampler::adjust(const Ask& ask, float* line, std::int32_t* counts) const {
+    for (Index i = ask.bias; i < ask.bias_end; i++) line[ids[i]] += biases[i];
+    if (ask.repetition != 1.0f) {
+        for (Index i = ask.seen; i < ask.seen_end; i++) {
+            float& value = line[ids[i]];
+            if (!counts[ids[i]]) value = value > 0 ? value / ask.repetition : value * ask.repetition;
+            counts[ids[i]] = 1;
+        }
+        for (Index i = ask.seen; i < ask.seen_end; i++) counts[ids[i]] = 0;
+    }
+    if (ask.presence != 0.0f || ask.frequency != 0.0f) {
+        for (Index i = ask.generated; i < ask.seen_end; i++) counts[ids[i]]++;
+        for (Index i = ask.generated; i < ask.seen_end; i++) {
+            if (!counts[ids[i]]) continue;
+            const float times = static_cast<float>(counts[ids[i]]);
+            line[ids[i]] -= ask.frequency * times + ask.presence;
+            counts[ids[i]] = 0;
+        }
+    }
+    for (Index i = ask.banned; i < ask.banned_end; i++) line[ids[i]] = ALL;
+}
+
+// The goal of each draw lies below the mass, so the searches end, on a token that weighs something.
+std::int64_t Sampler::draw(const Ask& ask, const Room& room) const {
+    if (0 < ask.top_k && ask.top_k < vocab_) return draw_ranked(ask, room);
+    if (ask.top_p < 1) return draw_nucleus(ask, room);
+    std::int64_t goal = part(ask.bits, passes_.weigh(room.line, vocab_, 0, ask.least, room.sums));
+    Index chunk = 0, at = 0;
+    while (goal >= room.sums[chunk]) goal -= room.sums[chunk++];
+    const Index from = chunk * CHUNK;
+    passes_.weights(room.line + from, std::min(CHUNK, vocab_ - from), ask.least, room.chunk);
+    while (goal >= room.chunk[at]) goal -= room.chunk[at++];
+    return from + at;
+}
+
+std::int64_t Sampler::draw_ranked(const Ask& ask, const Room& room) const {
+    highest(room.line, ask.top_k, room);
+    std::sort(room.keys, room.keys + ask.top_k, FALLING);
+    std::int64_t mass = 0, kept = 0, token = 0;
+    each_weight(ask.top_k, room, [&](std::uint64_t, std::int64_t weight) {
+        mass += weight;
+        return true;
+    });
+    const std::int64_t enough = ask.top_p < 1 ? short_of(ask.top_p, mass) : mass;
+    each_weight(ask.top_k, room, [&](std::uint64_t key, std::int64_t weight) {
+        if (value_of(key) < ask.least) return false;
+        kept += weight;
+        return kept < enough;
+    });
+    std::int64_t goal = part(ask.bits, kept);
+    each_weight(ask.top_k, room, [&](std::uint64_t key, std::int64_t weight) {
+        token = id_of(key), goal -= weight;
+        return goal >= 0;
+    });
+    return token;
+}
+
+// Tokens are sorted only within the bucket of values that top-p ends in, and the one that the draw falls into.
+std::int64_t Sampler::draw_nucleus(const Ask& ask, const Room& room) const {
+    const std::int64_t mass = passes_.weigh(room.line, vocab_, 0, ALL, room.sums);
+    const std::int64_t enough = short_of(ask.top_p, mass);
+    // All that weigh less than this are together less than the tail that is cut; if rounding says otherwise, all count.
+    const double tail = static_cast<double>(mass) / static_cast<double>(ONE) * (1 - ask.top_p) / static_cast<double>(vocab_);
+    const float likely = std::max(LOWEST, std::min(0.0f, static_cast<float>(std::log(tail) - 0.01)));
+    float least = 0, factor = 0;
+    Index sorted = 0, count = 0;
+    const auto sort = [&](Index which) {
+        count = passes_.bucket(room.line, vocab_, least, factor, which, room.keys), sorted = which;
+        // Equal values are in order already.
+        if (!std::is_sorted(room.keys, room.keys + count, FALLING)) std::sort(room.keys, room.keys + count, FALLING);
+    };
+    std::int64_t kept = 0;
+    for (const float bound : {likely, LOWEST}) {
+        least = std::max(bound, ask.least), factor = static_cast<float>(BUCKETS - 1) / std::max(-least, 1e-3f);
+        passes_.tally(room.line, vocab_, least, factor, room.buckets);
+        sorted = -1, kept = 0;
+        for (Index which = 0; which < BUCKETS && sorted < 0; which++) {
+            if (kept + room.buckets[which] < enough) {
+                kept += room.buckets[which];
+                continue;
+            }
+            sort(which);
+            each_weight(count, room, [&](std::uint64_t, std::int64_t weight) {
+                kept += weight;
+                return kept < enough;
+            });
+        }
+        if (sorted >= 0 || least == ask.least) break;
+    }
+    std::int64_t goal = part(ask.bits, kept), token = 0;
+    Index which = 0;
+    while (goal >= room.buckets[which]) goal -= room.buckets[which++];
+    if (which != sorted) sort(which);
+    each_weight(count, room, [&](std::uint64_t key, std::int64_t weight) {
+        token = id_of(key), goal -= weight;
+        return goal >= 0;
+    });
+    return token;
+}
+
+// f(key, its weight) for the first `count` keys, until it says no.
+template <class F>
+void Sampler::each_weight(Index count, const Room& room, F&& f) const {
+    float values[CHUNK];
+    for (Index from = 0; from < count; from += CHUNK) {
+        const Index some = std::min(CHUNK, count - from);
+        for (Index i = 0; i < some; i++) values[i] = value_of(room.keys[from + i]);
+        passes_.weights(values, some, ALL, room.chunk);
+        for (Index i = 0; i < some; i++)
+            if (!f(room.keys[from + i], room.chunk[i])) return;
+    }
+}
+
+// The first `count` keys are then those of the highest tokens, the last of them in its place.
+void Sampler::highest(const float* line, Index count, const Room& room) const {
+    if (!count) return;
+    const Index groups = (vocab_ + STRIPE * LANES - 1) / (STRIPE * LANES) * LANES;
+    float least = ALL;
+    if (count <= groups) {
+        // The count-th highest of any so many distinct tokens is a lower bound: take the maxima of groups.
+        passes_.maxima(line, vocab_, room.maxima);
+        std::nth_element(room.maxima, room.maxima + count - 1, room.maxima + groups, std::greater<float>());
+        least = room.maxima[count - 1];
+    }
+    const Index found = passes_.gather(line, vocab_, least, room.keys);
+    std::nth_element(room.keys, room.keys + count - 1, room.keys + found, FALLING);
+}
+
+}  // namespace cairn

@@ -1,0 +1,314 @@
+"""One token from one line of logits, in numpy: the meaning of `csrc/sampler.cpp`, and what runs where that cannot.
+
+    line -> bias -> penalties -> banned stop tokens -> temperature -> top-k -> top-p -> min-p -> one draw
+
+The native sampler gives the same tokens, bit for bit, by construction:
+
+    numbers     every elementwise step is float32 multiplications, additions and divisions in a stated order, nothing
+                fused, so any machine rounds them alike; the exponential is such a step too (`weigh`)
+    sums        weights are whole multiples of 2**-40, summed as integers: no order of summing can show
+    ranks       tokens are ordered by value, equal ones by id, so what a filter keeps is one set
+    the draw    53 random bits times the kept mass, in whole numbers; along it lie the kept tokens, in the order of rank
+                where top-k or top-p ranks them, else by id
+
+A weight has a relative error of up to 3e-6 (2e-7 near the peak), and tokens less likely than 2**-41 of the likeliest
+have none. Log-probabilities are of the raw distribution, with the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.engine.base import Row
+from cairn.types import SamplingParams
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing float32 logits by them leaves nothing but the maximum anyway."""
+
+ONE = 1 << 40
+"""The weight of the likeliest token: every mass counts in these."""
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_SLICE = 32
+_LOWEST = np.float32(-44.0)
+_LOG2E = np.float32(1.442695)
+_ROUND = np.float32(12582912.0)
+_POWERS = [np.float32(x) for x in (0.0013264727, 0.009671513, 0.055507336, 0.24022242, 0.693147, 1.0)]
+_SHIFT = 4096.0
+_RUN = 64
+
+Floats = NDArray[np.float32]
+Weights = NDArray[np.int64]
+Ids = NDArray[np.int64]
+
+
+class Line(NamedTuple):
+    """What is asked of one line of logits [vocab]."""
+
+    row: Row | None
+    """Whose next token it decides; None where it is only looked at."""
+    top: int | None = None
+    """With a number: the mass of the raw distribution, and its so many most likely tokens."""
+
+
+class Choice(NamedTuple):
+    """What a line gave."""
+
+    finite: bool
+    """Whether all its logits are finite numbers; if not, nothing else is said."""
+    token: int | None = None
+    """The next token; None where none was asked for or none was possible."""
+    peak: float = 0.0
+    """The highest logit, where the raw distribution was asked for."""
+    mass: int = 0
+    """The sum over the vocabulary of exp(logit - peak), in units of 1 / `ONE`."""
+    top: tuple[int, ...] = ()
+    """The most likely tokens, best first, equal ones by id."""
+
+
+class Sampler(Protocol):
+    """Decides lines of logits. Each is decided by its own numbers alone."""
+
+    def greedy(self, logits: Floats) -> list[int]:
+        """The lowest id among the highest of each line of logits [n, vocab]; -1 where one is not finite."""
+        ...
+
+    def choose(self, lines: Sequence[Line], logits: Floats) -> list[Choice]:
+        """What each line of logits [len(lines), vocab] gives. They are not changed."""
+        ...
+
+
+def random_bits(seed: int, choice: int, position: int) -> int:
+    """53 random bits that depend on nothing but the arguments.
+
+    Each argument is absorbed in turn by the finaliser of splitmix64 (Steele, Lea, Flood: "Fast splittable
+    pseudorandom number generators", 2014).
+    """
+    state = 0
+    for word in (seed, choice, position):
+        state = (state + word + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state >> 11
+
+
+def weigh(scaled: Floats) -> Weights:
+    """round(exp(scaled) * ONE) for numbers of at most 0, -inf included, by the same steps everywhere.
+
+    exp(x) = 2**n * 2**f with n whole and f in [-1/2, 1/2]: 2**f is a polynomial that is exact at 0, n is added to its
+    exponent. Adding 2**12 in float64 then rounds to multiples of 2**-40, which the low bits of the sum hold.
+    """
+    power = np.maximum(scaled, _LOWEST)
+    power *= _LOG2E
+    turned = power + _ROUND
+    power -= turned - _ROUND
+    value = power * _POWERS[0]
+    for term in _POWERS[1:-1]:
+        value += term
+        value *= power
+    value += _POWERS[-1]
+    bits = value.view(np.int32)
+    bits += turned.view(np.int32) << 23
+    wide = value.astype(np.float64)
+    wide += _SHIFT
+    weights: Weights = wide.view(np.int64)
+    weights -= np.float64(_SHIFT).view(np.int64)
+    return weights
+
+
+class NumpySampler:
+    """`Sampler` in numpy."""
+
+    def greedy(self, logits: Floats) -> list[int]:
+        """`Sampler.greedy`."""
+        tokens = logits.argmax(axis=1)
+        # argmax stops at the first NaN or +inf, so the chosen value shows them; only -inf needs a second look.
+        finite = np.isfinite(logits[np.arange(len(logits)), tokens]) & np.isfinite(logits.min(axis=1))
+        return [token if good else -1 for token, good in zip(tokens.tolist(), finite.tolist(), strict=True)]
+
+    def choose(self, lines: Sequence[Line], logits: Floats) -> list[Choice]:
+        """`Sampler.choose`."""
+        with np.errstate(all="ignore"):
+            finite = (np.isfinite(logits.min(axis=1)) & np.isfinite(logits.max(axis=1))).tolist()
+            drawing = [i for i, line in enumerate(lines) if finite[i] and line.row is not None]
+            rows = [row for i in drawing if (row := lines[i].row) is not None]
+            tokens = dict(zip(drawing, _choose(rows, logits[drawing]), strict=True))
+            return [
+                _described(logits[i], line.top, tokens.get(i)) if finite[i] else Choice(False)
+                for i, line in enumerate(lines)
+            ]
+
+
+NUMPY = NumpySampler()
+
+
+def _described(logits: Floats, top: int | None, token: int | None) -> Choice:
+    if top is None:
+        return Choice(True, token)
+    peak = logits.max()
+    best = _ranked(logits, min(top, len(logits))) if top else ()
+    return Choice(True, token, float(peak), int(weigh(logits - peak).sum()), tuple(int(one) for one in best))
+
+
+def _choose(rows: list[Row], logits: Floats) -> list[int | None]:
+    """One token a row from `logits` [len(rows), vocab], which are overwritten; None where no token is possible."""
+    if not rows:
+        return []
+    vocab = logits.shape[1]
+    for row, values in zip(rows, logits, strict=True):
+        _adjust(row, values)
+    best = logits.argmax(axis=1)
+    peak = logits[np.arange(len(rows)), best]
+    tokens: list[int | None] = [
+        token if ok else None for token, ok in zip(best.tolist(), np.isfinite(peak).tolist(), strict=True)
+    ]
+    hot = [i for i, row in enumerate(rows) if tokens[i] is not None and row.sampling.temperature >= GREEDY_BELOW]
+    for i in hot:
+        params = rows[i].sampling
+        if filters(params, vocab):
+            scaled = (logits[i] - peak[i]) / divisor(params)
+            tokens[i] = _draw_kept(scaled, params, _bits(rows[i]))
+    whole = [i for i in hot if not filters(rows[i].sampling, vocab)]
+    for begin in range(0, len(whole), _SLICE):
+        part = whole[begin : begin + _SLICE]
+        scaled = logits[part] - peak[part, None]
+        scaled /= np.array([divisor(rows[i].sampling) for i in part])[:, None]
+        for i, token in zip(part, _draw_whole(scaled, [_bits(rows[i]) for i in part]), strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _bits(row: Row) -> int:
+    return random_bits(row.sampling.seed, row.choice, len(row.tokens))
+
+
+def filters(params: SamplingParams, vocab: int) -> bool:
+    """Whether top-k, top-p or min-p may leave out a token."""
+    return 0 < params.top_k < vocab or params.top_p < 1 or params.min_p > 0
+
+
+def divisor(params: SamplingParams) -> np.float32:
+    """The temperature as a finite float32: banned tokens stay at -inf."""
+    return np.float32(min(params.temperature, 3e38))
+
+
+def lowest(params: SamplingParams) -> np.float32:
+    """What min-p asks of a token's logit relative to the peak's, after temperature."""
+    return np.float32(math.log(params.min_p) if params.min_p > 0 else -math.inf)
+
+
+def _adjust(row: Row, logits: Floats) -> None:
+    """Apply logit_bias, penalties and min_tokens in place to one row [vocab].
+
+    As transformers and vLLM do it: repetition counts prompt and output, presence and frequency only the output.
+    """
+    params = row.sampling
+    vocab = len(logits)
+    for token, bias in params.logit_bias:
+        if token < vocab:
+            logits[token] += np.float32(bias)
+    if params.repetition_penalty != 1:
+        seen = np.fromiter(set(row.tokens), np.int64)
+        values = logits[seen]
+        penalty = np.float32(params.repetition_penalty)
+        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        counts = Counter(row.tokens[row.prompt_len :])
+        ids = np.fromiter(counts.keys(), np.int64)
+        times = np.fromiter(counts.values(), np.float32)
+        logits[ids] -= np.float32(params.frequency_penalty) * times + np.float32(params.presence_penalty)
+    if len(row.tokens) - row.prompt_len < params.min_tokens:
+        logits[[token for token in params.stop_token_ids if token < vocab]] = -np.inf
+
+
+def _draw_whole(scaled: Floats, bits: Sequence[int]) -> list[int]:
+    """Draw one token a row of `scaled` [rows, vocab], whose maxima are 0.
+
+    A running sum over the vocabulary is slow in numpy: one over the sums of short runs finds the run, then the token.
+    """
+    count, vocab = scaled.shape
+    weights = np.zeros((count, -(-vocab // _RUN) * _RUN), np.int64)
+    weights[:, :vocab] = weigh(scaled)
+    runs = weights.reshape(count, -1, _RUN)
+    tokens = []
+    for sums, table, random in zip(np.cumsum(runs.sum(axis=2), axis=1), runs, bits, strict=True):
+        goal = random * int(sums[-1]) >> 53
+        run = int(np.searchsorted(sums, goal, side="right"))
+        before = int(sums[run - 1]) if run else 0
+        tokens.append(run * _RUN + int(np.searchsorted(np.cumsum(table[run]), goal - before, side="right")))
+    return tokens
+
+
+def _draw_kept(scaled: Floats, params: SamplingParams, bits: int) -> int:
+    """Draw among the tokens that top-k, then top-p, then min-p keep. `scaled` is one row [vocab] with maximum 0."""
+    kept = _kept(scaled, params)
+    running = np.cumsum(weigh(scaled[kept]))
+    return int(kept[np.searchsorted(running, bits * int(running[-1]) >> 53, side="right")])
+
+
+def _kept(scaled: Floats, params: SamplingParams) -> Ids:
+    """The ids that the filters keep, in the order of the draw: each keeps a prefix of the tokens by rank."""
+    vocab, least = len(scaled), lowest(params)
+    mass = None
+    if 0 < params.top_k < vocab:
+        kept = _ranked(scaled, params.top_k)
+    elif params.top_p < 1:
+        kept, mass = _nucleus(scaled, params.top_p)
+    else:
+        return np.flatnonzero(scaled >= least)
+    if params.top_p < 1:
+        # A token stays while the mass before it is short of top_p; the first always stays.
+        running = np.cumsum(weigh(scaled[kept]))
+        goal = math.ceil(params.top_p * (int(running[-1]) if mass is None else mass))
+        kept = kept[: int(np.searchsorted(running, goal, side="left")) + 1]
+    return kept[scaled[kept] >= least]
+
+
+def _lanes(vocab: int) -> int:
+    """Columns that a row of logits is dealt into, a power of two near the root of `vocab`."""
+    return 1 << (vocab.bit_length() // 2)
+
+
+def _by_rank(values: Floats, ids: Ids) -> Ids:
+    """`ids` (ascending) ordered by their `values`, highest first, equal values by id.
+
+    Value and id become one integer, the value's bits mapped so that integers order as floats do: sorting integers is
+    several times faster here than a stable argsort.
+    """
+    bits = (np.float32(0) - values).view(np.int32).astype(np.int64)
+    bits ^= (bits >> 31) & 0x7FFFFFFF
+    return np.sort((bits << 32) | ids) & 0xFFFFFFFF
+
+
+def _ranked(scaled: Floats, count: int) -> Ids:
+    """The ids of the `count` highest of one row [vocab], ordered by rank; `count` <= vocab."""
+    vocab = len(scaled)
+    lanes = _lanes(vocab)
+    if count > lanes:
+        return _by_rank(scaled, np.arange(vocab))[:count]
+    # The count-th highest of any `lanes` distinct tokens is a lower bound: take each column's maximum.
+    heads = scaled[: vocab // lanes * lanes].reshape(-1, lanes).max(axis=0)
+    kept = np.flatnonzero(scaled >= np.partition(heads, lanes - count)[lanes - count])
+    return _by_rank(scaled[kept], kept)[:count]
+
+
+def _nucleus(scaled: Floats, top_p: float) -> tuple[Ids, int]:
+    """The ids that hold the `top_p` most likely mass of one row [vocab] by rank, perhaps some more, and the whole mass.
+
+    They are looked for among the highest few first.
+    """
+    weights = weigh(scaled)
+    mass = int(weights.sum())
+    few = _ranked(scaled, _lanes(len(scaled)))
+    if int(weights[few].sum()) >= top_p * mass:
+        return few, mass
+    kept = np.flatnonzero(weights)
+    return _by_rank(scaled[kept], kept), mass

@@ -1,0 +1,220 @@
+"""Every native sampler against its meaning in numpy: the same tokens, masses and ranks, to the bit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.tiny_models import KERNELS
+
+from cairn.engine.base import Row
+from cairn.kernels.native import NativeKernels
+from cairn.kernels.vocabulary import NUMPY, ONE, Choice, Line, Sampler, random_bits
+from cairn.sampling import NOT_FINITE, NOTHING_LEFT, sample
+from cairn.types import SamplingParams
+
+VARIANTS = [name for name in KERNELS if name != "reference"]
+VOCABS = [1, 2, 15, 16, 17, 63, 64, 65, 1000, 1023, 1024, 1025, 4096, 5003]
+
+if not VARIANTS:
+    pytest.skip("the native kernels were not compiled", allow_module_level=True)
+
+
+@pytest.fixture(params=VARIANTS)
+def kernels(request: pytest.FixtureRequest) -> Any:
+    made = NativeKernels(request.param, threads=2)
+    yield made
+    made.close()
+
+
+def lines_of_logits(rng: np.random.Generator, count: int, vocab: int) -> Any:
+    """Logits as models give them, and as they should not: steps with many ties, all equal, huge, a lone peak."""
+    out = np.empty((count, vocab), np.float32)
+    for line in out:
+        kind = rng.integers(8)
+        line[:] = rng.normal(0, rng.choice([0.1, 2.0, 8.0]), vocab)
+        if kind == 0:
+            line[:] = np.round(line)
+        elif kind == 1:
+            line[:] = rng.choice([0.0, -0.0, 3.5, -1e5])
+        elif kind == 2:
+            line *= np.float32(1e36)
+        elif kind == 3:
+            line[rng.integers(vocab)] += 60
+        elif kind == 4:
+            line[:] = np.sort(line)[:: rng.choice([1, -1])]
+        elif kind == 5:
+            line *= np.float32(1e-39)
+    return out
+
+
+def random_row(rng: np.random.Generator, vocab: int) -> Row:
+    """A row with any mixture of options, at their edges too."""
+
+    def maybe(chance: float, off: Any, *values: Any) -> Any:
+        return values[rng.integers(len(values))] if rng.random() < chance else off
+
+    tokens = [int(one) for one in rng.integers(0, vocab, rng.integers(1, 40))]
+    ids = [int(one) for one in rng.integers(0, vocab + 3, 6)]
+    big = maybe(0.1, 1.0, 1e30)
+    biases = tuple((one, float(rng.normal(0, 5) * big)) for one in ids)
+    params = SamplingParams(
+        max_tokens=99,
+        temperature=maybe(0.8, 0.0, 1e-6, 1e-5, 0.1, 0.7, 1.0, 1.0, 2.0, 1e4, 1e300),
+        top_k=maybe(0.4, 0, 1, 2, 5, 40, 300, vocab - 1, vocab, vocab + 1),
+        top_p=maybe(0.4, 1.0, 1e-300, 1e-9, 0.1, 0.5, 0.9, 0.99, 1 - 1e-9, 1 - 2.0**-53),
+        min_p=maybe(0.3, 0.0, 1e-300, 1e-12, 1e-3, 0.1, 0.5, 1.0),
+        repetition_penalty=maybe(0.3, 1.0, 0.5, 1.1, 2.0, 1e30, 1e-30),
+        presence_penalty=maybe(0.2, 0.0, 0.5, -2.0, 1e30),
+        frequency_penalty=maybe(0.2, 0.0, 0.7, -2.0, 1e30),
+        logit_bias=maybe(0.3, (), biases),
+        seed=int(rng.integers(-(1 << 63), 1 << 63)) * maybe(0.1, 1, 1 << 70),
+        logprobs=maybe(0.3, False, True),
+        top_logprobs=maybe(0.5, 0, 1, 3, 20, vocab + 5),
+        prompt_logprobs=False,
+        stop_token_ids=tuple(ids[: rng.integers(6)]),
+        min_tokens=maybe(0.3, 0, 3, 1000),
+    )
+    return Row(tokens, 0, len(tokens), (), len(tokens) - 1, int(rng.integers(1, len(tokens) + 2)), params, 0)
+
+
+def line_of(row: Row) -> Line:
+    return Line(row, row.sampling.top_logprobs if row.sampling.logprobs else None)
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_a_native_sampler_decides_as_numpy_does(kernels: Any, vocab: int, prove: bool) -> None:
+    """Random options over random logits; and each line alone, in other company and in another place."""
+    rng = np.random.default_rng(vocab)
+    sampler: Sampler = kernels.sampler(vocab)
+    for _ in range(40 if prove else 4):
+        count = int(rng.integers(20, 60))
+        logits = lines_of_logits(rng, count, vocab)
+        lines = [line_of(random_row(rng, vocab)) for _ in range(count - 3)] + [Line(None, 0), Line(None, 7), Line(None)]
+        want = NUMPY.choose(lines, logits)
+        got = sampler.choose(lines, logits)
+        for one, other, line in zip(got, want, lines, strict=True):
+            assert one == other, line
+        some = rng.permutation(count)[: count // 3]
+        assert sampler.choose([lines[i] for i in some], logits[some]) == [want[i] for i in some]
+        assert [sampler.choose([lines[i]], logits[i : i + 1]) for i in some] == [[want[i]] for i in some]
+
+
+LARGE = 151_936
+
+
+@functools.cache
+def large_lines() -> tuple[Any, list[tuple[list[Line], list[Choice]]]]:
+    """Flat, peaked and tied distributions, and what numpy makes of them with every filter."""
+    vocab = LARGE
+    rng = np.random.default_rng(1)
+    flat = rng.normal(0, 2, vocab).astype(np.float32)
+    peaked = flat.copy()
+    peaked[rng.integers(0, vocab, 300)] += 20
+    logits = np.stack([flat, peaked, np.zeros(vocab, np.float32), np.round(flat)])
+    every = [
+        {},
+        {"top_k": 40},
+        {"top_p": 0.95},
+        {"top_p": 0.2},
+        {"min_p": 0.05},
+        {"top_k": 50, "top_p": 0.9, "min_p": 0.02},
+        {"top_k": 9000, "top_p": 0.99},
+        {"top_p": 0.97, "min_p": 1e-4},
+        {"top_p": 1 - 1e-12},
+    ]
+    options = [SamplingParams(max_tokens=9, seed=seed, **one) for one in every for seed in range(2)]  # type: ignore[arg-type]
+    asked = [[Line(Row([1], 0, 1, (), 0, 1, params, 0), 5)] * len(logits) for params in options]
+    return logits, [(lines, NUMPY.choose(lines, logits)) for lines in asked]
+
+
+def test_a_large_vocabulary(kernels: Any) -> None:
+    """The size that speed is about."""
+    logits, expected = large_lines()
+    sampler = kernels.sampler(LARGE)
+    for lines, want in expected:
+        assert sampler.choose(lines, logits) == want, lines[0]
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_greedy_is_the_lowest_of_the_highest(kernels: Any, vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = lines_of_logits(rng, 300, vocab)
+    before = logits.tobytes()
+    sampler = kernels.sampler(vocab)
+    assert sampler.greedy(logits) == NUMPY.greedy(logits) == logits.argmax(axis=1).tolist()
+    assert logits.tobytes() == before
+    assert sampler.greedy(logits[:0]) == []
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_line_that_is_not_finite_is_known_wherever_it_is_not(kernels: Any, bad: float) -> None:
+    vocab = 1033
+    sampler = kernels.sampler(vocab)
+    for place in [0, 1, 15, 16, 511, 1023, 1024, 1032]:
+        logits = lines_of_logits(np.random.default_rng(place), 3, vocab)
+        fine = sampler.greedy(logits)
+        logits[1, place] = bad
+        assert sampler.greedy(logits) == [fine[0], -1, fine[2]]
+        lines = [Line(Row([1], 0, 1, (), 0, 1, SamplingParams(max_tokens=9, temperature=0.5), 0), 2)] * 3
+        got = sampler.choose(lines, logits)
+        assert got[1] == Choice(False) and got == NUMPY.choose(lines, logits)
+
+
+def test_rows_are_answered_alike_through_the_sampler_of_either_kind(kernels: Any) -> None:
+    """Prompt positions, rows that want nothing, rows that fail, all banned: what the engine is told."""
+    vocab = 77
+    rng = np.random.default_rng(5)
+    rows, lines = [], []
+    for number in range(60):
+        row = random_row(rng, vocab)
+        first = [None, len(row.tokens) - 1, 0][number % 3]
+        end = len(row.tokens) if number % 2 or first else max(1, len(row.tokens) - 1)
+        rows.append(
+            Row(row.tokens, 0, end, (), None if first is None else min(first, end - 1), 1, row.sampling, number)
+        )
+        lines.append(0 if rows[-1].logits_from is None else end - rows[-1].logits_from)
+    banned = SamplingParams(max_tokens=9, stop_token_ids=tuple(range(vocab)), min_tokens=9)
+    rows.append(Row([1], 0, 1, (), 0, 1, banned, 0))
+    logits = lines_of_logits(rng, sum(lines) + 1, vocab)
+    logits[lines[1] // 2, 3] = np.nan
+    want = sample(rows, logits)
+    assert sample(rows, logits, kernels.sampler(vocab)) == want
+    assert want[-1].error == NOTHING_LEFT and any(one.error == NOT_FINITE for one in want)
+
+
+@pytest.mark.parametrize("bits", [0, 1, (1 << 52) + 1, (1 << 53) - 1])
+def test_the_ends_of_the_draw(kernels: Any, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw of 0 takes the first token that weighs something, the last one never runs past the end."""
+    seed = next(n for n in range(1 << 20) if abs(random_bits(n, 0, 1) - bits) < 1 << 39)
+    logits = np.full((1, 3001), -1000, np.float32)
+    logits[0, [20, 30, 2999]] = 0
+    sampler = kernels.sampler(3001)
+    for options in ({}, {"top_k": 60}, {"top_p": 0.999}, {"min_p": 1e-6}, {"top_k": 2}):
+        line = Line(Row([1], 0, 1, (), 0, 1, SamplingParams(max_tokens=9, seed=seed, **options), 0))  # type: ignore[arg-type]
+        got = sampler.choose([line], logits)
+        assert got == NUMPY.choose([line], logits)
+        assert got[0].token in {20, 30, 2999}
+
+
+def test_what_does_not_fit_is_refused(kernels: Any) -> None:
+    sampler = kernels.sampler(64)
+    plain = SamplingParams(max_tokens=9, repetition_penalty=2.0)
+    line = Line(Row([64], 0, 1, (), 0, 1, plain, 0))
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        sampler.choose([line], np.zeros((1, 64), np.float32))
+    for shape in [(1, 63), (2, 64)]:
+        with pytest.raises(ValueError, match=r"logits are \[lines, vocab\]"):
+            sampler.choose([Line(None)], np.zeros(shape, np.float32))
+    with pytest.raises(TypeError):
+        sampler.greedy(np.zeros((1, 64), np.float64))
+    with pytest.raises(ValueError, match="a vocabulary has"):
+        kernels.sampler(0)
+
+
+def test_masses_count_in_units_of_the_peak() -> None:
+    (choice,) = NUMPY.choose([Line(None, 2)], np.array([[3, 5, 5]], np.float32))
+    assert choice.peak == 5 and choice.top == (1, 2)
+    assert choice.mass == pytest.approx(ONE * (2 + np.exp(-2.0)), rel=1e-6)
