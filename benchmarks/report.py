@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +76,8 @@ def verdict(ratio: float, goal: float, *, below: bool = False) -> str:
 def cpu_text(found: Found) -> str:
     peer = found["llama.cpp"]
     parts = ["## Computing", CPU_METHOD]
-    parts.append(f"llama.cpp: llama-cpp-python {peer['version']}, built for this machine ({peer['system']}).")
+    has = re.findall(r"(\w+) = 1", peer["system"])
+    parts.append(f"llama.cpp: llama-cpp-python {peer['version']}, built for this machine ({', '.join(has)}).")
     rows = [
         (
             f"{row['shape']} {row['kind']}",
@@ -89,7 +92,7 @@ def cpu_text(found: Found) -> str:
     parts.append(table(("file", "work", "Cairn tok/s", "llama.cpp tok/s", "ratio", "goal"), rows))
     reached = sum(row["ratio"] >= row["goal"] for row in found["rows"])
     faster = sum(row["ratio"] > 1 for row in found["rows"])
-    rounds = f"{found['rounds']} rounds of {found['steps']} steps"
+    rounds = f"rounds: {found['rounds']}, steps of a decode row in each: {found['steps']}"
     parts.append(f"{reached} of {len(rows)} rows reach their goal, in {faster} Cairn is the faster one ({rounds}).")
     parts.append(f"![Cairn's speed divided by llama.cpp's, row by row]({CHART})")
     parts += ["### What was read at most", ceilings(found), "### The same answers, memory and loading"]
@@ -136,7 +139,7 @@ def ceilings(found: Found) -> str:
 
 def serving_text(found: Found) -> str:
     parts = ["## Over HTTP", HTTP_METHOD.format(tokens="128 tokens in and 64 out, no two prompts alike")]
-    parts.append(f"qwen3-0.6b {found['type']}, {found['rounds']} rounds.")
+    parts.append(f"qwen3-0.6b {found['type']}, rounds: {found['rounds']}.")
     parts.append(load_table(found["load"]))
     parts += ["### A context that is known", known_table(found)]
     starts = "; ".join(f"{name} {seconds:.1f} s" for name, seconds in found["start_seconds"].items())
@@ -232,7 +235,9 @@ def page(folder: Path, by_hand: str) -> str:
             if name == "cpu":
                 parts.append(machine_text(found))
             parts.append(text(found))
-    return "\n\n".join(parts) + f"\n\n{MARK}\n{by_hand}"
+    paragraphs = "\n\n".join(parts).split("\n\n")
+    wrapped = [one if one.startswith(("#", "|", "!")) else textwrap.fill(one, 118) for one in paragraphs]
+    return "\n\n".join(wrapped) + f"\n\n{MARK}\n{by_hand}"
 
 
 def by_hand(path: Path) -> str:
