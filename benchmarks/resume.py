@@ -9,9 +9,11 @@ token of a streamed completion:
     after restart   the same prompt, by a server that was killed (-9) and started again: from the disk
     dropped         the same, with the files put out of the system's page cache before
 
-Every answer must have status 200, its first token must be the one of the cold answer, and its cache report must name
-the tier that the row is about; whatever is not as it should be ends the run. The prompts are token ids, so nothing is
-tokenized. Off and cold alternate, so that both see the same machine. With `--kernels reference` prefill is slow,
+Every answer must have status 200, its tokens and their probabilities must be those of the other rows, and its cache
+report must name the tier that the row is about; whatever is not as it should be ends the run. The prompts are token
+ids, so nothing is tokenized. Off and cold take the same prompts in alternating order, one after the other, so that both
+see the same machine; of each pair the ratio is taken, and of the ratios the median with the range in which 95 % of
+such medians lie when the pairs are drawn again (bootstrap). With `--kernels reference` prefill is slow,
 so the ratios flatter the cache; the seconds from pool and disk are what to look at. `--plot FILE` draws it (needs
 matplotlib).
 
@@ -32,7 +34,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,15 +91,15 @@ def write_model(folder: Path, shape: str) -> None:
 
 
 class Server:
-    """One `cairn serve`."""
+    """One `cairn serve MODEL`, with its own files below `home`."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, model: str, home: Path, *options: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        command = [sys.executable, "-c", "from cairn.cli import main; main()", "serve", str(folder), *options]
+        command = [sys.executable, "-c", "from cairn.cli import main; main()", "serve", model, *options]
         command += ["--port", self.url.rpartition(":")[2], "--log-level", "warning", "--request-timeout", "36000"]
-        home = folder.parent / f"home{self.url.rpartition(':')[2]}"
+        home = home / f"home{self.url.rpartition(':')[2]}"
         environment = {**os.environ, "XDG_DATA_HOME": str(home), "XDG_CACHE_HOME": str(home)}
         quiet = subprocess.DEVNULL
         self.process = subprocess.Popen(command, start_new_session=True, env=environment, stdout=quiet, stderr=quiet)
@@ -117,33 +121,49 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def flush(self) -> dict[str, Any]:
-        request = urllib.request.Request(self.url + "/v1/cache/flush", data=b"{}", method="POST")
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            found: dict[str, Any] = json.load(answer)["disk"]
+    def open(self, path: str, body: dict[str, Any]) -> Any:
+        """The response to a POST; exits with what an error says."""
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        try:
+            return urllib.request.urlopen(request, timeout=36_000)
+        except urllib.error.HTTPError as error:
+            raise SystemExit(f"{path}: {error.code} {error.read().decode(errors='replace')}") from None
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer."""
+        with self.open(path, body) as answer:
+            found: dict[str, Any] = json.load(answer)
             return found
+
+    def stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The chunks of an answer as they come."""
+        with self.open(path, body) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    chunk = json.loads(line[6:])
+                    if "error" in chunk:
+                        raise SystemExit(chunk["error"]["message"])
+                    yield chunk
+
+    def flush(self) -> dict[str, Any]:
+        """The figures of the disk when all is stored."""
+        found: dict[str, Any] = self.post("/v1/cache/flush", {})["disk"]
+        return found
 
     def first_token(self, model: str, prompt: list[int]) -> tuple[float, list[Any], dict[str, Any]]:
         """Seconds to the first token, the tokens with their log-probabilities, and the cache report."""
         body = {"model": model, "prompt": prompt, "max_tokens": 2, "temperature": 0, "stream": True}
         body |= {"stream_options": {"include_usage": True}, "logprobs": 0}
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(self.url + "/v1/completions", json.dumps(body).encode(), headers)
         tokens: list[Any] = []
         began, first, report = time.perf_counter(), 0.0, None
-        with urllib.request.urlopen(request, timeout=36_000) as answer:
-            for line in answer:
-                if not line.startswith(b"data: {"):
-                    continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    raise SystemExit(chunk["error"]["message"])
-                first = first or time.perf_counter() - began
-                for choice in chunk["choices"]:
-                    # Most ids of a large random model have no text in the small tokenizer: the numbers tell.
-                    said = choice.get("logprobs") or {"tokens": [], "token_logprobs": []}
-                    tokens += zip(said["tokens"], said["token_logprobs"], strict=True)
-                report = (chunk.get("usage") or {}).get("cairn", report)
+        for chunk in self.stream("/v1/completions", body):
+            first = first or time.perf_counter() - began
+            for choice in chunk["choices"]:
+                # Most ids of a large random model have no text in the small tokenizer: the numbers tell.
+                said = choice.get("logprobs") or {"tokens": [], "token_logprobs": []}
+                tokens += zip(said["tokens"], said["token_logprobs"], strict=True)
+            report = (chunk.get("usage") or {}).get("cairn", report)
         if report is None or not tokens:
             raise SystemExit("an answer without tokens or a cache report")
         return first, tokens, report
@@ -171,7 +191,7 @@ def measure(
 ) -> tuple[dict[str, list[float]], int]:
     """Seconds of each row, and the bytes that one context takes on the disk."""
     rng = random.Random(length)
-    prompts = [[rng.randrange(5, vocab) for _ in range(length)] for _ in range(2 * repeats)]
+    prompts = [[rng.randrange(5, vocab) for _ in range(length)] for _ in range(repeats)]
     found: dict[str, list[float]] = {row: [] for row in ROWS}
     on = ("--kernels", kernels, "--kv-dir", str(store), "--kv-load", "always")
     model, answers = folder.name, {}
@@ -184,31 +204,40 @@ def measure(
         found[row].append(seconds)
         print(f"  {length:>6} {row:14} {seconds:8.3f} s", file=sys.stderr, flush=True)
 
-    plain, server = Server(folder, "--kernels", kernels, "--no-kv-disk"), Server(folder, *on)
+    name, home = str(folder), folder.parent
+    plain, server = Server(name, home, "--kernels", kernels, "--no-kv-disk"), Server(name, home, *on)
     try:
         for one in (plain, server):
             one.first_token(model, [7] * 8)
         taken = server.flush()["bytes"]
         for number in range(repeats):
-            turns = [(plain, "off", prompts[2 * number]), (server, "cold", prompts[2 * number + 1])]
-            for one, row, prompt in turns if number % 2 else reversed(turns):
-                ask(one, row, prompt)
+            turns = [(plain, "off"), (server, "cold")]
+            for one, row in turns if number % 2 else reversed(turns):
+                ask(one, row, prompts[number])
             held = server.flush()["bytes"]
         for number in range(repeats):
-            ask(server, "pool", prompts[2 * number + 1])
+            ask(server, "pool", prompts[number])
         plain.kill()
         for row in ROWS[3:]:
             server.kill()
             if row == "dropped":
                 drop_pages(store)
-            server = Server(folder, *on)
+            server = Server(name, home, *on)
             server.first_token(model, [7] * 8)
             for number in range(repeats):
-                ask(server, row, prompts[2 * number + 1])
+                ask(server, row, prompts[number])
     finally:
         plain.kill()
         server.kill()
     return found, (held - taken) // repeats
+
+
+def spread(cold: list[float], off: list[float]) -> tuple[float, float, float]:
+    """Median of the ratios of pairs, and where 95 % of such medians lie when the pairs are drawn again."""
+    ratios = [one / other for one, other in zip(cold, off, strict=True)]
+    rng = random.Random(1)
+    drawn = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(4000))
+    return statistics.median(ratios), drawn[100], drawn[-101]
 
 
 def main() -> None:
@@ -217,7 +246,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--kernels", default="auto", help="as of `cairn serve`")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5, help="rounds, each with a prompt of its own")
     parser.add_argument("--plot", type=Path)
     given = parser.parse_args()
     try:
@@ -233,7 +262,7 @@ def main() -> None:
             f"{given.shape}, random weights, {given.kernels} kernels; "
             f"seconds to the first token, median of {given.repeats}"
         )
-        print(f"{'tokens':>7}" + "".join(f"{row:>15}" for row in ROWS) + f"{'MB on disk':>12}{'cold/off':>10}")
+        print(f"{'tokens':>7}" + "".join(f"{row:>15}" for row in ROWS) + f"{'MB on disk':>12}  cold/off (95 %)")
         for length in given.lengths:
             store = Path(temporary) / f"kv-{length}"
             vocab = SHAPES[given.shape]["vocab_size"]
@@ -241,7 +270,8 @@ def main() -> None:
             shutil.rmtree(store)
             row = results[length] = {name: statistics.median(seconds) for name, seconds in found.items()}
             figures = "".join(f"{row[name]:15.3f}" for name in ROWS)
-            print(f"{length:>7}{figures}{taken / 1e6:12.1f}{row['cold'] / row['off']:10.2f}", flush=True)
+            ratio, low, high = spread(found["cold"], found["off"])
+            print(f"{length:>7}{figures}{taken / 1e6:12.1f}  {ratio:.3f} ({low:.3f} to {high:.3f})", flush=True)
     if given.plot:
         plot(given.plot, f"{given.shape}, random weights, {given.kernels} kernels", results)
 

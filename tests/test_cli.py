@@ -107,6 +107,10 @@ def test_help_loads_nothing_heavy():
     assert done.stderr == "[]\n"
 
 
+def test_an_empty_model_is_named_as_the_argument_that_it_is():
+    assert sentence(run("serve", "")) == "MODEL must be a text that is not empty"
+
+
 def test_version():
     from cairn import __version__
 

@@ -98,3 +98,14 @@ def test_a_quantisation_in_the_download_cache_chats_by_its_name(folder: Path, tm
             answers.append(llm.chat(HELLO, temperature=0, max_tokens=12).text)
     assert answers[0] == answers[1] != ""
     assert quantize.write("org/m:Q8_0", tmp_path / "small.gguf", "Q4_0")
+
+
+def test_what_a_killed_run_left_goes_with_the_next_and_what_runs_stays(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    dead, living = tmp_path / f".m.{process.pid}.gguf", tmp_path / f".m.{os.getpid()}.gguf"
+    others = [tmp_path / ".m.gguf", tmp_path / ".m.x.gguf", tmp_path / f".m.2.{process.pid}.gguf"]
+    for path in (dead, living, *others):
+        path.write_bytes(b"half")
+    quantize._clear(tmp_path / "m.gguf")
+    assert not dead.exists() and living.exists() and all(path.exists() for path in others)

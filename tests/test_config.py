@@ -56,7 +56,10 @@ def test_each_option_is_read_from_flag_variable_and_file(option, elsewhere):
     value, text = sample(option)
     expected = (value,) if option.many else value
     for resolved, origin in (
-        (resolve({option.name: [text] if option.many else text}, {}), option.flag),
+        (
+            resolve({option.name: [text] if option.many else text}, {}),
+            "MODEL" if option.name == "model" else option.flag,
+        ),
         (resolve({}, {option.variable: text}), option.variable),
         (resolve({}, {}, write(elsewhere, option, value)), option.name + " in"),
     ):

@@ -68,7 +68,8 @@ def _from_flags(flags: Mapping[str, object], keywords: bool) -> dict[str, _Given
         if name not in known:
             raise ConfigError(f"unknown option {name!r}{closest(name, known)}", field=name)
         if value is not None and not (known[name].many and not value):
-            found[name] = _Given(value, name if keywords else known[name].flag, True)
+            flag = "MODEL" if name == "model" else known[name].flag  # an argument of the command line, not a flag
+            found[name] = _Given(value, name if keywords else flag, True)
     return found
 
 

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 from house import House, house
+from tests.service.tiny import collect, request
 
 from cairn.agents import kv
 from cairn.errors import Unavailable
+from cairn.text.chat import Sampled
+from cairn.text.replay import Answer
 
 LONG = "A context that is long enough to fill some chunks of sixty-four tokens each. " * 4
 
@@ -139,3 +142,27 @@ async def test_the_kv_of_an_agent_deleted_without_a_worker_goes_when_there_is_on
             assert len(asked) > 1
         await asyncio.wait_for(at.agents.kv.settled(), 10)
         assert (await at.service.where(ids, b"default")).disk == 0
+
+
+async def test_what_requests_in_an_agents_name_left_goes_with_it(folder: Path, tmp_path: Path) -> None:
+    """Their KV, and what is kept of their answers; not what other agents share."""
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await grown(at, "ada", "bob")
+        tied = [*at.agents.context("default", "bob")[:192], *range(5, 105)]
+        done = (await at.say("bob", "more")).done
+        assert done is not None
+        await collect(at.service.generate(request(at.service, tuple(tied), 2, salt=b"default", durable=True)))
+        await at.service.flush()
+        assert (await at.service.where(tied, b"default")).disk == 256
+        sampled = Sampled(b"b" * 32, Answer(b"v" * 32, "because"), [1, 2, 3], 1)
+        for name in ("ada", None):
+            at.agents.keep("default", sampled._replace(before=str(name).encode() * 10), name)
+            at.agents.account("default", name, b"default", tied, done)
+        await at.agents.writer.sync()
+        await at.agents.delete("default", "ada", b"default")
+        assert (await at.service.where(tied, b"default")).disk == 192, "what bob shares stays"
+        held = b"".join(at.files.files().values())
+        assert b"ada" * 10 not in held and b"None" * 10 in held
+        await at.again(clean=True)
+        held = b"".join(at.files.files().values())
+        assert b"ada" * 10 not in held and b"None" * 10 in held

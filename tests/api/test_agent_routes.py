@@ -174,6 +174,7 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/agents", {"id": "ada"}, 409, "there is an agent ada already"),
     ("/v1/agents", {"pins": True}, 400, "pins"),
     ("/v1/agents", {"ttl": -1}, 400, "ttl"),
+    ("/v1/agents", {"ttl": 0.999}, 400, "ttl"),
     ("/v1/agents", {"model": "gpt"}, 404, "there is no model"),
     ("/v1/agents", {"system": "a", "messages": [{"role": "system", "content": "b"}]}, 400, "either system"),
     ("/v1/agents", {"metadata": {"a": "b" * 600}}, 400, "metadata.a"),

@@ -19,9 +19,11 @@ from process import Served, alive, free_port, served
 from scripted import ScriptedService, done
 from serving import answer, events, request_bytes
 
-from cairn.api import server
+from cairn.api import folders, server
+from cairn.api.app import build_app
 from cairn.config import Config
 from cairn.errors import ConfigError, ModelFileError, Unavailable
+from cairn.service.service import Service
 from cairn.types import Delta
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
@@ -229,11 +231,44 @@ def test_kv_and_agents_in_one_folder_are_refused_before_one_is_made(kv: str, age
 def test_folders_that_are_apart_or_not_used_are_none_of_the_check(tmp_path: Path) -> None:
     env = {"XDG_DATA_HOME": str(tmp_path)}
     inside = f"{tmp_path}/cairn/agents/kv"
-    server.check_folders(Config(kv_dir=inside, kv_disk=False), env)
-    server.check_folders(Config(), env)
-    server.check_folders(Config(kv_dir=f"{tmp_path}/cairn/kv"), env)
+    folders.check_folders(Config(kv_dir=inside, kv_disk=False), env)
+    folders.check_folders(Config(), env)
+    folders.check_folders(Config(kv_dir=f"{tmp_path}/cairn/kv"), env)
     with pytest.raises(ConfigError, match="must be two folders"):
-        server.check_folders(Config(kv_dir=inside), env)
+        folders.check_folders(Config(kv_dir=inside), env)
+
+
+async def test_without_the_usual_folder_of_agents_the_server_goes_on_and_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The readiness says so, and names no folder to those who need no key to read it."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr(server, "AGENTS_SECONDS", 0.05)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "cairn").write_text("in the way")
+    config = Config(model="demo", engine="fake", kv_gb=0.01)
+    app = build_app(None, config)
+    service = app.service = await Service.start(config, in_process=True)
+    opening = await server._open_agents(app, service, config)
+    try:
+        assert opening is not None and str(tmp_path) in caplog.text
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            ready = await http.get("/health/ready")
+            (trouble,) = ready.json()["troubles"]
+            assert ready.status_code == 200 and "keeps no agents" in trouble and str(tmp_path) not in trouble
+            assert (await http.get("/v1/agents")).status_code == 503
+            (tmp_path / "data" / "cairn").unlink()
+            await asyncio.wait_for(opening, 20)
+            assert (await http.get("/health/ready")).json()["troubles"] == []
+            assert (await http.get("/v1/agents")).status_code == 200
+        with pytest.raises(ConfigError, match="cannot be read"):
+            (tmp_path / "file").write_text("in the way")
+            await server._open_agents(app, service, Config(agents_dir=str(tmp_path / "file" / "agents")))
+    finally:
+        if app.ties.agents is not None:
+            await app.ties.agents.close()
+        await service.close()
 
 
 def test_the_file_limit_is_raised() -> None:

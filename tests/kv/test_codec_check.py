@@ -148,3 +148,11 @@ def test_a_crash_or_a_fault_leaves_the_memory_whole_or_none(at: int) -> None:
         files.heal()
         assert recall(files, FOLDER, b"model", "q8") == FOUND
     assert at < 11 or done
+
+
+def test_a_codec_that_changes_the_model_too_much_is_refused_with_the_figures() -> None:
+    """Both bounds, at the limit and beyond."""
+    assert Comparison("q8", 2000, 1980, 8.0, 8.079).refusal == Comparison("q8", 2000, 1980, 8.0, 7.921).refusal == ""
+    assert Comparison("q8", 2000, 1979, 8.0, 8.0).refusal.startswith("q8 and raw agree on 98.95% of 2,000 tokens")
+    for perplexity in (8.09, 7.91):
+        assert f"{perplexity / 8 - 1:+.3%}" in Comparison("q8", 2000, 2000, 8.0, perplexity).refusal

@@ -17,6 +17,7 @@ from tiny import Answer, collect, config, make_model, request
 from cairn.cli import main
 from cairn.config import Config
 from cairn.errors import ConfigError, Conflict
+from cairn.kv import codec_check
 from cairn.kv.codec_check import recall, remember
 from cairn.kv.prefix import numerics
 from cairn.models.spec import load_spec
@@ -141,7 +142,7 @@ def test_the_command_prints_a_table(
         main(["cache", "check-codec", str(model), "--kv-dir", "kv", "--threads", "1"])
     assert not left.value.code
     rows = dict(line.split("\t") for line in capsys.readouterr().out.splitlines())
-    assert list(rows) == ["model", "codec", "tokens", "greedy agreement", "perplexity", "remembered in"]
+    assert list(rows) == ["model", "codec", "tokens", "greedy agreement", "perplexity", "may be used", "remembered in"]
     assert rows["codec"] == "q8: 48 bytes a token, raw 128" and rows["tokens"] == "2,000"
     assert rows["greedy agreement"].endswith("%)") and " of 2,000 (" in rows["greedy agreement"]
     assert rows["remembered in"] == str(tmp_path / "kv")
@@ -151,3 +152,12 @@ def test_the_command_prints_a_table(
     found = recall(SystemFiles(), tmp_path / "kv", identity, "q8")
     assert found is not None and f"{found.perplexity:.4f}, raw {found.raw_perplexity:.4f}" in rows["perplexity"]
     remember(SystemFiles(), tmp_path / "kv", identity, found)
+
+
+async def test_q8_is_refused_where_it_agrees_too_little(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(model, tmp_path / "kv")
+    monkeypatch.setattr(codec_check, "LEAST_AGREEMENT", 1.01)
+    with pytest.raises(ConfigError, match=r"kv_codec: q8 and raw agree on .*% of 2,000 tokens of this model"):
+        await ask(options(model, tmp_path / "kv", kv_codec="q8"))

@@ -19,7 +19,7 @@ from tiny import Answer, collect, config, request, until
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
 from cairn.errors import GenerationFailed, ModelError, Unavailable
-from cairn.service import link, supervisor
+from cairn.service import code, link, supervisor
 from cairn.service.link import Patience
 from cairn.service.service import Service
 from cairn.service.stream import Stream
@@ -443,3 +443,35 @@ async def test_the_workers_memory_does_not_grow_with_requests(folder: Path, figu
         grown = resident(pid_of(service)) - before
         assert grown < 4 << 20
         figure(f"worker memory after {200 * rounds} more requests", f"{grown / 1024:+.0f} KiB")
+
+
+async def test_a_package_that_was_changed_on_the_disk_gets_no_second_worker(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new files may not understand the old front: a typed error says what to do, at once."""
+    async with serving(folder) as service:
+        monkeypatch.setattr(code, "digest", lambda: b"other files")
+        pid = service.stats().worker_pid
+        assert pid is not None
+        stream = service.generate(request(service, "a long answer", 1000))
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(GenerationFailed, match="were changed since this server started"):
+            await collect(stream)
+        with pytest.raises(Unavailable, match="restart it"):
+            service.generate(request(service))
+        assert service.unready() == [code.CHANGED]
+
+
+def test_the_digest_of_the_package_changes_with_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("__init__.py", "a/b.py", "a/native.so"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("1")
+    monkeypatch.setattr(code.cairn, "__file__", str(tmp_path / "__init__.py"))
+    seen = {code.digest()}
+    (tmp_path / "a/b.py").write_text("2")
+    seen.add(code.digest())
+    (tmp_path / "a/native.so").write_text("2")
+    seen.add(code.digest())
+    (tmp_path / "a/b.py").rename(tmp_path / "a/c.py")
+    seen.add(code.digest())
+    assert len(seen) == 4 and code.digest() in seen

@@ -61,7 +61,7 @@ class Agents:
         log.recovered = []
         self.kv = AgentKv(service, roster)
         self.writer = Writer(log)
-        self._book = Book(roster, self.writer, self.kv, clock, rng)
+        self._book = Book(roster, self.writer, self.kv, clock, rng, self._replays)
         self._turns = Turns(service, self._book, clock, config)
         self._upkeep = Upkeep(self._book, self._replays, orphans)
         self._find = self._book.find
@@ -190,15 +190,16 @@ class Agents:
         agent = self._find(tenant, id, salt)
         return await self.kv.evict(agent, disk=disk)
 
-    def keep(self, tenant: str, sampled: Sampled) -> None:
-        """Keep what was sampled for an ordinary request in the log, where that is wanted."""
+    def keep(self, tenant: str, sampled: Sampled, id: str | None = None) -> None:
+        """Keep what was sampled for an ordinary request in the log, where that is wanted; `id`: in an agent's name."""
         if not self._config.log:
             return
-        now = self._book.now()
-        record = self.writer.record(Kind.REPLAY, self._replays.payload(tenant, sampled, now))
+        now, agent = self._book.now(), self._book.roster.find(tenant, id) if id is not None else None
+        key = agent.key if agent is not None else 0
+        record = self.writer.record(Kind.REPLAY, self._replays.payload(tenant, sampled, now, key))
         with contextlib.suppress(Unavailable):  # the log is closed
             self.writer.append(record)
-            self._replays.add(record, now)
+            self._replays.add(record, now, key)
 
     def account(self, tenant: str, id: str | None, salt: bytes, ids: Sequence[int], done: Done) -> None:
         """Count an ordinary request on its tenant's account, and on an agent's if it named one.
@@ -210,6 +211,7 @@ class Agents:
             self._book.roster.ledger.count(tenant, done)
             return
         agent.salt, agent.used = salt, self._book.now()
+        self.kv.tied(agent, ids)
         with contextlib.suppress(Unavailable):
             self.writer.append(*self._book.count(agent, done), self._book.note(agent))
         if agent.record.pinned:

@@ -16,6 +16,7 @@ from cairn.agents.info import Savings
 from cairn.agents.kv import AgentKv
 from cairn.agents.ledger import BYTES_KEY, LINES, counted, total_key
 from cairn.agents.records import SavingsRecord, TurnRecord
+from cairn.agents.replays import Replays
 from cairn.agents.roster import Roster
 from cairn.agents.segment import Record
 from cairn.agents.tree import Agent, Turn
@@ -34,8 +35,8 @@ MAX_AGENTS = 10_000
 class Book:
     """The roster and the log of one server."""
 
-    def __init__(self, roster: Roster, writer: Writer, kv: AgentKv, clock: Clock, rng: Rng) -> None:
-        self.roster, self.writer, self.kv = roster, writer, kv
+    def __init__(self, roster: Roster, writer: Writer, kv: AgentKv, clock: Clock, rng: Rng, replays: Replays) -> None:
+        self.roster, self.writer, self.kv, self._replays = roster, writer, kv, replays
         self.rng, self._clock = rng, clock
         self._owed: dict[tuple[int, int], Record] = {}
         """By kind and key: of these kinds only the newest counts."""
@@ -158,10 +159,14 @@ class Book:
     async def remove(self, agent: Agent) -> None:
         """Interrupt what runs, forget an agent and erase what only it needs, its KV too.
 
+        With it goes what ordinary requests in its name left: their answers' tokens, and their KV as far as this process
+        made it.
+
         Unavailable where the disk refuses that. The agent is gone all the same, for nobody knows what of the refusal is
         on the disk: put back, it would lose later turns at the next start. `tend` goes on erasing.
         """
         keys = self.roster.remove(agent)  # before anything waits: from here on nobody finds it
+        keys = [*keys, *self._replays.take(agent.key)]
         try:
             if agent.running is not None:
                 agent.running.discarded = True

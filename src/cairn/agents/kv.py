@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+from array import array
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from cairn.types import Placed
 CHUNK_TOKENS = 64
 """What the stores keep together: a chunk that is shared in part is not shared."""
 
+MOST_TIED = 64
+"""Contexts of ordinary requests in the name of an agent that are remembered, the last ones."""
 RETRY_SECONDS = 1.0
 """Between two attempts to give up the KV of an agent that is deleted."""
 
@@ -27,6 +30,8 @@ class AgentKv:
     def __init__(self, service: Service, roster: Roster) -> None:
         self._service, self._roster = service, roster
         self._tasks: set[asyncio.Task[None]] = set()
+        self._tied: dict[int, list[array[int]]] = {}
+        """Contexts of ordinary requests in the name of an agent, by the agent's key; none that another begins with."""
 
     def ids(self, turn: Turn) -> Sequence[int]:
         """The context behind a turn, for the model that is served; none where another model answered it."""
@@ -44,6 +49,12 @@ class AgentKv:
             await self._service.pin(_owner(agent), self.ids(agent.head), agent.salt)
         else:
             await self._unpin(agent)
+
+    def tied(self, agent: Agent, ids: Sequence[int]) -> None:
+        """An ordinary request in the agent's name was answered, and this is its context: its KV goes with the agent."""
+        new = array("I", ids)
+        kept = [one for one in self._tied.get(agent.key, ()) if new[: len(one)] != one]
+        self._tied[agent.key] = [*kept, new][-MOST_TIED:]
 
     def pin_later(self, agent: Agent, ids: Sequence[int] | None = None) -> None:
         """Pin the agent's context, or beside it that of the last request in its name; nobody waits for it."""
@@ -65,6 +76,7 @@ class AgentKv:
         live.
         """
         contexts = [self.ids(turn) for turn in {agent.head, *agent.leaves()}]
+        contexts += self._tied.pop(agent.key, ())
         self._service.recent.forget(agent.salt)  # its text is shown to nobody any more
         await asyncio.sleep(0)  # a pin that was asked for before comes before
         try:

@@ -98,6 +98,8 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reasoning: str
     ids: bytes
     at: float
+    agent: int = 0
+    """Key of the agent in whose name the request was made; 0 for none."""
 
 
 class SavingsRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -24,6 +24,7 @@ ERASE_SECONDS = 3600.0
 class _Kept(NamedTuple):
     at: float
     size: int
+    agent: int
 
 
 class Replays:
@@ -33,6 +34,8 @@ class Replays:
         """`identity`: of the model that is served; what another sampled waits for its return."""
         self._identity = identity
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
+        self._of: dict[int, set[int]] = {}
+        """Keys of what was sampled in the name of an agent, by the agent's."""
         self._bytes = 0
         self._erased_at = 0.0
 
@@ -45,7 +48,7 @@ class Replays:
             kept = decode(record.payload, ReplayRecord)
             if kept is None:
                 continue
-            self.add(record, kept.at)
+            self.add(record, kept.at, kept.agent)
             try:
                 ids = unpack(kept.ids)
             except ValueError:
@@ -55,8 +58,8 @@ class Replays:
                 found.append((kept.tenant, Sampled(kept.before, Answer(kept.visible, kept.reasoning), ids, 0)))
         return found
 
-    def payload(self, tenant: str, sampled: Sampled, now: float) -> ReplayRecord:
-        """What the log is to hold of an answer."""
+    def payload(self, tenant: str, sampled: Sampled, now: float, agent: int = 0) -> ReplayRecord:
+        """What the log is to hold of an answer; `agent`: key of the one in whose name it was asked for."""
         return ReplayRecord(
             tenant=tenant,
             identity=self._identity,
@@ -65,12 +68,30 @@ class Replays:
             reasoning=sampled.answer.reasoning,
             ids=pack(sampled.ids),
             at=now,
+            agent=agent,
         )
 
-    def add(self, record: Record, at: float) -> None:
+    def add(self, record: Record, at: float, agent: int = 0) -> None:
         """A record is in the log."""
-        self._kept[record.key] = _Kept(at, record.size)
+        self._kept[record.key] = _Kept(at, record.size, agent)
         self._bytes += record.size
+        if agent:
+            self._of.setdefault(agent, set()).add(record.key)
+
+    def take(self, agent: int) -> list[int]:
+        """Keys of what was sampled in the name of an agent that goes; they are forgotten here."""
+        gone = sorted(self._of.get(agent, ()))
+        for key in gone:
+            self._forget(key)
+        return gone
+
+    def _forget(self, key: int) -> None:
+        kept = self._kept.pop(key)
+        self._bytes -= kept.size
+        if kept.agent:
+            self._of[kept.agent].discard(key)
+            if not self._of[kept.agent]:
+                del self._of[kept.agent]
 
     def over(self, now: float) -> list[int]:
         """Keys of what is too old or too much; they are forgotten here. Mostly none: see `ERASE_SECONDS`."""
@@ -81,8 +102,7 @@ class Replays:
             key, kept = next(iter(self._kept.items()))
             if self._bytes <= KEEP_BYTES and now - kept.at <= KEEP_SECONDS:
                 break
-            del self._kept[key]
-            self._bytes -= kept.size
+            self._forget(key)
             gone.append(key)
         self._erased_at = now
         return gone

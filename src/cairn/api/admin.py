@@ -127,12 +127,24 @@ class Admin:
         """GET /metrics, in Prometheus' text format."""
         await call.respond(200, service.metrics.render(), [(b"content-type", CONTENT_TYPE.encode())])
 
-    async def ready(self, call: Call, service: Service | None, draining: bool, more: Sequence[str] = ()) -> None:
-        """GET /health/ready: 200, or 503 with the reasons; `troubles` (and `more`) fail no requests."""
+    async def ready(
+        self,
+        call: Call,
+        service: Service | None,
+        draining: bool,
+        more: Sequence[str] = (),
+        folders: Sequence[str] = (),
+    ) -> None:
+        """GET /health/ready: 200, or 503 with the reasons; `troubles` (and `more`) fail no requests.
+
+        Nobody needs a key to read it, so the `folders` are not named; the log names them.
+        """
         reasons = ["the model is still being loaded"] if service is None else service.unready()
         if draining and SHUTTING_DOWN not in reasons:
             reasons = [*reasons, SHUTTING_DOWN]
         troubles = [*(service.troubles() if service is not None else ()), *more]
+        for folder in folders:
+            troubles = [trouble.replace(folder, "its folder") for trouble in troubles]
         body = {"status": "not ready" if reasons else "ready", "reasons": reasons, "troubles": troubles}
         await call.json(body, 503 if reasons else 200)
 

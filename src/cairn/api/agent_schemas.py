@@ -16,6 +16,7 @@ from cairn.errors import InvalidRequest
 
 MAX_METADATA = 16
 MAX_METADATA_VALUE = 512
+LEAST_TTL = 1.0
 MOST_TTL = 10 * 365 * 86_400.0
 
 
@@ -92,8 +93,8 @@ def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
             raise InvalidRequest("give either system or a system message, not both", field="system")
         messages.insert(0, ChatMessage(role="system", content=body.system))
     check_messages(messages, body.tools, config)
-    if body.ttl is not None and not 0 < body.ttl <= MOST_TTL:
-        raise InvalidRequest(f"ttl must be more than 0 and at most {MOST_TTL:.0f} seconds", field="ttl")
+    if body.ttl is not None and not LEAST_TTL <= body.ttl <= MOST_TTL:
+        raise InvalidRequest(f"ttl must be {LEAST_TTL:.0f} to {MOST_TTL:.0f} seconds, got {body.ttl:g}", field="ttl")
     metadata = body.metadata or {}
     if len(metadata) > MAX_METADATA:
         raise InvalidRequest(f"metadata holds {len(metadata)} values; the limit is {MAX_METADATA}", field="metadata")

@@ -16,12 +16,14 @@ Routes (POST bodies are JSON):
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 
 from cairn.api.admin import Admin
 from cairn.api.agents import AgentRoutes
 from cairn.api.auth import PREFLIGHT, Access
+from cairn.api.folders import named
 from cairn.api.openai import OpenAI
 from cairn.api.registry import Registry
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
@@ -51,6 +53,7 @@ class App:
         self._access = Access(config)
         registry = Registry(SystemClock())
         self.ties = Ties()
+        self._folders = named(config, os.environ)
         tapes = Tapes(config.reconnect_grace, config.max_resumable_mib << 20)
         openai = OpenAI(config, registry, tapes, self.ties)
         admin = self._admin = Admin(config, registry, tapes)
@@ -97,7 +100,7 @@ class App:
             return
         if call.path == "/health/ready":
             _allow(call, {"GET", "HEAD"})
-            await self._admin.ready(call, self.service, self.draining, self.ties.troubles())
+            await self._admin.ready(call, self.service, self.draining, self.ties.troubles(), self._folders)
             return
         endpoint = self._route(call)
         if self.service is None:

@@ -12,8 +12,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Mapping
-from pathlib import Path
+from collections.abc import Coroutine
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +21,7 @@ from rich.markup import escape
 from cairn.agents.agents import Agents
 from cairn.api.app import App, build_app
 from cairn.api.auth import check_exposure, has_keys, is_local
+from cairn.api.folders import agents_folder, check_folders
 from cairn.api.listener import Listener
 from cairn.config import Config
 from cairn.errors import ConfigError
@@ -35,6 +35,8 @@ FLUSH_SECONDS = 2.0
 HASTY_FLUSH_SECONDS = 0.2
 """The same after a second signal."""
 CLOSE_SECONDS = 5.0
+AGENTS_SECONDS = 10.0
+"""Between two attempts to open the usual folder of agents."""
 SPARE_FILES = 256
 """File descriptors beside those of the connections."""
 
@@ -62,12 +64,12 @@ async def _serve(config: Config, sock: socket.socket) -> None:
     url = address(config.host, sock)
     _say(f"Cairn listens on [bold]{url}[/bold] and loads {escape(config.model)} ...")
     service: Service | None = None
-    agents: Agents | None = None
+    opening: asyncio.Task[None] | None = None
     try:
         service = await _until(Service.start(config), stop.first)
         if service is None:
             return
-        agents = app.ties.agents = await _open_agents(app, service, config)
+        opening = await _open_agents(app, service, config)
         app.service = service
         gc.collect()
         gc.freeze()  # modules and tables stay; a collection that looks through them all holds every stream up for 30 ms
@@ -76,50 +78,42 @@ async def _serve(config: Config, sock: socket.socket) -> None:
         await _drain(app, service, config, stop)
     finally:
         await listener.close(HASTY_FLUSH_SECONDS if stop.second.is_set() else FLUSH_SECONDS)
-        for one in (agents, service):
+        if opening is not None:
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+        for one in (app.ties.agents, service):
             if one is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(one.close(), CLOSE_SECONDS)
         stop.close()
 
 
-async def _open_agents(app: App, service: Service, config: Config) -> Agents | None:
-    """The agents, or None where their folder is only the usual one and cannot be had: the server goes on without.
+async def _open_agents(app: App, service: Service, config: Config) -> asyncio.Task[None] | None:
+    """Let the application have agents.
 
-    Raises ConfigError for a folder that was asked for.
+    Where their folder is only the usual one and cannot be had, the server goes on without, says so in its readiness,
+    and the task that is returned tries again. Raises ConfigError for a folder that was asked for.
     """
-    folder = agents_folder(config, os.environ)
+
+    async def attempt() -> None:
+        folder = agents_folder(config, os.environ)
+        app.ties.opened(await Agents.open(service, SystemFiles(), folder, SystemClock(), SystemRng(), config))
+
+    async def insist() -> None:
+        while app.ties.agents is None:
+            await asyncio.sleep(AGENTS_SECONDS)
+            with contextlib.suppress(ConfigError):
+                await attempt()
+
     try:
-        return await Agents.open(service, SystemFiles(), folder, SystemClock(), SystemRng(), config)
+        await attempt()
     except ConfigError as error:
         if config.agents_dir:
             raise
         log.warning("no agents are kept: %s", error)
-        app.ties.why_not = f"this server keeps no agents: {error}"
-        return None
-
-
-def agents_folder(config: Config, env: Mapping[str, str]) -> Path:
-    """Where agents are kept."""
-    if config.agents_dir:
-        return Path(config.agents_dir).expanduser()
-    base = env.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "share") / "cairn" / "agents"
-
-
-def check_folders(config: Config, env: Mapping[str, str]) -> None:
-    """ConfigError unless KV and agents are kept apart: each takes a folder for its own, and sees to what lies in it."""
-    if config.kv_dir is None or not config.kv_disk:
-        return
-    try:
-        kv = Path(config.kv_dir).expanduser().resolve()
-        agents = agents_folder(config, env).resolve()
-    except (OSError, RuntimeError):
-        return  # whoever uses such a path says what is wrong with it
-    if kv == agents or kv in agents.parents or agents in kv.parents:
-        raise ConfigError(
-            f"agents_dir {agents} and kv_dir {kv} must be two folders, neither of them in the other", field="agents_dir"
-        )
+        app.ties.missing(str(error))
+        return asyncio.create_task(insist())
+    return None
 
 
 async def _drain(app: App, service: Service, config: Config, stop: Signals) -> None:

@@ -24,6 +24,8 @@ class Ties:
     def __init__(self) -> None:
         self.agents: Agents | None = None
         self.why_not = "this server keeps no agents"
+        self.failing = False
+        """Whether there should be agents and are none, as `why_not` says."""
 
     def open(self) -> Agents:
         """The agents; Unavailable where there are none."""
@@ -33,7 +35,17 @@ class Ties:
 
     def troubles(self) -> list[str]:
         """What does not work of them now, although requests are served."""
-        return [self.agents.trouble] if self.agents is not None and self.agents.trouble else []
+        if self.agents is None:
+            return [self.why_not] if self.failing else []
+        return [self.agents.trouble] if self.agents.trouble else []
+
+    def opened(self, agents: Agents) -> None:
+        """There are agents from now on."""
+        self.agents, self.failing = agents, False
+
+    def missing(self, why: str) -> None:
+        """There should be agents, and they cannot be had now."""
+        self.why_not, self.failing = f"this server keeps no agents: {why}", True
 
     def tie(self, call: Call, body: Generation) -> Tie | None:
         """What a request leaves behind, or None where nothing is kept. NotFound for an unknown agent in the header."""
@@ -68,7 +80,7 @@ class Tie:
     def done(self, request: Request, tokens: list[int], done: Done, sampled: Sampled | None) -> None:
         """A choice has ended. `sampled`: what exact replay needs of it, None where nothing is known."""
         if sampled is not None and self._store:
-            self._agents.keep(self._tenant, sampled)
+            self._agents.keep(self._tenant, sampled, self._agent)
         if request.choice:  # the prompt is on the first choice's account
             done = msgspec.structs.replace(done, cache=CacheReport(), timing=Timing())
         self._agents.account(self._tenant, self._agent, self._salt, [*request.prompt, *tokens], done)

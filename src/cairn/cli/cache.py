@@ -137,5 +137,6 @@ def _checked(checked: Checked) -> Rows:
         ("tokens", f"{found.positions:,}"),
         ("greedy agreement", f"{found.agreed:,} of {found.positions:,} ({found.agreement:.2%})"),
         ("perplexity", f"{found.perplexity:.4f}, raw {found.raw_perplexity:.4f} ({found.difference:+.3%})"),
+        ("may be used", "no: " + found.refusal if found.refusal else "yes"),
         ("remembered in", str(checked.folder)),
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
 import sys
 from pathlib import Path
@@ -67,6 +69,7 @@ def write(source: str, destination: Path, kind: str, *, force: bool = False) -> 
     folder = hub.locate(source)
     spec = load_spec(folder, identify=False)
     texts = {} if is_gguf(folder) else texts_of(folder, spec.vocab, spec.eos_ids)
+    _clear(destination)
     fresh = destination.with_name(f".{destination.stem}.{os.getpid()}.gguf")
     try:
         losses = write_gguf(folder, spec, fresh, kind, texts)
@@ -83,3 +86,18 @@ def write(source: str, destination: Path, kind: str, *, force: bool = False) -> 
     finally:
         fresh.unlink(missing_ok=True)
     return losses
+
+
+def _clear(destination: Path) -> None:
+    """Remove what runs for this destination left that were killed: the files of processes that are no more."""
+    for path in destination.parent.glob(f".{glob.escape(destination.stem)}.*.gguf"):
+        pid = path.suffixes[-2][1:] if len(path.suffixes) > 1 else ""
+        if not pid.isdecimal() or path.name != f".{destination.stem}.{pid}.gguf":
+            continue
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        except (OSError, OverflowError):
+            continue

@@ -30,6 +30,9 @@ from cairn.types import CacheGroup, SamplingParams, TokenLogprob
 
 POSITIONS = 2000
 """Tokens that are foretold in a check."""
+LEAST_AGREEMENT = 0.99
+MOST_DIFFERENCE = 0.01
+"""Of the perplexities, up or down: beyond these a codec changes a model too much to be used."""
 _MAGIC = b"cairn kv check 1"
 _DIGEST = 16
 _LARGEST = 4096
@@ -56,6 +59,17 @@ class Comparison(msgspec.Struct, frozen=True):
     def difference(self) -> float:
         """Of the perplexities, as a share of that of `raw`: 0.01 is 1 % worse."""
         return self.perplexity / self.raw_perplexity - 1
+
+    @property
+    def refusal(self) -> str:
+        """Why the codec may not be used on the model, as a sentence with the figures; empty where it may."""
+        if self.agreement >= LEAST_AGREEMENT and abs(self.difference) <= MOST_DIFFERENCE:
+            return ""
+        return (
+            f"{self.codec} and raw agree on {self.agreement:.2%} of {self.positions:,} tokens of this model, and the "
+            f"perplexity differs by {self.difference:+.3%}; at least {LEAST_AGREEMENT:.0%} and at most "
+            f"{MOST_DIFFERENCE:.0%} are asked for"
+        )
 
 
 class _Remembered(msgspec.Struct, frozen=True, array_like=True):

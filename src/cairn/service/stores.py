@@ -48,9 +48,9 @@ def open_stores(
     """The fastest first, none where no option asks for one; and why there is no disk store although there should be.
 
     `info` as `keyed`. Raises `ConfigError` for a folder that is no store of ours, for options that make no sense
-    together and for a codec that loses bits and was not compared with `raw` on this model, and `Conflict` where another
-    process holds the folder; but the user's own folder, which nobody named, is then done without. A disk that does not
-    work is no error: see `DiskStore`.
+    together and for a codec that loses bits and was not compared with `raw` on this model or agrees too little with it,
+    and `Conflict` where another process holds the folder; but the user's own folder, which nobody named, is then done
+    without. A disk that does not work is no error: see `DiskStore`.
     """
     stores: dict[TierName, Store] = {}
     trouble = ""
@@ -90,7 +90,10 @@ def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem,
         codec = open_codec(config.kv_codec, info.block_bytes, spec.head_dim, info.kv_dtype)
     except ValueError as error:
         raise ConfigError(f"kv_codec: q8 cannot hold the KV of {spec.name}: {error}", field="kv_codec") from error
-    if not codec.lossless and recall(files, folder, info.identity, codec.name) is None:
+    if codec.lossless:
+        return codec
+    found = recall(files, folder, info.identity, codec.name)
+    if found is None:
         kernels = "" if config.kernels == "auto" else f" --kernels {config.kernels}"
         dtype = "" if config.kv_dtype == "auto" else f" --kv-dtype {config.kv_dtype}"
         raise ConfigError(
@@ -98,4 +101,6 @@ def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem,
             f"{shlex.quote(config.model)} --kv-dir {shlex.quote(str(folder))}{kernels}{dtype}",
             field="kv_codec",
         )
+    if found.refusal:
+        raise ConfigError(f"kv_codec: {found.refusal}", field="kv_codec")
     return codec

@@ -22,7 +22,7 @@ import msgspec
 from cairn.config import Config
 from cairn.errors import CairnError, GenerationFailed, ModelError, Unavailable
 from cairn.seams import Clock
-from cairn.service import wire
+from cairn.service import code, wire
 from cairn.service.flight import Flight
 from cairn.service.link import Link, Patience
 from cairn.types import FinishReason, Request
@@ -73,6 +73,8 @@ class Supervisor:
         self._keeper: asyncio.Task[None] | None = None
         self._loaded: asyncio.Future[None] | None = None
         self._folder = ""
+        self._code = b""
+        """Of the package when the first worker was started."""
         self._failures = 0
         self._looked = clock.now()
         self.restarts = 0
@@ -83,6 +85,7 @@ class Supervisor:
         """Start the first worker and wait until it has loaded. Raises the typed error of what went wrong."""
         self._folder = str(folder)
         self._loaded = asyncio.get_running_loop().create_future()
+        self._code = await asyncio.to_thread(code.digest)
         self._keeper = asyncio.create_task(self._keep())
         await asyncio.shield(self._loaded)
 
@@ -168,6 +171,9 @@ class Supervisor:
             if not self._carry_on(why):
                 return
             await asyncio.sleep(self._backoff())
+            if not self._in_process and await asyncio.to_thread(code.digest) != self._code:
+                self._give_up(code.CHANGED)
+                return
             self.restarts += 1
 
     async def _live(self) -> str:
@@ -247,11 +253,15 @@ class Supervisor:
         self._blame()
         if self._failures <= self._patience.restarts:
             return True
-        self.gave_up = f"the worker died {self._failures} times in a row: {why}"
-        log.error(self.gave_up)
-        for flight in list(self.flights.values()):
-            self._on_lost(flight, GenerationFailed(self.gave_up))
+        self._give_up(f"the worker died {self._failures} times in a row: {why}")
         return False
+
+    def _give_up(self, why: str) -> None:
+        """There will be no other worker."""
+        self.gave_up = why
+        log.error(why)
+        for flight in list(self.flights.values()):
+            self._on_lost(flight, GenerationFailed(why))
 
     def _blame(self) -> None:
         """Find the requests that may have killed the worker, and end the one that must have."""

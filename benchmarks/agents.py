@@ -1,0 +1,176 @@
+"""Do many agents cost more than their new messages?  `python benchmarks/agents.py [--agents 100] [--turns 20] ...`
+
+A real `cairn serve demo` whose pool holds ten contexts, and agents of about 1,000 tokens each that take turns one after
+the other, so that nearly every context has left the pool when it is needed again. After each round the stored KV is
+flushed. Of every turn but an agent's first, everything must come from pool or disk but the last incomplete chunk
+and the new message; a turn that computes more is a failure, and so is an answer that is no success.
+
+Printed: what was computed and loaded, bytes on disk, p50 and p99 of the time to the first token and of the whole turn
+as the client sees them, and the memory of the front and of the worker in the middle and at the end. That may grow by
+less than 2 % over the second half; more is a failure of the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cairn.engine.memory import block_bytes
+from cairn.models.hub import demo_folder
+from cairn.models.spec import load_spec
+from resume import Server
+
+CHUNK = 64
+HELD = 10
+"""Contexts that the pool holds."""
+MOST_GROWTH = 0.02
+GREEDY = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+WORDS = ("hens", "gate", "yard", "apple", "river", "stone", "lamp", "bread", "letter", "horse", "mill", "garden")
+
+
+class Turn(NamedTuple):
+    """One answer. Seconds and tokens."""
+
+    first: float
+    total: float
+    prompt: int
+    completion: int
+    computed: int
+    disk: int
+
+
+def story(server: Server, tokens: int, rng: random.Random) -> str:
+    """A system prompt of about so many tokens."""
+    text, count = "The house book.\n", 0
+    while count < tokens - 30:
+        text += "".join(f"Day {rng.randrange(999)}: {rng.choice(WORDS)} and {rng.choice(WORDS)}.\n" for _ in range(8))
+        count = int(server.post("/tokenize", {"prompt": text})["count"])
+    return text
+
+
+def turn(server: Server, id: str, number: int, answer: int) -> Turn:
+    """Say something to an agent; what came of it."""
+    message = {"role": "user", "content": f"And what of day {number}?"}
+    began, first, usage = time.perf_counter(), 0.0, None
+    for chunk in server.stream(f"/v1/agents/{id}/turns", {"messages": [message], "max_tokens": answer, **GREEDY}):
+        if not first and any(choice["delta"].get("content") for choice in chunk["choices"]):
+            first = time.perf_counter() - began
+        usage = chunk.get("usage") or usage
+    if usage is None:
+        raise SystemExit(f"{id}: an answer without usage")
+    total, report = time.perf_counter() - began, usage["cairn"]
+    counts = (usage["prompt_tokens"], usage["completion_tokens"], report["computed"], report["disk"])
+    return Turn(first or total, total, *counts)
+
+
+def check(id: str, number: int, now: Turn, before: Turn) -> None:
+    """Nothing is computed but the last incomplete chunk of what was there and the new message.
+
+    The last token of an answer was never an input, so its KV is part of what is new.
+    """
+    held = before.prompt + before.completion - 1
+    if now.prompt - now.computed < held // CHUNK * CHUNK:
+        raise SystemExit(
+            f"{id}, turn {number}: {now.computed} of {now.prompt} tokens were computed; {held} were there before"
+        )
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process in memory that are its own: mapped files do not count."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+def processes(server: Server) -> dict[str, int]:
+    """Pids of the front and the worker."""
+    found = {"front": server.process.pid}
+    for child in Path(f"/proc/{server.process.pid}/task").glob("*/children"):
+        for pid in child.read_text().split():
+            if "cairn.service.worker" in Path(f"/proc/{pid}/cmdline").read_text():
+                found["worker"] = int(pid)
+    return found
+
+
+def run(server: Server, given: argparse.Namespace) -> bool:
+    """All rounds; whether memory kept within its bound."""
+    rng = random.Random(1)
+    ids = [f"agent-{number}" for number in range(given.agents)]
+    for id in ids:
+        server.post("/v1/agents", {"id": id, "system": story(server, given.tokens, rng)})
+    last: dict[str, Turn] = {}
+    turns: list[Turn] = []
+    memory: list[dict[str, int]] = []
+    pids = processes(server)
+    for number in range(1, given.turns + 1):
+        for id in ids:
+            now = turn(server, id, number, given.answer)
+            if id in last:
+                check(id, number, now, last[id])
+                turns.append(now)
+            last[id] = now
+        disk = server.flush()
+        memory.append({name: resident(pid) for name, pid in pids.items()})
+        held = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in memory[-1].items())
+        seconds = statistics.median(one.total for one in turns[-given.agents :] or last.values())
+        print(f"round {number:>3}: {seconds * 1000:.0f} ms a turn, {held}", file=sys.stderr, flush=True)
+    report(turns, disk)
+    return judge(memory)
+
+
+def report(turns: list[Turn], disk: dict[str, Any]) -> None:
+    """The table."""
+    prompt, computed = sum(one.prompt for one in turns), sum(one.computed for one in turns)
+    print(f"turns after the first: {len(turns):,}, of {turns[0].prompt:,} to {turns[-1].prompt:,} tokens")
+    print(f"computed: {computed / len(turns):.0f} tokens a turn, {computed / prompt:.1%} of the prompts")
+    print(
+        f"from the disk: {sum(one.disk for one in turns) / prompt:.1%}; most computed: {max(t.computed for t in turns)}"
+    )
+    print(f"on the disk: {disk['bytes'] / 1e6:.1f} MB in {disk['chunks']:,} chunks; read {disk['read'] / 1e9:.2f} GB")
+    for name, values in (("first token", [t.first for t in turns]), ("turn", [t.total for t in turns])):
+        cuts = statistics.quantiles(values, n=100)
+        print(f"{name}: p50 {cuts[49] * 1000:.0f} ms, p99 {cuts[98] * 1000:.0f} ms")
+
+
+def judge(memory: list[dict[str, int]]) -> bool:
+    """Growth over the second half."""
+    good, half = True, len(memory) // 2
+    for name in memory[0]:
+        middle, end = memory[half - 1][name], memory[-1][name]
+        growth = end / middle - 1
+        good &= growth < MOST_GROWTH
+        print(f"memory of the {name}: {middle / 1e6:.1f} MB half-way, {end / 1e6:.1f} MB at the end, {growth:+.2%}")
+    return good
+
+
+def main() -> None:
+    """Run it; exit code 1 if a law does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--agents", type=int, default=100)
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=1000, help="of an agent's beginning")
+    parser.add_argument("--answer", type=int, default=8, help="tokens of an answer")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="cairn-agents-") as name:
+        folder = Path(name)
+        last = given.tokens + given.turns * (given.answer + 24)
+        pool = HELD * last // 16 * sum(block_bytes(load_spec(demo_folder())))
+        options = ["--kv-dir", str(folder / "kv"), "--agents-dir", str(folder / "agents"), "--kv-load", "always"]
+        server = Server("demo", folder, *options, "--kv-gb", f"{pool / 1e9:.4f}")
+        try:
+            good = run(server, given)
+        finally:
+            server.kill()
+    if not good:
+        raise SystemExit(f"memory grew by more than {MOST_GROWTH:.0%} over the second half")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
