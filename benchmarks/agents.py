@@ -22,7 +22,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cairn.engine.memory import block_bytes
+from cairn.config import Config
+from cairn.engine.base import BLOCK_TOKENS
+from cairn.engine.memory import block_bytes, kv_dtype
 from cairn.models.hub import demo_folder
 from cairn.models.spec import load_spec
 from resume import Server
@@ -83,9 +85,9 @@ def check(id: str, number: int, now: Turn, before: Turn) -> None:
 
 
 def resident(pid: int) -> int:
-    """Bytes of a process in memory that are its own: mapped files do not count."""
+    """Bytes of a process in memory."""
     fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(fields["RssAnon"].split()[0]) * 1024
+    return int(fields["VmRSS"].split()[0]) * 1024
 
 
 def processes(server: Server) -> dict[str, int]:
@@ -160,7 +162,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="cairn-agents-") as name:
         folder = Path(name)
         last = given.tokens + given.turns * (given.answer + 24)
-        pool = HELD * last // 16 * sum(block_bytes(load_spec(demo_folder())))
+        spec = load_spec(demo_folder())
+        pool = HELD * last // BLOCK_TOKENS * sum(block_bytes(spec, kv_dtype(spec, Config())))
         options = ["--kv-dir", str(folder / "kv"), "--agents-dir", str(folder / "agents"), "--kv-load", "always"]
         server = Server("demo", folder, *options, "--kv-gb", f"{pool / 1e9:.4f}")
         try:

@@ -108,7 +108,7 @@ def test_help_loads_nothing_heavy():
 
 
 def test_an_empty_model_is_named_as_the_argument_that_it_is():
-    assert sentence(run("serve", "")) == "MODEL must be a text that is not empty"
+    assert sentence(run("serve", "")) == "MODEL is '' but must be a text that is not empty"
 
 
 def test_version():

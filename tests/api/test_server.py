@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
-from process import Served, alive, free_port, served
+from process import FOLDERS, Served, alive, free_port, served
 from scripted import ScriptedService, done
-from serving import answer, events, request_bytes
 
 from cairn.api import folders, server
 from cairn.api.app import build_app
@@ -25,6 +25,7 @@ from cairn.config import Config
 from cairn.errors import ConfigError, ModelFileError, Unavailable
 from cairn.service.service import Service
 from cairn.types import Delta
+from serving import answer, events, request_bytes
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 SCRIPTED = json.dumps(CHAT | {"model": "scripted"}).encode()
@@ -64,6 +65,7 @@ class Running:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, service: SlowService, config: Config) -> None:
         monkeypatch.setattr(server, "Service", service)
+        monkeypatch.setenv("XDG_DATA_HOME", tempfile.mkdtemp(dir=FOLDERS))
         self.service = service
         self.sock = server.bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
@@ -72,6 +74,12 @@ class Running:
     async def get(self, path: str) -> Any:
         async with httpx.AsyncClient(base_url=self.url, trust_env=False) as http:
             return await http.get(path)
+
+    async def ready(self) -> None:
+        """Let the model load, and wait until it is served."""
+        self.service.load.set()
+        while (await self.get("/health/ready")).status_code != 200:
+            await asyncio.sleep(0.01)
 
     async def connect(self, stream: bool) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.sock.getsockname()[1])
@@ -128,8 +136,7 @@ async def test_the_first_signal_lets_running_requests_finish(monkeypatch: pytest
     """Known failure 3: requests end before the server does, new ones get 503 with Retry-After meanwhile."""
     script = [Delta(text="a"), 0.5, Delta(text="b"), done()]
     running = Running(monkeypatch, SlowService(lambda request: list(script)), Config(shutdown_grace=5))
-    running.service.load.set()
-    await asyncio.sleep(0.05)
+    await running.ready()
     streamed = await running.connect(True)
     whole = await running.connect(False)
     await until(lambda: len(running.service.streams) == 2)
@@ -151,8 +158,7 @@ async def test_the_first_signal_lets_running_requests_finish(monkeypatch: pytest
 async def test_what_runs_beyond_the_grace_ends_with_an_error_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known failures 3, 47."""
     running = Running(monkeypatch, SlowService(lambda request: [Delta(text="a"), 60.0]), Config(shutdown_grace=0.2))
-    running.service.load.set()
-    await asyncio.sleep(0.05)
+    await running.ready()
     reader, writer = await running.connect(True)
     whole, other = await running.connect(False)
     await until(lambda: len(running.service.streams) == 2)
@@ -170,8 +176,7 @@ async def test_what_runs_beyond_the_grace_ends_with_an_error_event(monkeypatch: 
 async def test_a_second_signal_is_immediate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Known failures 3, 47: at once, and yet with an error event."""
     running = Running(monkeypatch, SlowService(lambda request: [Delta(text="a"), 60.0]), Config(shutdown_grace=600))
-    running.service.load.set()
-    await asyncio.sleep(0.05)
+    await running.ready()
     reader, writer = await running.connect(True)
     await until(lambda: len(running.service.streams) == 1)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -215,7 +215,7 @@ def test_what_has_waited_long_is_copied_although_requests_run() -> None:
     for _ in range(20):
         rig.step()
     assert behind.chunks >= 6 and behind.bytes == 0
-    rig.clock.time += 10.0
+    rig.clock.time += 30.0
     rig.step()
     assert behind.bytes >= 6 * PAGES
 

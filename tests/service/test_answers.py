@@ -27,8 +27,6 @@ async def test_the_stores_answer_what_is_asked_about_a_context(folder: Path, tmp
         swept = await service.scrub()
         assert swept.checked == whole // 64 and swept.removed == 0
         assert (await service.prune()).removed == 0
-        placed = await service.evict(tokens, keep=130, disk=True)
-        assert placed.disk == 128, "a chunk of both holds tokens that must go"
         placed = await service.evict(tokens, keep=64, disk=True)
         assert (placed.disk, placed.pool) == (64, 64)
         await service.unpin("agent")

@@ -61,7 +61,7 @@ def register(app: typer.Typer) -> None:
         """Measure how fast a model is computed here, against the machine's memory bandwidth and arithmetic."""
         from cairn.engine.bench import Load
 
-        if shape is not None and resolved.source("model").startswith("--"):
+        if shape is not None and resolved.source("model") == "MODEL":
             raise ConfigError("--shape is instead of MODEL")
         if shape is not None and resolved.source("weights").startswith("--"):
             raise ConfigError("--weights is for a model's own weights; those of --shape have --type")

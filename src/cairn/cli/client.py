@@ -32,7 +32,7 @@ def connect(resolved: Resolved, url: str | None = None) -> Client:
         host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else host
         url = f"{host}:{config.port}"
     key = config.api_key[0].reveal() if config.api_key else ""
-    model = config.model if resolved.source("model").startswith("-") else ""
+    model = config.model if resolved.source("model") == "MODEL" else ""
     return Client(url, key, config.admin_key.reveal() if config.admin_key else key, model)
 
 

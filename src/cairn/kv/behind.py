@@ -23,7 +23,7 @@ from cairn.kv.writing import Writer
 from cairn.seams import Clock
 
 DAY_SECONDS = 86_400.0
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 30.0
 """How long a chunk waits in the pool for the step loop to have nothing to do; then it is copied between two steps."""
 
 

@@ -195,7 +195,7 @@ class Cache:
     def forget(self, context: Context, tokens: Sequence[int], keep: int) -> None:
         """Give up the cached blocks of `tokens` beyond the first `keep` tokens, last to first, up to one in use."""
         for number, pool in enumerate(self.pools):
-            for index in range(len(tokens) // self._block_tokens - 1, keep // self._block_tokens - 1, -1):
+            for index in range(len(tokens) // self._block_tokens - 1, -(-keep // self._block_tokens) - 1, -1):
                 block = self._find(context, number, index, tokens)
                 if block is not None and not pool.forget(block):
                     break

@@ -205,7 +205,7 @@ class Tiers:
 
         What of it is not yet on the disk is still written where it may stay there.
         """
-        first = keep // self._lookup.chunk_tokens  # the chunk that ends beyond `keep` holds what must go
+        first = -(-keep // self._lookup.chunk_tokens)
         keys = self._lookup.all_keys(self._cache.context(salt), tokens, first)
         if disk:
             self.behind_pool.forget(frozenset(keys))
