@@ -15,8 +15,8 @@ from gguf import GGMLQuantizationType as Type
 from tests.models.test_held import SIZES, packed_model
 from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, write_model
 
-from cairn.kernels.native import NativeKernels
 from cairn.models import packed_file
+from cairn.models.held import HeldWeights
 
 if KERNELS == ["reference"]:
     pytest.skip("the native kernels were not compiled", allow_module_level=True)
@@ -31,11 +31,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def answer(model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[bytes, str, int]:
-    """Logits of a prompt, what was said of rounding, and how many matrices were packed for it."""
+    """Logits of a prompt, what was said of rounding, and how many layers' matrices were made from the model's files."""
     packed = []
     with monkeypatch.context() as patch:
-        real = NativeKernels.matrix
-        patch.setattr(NativeKernels, "matrix", lambda self, *parts: packed.append(1) or real(self, *parts))
+        real = HeldWeights.__getitem__
+
+        def made(self: HeldWeights, name: str) -> Any:
+            found = real(self, name)
+            packed.extend([name] * (len(found.shape) == 2 and "layers" in name))
+            return found
+
+        patch.setattr(HeldWeights, "__getitem__", made)
         engine = load(model, **options)
         driver = Driver(engine, patch)
         logits = driver.logits(prompt(20, engine.info.vocab), [20], driver.tables(20))

@@ -135,6 +135,9 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         """Whether rows of q and k are put back into their heads' order."""
         return self._interleaved and _TURNED.fullmatch(name) is not None
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._found  # a mapping's own would make the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._found)
 

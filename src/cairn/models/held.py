@@ -95,6 +95,9 @@ class HeldWeights(Mapping[str, Any]):
             return f"stored, {' and '.join(kinds)} rounded to 8 bits with an error below 1 %"
         return self.form
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._source  # a mapping's own would make the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._source)
 

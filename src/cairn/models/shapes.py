@@ -108,6 +108,9 @@ class RandomWeights(Mapping[str, Any]):
                 return _SIX
         return _MOLDS[self.form]
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes  # a mapping's own would make the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
 
