@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.config import Config
-from cairn.engine.base import EngineInfo, Ready, Row, RowResult
+from cairn.engine.base import NO_BLOCK, EngineInfo, Ready, Row, RowResult
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import block_bytes, check_memory, kv_dtype, pool_blocks, weight_memory
 from cairn.kernels.base import Kernels
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.program import Interpreted, Program
+from cairn.kernels.vocabulary import NUMPY, Sampler
 from cairn.models import decoder, packed_file, quantize
 from cairn.models.held import HeldWeights, error_line, form_of
 from cairn.models.weights import open_weights
@@ -32,6 +33,9 @@ from cairn.types import BLOCK_TOKENS, ModelSpec
 
 LAYOUT = "blocks-2"
 """Version of the KV layout above."""
+
+NOTHING = RowResult()
+"""Of a row that no logits were wanted of."""
 
 
 class CpuEngine:
@@ -61,7 +65,7 @@ class CpuEngine:
         self._body: Program
         self._head: Program
         self._body, self._head = decoder.record(self._kernels, built, self._kv, self._buffers)
-        self._sampler = self._kernels.sampler(spec.vocab)
+        self._sampler: Sampler = self._kernels.sampler(spec.vocab)
         self.info = EngineInfo(
             groups=spec.groups,
             blocks=blocks,
@@ -98,7 +102,7 @@ class CpuEngine:
             firsts = self._write_inputs(rows)
             tokens = firsts[-1] + rows[-1].end - rows[-1].start
             self._body.replay({"tokens": tokens, "rows": len(rows)})
-            results = [RowResult()] * len(rows)
+            results = [NOTHING] * len(rows)
             for slice_ in _slices(rows):
                 self._sample(rows, firsts, slice_, results, tokens)
         return Ready(results)
@@ -128,28 +132,34 @@ class CpuEngine:
         self._kv.clear()
         # Programs hold the weights and the pools.
         self._body = self._head = Interpreted(self._kernels, ())
+        # And so does a sampler of their threads.
+        self._sampler = NUMPY
 
     def _write_inputs(self, rows: Sequence[Row]) -> list[int]:
-        """Fill the step's input buffers; returns each row's first token in the step."""
-        buffers, firsts, at = self._buffers, [], 0
+        """Fill the step's input buffers, each in one go; returns each row's first token in the step."""
         self._check(rows)
-        for number, row in enumerate(rows):
-            count = row.end - row.start
-            step = slice(at, at + count)
-            positions = np.arange(row.start, row.end, dtype=np.int32)
-            buffers.tokens[step] = row.tokens[row.start : row.end]
-            buffers.positions[step] = positions
-            buffers.rows[number] = at, count, row.start
-            for table, slots, given in zip(buffers.tables, buffers.slots, row.tables, strict=True):
+        buffers = self._buffers
+        tokens, positions, firsts = list[int](), list[int](), list[int]()
+        for row in rows:
+            firsts.append(len(tokens))
+            tokens += row.tokens[row.start : row.end]
+            positions += range(row.start, row.end)
+        count, counts = len(tokens), [row.end - row.start for row in rows]
+        buffers.tokens[:count] = tokens
+        buffers.positions[:count] = positions
+        buffers.rows[: len(rows)] = [*zip(firsts, counts, [row.start for row in rows], strict=True)]
+        numbers = np.repeat(np.arange(len(rows)), counts)
+        blocks, offsets = np.divmod(buffers.positions[:count], BLOCK_TOKENS)
+        for group, (table, slots) in enumerate(zip(buffers.tables, buffers.slots, strict=True)):
+            for line, row in zip(table, rows, strict=False):
                 filled = -(-row.end // BLOCK_TOKENS)
-                table[number, :filled] = given[:filled]
-                table[number, filled:] = -1
-                slots[step] = table[number, positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
-                if slots[step].min() < 0:
-                    raise ValueError("a row has a token without a block")
-            firsts.append(at)
-            at += count
-        if not 0 <= buffers.tokens[:at].min() <= buffers.tokens[:at].max() < self.info.vocab:
+                line[:filled] = row.tables[group][:filled]
+                line[filled:] = NO_BLOCK
+            found = table[numbers, blocks]
+            if found.min() < 0:
+                raise ValueError("a row has a token without a block")
+            slots[:count] = found * BLOCK_TOKENS + offsets
+        if not 0 <= min(tokens) <= max(tokens) < self.info.vocab:
             raise ValueError("a row has a token outside the vocabulary")
         return firsts
 
@@ -161,6 +171,8 @@ class CpuEngine:
         for row in rows:
             if not 0 <= row.start < row.end <= min(self.info.context, len(row.tokens)):
                 raise ValueError(f"a row cannot compute [{row.start}, {row.end}) of {len(row.tokens)} tokens")
+            if len(row.tables) != len(self.info.groups) or min(map(len, row.tables)) * BLOCK_TOKENS < row.end:
+                raise ValueError("a row needs a table of all its blocks in each group")
 
     def _sample(
         self,
@@ -177,16 +189,25 @@ class CpuEngine:
         self._buffers.wanted[: len(wanted)] = wanted
         self._head.replay({"tokens": tokens, "logits": len(wanted)})
         # A row that wants more positions than a slice holds is seen by the sampler as several shorter rows.
-        pieces = [dataclasses.replace(rows[row], logits_from=low, end=high) for row, low, high in slice_]
+        pieces = [
+            rows[row]
+            if (low, high) == (rows[row].logits_from, rows[row].end)
+            else dataclasses.replace(rows[row], logits_from=low, end=high)
+            for row, low, high in slice_
+        ]
         sampled = sample(pieces, self._buffers.logits[: len(wanted)], self._sampler)
         for (row, _, _), result in zip(slice_, sampled, strict=True):
-            before = results[row]
-            results[row] = dataclasses.replace(
-                result,
-                token=None if before.error else result.token,
-                error=before.error or result.error,
-                prompt_logprobs=before.prompt_logprobs + result.prompt_logprobs,
-            )
+            results[row] = result if results[row] is NOTHING else _joined(results[row], result)
+
+
+def _joined(before: RowResult, result: RowResult) -> RowResult:
+    """What two runs of a row's positions gave, in order."""
+    return dataclasses.replace(
+        result,
+        token=None if before.error else result.token,
+        error=before.error or result.error,
+        prompt_logprobs=before.prompt_logprobs + result.prompt_logprobs,
+    )
 
 
 def _slices(rows: Sequence[Row]) -> Iterator[list[tuple[int, int, int]]]:
