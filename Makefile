@@ -43,7 +43,9 @@ bench: .venv/.test  ## speed; prints tables
 	$(BIN)/python benchmarks/text_stream.py
 	$(BIN)/python benchmarks/resume.py --shape demo --lengths 512
 
-soak: .venv/.test  ## the simulator with new seeds until stopped
+soak: .venv/.test  ## the kernel tests under sanitizers, then the simulator with new seeds until stopped
+	$(PIP) cmake ninja nanobind
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.kernels.sanitize
 	$(BIN)/python -m tests.laws.soak
 
 clean:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from cairn.config import Config
 from cairn.engine.base import Engine
+from cairn.engine.machine import cpu_count
 from cairn.engine.memory import pool_blocks
 from cairn.errors import ModelError
 from cairn.models.spec import load_spec
@@ -20,6 +21,7 @@ def load_engine(config: Config, folder: Path) -> tuple[ModelSpec, Engine]:
     if config.engine == "fake":
         # Imported here so that a server never loads the code of an engine that it does not run.
         from cairn.engine.fake import FakeEngine
+        from cairn.kernels.choose import load_sampler
 
         engine = FakeEngine(
             spec,
@@ -27,6 +29,7 @@ def load_engine(config: Config, folder: Path) -> tuple[ModelSpec, Engine]:
             context=config.context,
             max_rows=min(config.max_running, config.step_tokens),
             max_tokens=config.step_tokens,
+            sampler=load_sampler(config.kernels, config.threads or cpu_count(), spec.vocab),
         )
         return spec, engine
     from cairn.engine.cpu import CpuEngine

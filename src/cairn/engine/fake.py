@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.engine.base import NO_BLOCK, EngineInfo, Pending, Ready, Row, RowResult
+from cairn.kernels.vocabulary import NUMPY, Sampler
 from cairn.sampling import sample
 from cairn.types import BLOCK_TOKENS, CacheGroup, ModelSpec, SamplingParams
 
@@ -74,6 +75,7 @@ class FakeEngine:
         max_tokens: int = 1 << 16,
         step_seconds: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
+        sampler: Sampler = NUMPY,
     ) -> None:
         """`blocks`: the pool of each group, or one size for all. `step_seconds`: how long a call pretends to take."""
         sizes = (blocks,) * len(spec.groups) if isinstance(blocks, int) else tuple(blocks)
@@ -82,6 +84,7 @@ class FakeEngine:
         if any(group.kind == "window" and group.window < 2 for group in spec.groups):
             raise ValueError("a window of one position cannot chain digests")
         self._step_seconds = step_seconds
+        self._sampler = sampler
         self._sleep = sleep
         self._block_tokens = block_tokens
         length = min(context or spec.context, spec.context)
@@ -129,7 +132,7 @@ class FakeEngine:
         wanted = [(row, p) for row in rows if row.logits_from is not None for p in range(row.logits_from, row.end)]
         if not wanted:
             return Ready([RowResult() for _ in rows])
-        return Ready(sample(rows, self._logits(self._states(wanted))))
+        return Ready(sample(rows, self._logits(self._states(wanted)), self._sampler))
 
     def decode(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
         """One step over rows of one token, as `Engine.decode`."""

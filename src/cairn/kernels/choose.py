@@ -5,6 +5,7 @@ from __future__ import annotations
 from cairn.errors import ModelError
 from cairn.kernels import native
 from cairn.kernels.base import Kernels
+from cairn.kernels.vocabulary import NUMPY, Sampler
 
 REFERENCE = "reference"
 
@@ -45,3 +46,9 @@ def load_kernels(wanted: str, threads: int) -> Kernels:
     from cairn.kernels.reference import ReferenceKernels
 
     return ReferenceKernels(threads)
+
+
+def load_sampler(wanted: str, threads: int, vocab: int) -> Sampler:
+    """What decides logits where the kernels that `chosen` names do, for an engine that has no other use for them."""
+    name = chosen(wanted)
+    return NUMPY if name == REFERENCE else native.NativeKernels(name, threads).sampler(vocab)
