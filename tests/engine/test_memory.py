@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +196,27 @@ def test_what_passes_through_memory_counts_beside_the_weights_but_not_beside_an_
     check_memory(spec, config, blocks, 100_000_000, WeightMemory(50_000_000, 50_000_000))
     with pytest.raises(ModelError, match=r"needs 0\.10 GB .*0\.05 GB weights, 0\.05 GB while loading"):
         check_memory(spec, config, blocks, 100_000_000, WeightMemory(50_000_000, 50_100_000))
+
+
+_RESIDENT = """
+import msgspec, resource
+from cairn.config import Config
+from cairn.engine.cpu import CpuEngine
+from cairn.engine.memory import weight_memory
+from cairn.models.shapes import RandomWeights, shape_spec
+spec = msgspec.structs.replace(shape_spec("demo"), hidden=1024, ffn=4096, heads=16, kv_heads=8, vocab=8192)
+weights = RandomWeights(spec, "q8_0")
+held = weight_memory(spec, weights, "auto").held
+engine = CpuEngine(spec, weights, Config(context=512, max_running=4, threads=1), (100,))
+engine.close()
+print(held, 100 * engine.info.block_bytes[0], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.skipif(KERNELS == ["reference"] or sys.platform != "linux", reason="numpy holds weights in float32")
+def test_a_process_is_no_larger_than_packed_weights_pool_and_150_mb() -> None:
+    """At its peak, while it loads. The same weights in float32 would be 400 MB."""
+    shown = subprocess.run([sys.executable, "-c", _RESIDENT], capture_output=True, text=True, check=True).stdout
+    held, pool, peak = map(int, shown.split())
+    assert 100e6 < held < 120e6
+    assert peak < held + pool + 150e6
