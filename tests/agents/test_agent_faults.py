@@ -376,7 +376,7 @@ def killed_once(server: Served, rng: random.Random) -> list[dict[str, Any]]:
 
 def test_every_acknowledged_turn_survives_kill_9(tmp_path: Path, prove: bool, figure: Figure) -> None:
     """The whole server, with all its processes, again and again, on one folder."""
-    rng, acknowledged, kills = random.Random(1), [], 40 if prove else 3
+    rng, acknowledged, kills = random.Random(1), [], 200 if prove else 3
     options: dict[str, Any] = {"agents_dir": str(tmp_path / "agents"), "kv_dir": str(tmp_path / "kv")}
     for kill in range(kills):
         server = Served(**options)
