@@ -44,8 +44,8 @@ class Told(NamedTuple):
 
 class _Context(NamedTuple):
     ids: bytes
-    prompts: tuple[tuple[int, tuple[bytes, ...]], ...]
-    """(tokens, messages) of prompts that it begins with."""
+    prompts: tuple[tuple[int, bytes], ...]
+    """(tokens, digests of messages one after another) of prompts that it begins with."""
 
 
 class RecentContexts:
@@ -61,7 +61,7 @@ class RecentContexts:
             return
         found = self._tenants.setdefault(salt, [])
         self._tenants.move_to_end(salt)
-        prompts = {prompt: messages} if messages else {}
+        prompts = {prompt: b"".join(messages)} if messages else {}
         kept = []
         for other in found:
             if data.startswith(other.ids) or other.ids.startswith(data):
@@ -89,11 +89,12 @@ class RecentContexts:
         if told.why is not None:
             return msgspec.structs.replace(miss, reason=told.why)
         data = array("I", ids).tobytes()
+        said = b"".join(told.messages)
         at, known, again = 0, None, False
         for context in self._tenants.get(salt, ()):
             if (same := _common(context.ids, data)) < max(at, 1):
                 continue
-            told_so = any(same < length and told.messages[: len(which)] == which for length, which in context.prompts)
+            told_so = any(same < length and said.startswith(which) for length, which in context.prompts)
             if same > at or told_so or not again:
                 at, known, again = same, context, told_so
         if known is None or at < miss.position:
