@@ -41,7 +41,8 @@ class Side:
         spec = load_spec(Path(path), identify=False)
         kv = 2 * 4 * spec.layers * spec.kv_heads * spec.head_dim * tokens / 1e9
         context = min(spec.context, 8192)
-        config = Config(model=path, threads=threads, context=context, kv_gb=max(kv, 0.3), **options)
+        whole = {"keep_packed": False, **options}  # the time to load is that of a first start
+        config = Config(model=path, threads=threads, context=context, kv_gb=max(kv, 0.3), **whole)
         self.engine = CpuEngine.load(spec, Path(path), config)
         self.vocab = spec.vocab
         return {"seconds": time.perf_counter() - began, "vocab": spec.vocab}

@@ -100,7 +100,7 @@ def cpu_text(found: Found) -> str:
         "Before any speed, both sides answered the same prompts: the largest difference of the twenty best "
         "log-probabilities of a step, and how many greedy tokens of the steps compared were equal (all where "
         "llama.cpp's best token led by more than that difference). Memory is the peak of the whole process, with the "
-        "KV of its largest row; loading is until the engine could compute, with the file in the page cache."
+        "KV of its largest row; loading is until the engine could compute, with the file in the page cache, Cairn's weights packed anew."
     )
     files = [
         (
@@ -143,7 +143,10 @@ def serving_text(found: Found) -> str:
     parts.append(load_table(found["load"]))
     parts += ["### A context that is known", known_table(found)]
     starts = "; ".join(f"{name} {seconds:.1f} s" for name, seconds in found["start_seconds"].items())
-    parts.append(f"From the command to ready, model loaded: {starts}.")
+    again = (
+        f"{name} {one['ready again']:.1f} s" for name in NAMES for one in found["context"][:2] if one["server"] == name
+    )
+    parts.append(f"From the command to ready, model loaded: {starts}; the next start: {'; '.join(again)}.")
     peaks = "; ".join(f"{name} {size / 1e9:.2f}" for name, size in found["peak"].items())
     parts.append(f"Peak memory of all processes of a server after all of this, in GB: {peaks}.")
     return "\n\n".join(parts)
@@ -151,6 +154,10 @@ def serving_text(found: Found) -> str:
 
 GOALS = {1: (1.5, 0.4), 4: (4.0, 0.3), 16: (5.0, 0.2)}
 """Connections -> tok/s at least, TTFT at most, as multiples of llama-server's."""
+
+
+NAMES = {"cairn": "cairn", "llama-server, 8 slots": "llama-server"}
+"""Servers of the second table."""
 
 
 def load_table(load: list[Found]) -> str:
@@ -179,13 +186,12 @@ def load_table(load: list[Found]) -> str:
 
 def known_table(found: Found) -> str:
     """Seconds to the first token, medians, in milliseconds."""
-    names = {"cairn": "cairn", "llama-server, 8 slots": "llama-server"}
     rows = []
     for part, what in (("prefix", "2,000 tokens, "), ("context", "4,000 tokens, ")):
-        keys = dict.fromkeys(key for one in found[part] for key in one if key != "server")
+        keys = dict.fromkeys(key for one in found[part] for key in one if key not in ("server", "ready again"))
         for key in keys:
             cells = [what + key]
-            for name in names:
+            for name in NAMES:
                 values = [one[key] for one in found[part] if one["server"] == name and key in one]
                 cells.append(f"{statistics.median(values) * 1000:,.0f}" if values else "")
             rows.append(cells)
@@ -194,7 +200,7 @@ def known_table(found: Found) -> str:
         "answered. After a restart Cairn loads what it stored by itself; llama-server computes again unless a slot was "
         "saved and is restored by hand (the time of both calls is given)."
     )
-    return text + "\n\n" + table(("", *names.values()), rows)
+    return text + "\n\n" + table(("", *NAMES.values()), rows)
 
 
 def overhead_text(found: Found) -> str:

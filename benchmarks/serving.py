@@ -265,6 +265,7 @@ def context(server: Server, seed: int) -> dict[str, float]:
     server.start()
     found["after restart"] = first()
     settle(server)
+    found["ready again"] = server.start_seconds
     if server.name != "cairn":
         server.kill()
         server.start()
