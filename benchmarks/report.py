@@ -100,7 +100,8 @@ def cpu_text(found: Found) -> str:
         "Before any speed, both sides answered the same prompts: the largest difference of the twenty best "
         "log-probabilities of a step, and how many greedy tokens of the steps compared were equal (all where "
         "llama.cpp's best token led by more than that difference). Memory is the peak of the whole process, with the "
-        "KV of its largest row; loading is until the engine could compute, with the file in the page cache, Cairn's weights packed anew."
+        "KV of its largest row; loading is until the engine could compute, with the file in the page cache, Cairn's "
+        "weights packed anew."
     )
     files = [
         (
