@@ -13,6 +13,8 @@ from tests.gguf_files import write_gguf
 from tests.tiny_models import BFLOAT16, KERNELS, random_tensors, write_config, write_model
 
 from cairn.config import Config
+from cairn.engine import memory
+from cairn.engine.cpu import CpuEngine
 from cairn.engine.memory import (
     WeightMemory,
     block_bytes,
@@ -220,3 +222,20 @@ def test_a_process_is_no_larger_than_packed_weights_pool_and_150_mb() -> None:
     held, pool, peak = map(int, shown.split())
     assert 100e6 < held < 120e6
     assert peak < held + pool + 150e6
+
+
+def test_a_file_that_does_not_fit_is_refused_with_the_figures_before_a_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path / "m", hidden_size=64, intermediate_size=1024, num_hidden_layers=4)
+    path = write_gguf(folder, tmp_path / "model.gguf", kind=GGMLQuantizationType.Q8_0)
+    spec = load_spec(path)
+    held = weight_memory(spec, HeldWeights(open_weights(path, spec), "stored"), "auto").held
+    read: list[str] = []
+    monkeypatch.setattr(HeldWeights, "__getitem__", lambda self, name: read.append(name))
+    monkeypatch.setattr(memory, "memory_available", lambda: held // 2)
+    monkeypatch.setattr(memory, "GB", 10**6)  # so that the figures of a tiny model are not all 0.00
+    config = Config(weights="stored", kv_gb=1, context=64, step_tokens=16, max_running=1)
+    with pytest.raises(ModelError, match=rf"{held / 1e6:.2f} GB weights.*{held / 2e6:.2f} GB are free"):
+        CpuEngine.load(spec, path, config)
+    assert not read
