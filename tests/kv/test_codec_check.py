@@ -27,9 +27,17 @@ def test_what_is_reported_is_what_another_reading_finds(seed: int) -> None:
     codecs.run(seed)
 
 
-@pytest.mark.parametrize("name", ["qwen 3, head size of its own", "qwen 3 with window layers", "mistral"])
-def test_a_model_is_read_as_it_reads_a_prompt(name: str, tmp_path: Path) -> None:
-    engine = load(write_model(tmp_path, **MODELS[name]), kv_gb=0.02)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen 3, head size of its own", "f32"),
+        ("qwen 3 with window layers", "bf16"),
+        ("mistral", "f32"),
+        ("mistral", "f16"),
+    ],
+)
+def test_a_model_is_read_as_it_reads_a_prompt(name: str, dtype: str, tmp_path: Path) -> None:
+    engine = load(write_model(tmp_path, **MODELS[name]), kv_gb=0.02, kv_dtype=dtype)
     try:
         tokens, info = prompt(200), engine.info
         head_dim = {"qwen 3, head size of its own": 20, "qwen 3 with window layers": 16, "mistral": 12}[name]
@@ -40,7 +48,7 @@ def test_a_model_is_read_as_it_reads_a_prompt(name: str, tmp_path: Path) -> None
         plain = compare(engine, Raw(info.block_bytes), tokens)
         assert plain == Comparison("raw", 199, 199, perplexity, perplexity)
         assert plain.agreement == 1 and plain.difference == 0
-        coded = compare(engine, open_codec("q8", info.block_bytes, head_dim), tokens)
+        coded = compare(engine, open_codec("q8", info.block_bytes, head_dim, info.kv_dtype), tokens)
         assert coded.raw_perplexity == perplexity
         assert coded.agreed > 170 and 0 < abs(coded.difference) < 0.05
     finally:

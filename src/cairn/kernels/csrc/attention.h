@@ -32,8 +32,9 @@ constexpr int vectors_for(int rows, int most) {
 }
 
 // The queries of one task, in `Attend::scratch`: for each of them [size] query, [padded size] result of this segment
-// and of those before, [SPAN] scores or weights; the largest score, the sum of weights and the factor on the result so
-// far, and the first two of the segments before. Last, two pairs of values that are seen by half.
+// and of those before, [SPAN] scores or weights; the largest score and the factor on the result so far, the largest
+// score and the sum of weights of the segments before, and [LANES] sums of weights of this one. Last, two pairs of
+// values that are seen by half.
 template <class Form>
 struct Queries {
     using Number = typename Form::Number;
@@ -51,8 +52,9 @@ struct Queries {
         merged = result + rows * wide;
         score = merged + rows * wide;
         most = score + rows * SPAN;
-        total = most + rows, factor = total + rows, merged_most = factor + rows, merged_total = merged_most + rows;
-        halves = reinterpret_cast<std::byte*>(merged_total + rows);
+        factor = most + rows, merged_most = factor + rows, merged_total = merged_most + rows;
+        total = merged_total + rows;
+        halves = reinterpret_cast<std::byte*>(total + rows * LANES);
         for (Index row = 0; row < rows; row++) {
             const float* from = job.query + ((job.first + row / fan) * job.heads + job.kv_head * fan + row % fan) * size;
             Index at = 0;
@@ -73,17 +75,18 @@ struct Queries {
     // A segment begins.
     void begin() const {
         for (Index i = 0; i < rows * wide; i++) result[i] = 0.0f;
-        for (Index row = 0; row < rows; row++) most[row] = UNSEEN, total[row] = 0.0f;
+        for (Index i = 0; i < rows * LANES; i++) total[i] = 0.0f;
+        for (Index row = 0; row < rows; row++) most[row] = UNSEEN;
     }
 
     // A segment ends: what it gave is added to what those before it gave.
     void merge() const {
         for (Index row = 0; row < rows; row++) {
             const float now = most[row] > merged_most[row] ? most[row] : merged_most[row];
-            const Vec before = exp(set(merged_most[row] - now)), here = exp(set(most[row] - now));
+            const Vec before = Form::exp(set(merged_most[row] - now)), here = Form::exp(set(most[row] - now));
             for (Index at = row * wide; at < (row + 1) * wide; at += LANES)
                 store(merged + at, load(merged + at) * before + load(result + at) * here);
-            merged_total[row] = merged_total[row] * first(before) + total[row] * first(here);
+            merged_total[row] = merged_total[row] * first(before) + sum(load(total + row * LANES)) * first(here);
             merged_most[row] = now;
         }
     }
@@ -96,13 +99,14 @@ inline Range seen_by(const Attend& job, Index position) {
     return {low, position + 1};
 }
 
-// Where one span's keys and values lie, and where those of the next do (or these again): both are asked for early.
+// Where one span's keys and values lie, and those of the next (or these again), which are asked for meanwhile: memory
+// is late, and from block to block nothing else foretells where the next one lies.
 template <class Form>
 struct Span {
     static constexpr Index STEPS = SPAN / Form::STEP;
 
     const std::byte *keys[SPAN / LANES], *values[STEPS];
-    const std::byte *next_keys[SPAN / LANES], *next_values[STEPS];
+    const std::byte *after_keys[SPAN / LANES], *after_values[STEPS];
     Range inside;  // positions that any query of the task sees, counted from the span's first
 
     Span(const Attend& job, const Queries<Form>& q, Index start, Range all) {
@@ -112,11 +116,11 @@ struct Span {
         for (Index block = blocks.low; block < blocks.high; block++) {
             const Index here = start / LANES + block, later = here + SPAN / LANES;
             const Index id = job.table[here], next = later * LANES < all.high ? job.table[later] : id;
-            keys[block] = job.kv.keys(id, job.kv_head), next_keys[block] = job.kv.keys(next, job.kv_head);
             const std::byte *from = job.kv.values(id, job.kv_head), *then = job.kv.values(next, job.kv_head);
+            keys[block] = job.kv.keys(id, job.kv_head), after_keys[block] = job.kv.keys(next, job.kv_head);
             constexpr Index EACH = LANES / Form::STEP;
             for (Index i = 0; i < EACH; i++)
-                values[block * EACH + i] = from + i * row, next_values[block * EACH + i] = then + i * row;
+                values[block * EACH + i] = from + i * row, after_values[block * EACH + i] = then + i * row;
         }
         if constexpr (Form::STEP == 2) {
             if (inside.low % 2) half(q, inside.low / 2, 0, 0xffff0000u);
@@ -149,7 +153,7 @@ void score_blocks(const Queries<Form>& q, Index row, const Span<Form>& span, Ind
 #pragma GCC unroll 8
         for (int p = 0; p < P; p++) {
             raw[p] = Form::read(span.keys[block + p] + k * BYTES);
-            if (AHEAD) __builtin_prefetch(span.next_keys[block + p] + k * BYTES, 0, 2);
+            if (AHEAD) __builtin_prefetch(span.after_keys[block + p] + k * BYTES, 0, 2);
         }
         Form::template add<R, P>(acc, query + k * Form::STEP, q.size, raw);
     }
@@ -174,7 +178,7 @@ void mix_values(const Queries<Form>& q, Index row, const Span<Form>& span, Range
             const Index place = from + p * BYTES;
             raw[p] = WHOLE ? Form::read(span.values[at] + place)
                            : Form::read_first(span.values[at] + place, q.size - column);
-            if (AHEAD) __builtin_prefetch(span.next_values[at] + place, 0, 2);
+            if (AHEAD) __builtin_prefetch(span.after_values[at] + place, 0, 2);
         }
         Form::template add<R, P>(acc, weights + at * Form::STEP, q.WEIGHTS, raw);
     }
@@ -201,31 +205,58 @@ void mix_rows(const Queries<Form>& q, Index row, const Span<Form>& span, Range s
     if (column < q.size) mix_values<Form, R, 1, AHEAD, false>(q, row, span, steps, column);
 }
 
-// Scores of one span -> weights; the running largest score, sum and factor move on. `seen` counts from the span.
-template <class Form>
-void weigh(const Queries<Form>& q, Index row, float scale, Range seen, Range blocks) {
-    const float* score = q.score + row * SPAN;
+// Scores of R rows in one span -> weights; the rows' largest scores, sums and factors move on. WHOLE: every row sees all
+// of the span; otherwise what a row does not see gets a weight of zero.
+template <class Form, int R, bool WHOLE>
+void weigh_rows(const Queries<Form>& q, Index row, const Attend& job, Index start, Range blocks) {
     constexpr float COUNT[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    Vec value[SPAN / LANES], most = set(q.most[row]);
-    const auto bounded = [&](Index block, const Vec& yes, float no) {
-        const Index low = seen.low - block * LANES, high = seen.high - 1 - block * LANES;
-        if (low <= 0 && high >= LANES - 1) return yes;
-        return choose_between(load(COUNT), static_cast<float>(low), static_cast<float>(high), yes, set(no));
+    if (WHOLE) blocks = {0, SPAN / LANES};
+    const auto bounded = [&](Index r, Index block, const Vec& yes, float no) {
+        if (WHOLE) return yes;
+        const Range seen = seen_by(job, job.position + (row + r) / q.fan);
+        const Index from = start + block * LANES;
+        const auto low = static_cast<float>(seen.low - from), high = static_cast<float>(seen.high - 1 - from);
+        return choose_between(load(COUNT), low, high, yes, set(no));
     };
-    for (Index block = blocks.low; block < blocks.high; block++) {
-        value[block] = bounded(block, load(score + block * LANES) * set(scale), UNSEEN);
-        most = larger(most, value[block]);
+    const Vec scale = set(job.scale * Form::LOG);
+    float now[LANES] = {}, factor[LANES] = {};
+    for (int r = 0; r < R; r++) {
+        float* score = q.score + (row + r) * SPAN;
+        Vec most = set(q.most[row + r]);
+#pragma GCC unroll 4
+        for (Index block = blocks.low; block < blocks.high; block++) {
+            const Vec value = bounded(r, block, load(score + block * LANES) * scale, UNSEEN);
+            store(score + block * LANES, value);
+            most = larger(most, value);
+        }
+        now[r] = largest(most);
+        factor[r] = q.most[row + r] - now[r];
+        q.most[row + r] = now[r];
     }
-    const float now = largest(most);
-    Vec total = {};
-    for (Index block = blocks.low; block < blocks.high; block++) {
-        const Vec weight = bounded(block, exp(value[block] - set(now)), 0.0f);
-        total = total + Form::put(q.weights(row) + block * LANES, weight);
+    store(factor, Form::exp(load(factor)));
+    for (int r = 0; r < R; r++) {
+        const float* score = q.score + (row + r) * SPAN;
+        float* total = q.total + (row + r) * LANES;
+        Vec sum = load(total) * set(factor[r]);
+#pragma GCC unroll 4
+        for (Index block = blocks.low; block < blocks.high; block++) {
+            // Weights take the place of scores that were read: they are no wider.
+            const Vec weight = bounded(r, block, Form::exp(load(score + block * LANES) - set(now[r])), 0.0f);
+            sum = sum + Form::put(q.weights(row + r) + block * LANES, weight);
+        }
+        store(total, sum);
+        q.factor[row + r] = factor[r];
     }
-    const float factor = q.first(exp(set(q.most[row] - now)));
-    q.factor[row] = factor;
-    q.total[row] = q.total[row] * factor + sum(total);
-    q.most[row] = now;
+}
+
+template <class Form, int R>
+void weigh(const Queries<Form>& q, Index row, const Attend& job, Index start, Range blocks) {
+    const Range first = seen_by(job, job.position + row / q.fan);
+    const Range last = seen_by(job, job.position + (row + R - 1) / q.fan);
+    if (last.low <= start && first.high >= start + SPAN)
+        weigh_rows<Form, R, true>(q, row, job, start, blocks);
+    else
+        weigh_rows<Form, R, false>(q, row, job, start, blocks);
 }
 
 // A tile's height, known at compile time.
@@ -271,10 +302,7 @@ void attend_span(const Attend& job, const Queries<Form>& q, Index start, Range a
             score_rows<Form, R, true>(q, row, span, blocks);
         else
             score_rows<Form, R, false>(q, row, span, blocks);
-        for (Index one = row; one < row + R; one++) {
-            const Range own = seen_by(job, job.position + one / q.fan);
-            weigh<Form>(q, one, job.scale, {own.low - start, own.high - start}, blocks);
-        }
+        weigh<Form, R>(q, row, job, start, blocks);
         if (row == 0)
             mix_rows<Form, R, true>(q, row, span, steps);
         else

@@ -186,7 +186,7 @@ constexpr Index padded(Index count) { return (count + LANES - 1) / LANES * LANES
 // Query rows that one attention task takes at most: about 48, in whole tokens.
 constexpr Index attend_tokens(Index fan) { return fan >= 48 ? 1 : 48 / fan; }
 constexpr Index attend_scratch(Index fan, Index size) {
-    return attend_tokens(fan) * fan * (size + 2 * padded(size) + SPAN + 5) + 2 * size;
+    return attend_tokens(fan) * fan * (size + 2 * padded(size) + SPAN + LANES + 4) + 2 * size;
 }
 
 }  // namespace cairn
