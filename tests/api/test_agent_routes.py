@@ -121,7 +121,8 @@ async def test_without_a_reader_it_is_interrupted_after_the_grace_and_can_be_res
         assert turn["state"] == "interrupted" and 0 < turn["completion_tokens"] < 1900
         resumed = await http.post("/v1/agents/ada/resume", json={})
         assert resumed.status_code == 200 and resumed.json()["usage"]["completion_tokens"] == 1900
-        assert resumed.json()["choices"][0]["message"]["content"].startswith(turn["answer"]["content"])
+        said = turn["answer"]["content"].rstrip("\ufffd")  # it may have ended within a character
+        assert resumed.json()["choices"][0]["message"]["content"].startswith(said)
         assert (await http.post("/v1/agents/ada/resume", json={})).status_code == 409
 
 
