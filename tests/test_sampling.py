@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.laws import sampling as laws
 
 from cairn import sampling
 from cairn.engine.base import Row, RowResult
@@ -346,6 +348,14 @@ def test_weights_are_exponentials_in_whole_parts() -> None:
     assert (abs(weights - exact) <= 2e-7 * exact * (1 - x.clip(-45) / 2) + 0.5).all()
     assert weights[200_000] == weights[-2] == weights[-1] == ONE
     assert not weights[x < -29].any()
+
+
+def test_the_law_of_sampling(prove: bool, figure: Callable[[str, str], None]) -> None:
+    """Known failures 10, 14. Random options over random logits, against a slow sampler and against each line alone."""
+    count = 20_000 if prove else 1000
+    for seed in range(count):
+        laws.run(seed)
+    figure("sampled lines held to the law", f"{6 * count:,}")
 
 
 # -- failures ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.laws.sampling import line_of, lines_of_logits, random_row
 from tests.tiny_models import KERNELS
 
 from cairn.engine.base import Row
@@ -27,61 +28,6 @@ def kernels(request: pytest.FixtureRequest) -> Any:
     made = NativeKernels(request.param, threads=2)
     yield made
     made.close()
-
-
-def lines_of_logits(rng: np.random.Generator, count: int, vocab: int) -> Any:
-    """Logits as models give them, and as they should not: steps with many ties, all equal, huge, a lone peak."""
-    out = np.empty((count, vocab), np.float32)
-    for line in out:
-        kind = rng.integers(8)
-        line[:] = rng.normal(0, rng.choice([0.1, 2.0, 8.0]), vocab)
-        if kind == 0:
-            line[:] = np.round(line)
-        elif kind == 1:
-            line[:] = rng.choice([0.0, -0.0, 3.5, -1e5])
-        elif kind == 2:
-            line *= np.float32(1e36)
-        elif kind == 3:
-            line[rng.integers(vocab)] += 60
-        elif kind == 4:
-            line[:] = np.sort(line)[:: rng.choice([1, -1])]
-        elif kind == 5:
-            line *= np.float32(1e-39)
-    return out
-
-
-def random_row(rng: np.random.Generator, vocab: int) -> Row:
-    """A row with any mixture of options, at their edges too."""
-
-    def maybe(chance: float, off: Any, *values: Any) -> Any:
-        return values[rng.integers(len(values))] if rng.random() < chance else off
-
-    tokens = [int(one) for one in rng.integers(0, vocab, rng.integers(1, 40))]
-    ids = [int(one) for one in rng.integers(0, vocab + 3, 6)]
-    big = maybe(0.1, 1.0, 1e30)
-    biases = tuple((one, float(rng.normal(0, 5) * big)) for one in ids)
-    params = SamplingParams(
-        max_tokens=99,
-        temperature=maybe(0.8, 0.0, 1e-6, 1e-5, 0.1, 0.7, 1.0, 1.0, 2.0, 1e4, 1e300),
-        top_k=maybe(0.4, 0, 1, 2, 5, 40, 300, vocab - 1, vocab, vocab + 1),
-        top_p=maybe(0.4, 1.0, 1e-300, 1e-9, 0.1, 0.5, 0.9, 0.99, 1 - 1e-9, 1 - 2.0**-53),
-        min_p=maybe(0.3, 0.0, 1e-300, 1e-12, 1e-3, 0.1, 0.5, 1.0),
-        repetition_penalty=maybe(0.3, 1.0, 0.5, 1.1, 2.0, 1e30, 1e-30),
-        presence_penalty=maybe(0.2, 0.0, 0.5, -2.0, 1e30),
-        frequency_penalty=maybe(0.2, 0.0, 0.7, -2.0, 1e30),
-        logit_bias=maybe(0.3, (), biases),
-        seed=int(rng.integers(-(1 << 63), 1 << 63)) * maybe(0.1, 1, 1 << 70),
-        logprobs=maybe(0.3, False, True),
-        top_logprobs=maybe(0.5, 0, 1, 3, 20, vocab + 5),
-        prompt_logprobs=False,
-        stop_token_ids=tuple(ids[: rng.integers(6)]),
-        min_tokens=maybe(0.3, 0, 3, 1000),
-    )
-    return Row(tokens, 0, len(tokens), (), len(tokens) - 1, int(rng.integers(1, len(tokens) + 2)), params, 0)
-
-
-def line_of(row: Row) -> Line:
-    return Line(row, row.sampling.top_logprobs if row.sampling.logprobs else None)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)

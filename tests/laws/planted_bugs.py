@@ -25,13 +25,14 @@ from pathlib import Path
 from types import FrameType
 
 SOURCE = Path(__file__).parents[2] / "src" / "cairn"
-SCHEDULERS, STREAMS, STORAGE, CODECS = SIMULATORS = (
+SCHEDULERS, STREAMS, STORAGE, CODECS, SAMPLING = SIMULATORS = (
     "tests.laws.simulator",
     "tests.laws.streams",
     "tests.laws.storage",
     "tests.laws.codecs",
+    "tests.laws.sampling",
 )
-SCHEDULES = {SCHEDULERS: 2000, STREAMS: 2000, STORAGE: 200, CODECS: 20}
+SCHEDULES = {SCHEDULERS: 2000, STREAMS: 2000, STORAGE: 200, CODECS: 20, SAMPLING: 2000}
 STUCK_SECONDS = 20
 """A single schedule that takes so long hangs; that counts as found."""
 
@@ -76,6 +77,7 @@ BYTES = "text/detokenizer.py"
 FLIGHT = "service/flight.py"
 WORKER = "service/worker.py"
 CHECK = "kv/codec_check.py"
+VOCABULARY = "kernels/vocabulary.py"
 STORE = "kv/disk.py"
 STATE = "kv/disk_state.py"
 INTAKE = "kv/intake.py"
@@ -253,12 +255,26 @@ BUGS = (
     Bug("raw is compared with raw", CHECK, "    coded = _read(engine, codec, tokens)\n", "    coded = plain\n"),
     Bug("perplexities change places", CHECK, "_perplexity(plain), _perplexity(coded)", "_perplexity(coded), _perplexity(plain)"),
     Bug("a window's blocks are taken from the wrong place", CHECK, "[place % pool for place in range(first, first + CHUNK_BLOCKS)]", "[place % pool for place in range(CHUNK_BLOCKS)]"),
+    # ---------------------------------------------------------------------------------------------------- sampling
+    Bug("the draw forgets the choice", VOCABULARY, "for word in (seed, choice, position):", "for word in (seed, 0 * choice, position):"),
+    Bug("top-k keeps one token more", VOCABULARY, "kept = _ranked(scaled, params.top_k)", "kept = _ranked(scaled, min(params.top_k + 1, vocab))"),
+    Bug("top-p keeps no token that crosses it", VOCABULARY, "kept = kept[: int(np.searchsorted(running, goal, side=\"left\")) + 1]", "kept = kept[: max(1, int(np.searchsorted(running, goal, side=\"left\")))]"),
+    Bug("top-p is of the whole mass after top-k", VOCABULARY, "(int(running[-1]) if mass is None else mass)", "int(weigh(scaled).sum())"),
+    Bug("min-p is asked of the logits", VOCABULARY, "return kept[scaled[kept] >= least]", "return kept[scaled[kept] >= params.min_p - 1]"),
+    Bug("equal logits are ranked by the highest id", VOCABULARY, "return np.sort((bits << 32) | ids) & 0xFFFFFFFF", "return 0xFFFFFFFF - (np.sort((bits << 32) | (0xFFFFFFFF - ids)) & 0xFFFFFFFF)"),
+    Bug("a penalty makes negative logits likelier", VOCABULARY, "np.where(values > 0, values / penalty, values * penalty)", "values / penalty"),
+    Bug("presence counts the prompt", VOCABULARY, "counts = Counter(row.tokens[row.prompt_len :])", "counts = Counter(row.tokens)"),
+    Bug("frequency counts a token once", VOCABULARY, "np.float32(params.frequency_penalty) * times +", "np.float32(params.frequency_penalty) +"),
+    Bug("stop tokens are banned one token too long", VOCABULARY, "len(row.tokens) - row.prompt_len < params.min_tokens", "len(row.tokens) - row.prompt_len <= params.min_tokens"),
+    Bug("a draw is not divided by the temperature", VOCABULARY, "        scaled /= np.array([divisor(rows[i].sampling) for i in part])[:, None]\n", ""),
+    Bug("the first run of a draw is passed over", VOCABULARY, "before = int(sums[run - 1]) if run else 0", "before = int(sums[run - 1])"),
+    Bug("exponentials lose their power of two", VOCABULARY, "    bits += turned.view(np.int32) << 23\n", ""),
 )  # fmt: skip
 
 LAWS = (
     dict.fromkeys((STOPS, TEXT, BYTES, FLIGHT, WORKER), STREAMS)
     | dict.fromkeys((STORE, STATE, INTAKE, SHELF, FOLDER, CHUNKS, PINS, UPKEEP), STORAGE)
-    | {CHECK: CODECS}
+    | {CHECK: CODECS, VOCABULARY: SAMPLING}
 )
 """Which simulator has to find the bugs of a file; where none is named, the scheduler's."""
 
