@@ -35,10 +35,12 @@ def build() -> None:
 
 
 def runtime() -> str:
-    """The sanitizer's library, which Python must load before all others."""
-    compiler = os.environ.get("CXX", "c++")
-    found = subprocess.run([compiler, "-print-file-name=libasan.so"], check=True, capture_output=True, text=True)
-    return found.stdout.strip()
+    """What Python must load before all else: the sanitizer, and the C++ library, in which it looks for exceptions."""
+    found = []
+    for name in ("libasan.so", "libstdc++.so"):
+        ask = [os.environ.get("CXX", "c++"), f"-print-file-name={name}"]
+        found.append(subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip())
+    return " ".join(found)
 
 
 def main() -> int:
