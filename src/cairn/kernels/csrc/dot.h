@@ -6,7 +6,7 @@
 
 namespace cairn::CAIRN_VARIANT {
 
-// `add<R>(x, stride, sum)` adds to sum[R] the products with R rows x of int8 codes, `stride` bytes apart: of nibbles as
+// `add<R, H>(x, sum)` adds to sum[R] the products with R of a tile's H rows, x in the order of Activations: of nibbles as
 // they are stored, 0 to 15, and of bytes as they are stored, code + 128, or where SIGNED_BYTES of the codes themselves.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
 constexpr bool SIGNED_BYTES = true;
@@ -33,13 +33,13 @@ struct Codes {
             }
         }
     }
-    template <int R>
-    void add(const std::int8_t* x, Index stride, IntVec (&sum)[R]) const {
+    template <int R, int H>
+    void add(const std::int8_t* x, IntVec (&sum)[R]) const {
 #pragma GCC unroll 8
         for (int q = 0; q < 8; q++) {
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                const auto* four = reinterpret_cast<const std::int32_t*>(x + r * stride + q * 4);
+                const auto* four = reinterpret_cast<const std::int32_t*>(x + (q * H + r) * 4);
                 // The intrinsic makes GCC 12 move sums between registers and spill them.
                 asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum[r].part[0]) : "v"(weight[q]), "m"(*four));
             }
@@ -55,13 +55,13 @@ struct Codes {
 
     explicit Codes(const std::byte* from) : at(from) {}
 
-    template <int R>
-    void add(const std::int8_t* x, Index stride, IntVec (&sum)[R]) const {
+    template <int R, int H>
+    void add(const std::int8_t* x, IntVec (&sum)[R]) const {
         for (int half = 0; half < 2; half++) {
             if constexpr (BITS == 4)
-                add_nibbles<R>(half, x, stride, sum);
+                add_nibbles<R, H>(half, x, sum);
             else
-                add_bytes<R>(half, x, stride, sum);
+                add_bytes<R, H>(half, x, sum);
         }
     }
 
@@ -76,8 +76,8 @@ struct Codes {
     }
 
     // Sixteen products of at most 15 * 127 stay within 16 bits: one widening a group.
-    template <int R>
-    void add_nibbles(int half, const std::int8_t* x, Index stride, IntVec (&sum)[R]) const {
+    template <int R, int H>
+    void add_nibbles(int half, const std::int8_t* x, IntVec (&sum)[R]) const {
         const __m256i low = _mm256_set1_epi8(15);
         __m256i narrow[R] = {};
 #pragma GCC unroll 4
@@ -87,9 +87,9 @@ struct Codes {
             const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
-                const std::int8_t* from = x + r * stride + p * 8;
+                const std::int8_t* from = x + (2 * p * H + r) * 4;
                 narrow[r] = _mm256_add_epi16(narrow[r], _mm256_maddubs_epi16(even, four(from)));
-                narrow[r] = _mm256_add_epi16(narrow[r], _mm256_maddubs_epi16(odd, four(from + 4)));
+                narrow[r] = _mm256_add_epi16(narrow[r], _mm256_maddubs_epi16(odd, four(from + H * 4)));
             }
         }
 #pragma GCC unroll 4
@@ -98,8 +98,8 @@ struct Codes {
     }
 
     // |code| <= 128 and |x| <= 127, so two products stay within 16 bits; the sign goes to x.
-    template <int R>
-    void add_bytes(int half, const std::int8_t* x, Index stride, IntVec (&sum)[R]) const {
+    template <int R, int H>
+    void add_bytes(int half, const std::int8_t* x, IntVec (&sum)[R]) const {
         const __m256i flip = _mm256_set1_epi8(-128), one = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
         for (int q = 0; q < 8; q++) {
@@ -107,7 +107,7 @@ struct Codes {
             const __m256i size = _mm256_abs_epi8(code);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
-                const __m256i two = _mm256_maddubs_epi16(size, _mm256_sign_epi8(four(x + r * stride + q * 4), code));
+                const __m256i two = _mm256_maddubs_epi16(size, _mm256_sign_epi8(four(x + (q * H + r) * 4), code));
                 sum[r].part[half] += (IntPart)_mm256_madd_epi16(two, one);
             }
         }
@@ -129,13 +129,13 @@ struct Codes {
                 weight[k][n] = BITS == 8 ? four[n * 4] : k % 8 < 4 ? four[n * 4] & 15 : four[n * 4] >> 4;
         }
     }
-    template <int R>
-    void add(const std::int8_t* x, Index stride, IntVec (&sum)[R]) const {
+    template <int R, int H>
+    void add(const std::int8_t* x, IntVec (&sum)[R]) const {
         Vec exact[R] = {};
         for (Index k = 0; k < GROUP; k++) {
             const Vec column = load(weight[k]);
 #pragma GCC unroll 4
-            for (int r = 0; r < R; r++) exact[r] = fma(set(x[r * stride + k]), column, exact[r]);
+            for (int r = 0; r < R; r++) exact[r] = fma(set(x[(k / 4 * H + r) * 4 + k % 4]), column, exact[r]);
         }
         for (int r = 0; r < R; r++)
             for (int i = 0; i < PARTS; i++) sum[r].part[i] += __builtin_convertvector(exact[r].part[i], IntPart);

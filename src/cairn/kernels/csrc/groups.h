@@ -21,6 +21,7 @@ template <int BITS_, bool HALF, bool MINIMUM_>
 struct Quantised {
     static constexpr int BITS = BITS_;
     static constexpr bool MINIMUM = MINIMUM_;
+    static constexpr bool STARTS = BITS == 8 ? !SIGNED_BYTES : !MINIMUM;
     static constexpr Index CODES = BITS * 64, SCALES = LANES * (HALF ? 2 : 4);
     static constexpr Index UNIT = 2 * (CODES + SCALES * (MINIMUM ? 2 : 1));
 
@@ -32,71 +33,54 @@ struct Quantised {
     }
 };
 
-// A tile's rows of activations, moved on by group.
-struct GroupRows {
-    const std::int8_t* codes;
-    const float* scale;
-    const std::int32_t* start;
-    const float* total;
-    Index stride;
-
-    GroupRows(const Activations& in, Index row, bool nibbles)
-        : codes(in.at<std::int8_t>(row, in.layout.codes)), scale(in.at<float>(row, in.layout.scale)),
-          start(in.at<std::int32_t>(row, nibbles ? in.layout.start4 : in.layout.start8)),
-          total(in.at<float>(row, in.layout.total)), stride(in.layout.bytes) {}
-
-    template <class T>
-    T of(const T* numbers, Index row, Index group) const {
-        return *reinterpret_cast<const T*>(reinterpret_cast<const std::byte*>(numbers + group) + row * stride);
-    }
-};
-
 // One group of 16 outputs.
 template <class Form>
 struct Group {
-    Index number;
     Codes<Form::BITS> codes;
     Vec scale, minimum;
 
-    Group(Index group, const std::byte* from, const std::byte* scales)
-        : number(group), codes(from), scale(Form::numbers(scales)),
+    Group(const std::byte* from, const std::byte* scales)
+        : codes(from), scale(Form::numbers(scales)),
           minimum(Form::MINIMUM ? Form::numbers(scales + 2 * Form::SCALES) : Vec{}) {}
 };
 
-// acc[FIRST to FIRST + LEFT] += a group's products with these rows.
+// acc[FIRST to FIRST + LEFT] += a group's products with these rows of the tile.
 template <class Form, int LEFT, int FIRST = 0, int R>
-inline void add_group(Vec (&acc)[R], const GroupRows& in, const Group<Form>& group) {
+inline void add_group(Vec (&acc)[R], const std::byte* in, const Group<Form>& group) {
     constexpr int U = at_once(LEFT);
-    constexpr bool STARTS = Form::BITS == 8 ? !SIGNED_BYTES : !Form::MINIMUM;
+    const auto* scale = reinterpret_cast<const float*>(in + R * GROUP) + FIRST;
+    const auto* start = reinterpret_cast<const std::int32_t*>(scale) + R * (Form::BITS == 4 ? 1 : 2);
+    const float* total = scale + 3 * R;
     IntVec sum[U];
 #pragma GCC unroll 8
     for (int u = 0; u < U; u++)
-        for (int i = 0; i < PARTS; i++)
-            sum[u].part[i] = IntPart{} + (STARTS ? in.of(in.start, FIRST + u, group.number) : 0);
-    group.codes.template add<U>(in.codes + FIRST * in.stride + group.number * GROUP, in.stride, sum);
+        for (int i = 0; i < PARTS; i++) sum[u].part[i] = IntPart{} + (Form::STARTS ? start[u] : 0);
+    group.codes.template add<U, R>(reinterpret_cast<const std::int8_t*>(in) + FIRST * 4, sum);
 #pragma GCC unroll 8
     for (int u = 0; u < U; u++) {
         Vec& to = acc[FIRST + u];
-        to = fma(to_float(sum[u]), group.scale * set(in.of(in.scale, FIRST + u, group.number)), to);
-        if constexpr (Form::MINIMUM) to = fma(group.minimum, set(in.of(in.total, FIRST + u, group.number)), to);
+        to = fma(to_float(sum[u]), group.scale * set(scale[u]), to);
+        if constexpr (Form::MINIMUM) to = fma(group.minimum, set(total[u]), to);
     }
     if constexpr (LEFT > U) add_group<Form, LEFT - U, FIRST + U>(acc, in, group);
 }
 
 template <class Form, int R>
 void group_tile(const Product& job, const Segment& part, Index row, Index panel) {
-    const GroupRows in(job.in, row, Form::BITS == 4);
+    const std::byte* in = job.in.groups + row * Activations::group_bytes(part.inner);
     const std::byte* unit = part.panels + panel * part.panel_bytes();
     const Index groups = part.inner / GROUP;
     Vec acc[R] = {};
-    for (Index group = 0; group < groups; group += 2, unit += Form::UNIT) {
-        const std::byte* scales = unit + 2 * Form::CODES;
-        for (Index line = 0; line < Form::UNIT; line += 64) __builtin_prefetch(unit + AHEAD + line);
-        add_group<Form, R>(acc, in, Group<Form>(group, unit, scales));
-        if (group + 1 < groups)
-            add_group<Form, R>(acc, in, Group<Form>(group + 1, unit + Form::CODES, scales + Form::SCALES));
+    for (Index group = 0; group < groups; group++, in += R * ROW_GROUP_BYTES) {
+        const Index half = group % 2;
+        const std::byte *codes = unit + half * Form::CODES, *scales = unit + 2 * Form::CODES + half * Form::SCALES;
+#pragma GCC unroll 16
+        for (Index line = 0; line < Form::UNIT / 2; line += 64)
+            __builtin_prefetch(unit + half * (Form::UNIT / 2) + AHEAD + line);
+        add_group<Form, R>(acc, in, Group<Form>(codes, scales));
+        unit += half * Form::UNIT;
     }
-    for (int r = 0; r < R; r++) finish(job, part, row + r, panel, acc[r]);
+    finish<R, 1>(job, part, row, panel, [&](int r, int) { return acc[r]; });
 }
 
 template <class Form, int R = GROUP_ROWS>
@@ -106,20 +90,16 @@ Tile group_tile_of(Index rows) {
     return group_tile<Form, R>;
 }
 
-// Rows are cut into tiles of nearly equal height; the weights of some panels stay hot for all of them.
+// The weights of some panels stay hot for all tiles.
 template <class Form>
 void group_product(const Product& job, const Segment& part, Index first_panel, Index last_panel) {
-    const Index tiles = (job.rows + GROUP_ROWS - 1) / GROUP_ROWS;
-    const Index low = job.rows / tiles, higher = job.rows % tiles;
+    const Tiles tiles(job.in.rows, GROUP_ROWS);
     const Index most = HOT_BYTES / part.panel_bytes() + 1;
     for (Index first = first_panel; first < last_panel; first += most) {
         const Index last = first + most < last_panel ? first + most : last_panel;
-        Index row = 0;
-        for (Index i = 0; i < tiles; i++) {
-            const Index rows = low + (i < higher);
-            const Tile run = group_tile_of<Form>(rows);
-            for (Index panel = first; panel < last; panel++) run(job, part, row, panel);
-            row += rows;
+        for (Index tile = 0; tile < tiles.count; tile++) {
+            const Tile run = group_tile_of<Form>(tiles.height(tile));
+            for (Index panel = first; panel < last; panel++) run(job, part, tiles.first(tile), panel);
         }
     }
 }

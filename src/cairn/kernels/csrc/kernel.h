@@ -75,47 +75,47 @@ struct MatrixView {
     }
 };
 
+// Bytes in whole cache lines.
 constexpr Index lines(Index bytes) { return (bytes + 63) / 64 * 64; }
 
-// What a row of activations becomes, once for all outputs, where parts of a matrix multiply less than float32; offsets
-// in bytes. See kernels/quantized.py for the groups.
-struct RowLayout {
-    bool pairs = false, groups = false;
-    Index codes = 0;   // int8 [inner]; pairs of bfloat16, padded to even, come first
-    Index scale = 0;   // float [inner / 32]
-    Index start4 = 0;  // int32 [inner / 32]: -8 * sum of the group's codes, which takes 8 from each weight
-    Index start8 = 0;  // int32 [inner / 32]: -128 * sum
-    Index total = 0;   // float [inner / 32]: scale * sum, which a minimum is multiplied by
-    Index bytes = 0;
+// Rows are cut into as few tiles as hold them, of nearly equal height, the higher ones first.
+struct Tiles {
+    Index count, low, higher;
 
-    RowLayout() = default;
-    RowLayout(Index inner, bool with_pairs, bool with_groups) : pairs(with_pairs), groups(with_groups) {
-        const Index each = inner / GROUP * 4;
-        codes = with_pairs ? lines((inner + 1) / 2 * 4) : 0;
-        scale = codes + (with_groups ? lines(inner) : 0);
-        start4 = scale + each, start8 = start4 + each, total = start8 + each;
-        bytes = lines(with_groups ? total + each : scale);
+    Tiles(Index rows, Index most) : count((rows + most - 1) / most), low(rows / count), higher(rows % count) {}
+    Index height(Index tile) const { return low + (tile < higher); }
+    Index first(Index tile) const { return tile * low + (tile < higher ? tile : higher); }
+    Index of(Index row) const {
+        const Index split = higher * (low + 1);
+        return row < split ? row / (low + 1) : higher + (row - split) / low;
     }
 };
 
-// Rows that a matrix is multiplied with: float32, and as `layout` says where parts want that.
+// A group of a tile of R activation rows that are rounded to codes of 8 bits, in the order in which it is multiplied:
+//   int8 [8][R][4]: k = 4 q + j
+//   float [R] scales
+//   int32 [R]: -8 * sum of the row's codes, which takes 8 from each weight
+//   int32 [R]: -128 * sum
+//   float [R]: scale * sum, which a minimum is multiplied by
+// A tile's groups follow each other; see kernels/quantized.py for the rounding.
+constexpr Index ROW_GROUP_BYTES = 48;
+
+// Rows that a matrix is multiplied with: float32, and rounded once for all outputs where parts of it want that, in tiles
+// of at most Variant::pair_rows or group_rows. A tile begins at its first row's share of the bytes.
 struct Activations {
     const float* x;
-    Index stride;
-    const std::byte* prepared;  // [rows][layout.bytes]
-    RowLayout layout;
+    Index stride, rows, inner;
+    std::byte* pairs;   // [inner / 2, rounded up][R] pairs of bfloat16, the even one low; or null
+    std::byte* groups;  // or null
 
-    template <class T>
-    const T* at(Index row, Index offset) const {
-        return reinterpret_cast<const T*>(prepared + row * layout.bytes + offset);
-    }
+    static Index pair_bytes(Index inner) { return (inner + 1) / 2 * 4; }
+    static Index group_bytes(Index inner) { return inner / GROUP * ROW_GROUP_BYTES; }
 };
 
 // out[rows, matrix.out] = (or +=) x[rows, matrix.inner] @ matrix + bias
 struct Product {
     MatrixView matrix;
     Activations in;
-    Index rows;
     float* out;
     Index out_stride;
     bool add;
@@ -166,9 +166,10 @@ struct Variant {
     const char* name;
     // Panels are those of all parts, numbered through.
     void (*product)(const Product&, Index first_panel, Index last_panel);
-    // Whether parts in bfloat16 want pairs; else they multiply float32.
-    bool pairs;
-    void (*prepare)(const float* x, Index size, const RowLayout&, std::byte* row);
+    // Rows of a tile; no pair_rows where parts in bfloat16 multiply float32.
+    Index pair_rows, group_rows;
+    // Rounds one row.
+    void (*prepare)(const Activations&, Index row);
     void (*norm)(const float* x, const float* weight, Index size, float eps, float* out);
     void (*gate)(const float* gate, const float* up, Index size, Activation activation, float* out);
     void (*embed)(const void* row, Dtype dtype, Index size, float* out);

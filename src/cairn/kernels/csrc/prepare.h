@@ -1,7 +1,7 @@
-// One row of activations, rounded once for all the outputs that it is multiplied into: see RowLayout.
+// One row of activations, rounded once for all the outputs that it is multiplied into: see Activations.
 #pragma once
 
-#include "simd.h"
+#include "groups.h"
 
 namespace cairn::CAIRN_VARIANT {
 
@@ -41,7 +41,7 @@ inline std::int32_t sum(const IntPart& x) {
 }
 
 // The 16 products x * factor, to the nearest integer with ties to even, as bytes; returns their sums by lane.
-inline IntPart put_codes(const Vec& x, float factor, std::int8_t* out) {
+inline IntPart round_codes(const Vec& x, float factor, std::int8_t* out) {
     constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     IntPart total{};
     for (int i = 0; i < PARTS; i++) {
@@ -54,29 +54,29 @@ inline IntPart put_codes(const Vec& x, float factor, std::int8_t* out) {
     return total;
 }
 
-inline void put_groups(const float* x, Index size, const RowLayout& layout, std::byte* row) {
-    auto* codes = reinterpret_cast<std::int8_t*>(row + layout.codes);
-    auto* scale = reinterpret_cast<float*>(row + layout.scale);
-    auto* start4 = reinterpret_cast<std::int32_t*>(row + layout.start4);
-    auto* start8 = reinterpret_cast<std::int32_t*>(row + layout.start8);
-    auto* total = reinterpret_cast<float*>(row + layout.total);
-    for (Index group = 0; group < size / GROUP; group++, x += GROUP, codes += GROUP) {
-        Vec low = load(x), high = load(x + LANES);
-        const std::int32_t bits = largest(magnitude(low), magnitude(high));
-        float most, factor = 0.0f;
-        __builtin_memcpy(&most, &bits, 4);
-        if (most >= LEAST_MAGNITUDE && bits < INFINITE) {
-            factor = 127.0f / most;
-            scale[group] = most / 127.0f;
-        } else {
-            low = high = Vec{};
-            scale[group] = bits >= INFINITE ? __builtin_nanf("") : 0.0f;
-        }
-        const std::int32_t all = sum(put_codes(low, factor, codes) + put_codes(high, factor, codes + LANES));
-        start4[group] = -8 * all;
-        start8[group] = -128 * all;
-        total[group] = scale[group] * static_cast<float>(all);
+// One group into lane `lane` of a tile of `height` rows.
+inline void put_group(const float* x, std::byte* to, Index lane, Index height) {
+    Vec low = load(x), high = load(x + LANES);
+    const std::int32_t bits = largest(magnitude(low), magnitude(high));
+    float most, factor = 0.0f, scale = 0.0f;
+    __builtin_memcpy(&most, &bits, 4);
+    if (most >= LEAST_MAGNITUDE && bits < INFINITE) {
+        factor = 127.0f / most;
+        scale = most / 127.0f;
+    } else {
+        low = high = Vec{};
+        if (bits >= INFINITE) scale = __builtin_nanf("");
     }
+    std::int8_t codes[GROUP];
+    const std::int32_t all = sum(round_codes(low, factor, codes) + round_codes(high, factor, codes + LANES));
+    std::byte* at = to + 4 * lane;
+    for (Index q = 0; q < GROUP / 4; q++, at += 4 * height) __builtin_memcpy(at, codes + 4 * q, 4);
+    const std::int32_t start4 = -8 * all, start8 = -128 * all;
+    const float total = scale * static_cast<float>(all);
+    __builtin_memcpy(at, &scale, 4);
+    __builtin_memcpy(at + 4 * height, &start4, 4);
+    __builtin_memcpy(at + 8 * height, &start8, 4);
+    __builtin_memcpy(at + 12 * height, &total, 4);
 }
 
 // To the nearest bfloat16, ties to even; a NaN stays one.
@@ -87,14 +87,23 @@ inline std::uint16_t nearest_bf16(float x) {
     return static_cast<std::uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-inline void put_pairs(const float* x, Index size, std::uint16_t* out) {
-    for (Index k = 0; k < size; k++) out[k] = nearest_bf16(x[k]);
-    if (size % 2) out[size] = 0;
-}
-
-inline void prepare(const float* x, Index size, const RowLayout& layout, std::byte* row) {
-    if (layout.pairs) put_pairs(x, size, reinterpret_cast<std::uint16_t*>(row));
-    if (layout.groups) put_groups(x, size, layout, row);
+inline void prepare(const Activations& in, Index row) {
+    const float* x = in.x + row * in.stride;
+    if (in.pairs) {
+        const Tiles tiles(in.rows, MAX_ROWS);
+        const Index tile = tiles.of(row), first = tiles.first(tile), height = tiles.height(tile);
+        auto* to = reinterpret_cast<std::uint16_t*>(in.pairs + first * Activations::pair_bytes(in.inner));
+        to += 2 * (row - first);
+        for (Index k = 0; k < in.inner; k++) to[k / 2 * 2 * height + k % 2] = nearest_bf16(x[k]);
+        if (in.inner % 2) to[in.inner / 2 * 2 * height + 1] = 0;
+    }
+    if (in.groups) {
+        const Tiles tiles(in.rows, GROUP_ROWS);
+        const Index tile = tiles.of(row), first = tiles.first(tile), height = tiles.height(tile);
+        std::byte* to = in.groups + first * Activations::group_bytes(in.inner);
+        for (Index k = 0; k < in.inner; k += GROUP, to += height * ROW_GROUP_BYTES)
+            put_group(x + k, to, row - first, height);
+    }
 }
 
 }  // namespace cairn::CAIRN_VARIANT

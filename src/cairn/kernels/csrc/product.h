@@ -2,8 +2,6 @@
 // speed, never bits.
 #pragma once
 
-#include <type_traits>
-
 #include "simd.h"
 
 namespace cairn::CAIRN_VARIANT {
@@ -31,13 +29,15 @@ inline void add_outer(Vec (&acc)[R][P], const float* x, Index x_stride, const Ve
     }
 }
 
-// How a panel is read: STEP inner indices at once, `add` multiplies them with rows of X; what is left of an odd number
-// of inner indices is `add_last`.
+// How a panel is read: STEP inner indices at once, `add` multiplies them with rows of X, which `next` moves on; what is
+// left of an odd number of inner indices is `add_last`.
 struct F32 {
+    static constexpr bool PREPARED = false;
     static constexpr int STEP = 1;
     static constexpr Index BYTES = LANES * 4;
     using Raw = Vec;
     using X = float;
+    static constexpr Index next(int) { return STEP; }
     static Raw read(const std::byte* at) { return load(reinterpret_cast<const float*>(at)); }
     template <int R, int P>
     static void add(Vec (&acc)[R][P], const X* x, Index stride, const Raw (&raw)[P]) {
@@ -49,10 +49,12 @@ struct F16 : F32 {
     static Raw read(const std::byte* at) { return load_half(reinterpret_cast<const std::uint16_t*>(at)); }
 };
 struct Bf16 {
+    static constexpr bool PREPARED = false;
     static constexpr int STEP = 2;
     static constexpr Index BYTES = LANES * 4;
     using Raw = IntVec;
     using X = float;
+    static constexpr Index next(int) { return STEP; }
     static Raw read(const std::byte* at) { return load_int(at); }
     template <int R, int P>
     static void add_last(Vec (&acc)[R][P], const X* x, Index stride, const Raw (&raw)[P]) {
@@ -77,25 +79,25 @@ inline void chain(Vec (&acc)[R][P], const typename Format::X* x, Index x_stride,
                   Index panel_stride, Index inner) {
     typename Format::Raw raw[P];
     Index k = 0;
-    for (; k + Format::STEP <= inner; k += Format::STEP, panels += Format::BYTES) {
+    for (; k + Format::STEP <= inner; k += Format::STEP, panels += Format::BYTES, x += Format::next(R)) {
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
             __builtin_prefetch(panels + p * panel_stride + AHEAD);
             raw[p] = Format::read(panels + p * panel_stride);
         }
-        Format::template add<R, P>(acc, x + k, x_stride, raw);
+        Format::template add<R, P>(acc, x, x_stride, raw);
     }
     if constexpr (Format::STEP == 2) {
         if (k < inner) {
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) raw[p] = Format::read(panels + p * panel_stride);
-            Format::template add_last<R, P>(acc, x + k, x_stride, raw);
+            Format::template add_last<R, P>(acc, x, x_stride, raw);
         }
     }
 }
 
-// Sixteen outputs of one row are done.
-inline void finish(const Product& job, const Segment& part, Index row, Index panel, Vec value) {
+// Sixteen outputs of one row.
+inline void put(const Product& job, const Segment& part, Index row, Index panel, Vec value) {
     const Index at = panel * LANES;
     float* out = job.out + row * job.out_stride + part.column + at;
     if (part.bias) value = value + load(part.bias + at);
@@ -107,17 +109,31 @@ inline void finish(const Product& job, const Segment& part, Index row, Index pan
     }
 }
 
+// A tile is done: value(r, p) are its sums. They are copied first, so that a loop may number them: an array that is
+// indexed by a variable would not be held in registers while it is summed up.
+template <int R, int P, class F>
+inline void finish(const Product& job, const Segment& part, Index row, Index panel, F&& value) {
+    float sums[R][P][LANES];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) store(sums[r][p], value(r, p));
+    }
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++) put(job, part, row + r, panel + p, load(sums[r][p]));
+}
+
 template <class Format, int R, int P>
 void tile(const Product& job, const Segment& part, Index row, Index panel) {
     const std::byte* panels = part.panels + panel * part.panel_bytes();
     Vec acc[R][P] = {};
-    if constexpr (std::is_floating_point_v<typename Format::X>)
-        chain<Format, R, P>(acc, job.in.x + row * job.in.stride, job.in.stride, panels, part.panel_bytes(), part.inner);
+    const Index inner = part.inner;
+    if constexpr (Format::PREPARED)
+        chain<Format, R, P>(acc, job.in.pairs + row * Activations::pair_bytes(inner), 0, panels, part.panel_bytes(),
+                            (inner + 1) / 2);
     else
-        chain<Format, R, P>(acc, job.in.at<std::int32_t>(row, 0), job.in.layout.bytes / 4, panels, part.panel_bytes(),
-                            (part.inner + 1) / 2);
-    for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++) finish(job, part, row + r, panel + p, acc[r][p]);
+        chain<Format, R, P>(acc, job.in.x + row * job.in.stride, job.in.stride, panels, part.panel_bytes(), inner);
+    finish<R, P>(job, part, row, panel, [&](int r, int p) { return acc[r][p]; });
 }
 
 using Tile = void (*)(const Product&, const Segment&, Index row, Index panel);
@@ -146,20 +162,15 @@ Tile tile_of(Index rows, int panels) {
     return tile_of<Format, 1>(panels);
 }
 
-// Rows are cut into tiles of nearly equal height; weights of one group of panels stay hot for all of them.
+// Weights of one group of panels stay hot for all tiles.
 template <class Format>
 void product(const Product& job, const Segment& part, Index first_panel, Index last_panel) {
-    const Index tiles = (job.rows + MAX_ROWS - 1) / MAX_ROWS;
-    const Index low = job.rows / tiles, higher = job.rows % tiles;
-    const int group = panels_for(static_cast<int>(low + (higher > 0)));
+    const Tiles tiles(job.in.rows, MAX_ROWS);
+    const int group = panels_for(static_cast<int>(tiles.height(0)));
     for (Index panel = first_panel; panel < last_panel;) {
         const int width = static_cast<int>(last_panel - panel < group ? last_panel - panel : group);
-        Index row = 0;
-        for (Index i = 0; i < tiles; i++) {
-            const Index rows = low + (i < higher);
-            tile_of<Format>(rows, width)(job, part, row, panel);
-            row += rows;
-        }
+        for (Index i = 0; i < tiles.count; i++)
+            tile_of<Format>(tiles.height(i), width)(job, part, tiles.first(i), panel);
         panel += width;
     }
 }

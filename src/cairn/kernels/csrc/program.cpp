@@ -15,6 +15,14 @@ constexpr Index PIECES = 8, LEAST_PANELS = 4;
 
 }  // namespace
 
+template <class Body>
+void Program::each(Index count, Index size, const Body& body) const {
+    if (count * size * 4 < WORTH_THREADS)
+        for (Index i = 0; i < count; i++) body(i);
+    else
+        team_->run(count, [&](Index i, int) { body(i); });
+}
+
 void Program::need(Index floats) {
     if (floats <= scratch_floats_) return;
     scratch_ = allocate(static_cast<std::size_t>(floats) * sizeof(float));
@@ -25,43 +33,39 @@ void Program::run(const Sizes& sizes) {
     for (const auto& call : calls_) call(sizes);
 }
 
-RowLayout Program::layout(const MatrixView& matrix, Index most) {
-    const bool pairs = kernels_.pairs && matrix.any([](const Segment& part) { return part.form == Form::bf16; });
-    const RowLayout layout(matrix.inner, pairs, matrix.any([](const Segment& part) { return part.quantised(); }));
-    if (most * layout.bytes > rows_bytes_) {
-        rows_bytes_ = most * layout.bytes;
-        rows_ = allocate(static_cast<std::size_t>(rows_bytes_));
+Inputs Program::inputs(const MatrixView& matrix, Index most) {
+    Inputs found = {};
+    found.pairs = kernels_.pair_rows && matrix.any([](const Segment& part) { return part.form == Form::bf16; });
+    found.groups = matrix.any([](const Segment& part) { return part.quantised(); });
+    found.groups_at = found.pairs ? lines(most * Activations::pair_bytes(matrix.inner)) : 0;
+    const Index bytes = found.groups_at + (found.groups ? most * Activations::group_bytes(matrix.inner) : 0);
+    if (bytes > rounded_bytes_) {
+        rounded_ = allocate(static_cast<std::size_t>(bytes));
+        rounded_bytes_ = bytes;
     }
-    return layout;
+    return found;
 }
 
-Activations Program::normed(const float* x, const std::int32_t* chosen, Norm norm, Index count,
-                            const RowLayout& layout) const {
+Activations Program::rows(const float* x, Index stride, Index size, Index count, Inputs inputs) const {
+    std::byte* at = rounded_.get();
+    return {x, stride, count, size, inputs.pairs ? at : nullptr, inputs.groups ? at + inputs.groups_at : nullptr};
+}
+
+Activations Program::normed(const float* x, const std::int32_t* chosen, Norm norm, Index count, Inputs inputs) const {
     float* out = scratch();
-    const auto one = [&](Index i, int) {
+    const Activations found = rows(out, norm.size, norm.size, count, inputs);
+    each(count, norm.size, [&](Index i) {
         const Index from = chosen ? chosen[i] : i;
         kernels_.norm(x + from * norm.size, norm.weight, norm.size, norm.eps, out + i * norm.size);
-        kernels_.prepare(out + i * norm.size, norm.size, layout, row(i, layout));
-    };
-    if (count * norm.size * 4 < WORTH_THREADS)
-        for (Index i = 0; i < count; i++) one(i, 0);
-    else
-        team_->run(count, one);
-    return {out, norm.size, rows_.get(), layout};
-}
-
-Activations Program::prepared(const float* x, Index stride, Index size, Index count, const RowLayout& layout) const {
-    const auto one = [&](Index i, int) { kernels_.prepare(x + i * stride, size, layout, row(i, layout)); };
-    if (!layout.bytes || count * size * 4 < WORTH_THREADS)
-        for (Index i = 0; layout.bytes && i < count; i++) one(i, 0);
-    else
-        team_->run(count, one);
-    return {x, stride, rows_.get(), layout};
+        if (inputs.any()) kernels_.prepare(found, i);
+    });
+    return found;
 }
 
 void Program::product(const Product& job) const {
     const Index panels = job.matrix.panel_count();
-    if (job.rows * job.matrix.inner * job.matrix.out < WORTH_THREADS || team_->size() == 1) {
+    if (!job.in.rows) return;
+    if (job.in.rows * job.matrix.inner * job.matrix.out < WORTH_THREADS || team_->size() == 1) {
         kernels_.product(job, 0, panels);
         return;
     }
@@ -107,9 +111,9 @@ void Program::rope_angles(const float* frequencies, double factor, Index half, c
 
 void Program::norm_project(const float* hidden, Norm norm, MatrixView matrix, float* out, Index most) {
     need(most * norm.size);
-    const RowLayout rows = layout(matrix, most);
+    const Inputs wanted = inputs(matrix, most);
     calls_.push_back([=, this](const Sizes& sizes) {
-        product({matrix, normed(hidden, nullptr, norm, sizes.tokens, rows), sizes.tokens, out, matrix.out, false});
+        product({matrix, normed(hidden, nullptr, norm, sizes.tokens, wanted), out, matrix.out, false});
     });
 }
 
@@ -151,10 +155,11 @@ void Program::attention(const Attend& job, const std::int32_t* rows, const std::
 }
 
 void Program::project_add(const float* x, MatrixView matrix, float* hidden, Index most) {
-    const RowLayout rows = layout(matrix, most);
+    const Inputs wanted = inputs(matrix, most);
     calls_.push_back([=, this](const Sizes& sizes) {
-        const Activations in = prepared(x, matrix.inner, matrix.inner, sizes.tokens, rows);
-        product({matrix, in, sizes.tokens, hidden, matrix.out, true});
+        const Activations in = rows(x, matrix.inner, matrix.inner, sizes.tokens, wanted);
+        if (wanted.any()) each(sizes.tokens, matrix.inner, [&](Index i) { kernels_.prepare(in, i); });
+        product({matrix, in, hidden, matrix.out, true});
     });
 }
 
@@ -162,25 +167,26 @@ void Program::gated_mlp(float* hidden, Norm norm, MatrixView gate_up, Activation
                         Index most) {
     const Index width = gate_up.out / 2, both = padded(most * norm.size);
     need(both + most * gate_up.out);
-    const RowLayout wide = layout(gate_up, most), back = layout(down, most);
+    const Inputs wide = inputs(gate_up, most), back = inputs(down, most);
     calls_.push_back([=, this](const Sizes& sizes) {
         float* gates = scratch() + both;
-        product({gate_up, normed(hidden, nullptr, norm, sizes.tokens, wide), sizes.tokens, gates, gate_up.out, false});
+        product({gate_up, normed(hidden, nullptr, norm, sizes.tokens, wide), gates, gate_up.out, false});
+        const Activations in = rows(gates, gate_up.out, width, sizes.tokens, back);
         team_->run(sizes.tokens, [&](Index token, int) {
             float* gate = gates + token * gate_up.out;
             kernels_.gate(gate, gate + width, width, activation, gate);
-            kernels_.prepare(gate, width, back, row(token, back));
+            if (back.any()) kernels_.prepare(in, token);
         });
-        product({down, {gates, gate_up.out, rows_.get(), back}, sizes.tokens, hidden, down.out, true});
+        product({down, in, hidden, down.out, true});
     });
 }
 
 void Program::logits(const float* hidden, const std::int32_t* wanted, Norm norm, MatrixView head, float* out,
                      Index most) {
     need(most * norm.size);
-    const RowLayout rows = layout(head, most);
+    const Inputs rounded = inputs(head, most);
     calls_.push_back([=, this](const Sizes& sizes) {
-        product({head, normed(hidden, wanted, norm, sizes.logits, rows), sizes.logits, out, head.out, false});
+        product({head, normed(hidden, wanted, norm, sizes.logits, rounded), out, head.out, false});
     });
 }
 

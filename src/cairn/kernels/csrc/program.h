@@ -23,6 +23,14 @@ struct Norm {
     float eps;
 };
 
+// What a matrix wants of its activations beside float32, and where the groups begin in the buffer.
+struct Inputs {
+    bool pairs, groups;
+    Index groups_at;
+
+    bool any() const { return pairs || groups; }
+};
+
 // Calls are added with buffers of their largest size (`most`: tokens, or logits rows for `logits`), which must outlive
 // the program, as weights must. See kernels/base.py for what each computes.
 class Program {
@@ -46,12 +54,15 @@ class Program {
 
   private:
     void need(Index floats);
-    RowLayout layout(const MatrixView& matrix, Index most);
-    Activations normed(const float* x, const std::int32_t* chosen, Norm norm, Index count, const RowLayout& layout) const;
-    Activations prepared(const float* x, Index stride, Index size, Index count, const RowLayout& layout) const;
+    Inputs inputs(const MatrixView& matrix, Index most);
+    Activations normed(const float* x, const std::int32_t* chosen, Norm norm, Index count, Inputs inputs) const;
+    // Rows that `prepare` is still to be called for.
+    Activations rows(const float* x, Index stride, Index size, Index count, Inputs inputs) const;
     void product(const Product& job) const;
+    // body(row) for `count` rows of `size` numbers, on all threads where that is worth it.
+    template <class Body>
+    void each(Index count, Index size, const Body& body) const;
     float* scratch() const { return reinterpret_cast<float*>(scratch_.get()); }
-    std::byte* row(Index i, const RowLayout& layout) const { return rows_.get() + i * layout.bytes; }
 
     const Variant& kernels_;
     std::shared_ptr<Team> team_;
@@ -59,8 +70,8 @@ class Program {
     std::vector<std::int32_t> tiles_;  // (row, first token of the row's) pairs of one attention call
     Aligned scratch_;
     Index scratch_floats_ = 0;
-    Aligned rows_;  // activations of the product at hand, as its matrix wants them
-    Index rows_bytes_ = 0;
+    Aligned rounded_;  // activations of the product at hand, as parts of its matrix want them
+    Index rounded_bytes_ = 0;
 };
 
 }  // namespace cairn
