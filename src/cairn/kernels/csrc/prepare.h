@@ -79,23 +79,18 @@ inline void put_group(const float* x, std::byte* to, Index lane, Index height) {
     __builtin_memcpy(at + 12 * height, &total, 4);
 }
 
-// To the nearest bfloat16, ties to even; a NaN stays one.
-inline std::uint16_t nearest_bf16(float x) {
-    std::uint32_t bits;
-    __builtin_memcpy(&bits, &x, 4);
-    if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-    return static_cast<std::uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 inline void prepare(const Activations& in, Index row) {
     const float* x = in.x + row * in.stride;
     if (in.pairs) {
         const Tiles tiles(in.rows, MAX_ROWS);
         const Index tile = tiles.of(row), first = tiles.first(tile), height = tiles.height(tile);
-        auto* to = reinterpret_cast<std::uint16_t*>(in.pairs + first * Activations::pair_bytes(in.inner));
-        to += 2 * (row - first);
-        for (Index k = 0; k < in.inner; k++) to[k / 2 * 2 * height + k % 2] = nearest_bf16(x[k]);
-        if (in.inner % 2) to[in.inner / 2 * 2 * height + 1] = 0;
+        std::byte* to = in.pairs + first * Activations::pair_bytes(in.inner) + 4 * (row - first);
+        for (Index k = 0; k < in.inner; k += LANES) {
+            const Index left = in.inner - k;
+            std::uint16_t pairs[LANES];
+            store_bf16(pairs, left < LANES ? load_first(x + k, left) : load(x + k));
+            for (Index i = 0; i < LANES && i < left; i += 2, to += 4 * height) __builtin_memcpy(to, pairs + i, 4);
+        }
     }
     if (in.groups) {
         const Tiles tiles(in.rows, GROUP_ROWS);

@@ -73,6 +73,31 @@ struct Bf16 {
     }
 };
 
+#if defined(__AVX512BF16__)
+// Both factors in bfloat16, two products at once; subnormal ones count as zero.
+struct Pairs {
+    static constexpr bool PREPARED = true;
+    static constexpr int STEP = 1;
+    static constexpr Index BYTES = LANES * 4;
+    using Raw = IntVec;
+    using X = std::byte;
+    static constexpr Index next(int rows) { return 4 * rows; }
+    static Raw read(const std::byte* at) { return load_int(at); }
+    template <int R, int P>
+    static void add(Vec (&acc)[R][P], const X* x, Index, const Raw (&raw)[P]) {
+#pragma GCC unroll 6
+        for (int r = 0; r < R; r++) {
+            const auto two = (__m512bh)_mm512_set1_epi32(reinterpret_cast<const std::int32_t*>(x)[r]);
+#pragma GCC unroll 4
+            for (int p = 0; p < P; p++) {
+                const auto weight = (__m512bh)raw[p].part[0];
+                acc[r][p].part[0] = (Part)_mm512_dpbf16_ps((__m512)acc[r][p].part[0], weight, two);
+            }
+        }
+    }
+};
+#endif
+
 // acc[R][P] += x[R, steps] @ panels, k ascending. Panels lie `panel_stride` bytes apart.
 template <class Format, int R, int P>
 inline void chain(Vec (&acc)[R][P], const typename Format::X* x, Index x_stride, const std::byte* panels,

@@ -13,7 +13,11 @@
 namespace cairn::CAIRN_VARIANT {
 namespace {
 
+#if defined(__AVX512BF16__)
+using SixteenBits = Pairs;
+#else
 using SixteenBits = Bf16;
+#endif
 
 void one_part(const Product& job, const Segment& part, Index first, Index last) {
     switch (part.form) {
