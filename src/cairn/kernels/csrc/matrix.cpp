@@ -1,18 +1,10 @@
 #include "matrix.h"
 
-#include <cstdlib>
 #include <cstring>
-#include <new>
 #include <stdexcept>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 namespace cairn {
 namespace {
-
-constexpr std::size_t LINE = 64, HUGE_PAGE = std::size_t{2} << 20;
 
 template <class T>
 void put_row(std::byte* panel, Index lane, const void* row, Index inner, Index pair) {
@@ -69,26 +61,6 @@ bool alike(const Segment& part, const Source& from) {
 
 }  // namespace
 
-void AlignedDelete::operator()(std::byte* p) const { std::free(p); }
-
-Aligned allocate(std::size_t bytes) {
-    const std::size_t align = bytes >= HUGE_PAGE ? HUGE_PAGE : LINE;
-    const std::size_t size = (bytes + LINE - 1) / LINE * LINE;
-    // aligned_alloc wants a multiple of the alignment.
-    const std::size_t whole = (size + align - 1) / align * align;
-    void* memory = std::aligned_alloc(align, whole ? whole : align);
-    if (!memory) throw std::bad_alloc();
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    // The rest of the last huge page would be memory that nobody uses: up to 2 MiB in every matrix.
-    if (const std::size_t full = size / HUGE_PAGE * HUGE_PAGE) {
-        madvise(memory, full, MADV_HUGEPAGE);
-        if (whole > full) madvise(static_cast<std::byte*>(memory) + full, whole - full, MADV_NOHUGEPAGE);
-    }
-#endif
-    std::memset(memory, 0, size);
-    return Aligned(static_cast<std::byte*>(memory));
-}
-
 Matrix::Matrix(const std::vector<Source>& sources, const std::vector<float>& bias) {
     if (sources.empty()) throw std::invalid_argument("a matrix needs at least one part");
     for (const Source& one : sources) {
@@ -100,7 +72,7 @@ Matrix::Matrix(const std::vector<Source>& sources, const std::vector<float>& bia
     }
     const auto size = [](const Segment& part) { return lines(part.panel_count() * part.panel_bytes()); };
     for (const Segment& part : parts_) bytes_ += static_cast<std::size_t>(size(part));
-    panels_ = allocate(bytes_);
+    panels_ = allocate_weights(bytes_);
     std::byte* panels = panels_.get();
     auto source = sources.begin();
     for (Segment& part : parts_) {

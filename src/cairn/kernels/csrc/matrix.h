@@ -1,10 +1,10 @@
 // Weight matrices, repacked once at load into the order that the kernels stream.
 #pragma once
 
-#include <memory>
 #include <vector>
 
 #include "kernel.h"
+#include "memory.h"
 
 namespace cairn {
 
@@ -16,14 +16,6 @@ struct Source {
     const void *data, *scales, *minima;
     Index out, inner;
 };
-
-struct AlignedDelete {
-    void operator()(std::byte* p) const;
-};
-using Aligned = std::unique_ptr<std::byte[], AlignedDelete>;
-
-// Zeroed bytes, aligned for the widest vectors; large ones for huge pages. Throws std::bad_alloc.
-Aligned allocate(std::size_t bytes);
 
 // Matrices of one input, packed into one; outputs are concatenated in order, neighbours that are stored alike in the same
 // panels. `bias` has the sum of outputs, or none.
