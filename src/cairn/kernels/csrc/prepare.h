@@ -82,7 +82,7 @@ inline void put_group(const float* x, std::byte* to, Index lane, Index height) {
 inline void prepare(const Activations& in, Index row) {
     const float* x = in.x + row * in.stride;
     if (in.pairs) {
-        const Tiles tiles(in.rows, MAX_ROWS);
+        const Tiles tiles(in.rows, PAIR_ROWS);
         const Index tile = tiles.of(row), first = tiles.first(tile), height = tiles.height(tile);
         std::byte* to = in.pairs + first * Activations::pair_bytes(in.inner) + 4 * (row - first);
         for (Index k = 0; k < in.inner; k += LANES) {

@@ -9,6 +9,7 @@ namespace cairn::CAIRN_VARIANT {
 constexpr int ACCUMULATORS = REGISTERS == 32 ? 24 : 12;
 constexpr int MAX_ROWS = ACCUMULATORS / PARTS < 6 ? ACCUMULATORS / PARTS : 6;
 constexpr int MAX_PANELS = 4;
+constexpr int PAIR_ROWS = 12;
 
 // With few rows memory sets the pace: lines are asked for so many bytes ahead.
 constexpr Index AHEAD = 2048;
@@ -29,10 +30,12 @@ inline void add_outer(Vec (&acc)[R][P], const float* x, Index x_stride, const Ve
     }
 }
 
-// How a panel is read: STEP inner indices at once, `add` multiplies them with rows of X, which `next` moves on; what is
-// left of an odd number of inner indices is `add_last`.
+// How a panel is read, and how many rows and panels make a tile: STEP inner indices at once, `add` multiplies them with
+// rows of X, which `next` moves on; what is left of an odd number of inner indices is `add_last`.
 struct F32 {
     static constexpr bool PREPARED = false;
+    static constexpr int ROWS = MAX_ROWS;
+    static constexpr int panels(int rows) { return panels_for(rows); }
     static constexpr int STEP = 1;
     static constexpr Index BYTES = LANES * 4;
     using Raw = Vec;
@@ -50,6 +53,8 @@ struct F16 : F32 {
 };
 struct Bf16 {
     static constexpr bool PREPARED = false;
+    static constexpr int ROWS = MAX_ROWS;
+    static constexpr int panels(int rows) { return panels_for(rows); }
     static constexpr int STEP = 2;
     static constexpr Index BYTES = LANES * 4;
     using Raw = IntVec;
@@ -77,6 +82,9 @@ struct Bf16 {
 // Both factors in bfloat16, two products at once; subnormal ones count as zero.
 struct Pairs {
     static constexpr bool PREPARED = true;
+    static constexpr int ROWS = PAIR_ROWS;
+    // One stream of weights is read faster than several; more rows are bound by arithmetic and share loads.
+    static constexpr int panels(int rows) { return rows <= 2 ? 1 : 2; }
     static constexpr int STEP = 1;
     static constexpr Index BYTES = LANES * 4;
     using Raw = IntVec;
@@ -85,7 +93,7 @@ struct Pairs {
     static Raw read(const std::byte* at) { return load_int(at); }
     template <int R, int P>
     static void add(Vec (&acc)[R][P], const X* x, Index, const Raw (&raw)[P]) {
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int r = 0; r < R; r++) {
             const auto two = (__m512bh)_mm512_set1_epi32(reinterpret_cast<const std::int32_t*>(x)[r]);
 #pragma GCC unroll 4
@@ -165,7 +173,7 @@ using Tile = void (*)(const Product&, const Segment&, Index row, Index panel);
 
 template <class Format, int R>
 Tile tile_of(int panels) {
-    constexpr int MOST = panels_for(R);
+    constexpr int MOST = Format::panels(R);
     if constexpr (MOST >= 4)
         if (panels == 4) return tile<Format, R, 4>;
     if constexpr (MOST >= 3)
@@ -175,23 +183,18 @@ Tile tile_of(int panels) {
     return tile<Format, R, 1>;
 }
 
-template <class Format>
+template <class Format, int R = Format::ROWS>
 Tile tile_of(Index rows, int panels) {
-    if constexpr (MAX_ROWS >= 6) {
-        if (rows == 6) return tile_of<Format, 6>(panels);
-        if (rows == 5) return tile_of<Format, 5>(panels);
-        if (rows == 4) return tile_of<Format, 4>(panels);
-    }
-    if (rows == 3) return tile_of<Format, 3>(panels);
-    if (rows == 2) return tile_of<Format, 2>(panels);
-    return tile_of<Format, 1>(panels);
+    if constexpr (R > 1)
+        if (rows < R) return tile_of<Format, R - 1>(rows, panels);
+    return tile_of<Format, R>(panels);
 }
 
 // Weights of one group of panels stay hot for all tiles.
 template <class Format>
 void product(const Product& job, const Segment& part, Index first_panel, Index last_panel) {
-    const Tiles tiles(job.in.rows, MAX_ROWS);
-    const int group = panels_for(static_cast<int>(tiles.height(0)));
+    const Tiles tiles(job.in.rows, Format::ROWS);
+    const int group = Format::panels(static_cast<int>(tiles.height(0)));
     for (Index panel = first_panel; panel < last_panel;) {
         const int width = static_cast<int>(last_panel - panel < group ? last_panel - panel : group);
         for (Index i = 0; i < tiles.count; i++)
