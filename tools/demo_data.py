@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 
-from demo import chat, facts, recall, toolchat
+from demo import acttalk, chat, facts, recall, toolchat
 from demo.dialogue import Talk
 from demo.values import Values
 
@@ -29,7 +29,8 @@ SYSTEMS = [
 ]
 
 # Shares in percent of conversations; tools carry the most because choosing among them is the hardest to learn.
-MIX = {"recall": 14, "tools": 52, "about": 5, "sums": 7, "chat": 4, "untold": 11, "system": 2, "echo": 2, "long": 3}
+MIX = {"recall": 9, "acts": 52, "tools": 17, "about": 6, "sums": 3, "chat": 3, "untold": 6, "system": 1, "echo": 1}
+MIX |= {"long": 1}
 
 # What a fresh run reads first, for a few minutes: short texts in which copying pays at once. It makes the skill that
 # everything else rests on appear early.
@@ -94,7 +95,8 @@ def _long(talk: Talk) -> None:
 
 _FILLERS = {
     "recall": lambda talk: recall.recall(talk, chat.between),
-    "tools": lambda talk: toolchat.tool_talk(talk, chat.between),
+    "acts": lambda talk: acttalk.act_talk(talk, chat.between),
+    "tools": lambda talk: toolchat.tool_talk(talk, chat.between, real=0.25),
     "about": _about,
     "sums": chat.sums,
     "chat": _chat,

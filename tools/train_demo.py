@@ -112,10 +112,10 @@ class Trainer:
         return True
 
 
-def rate_at(state: State, total_seconds: float) -> float:
+def rate_at(state: State, total_seconds: float, decay_seconds: float) -> float:
     """Share of the full learning rate: up in the first steps, down to nothing over the last part of the time."""
-    left = max(0.0, 1 - state.seconds / total_seconds)
-    return min(1.0, (state.step + 1) / WARM_UP, left / DECAY)
+    left = max(0.0, total_seconds - state.seconds)
+    return min(1.0, (state.step + 1) / WARM_UP, left / decay_seconds)
 
 
 def export(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
@@ -168,6 +168,7 @@ def make_tokenizer(folder: Path, seed: int) -> Tokenizer:
 def train(trainer: Trainer, source: Iterator[Batch], tokenizer: Tokenizer, arguments: argparse.Namespace) -> None:
     """Step until the time is used up, saving now and then."""
     state, total, out = trainer.state, arguments.minutes * 60.0, arguments.out
+    decay = total * DECAY if arguments.decay is None else arguments.decay * 60.0
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     smooth, saved, logged = 0.0, state.seconds, state.seconds
@@ -175,7 +176,7 @@ def train(trainer: Trainer, source: Iterator[Batch], tokenizer: Tokenizer, argum
         bar = progress.add_task("training", total=total, completed=state.seconds)
         while state.seconds < total:
             began = time.perf_counter()
-            value = trainer.step([next(source) for _ in range(arguments.batches)], rate_at(state, total))
+            value = trainer.step([next(source) for _ in range(arguments.batches)], rate_at(state, total, decay))
             state.seconds += time.perf_counter() - began
             smooth = value if not smooth else 0.97 * smooth + 0.03 * value
             speed = state.tokens / max(state.seconds, 1e-9)
@@ -196,6 +197,9 @@ def main() -> None:
     """Read the options and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=80.0, help="training time in all, over every run (default 80)")
+    parser.add_argument(
+        "--decay", type=float, help="last minutes, in which the rate falls to nothing (default: 30 %% of all)"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all)")
     parser.add_argument("--seed", type=int, default=1, help="seed of text and weights (default 1)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and of the model")

@@ -16,7 +16,7 @@ from .dialogue import Message, Talk
 from .tokenizer import END_OF_TEXT, TURN_END, TURN_START
 
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
-LENGTHS = (96, 160, 256, 384, 576, 832, 1216, 1920)
+LENGTHS = (96, 160, 224, 288, 352, 416, 480, 576, 704, 832, 1216, 1920)
 BATCH_TOKENS = 4096
 
 

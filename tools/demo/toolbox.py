@@ -1,6 +1,7 @@
 """Tools to practise with: a catalogue of realistic ones, and families that make up any number of others."""
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,8 @@ POPULAR = (
     "play_music",
     "call_contact",
 )
+# First letters of words that say nothing about a tool.
+_LITTLE = set("the for and with from this that what whic who when how all one are".split())
 TYPES = {"s": "string", "i": "integer", "n": "number", "b": "boolean", "e": "string"}
 
 
@@ -181,7 +184,20 @@ def _parse(block: str) -> Tool:
 @cache
 def realistic(evaluation: bool) -> tuple[Tool, ...]:
     """The catalogue's tools of one side: training, or held out."""
-    return tuple(tool for tool in catalogue() if (held_out(tool.name, 12) and tool.name not in POPULAR) == evaluation)
+    side = (tool for tool in catalogue() if (held_out(tool.name, 12) and tool.name not in POPULAR) == evaluation)
+    return tuple(side) if evaluation else tuple(_plainer(tool) for tool in side)
+
+
+def _plainer(tool: Tool) -> Tool:
+    """The tool with those requests alone that share a word with it: the others teach nothing that carries over."""
+    told = " ".join((tool.name, tool.description, *(f"{p.name} {p.description}" for p in tool.params)))
+    known = {word[:4] for word in re.findall(r"[a-z]{3,}", re.sub(r"([A-Z])", r" \1", told).lower())} - _LITTLE
+    kept = [r for r in tool.requests if known & {w[:4] for w in re.findall(r"[a-z]{3,}", _bare(r))}]
+    return replace(tool, requests=tuple(kept)) if kept else tool
+
+
+def _bare(request: str) -> str:
+    return re.sub(r"\{\w+\}", "", request.partition(" :: ")[0]).lower()
 
 
 def renamed(tool: Tool, values: Values) -> Tool:
