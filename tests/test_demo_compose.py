@@ -63,7 +63,7 @@ def _calls(count: int) -> list[tuple[Values, Composed, str, dict[str, object]]]:
 
 def test_calls_fit_their_schemas() -> None:
     """Required arguments are there, none is unknown, and each has the type and one of the values of its schema."""
-    for values, tool, text, arguments in _calls(1500):
+    for values, tool, text, arguments in _calls(700):
         parameters = tool.schema(values)["function"]["parameters"]
         assert set(parameters.get("required", ())) <= set(arguments) <= set(parameters["properties"]), text
         for name, value in arguments.items():
@@ -74,7 +74,7 @@ def test_calls_fit_their_schemas() -> None:
 
 def test_words_are_passed_on_as_they_are_said() -> None:
     """Text arguments are copied from the request, places and things without their article, and no slot is left open."""
-    for _, tool, text, arguments in _calls(1500):
+    for _, tool, text, arguments in _calls(700):
         assert not re.search(r"\{\^?\w+\}|<\w+>", text), text
         assert not any(mark in request for request in tool.requests for mark in "@~")
         kinds = {param.name: param.kind for param in tool.params}
@@ -82,7 +82,7 @@ def test_words_are_passed_on_as_they_are_said() -> None:
             if not isinstance(value, str) or kinds[name] == "moneycode" or value.replace(".", "").isdigit():
                 continue
             assert value.lower() in text.lower(), f"{text}: {name} is {value!r}"
-            own_words = kinds[name] in compose.FREE
+            own_words = kinds[name] in {*compose.FREE, "reason"}
             assert own_words or not value.startswith("the "), f"{text}: {name} is {value!r}"
 
 
@@ -109,17 +109,17 @@ def test_the_sides_share_no_act() -> None:
 def test_offered_tools_differ_and_some_are_near() -> None:
     """Names and descriptions tell the offered tools apart, although they may share a verb or a noun."""
     values, near = Values(random.Random(5)), 0
-    for _ in range(150):
+    for _ in range(80):
         tools = acttalk.offer(values, 3)
         assert len({tool.name for tool in tools}) == len({tool.description for tool in tools}) == 3
         words = [tool.act.words for tool in tools if isinstance(tool, Composed) and tool.act]
         near += any(one & two for index, one in enumerate(words) for two in words[:index])
-    assert 50 < near < 150
+    assert 25 < near < 80
 
 
 def test_a_talk_calls_only_what_is_offered() -> None:
     """Every call of a conversation is to one of its tools, and no mark of the generator is left in it."""
-    for seed in range(150):
+    for seed in range(80):
         talk = Talk(Values(random.Random(seed)))
         acttalk.act_talk(talk, lambda talk: talk.turn("Hello", "Hello! How can I help?"))
         names = {tool["function"]["name"] for tool in talk.tools}
