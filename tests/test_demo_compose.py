@@ -10,13 +10,14 @@ import pytest
 TOOLS = Path(__file__).parents[1] / "tools"
 sys.path.insert(0, str(TOOLS))
 
-from demo import acttalk, compose, things  # noqa: E402
-from demo.compose import Act, Composed  # noqa: E402
+from demo import acttable, acttalk, compose, things  # noqa: E402
+from demo.acttable import Act  # noqa: E402
+from demo.compose import Composed  # noqa: E402
 from demo.dialogue import AS_IS, Talk  # noqa: E402
 from demo.toolbox import TYPES  # noqa: E402
 from demo.values import Values  # noqa: E402
 
-ACTS = compose.acts(False) + compose.acts(True)
+ACTS = acttable.acts(False) + acttable.acts(True)
 JSON_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool}
 
 
@@ -101,7 +102,7 @@ def test_all_that_is_required_is_said_and_nothing_unsaid_is_passed_on() -> None:
 
 def test_the_sides_share_no_act() -> None:
     """What is scored as unseen is unseen."""
-    train, held = (set(compose.acts(side)) for side in (False, True))
+    train, held = (set(acttable.acts(side)) for side in (False, True))
     assert held and not train & held
     assert len(train) > 10 * len(held)
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from .compose import Act, Composed, acts, random_act, tool_of
+from .acttable import Act, acts
+from .compose import Composed, random_act, tool_of
 from .dialogue import AS_IS, Talk
 from .things import thing
 from .toolbox import Tool

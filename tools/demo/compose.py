@@ -1,25 +1,19 @@
-"""Tools put together from a verb, an object and roles, and the endless ways in which people ask for them.
+"""Tools put together from the acts and roles of acttable.py, and the endless ways in which people ask for them.
 
-A role (acts/roles.txt) is a kind of argument with its schema names, descriptions and the little words that announce it
-("from {}", "called {}", "for {} people"). An act (acts/acts.txt) is what a tool does, with its roles and some request
-templates: ``(a/b)`` is a choice, ``{slot}`` the bare value, ``{^slot}`` the value behind an article that is not part of
-it, ``<slot>`` the value with one of its role's little words, ``@`` the tool's verb and ``~`` its noun (where the tools of an
-act do different things). What a template leaves out is added behind it, in any order.
+A request starts from one of the act's templates; what the template leaves out is added behind it, in any order.
 """
 
 import re
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from . import words
+from .acttable import Act, Role, roles
 from .dialogue import AS_IS, ASKS, OPENERS, TAILS, lower_first
 from .things import thing
 from .toolbox import Param, Tool
-from .values import Value, Values, held_out
+from .values import Value, Values
 
-FOLDER = Path(__file__).with_name("acts")
 CHOICE = re.compile(r"\(([^()]*/[^()]*)\)")
 PLACE = re.compile(r"\{\^?(\w+)\}|<(\w+)>")
 SPOKEN = "What What's Where When Who Which How How's Is Are Am Do Does Did Has Have Will Can Could Any".split()
@@ -37,37 +31,6 @@ GENERIC = """city origin destination recipient person attendee assignee sender s
 deadline time endtime when period year minutes hours span people limit percent language room colour size priority
 status sort format repeat channel folder tofolder file tofile content branch repo assoc team environment version host
 tag category reason account phone url topic rating urgent notify force private place address country currency""".split()
-
-
-@dataclass(frozen=True, slots=True)
-class Role:
-    """A kind of argument; ``ways`` announce it, and for a boolean each way says yes (or no, behind the mark)."""
-
-    slot: str
-    types: str
-    kinds: tuple[str, ...]
-    names: tuple[str, ...]
-    descriptions: tuple[str, ...]
-    ways: tuple[str, ...] = ()
-    denials: tuple[str, ...] = ()
-    last: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Act:
-    """What a tool does: words for its name, its roles (with whether they must be there), requests, results."""
-
-    verbs: tuple[str, ...]
-    nouns: tuple[str, ...]
-    descriptions: tuple[str, ...]
-    roles: tuple[tuple[Role, bool], ...]
-    requests: tuple[str, ...]
-    returns: tuple[tuple[str, str], ...] = (("status", "ok"),)
-
-    @property
-    def words(self) -> set[str]:
-        """Verbs, nouns and slots, to tell how near two acts are."""
-        return {*self.verbs, *self.nouns, *(role.slot for role, _ in self.roles)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,50 +166,6 @@ def asked(values: Values, text: str, *, free: bool = False) -> str:
 
 def _cased(values: Values, text: str) -> str:
     return text[:1].upper() + text[1:] if values.rng.random() < 0.75 else text
-
-
-@cache
-def roles() -> dict[str, Role]:
-    """The table of roles."""
-    found = {}
-    for line in (FOLDER / "roles.txt").read_text("utf-8").splitlines():
-        if line.startswith("#"):
-            continue
-        slot, types, kinds, names, descriptions, ways = line.split(" | ")
-        listed = tuple(kinds.split(";")) if types == "e" else tuple(kinds.split(","))
-        yes, _, no = ways.partition("!")
-        denials = tuple(no.split(";")) if no else ()
-        found[slot.lstrip("!")] = Role(
-            slot.lstrip("!"), types, listed, tuple(names.split()), tuple(descriptions.split("/")),
-            tuple(yes.split(";")), denials, slot.startswith("!"),
-        )  # fmt: skip
-    return found
-
-
-@cache
-def acts(evaluation: bool) -> tuple[Act, ...]:
-    """The acts of one side: training, or held out (one in 16, by a checksum of its description)."""
-    blocks = f"\n{(FOLDER / 'acts.txt').read_text('utf-8')}".split("\n# ")[1:]
-    return tuple(act for act in map(_parsed, blocks) if held_out(act.descriptions[-1], 16) == evaluation)
-
-
-def _parsed(block: str) -> Act:
-    head, *lines = block.strip().splitlines()
-    verbs, nouns, descriptions, params = head.split(" | ", 3)
-    requests = tuple(line[2:] for line in lines if line.startswith("> "))
-    returns = tuple(tuple(pair.split(":")) for line in lines if line.startswith("< ") for pair in line[2:].split())
-    parsed = tuple(_role(text.strip()) for text in params.split(" ; "))
-    return Act(tuple(verbs.split()), tuple(nouns.split()), tuple(descriptions.split("/")), parsed, requests, returns)  # type: ignore[arg-type]
-
-
-def _role(text: str) -> tuple[Role, bool]:
-    slot, *rest = text.split(" ", 4)
-    bare = slot.rstrip("?")
-    if not rest:
-        return roles()[bare], bare == slot
-    types, kinds, names, descriptions = rest
-    listed = tuple(kinds.split(";")) if types == "e" else tuple(kinds.split(","))
-    return Role(bare, types, listed, tuple(names.split(",")), tuple(descriptions.split("/"))), bare == slot
 
 
 def tool_of(values: Values, act: Act) -> Composed:
