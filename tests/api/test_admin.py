@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from scripted import ScriptedService
-from serving import site
+from sockets import site
 
 from cairn.config import Config
 from cairn.types import Delta

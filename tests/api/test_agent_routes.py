@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from sockets import Site, site
 from tests.agents.house import House, house, talking_model
 from tests.agents.test_portable import forged, with_agent, with_turn
 
 from cairn.config import Config, Secret, TenantKeys
 from cairn.kv.chunk_file import parse_name
-from serving import Site, site
 
 TURN = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from scripted import ScriptedService
-from serving import Site, site
+from sockets import Site, site
 
 from cairn.api.app import App
 from cairn.api.auth import OPEN, Access, check_exposure

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from scripted import ScriptedService, done
-from serving import Site, answer, request_bytes, site
+from sockets import Site, answer, request_bytes, site
 
 from cairn.config import Config
 from cairn.types import Delta

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 from scripted import ScriptedService, done
-from serving import Site, answer, events, request_bytes, site
+from sockets import Site, answer, events, request_bytes, site
 
 from cairn.config import Config
 from cairn.errors import GenerationFailed, Overloaded, Unavailable

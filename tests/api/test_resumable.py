@@ -15,7 +15,7 @@ import httpx
 import pytest
 from process import served
 from scripted import ScriptedService, ScriptedStream, done
-from serving import Site, request_bytes, site
+from sockets import Site, request_bytes, site
 
 from cairn.api.resumable import Tapes
 from cairn.api.tape import PAGE, Tape

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from scripted import SPEC, ScriptedService
-from serving import site
+from sockets import site
 
 from cairn.api.checks import check_chat
 from cairn.api.parse import HARMLESS, MESSAGE_NEUTRAL, NEUTRAL, parse

@@ -18,6 +18,7 @@ import httpx
 import pytest
 from process import FOLDERS, Served, alive, free_port, served
 from scripted import ScriptedService, done
+from sockets import answer, events, request_bytes
 
 from cairn.api import folders, server
 from cairn.api.app import build_app
@@ -25,7 +26,6 @@ from cairn.config import Config
 from cairn.errors import ConfigError, ModelFileError, Unavailable
 from cairn.service.service import Service
 from cairn.types import Delta
-from serving import answer, events, request_bytes
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 SCRIPTED = json.dumps(CHAT | {"model": "scripted"}).encode()

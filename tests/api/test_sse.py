@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import Bytes, done
-from serving import events
+from sockets import events
 
 from cairn.api.sse import DONE, HEARTBEAT, ChatChunks, TextChunks, TextLogprobs, chat_logprobs, error_event
 from cairn.errors import InvalidRequest, Overloaded, Unauthorized

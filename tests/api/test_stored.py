@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from scripted import ScriptedService
-from serving import site
+from sockets import site
 
 from cairn.cli import main
 from cairn.config import Config, Secret

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from process import KV_GB, Served, alive, served
-from serving import events, request_bytes
+from sockets import events, request_bytes
 
 import cairn
 from cairn.config import Config

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from process import served
-from serving import answer, request_bytes
+from sockets import answer, request_bytes
 from test_hostile import Good
 
 Figure = Callable[[str, str], None]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from process import Served, served
-from serving import events, request_bytes
+from sockets import events, request_bytes
 
 Figure = Callable[[str, str], None]
 

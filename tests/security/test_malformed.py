@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from process import Served, served
-from serving import events, request_bytes
+from sockets import events, request_bytes
 
 Figure = Callable[[str, str], None]
 
