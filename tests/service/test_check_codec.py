@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from tests.files import CrashFiles, Fault
 from tests.kv.stored import FOLDER, Time, open_store
 from tests.tiny_models import load, random_tensors
 from tiny import Answer, collect, config, make_model, request
+from typer.testing import CliRunner
 
-from cairn.cli import main
+from cairn.cli import app, main
 from cairn.config import Config
 from cairn.errors import ConfigError, Conflict
 from cairn.kv import codec_check
@@ -89,6 +91,20 @@ async def test_other_weights_and_other_kernels_need_a_check_of_their_own(model: 
     save_file(random_tensors(model, seed=1), model / "model.safetensors")
     with pytest.raises(ConfigError, match="was not compared"):
         await ask(options(model, folder, kv_codec="q8"))
+
+
+@pytest.mark.parametrize("named", [{}, {"kernels": "reference", "weights": "bf16", "kv_dtype": "f16"}])
+async def test_the_command_that_a_refusal_names_is_the_one_that_is_needed(
+    named: dict[str, str], model: Path, tmp_path: Path
+) -> None:
+    settings = options(model, tmp_path / "kv", kv_codec="q8", **named)
+    with pytest.raises(ConfigError, match="was not compared") as refused:
+        await ask(settings)
+    program, *words = shlex.split(str(refused.value).partition("run: ")[2])
+    assert program == "cairn"
+    shown = CliRunner().invoke(app, [*words, "--threads", "1"])
+    assert shown.exit_code == 0, shown.output
+    assert (await ask(settings)).tokens
 
 
 def test_what_cannot_be_checked_is_one_sentence(model: Path, tmp_path: Path) -> None:

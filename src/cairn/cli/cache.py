@@ -14,7 +14,7 @@ from cairn.resolve import Resolved
 if TYPE_CHECKING:
     from cairn.service.check_codec import Checked
 
-_CHECK = ("engine", "kernels", "threads", "context", "kv_dtype", "kv_dir", "kv_fresh")
+_CHECK = ("engine", "kernels", "weights", "threads", "context", "kv_dtype", "kv_dir", "kv_fresh")
 _SERVER = ("api_key", "admin_key")
 _Host = Annotated[str | None, typer.Option(metavar="URL", help="The server; default: the configured address and port.")]
 

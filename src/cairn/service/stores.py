@@ -94,11 +94,12 @@ def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem,
         return codec
     found = recall(files, folder, info.identity, codec.name)
     if found is None:
-        kernels = "" if config.kernels == "auto" else f" --kernels {config.kernels}"
-        dtype = "" if config.kv_dtype == "auto" else f" --kv-dtype {config.kv_dtype}"
+        # What else is part of the keys: without it another model's numbers would be compared.
+        named = {"kernels": config.kernels, "weights": config.weights, "kv-dtype": config.kv_dtype}
+        flags = "".join(f" --{name} {value}" for name, value in named.items() if value != "auto")
         raise ConfigError(
             f"kv_codec: {codec.name} was not compared with raw on this model; run: cairn cache check-codec "
-            f"{shlex.quote(config.model)} --kv-dir {shlex.quote(str(folder))}{kernels}{dtype}",
+            f"{shlex.quote(config.model)} --kv-dir {shlex.quote(str(folder))}{flags}",
             field="kv_codec",
         )
     if found.refusal:
