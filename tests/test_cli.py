@@ -156,10 +156,9 @@ def test_doctor_and_models_name_what_is_here():
     assert facts["engines", "cpu"].startswith("used") and facts["engines", "fake"].startswith("not used")
     assert facts["models", "demo"].startswith("fits") and "of weights (f32)" in facts["models", "demo"]
     assert run("models").stdout.startswith("demo\t")
-    small = [
-        line for line in run("doctor", "--kv-gb", "0.000001").stdout.splitlines() if line.startswith("models\tdemo")
-    ]
-    assert small[0].split("\t")[2].startswith("no: ") and "kv_gb" in small[0]
+    for flag, value, word in (("--kv-gb", "0.000001", "kv_gb"), ("--context", "999999", "was made for at most 2048")):
+        shown = [line for line in run("doctor", flag, value).stdout.splitlines() if line.startswith("models\tdemo")]
+        assert shown[0].split("\t")[2].startswith("no: ") and word in shown[0]
 
 
 @pytest.mark.parametrize("command", [["serve"], ["generate", "-p", "x"], ["chat"]])

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cairn.engine import machine
-from cairn.engine.machine import Gpu, cpu_count, cpu_name, gpus, instruction_sets, memory_available
+from cairn.engine.machine import Gpu, cpu_count, cpu_name, gpus, instruction_sets, memory_available, peak_memory
 
 MEMINFO = "MemTotal:       16000000 kB\nMemFree:         1000000 kB\nMemAvailable:    8000000 kB\n"
 
@@ -21,6 +22,17 @@ def put(root: Path, files: dict[str, str]) -> Path:
 def test_memory_of_the_machine(tmp_path: Path) -> None:
     assert memory_available(put(tmp_path, {"proc/meminfo": MEMINFO})) == 8_000_000 * 1024
     assert 0 < memory_available() < 1 << 48
+
+
+def test_the_peak_of_memory_is_not_that_of_the_process_that_started_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """getrusage says what its parent held as well."""
+    monkeypatch.setattr(machine.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=700))
+    assert peak_memory(put(tmp_path, {"proc/self/status": "VmPeak:\t 900 kB\nVmHWM:\t  500 kB\n"})) == 500 * 1024
+    for platform, unit in (("linux", 1024), ("darwin", 1)):
+        monkeypatch.setattr(machine.sys, "platform", platform)
+        assert peak_memory(tmp_path / "none") == 700 * unit
 
 
 def test_a_control_group_of_version_2_limits_memory_at_any_level(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -135,22 +133,16 @@ def _measure(spec: ModelSpec, weights: Weights, config: Config, load: Load) -> M
     return Measured(load, limits, figures, bench.weights)
 
 
-def _peak_memory() -> int:
-    """Most bytes that this process held at once."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
-
-
 def _print(spec: ModelSpec, weights: Weights, config: Config, measured: Measured, as_json: bool) -> None:
     import msgspec
 
     from cairn.cli.output import amount, table, talk
-    from cairn.engine.machine import cpu_count, cpu_name
+    from cairn.engine.machine import cpu_count, cpu_name, peak_memory
     from cairn.kernels.choose import chosen
     from cairn.models.held import error_line
 
     load, roofline, figures = measured.load, measured.roofline, measured.figures
-    threads, kernels, peak = config.threads or cpu_count(), chosen(config.kernels), _peak_memory()
+    threads, kernels, peak = config.threads or cpu_count(), chosen(config.kernels), peak_memory()
     if as_json:
         found = {
             "model": spec.name,

@@ -85,6 +85,7 @@ def _fit(name: str, config: Config) -> str:
     """One model in a sentence."""
     from cairn.cli.output import amount
     from cairn.engine import machine, memory
+    from cairn.engine.device import check_context
     from cairn.models import hub
     from cairn.models.held import HeldWeights, form_of
     from cairn.models.spec import load_spec
@@ -93,6 +94,7 @@ def _fit(name: str, config: Config) -> str:
     try:
         folder = hub.locate(name)
         spec = load_spec(folder, identify=False)
+        check_context(spec, config)
         free = machine.memory_available()
         held = HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
         weights = memory.weight_memory(spec, held, config.kernels)

@@ -13,11 +13,16 @@ from cairn.models.spec import load_spec
 from cairn.types import ModelSpec
 
 
+def check_context(spec: ModelSpec, config: Config) -> None:
+    """Raise `ModelError` for a context that is longer than the model's own."""
+    if config.context is not None and config.context > spec.context:
+        raise ModelError(f"context is {config.context}, but {spec.name} was made for at most {spec.context} tokens")
+
+
 def load_engine(config: Config, folder: Path) -> tuple[ModelSpec, Engine]:
     """The model in `folder`, loaded into the engine that `config.engine` names: whole, or a `ModelError`."""
     spec = load_spec(folder)
-    if config.context is not None and config.context > spec.context:
-        raise ModelError(f"context is {config.context}, but {spec.name} was made for at most {spec.context} tokens")
+    check_context(spec, config)
     if config.engine == "fake":
         # Imported here so that a server never loads the code of an engine that it does not run.
         from cairn.engine.fake import FakeEngine

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import os
 import platform
+import resource
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +68,16 @@ def memory_available(root: Path = ROOT) -> int:
             ]
             available = min(available, max(0, int(limit) - int(used) + int(cached[-1] if cached else 0)))
     return available
+
+
+def peak_memory(root: Path = ROOT) -> int:
+    """Most bytes that this process held at once."""
+    for line in _read(root / "proc/self/status").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    # No procfs (macOS, in bytes). Elsewhere not this: it is also the peak of the process that forked this one.
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[Path]:
