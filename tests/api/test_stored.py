@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,7 @@ async def test_the_command_line_says_the_same(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     async with site(Stored()) as at:
 
         async def run(order: str) -> dict[str, str]:
@@ -88,7 +90,23 @@ async def test_the_command_line_says_the_same(
             assert shown["host memory"] == "not used"
             assert shown["loaded"] == "640 tokens in 0.25 s"
         assert (await run("scrub"))["removed"] == "2 chunks, 16.0 kB"
-        assert (await run("prune"))["removed"] == "1,000 chunks, 8.0 MB"
+        shown = await run("prune")
+        assert shown["removed"] == "1,000 chunks, 8.0 MB" and shown["packed weights"] == "0 files removed here, 0 bytes"
+
+
+def test_packed_weights_that_prune_removed_are_told_without_a_server(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    old = tmp_path / "cairn" / "packed" / "old.packed"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(bytes(2000))
+    os.utime(old, (1, 1))
+    with pytest.raises(SystemExit) as left:
+        main(["cache", "prune", "--host", "http://127.0.0.1:9"])
+    assert left.value.code and not old.exists()
+    assert capsys.readouterr().out == "packed weights\t1 files removed here, 2.0 kB\n"
 
 
 async def test_a_real_server_stores_flushes_and_finds_damage(tmp_path: Path) -> None:

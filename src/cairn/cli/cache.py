@@ -51,8 +51,9 @@ def register(app: typer.Typer) -> None:
         from cairn.models.packed_file import prune as prune_packed
 
         files, size = prune_packed()
-        found = _swept(_call(resolved, host, "POST", "/prune"))
-        _print([*found, ("packed weights", f"{files:,} files removed here, {amount(size)}")])
+        # Told first: there may be no server, and they are gone all the same.
+        _print([("packed weights", f"{files:,} files removed here, {amount(size)}")])
+        _print(_swept(_call(resolved, host, "POST", "/prune")))
 
     @cache.command(name="check-codec")
     @configured(_CHECK)
