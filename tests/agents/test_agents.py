@@ -135,7 +135,9 @@ async def test_a_turn_cut_by_a_crash_keeps_its_tokens_and_is_resumed_the_same(fo
             await at.agents.resume("default", "ada", request=1)
 
 
-@pytest.mark.parametrize(("other", "why"), [("engine", "other kernels, weights, kv_dtype or kv_codec"), ("spec", "another model")])
+@pytest.mark.parametrize(
+    ("other", "why"), [("engine", "other kernels, weights, kv_dtype or kv_codec"), ("spec", "another model")]
+)
 async def test_a_turn_is_resumed_only_by_what_began_it(folder: Path, other: str, why: str) -> None:
     """The rest would not be what the same answer would have been; without a word of it nobody could tell."""
     options = SamplingOptions(temperature=0, max_tokens=200, ignore_eos=True)

@@ -158,7 +158,8 @@ class Turns:
             raise Conflict(f"{named} was begun with another model; {back}")
         if began.engine not in (b"", self.service.info.identity):
             raise Conflict(
-                f"{named} was begun with other kernels, weights, kv_dtype or kv_codec, which may answer otherwise; {back}"
+                f"{named} was begun with other kernels, weights, kv_dtype or kv_codec, which may answer otherwise; "
+                f"{back}"
             )
         if digest(prompt) != began.digest:
             raise Conflict(f"damage to the log cost what came before {named}; {back}")
