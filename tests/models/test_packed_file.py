@@ -187,3 +187,24 @@ def test_what_no_start_used_for_a_month_is_removed(
     size = unused.stat().st_size
     assert packed_file.prune() == (2, size + 4) and list(cache.iterdir()) == [used]
     assert packed_file.prune() == (0, 0)
+
+
+def test_what_a_killed_start_left_goes_at_once_and_what_is_being_written_stays(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starts that are killed while they load, one after the other, would fill the disk."""
+    model = a_model(tmp_path)
+    cache.mkdir(parents=True)
+    left = cache / "left.part"
+    left.write_bytes(b"half")
+    seen = []
+    real = packed_file._Writing.finish
+
+    def finish(self: Any, key: str) -> None:
+        seen.extend([packed_file.prune(), [one.suffix for one in cache.iterdir()]])
+        real(self, key)
+
+    monkeypatch.setattr(packed_file._Writing, "finish", finish)
+    answer(model, monkeypatch)
+    assert seen == [(0, 0), [".part"]] and not left.exists()
+    assert [one.suffix for one in cache.iterdir()] == [".packed"]

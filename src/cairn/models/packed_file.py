@@ -14,6 +14,7 @@ The description: {"key", "errors" (of rounded tensors), "matrices": [{"parts": [
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
@@ -94,6 +95,7 @@ def build(kernels: Any, spec: ModelSpec, weights: HeldWeights, place: Path, size
         return decoder.build(kernels, spec, weights)
     try:
         with os.fdopen(handle, "wb", 0) as file:
+            _hold(file.fileno())
             writing = _Writing(kernels, weights, file)
             built = decoder.build(_kernels(writing), spec, _names(weights))
             writing.finish(key)
@@ -114,11 +116,26 @@ def prune(days: float = UNUSED_DAYS) -> tuple[int, int]:
         for path in folder().iterdir():
             with contextlib.suppress(OSError):
                 stat = path.stat()
-                unused = path.suffix == _PART and stat.st_mtime < now - 86400
-                if unused or stat.st_mtime < now - days * 86400:
+                ended = path.suffix == _PART and _ended(path)
+                if ended or stat.st_mtime < now - days * 86400:
                     path.unlink()
                     files, size = files + 1, size + stat.st_size
     return files, size
+
+
+def _hold(handle: int) -> bool:
+    """Lock a file for as long as it is open; False where another process has it, or the disk knows no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _ended(path: Path) -> bool:
+    """Whether nobody writes a file any more: a process that was killed left it, and a few would fill the disk."""
+    with path.open("rb") as file:
+        return _hold(file.fileno())
 
 
 def _key(spec: ModelSpec, weights: HeldWeights, kernels: NativeKernels) -> str:
