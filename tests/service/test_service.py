@@ -372,7 +372,7 @@ async def test_a_consumer_that_lags_misses_no_logprob(service: Service) -> None:
 @pytest.mark.parametrize("stop", [(), ("never said",)])
 async def test_a_consumer_that_never_reads_is_bounded_and_cut(folder: Path, stop: tuple[str, ...]) -> None:
     """Known failure 43."""
-    async with serving(folder, stream_buffer_kib=1, stream_stall=0.3) as service:
+    async with serving(folder, stream_buffer_kib=1, stream_stall=0.03) as service:
         fields: dict[str, Any] = {"stop": stop, "logprobs": True, "top_logprobs": 5}
         stream = service.generate(request(service, "x", 2000, **fields))
         await until(lambda: service.status(stream.id).state != "running" and stream._flight.done)  # type: ignore[union-attr]
