@@ -11,8 +11,8 @@ import pytest
 from tests.files import CrashFiles
 
 from cairn.agents import log as log_module
+from cairn.agents.index import TIDY, Index, Kind, Segment, decode_keys, encode_keys
 from cairn.agents.index import Entry as Place
-from cairn.agents.index import Index, Kind, Segment, decode_keys, encode_keys
 from cairn.agents.log import Log
 from cairn.agents.segment import (
     HEADER_BYTES,
@@ -128,6 +128,27 @@ def test_an_end_supersedes_the_pieces_of_its_turn_only() -> None:
     for entry in (*pieces, end):
         index.enter(entry)
     assert [entry.live for entry in pieces] == [False, False, True] and end.live
+
+
+def test_where_a_superseded_record_lies_is_forgotten_and_it_is_erased_all_the_same() -> None:
+    """A log that grows by one agent's line a turn keeps no entry of each in memory."""
+    files = CrashFiles()
+    log = opened(files)
+    for line in range(10 * TIDY):
+        put(log, Kind.SAVINGS, 7, b"secret %d" % line)
+        put(log, Kind.AGENT, 8, b"open")
+    (segment,) = log._segments.values()
+    assert len(segment.entries) <= 2 * TIDY
+    log.close()
+    again = opened(files)
+    assert [record.key for record in again.recovered] == [7, 8]
+    put(again, Kind.SAVINGS, 7, b"in another file")
+    again.close()
+    last = opened(files)
+    assert [len(segment.entries) for segment in last._segments.values()] == [1, 1]
+    last.erase([7])
+    assert not any(b"secret" in data for data in files.files(FOLDER).values())
+    assert [record.key for record in opened(files.crash(random.Random(1))).recovered] == [8]
 
 
 def test_keys_of_an_erasure_are_read_back() -> None:

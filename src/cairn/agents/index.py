@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 
 from cairn.agents.segment import HEADER_BYTES, Header, Record
 
@@ -23,6 +23,8 @@ class Kind(enum.IntEnum):
 
 
 NEWEST = frozenset({Kind.AGENT, Kind.END, Kind.SAVINGS})
+TIDY = 64
+"""Entries that a segment may gather before it looks for those that do not count any more."""
 
 
 class Entry:
@@ -38,16 +40,35 @@ class Entry:
 class Segment:
     """A file of the log."""
 
-    __slots__ = ("dirty", "entries", "header", "size", "stuck")
+    __slots__ = ("_tidied", "dirty", "entries", "header", "size", "stuck", "superseded")
 
     def __init__(self, header: Header) -> None:
         self.header = header
         self.entries: list[Entry] = []
+        self.superseded: set[int] = set()
+        """Keys of records that it holds, that do not count any more, and that `entries` may have no more."""
+        self._tidied = 0
         self.size = HEADER_BYTES
         self.dirty = False
         """It may hold bytes that no entry names."""
         self.stuck = False
         """A record in it that counts cannot be read any more, so compaction leaves it alone."""
+
+    def add(self, entry: Entry) -> None:
+        """A record lies at the end now. Now and then those that do not count any more are forgotten."""
+        self.entries.append(entry)
+        if len(self.entries) >= 2 * self._tidied + TIDY:
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Keep only the keys of entries that do not count any more: they are a third to a half of all."""
+        self.superseded.update(entry.key for entry in self.entries if not entry.live)
+        self.entries = [entry for entry in self.entries if entry.live]
+        self._tidied = len(self.entries)
+
+    def holds(self, keys: Set[int]) -> bool:
+        """Whether it has bytes of records with these keys."""
+        return not keys.isdisjoint(self.superseded) or any(entry.key in keys for entry in self.entries)
 
     @property
     def live(self) -> int:
@@ -64,19 +85,20 @@ class Index:
     """Which entry supersedes which."""
 
     def __init__(self) -> None:
-        self._newest: dict[tuple[int, int], Entry] = {}
+        self._newest: dict[int, dict[int, Entry]] = {kind: {} for kind in NEWEST}
         self._pieces: dict[int, list[Entry]] = {}
 
     def enter(self, entry: Entry) -> None:
         """A record lies where the entry says, perhaps after it lay in a segment that was given up."""
         if entry.kind in NEWEST:
-            old = self._newest.get((entry.kind, entry.key))
+            newest = self._newest[entry.kind]
+            old = newest.get(entry.key)
             if old is not None and old.lsn > entry.lsn:
                 entry.live = False
                 return
             if old is not None:
                 old.live = False
-            self._newest[entry.kind, entry.key] = entry
+            newest[entry.key] = entry
         if entry.kind == Kind.TOKENS:
             self._pieces.setdefault(entry.key, []).append(entry)
         elif entry.kind == Kind.END:
@@ -87,8 +109,8 @@ class Index:
         """These keys are gone."""
         for key in keys:
             self._pieces.pop(key, None)
-            for kind in NEWEST:
-                self._newest.pop((kind, key), None)
+            for newest in self._newest.values():
+                newest.pop(key, None)
 
 
 def encode_keys(keys: Iterable[int]) -> bytes:

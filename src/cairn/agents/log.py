@@ -112,6 +112,8 @@ class Log:
             else:
                 self._index.enter(entries[lsn])
         self.recovered = [found[lsn] for lsn in sorted(found) if entries[lsn].live and found[lsn].kind != Kind.ERASE]
+        for segment in self._segments.values():
+            segment.tidy()
 
     # ------------------------------------------------------------------------------------------------------ writing
 
@@ -169,7 +171,7 @@ class Log:
         for record in records:
             assert self._active is not None
             entry = Entry(record)
-            self._active.entries.append(entry)
+            self._active.add(entry)
             self._index.enter(entry)
 
     def _header(self) -> Header:
@@ -233,7 +235,7 @@ class Log:
         if self._erasing:
             self._clear()
         for number, segment in sorted(self._segments.items()):
-            if segment.dirty or any(entry.key in self._erasing for entry in segment.entries):
+            if segment.dirty or segment.holds(self._erasing):
                 if segment is self._active:
                     self._seal()
                 self._rewrite([number], keep_all=False)

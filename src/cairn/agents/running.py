@@ -158,7 +158,7 @@ class RunningTurn:
         if not self._pending:
             self._since = self._keeper.clock.now()
         self._pending.append(event)
-        self.turn.tokens.extend(event.tokens)
+        self.turn.extend(event.tokens)
         return event
 
     def _log(self, now: float) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from cairn.agents.info import AgentInfo, Savings, TurnInfo, TurnState
 from cairn.agents.records import AgentRecord, EndRecord, TokensRecord, TurnRecord, pack, unpack
@@ -22,15 +24,13 @@ if TYPE_CHECKING:
 class Turn:
     """One turn, or with number 0 the beginning of an agent, which is told something and says nothing."""
 
-    __slots__ = ("answer", "began", "ended", "key", "parent", "said", "state", "tokens")
+    __slots__ = ("_growing", "answer", "began", "ended", "key", "parent", "state")
 
     def __init__(self, key: int, began: TurnRecord, parent: Turn | None) -> None:
         self.key, self.began, self.parent = key, began, parent
         self.state: TurnState = "interrupted" if began.number else "finished"
-        self.tokens = array("I")
-        """Of the answer."""
-        self.said = ["", ""]
-        """Content and reasoning, of an answer without an end."""
+        self._growing: array[int] | None = array("I")
+        """Tokens of an answer without an end, or one that goes on; else its end has them."""
         self.answer: dict[str, Any] | None = None
         self.ended: EndRecord | None = None
 
@@ -49,20 +49,34 @@ class Turn:
         """When it was last used, in seconds since 1970."""
         return self.began.began if self.ended is None else self.ended.ended
 
+    @property
+    def tokens(self) -> array[int]:
+        """Of the answer; to be read only."""
+        if self._growing is not None:
+            return self._growing
+        return unpack(self.ended.ids) if self.ended is not None else array("I")
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """The answer goes on."""
+        if self._growing is None:
+            self._growing = self.tokens
+        self._growing.extend(tokens)
+
     def piece(self, record: TokensRecord) -> None:
         """Some tokens of the answer."""
-        self.tokens.extend(unpack(record.ids))
-        self.said[0] += record.text
-        self.said[1] += record.reasoning
+        self.extend(unpack(record.ids))
+        said = self.answer or {}
+        self.answer = _message(
+            (said.get("content") or "") + record.text, (said.get("reasoning_content") or "") + record.reasoning
+        )
         self.state, self.ended = "interrupted", None
-        self.answer = _message(*self.said)
 
     def end(self, record: EndRecord) -> None:
-        """The answer is whole, or cut."""
-        self.tokens = unpack(record.ids)
-        self.state, self.answer, self.ended = record.state, record.message, record
-        message = record.message or {}
-        self.said = [message.get("content") or "", message.get("reasoning_content") or ""]
+        """The answer is whole, or cut. ValueError, and no change, where it has no whole number of tokens."""
+        unpack(record.ids)
+        self.state, self.answer, self.ended, self._growing = record.state, record.message, record, None
+        if record.state == "finished":  # only an interrupted one is begun again
+            self.began = msgspec.structs.replace(self.began, sampling=None, stop=())
 
     def path(self) -> Iterator[Turn]:
         """This turn and all before it, the beginning last."""
