@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
@@ -246,6 +247,30 @@ def test_a_flush_says_what_was_given_up() -> None:
     assert answers == []
     rig.settle()
     assert answers == [6]
+
+
+def test_a_store_that_fails_in_no_known_way_costs_its_chunks_and_ends_no_flush() -> None:
+    """What it was given counts as given up; the room in the queue is free again."""
+    broken = Between(disk())
+
+    def keep(chunks: Sequence[Chunk]) -> int:
+        raise RuntimeError("a bug")
+
+    broken.keep = keep
+    rig = Rig({"disk": broken}, limits=WriteLimits(queue_bytes=PAGES))
+    assert rig.tiers is not None
+    rig.add(PROMPT)
+    answers: list[int] = []
+    while rig.step():
+        pass
+    rig.tiers.flush(answers.append)
+    for _ in range(6):
+        with contextlib.suppress(RuntimeError):  # the thread logs it and goes on
+            rig.tiers.writer.work()
+        rig.step()
+    assert answers == [6] and not rig.tiers.behind_pool.bytes
+    broken.keep = broken.inner.keep
+    assert rig.ask(PROMPT[::-1]).computed == 100 and broken.inner.stats().chunks == 6
 
 
 def test_a_store_that_loses_a_chunk_costs_time_only() -> None:

@@ -80,14 +80,18 @@ class Writer:
                 batch.append(following)
                 size += _size((following,))
                 self._jobs.popleft()
-        if not isinstance(job, Chunk):
-            job()
-        for store in self._stores:
-            kept = _keep(store, batch)
-        with self._changed:
-            self.finished.extend((chunk.key, chunk.key in kept) for chunk in batch)
-            self._changed.notify_all()
-        self._wake()
+        kept: set[bytes] = set()
+        try:
+            if not isinstance(job, Chunk):
+                job()
+            for store in self._stores:
+                kept = set()
+                kept = _keep(store, batch)
+        finally:  # also of a store that fails: who waits for these chunks must not wait for ever
+            with self._changed:
+                self.finished.extend((chunk.key, chunk.key in kept) for chunk in batch)
+                self._changed.notify_all()
+            self._wake()
         return True
 
     def _run(self) -> None:
