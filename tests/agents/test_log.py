@@ -179,6 +179,14 @@ def test_what_was_synced_is_found_in_order_by_the_next_start() -> None:
     assert again.next_lsn() > written[-1].lsn
 
 
+def test_a_file_in_the_place_of_the_folder_is_named_as_such(tmp_path: Path) -> None:
+    place = tmp_path / "agents"
+    place.write_bytes(b"")
+    with pytest.raises(ConfigError, match="agents: is a file; the token log needs a folder of its own"):
+        Log.open(SystemFiles(), place, Draw())
+    assert place.read_bytes() == b""
+
+
 def test_a_second_process_is_refused_while_the_first_lives() -> None:
     files = CrashFiles()
     log = opened(files)

@@ -31,11 +31,15 @@ class Folder:
         """Make the folder if it is missing. Raises ConfigError unless it is ours alone and holds nothing else."""
         files, path = self._files, self.path
         files.make_folder(path)
+        try:
+            held = files.list(path)
+        except NotADirectoryError:
+            raise ConfigError(f"{path}: is a file; the token log needs a folder of its own") from None
         if not files.owned(path):
             raise ConfigError(f"{path}: belongs to another user; the token log needs a folder of its own")
         if files.mode(path) & 0o077:
             raise ConfigError(f"{path}: others may read it; make it private with chmod 700 {path}")
-        for entry in files.list(path):
+        for entry in held:
             if entry.name != LOCK_FILE and (entry.folder or _parse(entry.name) is None):
                 raise ConfigError(f"{path}: holds {entry.name!r}, which is no part of a token log; name another folder")
 
