@@ -11,13 +11,13 @@ import math
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import gguf
 import ml_dtypes
 import numpy as np
 
 from cairn.models.gguf_weights import gguf_name
+from cairn.models.gguf_writer import metadata, put
 from cairn.models.weights import expected_tensors
 from cairn.types import ModelSpec
 
@@ -29,10 +29,8 @@ def write_random(path: Path, spec: ModelSpec) -> None:
     """The spec with random weights, matrices in BF16 and vectors in F32."""
     name = ARCHITECTURES[spec.architecture]
     writer = gguf.GGUFWriter(path, name)
-    for key, value in _metadata(spec).items():
-        put = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        put(f"{name}.{key}", value)
-    writer.add_name(spec.name)
+    for key, value in metadata(spec, name).items():
+        put(writer, key, value)
     _add_tokenizer(writer, spec.vocab)
     for known, shape in expected_tensors(spec).items():
         values = _drawn(known, shape)
@@ -45,23 +43,6 @@ def write_random(path: Path, spec: ModelSpec) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _metadata(spec: ModelSpec) -> dict[str, Any]:
-    return {
-        "block_count": spec.layers,
-        "context_length": spec.context,
-        "embedding_length": spec.hidden,
-        "feed_forward_length": spec.ffn,
-        "attention.head_count": spec.heads,
-        "attention.head_count_kv": spec.kv_heads,
-        "attention.key_length": spec.head_dim,
-        "attention.value_length": spec.head_dim,
-        "attention.layer_norm_rms_epsilon": spec.norm_eps,
-        "rope.dimension_count": spec.head_dim,
-        "rope.freq_base": spec.rope_theta,
-        "vocab_size": spec.vocab,
-    }
 
 
 def _drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:

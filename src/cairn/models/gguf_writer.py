@@ -100,8 +100,8 @@ def write_gguf(
     else:
         name = _architecture(spec)
         writer = library.GGUFWriter(path, name)
-        for key, value in (_metadata(spec, name) | texts).items():
-            _put(writer, key, value)
+        for key, value in (metadata(spec, name) | texts).items():
+            put(writer, key, value)
         tensors = list(_plain_tensors(source, spec, name))
     writer.add_uint32("general.file_type", TYPES[kind])
     writer.add_uint32("general.quantization_version", 2)
@@ -117,8 +117,8 @@ def _architecture(spec: ModelSpec) -> str:
     raise ModelError(f"{spec.name}: this kind of model cannot be written as GGUF ({spec.architecture})")
 
 
-def _metadata(spec: ModelSpec, name: str) -> dict[str, Any]:
-    """What the spec is in the format's own keys."""
+def metadata(spec: ModelSpec, name: str) -> dict[str, Any]:
+    """What the spec is in the format's own keys; `name` is the architecture's there."""
     rope = spec.rope_scaling
     found: dict[str, Any] = {
         "block_count": spec.layers,
@@ -166,7 +166,8 @@ def check_written(spec: ModelSpec, written: ModelSpec) -> None:
         raise ModelError(f"{spec.name}: it has more tokens that end an answer than GGUF can name")
 
 
-def _put(writer: Any, key: str, value: Any) -> None:
+def put(writer: Any, key: str, value: Any) -> None:
+    """Add a value under the type that readers expect of it."""
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, str):

@@ -20,6 +20,7 @@ import os
 import shutil
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,7 @@ class _Names(Mapping[str, str]):
         return len(self._weights)
 
 
-class _Through:
+class _Through(ABC):
     """Stands in for the kernels while a model is built from names; what is no matrix is made from the weights."""
 
     def __init__(self, kernels: NativeKernels, weights: HeldWeights) -> None:
@@ -178,9 +179,9 @@ class _Through:
             return self.matrix([name], [None])
         return self._kernels.table(self._array(name))
 
+    @abstractmethod
     def matrix(self, names: Sequence[str], biases: Sequence[str | None]) -> Any:
         """As the kernels would make it."""
-        raise NotImplementedError
 
     def _array(self, name: str) -> Any:
         return self._weights[name]
