@@ -6,7 +6,7 @@ import platform
 
 import typer
 
-from cairn.cli.options import LOCAL, configured
+from cairn.cli.options import configured
 from cairn.config import Config
 from cairn.errors import CairnError
 from cairn.resolve import Resolved
@@ -16,12 +16,26 @@ Rows = list[tuple[str, str]]
 
 GB = 1e9
 
+SIZING = (
+    "model",
+    "engine",
+    "kernels",
+    "weights",
+    "threads",
+    "context",
+    "kv_gb",
+    "kv_dtype",
+    "max_running",
+    "step_tokens",
+)
+"""Options that decide which engine computes and whether a model fits."""
+
 
 def register(app: typer.Typer) -> None:
     """Add `cairn doctor`."""
 
     @app.command(rich_help_panel="This machine")
-    @configured(LOCAL)
+    @configured(SIZING)
     def doctor(resolved: Resolved) -> None:
         """Show what this machine has, which engine would compute, and whether a model fits."""
         from cairn.cli.output import sections
