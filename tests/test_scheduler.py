@@ -150,6 +150,36 @@ def test_decoding_comes_first_and_prompts_share_what_is_left() -> None:
     assert len(rig.tokens(2)) == 1
 
 
+def test_a_whole_prompt_is_not_held_up_by_the_next_one() -> None:
+    """Its first token comes with the end of its step."""
+    rig = Rig(context=1000, blocks=2000, step_tokens=512, max_running=8)
+    prompts = [tuple((seed * 7 + place * place) % VOCAB for place in range(130)) for seed in range(3)]
+    requests = [rig.add(number, prompt) for number, prompt in enumerate(prompts)]
+    for done in range(3):
+        rig.step()
+        assert [len(rig.tokens(number)) > 0 for number in range(3)] == [number <= done for number in range(3)]
+    rig.run()
+    assert [rig.tokens(request.id) for request in requests] == [rig.oracle(request) for request in requests]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "taken"),
+    [
+        ((100, 100, 100), (100, 28)),
+        ((20, 30, 40, 50), (20, 30, 40, 38)),
+        ((600, 200), (512,)),
+        ((128, 5), (128,)),
+        ((127, 5), (127, 1)),
+    ],
+)
+def test_how_much_a_step_takes_of_prompts(lengths: tuple[int, ...], taken: tuple[int, ...]) -> None:
+    """Short prompts fill a step together; a long one has it alone; one that is whole is only filled up."""
+    rig = Rig(context=1000, blocks=2000, step_tokens=512, max_running=8)
+    for number, length in enumerate(lengths):
+        rig.add(number, tuple((number * 7 + place * place) % VOCAB for place in range(length)))
+    assert tuple(row.end - row.start for row in rig.plan().rows) == taken
+
+
 def test_a_step_of_single_tokens_is_a_decode_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     rig = Rig()

@@ -8,6 +8,28 @@ from cairn.engine.base import Engine, Row, RowResult
 from cairn.sequence import Sequence
 from cairn.types import Output
 
+ENOUGH_TOKENS = 128
+"""Prompt tokens of a step from which an engine is not much faster with more."""
+
+
+@dataclass(slots=True)
+class Room:
+    """Prompt tokens that the step being planned still takes.
+
+    All prompts of a step get their first token at its end. So once one is whole, no other is taken beyond
+    `ENOUGH_TOKENS`: that would hold up the first one's answer, and the next token of all that run, and gain nothing.
+    """
+
+    left: int
+    _enough: int = ENOUGH_TOKENS
+
+    def take(self, count: int, *, whole: bool) -> None:
+        """`count` tokens of a prompt are in the step; `whole`: its last ones too."""
+        self.left -= count
+        self._enough -= count
+        if whole:
+            self.left = min(self.left, max(0, self._enough))
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

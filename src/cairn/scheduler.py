@@ -22,7 +22,7 @@ import msgspec
 from cairn.engine.base import Row, RowResult
 from cairn.errors import Conflict
 from cairn.kv.cache import Cache, GroupUse
-from cairn.plan import Plan
+from cairn.plan import Plan, Room
 from cairn.seams import Clock
 from cairn.sequence import Sequence, State, check
 from cairn.types import FinishReason, Output, Request, Timing
@@ -131,12 +131,12 @@ class Scheduler:
                 prompts.append(sequence)
             elif self._fit(sequence, sequence.computed + 1):
                 work.append((sequence, sequence.computed + 1))
-        budget = self._step_tokens - len(work)
+        room = Room(self._step_tokens - len(work))
         for sequence in prompts:
             if sequence.state is State.RUNNING:
-                budget -= self._chunk(sequence, budget, work)
+                self._chunk(sequence, room, work)
         if self._preemptions == preemptions:
-            self._admit(work, budget, now, ended, started)
+            self._admit(work, room, now, ended, started)
         else:
             work = [(sequence, end) for sequence, end in work if sequence.state is State.RUNNING]
         self._waiting.tick(now)
@@ -194,22 +194,22 @@ class Scheduler:
             self._preemptions += 1
         return False
 
-    def _chunk(self, sequence: Sequence, budget: int, work: list[tuple[Sequence, int]]) -> int:
-        """Plan as much of a prompt as the budget and the blocks allow; returns the tokens."""
-        count = min(budget, sequence.target - sequence.computed)
+    def _chunk(self, sequence: Sequence, room: Room, work: list[tuple[Sequence, int]]) -> None:
+        """Plan as much of a prompt as the step and the blocks have room for."""
+        count = min(room.left, sequence.target - sequence.computed)
         while count > 1 and not self._cache.grow(sequence.kv, sequence.computed + count):
             count //= 2
         if count < 1 or not self._fit(sequence, sequence.computed + count):
-            return 0
+            return
         work.append((sequence, sequence.computed + count))
-        return count
+        room.take(count, whole=sequence.computed + count == sequence.target)
 
     def _admit(
-        self, work: list[tuple[Sequence, int]], budget: int, now: float, ended: list[Output], started: list[int]
+        self, work: list[tuple[Sequence, int]], room: Room, now: float, ended: list[Output], started: list[int]
     ) -> None:
-        """Let waiting sequences run, in order, while there is budget, a row and room."""
+        """Let waiting sequences run, in order, while there is room in the step, a row and blocks."""
         for sequence in self._waiting:
-            if budget < 1 or len(self._running) >= self._max_rows:
+            if room.left < 1 or len(self._running) >= self._max_rows:
                 break
             finish = sequence.ending()
             reuse = sequence.scored >= sequence.to_score
@@ -235,7 +235,7 @@ class Scheduler:
                 cache, timing = sequence.report, self._end(sequence, State.FINISHED, now)
                 ended.append(Output(id=sequence.request.id, finish=finish, cache=cache, timing=timing))
             else:
-                budget -= self._chunk(sequence, budget, work)
+                self._chunk(sequence, room, work)
 
     def _advance(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> Output | None:
         """Take one row's result: what it computed is published, what it sampled is appended."""

@@ -71,6 +71,7 @@ async def _serve(config: Config, sock: socket.socket) -> None:
             return
         opening = await _open_agents(app, service, config)
         app.service = service
+        gc.enable()  # a command may have started without
         gc.collect()
         gc.freeze()  # modules and tables stay; a collection that looks through them all holds every stream up for 30 ms
         _announce(url, service, config)

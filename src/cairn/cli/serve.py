@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -22,6 +23,8 @@ def register(app: typer.Typer) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             # Until the server takes over there is nothing to finish; importing it takes a moment.
             signal.signal(number, lambda *_: sys.exit(0))
+        # A tenth of a start would be looking for garbage among what stays; the server looks again once it is ready.
+        gc.disable()
         from cairn.api.server import serve as serve_http
         from cairn.service.stores import with_folder
 

@@ -198,6 +198,7 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
         if loaded is None:
             return
         if process:
+            gc.enable()
             gc.collect()
             gc.freeze()  # what was loaded stays; looking through it again and again would hold up steps
         Loop(channel, loaded, pulse).run()
@@ -274,6 +275,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
+    gc.disable()  # while the model is loaded: what is made then stays
     try:
         serve(socket.socket(fileno=int(sys.argv[1])), process=True)
     except Exception:

@@ -71,7 +71,7 @@ class Tokenizer:
         """
         if is_gguf(folder):
             data, config = gguf.load_tokenizer(folder)
-            return cls(_library(json.dumps(data), folder), data["decoder"], config)
+            return cls(_library(msgspec.json.encode(data).decode(), folder), data["decoder"], config)
         path = folder / "tokenizer.json"
         try:
             text = path.read_bytes()
