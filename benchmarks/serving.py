@@ -62,8 +62,20 @@ class Client:
     model: str
 
     async def ask(self, http: httpx.AsyncClient, prompt: str, tokens: int, **more: int) -> dict[str, float]:
-        """Seconds to the first token and to the end, and the tokens. A `SystemExit` for anything but a full answer."""
-        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+        """Seconds to the first token and to the end, and the tokens. A `SystemExit` for anything but a full answer.
+
+        Between two answers a server may close a connection (llama-server does, now and then): as clients do then, the
+        request is sent again on a new one, and its time begins anew.
+        """
+        try:
+            return await self._ask(http, prompt, tokens, **more)
+        except httpx.RemoteProtocolError as error:
+            if "without sending a response" not in str(error):
+                raise
+        return await self._ask(http, prompt, tokens, **more)
+
+    async def _ask(self, http: httpx.AsyncClient, prompt: str, tokens: int, **more: int) -> dict[str, float]:
+        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **more}
         body |= {"stream_options": {"include_usage": True}} | (
             {} if self.model == EVENTS_ONLY else {"ignore_eos": True}
         )
