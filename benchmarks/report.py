@@ -1,8 +1,8 @@
-"""docs/performance.md and its chart, from what the benchmarks wrote.  `python benchmarks/report.py [--check]`
+"""docs/performance.md and its charts, from what the benchmarks wrote.  `python benchmarks/report.py [--check]`
 
-`docs/performance/` holds the figures: `cpu.json` of vs_llama_cpp.py, `serving.json` of serving.py, `overhead.json` of
+`docs/performance/` holds the figures: `cpu.json` of vs_llama_cpp.py, `http.json` of serving.py, `overhead.json` of
 server_overhead.py (each with `--json`). Everything above the mark in the page is made from them, so it cannot drift;
-what stands below it is written by hand and kept. The chart needs matplotlib. `--check` only compares the page.
+what stands below it is written by hand and kept. The charts need matplotlib. `--check` only compares the page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARK = "<!-- below: by hand -->"
-CHART = "performance.png"
+CHART, HTTP_CHART = "performance.png", "performance-http.png"
 
 Found = dict[str, Any]
 
@@ -34,8 +34,15 @@ every matrix, Q4_K_M in its usual mixture). Decode is greedy and in steps, each 
 sequences with 1,024 tokens of context each. A ratio in bold reaches its goal."""
 
 HTTP_METHOD = """\
-One client process, streamed completions, {tokens}. The ratio of tok/s is higher, that of the time to the first token
-(TTFT) lower where Cairn is faster. Where 16 connections ask, the better of llama-server's two configurations counts."""
+One client process asks one server at a time, all of them on the same file with the same threads: streamed completions,
+128 tokens in and 64 out, no two prompts alike, every answer checked to be a success of the asked length. The ratio of
+tok/s is higher, that of the time to the first token (TTFT) lower where Cairn is faster; a ratio in bold reaches its
+goal. Where 16 connections ask, the better of llama-server's two configurations counts."""
+
+KNOWN_METHOD = """\
+Time to the first token in ms. `beside the first`: on another connection while the first is still being answered. After
+a restart Cairn loads what it stored by itself; llama-server computes again unless a slot was saved and is restored by
+hand (the time of both calls is given)."""
 
 
 # --------------------------------------------------------------------------------------------------------- parts
@@ -138,11 +145,13 @@ def ceilings(found: Found) -> str:
     return text + "\n\n" + table(("file", "work", "most tok/s", "Cairn", "llama.cpp"), rows)
 
 
-def serving_text(found: Found) -> str:
-    parts = ["## Over HTTP", HTTP_METHOD.format(tokens="128 tokens in and 64 out, no two prompts alike")]
-    parts.append(f"qwen3-0.6b {found['type']}, rounds: {found['rounds']}.")
+def http_text(found: Found) -> str:
+    parts = ["## Over HTTP", HTTP_METHOD]
+    load = f"{found['machine']['load']:.1f} before and {found['load_after']:.1f} after the run"
+    parts.append(f"qwen3-0.6b {found['type']}, rounds: {found['rounds']}. Processes that wanted a core: {load}.")
     parts.append(load_table(found["load"]))
-    parts += ["### A context that is known", known_table(found)]
+    parts.append(f"![Cairn's server beside llama-server, row by row]({HTTP_CHART})")
+    parts += ["### A context that is known", KNOWN_METHOD, known_table(found)]
     starts = "; ".join(f"{name} {seconds:.1f} s" for name, seconds in found["start_seconds"].items())
     again = (
         f"{name} {one['ready again']:.1f} s" for name in NAMES for one in found["context"][:2] if one["server"] == name
@@ -155,34 +164,54 @@ def serving_text(found: Found) -> str:
 
 GOALS = {1: (1.5, 0.4), 4: (4.0, 0.3), 16: (5.0, 0.2)}
 """Connections -> tok/s at least, TTFT at most, as multiples of llama-server's."""
+PREFIX_GOAL = 0.060
+"""Seconds to the first token after a prefix that is known."""
+KNOWN_GOALS = {("context", "new"): 0.35}
+"""(part, key) -> TTFT at most, as a multiple of llama-server's."""
 
-
-NAMES = {"cairn": "cairn", "llama-server, 8 slots": "llama-server"}
+NAMES = {"cairn": "Cairn", "llama-server, 8 slots": "llama-server"}
 """Servers of the second table."""
+
+
+def load_ratios(load: list[Found], connections: int) -> tuple[dict[str, list[Found]], float, float]:
+    """The rounds of each server, and what Cairn's tok/s and TTFT are to those of llama-server's better configuration:
+    the medians of the rounds' ratios."""
+    seen: dict[str, list[Found]] = {}
+    for one in load:
+        if one["connections"] == connections:
+            seen.setdefault(one["server"], []).append(one)
+    peers = [name for name in seen if name.startswith("llama-server")]
+    best = max(peers, key=lambda name: statistics.median(one["tok_s"] for one in seen[name]))
+    pairs = list(zip(seen["cairn"], seen[best], strict=True))
+    faster, sooner = (statistics.median(a[key] / b[key] for a, b in pairs) for key in ("tok_s", "ttft_p50"))
+    return seen, faster, sooner
 
 
 def load_table(load: list[Found]) -> str:
     rows = []
     for connections, (speed_goal, first_goal) in GOALS.items():
-        seen: dict[str, list[Found]] = {}
-        for one in load:
-            if one["connections"] == connections:
-                seen.setdefault(one["server"], []).append(one)
-        peers = [name for name in seen if name.startswith("llama-server")]
-        best = max(peers, key=lambda name: statistics.median(one["tok_s"] for one in seen[name]))
+        seen, faster, sooner = load_ratios(load, connections)
         for name, rounds in seen.items():
             speed, p50, p99 = (
                 statistics.median(one[key] for one in rounds) for key in ("tok_s", "ttft_p50", "ttft_p99")
             )
             cells = [str(connections), name, f"{speed:.0f}", f"{p50 * 1000:,.0f} / {p99 * 1000:,.0f}", "", ""]
             if name == "cairn":
-                pairs = list(zip(rounds, seen[best], strict=True))
-                faster = statistics.median(a["tok_s"] / b["tok_s"] for a, b in pairs)
-                sooner = statistics.median(a["ttft_p50"] / b["ttft_p50"] for a, b in pairs)
                 cells[4] = f"{verdict(faster, speed_goal)} (goal {speed_goal:g}x)"
                 cells[5] = f"{verdict(sooner, first_goal, below=True)} (goal {first_goal:g}x)"
             rows.append(cells)
     return table(("connections", "server", "tok/s", "TTFT p50 / p99 ms", "tok/s ratio", "TTFT ratio"), rows)
+
+
+def known(found: Found, part: str, key: str, server: str) -> list[float]:
+    """The seconds that one server took for one row of the second table, a round each."""
+    return [one[key] for one in found[part] if one["server"] == server and key in one]
+
+
+def known_ratio(found: Found, part: str, key: str) -> float | None:
+    """What Cairn's time is to llama-server's, the median of the rounds; None if only one of them has the row."""
+    ours, theirs = (known(found, part, key, name) for name in NAMES)
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True)) if ours and theirs else None
 
 
 def known_table(found: Found) -> str:
@@ -191,17 +220,19 @@ def known_table(found: Found) -> str:
     for part, what in (("prefix", "2,000 tokens, "), ("context", "4,000 tokens, ")):
         keys = dict.fromkeys(key for one in found[part] for key in one if key not in ("server", "ready again"))
         for key in keys:
-            cells = [what + key]
-            for name in NAMES:
-                values = [one[key] for one in found[part] if one["server"] == name and key in one]
-                cells.append(f"{statistics.median(values) * 1000:,.0f}" if values else "")
-            rows.append(cells)
-    text = (
-        "Time to the first token in ms. `beside the first`: on another connection while the first is still being "
-        "answered. After a restart Cairn loads what it stored by itself; llama-server computes again unless a slot was "
-        "saved and is restored by hand (the time of both calls is given)."
-    )
-    return text + "\n\n" + table(("", *NAMES.values()), rows)
+            middles = [
+                statistics.median(values) if (values := known(found, part, key, name)) else None for name in NAMES
+            ]
+            ratio, cell = known_ratio(found, part, key), ""
+            if part == "prefix" and key != "new" and middles[0] is not None:
+                reached = middles[0] <= PREFIX_GOAL
+                cell = f"{'**reached**' if reached else 'missed'} ({PREFIX_GOAL * 1000:.0f} ms)"
+            elif ratio is not None and (part, key) in KNOWN_GOALS:
+                goal = KNOWN_GOALS[part, key]
+                cell = f"{verdict(ratio, goal, below=True)} (goal {goal:g}x)"
+            shown = ["" if one is None else f"{one * 1000:,.0f}" for one in middles]
+            rows.append([what + key, *shown, "" if ratio is None else f"{ratio:.2f}x", cell])
+    return table(("", *NAMES.values(), "ratio", "goal"), rows)
 
 
 def overhead_text(found: Found) -> str:
@@ -233,7 +264,7 @@ def overhead_text(found: Found) -> str:
 
 def page(folder: Path, by_hand: str) -> str:
     """The whole page from the figures in `folder`, with what was written by hand."""
-    texts: dict[str, Callable[[Found], str]] = {"cpu": cpu_text, "serving": serving_text, "overhead": overhead_text}
+    texts: dict[str, Callable[[Found], str]] = {"cpu": cpu_text, "http": http_text, "overhead": overhead_text}
     parts = ["# Performance", METHOD]
     for name, text in texts.items():
         path = folder / f"{name}.json"
@@ -271,6 +302,37 @@ def draw(found: Found, path: Path) -> None:
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
+def draw_http(found: Found, path: Path) -> None:
+    """How many times faster Cairn's server is, as bars: tok/s, and how much sooner the first token comes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows: list[tuple[str, float, float | None]] = []
+    for connections, (speed, first) in GOALS.items():
+        _, faster, sooner = load_ratios(found["load"], connections)
+        rows.append((f"{connections} at once: tok/s", faster, speed))
+        rows.append((f"{connections} at once: first token", 1 / sooner, 1 / first))
+    for part, what in (("prefix", "2,000 tokens, "), ("context", "4,000 tokens, ")):
+        for key in dict.fromkeys(key for one in found[part] for key in one if key not in ("server", "ready again")):
+            if (ratio := known_ratio(found, part, key)) is not None:
+                goal = KNOWN_GOALS.get((part, key))
+                rows.append((f"{what}{key}: first token", 1 / ratio, 1 / goal if goal else None))
+    rows.reverse()
+    figure, axes = pyplot.subplots(figsize=(9, 0.3 * len(rows) + 1.2), layout="constrained")
+    colors = ["#2a7f62" if goal is None or ratio >= goal else "#8fb8a8" for _, ratio, goal in rows]
+    axes.barh([name for name, _, _ in rows], [ratio for _, ratio, _ in rows], color=colors)
+    goals = [(goal, place) for place, (_, _, goal) in enumerate(rows) if goal is not None]
+    axes.plot([goal for goal, _ in goals], [place for _, place in goals], "k|", markersize=10, label="goal")
+    axes.axvline(1, color="#b03030", linewidth=1, label="llama-server")
+    axes.set_xscale("log")
+    axes.set_xlabel("times as fast as llama-server, or as soon")
+    axes.margins(y=0.01)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="exit 1 if the page is not what the figures make")
@@ -282,6 +344,8 @@ def main() -> None:
     path.write_text(made)
     if (figures / "cpu.json").exists():
         draw(json.loads((figures / "cpu.json").read_text()), DOCS / CHART)
+    if (figures / "http.json").exists():
+        draw_http(json.loads((figures / "http.json").read_text()), DOCS / HTTP_CHART)
 
 
 if __name__ == "__main__":

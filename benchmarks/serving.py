@@ -42,7 +42,7 @@ from typing import Any
 
 import httpx
 
-from report import serving_text
+from report import http_text
 from side_by_side import load, machine, model_file, write_json
 
 PROMPT, ANSWER, CONNECTIONS = 128, 64, (1, 4, 16)
@@ -133,7 +133,7 @@ class Client:
             found["same connection"] = (await self.ask(one, next(asked), 8))["first"]
             found["another connection"] = (await self.ask(other, next(asked), 8))["first"]
             running = asyncio.create_task(self.ask(one, next(asked), ANSWER))
-            await asyncio.sleep(max(0.3, 2 * found["same connection"]))
+            await asyncio.sleep(max(0.05, 2 * found["same connection"]))
             if running.done():
                 raise SystemExit("the first answer was over before the second was asked for")
             found["beside the first"] = (await self.ask(other, next(asked), 8))["first"]
@@ -336,7 +336,7 @@ def main() -> None:
         peaks = {server.name: server.peak() for server in servers}
     found = {**about, "start_seconds": starts, "peak": peaks, "load_after": load(), **found}
     write_json(given.json, found)
-    print(serving_text(found))
+    print(http_text(found))
 
 
 if __name__ == "__main__":

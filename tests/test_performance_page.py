@@ -55,6 +55,50 @@ def test_http_ratios_are_to_the_better_of_the_peers(first: float, bold: bool) ->
     assert text.count(f"**{first:.2f}x**") == (3 if bold else 0)
 
 
+def http(first: float) -> dict[str, Any]:
+    """Figures of two rounds, Cairn's first token after `first` seconds wherever a prefix is known."""
+    names = ("cairn", "llama-server, 8 slots")
+    load = [
+        {"server": name, "connections": n, "tok_s": speed, "ttft_p50": 2 / speed, "ttft_p99": 3 / speed}
+        for n in (1, 4, 16)
+        for name, speed in zip(names, (90.0, 30.0), strict=True)
+        for _ in range(2)
+    ]
+    prefix = [
+        {"server": name, "new": new, "another connection": known}
+        for name, new, known in zip(names, (1.0, 4.0), (first, 8.0), strict=True)
+    ]
+    context = [{"server": name, "new": new, "ready again": 1.0} for name, new in zip(names, (1.0, 2.0), strict=True)]
+    return {
+        "machine": MACHINE,
+        "load_after": 0.2,
+        "rounds": 2,
+        "type": "Q4_0",
+        "load": load,
+        "prefix": prefix,
+        "context": [context[0] | {"after restart": 0.1}, context[1]],
+        "start_seconds": dict.fromkeys(names, 1.0),
+        "peak": dict.fromkeys(names, 10**9),
+    }
+
+
+@pytest.mark.parametrize(("first", "cell"), [(0.05, "**reached** (60 ms)"), (0.07, "missed (60 ms)")])
+def test_known_prefixes_are_held_to_their_goal(first: float, cell: str, tmp_path: Path) -> None:
+    (tmp_path / "http.json").write_text(json.dumps(http(first)))
+    text = report.page(tmp_path, "by hand")
+    assert f"| 2,000 tokens, another connection | {first * 1000:.0f} | 8,000 | 0.01x | {cell} |" in text
+    assert "| 4,000 tokens, new | 1,000 | 2,000 | 0.50x | 0.50x (goal 0.35x) |" in text
+    assert "| 4,000 tokens, after restart | 100 |  |  |  |" in text
+    assert "**3.00x** (goal 1.5x) | **0.33x** (goal 0.4x)" in text
+    assert f"]({report.HTTP_CHART})" in text
+
+
+def test_the_http_chart_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.draw_http(http(0.05), tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_every_peer_row_of_the_committed_figures_was_measured_in_all_rounds() -> None:
     for path in (report.DOCS / "performance").glob("cpu.json"):
         found = json.loads(path.read_text())
