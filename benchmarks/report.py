@@ -1,8 +1,9 @@
 """docs/performance.md and its charts, from what the benchmarks wrote.  `python benchmarks/report.py [--check]`
 
-`docs/performance/` holds the figures: `cpu.json` of vs_llama_cpp.py, `http.json` of serving.py, `overhead.json` of
-server_overhead.py (each with `--json`). Everything above the mark in the page is made from them, so it cannot drift;
-what stands below it is written by hand and kept. The charts need matplotlib. `--check` only compares the page.
+`docs/performance/` holds the figures: `cpu.json` of vs_llama_cpp.py, `http.json` of serving.py, `footprint.json` of
+footprint.py, `overhead.json` of server_overhead.py (each with `--json`). Everything above the mark in the page is made
+from them, so it cannot drift; what stands below it is written by hand and kept. The charts need matplotlib. `--check`
+only compares the page.
 """
 
 from __future__ import annotations
@@ -235,6 +236,31 @@ def known_table(found: Found) -> str:
     return table(("", *NAMES.values(), "ratio", "goal"), rows)
 
 
+BESIDE_GOAL, START_GOAL = 150e6, 1.5
+"""Bytes of a worker beside its weights and its pool; seconds until a model is served again."""
+
+
+def footprint_text(found: Found) -> str:
+    worker, again = found["processes"]["worker"], statistics.median(found["starts"])
+    both = found["weights"] + found["pool"]
+    beside, most = worker["own"] + worker["files"] - both, worker["peak"] - both
+    others = ", ".join(f"{name} {one['own'] / 1e6:,.0f} MB" for name, one in found["processes"].items())
+    return "\n\n".join(
+        (
+            "## Start and memory",
+            f"`cairn serve` of {found['file']}: ready after {found['first_start']:.1f} s the first time, when the "
+            f"weights are packed and kept; after {again:.2f} s from then on (median of {len(found['starts'])} starts, "
+            f"file in the page cache; goal {START_GOAL:g} s: {'reached' if again <= START_GOAL else 'missed'}). "
+            f"Processes that wanted a core before the run: {found['machine']['load']:.1f}.",
+            f"After prompts that filled the pool twice ({found['tokens']:,} tokens), the worker held "
+            f"{found['weights'] / 1e6:,.0f} MB of packed weights, {found['pool'] / 1e6:,.0f} MB of KV pool and "
+            f"{beside / 1e6:,.0f} MB beside them, libraries included (goal {BESIDE_GOAL / 1e6:.0f} MB: "
+            f"{'reached' if beside <= BESIDE_GOAL else 'missed'}); {most / 1e6:,.0f} MB at its peak, with KV on "
+            f"its way to the disk. What the processes have for themselves: {others}.",
+        )
+    )
+
+
 def overhead_text(found: Found) -> str:
     parts = ["## What serving itself costs"]
     parts.append(
@@ -264,7 +290,12 @@ def overhead_text(found: Found) -> str:
 
 def page(folder: Path, by_hand: str) -> str:
     """The whole page from the figures in `folder`, with what was written by hand."""
-    texts: dict[str, Callable[[Found], str]] = {"cpu": cpu_text, "http": http_text, "overhead": overhead_text}
+    texts: dict[str, Callable[[Found], str]] = {
+        "cpu": cpu_text,
+        "http": http_text,
+        "footprint": footprint_text,
+        "overhead": overhead_text,
+    }
     parts = ["# Performance", METHOD]
     for name, text in texts.items():
         path = folder / f"{name}.json"

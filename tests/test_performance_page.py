@@ -99,6 +99,25 @@ def test_the_http_chart_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("own", "start", "words"), [(1.41e9, 1.4, "reached"), (1.50e9, 1.6, "missed")])
+def test_start_and_memory_are_held_to_their_goals(own: float, start: float, words: str) -> None:
+    found = {
+        "machine": MACHINE,
+        "file": "f",
+        "first_start": 5.0,
+        "starts": [start, 9.0, 0.1],
+        "weights": 300_000_000,
+        "pool": 10**9,
+        "tokens": 8000,
+        "processes": {"worker": {"peak": 1_600_000_000, "own": own, "files": 20_000_000}},
+    }
+    text = " ".join(report.footprint_text(found).split())
+    assert f"after {start:.2f} s from then on" in text
+    assert f"{(own + 20e6 - 1.3e9) / 1e6:.0f} MB beside them" in text
+    assert text.count(words) == 2
+    assert "300 MB at its peak" in text
+
+
 def test_every_peer_row_of_the_committed_figures_was_measured_in_all_rounds() -> None:
     for path in (report.DOCS / "performance").glob("cpu.json"):
         found = json.loads(path.read_text())

@@ -1,0 +1,115 @@
+"""How soon is a model served, and how large is its worker?  `python benchmarks/footprint.py FILE.gguf [--kv-gb 1]`
+
+`cairn serve FILE.gguf` is started with an empty cache folder, so that it packs the weights and keeps them, and then
+`--starts` times again; each time from the command to the first answer that it is ready. The last one is asked for
+prompts that fill its KV pool twice, every answer checked, and told to write what it stores. Two seconds later all that
+the worker has in memory, shared libraries and pages of files too, is set beside its packed weights and its pool; and
+so is its peak, which adds the KV that was on its way to the disk (a bounded queue).
+
+Goals: ready again within 1.5 s for 0.6 billion weights of 4 bits; the worker at most 150 MB larger than both together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from cairn.config import Config
+from cairn.engine.memory import block_bytes, kv_dtype, pool_blocks, weight_memory
+from cairn.models.held import HeldWeights, form_of
+from cairn.models.spec import load_spec
+from cairn.models.weights import open_weights
+from cairn.types import BLOCK_TOKENS
+from report import footprint_text
+from serving import Server, letters, settle
+from side_by_side import load, machine, write_json
+
+PROMPT = 1024
+REST_SECONDS = 2.0
+"""Between the last write and the look at what is held."""
+
+
+def expected(path: Path, config: Config) -> tuple[int, int, int]:
+    """Bytes of the packed weights, bytes of the KV pool, and tokens that it holds."""
+    spec = load_spec(path)
+    held = weight_memory(spec, HeldWeights(open_weights(path, spec), form_of(spec, config.weights)), config.kernels)
+    blocks = pool_blocks(spec, config, weights=held)
+    sizes = block_bytes(spec, kv_dtype(spec, config))
+    pool = sum(count * size for count, size in zip(blocks, sizes, strict=True))
+    return held.held, pool, max(blocks) * BLOCK_TOKENS
+
+
+def fill(server: Server, tokens: int) -> None:
+    """Have prompts of so many tokens in all computed. A `SystemExit` for anything but an answer of the right length."""
+    for number in range(-(-tokens // PROMPT)):
+        body = {"model": "model", "prompt": letters(f"fill {number}", PROMPT), "max_tokens": 1, "ignore_eos": True}
+        request = urllib.request.Request(
+            server.base + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            usage = json.load(answer)["usage"]
+        if answer.status != 200 or (usage["prompt_tokens"], usage["completion_tokens"]) != (PROMPT, 1):
+            raise SystemExit(f"prompt {number}: status {answer.status}, {usage}")
+
+
+def processes(server: Server) -> dict[str, dict[str, int]]:
+    """Bytes of the front, the worker and the template helper: peak, and now what is theirs alone and what is files'."""
+    found = {}
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    for one in (str(pid), *children):
+        command = Path(f"/proc/{one}/cmdline").read_bytes()
+        name = "front" if one == str(pid) else "worker" if b"service.worker" in command else "helper"
+        lines = (line.split() for line in Path(f"/proc/{one}/status").read_text().splitlines())
+        sizes = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[0].startswith(("VmHWM", "Rss"))}
+        found[name] = {"peak": sizes["VmHWM"], "own": sizes["RssAnon"] + sizes["RssShmem"], "files": sizes["RssFile"]}
+    return found
+
+
+def measure(path: Path, given: argparse.Namespace, home: Path) -> dict[str, Any]:
+    command = [sys.executable, "-c", "from cairn.cli import main; main()", "serve", str(path), "--log-level", "warning"]
+    command += ["--served-name", "model", "--threads", str(given.threads), "--kv-gb", str(given.kv_gb)]
+    config = Config(model=str(path), threads=given.threads, kv_gb=given.kv_gb)
+    weights, pool, tokens = expected(path, config)
+    server = Server("cairn", command, "/health/ready", "model", home)
+    found: dict[str, Any] = {"first_start": server.start_seconds, "starts": []}
+    try:
+        for _ in range(given.starts):
+            server.kill()
+            server.start()
+            found["starts"].append(server.start_seconds)
+        fill(server, 2 * tokens)
+        settle(server)
+        time.sleep(REST_SECONDS)
+        found |= {"weights": weights, "pool": pool, "tokens": tokens, "processes": processes(server)}
+    finally:
+        server.kill()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, metavar="FILE", help="a GGUF file of `random_models`: a letter is a token")
+    parser.add_argument("--kv-gb", type=float, default=1.0)
+    parser.add_argument("--starts", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    given = parser.parse_args()
+    about = {"machine": machine(given.threads), "file": given.file.stem}
+    with tempfile.TemporaryDirectory() as folder:
+        found = {**about, **measure(given.file, given, Path(folder))}
+    found["load_after"] = load()
+    write_json(given.json, found)
+    print(footprint_text(found))
+    print(f"median of the later starts: {statistics.median(found['starts']):.2f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
