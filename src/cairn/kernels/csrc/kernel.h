@@ -112,6 +112,11 @@ struct Activations {
     static Index group_bytes(Index inner) { return inner / GROUP * ROW_GROUP_BYTES; }
 };
 
+// Neighbouring rows, and neighbouring inner indices of them: from a multiple of GROUP to another or to the end.
+struct Patch {
+    Index row, rows, from, to;
+};
+
 // out[rows, matrix.out] = (or +=) x[rows, matrix.inner] @ matrix + bias
 struct Product {
     MatrixView matrix;
@@ -168,8 +173,7 @@ struct Variant {
     void (*product)(const Product&, Index first_panel, Index last_panel);
     // Rows of a tile; no pair_rows where parts in bfloat16 multiply float32.
     Index pair_rows, group_rows;
-    // Rounds one row.
-    void (*prepare)(const Activations&, Index row);
+    void (*prepare)(const Activations&, const Patch&);  // rounds them
     void (*norm)(const float* x, const float* weight, Index size, float eps, float* out);
     void (*gate)(const float* gate, const float* up, Index size, Activation activation, float* out);
     void (*embed)(const void* row, Dtype dtype, Index size, float* out);

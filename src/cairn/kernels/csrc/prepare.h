@@ -1,4 +1,4 @@
-// One row of activations, rounded once for all the outputs that it is multiplied into: see Activations.
+// Rows of activations, rounded once for all the outputs that they are multiplied into: see Activations.
 #pragma once
 
 #include "groups.h"
@@ -15,6 +15,24 @@ inline IntVec magnitude(const Vec& x) {
     for (int i = 0; i < PARTS; i++) out.part[i] = (IntPart)x.part[i] & 0x7fffffff;
     return out;
 }
+// Lanes are folded in halves.
+template <class F>
+inline std::int32_t fold(const IntPart& x, F&& pair) {
+#if defined(__AVX512F__)
+    typedef std::int32_t Eight __attribute__((vector_size(32)));
+    typedef std::int32_t Four __attribute__((vector_size(16)));
+    const Eight eight = pair(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7),
+                             __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
+    const Four four = pair(__builtin_shufflevector(eight, eight, 0, 1, 2, 3),
+                           __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
+    const Four two = pair(four, __builtin_shufflevector(four, four, 2, 3, 0, 1));
+    return pair(two, __builtin_shufflevector(two, two, 1, 0, 3, 2))[0];
+#else
+    std::int32_t out = x[0];
+    for (int i = 1; i < WIDTH; i++) out = pair(out, x[i]);
+    return out;
+#endif
+}
 // Magnitudes are ordered as their bits are, and a NaN is the largest.
 inline std::int32_t largest(const IntVec& a, const IntVec& b) {
     IntPart most{};
@@ -22,22 +40,10 @@ inline std::int32_t largest(const IntVec& a, const IntVec& b) {
         most = a.part[i] > most ? a.part[i] : most;
         most = b.part[i] > most ? b.part[i] : most;
     }
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_epi32((__m512i)most);
-#else
-    std::int32_t out = 0;
-    for (int i = 0; i < WIDTH; i++) out = most[i] > out ? most[i] : out;
-    return out;
-#endif
+    return fold(most, [](auto one, auto other) { return one > other ? one : other; });
 }
 inline std::int32_t sum(const IntPart& x) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_add_epi32((__m512i)x);
-#else
-    std::int32_t out = 0;
-    for (int i = 0; i < WIDTH; i++) out += x[i];
-    return out;
-#endif
+    return fold(x, [](auto one, auto other) { return one + other; });
 }
 
 // The 16 products x * factor, to the nearest integer with ties to even, as bytes; returns their sums by lane.
@@ -79,25 +85,36 @@ inline void put_group(const float* x, std::byte* to, Index lane, Index height) {
     __builtin_memcpy(at + 12 * height, &total, 4);
 }
 
-inline void prepare(const Activations& in, Index row) {
+inline void put_pairs(const Activations& in, Index row, Index from, Index to) {
+    const Tiles tiles(in.rows, PAIR_ROWS);
+    const Index tile = tiles.of(row), first = tiles.first(tile), height = tiles.height(tile);
     const float* x = in.x + row * in.stride;
-    if (in.pairs) {
-        const Tiles tiles(in.rows, PAIR_ROWS);
-        const Index tile = tiles.of(row), first = tiles.first(tile), height = tiles.height(tile);
-        std::byte* to = in.pairs + first * Activations::pair_bytes(in.inner) + 4 * (row - first);
-        for (Index k = 0; k < in.inner; k += LANES) {
-            const Index left = in.inner - k;
-            std::uint16_t pairs[LANES];
-            store_bf16(pairs, left < LANES ? load_first(x + k, left) : load(x + k));
-            for (Index i = 0; i < LANES && i < left; i += 2, to += 4 * height) __builtin_memcpy(to, pairs + i, 4);
-        }
+    std::byte* at = in.pairs + first * Activations::pair_bytes(in.inner) + from / 2 * 4 * height + 4 * (row - first);
+    for (Index k = from; k < to; k += LANES) {
+        const Index left = to - k;
+        std::uint16_t pairs[LANES];
+        store_bf16(pairs, left < LANES ? load_first(x + k, left) : load(x + k));
+        for (Index i = 0; i < LANES && i < left; i += 2, at += 4 * height) __builtin_memcpy(at, pairs + i, 4);
     }
-    if (in.groups) {
-        const Tiles tiles(in.rows, GROUP_ROWS);
-        const Index tile = tiles.of(row), first = tiles.first(tile), height = tiles.height(tile);
-        std::byte* to = in.groups + first * Activations::group_bytes(in.inner);
-        for (Index k = 0; k < in.inner; k += GROUP, to += height * ROW_GROUP_BYTES)
-            put_group(x + k, to, row - first, height);
+}
+
+inline void put_groups(const Activations& in, Index row, Index from, Index to) {
+    const Tiles tiles(in.rows, GROUP_ROWS);
+    const Index tile = tiles.of(row), first = tiles.first(tile), height = tiles.height(tile);
+    const float* x = in.x + row * in.stride;
+    std::byte* at = in.groups + first * Activations::group_bytes(in.inner) + from / GROUP * height * ROW_GROUP_BYTES;
+    for (Index k = from; k < to; k += GROUP, at += height * ROW_GROUP_BYTES) put_group(x + k, at, row - first, height);
+}
+
+// Rows of a tile lie in the same cache lines: a few groups of all of them are written before the next.
+inline void prepare(const Activations& in, const Patch& patch) {
+    constexpr Index STEP = 4 * GROUP;
+    for (Index from = patch.from; from < patch.to; from += STEP) {
+        const Index to = from + STEP < patch.to ? from + STEP : patch.to;
+        for (Index row = patch.row; row < patch.row + patch.rows; row++) {
+            if (in.pairs) put_pairs(in, row, from, to);
+            if (in.groups) put_groups(in, row, from, to);
+        }
     }
 }
 

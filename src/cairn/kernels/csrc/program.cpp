@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "lookup.h"
 
@@ -12,6 +13,13 @@ namespace {
 constexpr Index WORTH_THREADS = 1 << 15;
 // Pieces a thread should find in one product, so that a slow one can be relieved, and the panels of one piece at least.
 constexpr Index PIECES = 8, LEAST_PANELS = 4;
+// Inner indices that a thread rounds at least.
+constexpr Index PATCH = 4 * GROUP;
+
+// Of rows that are there already.
+struct Made {
+    void operator()(Index) const {}
+};
 
 }  // namespace
 
@@ -46,20 +54,42 @@ Inputs Program::inputs(const MatrixView& matrix, Index most) {
     return found;
 }
 
-Activations Program::rows(const float* x, Index stride, Index size, Index count, Inputs inputs) const {
+template <class Make>
+Activations Program::rows(const float* x, Index stride, Index size, Index count, Inputs inputs, const Make& make) const {
     std::byte* at = rounded_.get();
-    return {x, stride, count, size, inputs.pairs ? at : nullptr, inputs.groups ? at + inputs.groups_at : nullptr};
+    const Activations in = {x, stride, count, size, inputs.pairs ? at : nullptr,
+                            inputs.groups ? at + inputs.groups_at : nullptr};
+    if (!count) return in;
+    // Two threads that round rows of one tile would write the same cache lines in turns: a task is a tile, or where
+    // there are few, neighbouring groups of one.
+    const Tiles tiles(count, inputs.groups ? kernels_.group_rows : inputs.pairs ? kernels_.pair_rows : 1);
+    const Index tasks = PIECES * team_->size();
+    if (inputs.any() && tiles.count >= tasks / 2) {
+        team_->run(tiles.count, [&](Index tile, int) {
+            const Patch patch = {tiles.first(tile), tiles.height(tile), 0, size};
+            for (Index row = patch.row; row < patch.row + patch.rows; row++) make(row);
+            kernels_.prepare(in, patch);
+        });
+        return in;
+    }
+    if constexpr (!std::is_same_v<Make, Made>) each(count, size, make);
+    if (!inputs.any()) return in;
+    const Index least = size * tiles.count / tasks + 1, width = (least + PATCH - 1) / PATCH * PATCH;
+    const Index across = (size + width - 1) / width;
+    const auto round = [&](Index task) {
+        const Index tile = task / across, from = task % across * width;
+        kernels_.prepare(in, {tiles.first(tile), tiles.height(tile), from, std::min(size, from + width)});
+    };
+    each(tiles.count * across, tiles.height(0) * width, round);
+    return in;
 }
 
 Activations Program::normed(const float* x, const std::int32_t* chosen, Norm norm, Index count, Inputs inputs) const {
     float* out = scratch();
-    const Activations found = rows(out, norm.size, norm.size, count, inputs);
-    each(count, norm.size, [&](Index i) {
+    return rows(out, norm.size, norm.size, count, inputs, [=, this](Index i) {
         const Index from = chosen ? chosen[i] : i;
         kernels_.norm(x + from * norm.size, norm.weight, norm.size, norm.eps, out + i * norm.size);
-        if (inputs.any()) kernels_.prepare(found, i);
     });
-    return found;
 }
 
 void Program::product(const Product& job) const {
@@ -71,8 +101,11 @@ void Program::product(const Product& job) const {
     }
     const Index share = panels / (team_->size() * PIECES) / LEAST_PANELS * LEAST_PANELS;
     const Index piece = std::max(LEAST_PANELS, share);
-    team_->run((panels + piece - 1) / piece, [&](Index i, int) {
-        kernels_.product(job, i * piece, std::min(panels, (i + 1) * piece));
+    // The last fifth or so goes out in pieces of the smallest size: whoever is done first waits for no more than one.
+    const Index large = panels * 4 / 5 / piece, rest = panels - large * piece;
+    team_->run(large + (rest + LEAST_PANELS - 1) / LEAST_PANELS, [&](Index i, int) {
+        const Index first = i < large ? i * piece : large * piece + (i - large) * LEAST_PANELS;
+        kernels_.product(job, first, std::min(panels, first + (i < large ? piece : LEAST_PANELS)));
     });
 }
 
@@ -119,10 +152,11 @@ void Program::norm_project(const float* hidden, Norm norm, MatrixView matrix, fl
 
 void Program::rope_write(const RopeWrite& job) {
     calls_.push_back([=, this](const Sizes& sizes) {
-        // Neighbours share cache lines of a block's keys: whole runs of them go to one thread.
-        team_->run((sizes.tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS, [&](Index run, int) {
-            const Index end = std::min(sizes.tokens, (run + 1) * BLOCK_TOKENS);
-            for (Index token = run * BLOCK_TOKENS; token < end; token++) kernels_.rope_write(job, token);
+        // Neighbours of a row share cache lines of a block's keys: where there are many, runs of them go to one thread.
+        const Index most = sizes.tokens / (2 * team_->size()), length = std::clamp<Index>(most, 1, BLOCK_TOKENS);
+        team_->run((sizes.tokens + length - 1) / length, [&](Index run, int) {
+            const Index end = std::min(sizes.tokens, (run + 1) * length);
+            for (Index token = run * length; token < end; token++) kernels_.rope_write(job, token);
         });
     });
 }
@@ -157,9 +191,7 @@ void Program::attention(const Attend& job, const std::int32_t* rows, const std::
 void Program::project_add(const float* x, MatrixView matrix, float* hidden, Index most) {
     const Inputs wanted = inputs(matrix, most);
     calls_.push_back([=, this](const Sizes& sizes) {
-        const Activations in = rows(x, matrix.inner, matrix.inner, sizes.tokens, wanted);
-        if (wanted.any()) each(sizes.tokens, matrix.inner, [&](Index i) { kernels_.prepare(in, i); });
-        product({matrix, in, hidden, matrix.out, true});
+        product({matrix, rows(x, matrix.inner, matrix.inner, sizes.tokens, wanted, Made{}), hidden, matrix.out, true});
     });
 }
 
@@ -171,13 +203,11 @@ void Program::gated_mlp(float* hidden, Norm norm, MatrixView gate_up, Activation
     calls_.push_back([=, this](const Sizes& sizes) {
         float* gates = scratch() + both;
         product({gate_up, normed(hidden, nullptr, norm, sizes.tokens, wide), gates, gate_up.out, false});
-        const Activations in = rows(gates, gate_up.out, width, sizes.tokens, back);
-        team_->run(sizes.tokens, [&](Index token, int) {
+        const auto gated = [=, this](Index token) {
             float* gate = gates + token * gate_up.out;
             kernels_.gate(gate, gate + width, width, activation, gate);
-            if (back.any()) kernels_.prepare(in, token);
-        });
-        product({down, in, hidden, down.out, true});
+        };
+        product({down, rows(gates, gate_up.out, width, sizes.tokens, back, gated), hidden, down.out, true});
     });
 }
 

@@ -56,8 +56,9 @@ class Program {
     void need(Index floats);
     Inputs inputs(const MatrixView& matrix, Index most);
     Activations normed(const float* x, const std::int32_t* chosen, Norm norm, Index count, Inputs inputs) const;
-    // Rows that `prepare` is still to be called for.
-    Activations rows(const float* x, Index stride, Index size, Index count, Inputs inputs) const;
+    // Rows x[count, size], which make(row) computes one by one, rounded where the matrix wants that.
+    template <class Make>
+    Activations rows(const float* x, Index stride, Index size, Index count, Inputs inputs, const Make& make) const;
     void product(const Product& job) const;
     // body(row) for `count` rows of `size` numbers, on all threads where that is worth it.
     template <class Body>
