@@ -4,19 +4,31 @@
 // head for keys, along positions for values). `add` multiplies them with STEP numbers of each of R rows.
 #pragma once
 
-#include "simd.h"
+#include "outer.h"
 
 namespace cairn::CAIRN_VARIANT {
 
-// acc[R][P] += x[R] times weight[P]: one number of each row, P vectors.
-template <int R, int P>
-inline void add_products(Vec (&acc)[R][P], const float* x, Index stride, const Vec (&weight)[P]) {
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++) {
-        const Vec factor = set(x[r * stride]);
-#pragma GCC unroll 4
-        for (int p = 0; p < P; p++) acc[r][p] = fma(factor, weight[p], acc[r][p]);
+// The `size` numbers x in 16 bits: take(first index, bits, count) for sixteen at a time.
+template <class F>
+inline void rounded(const float* x, Index size, void (*store)(std::uint16_t*, const Vec&), F&& take) {
+    std::uint16_t bits[LANES];
+    for (Index at = 0; at < size; at += LANES) {
+        const Index count = size - at < LANES ? size - at : LANES;
+        store(bits, count == LANES ? load(x + at) : load_first(x + at, count));
+        take(at, bits, count);
     }
+}
+
+// Whether none of `count` numbers, `step` apart, is infinite or NaN: those have all of their exponent's bits.
+template <class Bits>
+inline bool all_finite(const std::byte* at, Index count, Index step, Bits exponent) {
+    Bits full = 0;
+    for (Index i = 0; i < count; i++) {
+        Bits one;
+        __builtin_memcpy(&one, at + i * step * static_cast<Index>(sizeof one), sizeof one);
+        full |= (one & exponent) == exponent;
+    }
+    return !full;
 }
 
 struct KvF32 {
@@ -33,7 +45,7 @@ struct KvF32 {
     }
     template <int R, int P>
     static void add(Vec (&acc)[R][P], const Number* x, Index stride, const Raw (&raw)[P]) {
-        add_products<R, P>(acc, x, stride, raw);
+        add_outer<R, P>(acc, x, stride, raw);
     }
     // Stores sixteen numbers; returns them as they were stored.
     static Vec put(Number* out, const Vec& x) {
@@ -46,6 +58,10 @@ struct KvF32 {
     }
     static void write_values(std::byte* values, Index place, const float* x, Index size) {
         __builtin_memcpy(values + place * size * 4, x, size * 4);
+    }
+    // Of the values of one position: the `place`th of those that begin at `step`.
+    static bool finite(const std::byte* step, Index, Index size) {
+        return all_finite<std::uint32_t>(step, size, 1, 0x7f800000);
     }
 };
 
@@ -60,22 +76,18 @@ struct KvF16 : KvF32 {
     }
     static void write_keys(std::byte* keys, Index place, const float* x, Index size) {
         std::uint16_t* out = reinterpret_cast<std::uint16_t*>(keys) + place;
-        rounded(x, size, [&](Index i, std::uint16_t half) { out[i * BLOCK_TOKENS] = half; });
+        rounded(x, size, store_half, [&](Index at, const std::uint16_t* bits, Index count) {
+            for (Index i = 0; i < count; i++) out[(at + i) * BLOCK_TOKENS] = bits[i];
+        });
     }
     static void write_values(std::byte* values, Index place, const float* x, Index size) {
         std::uint16_t* out = reinterpret_cast<std::uint16_t*>(values) + place * size;
-        rounded(x, size, [&](Index i, std::uint16_t half) { out[i] = half; });
+        rounded(x, size, store_half, [&](Index at, const std::uint16_t* bits, Index count) {
+            for (Index i = 0; i < count; i++) out[at + i] = bits[i];
+        });
     }
-
-  private:
-    template <class F>
-    static void rounded(const float* x, Index size, F&& take) {
-        std::uint16_t buffer[LANES];
-        for (Index at = 0; at < size; at += LANES) {
-            const Index count = size - at < LANES ? size - at : LANES;
-            store_half(buffer, count == LANES ? load(x + at) : load_first(x + at, count));
-            for (Index i = 0; i < count; i++) take(at + i, buffer[i]);
-        }
+    static bool finite(const std::byte* step, Index, Index size) {
+        return all_finite<std::uint16_t>(step, size, 1, 0x7c00);
     }
 };
 
@@ -126,10 +138,10 @@ struct KvBf16 {
         Vec weight[P];
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) weight[p] = low_bf16(raw[p]);
-        add_products<R, P>(acc, x, stride, weight);
+        add_outer<R, P>(acc, x, stride, weight);
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) weight[p] = high_bf16(raw[p]);
-        add_products<R, P>(acc, x + 1, stride, weight);
+        add_outer<R, P>(acc, x + 1, stride, weight);
 #endif
     }
     static Vec put(Number* out, const Vec& x) {
@@ -145,7 +157,7 @@ struct KvBf16 {
     }
     static void write_keys(std::byte* keys, Index place, const float* x, Index size) {
         std::uint32_t* out = reinterpret_cast<std::uint32_t*>(keys) + place;
-        rounded(x, size, [&](Index at, const std::uint16_t* bits, Index count) {
+        rounded(x, size, store_bf16, [&](Index at, const std::uint16_t* bits, Index count) {
             for (Index i = 0; i < count; i += 2)
                 out[(at + i) / 2 * BLOCK_TOKENS] = bits[i] | static_cast<std::uint32_t>(bits[i + 1]) << 16;
         });
@@ -153,20 +165,12 @@ struct KvBf16 {
     // The other position of the pair is left alone: another thread may be writing it.
     static void write_values(std::byte* values, Index place, const float* x, Index size) {
         std::uint16_t* out = reinterpret_cast<std::uint16_t*>(values) + place / 2 * 2 * size + place % 2;
-        rounded(x, size, [&](Index at, const std::uint16_t* bits, Index count) {
+        rounded(x, size, store_bf16, [&](Index at, const std::uint16_t* bits, Index count) {
             for (Index i = 0; i < count; i++) out[2 * (at + i)] = bits[i];
         });
     }
-
-  private:
-    template <class F>
-    static void rounded(const float* x, Index size, F&& take) {
-        std::uint16_t buffer[LANES];
-        for (Index at = 0; at < size; at += LANES) {
-            const Index count = size - at < LANES ? size - at : LANES;
-            store_bf16(buffer, count == LANES ? load(x + at) : load_first(x + at, count));
-            take(at, buffer, count);
-        }
+    static bool finite(const std::byte* step, Index place, Index size) {
+        return all_finite<std::uint16_t>(step + 2 * place, size, 2, 0x7f80);
     }
 };
 

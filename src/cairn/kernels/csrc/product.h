@@ -2,7 +2,7 @@
 // speed, never bits.
 #pragma once
 
-#include "simd.h"
+#include "outer.h"
 
 namespace cairn::CAIRN_VARIANT {
 
@@ -17,17 +17,6 @@ constexpr Index AHEAD = 2048;
 constexpr int panels_for(int rows) {
     const int fit = ACCUMULATORS / (rows * PARTS);
     return fit < 1 ? 1 : fit > MAX_PANELS ? MAX_PANELS : fit;
-}
-
-// acc[R][P] += x[R] at k times the panels' k.
-template <int R, int P>
-inline void add_outer(Vec (&acc)[R][P], const float* x, Index x_stride, const Vec (&weight)[P]) {
-#pragma GCC unroll 6
-    for (int r = 0; r < R; r++) {
-        const Vec factor = set(x[r * x_stride]);
-#pragma GCC unroll 4
-        for (int p = 0; p < P; p++) acc[r][p] = fma(factor, weight[p], acc[r][p]);
-    }
 }
 
 // How a panel is read, and how many rows and panels make a tile: STEP inner indices at once, `add` multiplies them with
