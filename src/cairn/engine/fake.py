@@ -30,6 +30,9 @@ from cairn.types import BLOCK_TOKENS, CacheGroup, ModelSpec, SamplingParams
 _MULTIPLIER = 0xD1342543DE82EF95
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_STEP = np.uint64(_MULTIPLIER)
 _NOISE = 4096
 _PEAKS = 8
 
@@ -207,7 +210,7 @@ class FakeEngine:
         starts = np.array([row.start for row in rows])
         digests[starts == 0] = self._seeds[number]
         tokens = np.array([row.tokens[row.start] for row in rows], dtype=np.uint64)
-        digests = digests * np.uint64(_MULTIPLIER) + _mix(tokens + self._salt[starts] + self._seeds[number])
+        digests = digests * _STEP + _mix(tokens + self._salt[starts] + self._seeds[number])
         slots = [row.tables[number][row.start // size] * size + row.start % size for row in rows]
         kv.reshape(-1)[slots] = digests
         for row, digest in zip(rows, digests, strict=True):
@@ -286,9 +289,13 @@ class _Truth:
 
 def _mix(words: Words) -> Words:
     """The finaliser of splitmix64: every bit of the input changes half of the output's."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    mixed: Words = words >> _SHIFTS[0]
+    mixed ^= words
+    mixed *= _FACTORS[0]
+    mixed ^= mixed >> _SHIFTS[1]
+    mixed *= _FACTORS[1]
+    mixed ^= mixed >> _SHIFTS[2]
+    return mixed
 
 
 def _mix_int(word: int) -> int:
