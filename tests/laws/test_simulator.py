@@ -29,6 +29,12 @@ def test_every_stream_is_the_one_right_answer(prove: bool, figure: Callable[[str
     assert tokens > 8 * count
 
 
+@pytest.mark.parametrize("seed", [3061, 9838, 15103])
+def test_a_schedule_that_once_broke_a_law_keeps_it(seed: int) -> None:
+    """A chunk about to leave the pool took all it extends along into an empty write queue, however much that was."""
+    simulator.run(seed)
+
+
 def test_a_schedule_is_the_same_again() -> None:
     first, second = simulator.run(12), simulator.run(12)
     assert (first.steps, first.finished, first.clock.time) == (second.steps, second.finished, second.clock.time)

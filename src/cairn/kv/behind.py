@@ -139,14 +139,14 @@ class Behind:
         end = self._clock.now() + grace
         while self._noted:
             self._settle()
-            if self._fits(self._size(self._next())):
+            if self._fits(self._next()):
                 self._copy(self._next())
             elif not self._writer.wait(end - self._clock.now()):
                 return
 
     def _ready(self, idle: bool) -> bool:
         """Whether to copy the next chunk now. `idle`: nobody waits for a step."""
-        return bool(self._noted) and self._fits(self._size(self._next())) and (idle or self._pressing())
+        return bool(self._noted) and self._fits(self._next()) and (idle or self._pressing())
 
     def _pressing(self) -> bool:
         """Whether to copy although requests want a step: somebody waits for it, or the pool is about to need blocks."""
@@ -161,7 +161,7 @@ class Behind:
             line = [self._noted[key]]
             while line[-1].chunk.parent in self._noted:
                 line.append(self._noted[line[-1].chunk.parent])
-            if self._fits(sum(map(self._size, line))):
+            if self._fits(*line):
                 for one in reversed(line):
                     self._copy(one)
             else:
@@ -239,12 +239,10 @@ class Behind:
     def _next(self) -> _Noted:
         return next(iter(self._noted.values()))
 
-    def _size(self, noted: _Noted) -> int:
-        return self._sizes[noted.chunk.group]
-
-    def _fits(self, size: int) -> bool:
-        """Whether so many bytes more may be copied."""
-        return not self.bytes or self.bytes + size <= self._limits.queue_bytes
+    def _fits(self, *line: _Noted) -> bool:
+        """Whether these may all be copied: within the bound, or one alone, however large it is."""
+        size = sum(self._sizes[noted.chunk.group] for noted in line)
+        return self.bytes + size <= self._limits.queue_bytes or (not self.bytes and len(line) == 1)
 
     def _durable(self, key: bytes) -> bool:
         return self._store.leading((key,)) == 1
