@@ -28,7 +28,7 @@ from cairn.models.spec import load_spec
 from cairn.models.weights import open_weights
 from cairn.types import BLOCK_TOKENS
 from report import footprint_text
-from serving import Server, letters, settle
+from serving import Server, end_when_told, letters, settle
 from side_by_side import load, machine, write_json
 
 PROMPT = 1024
@@ -102,6 +102,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
+    end_when_told()
     about = {"machine": machine(given.threads), "file": given.file.stem}
     with tempfile.TemporaryDirectory() as folder:
         found = {**about, **measure(given.file, given, Path(folder))}

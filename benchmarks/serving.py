@@ -232,6 +232,11 @@ class Server:
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
+def end_when_told() -> None:
+    """SIGTERM ends the run as an error does: with its servers, which are in sessions of their own."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+
+
 # -------------------------------------------------------------------------------------------------------- cases
 
 
@@ -300,6 +305,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "cairn-bench", metavar="FOLDER")
     given = parser.parse_args()
+    end_when_told()
     given.rounds = 1 if given.quick else given.rounds
     path = model_file(given.files, "qwen3-0.6b", given.type, given.llama_python)
     about = {"machine": machine(given.threads), "rounds": given.rounds, "type": given.type, "options": given.serve}
