@@ -10,8 +10,6 @@ namespace cairn::CAIRN_VARIANT {
 // Rows of a tile: they share one reading of a panel. Integer sums of at most 8 of them are held at once.
 constexpr int GROUP_ROWS = WIDTH == 16 ? 16 : WIDTH == 8 || REGISTERS == 32 ? 4 : 2;
 constexpr int at_once(int rows) { return rows <= 8 ? rows : rows <= 12 ? (rows + 1) / 2 : (rows + 2) / 3; }
-// Weights that stay in the second cache while rows pass, and activations.
-constexpr Index HOT_BYTES = Index{256} << 10;
 
 inline Vec to_float(const IntVec& x) {
     return each([&](int i) { return __builtin_convertvector(x.part[i], Part); });

@@ -13,6 +13,8 @@ constexpr int PAIR_ROWS = 12;
 
 // With few rows memory sets the pace: lines are asked for so many bytes ahead.
 constexpr Index AHEAD = 2048;
+// Weights that stay in the second cache while rows pass.
+constexpr Index HOT_BYTES = Index{256} << 10;
 
 constexpr int panels_for(int rows) {
     const int fit = ACCUMULATORS / (rows * PARTS);
@@ -179,16 +181,19 @@ Tile tile_of(Index rows, int panels) {
     return tile_of<Format, R>(panels);
 }
 
-// Weights of one group of panels stay hot for all tiles.
+// Weights of some panels stay hot for all tiles, and a tile's rows for these panels.
 template <class Format>
 void product(const Product& job, const Segment& part, Index first_panel, Index last_panel) {
     const Tiles tiles(job.in.rows, Format::ROWS);
     const int group = Format::panels(static_cast<int>(tiles.height(0)));
-    for (Index panel = first_panel; panel < last_panel;) {
-        const int width = static_cast<int>(last_panel - panel < group ? last_panel - panel : group);
+    const Index most = (HOT_BYTES / part.panel_bytes() / group + 1) * group;
+    for (Index first = first_panel; first < last_panel; first += most) {
+        const Index last = first + most < last_panel ? first + most : last_panel;
         for (Index i = 0; i < tiles.count; i++)
-            tile_of<Format>(tiles.height(i), width)(job, part, tiles.first(i), panel);
-        panel += width;
+            for (Index panel = first; panel < last; panel += group) {
+                const int width = static_cast<int>(last - panel < group ? last - panel : group);
+                tile_of<Format>(tiles.height(i), width)(job, part, tiles.first(i), panel);
+            }
     }
 }
 
