@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tests.kernels.test_native import DTYPES, VARIANTS, laid_out, random
-from tests.kernels.test_native_quantized import quantized
+from tests.kernels.test_quantized import quantized
 
 from cairn.kernels.native import NativeKernels
 from cairn.types import BLOCK_TOKENS
