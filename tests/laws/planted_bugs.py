@@ -182,7 +182,7 @@ BUGS = (
     Bug("a chunk is written under the key of the next", BEHIND, "Chunk(key, parent, part, index * width, b\"\", number), blocks", "Chunk(chain.key(last - 1, tokens), parent, part, index * width, b\"\", number), blocks"),
     Bug("a chunk of another group is read", BEHIND, "self._engine.read_blocks(chunk.group, found)", "self._engine.read_blocks(0, found)"),
     Bug("a chunk is written with the pages that are left of it", BEHIND, "return found if len(found) == len(blocks) else None", "return found or None"),
-    Bug("the queue has no bound", BEHIND, "not self.bytes or self.bytes + size <= self._limits.queue_bytes", "True"),
+    Bug("the queue has no bound", BEHIND, "self.bytes + size <= self._limits.queue_bytes or (not self.bytes and len(line) == 1)", "True"),
     Bug("the queue counts what was written for ever", BEHIND, "        self.bytes -= self._copied.pop(key)\n", "        self._copied.pop(key)\n"),
     Bug("what the pool gives up waits for ever", BEHIND, "            pool.leaving = self._leaving\n", "            pass\n"),
     Bug("a chunk is queued before what it extends", BEHIND, "            for one in reversed(line):\n", "            for one in line:\n"),

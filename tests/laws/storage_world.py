@@ -134,8 +134,8 @@ class Storage:
         self.asked += kind != "where"
         if kind == "flush":
             behind = self.tiers.behind_pool
-            keys, dropped = set(behind._outstanding), behind.dropped
-            self.tiers.flush(lambda gone: self.flushed(keys, gone, dropped))
+            chunks, dropped = set(behind._outstanding.items()), behind.dropped
+            self.tiers.flush(lambda gone: self.flushed(chunks, gone, dropped))
         elif kind in ("pin", "unpin"):
             self.tiers.pin("agent", tokens if kind == "pin" else (), request.salt, self.done)
         elif kind == "prefetch":
@@ -150,9 +150,10 @@ class Storage:
     def done(self) -> None:
         self.answered += 1
 
-    def flushed(self, keys: set[bytes], gone: int, dropped: int) -> None:
+    def flushed(self, chunks: set[tuple[bytes, int]], gone: int, dropped: int) -> None:
+        """`chunks`: those outstanding when it was asked for; one that went and was noted again since is another."""
         self.answered += 1
-        left = keys & set(self.tiers.behind_pool._outstanding)
+        left = chunks & set(self.tiers.behind_pool._outstanding.items())
         law(not left, "a flush was answered before all was written")
         law(gone == self.tiers.behind_pool.dropped - dropped, "a flush does not say what was given up")
 

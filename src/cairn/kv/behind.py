@@ -158,9 +158,7 @@ class Behind:
     def _leaving(self, block: bytes) -> None:
         """The pool is about to give up a block: copy its chunks, after all noted ones they extend, or give them up."""
         for key in tuple(self._users.get(block, ())):
-            line = [self._noted[key]]
-            while line[-1].chunk.parent in self._noted:
-                line.append(self._noted[line[-1].chunk.parent])
+            line = self._line(self._noted[key])
             if self._fits(*line):
                 for one in reversed(line):
                     self._copy(one)
@@ -237,7 +235,15 @@ class Behind:
         return len(pages)
 
     def _next(self) -> _Noted:
-        return next(iter(self._noted.values()))
+        """What to copy next: the first noted, or what it extends, if that left the store and was noted again since."""
+        return self._line(next(iter(self._noted.values())))[-1]
+
+    def _line(self, noted: _Noted) -> list[_Noted]:
+        """A noted chunk, and after it the noted ones that it extends, nearest first."""
+        line = [noted]
+        while line[-1].chunk.parent in self._noted:
+            line.append(self._noted[line[-1].chunk.parent])
+        return line
 
     def _fits(self, *line: _Noted) -> bool:
         """Whether these may all be copied: within the bound, or one alone, however large it is."""
