@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
-from tests.files import CrashFiles
+from tests.files import CrashFile, CrashFiles
 
 from cairn.agents import log as log_module
 from cairn.agents.index import TIDY, Index, Kind, Segment, decode_keys, encode_keys
-from cairn.agents.index import Entry as Place
 from cairn.agents.log import Log
+from cairn.agents.places import PlaceTable
 from cairn.agents.segment import (
     HEADER_BYTES,
     MAX_PAYLOAD,
+    RECORD_BYTES,
     VERSION,
     Header,
     Record,
@@ -112,22 +115,42 @@ def test_a_payload_beyond_the_limit_is_refused_before_anything_is_written() -> N
 # --------------------------------------------------------------------------------------------------------- index
 
 
+def counting(*records: Record) -> tuple[Index, list[int]]:
+    """Records put into one segment, and the numbers of those that count after that."""
+    segment = Segment(Header(1, 1))
+    index, offset = Index({1: segment}), HEADER_BYTES
+    for record in records:
+        index.add(record, segment, offset)
+        offset += record.size
+    return index, [lsn for lsn, _ in segment.counting()]
+
+
 def test_only_the_newest_of_a_kind_and_key_counts_whatever_the_order() -> None:
     for order in itertools.permutations(range(1, 4)):
-        index = Index()
-        entries = {lsn: Place(Record(lsn, Kind.AGENT, 7, b"")) for lsn in order}
-        for lsn in order:
-            index.enter(entries[lsn])
-        assert [lsn for lsn in entries if entries[lsn].live] == [3]
+        index, left = counting(*(Record(lsn, Kind.AGENT, 7, bytes(lsn)) for lsn in order))
+        assert left == [3]
+        place = index.locate(Kind.AGENT, 7)
+        assert place is not None and place.size == RECORD_BYTES + 3
 
 
 def test_an_end_supersedes_the_pieces_of_its_turn_only() -> None:
-    index = Index()
-    pieces = [Place(Record(lsn, Kind.TOKENS, key, b"")) for lsn, key in ((1, 5), (2, 5), (3, 6))]
-    end = Place(Record(4, Kind.END, 5, b""))
-    for entry in (*pieces, end):
-        index.enter(entry)
-    assert [entry.live for entry in pieces] == [False, False, True] and end.live
+    pieces = [Record(lsn, Kind.TOKENS, key, b"") for lsn, key in ((1, 5), (2, 5), (3, 6))]
+    assert counting(*pieces, Record(4, Kind.END, 5, b""))[1] == [3, 4]
+
+
+def test_a_table_of_places_does_what_a_dict_does() -> None:
+    table, known, rng = PlaceTable(), {}, random.Random(1)
+    for _ in range(20_000):
+        key = rng.choice((rng.randrange(1, 3000), 2**63 + rng.randrange(300)))
+        if rng.random() < 0.3:
+            table.drop(key)
+            known.pop(key, None)
+        else:
+            known[key] = rng.randrange(1, 1 << 24), rng.randrange(1 << 40)
+            table.put(key, *known[key])
+        probe = rng.randrange(1, 3000)
+        assert table.get(probe) == known.get(probe, (0, 0))
+    assert all(table.get(key) == place for key, place in known.items())
 
 
 def test_where_a_superseded_record_lies_is_forgotten_and_it_is_erased_all_the_same() -> None:
@@ -137,15 +160,15 @@ def test_where_a_superseded_record_lies_is_forgotten_and_it_is_erased_all_the_sa
     for line in range(10 * TIDY):
         put(log, Kind.SAVINGS, 7, b"secret %d" % line)
         put(log, Kind.AGENT, 8, b"open")
-    (segment,) = log._segments.values()
-    assert len(segment.entries) <= 2 * TIDY
+    (segment,) = log._index.segments.values()
+    assert len(segment) <= 2 * TIDY + 2
     log.close()
     again = opened(files)
     assert [record.key for record in again.recovered] == [7, 8]
     put(again, Kind.SAVINGS, 7, b"in another file")
     again.close()
     last = opened(files)
-    assert [len(segment.entries) for segment in last._segments.values()] == [1, 1]
+    assert [len(segment) for segment in last._index.segments.values()] == [1, 1]
     last.erase([7])
     assert not any(b"secret" in data for data in files.files(FOLDER).values())
     assert [record.key for record in opened(files.crash(random.Random(1))).recovered] == [8]
@@ -159,12 +182,16 @@ def test_keys_of_an_erasure_are_read_back() -> None:
 def test_a_segment_is_wasteful_when_less_than_half_of_it_counts() -> None:
     segment = Segment(Header(1, 1))
     assert segment.wasteful
-    segment.entries = [Place(Record(lsn, Kind.TURN, lsn, b"x" * 100)) for lsn in range(4)]
-    segment.size += sum(entry.size for entry in segment.entries)
+    record = Record(1, Kind.TURN, 1, b"x" * 100)
+    for place in range(4):
+        segment.add(record, segment.size)
+        segment.size += record.size
+        assert segment.live == (place + 1) * record.size
     assert not segment.wasteful
-    for entry in segment.entries[:3]:
-        entry.live = False
-    assert segment.wasteful
+    for place in range(3):
+        segment.drop(HEADER_BYTES + place * record.size)
+        segment.drop(HEADER_BYTES)
+    assert segment.wasteful and segment.live == record.size
 
 
 # ----------------------------------------------------------------------------------------------------------- log
@@ -241,6 +268,41 @@ def test_compaction_ends_and_keeps_what_counts(monkeypatch: pytest.MonkeyPatch) 
     log.close()
     (left,) = opened(files).recovered
     assert left.payload.startswith(b"199x")
+
+
+def test_a_record_is_read_where_it_lies_also_while_its_segment_is_written_anew() -> None:
+    """A reader holds up nobody: what was moved between its look at the index and its look at the file is looked for
+    again."""
+    moves = 3
+
+    class Moving(CrashFiles):
+        def open(self, path: Path, mode: Literal["read", "append", "create"]) -> CrashFile:
+            nonlocal moves
+            if mode == "read" and moves and threading.current_thread() is reader:
+                moves -= 1
+                log.erase([gone[moves].key])
+            return super().open(path, mode)
+
+    files, found = Moving(), []
+    log = opened(files)
+    reader = threading.Thread(
+        target=lambda: found.extend(log.read([(Kind.TURN, 1), (Kind.END, 1), (Kind.TURN, 9), (Kind.TURN, 100)]))
+    )
+    kept = [put(log, Kind.TURN, 1, b"what was said"), put(log, Kind.END, 1, b"what was answered")]
+    gone = [put(log, Kind.TURN, key, b"secret text") for key in (100, 101, 102)]
+    reader.start()
+    reader.join()
+    assert moves == 0 and found == [*kept, None, None]
+
+
+def test_a_damaged_record_is_read_as_nothing() -> None:
+    files = CrashFiles()
+    log = opened(files)
+    hurt, whole = put(log, Kind.TURN, 1, b"what was said"), put(log, Kind.TURN, 2, b"and this")
+    (path,) = (path for path in files.files(FOLDER) if path.suffix == ".log")
+    files.put(path, files.files()[path].replace(b"was", b"is "))
+    assert log.read([(Kind.TURN, 1), (Kind.TURN, 2)]) == [None, whole]
+    assert hurt.key == 1
 
 
 def test_a_folder_that_is_not_ours_alone_is_refused_and_left_alone() -> None:

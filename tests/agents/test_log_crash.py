@@ -16,7 +16,7 @@ import pytest
 from tests.files import Crash, CrashFiles, Fault, corrupted
 
 from cairn.agents import log as log_module
-from cairn.agents.index import NEWEST, Kind
+from cairn.agents.index import FOUND, NEWEST, Kind
 from cairn.agents.log import Log
 from cairn.agents.segment import Record
 
@@ -76,6 +76,15 @@ class Model:
         newest = [(r.kind, r.key) for r in found.values() if r.kind in NEWEST]
         assert len(newest) == len(set(newest))
         self.check_gone(files)
+        self.check_read(log, list(found.values()))
+
+    def check_read(self, log: Log, records: list[Record]) -> None:
+        """Those of them that are looked up by kind and key are found where the log says that they lie."""
+        wanted = {(record.kind, record.key): record for record in records if record.kind in FOUND}
+        for record, found in zip(wanted.values(), log.read(list(wanted)), strict=True):
+            newer = found is not None and found in self.written[found.lsn] and found.lsn > record.lsn
+            assert newer or found == record, f"{record.lsn} cannot be read"
+        assert log.read([(kind, key) for key in self.erased for kind in FOUND]) == [None] * (4 * len(self.erased))
 
     def check_gone(self, files: CrashFiles) -> None:
         for data in files.files(FOLDER).values():
@@ -129,6 +138,9 @@ class Work:
         else:
             self.log = None
             log.close()
+            return
+        if action >= 0.7:
+            model.check_read(log, list(model.must().values()))
 
     def write(self, log: Log) -> None:
         rng, model = self.rng, self.model

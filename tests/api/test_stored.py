@@ -54,6 +54,12 @@ async def test_what_is_stored_can_be_seen_and_looked_after() -> None:
         }
         assert (await http.post("/v1/cache/prune")).json()["removed"] == 1000
         assert (await http.get("/v1/cache/flush")).status_code == 405
+        for path in PATHS:
+            assert (await http.post(path, json={})).status_code == 200
+            refused = await http.post(path, json={"disk": True})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "disk"
+            assert (await http.post(path, content=b"{")).status_code == 415
+            assert (await http.post(path, json=[])).status_code == 400
         service.given_up = True
         late = await http.post("/v1/cache/flush")
         assert late.status_code == 503 and "12 chunks" in late.json()["error"]["message"]

@@ -69,9 +69,13 @@ class Folder:
             raise
         return file
 
+    def open(self, number: int) -> File:
+        """A segment, to be read."""
+        return self._files.open(self.name(number), "read")
+
     def read(self, number: int) -> bytes:
         """A whole segment."""
-        file = self._files.open(self.name(number), "read")
+        file = self.open(number)
         try:
             return file.read(0, file.size())
         finally:

@@ -1,10 +1,19 @@
-"""Where each record of a token log lies, and which of them still count. No bytes, no files."""
+"""Where each record of a token log lies, and which of them still count. No bytes, no files.
+
+A log holds a few records of every turn that was ever said, so what is kept of one is packed: some 25 bytes in its
+segment, and for those that are looked up a slot of a `PlaceTable`.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Set
+import threading
+from array import array
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Set
+from typing import NamedTuple
 
+from cairn.agents.places import PlaceTable
 from cairn.agents.segment import HEADER_BYTES, Header, Record
 
 
@@ -23,94 +32,182 @@ class Kind(enum.IntEnum):
 
 
 NEWEST = frozenset({Kind.AGENT, Kind.END, Kind.SAVINGS})
+FOUND = NEWEST | {Kind.TURN}
+"""What is looked up by kind and key."""
 TIDY = 64
-"""Entries that a segment may gather before it looks for those that do not count any more."""
+"""Rows that do not count any more which a segment may gather, beside as many as do."""
 
 
-class Entry:
-    """Where a record lies, and whether it counts."""
+class Place(NamedTuple):
+    """Where a record lies."""
 
-    __slots__ = ("key", "kind", "live", "lsn", "size")
-
-    def __init__(self, record: Record) -> None:
-        self.lsn, self.kind, self.key, self.size = record.lsn, record.kind, record.key, record.size
-        self.live = True
+    header: Header
+    offset: int
+    size: int
 
 
 class Segment:
-    """A file of the log."""
+    """A file of the log. A row for each record that counts, in the order of their offsets."""
 
-    __slots__ = ("_tidied", "dirty", "entries", "header", "size", "stuck", "superseded")
+    __slots__ = ("_dead", "_keys", "_kinds", "_lsns", "_offsets", "_sizes", "_superseded")
+    __slots__ += ("dirty", "header", "live", "size", "stuck")
 
     def __init__(self, header: Header) -> None:
         self.header = header
-        self.entries: list[Entry] = []
-        self.superseded: set[int] = set()
-        """Keys of records that it holds, that do not count any more, and that `entries` may have no more."""
-        self._tidied = 0
+        self._lsns, self._keys, self._sizes = array("Q"), array("Q"), array("I")
+        self._offsets = array("Q")
+        self._kinds = bytearray()
+        """0 where the record does not count any more."""
+        self._dead = 0
+        """How many those are."""
+        self._superseded = array("Q")
+        """Keys of records that it holds and that have no row any more."""
+        self.live = 0
+        """Bytes of what counts."""
         self.size = HEADER_BYTES
         self.dirty = False
-        """It may hold bytes that no entry names."""
+        """It may hold bytes that no row names."""
         self.stuck = False
         """A record in it that counts cannot be read any more, so compaction leaves it alone."""
 
-    def add(self, entry: Entry) -> None:
-        """A record lies at the end now. Now and then those that do not count any more are forgotten."""
-        self.entries.append(entry)
-        if len(self.entries) >= 2 * self._tidied + TIDY:
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self._lsns)
+
+    def add(self, record: Record, offset: int) -> None:
+        """A record lies there, behind all others. Now and then rows that do not count any more are forgotten."""
+        if self._dead >= TIDY and 2 * self._dead >= len(self):
             self.tidy()
+        self._lsns.append(record.lsn)
+        self._keys.append(record.key)
+        self._sizes.append(record.size)
+        self._offsets.append(offset)
+        self._kinds.append(record.kind)
+        self.live += record.size
+
+    def drop(self, offset: int) -> None:
+        """The record there does not count any more."""
+        row = self._row(offset)
+        if row is not None:
+            self._drop(row)
+
+    def drop_all(self, *, lsns: Collection[int] = (), kind: int = 0) -> None:
+        """Nor do those with these numbers, or of this kind."""
+        for row, lsn in enumerate(self._lsns):
+            if lsn in lsns or (kind and self._kinds[row] == kind):
+                self._drop(row)
+
+    def _drop(self, row: int) -> None:
+        if self._kinds[row]:
+            self._kinds[row] = 0
+            self._dead += 1
+            self.live -= self._sizes[row]
+
+    def _row(self, offset: int) -> int | None:
+        row = bisect_left(self._offsets, offset)
+        return row if row < len(self) and self._offsets[row] == offset else None
 
     def tidy(self) -> None:
-        """Keep only the keys of entries that do not count any more: they are a third to a half of all."""
-        self.superseded.update(entry.key for entry in self.entries if not entry.live)
-        self.entries = [entry for entry in self.entries if entry.live]
-        self._tidied = len(self.entries)
+        """Keep only the keys of rows that do not count any more: they are a third to a half of all."""
+        if not self._dead:
+            return
+        gone = {key for key, kind in zip(self._keys, self._kinds, strict=True) if not kind}
+        self._superseded = array("Q", sorted(gone.union(self._superseded)))
+        rows = [row for row, kind in enumerate(self._kinds) if kind]
+        for name in ("_lsns", "_keys", "_sizes", "_offsets"):
+            column: array[int] = getattr(self, name)
+            setattr(self, name, array(column.typecode, [column[row] for row in rows]))
+        self._kinds = bytearray(self._kinds[row] for row in rows)
+        self._dead = 0
 
     def holds(self, keys: Set[int]) -> bool:
         """Whether it has bytes of records with these keys."""
-        return not keys.isdisjoint(self.superseded) or any(entry.key in keys for entry in self.entries)
+        return bool(keys) and not (keys.isdisjoint(self._superseded) and keys.isdisjoint(self._keys))
 
-    @property
-    def live(self) -> int:
-        """Bytes of what counts."""
-        return sum(entry.size for entry in self.entries if entry.live)
+    def counting(self) -> Iterator[tuple[int, int]]:
+        """(lsn, key) of what counts."""
+        return ((lsn, key) for lsn, key, kind in zip(self._lsns, self._keys, self._kinds, strict=True) if kind)
+
+    def lsn(self, offset: int) -> int:
+        """Of the record that lies there; 0 where no row tells."""
+        row = self._row(offset)
+        return 0 if row is None else self._lsns[row]
+
+    def place(self, offset: int) -> Place | None:
+        """Of the record that lies there, if a row tells."""
+        row = self._row(offset)
+        return None if row is None else Place(self.header, offset, self._sizes[row])
 
     @property
     def wasteful(self) -> bool:
         """Whether less than half of it counts."""
-        return self.dirty or not self.entries or self.live < (self.size - HEADER_BYTES) // 2
+        return self.dirty or not self.live or self.live < (self.size - HEADER_BYTES) // 2
 
 
 class Index:
-    """Which entry supersedes which."""
+    """All segments, and which record supersedes which. One thread changes it; any may call `locate`."""
 
-    def __init__(self) -> None:
-        self._newest: dict[int, dict[int, Entry]] = {kind: {} for kind in NEWEST}
-        self._pieces: dict[int, list[Entry]] = {}
+    def __init__(self, segments: dict[int, Segment]) -> None:
+        """`segments`: by number. Whoever owns them adds and removes them."""
+        self.segments = segments
+        self._places = {int(kind): PlaceTable() for kind in FOUND}
+        self._pieces: dict[int, list[tuple[int, int]]] = {}
+        """Where TOKENS of turns without an end lie."""
+        self._lock = threading.Lock()
 
-    def enter(self, entry: Entry) -> None:
-        """A record lies where the entry says, perhaps after it lay in a segment that was given up."""
-        if entry.kind in NEWEST:
-            newest = self._newest[entry.kind]
-            old = newest.get(entry.key)
-            if old is not None and old.lsn > entry.lsn:
-                entry.live = False
-                return
-            if old is not None:
-                old.live = False
-            newest[entry.key] = entry
-        if entry.kind == Kind.TOKENS:
-            self._pieces.setdefault(entry.key, []).append(entry)
-        elif entry.kind == Kind.END:
-            for piece in self._pieces.pop(entry.key, ()):
-                piece.live = False
+    def add(self, record: Record, segment: Segment, offset: int) -> None:
+        """A record was written there, perhaps after it lay in a segment that was given up."""
+        with self._lock:
+            segment.add(record, offset)
+            self._enter(record, segment, offset)
+
+    def enter(self, record: Record, segment: Segment, offset: int) -> None:
+        """A record was found there: it has its row."""
+        with self._lock:
+            self._enter(record, segment, offset)
+
+    def _enter(self, record: Record, segment: Segment, offset: int) -> None:
+        number = segment.header.number
+        if record.kind in FOUND:
+            table = self._places[record.kind]
+            old_number, old_offset = table.get(record.key)
+            old = self.segments.get(old_number)
+            if old is not None and record.kind in NEWEST:
+                if old.lsn(old_offset) > record.lsn:
+                    segment.drop(offset)
+                    return
+                old.drop(old_offset)
+            table.put(record.key, number, offset)
+        if record.kind == Kind.TOKENS:
+            self._pieces.setdefault(record.key, []).append((number, offset))
+        elif record.kind == Kind.END:
+            for piece_number, piece_offset in self._pieces.pop(record.key, ()):
+                if (one := self.segments.get(piece_number)) is not None:
+                    one.drop(piece_offset)
+
+    def move(self, record: Record, number: int, offset: int, left: Collection[int]) -> None:
+        """A record that counts has a row there now; `left`: the numbers of the segments where it was."""
+        with self._lock:
+            if record.kind in FOUND:
+                self._places[record.kind].put(record.key, number, offset)
+            elif record.kind == Kind.TOKENS:
+                others = [place for place in self._pieces.get(record.key, ()) if place[0] not in left]
+                self._pieces[record.key] = [*others, (number, offset)]
 
     def forget(self, keys: Collection[int]) -> None:
         """These keys are gone."""
-        for key in keys:
-            self._pieces.pop(key, None)
-            for newest in self._newest.values():
-                newest.pop(key, None)
+        with self._lock:
+            for key in keys:
+                self._pieces.pop(key, None)
+                for table in self._places.values():
+                    table.drop(key)
+
+    def locate(self, kind: int, key: int) -> Place | None:
+        """Where the record lies that counts; None where there is none."""
+        with self._lock:
+            number, offset = self._places[kind].get(key)
+            segment = self.segments.get(number)
+            return None if segment is None else segment.place(offset)
 
 
 def encode_keys(keys: Iterable[int]) -> bytes:

@@ -16,24 +16,22 @@ to the disk - the process was killed, or a sync failed - so it is written anew b
 
 Everything read is checked. Bytes that are no record - a torn end, a damaged sector - are skipped and counted, and left
 out when their segment is written anew at the start. The whole log is read into memory once; nothing is kept of it here
-but where each record lies. One thread at a time may use a log.
+but where each record lies. One thread at a time may use a log, except that any may `read` from it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cairn.agents.folder import DAMAGED, LOG, NEW, Folder
-from cairn.agents.index import Entry, Index, Kind, Segment, decode_keys, encode_keys
-from cairn.agents.reading import read_segments
-from cairn.agents.segment import HEADER_BYTES, SEAL, Header, Record, encode_record, scan
+from cairn.agents.folder import Folder
+from cairn.agents.index import Index, Kind, Segment, decode_keys, encode_keys
+from cairn.agents.reading import Found, fetch, read_segments
+from cairn.agents.rewriting import choose, clear, rewrite
+from cairn.agents.segment import SEAL, Header, Record, encode_record
 from cairn.seams import File, FileSystem, Lock, Rng
-
-log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 4 << 20
 """A segment that has reached this is closed and another begun."""
@@ -46,14 +44,13 @@ class Log:
 
     def __init__(self, files: FileSystem, folder: Folder, rng: Rng, lock: Lock) -> None:
         self._files, self._folder, self._rng, self._lock = files, folder, rng, lock
-        self._segments: dict[int, Segment] = {}
+        self._index = Index({})
         self._file: File | None = None
         self._active: Segment | None = None
         self._next_number = 1
         self._lsns = itertools.count(1)
         self._unsynced: list[Record] = []
         """Accepted, perhaps not durable: what a failure of the segment would take along."""
-        self._index = Index()
         self._erasing: set[int] = set()
         """Keys whose bytes may still be on the disk although their erasure is durable."""
         self._doubtful = False
@@ -88,32 +85,39 @@ class Log:
         return made
 
     def _recover(self) -> None:
-        folder = self._folder
-        found = read_segments(folder)
-        self._segments, self.damaged = found.segments, found.damaged
+        found = read_segments(self._folder)
+        self._index, self.damaged = Index(found.segments), found.damaged
         self._next_number = found.next_number
         self._lsns = itertools.count(1 + max(found.records, default=0))
-        self._recall(found.records)
+        self._recall(found)
         self._doubtful = True
         try:
             self._finish()
         except OSError as error:  # what is to be cut or erased stays out of reach, and is tried again
             self._note(error)
 
-    def _recall(self, found: dict[int, Record]) -> None:
+    def _recall(self, found: Found) -> None:
         """Find out which records still count."""
-        entries = {entry.lsn: entry for segment in self._segments.values() for entry in segment.entries}
-        for record in found.values():
+        for record in found.records.values():
             if record.kind == Kind.ERASE:
                 self._erasing.update(decode_keys(record.payload))
-        for lsn in sorted(found):
-            if found[lsn].key in self._erasing:
-                entries[lsn].live = False
+        for lsn in sorted(found.records):
+            number, offset = found.places[lsn]
+            if found.records[lsn].key in self._erasing:
+                found.segments[number].drop(offset)
             else:
-                self._index.enter(entries[lsn])
-        self.recovered = [found[lsn] for lsn in sorted(found) if entries[lsn].live and found[lsn].kind != Kind.ERASE]
-        for segment in self._segments.values():
+                self._index.enter(found.records[lsn], found.segments[number], offset)
+        counting = sorted(lsn for segment in found.segments.values() for lsn, _ in segment.counting())
+        self.recovered = [found.records[lsn] for lsn in counting if found.records[lsn].kind != Kind.ERASE]
+        for segment in found.segments.values():
             segment.tidy()
+
+    def read(self, wanted: Sequence[tuple[int, int]]) -> list[Record | None]:
+        """The records with these kinds and keys that were written and count, TOKENS and REPLAY never.
+
+        None for one that is not there, or is damaged. Any thread may call. Raises OSError.
+        """
+        return fetch(self._folder, self._index, wanted)
 
     # ------------------------------------------------------------------------------------------------------ writing
 
@@ -158,7 +162,7 @@ class Log:
         if self._file is None:
             header = self._header()
             self._file = self._folder.create(header, b"")
-            self._active = self._segments[header.number] = Segment(header)
+            self._active = self._index.segments[header.number] = Segment(header)
         segment = self._active
         assert segment is not None
         data = bytearray()
@@ -168,11 +172,13 @@ class Log:
         segment.size += len(data)
 
     def _place(self, records: Sequence[Record]) -> None:
+        """These are the last that were appended."""
+        segment = self._active
+        offset = segment.size - sum(record.size for record in records) if segment is not None else 0
         for record in records:
-            assert self._active is not None
-            entry = Entry(record)
-            self._active.add(entry)
-            self._index.enter(entry)
+            assert segment is not None
+            self._index.add(record, segment, offset)
+            offset += record.size
 
     def _header(self) -> Header:
         self._next_number += 1
@@ -204,9 +210,7 @@ class Log:
                 self._file.close()
         if self._active is not None:
             self._active.dirty = True
-            lost = {record.lsn for record in self._unsynced}
-            for entry in self._active.entries:
-                entry.live &= entry.lsn not in lost
+            self._active.drop_all(lsns={record.lsn for record in self._unsynced})
         self._file = self._active = None
 
     def _note(self, error: OSError) -> None:
@@ -232,9 +236,10 @@ class Log:
 
     def _finish(self) -> None:
         """Write damaged segments and those with erased records anew."""
+        segments = self._index.segments
         if self._erasing:
-            self._clear()
-        for number, segment in sorted(self._segments.items()):
+            clear(self._folder, self._index)
+        for number, segment in sorted(segments.items()):
             if segment.dirty or segment.holds(self._erasing):
                 if segment is self._active:
                     self._seal()
@@ -245,77 +250,30 @@ class Log:
         self._folder.sync()
         self._index.forget(self._erasing)
         self._erasing.clear()
-        for segment in self._segments.values():
-            for entry in segment.entries:
-                entry.live &= entry.kind != Kind.ERASE
-
-    def _clear(self) -> None:
-        """Remove what is no segment: one that cannot be read, and those whose making failed halfway."""
-        for ending in (DAMAGED, NEW, LOG):
-            for number in self._folder.numbers(ending):
-                if ending != LOG or number not in self._segments:
-                    self._folder.remove(number, ending)
+        for segment in segments.values():
+            segment.drop_all(kind=Kind.ERASE)
 
     def compact(self) -> bool:
         """Do a part of the work that saves space, if there is any; whether there may be more. Raises OSError."""
-        closed = {
-            number: segment
-            for number, segment in sorted(self._segments.items())
-            if segment is not self._active and not segment.stuck
-        }
-        chosen = [number for number, segment in closed.items() if segment.wasteful]
-        if not chosen:
-            chosen = [number for number, segment in closed.items() if segment.live < SEGMENT_BYTES // 2]
-            if len(chosen) <= SMALL_SEGMENTS and not self._erasing:
-                return False
+        if not self._erasing and not self._chosen():
+            return False
         self.write((), sync=True)  # before what it supersedes is dropped
         if self._erasing:
             self._finish()
-            return True
-        group: list[int] = []
-        for number in chosen:
-            if group and sum(closed[one].live for one in (*group, number)) > SEGMENT_BYTES:
-                break
-            group.append(number)
-        self._rewrite(group, keep_all=True)
+        elif chosen := self._chosen():
+            self._rewrite(chosen, keep_all=True)
         return True
 
-    def _rewrite(self, numbers: Sequence[int], *, keep_all: bool) -> None:
-        """Put what counts of these closed segments into a new one and remove them.
+    def _chosen(self) -> list[int]:
+        return choose(self._index, self._active, SEGMENT_BYTES, SMALL_SEGMENTS)
 
-        `keep_all`: leave them alone if a record that counts cannot be read any more.
-        """
-        kept = [entry for number in numbers for entry in self._segments[number].entries if entry.live]
-        entries = {entry.lsn: entry for entry in kept if entry.key not in self._erasing}
-        records: dict[int, Record] = {}
-        for number in numbers:
-            found = scan(self._segments[number].header, self._folder.read(number)).records
-            records |= {record.lsn: record for record in found if record.lsn in entries}
-        if len(records) < len(entries):
-            log.warning("segments %s: %d records are damaged", numbers, len(entries) - len(records))
-            if keep_all:
-                for number in numbers:
-                    self._segments[number].stuck = True
-                return
-        if records:
-            made = Segment(self._header())
-            data = bytearray()
-            for lsn in sorted(records):
-                data += encode_record(made.header, HEADER_BYTES + len(data), records[lsn])
-                made.entries.append(entries[lsn])
-            data += encode_record(made.header, HEADER_BYTES + len(data), SEAL)
-            made.size += len(data)
-            self._folder.create(made.header, data).close()
-            self._segments[made.header.number] = made
-        for number in numbers:
-            self._folder.remove(number)
-            del self._segments[number]
-        self._folder.sync()
+    def _rewrite(self, numbers: Sequence[int], *, keep_all: bool) -> None:
+        rewrite(self._folder, self._index, self._header(), numbers, self._erasing, keep_all=keep_all)
 
     @property
     def bytes(self) -> int:
         """What the segments take."""
-        return sum(segment.size for segment in tuple(self._segments.values()))
+        return sum(segment.size for segment in tuple(self._index.segments.values()))
 
     def close(self) -> None:
         """Sync, and let others have the folder. Raises OSError where the sync fails; the folder is free then too."""

@@ -1,16 +1,29 @@
-"""What a token log's folder holds at the start: its segments, and every record of them once."""
+"""What a token log's folder holds: at the start its segments with every record once, and later single records."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from cairn.agents.folder import DAMAGED, LOG, NEW, Folder
-from cairn.agents.index import Entry, Segment
-from cairn.agents.segment import SEAL, VERSION, Header, Record, decode_header, scan
+from cairn.agents.index import Index, Place, Segment
+from cairn.agents.segment import (
+    HEADER_BYTES,
+    SEAL,
+    VERSION,
+    Header,
+    Record,
+    decode_header,
+    decode_record,
+    walk,
+)
 from cairn.errors import ConfigError
 
 log = logging.getLogger(__name__)
+
+TRIES = 8
+"""How often a record is looked for where it is said to lie: compaction may move it at the same time."""
 
 
 class Found(NamedTuple):
@@ -19,6 +32,8 @@ class Found(NamedTuple):
     segments: dict[int, Segment]
     records: dict[int, Record]
     """By lsn, those that are erased or superseded too; no seals."""
+    places: dict[int, tuple[int, int]]
+    """By lsn: the number of a segment and an offset. Each has a row there."""
     damaged: int
     """Bytes that are no record."""
     next_number: int
@@ -43,6 +58,7 @@ def read_segments(folder: Folder) -> Found:
         folder.remove(number, NEW)
     segments: dict[int, Segment] = {}
     records: dict[int, Record] = {}
+    places: dict[int, tuple[int, int]] = {}
     lost = 0
     for number, data in reversed(read):  # of a record that is there twice the later one is known to be durable
         header = headers[number]
@@ -51,22 +67,66 @@ def read_segments(folder: Folder) -> Found:
             lost += len(data)
             folder.set_aside(number)
             continue
-        segments[number], damaged = _enter(header, data, records)
+        segments[number], damaged = _enter(header, data, records, places)
         lost += damaged
-    return Found(segments, records, lost, following)
+    return Found(segments, records, places, lost, following)
 
 
-def _enter(header: Header, data: bytes, records: dict[int, Record]) -> tuple[Segment, int]:
+def _enter(
+    header: Header, data: bytes, records: dict[int, Record], places: dict[int, tuple[int, int]]
+) -> tuple[Segment, int]:
     """A segment with those of its records that are not there yet, and its damaged bytes."""
-    segment = Segment(header)
-    found, damaged = scan(header, data)
-    segment.size, segment.dirty = len(data), damaged > 0 or found[-1:] != [SEAL]
-    for record in found:
+    segment, last = Segment(header), None
+    sound = 0
+    for offset, record in walk(header, data):
+        last = record
+        sound += record.size
         if record.kind == SEAL.kind:
             continue
         if record.lsn in records:
             segment.dirty = True
             continue
-        records[record.lsn] = record
-        segment.entries.append(Entry(record))
+        records[record.lsn], places[record.lsn] = record, (header.number, offset)
+        segment.add(record, offset)
+    damaged = max(len(data) - HEADER_BYTES, 0) - sound
+    segment.size = len(data)
+    segment.dirty |= damaged > 0 or last != SEAL
     return segment, damaged
+
+
+def fetch(folder: Folder, index: Index, wanted: Sequence[tuple[int, int]]) -> list[Record | None]:
+    """The records with these kinds and keys that count; None for one that is not there, or is damaged.
+
+    Any thread may call, while another writes and compacts: a record that was moved is looked for again. Raises OSError.
+    """
+    found: list[Record | None] = [None] * len(wanted)
+    missing: Iterable[int] = range(len(wanted))
+    before: dict[int, Place] = {}
+    for _ in range(TRIES):
+        places = {at: place for at in missing if (place := index.locate(*wanted[at])) is not None}
+        new = {at: place for at, place in places.items() if before.get(at) != place}
+        if not new:
+            break
+        by_segment: dict[int, list[int]] = {}
+        for at, place in new.items():
+            by_segment.setdefault(place.header.number, []).append(at)
+        for number, some in by_segment.items():
+            for at, data in zip(some, _read(folder, number, [new[at] for at in some]), strict=False):
+                record = decode_record(new[at].header, new[at].offset, data)
+                if record is not None and (record.kind, record.key) == wanted[at]:
+                    found[at] = record
+        before = places
+        missing = [at for at in places if found[at] is None]
+    return found
+
+
+def _read(folder: Folder, number: int, places: Iterable[Place]) -> list[bytes]:
+    """The bytes at these places of a segment; nothing where it was removed meanwhile."""
+    try:
+        file = folder.open(number)
+    except FileNotFoundError:
+        return []
+    try:
+        return [file.read(place.offset, place.size) for place in places]
+    finally:
+        file.close()

@@ -13,6 +13,7 @@ unique in a log and gives the order of its records, whichever segments hold them
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import xxhash
@@ -95,24 +96,33 @@ def encode_record(header: Header, offset: int, record: Record) -> bytes:
 
 def scan(header: Header, data: bytes) -> Scan:
     """Every whole record of a segment's bytes, in order, whatever lies between them."""
+    records = [record for _, record in walk(header, data)]
+    return Scan(records, max(len(data) - HEADER_BYTES, 0) - sum(record.size for record in records))
+
+
+def walk(header: Header, data: bytes) -> Iterator[tuple[int, Record]]:
+    """The same, each with its offset."""
     mark = header.seed.to_bytes(8, "little")
-    records: list[Record] = []
-    at, sound = HEADER_BYTES, 0
+    at = HEADER_BYTES
     while at < len(data):
-        record = _decode(header, data, at)
+        record = _decode(header, data, at, at)
         if record is not None:
-            records.append(record)
+            yield at, record
             at += record.size
-            sound += record.size
             continue
         at = data.find(mark, at + 1)
         if at < 0:
             break
-    return Scan(records, max(len(data) - HEADER_BYTES, 0) - sound)
 
 
-def _decode(header: Header, data: bytes, at: int) -> Record | None:
-    """The record that begins there, if it is one."""
+def decode_record(header: Header, offset: int, data: bytes) -> Record | None:
+    """The record whose bytes `data` are, which lay at `offset` of its segment; None if they are none."""
+    record = _decode(header, data, 0, offset)
+    return record if record is not None and record.size == len(data) else None
+
+
+def _decode(header: Header, data: bytes, at: int, offset: int) -> Record | None:
+    """The record that begins at `at` of the data and at `offset` of its segment, if it is one."""
     head = data[at : at + _RECORD.size]
     if len(head) < _RECORD.size:
         return None
@@ -121,7 +131,7 @@ def _decode(header: Header, data: bytes, at: int) -> Record | None:
     if mark != header.seed or size > MAX_PAYLOAD or start + size > len(data):
         return None
     payload = data[start : start + size]
-    if data[at + len(head) : start] != _record_sum(header.seed, at, head, payload):
+    if data[at + len(head) : start] != _record_sum(header.seed, offset, head, payload):
         return None
     return Record(lsn, kind, key, payload)
 

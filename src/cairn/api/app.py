@@ -28,7 +28,7 @@ from cairn.api.openai import OpenAI
 from cairn.api.registry import Registry
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
 from cairn.api.resumable import Tapes
-from cairn.api.stored import routes as stored_routes
+from cairn.api.stored import StoredRoutes
 from cairn.api.ties import Ties
 from cairn.config import Config
 from cairn.errors import CairnError, MethodNotAllowed, NotFound, Unavailable, trace
@@ -65,7 +65,7 @@ class App:
             "/tokenize": {"POST": admin.tokenize},
             "/detokenize": {"POST": admin.detokenize},
             "/metrics": {"GET": admin.metrics},
-            **stored_routes(),
+            **StoredRoutes(config).routes(),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,16 +14,32 @@ from cairn.config import Config
 from cairn.errors import InvalidRequest, UnsupportedMedia
 
 
+async def read_nothing(call: Call, config: Config) -> dict[str, Any]:
+    """The body of a request that takes nothing: a JSON object, whose fields the caller refuses, or no body at all."""
+    body = await call.body()
+    if not body:
+        return {}
+    _check_headers(call)
+    return _parsed(body, config)
+
+
 async def read_json(call: Call, config: Config) -> dict[str, Any]:
     """The body of a request that must be a JSON object."""
+    _check_headers(call)
+    return _parsed(await call.body(), config)
+
+
+def _parsed(body: bytes, config: Config) -> dict[str, Any]:
+    return parse_json(body, max_depth=config.max_json_depth, max_values=config.max_json_values)
+
+
+def _check_headers(call: Call) -> None:
     kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
         raise UnsupportedMedia("the content-type must be application/json", field="Content-Type")
     coding = call.header(b"content-encoding") or b"identity"
     if coding.strip().lower() != b"identity":
         raise UnsupportedMedia("the body must not be compressed", field="Content-Encoding")
-    body = await call.body()
-    return parse_json(body, max_depth=config.max_json_depth, max_values=config.max_json_values)
 
 
 def parse_json(body: bytes, *, max_depth: int, max_values: int = 1 << 18) -> dict[str, Any]:
