@@ -83,6 +83,11 @@ async def hear(turn: RunningTurn, *, stop_after: int = 0) -> Heard:
     return heard
 
 
+async def file_of(house: House, tenant: str, id: str) -> bytes:
+    """An agent as one file."""
+    return b"".join([piece async for piece in house.agents.export(tenant, id)])
+
+
 class House:
     """A service and the agents on a file system of a test; `again` opens them as after a crash."""
 

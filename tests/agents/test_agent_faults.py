@@ -44,7 +44,7 @@ async def test_what_the_disk_refuses_is_a_503_and_nothing_has_changed(folder: Pa
         before = at.agents.get("default", "ada")
         for error in (errno.ENOSPC, errno.EIO, errno.EROFS):
             at.files.fail(Fault(at.files.calls, error, sticky=True))
-            with pytest.raises(Unavailable, match="token log cannot be written"):
+            with pytest.raises(Unavailable, match=r"token log cannot be (written|read)"):
                 await at.begin("ada", "two")
             with pytest.raises(Unavailable):
                 await at.agents.create("default", id="bob")
@@ -61,9 +61,9 @@ async def test_what_the_disk_refuses_is_a_503_and_nothing_has_changed(folder: Pa
             before = at.agents.get("default", "ada")
         # What was refused may be on the disk all the same: it goes when the disk works.
         await at.agents.tend()
-        turns = at.agents.turns("default", "ada")
+        turns = await at.agents.turns("default", "ada")
         await at.again()
-        assert at.agents.turns("default", "ada") == turns
+        assert (await at.agents.turns("default", "ada")) == turns
         assert [info.id for info in at.agents.page("default").agents] == ["ada"]
 
 
@@ -77,10 +77,10 @@ async def test_an_end_that_the_disk_refuses_is_an_error_and_is_written_later(fol
         at.files.heal()
         await at.agents.tend()
         await at.agents.writer.sync()
-        turns = at.agents.turns("default", "ada")
+        turns = await at.agents.turns("default", "ada")
         assert [turn.state for turn in turns] == ["finished"]
         await at.again()
-        assert list(map(facts, at.agents.turns("default", "ada"))) == list(map(facts, turns))
+        assert list(map(facts, (await at.agents.turns("default", "ada")))) == list(map(facts, turns))
 
 
 @pytest.mark.parametrize("calls", range(7))
@@ -102,11 +102,11 @@ async def test_an_agent_whose_erasure_the_disk_refused_never_comes_back(folder: 
         at.files.heal()
         await at.agents.create("default", id="ada")
         await at.say("ada", "kept")
-        turns = at.agents.turns("default", "ada")
+        turns = await at.agents.turns("default", "ada")
         await at.agents.tend()
         assert not any(b"a secret" in data for data in at.files.files().values())
         await at.again()
-        assert at.agents.turns("default", "ada") == turns
+        assert (await at.agents.turns("default", "ada")) == turns
 
 
 async def test_what_could_not_be_erased_is_erased_at_the_end(folder: Path) -> None:
@@ -139,9 +139,9 @@ async def test_deletions_of_one_agent_at_once_are_one(folder: Path) -> None:
         assert [type(end) for end in ends].count(NotFound) == 5
         assert at.agents.get("default", "ada") == made
         await at.say("ada", "kept")
-        turns = at.agents.turns("default", "ada")
+        turns = await at.agents.turns("default", "ada")
         await at.again()
-        assert at.agents.turns("default", "ada") == turns
+        assert (await at.agents.turns("default", "ada")) == turns
 
 
 @pytest.mark.parametrize("when", ["running", "ending", "pinning"])
@@ -184,7 +184,7 @@ async def test_answers_and_lines_of_nobody_are_erased(folder: Path) -> None:
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         await at.say("ada", "hello")
-        writer, turns = at.agents.writer, at.agents.turns("default", "ada")
+        writer, turns = at.agents.writer, (await at.agents.turns("default", "ada"))
         end = EndRecord(state="finished", ids=b"", message={"role": "assistant", "content": "a secret"})
         await writer.sync(
             writer.record(Kind.END, end, writer.key()),
@@ -195,7 +195,7 @@ async def test_answers_and_lines_of_nobody_are_erased(folder: Path) -> None:
         await at.again()
         while any(b"a secret" in data for data in at.files.files().values()):
             await asyncio.sleep(0.01)
-        assert at.agents.turns("default", "ada") == turns and at.agents.savings("default") == totals
+        assert (await at.agents.turns("default", "ada")) == turns and at.agents.savings("default") == totals
         await at.agents.close()
         assert len(kept(at.files)) == before - 3
 
@@ -221,10 +221,10 @@ async def test_a_turn_on_an_end_that_the_disk_refused_is_durable_only_with_that_
         assert isinstance((await hear(running)).error, Unavailable)
         at.files.heal()
         assert (await at.say("ada", "two")).done is not None
-        turns = at.agents.turns("default", "ada")
+        turns = await at.agents.turns("default", "ada")
         await at.again()
-        assert list(map(facts, at.agents.turns("default", "ada"))) == list(map(facts, turns))
-        assert [turn.state for turn in at.agents.turns("default", "ada")] == ["finished", "finished"]
+        assert list(map(facts, (await at.agents.turns("default", "ada")))) == list(map(facts, turns))
+        assert [turn.state for turn in (await at.agents.turns("default", "ada"))] == ["finished", "finished"]
 
 
 async def test_what_is_owed_stays_owed_while_the_disk_refuses_it(folder: Path) -> None:
@@ -239,13 +239,13 @@ async def test_what_is_owed_stays_owed_while_the_disk_refuses_it(folder: Path) -
         for _ in range(3):
             with pytest.raises(Unavailable):
                 await at.agents.tend()
-        turns, savings = at.agents.turns("default", "ada"), at.agents.savings("default")
+        turns, savings = (await at.agents.turns("default", "ada")), at.agents.savings("default")
         assert savings.requests == 1
         at.files.heal()
         await at.agents.tend()
         await at.again()
-        assert list(map(facts, at.agents.turns("default", "ada"))) == list(map(facts, turns))
-        assert at.agents.turns("default", "ada")[0].state == "finished"
+        assert list(map(facts, (await at.agents.turns("default", "ada")))) == list(map(facts, turns))
+        assert (await at.agents.turns("default", "ada"))[0].state == "finished"
         assert not at.agents.get("default", "ada").pinned and at.agents.savings("default") == savings
 
 
@@ -312,13 +312,13 @@ async def test_every_acknowledged_turn_survives_a_crash_at_any_moment(
         at.files.after_change = look
         for n in range(8):
             await at.say("ada", f"message {n}")
-            acknowledged.append(facts(at.agents.turns("default", "ada")[-1]))
+            acknowledged.append(facts((await at.agents.turns("default", "ada"))[-1]))
             if n % 3 == 2:
                 await at.agents.fork("default", "ada", new_id=f"fork{n}")
         at.files.after_change = lambda _: None
         for count, files in disks:
             agents = await open_on(at, files)
-            found = list(map(facts, agents.turns("default", "ada")))
+            found = list(map(facts, (await agents.turns("default", "ada"))))
             assert found[:count] == acknowledged[:count] and len(found) <= count + 2
             await agents.close()
         figure("agents: crash states, every acknowledged turn found", f"{len(disks):,}")

@@ -36,7 +36,7 @@ async def where(at: House, id: str) -> tuple[int, int]:
 async def test_kv_is_given_up_brought_up_and_shown(folder: Path, tmp_path: Path) -> None:
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await grown(at, "ada")
-        size = len(at.agents.context("default", "ada"))
+        size = len(await at.agents.context("default", "ada"))
         pool, disk = await where(at, "ada")
         assert pool >= size // 16 * 16 - 16 and disk >= size // 64 * 64 - 64 > 200
         await at.agents.evict("default", "ada", b"default")
@@ -53,7 +53,7 @@ async def test_deleting_an_agent_takes_its_kv_along_but_not_what_others_share(fo
         await at.agents.fork("default", "ada", new_id="eve")
         await at.say("ada", "only ada's: " + LONG)
         await at.service.flush()
-        ids = at.agents.context("default", "ada")
+        ids = await at.agents.context("default", "ada")
         shared = (await where(at, "eve"))[1]
         before = await at.service.where(ids, b"default")
         assert before.disk > shared + 100
@@ -90,7 +90,7 @@ async def test_requests_in_the_name_of_a_pinned_agent_are_pinned_beside_its_cont
         await at.agents.create("default", id="bob")
         done = (await at.say("bob", "bob: " + LONG)).done
         assert done is not None
-        at.agents.account("default", "ada", b"default", at.agents.context("default", "bob"), done)
+        at.agents.account("default", "ada", b"default", (await at.agents.context("default", "bob")), done)
         await at.agents.kv.settled()
         await at.service.flush()
         mine, tied = (await where(at, "ada"))[1], (await where(at, "bob"))[1]
@@ -106,12 +106,12 @@ async def test_what_is_pinned_follows_a_rollback(folder: Path, tmp_path: Path) -
     async with house(folder, kv_dir=str(tmp_path / "kv"), kv_disk_gb=250e-6) as at:
         await at.agents.create("default", id="ada", pinned=True)
         await at.say("ada", "First: " + LONG)
-        first = at.agents.context("default", "ada")
+        first = await at.agents.context("default", "ada")
         await at.agents.rollback("default", "ada", turn=0)
         await at.say("ada", "Second: " + LONG)
         await at.agents.kv.settled()
         await at.agents.rollback("default", "ada", turn=1)
-        assert at.agents.context("default", "ada") == first
+        assert (await at.agents.context("default", "ada")) == first
         await at.agents.kv.settled()
         await at.service.flush()
         mine = (await where(at, "ada"))[1]
@@ -127,7 +127,7 @@ async def test_the_kv_of_an_agent_deleted_without_a_worker_goes_when_there_is_on
     monkeypatch.setattr(kv, "RETRY_SECONDS", 0.01)
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await grown(at, "ada")
-        ids = at.agents.context("default", "ada")
+        ids = await at.agents.context("default", "ada")
         assert (await at.service.where(ids, b"default")).disk > 200
         asked: list[str] = []
 
@@ -148,7 +148,7 @@ async def test_what_requests_in_an_agents_name_left_goes_with_it(folder: Path, t
     """Their KV, and what is kept of their answers; not what other agents share."""
     async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
         await grown(at, "ada", "bob")
-        tied = [*at.agents.context("default", "bob")[:192], *range(5, 105)]
+        tied = [*(await at.agents.context("default", "bob"))[:192], *range(5, 105)]
         done = (await at.say("bob", "more")).done
         assert done is not None
         await collect(at.service.generate(request(at.service, tuple(tied), 2, salt=b"default", durable=True)))

@@ -49,11 +49,11 @@ async def test_turns_extend_one_context_and_only_the_new_message_is_computed(fol
             messages.append({"role": "user", "content": text})
             heard = await at.say("ada", text)
             assert heard.tokens and heard.tokens == (await stateless(at, messages)).tokens
-            messages.append(at.agents.turns("default", "ada")[-1].answer)  # type: ignore[arg-type]
+            messages.append((await at.agents.turns("default", "ada"))[-1].answer)  # type: ignore[arg-type]
         assert heard.done is not None and heard.done.cache.computed < 80
         info = at.agents.get("default", "ada")
         assert (info.turns, info.head, info.state) == (3, 3, "idle")
-        assert info.tokens == len(at.agents.context("default", "ada"))
+        assert info.tokens == len(await at.agents.context("default", "ada"))
         assert info.savings.requests == 3 and info.savings.pool > 0
 
 
@@ -69,7 +69,7 @@ async def test_what_a_stop_cut_off_an_answer_is_not_in_the_next_context(folder: 
             await at.agents.create("default", id=id)
             cut = await at.say(id, "one", options=option)
             assert cut.done is not None and cut.done.reason == "stop" and len(cut.tokens) < 12
-            answer = at.agents.turns("default", id)[0].answer
+            answer = (await at.agents.turns("default", id))[0].answer
             assert answer is not None
             messages = [{"role": "user", "content": "one"}, answer, {"role": "user", "content": "two"}]
             assert (await at.say(id, "two")).tokens == (await stateless(at, messages)).tokens
@@ -85,9 +85,9 @@ async def test_damage_that_cost_an_answer_costs_time_and_never_puts_other_tokens
         at.files = without_ends(at.files, only=1)
         await at.open()
         agent = at.agents._find("default", "ada")
-        assert agent.head.number == 2 and agent.head.context() is None
+        assert agent.head.number == 2 and (await at.agents._archive.branch(agent.head)).context() is None
         heard = await at.say("ada", "three")
-        prompt = at.service.tokenizer.decode(agent.head.prompt(), skip_special=False)
+        prompt = at.service.tokenizer.decode((await at.agents._archive.branch(agent.head)).prompt(), skip_special=False)
         assert heard.done is not None and all(text in prompt for text in ("one", "two", "three"))
 
 
@@ -98,10 +98,10 @@ async def test_a_restart_finds_every_finished_turn_and_goes_on_the_same(folder: 
             await one.agents.create("default", id="ada", messages=SYSTEM, metadata={"a": "b"}, ttl=1e6)
             await one.say("ada", "My name is Ada.")
             await one.say("ada", "What is my name?")
-        before = at.agents.turns("default", "ada")
+        before = await at.agents.turns("default", "ada")
         info = at.agents.get("default", "ada")
         await at.again(clean=clean)
-        assert at.agents.turns("default", "ada") == before
+        assert (await at.agents.turns("default", "ada")) == before
         assert at.agents.get("default", "ada") == info
         last = [await one.say("ada", "And where do I live?") for one in (at, undisturbed)]
         assert last[0].tokens == last[1].tokens != []
@@ -118,7 +118,7 @@ async def test_a_turn_cut_by_a_crash_keeps_its_tokens_and_is_resumed_the_same(fo
         await asyncio.sleep(0.05)
         at.files.heal()
         await at.again(clean=True)
-        (turn,) = at.agents.turns("default", "ada")
+        (turn,) = await at.agents.turns("default", "ada")
         assert turn.state == "interrupted" and 32 <= turn.completion_tokens < 900
         assert at.agents.get("default", "ada").state == "interrupted"
         with pytest.raises(Conflict, match="turn 1 of agent ada was interrupted"):
@@ -127,7 +127,7 @@ async def test_a_turn_cut_by_a_crash_keeps_its_tokens_and_is_resumed_the_same(fo
         assert resumed.tokens == whole.tokens and resumed.text == whole.text
         assert resumed.tokens[: len(said.tokens)] == said.tokens
         assert resumed.done is not None and resumed.done.usage.completion_tokens == 900
-        (turn,) = at.agents.turns("default", "ada")
+        (turn,) = await at.agents.turns("default", "ada")
         assert turn.state == "finished" and turn.completion_tokens == 900
         more = [await one.say("ada", "And then?") for one in (at, undisturbed)]
         assert more[0].tokens == more[1].tokens
@@ -167,13 +167,13 @@ async def test_a_turn_that_was_whole_when_the_server_was_killed_is_only_conclude
         await at.agents.close()
         at.files = without_ends(at.files)
         await at.open()
-        assert at.agents.turns("default", "ada")[0].state == "interrupted"
+        assert (await at.agents.turns("default", "ada"))[0].state == "interrupted"
         before = at.service.next_id()
         resumed = await hear(await at.agents.resume("default", "ada", request=before + 1))
         assert resumed.tokens == heard.tokens and resumed.text == heard.text
         assert resumed.done is not None and resumed.done.reason == "length"
         assert at.service.status(before + 1) is None, "nothing was generated"
-        assert at.agents.turns("default", "ada")[0].state == "finished"
+        assert (await at.agents.turns("default", "ada"))[0].state == "finished"
 
 
 def without_ends(files: CrashFiles, only: int = 0) -> CrashFiles:
@@ -209,8 +209,8 @@ async def test_two_turns_at_once_conflict_unless_the_second_forks(folder: Path) 
         assert second.agent.id != "ada" and second.agent.record.origin == "ada" and second.turn.number == 2
         heard = await asyncio.gather(hear(first), hear(second))
         assert all(one.done for one in heard) and heard[0].tokens != heard[1].tokens
-        assert [turn.messages[0]["content"] for turn in at.agents.turns("default", "ada")] == ["one", "two"]
-        forked = at.agents.turns("default", second.agent.id)
+        assert [turn.messages[0]["content"] for turn in (await at.agents.turns("default", "ada"))] == ["one", "two"]
+        forked = await at.agents.turns("default", second.agent.id)
         assert [turn.messages[0]["content"] for turn in forked] == ["one", "three"]
 
 
@@ -231,7 +231,7 @@ async def test_two_turns_that_begin_in_the_same_moment_conflict(folder: Path) ->
         turns = [one for one in begun if not isinstance(one, BaseException)]
         assert len(turns) == 1 and sum(isinstance(one, Conflict) for one in begun) == 4
         await hear(turns[0])
-        assert len(at.agents.turns("default", "ada")) == 1
+        assert len(await at.agents.turns("default", "ada")) == 1
 
 
 async def test_forks_share_history_and_part_ways(folder: Path) -> None:
@@ -243,13 +243,15 @@ async def test_forks_share_history_and_part_ways(folder: Path) -> None:
         info = await at.agents.fork("default", "ada", turn=2, new_id="bob")
         assert (info.head, info.turns, info.origin, info.origin_turn) == (2, 2, "ada", 2)
         assert len(b"".join(at.files.files().values())) - size < 300, "a fork copies nothing"
-        assert at.agents.turns("default", "bob") == at.agents.turns("default", "ada")[:2]
+        assert (await at.agents.turns("default", "bob")) == (await at.agents.turns("default", "ada"))[:2]
         again = await at.say("bob", "three")
-        assert again.tokens == list(at.agents._find("default", "ada").head.tokens)
+        assert again.tokens == list(
+            (await at.agents._archive.branch(at.agents._find("default", "ada").head)).last.tokens
+        )
         other = await at.say("bob", "four")
         assert other.done is not None
         await at.again()
-        assert [turn.number for turn in at.agents.turns("default", "bob")] == [1, 2, 3, 4]
+        assert [turn.number for turn in (await at.agents.turns("default", "bob"))] == [1, 2, 3, 4]
         with pytest.raises(NotFound, match="no turn 9"):
             await at.agents.fork("default", "ada", turn=9)
         with pytest.raises(Conflict, match="there is an agent bob already"):
@@ -265,7 +267,7 @@ async def test_a_rollback_leaves_the_abandoned_branch_listed_until_it_is_collect
         assert (info.head, info.turns) == (1, 1)
         await at.say("ada", "other")
         await at.again()
-        turns = at.agents.turns("default", "ada")
+        turns = await at.agents.turns("default", "ada")
         assert [(turn.number, turn.parent, turn.current) for turn in turns] == [
             (1, 0, True),
             (2, 1, False),
@@ -273,13 +275,13 @@ async def test_a_rollback_leaves_the_abandoned_branch_listed_until_it_is_collect
             (4, 1, True),
         ]
         await at.agents.tend()
-        assert len(at.agents.turns("default", "ada")) == 4
+        assert len(await at.agents.turns("default", "ada")) == 4
         at.clock.ahead = 8 * 86_400
         await at.agents.tend()
-        assert [turn.number for turn in at.agents.turns("default", "ada")] == [1, 4]
+        assert [turn.number for turn in (await at.agents.turns("default", "ada"))] == [1, 4]
         assert not any(b"two secret" in data for data in at.files.files().values())
         await at.again()
-        assert [turn.number for turn in at.agents.turns("default", "ada")] == [1, 4]
+        assert [turn.number for turn in (await at.agents.turns("default", "ada"))] == [1, 4]
 
 
 async def test_deleting_erases_what_no_fork_shares(folder: Path) -> None:
@@ -297,7 +299,7 @@ async def test_deleting_erases_what_no_fork_shares(folder: Path) -> None:
         with pytest.raises(NotFound):
             at.agents.get("default", "ada")
         await at.again()
-        assert [turn.number for turn in at.agents.turns("default", "bob")] == [1]
+        assert [turn.number for turn in (await at.agents.turns("default", "bob"))] == [1]
         await at.say("bob", "still here")
         await at.agents.delete("default", "bob")
         assert not on_disk(b"shared secret") and not on_disk(b"You remember.")
@@ -340,8 +342,10 @@ async def test_another_tenants_agent_is_not_there(folder: Path) -> None:
         await at.agents.create("ada", id="same")
         await at.agents.create("bob", id="same")
         await at.say("same", "one", "ada")
-        assert at.agents.turns("bob", "same") == ()
-        for call in (at.agents.get, at.agents.turns):
+        assert (await at.agents.turns("bob", "same")) == ()
+        with pytest.raises(NotFound):
+            await at.agents.turns("eve", "same")
+        for call in (at.agents.get, at.agents.export):
             with pytest.raises(NotFound):
                 call("eve", "same")
         for change in (at.agents.delete("eve", "same"), at.agents.fork("eve", "same"), at.begin("same", "x", "eve")):
@@ -360,10 +364,10 @@ async def test_what_is_too_long_is_refused_with_figures_and_leaves_nothing(folde
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         await at.say("ada", "one")
-        size = len(at.agents.turns("default", "ada"))
+        size = len(await at.agents.turns("default", "ada"))
         with pytest.raises(ContextTooLong, match=r"the prompt has \d+ tokens"):
             await at.begin("ada", "word " * 2000)
-        assert len(at.agents.turns("default", "ada")) == size and at.agents.get("default", "ada").state == "idle"
+        assert len(await at.agents.turns("default", "ada")) == size and at.agents.get("default", "ada").state == "idle"
         assert (await at.say("ada", "two")).done is not None
 
 
@@ -408,7 +412,7 @@ async def test_a_turn_is_told_where_it_leaves_what_is_known(folder: Path) -> Non
         found = second.done.cache.miss
         assert found.reason == "different tokens" and found.differs is not None
         assert found.differs.known.startswith("Ada, please.") and found.differs.given.startswith("Bob, please.")
-        turn = at.agents._book.find("acme", "bob").head
+        turn = (await at.agents._archive.branch(at.agents._book.find("acme", "bob").head)).last
         assert turn.ended is not None and turn.ended.cache.miss == Miss(
             position=found.position, reason="different tokens"
         )
@@ -450,7 +454,7 @@ async def test_the_metrics_count_agents_their_turns_their_log_and_what_was_saved
         for line in at.service.metrics.render().decode().splitlines():
             name, _, value = line.rpartition(" ")
             found[name.replace(f'model_name="{at.service.name}"', "").replace("{}", "").replace("{,", "{")] = value
-        turns = at.agents.turns("default", "ada")
+        turns = await at.agents.turns("default", "ada")
         cut = sum(turn.state == "interrupted" for turn in turns)
         assert float(found["cairn:agents"]) == 1 and float(found['cairn:agent_turns{state="interrupted"}']) == cut
         assert float(found['cairn:agent_turns{state="finished"}']) == 3 - cut

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.agents.house import Draw, house
+from tests.agents.house import Draw, file_of, house
 
 from cairn.agents.index import Kind
 from cairn.agents.portable import read
@@ -27,7 +27,7 @@ async def exported(folder: Path) -> tuple[bytes, bytes, int]:
             await at.say("ada", text)
         await at.agents.rollback("default", "ada", turn=1)
         await at.say("ada", "other")
-        data = b"".join(at.agents.export("default", "ada"))
+        data = await file_of(at, "default", "ada")
         return data, at.service.spec.identity, at.service.spec.vocab
 
 
@@ -37,14 +37,14 @@ async def test_an_imported_agent_goes_on_the_same_after_a_restart_too(folder: Pa
         for text in ("one", "two", "three"):
             await here.say("ada", text)
         await here.agents.rollback("default", "ada", turn=2)
-        data = b"".join(here.agents.export("default", "ada"))
+        data = await file_of(here, "default", "ada")
         info = await there.agents.take_in("bob", data, "eve")
         assert (info.id, info.head, info.turns, info.metadata) == ("eve", 2, 2, {"a": "b"})
-        assert there.agents.turns("bob", "eve") == here.agents.turns("default", "ada")
+        assert (await there.agents.turns("bob", "eve")) == await here.agents.turns("default", "ada")
         assert there.agents.savings("bob").requests == 0, "it saved nothing here yet"
         await there.again()
-        assert there.agents.turns("bob", "eve") == here.agents.turns("default", "ada")
-        assert there.agents.context("bob", "eve") == here.agents.context("default", "ada")
+        assert (await there.agents.turns("bob", "eve")) == await here.agents.turns("default", "ada")
+        assert (await there.agents.context("bob", "eve")) == await here.agents.context("default", "ada")
         more = [await here.say("ada", "more"), await there.say("eve", "more", "bob")]
         assert more[0].tokens == more[1].tokens
         with pytest.raises(Conflict, match="there is an agent eve already"):
@@ -57,21 +57,21 @@ async def test_under_another_model_an_agent_reads_its_text_again(folder: Path) -
     async with house(folder) as at:
         await at.agents.create("default", id="ada", messages=SYSTEM)
         await at.say("ada", "one")
-        data = b"".join(at.agents.export("default", "ada"))
-        sampled = list(at.agents.context("default", "ada"))
+        data = await file_of(at, "default", "ada")
+        sampled = list(await at.agents.context("default", "ada"))
         spec = at.service.spec
         at.service.spec = msgspec.structs.replace(spec, identity=b"another")
         await at.again()  # a server of that model
         await at.agents.take_in("default", data, "eve")
-        assert at.agents.context("default", "eve") == ()
+        assert (await at.agents.context("default", "eve")) == ()
         heard = await at.say("eve", "two")
         assert heard.done is not None
-        turns = at.agents.turns("default", "eve")
+        turns = await at.agents.turns("default", "eve")
         assert turns[0].answer is not None
         answer = str(turns[0].answer["content"])
-        head = at.agents._find("default", "eve").head
-        assert head.began.prefix == 0 and head.prompt()[: len(sampled)] != sampled
-        text = at.service.tokenizer.decode(head.prompt(), skip_special=False)
+        branch = await at.agents._archive.branch(at.agents._find("default", "eve").head)
+        assert branch.last.began.prefix == 0 and branch.prompt()[: len(sampled)] != sampled
+        text = at.service.tokenizer.decode(branch.prompt(), skip_special=False)
         assert "one" in text and answer in text and "two" in text
         at.service.spec = spec
 
@@ -186,4 +186,4 @@ async def test_a_running_agent_is_not_exported(folder: Path) -> None:
         with pytest.raises(Conflict, match="turn 1 of agent ada is running"):
             at.agents.export("default", "ada")
         await running.close()
-        assert read(b"".join(at.agents.export("default", "ada")), at.service.spec.vocab, b"").turns[1][2] is not None
+        assert read(await file_of(at, "default", "ada"), at.service.spec.vocab, b"").turns[1][2] is not None

@@ -135,7 +135,7 @@ async def test_a_resumed_answer_has_log_probabilities_of_all_its_tokens_or_of_no
             await anext(response.aiter_lines())
         while at.agents.get("default", "ada").state == "running":
             await asyncio.sleep(0.01)
-        (turn,) = at.agents.turns("default", "ada")
+        (turn,) = await at.agents.turns("default", "ada")
         assert 0 < turn.completion_tokens < 600
         resumed = await http.post("/v1/agents/ada/resume", json={"stream": stream})
         found = chunks(resumed.text) if stream else [resumed.json()]
@@ -202,7 +202,7 @@ async def test_what_is_wrong_is_named(folder: Path) -> None:
             response = await http.post(path, json=body)
             said = response.json()["error"]["message"]
             assert (response.status_code, what in said) == (status, True), (path, body, response.text)
-        assert at.agents.turns("default", "ada") == ()
+        assert (await at.agents.turns("default", "ada")) == ()
 
 
 async def test_a_turn_is_on_the_account_of_its_own_agent_only(folder: Path) -> None:
@@ -217,12 +217,12 @@ async def test_a_turn_is_on_the_account_of_its_own_agent_only(folder: Path) -> N
         for field, more, headers in given:
             other = await http.post("/v1/agents/ada/turns", json=ask("x", **more), headers=headers)
             assert other.status_code == 400 and other.json()["error"]["param"] == field, other.text
-        assert at.agents.turns("default", "ada") == ()
+        assert (await at.agents.turns("default", "ada")) == ()
         for _, more, headers in given:
             text = json.dumps(ask("x", **more)).replace("bob", "ada")
             headers = {"content-type": "application/json"} | {name: "ada" for name in headers}
             assert (await http.post("/v1/agents/ada/turns", content=text, headers=headers)).status_code == 200
-        assert len(at.agents.turns("default", "ada")) == 3
+        assert len(await at.agents.turns("default", "ada")) == 3
 
 
 async def test_odd_parameters_of_the_list_are_refused(folder: Path) -> None:

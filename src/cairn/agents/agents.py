@@ -9,28 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cairn.agents import portable
+from cairn.agents import listing, portable
+from cairn.agents.archive import Archive
 from cairn.agents.book import Book, conflict
+from cairn.agents.founding import found, take_in
 from cairn.agents.index import Kind
 from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo
 from cairn.agents.kv import AgentKv
 from cairn.agents.log import Log
-from cairn.agents.records import AgentRecord, SavingsRecord, TurnRecord
 from cairn.agents.replays import Replays
 from cairn.agents.roster import Roster
 from cairn.agents.running import RunningTurn
-from cairn.agents.tree import Agent, Turn
 from cairn.agents.turns import Turns
 from cairn.agents.upkeep import Upkeep
 from cairn.agents.writer import Writer
 from cairn.config import Config
-from cairn.errors import ConfigError, Conflict, InvalidRequest, Unavailable
+from cairn.errors import ConfigError, Conflict, Unavailable
 from cairn.metrics import AgentFigures
 from cairn.seams import Clock, FileSystem, Rng
 from cairn.service.requests import PLAIN, SamplingOptions
@@ -59,10 +59,11 @@ class Agents:
         for tenant, sampled in self._replays.load(log.recovered):
             service.chat.recall(tenant, sampled)
         log.recovered = []
-        self.kv = AgentKv(service, roster)
+        self._archive = Archive(log)
+        self.kv = AgentKv(service, roster, self._archive)
         self.writer = Writer(log)
         self._book = Book(roster, self.writer, self.kv, clock, rng, self._replays)
-        self._turns = Turns(service, self._book, clock, config)
+        self._turns = Turns(service, self._book, self._archive, clock, config)
         self._upkeep = Upkeep(self._book, self._replays, orphans)
         self._find = self._book.find
         service.metrics.agents = self.figures
@@ -122,38 +123,26 @@ class Agents:
 
     def page(self, tenant: str, *, limit: int = 20, after: str = "") -> AgentPage:
         """A tenant's agents `after` an id or what `next` of another page says; InvalidRequest for anything else."""
-        agents = self._book.roster.of(tenant)
-        if after:
-            last = self._place(tenant, after)
-            agents = [agent for agent in agents if _place(agent) > last]
-        page, more = agents[:limit], len(agents) > limit
-        next = f"{page[-1].record.created!r}:{page[-1].id}" if more else None
-        return AgentPage(agents=tuple(agent.info() for agent in page), more=more, next=next)
+        return listing.page(self._book.roster, tenant, limit, after)
 
-    def _place(self, tenant: str, after: str) -> tuple[float, str]:
-        """The place in the list that `after` names; one with a time is a place also where no agent is any more."""
-        created, mark, id = after.rpartition(":")
-        if mark:
-            with contextlib.suppress(ValueError):
-                return -float(created), id
-        elif (agent := self._book.roster.find(tenant, id)) is not None:
-            return _place(agent)
-        raise InvalidRequest("after must be the id of an agent, or what `next` of a list said", field="after")
+    # What these tell is read from the log: Unavailable where that cannot be done.
 
-    def turns(self, tenant: str, id: str) -> tuple[TurnInfo, ...]:
+    async def turns(self, tenant: str, id: str) -> tuple[TurnInfo, ...]:
         """Every turn, abandoned branches included, by number."""
         agent = self._find(tenant, id)
-        path = {turn.key for turn in agent.head.path()}
-        return tuple(turn.info(current=turn.key in path) for turn in agent.turns())
+        turns, path = agent.turns(), {turn.key for turn in agent.head.path()}
+        contents = await self._archive.contents(turns)
+        pairs = zip(turns, contents, strict=True)
+        return tuple(turn.info(content, current=turn.key in path) for turn, content in pairs)
 
-    def beginning(self, tenant: str, id: str) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    async def beginning(self, tenant: str, id: str) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
         """What the agent was told before its first turn, and its tools."""
-        began = self._find(tenant, id).root.began
-        return began.messages, began.tools
+        (root,) = await self._archive.contents([self._find(tenant, id).root])
+        return root.began.messages, root.began.tools
 
-    def context(self, tenant: str, id: str) -> tuple[int, ...]:
+    async def context(self, tenant: str, id: str) -> tuple[int, ...]:
         """The ids of the agent's context for the model that is served; none before its first turn with it."""
-        return tuple(self.kv.ids(self._find(tenant, id).head))
+        return tuple(await self.kv.ids(self._find(tenant, id).head))
 
     def figures(self) -> AgentFigures:
         """All tenants together, for the metrics."""
@@ -231,26 +220,8 @@ class Agents:
         pinned: bool = False,
     ) -> AgentInfo:
         """A new agent whose context begins with `messages`. Conflict if the id is taken. Durable when it returns."""
-        id = self._book.new_id(tenant, id)
-        now = self._book.now()
-        root = self.writer.record(
-            Kind.TURN, TurnRecord(agent=0, number=0, messages=tuple(messages), tools=tuple(tools))
-        )
-        beginning = Turn(root.key, msgspec.msgpack.decode(root.payload, type=TurnRecord), None)
-        record = AgentRecord(
-            id=id,
-            tenant=tenant,
-            created=now,
-            used=now,
-            root=root.key,
-            base=root.key,
-            head=root.key,
-            pinned=pinned,
-            ttl=ttl,
-            metadata=metadata or {},
-        )
-        agent = Agent(self.writer.key(), record, beginning, beginning)
-        return (await self._book.add(agent, root)).info()
+        agent = await found(self._book, tenant, id, messages, tools, metadata or {}, ttl, pinned)
+        return agent.info()
 
     async def delete(self, tenant: str, id: str, salt: bytes = b"") -> None:
         """Interrupt what runs, and erase every byte of the agent that no other shares; gone from disk on return.
@@ -274,9 +245,12 @@ class Agents:
             raise Conflict(f"turn {at.number} of agent {agent.id} is {at.state}; fork at turn {at.before}")
         return (await self._book.fork(agent, at, new_id)).info()
 
-    def export(self, tenant: str, id: str) -> Iterator[bytes]:
-        """The agent as one file, piece by piece. Conflict while a turn runs."""
-        return portable.export(self._book.idle(tenant, id), self._book.rng)
+    def export(self, tenant: str, id: str) -> AsyncIterator[bytes]:
+        """The agent as one file, piece by piece. Conflict while a turn runs.
+
+        Unavailable, also between two pieces, where the log cannot be read.
+        """
+        return portable.export(self._book.idle(tenant, id), self._archive, self._book.rng)
 
     async def take_in(
         self, tenant: str, data: bytes, id: str | None = None, check: Callable[[portable.Portable], None] | None = None
@@ -289,15 +263,7 @@ class Agents:
         read = await asyncio.to_thread(portable.read, data, spec.vocab, spec.identity)
         if check is not None:
             await asyncio.to_thread(check, read)
-        id = self._book.new_id(tenant, read.agent.id if id is None else id)
-        agent = portable.plant(read, self.writer.key, tenant, id, self._book.now())
-        records = [self.writer.record(Kind.TURN, agent.root.began, agent.root.key)]
-        for turn in agent.own:
-            records.append(self.writer.record(Kind.TURN, turn.began, turn.key))
-            if turn.ended is not None:
-                records.append(self.writer.record(Kind.END, turn.ended, turn.key))
-        line = self.writer.record(Kind.SAVINGS, SavingsRecord(savings=agent.savings), agent.key)
-        return (await self._book.add(agent, *records, line)).info()
+        return (await take_in(self._book, tenant, read, id)).info()
 
     async def rollback(self, tenant: str, id: str, *, turn: int) -> AgentInfo:
         """Make another turn the head, 0 for the beginning. What followed it stays listed until it is collected."""
@@ -335,9 +301,4 @@ class Agents:
 
         Conflict if there is none, or if another model began it.
         """
-        return self._turns.resume(self._find(tenant, id, salt), request)
-
-
-def _place(agent: Agent) -> tuple[float, str]:
-    """Where an agent is in the list, as `Roster.of` sorts it."""
-    return -agent.record.created, agent.id
+        return await self._turns.resume(self._find(tenant, id, salt), request)

@@ -99,6 +99,8 @@ class Book:
             raise
         finally:
             agent.starting = False
+        for turn in (agent.root, *agent.own):
+            turn.release()
         return agent
 
     async def fork(self, agent: Agent, at: Turn, id: str | None) -> Agent:
@@ -153,6 +155,8 @@ class Book:
             self.roster.take_back(agent, turn)
             self._refused.append(turn.key)
             raise
+        if turn.parent is not None:
+            turn.parent.release()  # its end may have been owed until now
         agent.used = began.began
         return turn
 

@@ -49,9 +49,6 @@ class Place(NamedTuple):
 class Segment:
     """A file of the log. A row for each record that counts, in the order of their offsets."""
 
-    __slots__ = ("_dead", "_keys", "_kinds", "_lsns", "_offsets", "_sizes", "_superseded")
-    __slots__ += ("dirty", "header", "live", "size", "stuck")
-
     def __init__(self, header: Header) -> None:
         self.header = header
         self._lsns, self._keys, self._sizes = array("Q"), array("Q"), array("I")

@@ -9,15 +9,16 @@ from array import array
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from cairn.agents.archive import Archive
+from cairn.agents.content import shared
 from cairn.agents.roster import Roster
-from cairn.agents.tree import Agent, Turn, shared
+from cairn.agents.tree import CHUNK_TOKENS, Agent, Turn
 from cairn.errors import Unavailable
 from cairn.service.service import Service
 from cairn.types import Placed
 
-CHUNK_TOKENS = 64
-"""What the stores keep together: a chunk that is shared in part is not shared."""
-
+Contexts = Sequence[tuple[Sequence[int], Turn | None]]
+"""Ids, and whose they are: None for an ordinary request's."""
 MOST_TIED = 64
 """Contexts of ordinary requests in the name of an agent that are remembered, the last ones."""
 RETRY_SECONDS = 1.0
@@ -27,26 +28,29 @@ RETRY_SECONDS = 1.0
 class AgentKv:
     """All agents'. What the worker cannot do while it is being replaced is Unavailable."""
 
-    def __init__(self, service: Service, roster: Roster) -> None:
-        self._service, self._roster = service, roster
+    def __init__(self, service: Service, roster: Roster, archive: Archive) -> None:
+        self._service, self._roster, self._archive = service, roster, archive
         self._tasks: set[asyncio.Task[None]] = set()
         self._tied: dict[int, list[array[int]]] = {}
         """Contexts of ordinary requests in the name of an agent, by the agent's key; none that another begins with."""
 
-    def ids(self, turn: Turn) -> Sequence[int]:
-        """The context behind a turn, for the model that is served; none where another model answered it."""
-        if not turn.number or turn.began.identity != self._service.spec.identity:
+    async def ids(self, turn: Turn) -> Sequence[int]:
+        """The context behind a turn, for the model that is served; none where another model answered it.
+
+        Unavailable where the log cannot be read.
+        """
+        if not turn.number or turn.identity != self._service.spec.identity:
             return ()
-        return turn.context() or [*turn.prompt(), *turn.tokens]
+        return (await self._archive.branch(turn)).known()
 
     async def where(self, agent: Agent) -> Placed:
         """How many leading tokens each tier has."""
-        return await self._service.where(self.ids(agent.head), agent.salt)
+        return await self._service.where(await self.ids(agent.head), agent.salt)
 
     async def pin(self, agent: Agent) -> None:
         """Tell the stores what is pinned now."""
         if agent.record.pinned:
-            await self._service.pin(_owner(agent), self.ids(agent.head), agent.salt)
+            await self._service.pin(_owner(agent), await self.ids(agent.head), agent.salt)
         else:
             await self._unpin(agent)
 
@@ -62,12 +66,12 @@ class AgentKv:
 
     async def prefetch(self, agent: Agent) -> Placed:
         """Bring the context up into the pool; where it is then."""
-        return await self._service.prefetch(self.ids(agent.head), agent.salt)
+        return await self._service.prefetch(await self.ids(agent.head), agent.salt)
 
     async def evict(self, agent: Agent, *, disk: bool) -> Placed:
         """Give up the context, except what other agents of the tenant share; where it is then."""
-        ids = self.ids(agent.head)
-        return await self._service.evict(ids, agent.salt, keep=self._shared(agent, ids), disk=disk)
+        ids = await self.ids(agent.head)
+        return await self._service.evict(ids, agent.salt, keep=await self._shared(agent, ids, agent.head), disk=disk)
 
     async def drop(self, agent: Agent) -> None:
         """Give up what only this agent needs.
@@ -75,26 +79,28 @@ class AgentKv:
         Where there is no worker now it is done once there is one; where the server ends before, by the stores' time to
         live.
         """
-        contexts = [self.ids(turn) for turn in {agent.head, *agent.leaves()}]
-        contexts += self._tied.pop(agent.key, ())
+        contexts: list[tuple[Sequence[int], Turn | None]] = [(one, None) for one in self._tied.pop(agent.key, ())]
         self._service.recent.forget(agent.salt)  # its text is shown to nobody any more
+        for turn in {agent.head, *agent.leaves()}:
+            with contextlib.suppress(Unavailable):  # the log cannot be read: only age takes this KV
+                contexts.append((await self.ids(turn), turn))
         await asyncio.sleep(0)  # a pin that was asked for before comes before
         try:
             await self._give_up(agent, contexts)
         except Unavailable:
             self._later(self._insist(agent, contexts))
 
-    async def _insist(self, agent: Agent, contexts: Sequence[Sequence[int]]) -> None:
+    async def _insist(self, agent: Agent, contexts: Contexts) -> None:
         while True:
             await asyncio.sleep(RETRY_SECONDS)
             with contextlib.suppress(Unavailable):
                 return await self._give_up(agent, contexts)
 
-    async def _give_up(self, agent: Agent, contexts: Sequence[Sequence[int]]) -> None:
+    async def _give_up(self, agent: Agent, contexts: Contexts) -> None:
         await self._unpin(agent)
-        for ids in contexts:
+        for ids, turn in contexts:
             if ids:
-                await self._service.evict(ids, agent.salt, keep=self._shared(agent, ids), disk=True)
+                await self._service.evict(ids, agent.salt, keep=await self._shared(agent, ids, turn), disk=True)
 
     async def settled(self) -> None:
         """Return when nothing is under way that nobody waits for."""
@@ -110,13 +116,15 @@ class AgentKv:
         await self._service.unpin(_owner(agent))
         await self._service.unpin(_owner(agent, tied=True))
 
-    def _shared(self, agent: Agent, ids: Sequence[int]) -> int:
-        """How many leading tokens other agents of the tenant have too, in whole chunks."""
-        longest = 0
+    async def _shared(self, agent: Agent, ids: Sequence[int], turn: Turn | None) -> int:
+        """How many leading tokens other agents of the tenant have too, in whole chunks. `turn`: whose context it is."""
+        longest, first = 0, turn.first if turn is not None else 0
         for other in self._roster.of(agent.tenant):
-            if other is agent or len(ids) == longest:
+            if other is agent or len(ids) == longest or (first and other.head.first not in (0, first)):
                 continue
-            theirs = self.ids(other.head)
+            theirs: Sequence[int] = ()
+            with contextlib.suppress(Unavailable):  # it was deleted meanwhile, or damaged: what it shares is made anew
+                theirs = await self.ids(other.head)
             if tuple(theirs[: longest + 1]) == tuple(ids[: longest + 1]):
                 longest = max(longest, shared(ids, theirs))
         return longest // CHUNK_TOKENS * CHUNK_TOKENS

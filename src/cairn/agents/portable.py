@@ -13,11 +13,13 @@ it is computed again from the tokens, or under another model from the text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from typing import NamedTuple
 
 import msgspec
 
+from cairn.agents.archive import Archive
+from cairn.agents.content import Content, digest
 from cairn.agents.index import Kind
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack, unpack
 from cairn.agents.segment import (
@@ -30,7 +32,7 @@ from cairn.agents.segment import (
     encode_record,
     scan,
 )
-from cairn.agents.tree import Agent, Turn, digest
+from cairn.agents.tree import Agent, Turn
 from cairn.errors import InvalidRequest
 from cairn.seams import Rng
 from cairn.text.messages import plain_message
@@ -38,6 +40,8 @@ from cairn.text.messages import plain_message
 MEDIA_TYPE = "application/vnd.cairn.agent"
 MAX_NUMBER = 2**31 - 1
 """Of a turn that is taken in: others are to follow it."""
+READ_TURNS = 64
+"""Turns that are read from the log together, and held until they are sent."""
 MAX_ORIGIN = 64
 """Characters of the id that the agent was forked off."""
 
@@ -51,29 +55,34 @@ class Portable(NamedTuple):
     savings: SavingsRecord
 
 
-def export(agent: Agent, rng: Rng) -> Iterator[bytes]:
-    """The pieces of the file."""
+async def export(agent: Agent, archive: Archive, rng: Rng) -> AsyncIterator[bytes]:
+    """The pieces of the file, as the agent is when the first is asked for. Unavailable where the log cannot be read."""
     header = Header(0, rng.bits64())
     yield encode_header(header)
-    at = HEADER_BYTES
-    for lsn, (kind, key, payload) in enumerate(_records(agent), 1):
+    at, lsn = HEADER_BYTES, 0
+    async for kind, key, payload in _records(agent, archive):
+        lsn += 1
         data = encode_record(header, at, Record(lsn, kind, key, msgspec.msgpack.encode(payload)))
         at += len(data)
         yield data
 
 
-def _records(agent: Agent) -> Iterator[tuple[Kind, int, msgspec.Struct]]:
+async def _records(agent: Agent, archive: Archive) -> AsyncIterator[tuple[Kind, int, msgspec.Struct]]:
+    turns, savings = [agent.root, *agent.turns()], agent.savings
     record = msgspec.structs.replace(agent.record, tenant="", head=agent.head.key, pinned=False)
     yield Kind.AGENT, agent.key, record
-    for turn in (agent.root, *agent.turns()):
-        yield Kind.TURN, turn.key, msgspec.structs.replace(turn.began, sampling=None)
-        if turn.number:
-            yield Kind.END, turn.key, turn.ended or _cut(turn)
-    yield Kind.SAVINGS, agent.key, SavingsRecord(savings=agent.savings)
+    for start in range(0, len(turns), READ_TURNS):
+        some = turns[start : start + READ_TURNS]
+        for turn, content in zip(some, await archive.contents(some), strict=True):
+            yield Kind.TURN, turn.key, msgspec.structs.replace(content.began, sampling=None, stop=())
+            if turn.number:
+                yield Kind.END, turn.key, content.ended or _cut(content)
+    yield Kind.SAVINGS, agent.key, SavingsRecord(savings=savings)
 
 
-def _cut(turn: Turn) -> EndRecord:
-    return EndRecord(state="interrupted", ids=pack(turn.tokens), message=turn.answer, ended=turn.began.began)
+def _cut(content: Content) -> EndRecord:
+    ended = content.began.began
+    return EndRecord(state="interrupted", ids=pack(content.tokens), message=content.answer, ended=ended)
 
 
 def read(data: bytes, vocab: int, identity: bytes) -> Portable:
@@ -160,15 +169,16 @@ def _check(
         try:
             if end is not None:
                 turn.end(end)
-            ids = [*unpack(began.ids), *turn.tokens, *unpack(end.more if end is not None else b"")]
-            sound = not turn.number or digest(turn.prompt()) == began.digest
+            ids = [*unpack(began.ids), *turn.held.tokens, *unpack(end.more if end is not None else b"")]
+            sound = not turn.number or digest(turn.branch().prompt()) == began.digest
         except ValueError:
             raise _wrong("holds half a token") from None
         if not sound or (began.identity == identity and ids and max(ids) >= vocab):
             raise _wrong(f"holds tokens of turn {turn.number} that are not those of its prompt")
         for index, message in enumerate(began.messages):
             plain_message(message, index, thinks=False)
-        if turn.answer is not None and plain_message(turn.answer, 0, thinks=False)["role"] != "assistant":
+        answer = turn.held.answer
+        if answer is not None and plain_message(answer, 0, thinks=False)["role"] != "assistant":
             raise _wrong(f"holds an answer of turn {turn.number} that is none")
     if agent.ttl is not None and not 0 < agent.ttl < 1e12:
         raise _wrong("holds a time to live that is none")

@@ -25,6 +25,8 @@ class Roster:
     def __init__(self) -> None:
         self._agents: dict[str, dict[str, Agent]] = {}
         self._turns: dict[int, Turn] = {}
+        self._identities: dict[bytes, bytes] = {}
+        """One of each: a record that is read has its own."""
         self.ledger = Ledger()
 
     def __iter__(self) -> Iterator[Agent]:
@@ -67,6 +69,9 @@ class Roster:
         """A new agent."""
         self._agents.setdefault(agent.tenant, {})[agent.id] = agent
         self._turns.setdefault(agent.root.key, agent.root)
+        for turn in agent.own:
+            self._turns.setdefault(turn.key, turn)
+            turn.identity = self._identities.setdefault(turn.identity, turn.identity)
 
     def add_turn(self, agent: Agent, turn: Turn) -> None:
         """A turn begins, and the agent's head is there."""
@@ -92,7 +97,7 @@ class Roster:
         """Forget an agent's abandoned branches that began before that time; the keys that nobody needs any more."""
         kept = {turn.key for end in (agent.head, agent.base) for turn in end.path()}
         for turn in agent.own:
-            if turn.began.began >= before:
+            if turn.at >= before:
                 kept |= {one.key for one in turn.path()}
         gone = {turn.key for turn in agent.own} - kept
         if not gone:
@@ -141,7 +146,9 @@ class Roster:
         needed = {key for agent in self for key in (agent.key, *agent.keeps())}
         for key in self._turns.keys() - needed:
             del self._turns[key]
-        lost = [key for key, turn in began.items() if key not in needed and turn.agent in agents]
+        for one in self._turns.values():
+            one.release()
+        lost = [key for key, record in began.items() if key not in needed and record.agent in agents]
         if lost:
             log.error("%d turns cannot be read: damage cost what came before them", len(lost))
         return sorted((began.keys() - needed - set(lost)) | stray)
@@ -192,7 +199,7 @@ class Roster:
             agent.head = self._turns.get(record.head, base)
             later = [turn for turn in agent.own if turn.key > lsn]
             agent.head = later[-1] if later else agent.head
-            agent.used = max([record.used, *(turn.last for turn in agent.own)])
+            agent.used = max([record.used, *(turn.held.last for turn in agent.own)])
             if key in lines:
                 agent.savings = lines[key].savings
             self.add(agent)

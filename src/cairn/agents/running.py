@@ -9,10 +9,11 @@ from typing import Any, Protocol
 
 import msgspec
 
+from cairn.agents.content import shared
 from cairn.agents.index import Kind
 from cairn.agents.records import EndRecord, TokensRecord, pack
 from cairn.agents.segment import Record
-from cairn.agents.tree import Agent, Turn, shared
+from cairn.agents.tree import Agent, Turn
 from cairn.agents.writer import Writer
 from cairn.errors import Unavailable
 from cairn.seams import Clock
@@ -94,6 +95,7 @@ class RunningTurn:
         self.discarded = False
         """The agent is being deleted: nothing more is written."""
         self._keeper, self._stream, self._first = keeper, stream, first
+        self._content = turn.held
         self._said = Said()
         self._pending: list[Delta] = []
         self._since = 0.0
@@ -152,13 +154,13 @@ class RunningTurn:
     def _take(self, event: Event) -> Event:
         """Note what was said. The end counts the tokens of earlier runs too."""
         if isinstance(event, Done):
-            usage = msgspec.structs.replace(event.usage, completion_tokens=len(self.turn.tokens))
+            usage = msgspec.structs.replace(event.usage, completion_tokens=len(self._content.tokens))
             return msgspec.structs.replace(event, usage=usage)
         self._said.add(event)
         if not self._pending:
             self._since = self._keeper.clock.now()
         self._pending.append(event)
-        self.turn.extend(event.tokens)
+        self._content.extend(event.tokens)
         return event
 
     def _log(self, now: float) -> None:
@@ -180,7 +182,7 @@ class RunningTurn:
         message = self._said.message()
         end = EndRecord(
             state="finished" if good else "interrupted",
-            ids=pack(self.turn.tokens),
+            ids=pack(self._content.tokens),
             message=message,
             reason=done.reason.value if done is not None else "",
             cache=_logged(done.cache) if done is not None else CacheReport(),
@@ -198,6 +200,7 @@ class RunningTurn:
         if good:
             self._keeper.owe(record, *more)
             await self._keeper.sync()
+            self.turn.release()
         else:
             with contextlib.suppress(Unavailable):
                 writer.append(record, *more)
@@ -206,7 +209,7 @@ class RunningTurn:
         """Which of the tokens the next turn's context holds, and what follows them."""
         if message is None:
             return {}
-        tokens = list(self.turn.tokens)
+        tokens = list(self._content.tokens)
         sampled = self._keeper.service.chat.remember(self.agent.tenant, self.request.prompt, tokens, message)
         if sampled is None:
             return {}

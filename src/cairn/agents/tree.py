@@ -1,43 +1,45 @@
 """Agents and their turns in memory: a tree of turns a family, and an agent as a place in it.
 
-A turn is never changed once it has ended, so a fork is another agent that points at it: nothing is copied. The tokens
-of a context are put together when they are asked for, from what each turn added.
+A turn is never changed once it has ended, so a fork is another agent that points at it: nothing is copied. What it
+holds is in the log then, and here only its place in the tree.
 """
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import msgspec
-
+from cairn.agents.content import Branch, Content
 from cairn.agents.info import AgentInfo, Savings, TurnInfo, TurnState
-from cairn.agents.records import AgentRecord, EndRecord, TokensRecord, TurnRecord, pack, unpack
-from cairn.types import CacheReport
+from cairn.agents.records import AgentRecord, EndRecord, TokensRecord, TurnRecord
+from cairn.types import BLOCK_TOKENS, CacheReport
 
 if TYPE_CHECKING:
     from cairn.agents.running import RunningTurn
+
+CHUNK_TOKENS = 4 * BLOCK_TOKENS
+"""What the stores keep together: a chunk that is shared in part is not shared."""
 
 
 class Turn:
     """One turn, or with number 0 the beginning of an agent, which is told something and says nothing."""
 
-    __slots__ = ("_growing", "answer", "began", "ended", "key", "parent", "state")
+    __slots__ = ("_size", "at", "content", "first", "identity", "key", "number", "parent", "state")
 
     def __init__(self, key: int, began: TurnRecord, parent: Turn | None) -> None:
-        self.key, self.began, self.parent = key, began, parent
-        self.state: TurnState = "interrupted" if began.number else "finished"
-        self._growing: array[int] | None = array("I")
-        """Tokens of an answer without an end, or one that goes on; else its end has them."""
-        self.answer: dict[str, Any] | None = None
-        self.ended: EndRecord | None = None
-
-    @property
-    def number(self) -> int:
+        self.key, self.parent = key, parent
+        self.number = began.number
         """Counts from 1 along a branch."""
-        return self.began.number
+        self.at = began.began
+        """When it began, in seconds since 1970."""
+        self.identity = began.identity
+        """Of the model whose tokens its are."""
+        self.state: TurnState = "interrupted" if began.number else "finished"
+        self.content: Content | None = Content(began)
+        """None once the log has it: ask the archive."""
+        self.first = _first(began, parent)
+        """Hash of the first chunk of the prompt; 0 where it is not known."""
+        self._size = 0
 
     @property
     def before(self) -> int:
@@ -45,38 +47,30 @@ class Turn:
         return self.parent.number if self.parent is not None else 0
 
     @property
-    def last(self) -> float:
-        """When it was last used, in seconds since 1970."""
-        return self.began.began if self.ended is None else self.ended.ended
+    def held(self) -> Content:
+        """The content of a turn that is not released."""
+        assert self.content is not None
+        return self.content
 
     @property
-    def tokens(self) -> array[int]:
-        """Of the answer; to be read only."""
-        if self._growing is not None:
-            return self._growing
-        return unpack(self.ended.ids) if self.ended is not None else array("I")
+    def size(self) -> int:
+        """How many tokens the context has after this turn."""
+        return self._size if self.content is None else self.content.size
 
-    def extend(self, tokens: Iterable[int]) -> None:
-        """The answer goes on."""
-        if self._growing is None:
-            self._growing = self.tokens
-        self._growing.extend(tokens)
+    def release(self) -> None:
+        """What it holds is durable in the log. That of a turn that is not finished stays: it may go on."""
+        if self.content is not None and self.state == "finished":
+            self._size, self.content = self.content.size, None
 
     def piece(self, record: TokensRecord) -> None:
         """Some tokens of the answer."""
-        self.extend(unpack(record.ids))
-        said = self.answer or {}
-        self.answer = _message(
-            (said.get("content") or "") + record.text, (said.get("reasoning_content") or "") + record.reasoning
-        )
-        self.state, self.ended = "interrupted", None
+        self.held.piece(record)
+        self.state = "interrupted"
 
     def end(self, record: EndRecord) -> None:
         """The answer is whole, or cut. ValueError, and no change, where it has no whole number of tokens."""
-        unpack(record.ids)
-        self.state, self.answer, self.ended, self._growing = record.state, record.message, record, None
-        if record.state == "finished":  # only an interrupted one is begun again
-            self.began = msgspec.structs.replace(self.began, sampling=None, stop=())
+        self.held.end(record)
+        self.state = record.state
 
     def path(self) -> Iterator[Turn]:
         """This turn and all before it, the beginning last."""
@@ -85,60 +79,35 @@ class Turn:
             yield turn
             turn = turn.parent
 
-    def prompt(self) -> list[int]:
-        """The ids that were answered."""
-        chain = []
-        for turn in self.path():
-            chain.append(turn)
-            if not turn.began.prefix:
-                break
-        ids: list[int] = []
-        for turn in reversed(chain):
-            ids = ids[: turn.began.prefix] + list(unpack(turn.began.ids))
-            if turn is not self:
-                ids = turn._after(ids)
-        return ids
+    def branch(self) -> Branch:
+        """The same with what they hold, where none of them is released."""
+        return Branch([turn.held for turn in self.path()][::-1])
 
-    def context(self) -> list[int] | None:
-        """The ids that the next turn begins with; None where the answer cannot be put behind its prompt exactly."""
-        if self.ended is None or self.ended.keep < 0:
-            return None
-        prompt = self.prompt()
-        if digest(prompt) != self.began.digest:
-            return None  # damage cost a turn before this one
-        return self._after(prompt)
-
-    def _after(self, prompt: list[int]) -> list[int]:
-        end = self.ended
-        if end is None or end.keep < 0:
-            return prompt
-        return prompt + list(self.tokens[: end.keep]) + list(unpack(end.more))
-
-    def size(self) -> int:
-        """How many tokens the context has after this turn."""
-        if not self.number:
-            return 0
-        end = self.ended
-        added = len(self.tokens) if end is None or end.keep < 0 else end.keep + len(end.more) // 4
-        return self.began.prefix + len(self.began.ids) // 4 + added
-
-    def info(self, *, current: bool) -> TurnInfo:
+    def info(self, content: Content, *, current: bool) -> TurnInfo:
         """What callers are told."""
-        cache = self.ended.cache if self.ended is not None else CacheReport()
+        began, ended = content.began, content.ended
+        cache = ended.cache if ended is not None else CacheReport()
         return TurnInfo(
             number=self.number,
             parent=self.before,
             state=self.state,
             current=current,
-            messages=self.began.messages,
-            answer=self.answer,
-            finish_reason=self.ended.reason if self.ended is not None and self.state == "finished" else "",
-            prompt_tokens=self.began.prefix + len(self.began.ids) // 4,
-            completion_tokens=len(self.tokens),
+            messages=began.messages,
+            answer=content.answer,
+            finish_reason=ended.reason if ended is not None and self.state == "finished" else "",
+            prompt_tokens=began.prefix + len(began.ids) // 4,
+            completion_tokens=len(content.tokens),
             cached_tokens=cache.cached,
-            began=self.began.began,
-            request=f"{self.began.request:016x}",
+            began=began.began,
+            request=f"{began.request:016x}",
         )
+
+
+def _first(began: TurnRecord, parent: Turn | None) -> int:
+    if began.prefix >= CHUNK_TOKENS and parent is not None:
+        return parent.first
+    known = not began.prefix and len(began.ids) >= 4 * CHUNK_TOKENS
+    return hash(began.ids[: 4 * CHUNK_TOKENS]) if known else 0
 
 
 class Agent:
@@ -190,15 +159,6 @@ class Agent:
         """Of the next turn."""
         return 1 + max((turn.number for turn in self.turns()), default=0)
 
-    def history(self) -> list[dict[str, Any]]:
-        """The conversation up to the head."""
-        messages: list[dict[str, Any]] = []
-        for turn in reversed(list(self.head.path())):
-            messages += turn.began.messages
-            if turn.number:
-                messages.append(turn.answer or {"role": "assistant", "content": ""})
-        return messages
-
     def leaves(self) -> list[Turn]:
         """Ends of the branches that this agent made."""
         parents = {turn.parent.key for turn in self.own if turn.parent is not None}
@@ -218,7 +178,7 @@ class Agent:
             last_used=self.used,
             head=self.head.number,
             turns=sum(1 for turn in self.head.path() if turn.number),
-            tokens=self.head.size(),
+            tokens=self.head.size,
             state="running" if self.busy else "interrupted" if self.head.state == "interrupted" else "idle",
             pinned=record.pinned,
             ttl=record.ttl,
@@ -227,20 +187,3 @@ class Agent:
             metadata=record.metadata,
             savings=self.savings,
         )
-
-
-def digest(ids: Sequence[int]) -> bytes:
-    """SHA-256 of token ids."""
-    return hashlib.sha256(pack(ids)).digest()
-
-
-def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading ids two contexts have in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _message(content: str, reasoning: str) -> dict[str, Any] | None:
-    if not (content or reasoning):
-        return None
-    return {"role": "assistant", "content": content} | ({"reasoning_content": reasoning} if reasoning else {})

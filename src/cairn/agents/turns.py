@@ -8,11 +8,13 @@ from typing import Any
 
 import msgspec
 
+from cairn.agents.archive import Archive
 from cairn.agents.book import Book, conflict
+from cairn.agents.content import Branch, digest
 from cairn.agents.records import EndRecord, TurnRecord, pack
 from cairn.agents.running import RunningTurn, said_before
 from cairn.agents.segment import Record
-from cairn.agents.tree import Agent, Turn, digest
+from cairn.agents.tree import Agent, Turn
 from cairn.config import Config
 from cairn.errors import Conflict, Unavailable
 from cairn.seams import Clock
@@ -27,10 +29,10 @@ from cairn.types import Done, Event, Request
 class Turns:
     """Begins turns, and is told of their end."""
 
-    def __init__(self, service: Service, book: Book, clock: Clock, config: Config) -> None:
+    def __init__(self, service: Service, book: Book, archive: Archive, clock: Clock, config: Config) -> None:
         self.service, self.writer, self.clock = service, book.writer, clock
         self.owe, self.sync = book.owe, book.sync
-        self._book, self._config = book, config
+        self._book, self._archive, self._config = book, archive, config
 
     async def start(
         self,
@@ -99,18 +101,29 @@ class Turns:
     ) -> tuple[Prompt, int, Told]:
         """The prompt of the next turn, how many of its ids are the context of the head, and what helps to say why a
         part of its KV is missing."""
-        chat, head, root = self.service.chat, agent.head, agent.root.began
-        history, tools = agent.history(), list(root.tools) or None
+        chat, head = self.service.chat, agent.head
+        branch = await self._archive.branch(head)
+        history, tools = branch.messages(), list(branch.beginning.tools) or None
         whole = [*history, *messages]
-        changed = bool(head.number) and head.began.identity != self.service.spec.identity
+        changed = bool(head.number) and head.identity != self.service.spec.identity
         told = told_of(whole, why="model changed" if changed else None)
-        before = head.context() if head.number and not changed else None
+        before = branch.context() if head.number and not changed else None
         if before is not None:
             self.service.recent.note(agent.salt, before, len(before), told.messages[: len(history)])
             extended = await chat.extend(before, history, messages, tools, template_args=template_args)
             if extended is not None:
                 return extended, len(before), told
+        elif not changed:
+            self._recall(agent, branch)
         return await chat.prompt(whole, tools, tenant=agent.tenant, template_args=template_args), 0, told
+
+    def _recall(self, agent: Agent, branch: Branch) -> None:
+        """Let the answers of a branch be put back as they were sampled although the last cannot: the whole is rendered
+        again."""
+        for at, content in enumerate(branch.contents[1:], 1):
+            if content.ended is not None and content.ended.keep >= 0 and content.answer is not None:
+                prompt = Branch(branch.contents[: at + 1]).prompt()
+                self.service.chat.remember(agent.tenant, prompt, content.tokens, content.answer)
 
     def _record(self, agent: Agent, messages: Sequence[dict[str, Any]], prefix: int, request: Request) -> TurnRecord:
         """All that is needed to go on with the turn after a restart."""
@@ -131,29 +144,34 @@ class Turns:
             request=request.id,
         )
 
-    def resume(self, agent: Agent, number: int) -> RunningTurn:
+    async def resume(self, agent: Agent, number: int) -> RunningTurn:
         """Go on with the interrupted turn at the head as the request `number`. Conflict where that cannot be done."""
         if agent.busy:
             raise conflict(agent)
-        request = self._again(agent, number)
+        agent.starting = True
+        try:
+            request = self._again(agent, await self._archive.branch(agent.head), number)
+        finally:
+            agent.starting = False
         turn = agent.head
-        first, reason = said_before(self.service, request, list(turn.tokens))
+        tokens = tuple(turn.held.tokens)
+        first, reason = said_before(self.service, request, tokens)
         stream = None
         if reason is None:
-            stream = self.service.generate(msgspec.structs.replace(request, generated=tuple(turn.tokens)))
+            stream = self.service.generate(msgspec.structs.replace(request, generated=tokens))
         return self._run(agent, turn, request, stream, first)
 
-    def _again(self, agent: Agent, number: int) -> Request:
+    def _again(self, agent: Agent, branch: Branch, number: int) -> Request:
         """What was asked at the head when it began.
 
         No log-probabilities where something was said: the log has none, and a part of them would be read as
         those of the first tokens.
         """
         turn = agent.head
-        began, named = turn.began, f"turn {turn.number} of agent {agent.id}"
+        began, named = branch.last.began, f"turn {turn.number} of agent {agent.id}"
         if turn.state != "interrupted" or began.sampling is None:
             raise Conflict(f"{named} is {turn.state}; only an interrupted one is resumed")
-        prompt, back = turn.prompt(), f"roll back to turn {turn.before}"
+        prompt, back = branch.prompt(), f"roll back to turn {turn.before}"
         if began.identity != self.service.spec.identity:
             raise Conflict(f"{named} was begun with another model; {back}")
         if began.engine not in (b"", self.service.info.identity):
@@ -164,7 +182,7 @@ class Turns:
         if digest(prompt) != began.digest:
             raise Conflict(f"damage to the log cost what came before {named}; {back}")
         sampling = began.sampling
-        if turn.tokens:
+        if branch.last.tokens:
             sampling = msgspec.structs.replace(sampling, logprobs=False, top_logprobs=0)
         return Request(
             id=number,

@@ -137,7 +137,7 @@ class AgentRoutes:
         """GET /v1/agents/{id}."""
         agents, id = self._open(), self._id(call)
         info = agents.get(call.tenant, id)
-        messages, tools = agents.beginning(call.tenant, id)
+        messages, tools = await agents.beginning(call.tenant, id)
         kv = None
         with contextlib.suppress(Unavailable):  # the worker is being replaced
             kv = msgspec.to_builtins(await agents.where(call.tenant, id, call.salt))
@@ -203,7 +203,7 @@ class AgentRoutes:
         headers.append((b"content-disposition", f'attachment; filename="{id}.cairn"'.encode()))
         await call.start(200, headers)
         if call.scope["method"] != "HEAD":
-            for piece in pieces:
+            async for piece in pieces:
                 await call.write(piece)
         await call.write(b"", more=False)
 
@@ -224,7 +224,7 @@ class AgentRoutes:
 
     async def turns(self, call: Call, service: Service) -> None:
         """GET /v1/agents/{id}/turns."""
-        found = self._open().turns(call.tenant, self._id(call))
+        found = await self._open().turns(call.tenant, self._id(call))
         await call.json({"object": "list", "data": [turn_object(turn) for turn in found]})
 
     async def turn(self, call: Call, service: Service) -> None:

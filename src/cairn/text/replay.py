@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import struct
 import threading
 from array import array
 from collections import Counter, OrderedDict
@@ -36,11 +37,6 @@ class Answer(NamedTuple):
     """What identifies an assistant message: `visible` must be equal; reasoning must be equal unless left out."""
 
     visible: bytes
-    reasoning: str
-
-
-class _Entry(NamedTuple):
-    ids: array[int]
     reasoning: str
 
 
@@ -95,8 +91,10 @@ class ReplayTable:
     def __init__(self, limit: int = 1 << 22) -> None:
         """`limit`: tokens kept, with `ENTRY_COST` more for each entry."""
         self._limit = limit
-        self._entries: OrderedDict[tuple[str, bytes, bytes], _Entry] = OrderedDict()
-        self._visible: Counter[tuple[str, bytes]] = Counter()
+        self._entries: OrderedDict[bytes, bytes] = OrderedDict()
+        """As `_packed`. One object of bytes for each: there are many of them, and most are short."""
+        self._visible: Counter[int] = Counter()
+        """How many entries there are of an answer, whatever was before it."""
         self._tokens = 0
         self._lock = threading.Lock()
 
@@ -107,11 +105,12 @@ class ReplayTable:
 
     def put(self, tenant: str, before: bytes, answer: Answer, ids: Sequence[int]) -> None:
         """Remember the ids that follow the prefix with digest `before`."""
-        key = (tenant, answer.visible, before)
+        said = _said(tenant, answer)
+        key = _key(said, before)
         with self._lock:
             self._drop(key)
-            self._entries[key] = _Entry(array("I", ids), answer.reasoning)
-            self._visible[tenant, answer.visible] += 1
+            self._entries[key] = _packed(said, ids, answer.reasoning)
+            self._visible[_short(said)] += 1
             self._tokens += len(ids) + ENTRY_COST
             while self._tokens > self._limit:
                 self._drop(next(iter(self._entries)))
@@ -119,27 +118,59 @@ class ReplayTable:
     def knows(self, tenant: str, answer: Answer) -> bool:
         """Whether this tenant ever got this answer, in whatever conversation."""
         with self._lock:
-            return (tenant, answer.visible) in self._visible
+            return _short(_said(tenant, answer)) in self._visible
 
     def find(self, tenant: str, before: bytes, answer: Answer) -> Sequence[int] | None:
         """The ids sampled for an answer behind exactly these ids, unless the client changed the reasoning it sends."""
-        key = (tenant, answer.visible, before)
+        key = _key(_said(tenant, answer), before)
         with self._lock:
             entry = self._entries.get(key)
-            if entry is None or answer.reasoning not in ("", entry.reasoning):
+            if entry is None:
+                return None
+            _, ids, reasoning = _unpacked(entry)
+            if answer.reasoning not in ("", reasoning):
                 return None
             self._entries.move_to_end(key)
-            return entry.ids
+            return ids
 
-    def _drop(self, key: tuple[str, bytes, bytes]) -> None:
+    def _drop(self, key: bytes) -> None:
         entry = self._entries.pop(key, None)
         if entry is None:
             return
-        self._tokens -= len(entry.ids) + ENTRY_COST
-        tenant, visible, _ = key
-        self._visible[tenant, visible] -= 1
-        if not self._visible[tenant, visible]:
-            del self._visible[tenant, visible]
+        said, ids, _ = _unpacked(entry)
+        self._tokens -= len(ids) + ENTRY_COST
+        self._visible[said] -= 1
+        if not self._visible[said]:
+            del self._visible[said]
+
+
+def _said(tenant: str, answer: Answer) -> bytes:
+    """Digest of a tenant and what it saw."""
+    return hashlib.sha256(answer.visible + tenant.encode("utf-8", "surrogatepass")).digest()
+
+
+def _key(said: bytes, before: bytes) -> bytes:
+    return hashlib.sha256(said + before).digest()
+
+
+def _short(said: bytes) -> int:
+    """Enough of it to count by: two that fall together cost a lookup in vain."""
+    return int.from_bytes(said[:7], "little")
+
+
+_HEAD = struct.Struct("<QI")
+
+
+def _packed(said: bytes, ids: Sequence[int], reasoning: str) -> bytes:
+    """What an answer is counted by, its ids, and the reasoning."""
+    return _HEAD.pack(_short(said), len(ids)) + array("I", ids).tobytes() + reasoning.encode("utf-8", "surrogatepass")
+
+
+def _unpacked(entry: bytes) -> tuple[int, array[int], str]:
+    said, count = _HEAD.unpack_from(entry)
+    end = _HEAD.size + 4 * count
+    ids = array("I", entry[_HEAD.size : end])
+    return said, ids, entry[end:].decode("utf-8", "surrogatepass")
 
 
 def assemble(

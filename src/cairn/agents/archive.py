@@ -1,0 +1,60 @@
+"""What turns hold, read back from the token log when it is asked for: nothing of a turn that has ended stays in memory
+but its place in the tree."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from cairn.agents.content import Branch, Content
+from cairn.agents.index import Kind
+from cairn.agents.log import Log
+from cairn.agents.records import EndRecord, TurnRecord, decode
+from cairn.agents.tree import Turn
+from cairn.errors import Unavailable
+
+
+class Archive:
+    """Reads on threads of its own, beside the one that writes. No cache: the system has the pages of the files."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    async def branch(self, turn: Turn) -> Branch:
+        """A turn and all before it. Unavailable where one of them cannot be read."""
+        return Branch(await self.contents(list(turn.path())[::-1]))
+
+    async def contents(self, turns: Sequence[Turn]) -> list[Content]:
+        """What these turns hold. Unavailable where one of them cannot be read, or was erased meanwhile."""
+        found = {turn.key: turn.content for turn in turns}
+        away = [turn for turn in turns if turn.content is None]
+        if away:
+            try:
+                found |= await asyncio.to_thread(self._read, away)
+            except OSError as error:
+                raise Unavailable(
+                    f"the token log cannot be read: {error.strerror or error}", retry_after=10.0
+                ) from error
+        contents = []
+        for turn in turns:
+            content = found[turn.key]
+            if content is None:
+                raise Unavailable(f"turn {turn.number} cannot be read: the token log is damaged there, or it is erased")
+            contents.append(content)
+        return contents
+
+    def _read(self, turns: Sequence[Turn]) -> dict[int, Content | None]:
+        wanted = [(int(Kind.TURN), turn.key) for turn in turns]
+        wanted += [(int(Kind.END), turn.key) for turn in turns if turn.number]
+        found: dict[int, Content | None] = dict.fromkeys((turn.key for turn in turns), None)
+        for (kind, key), record in zip(wanted, self._log.read(wanted), strict=True):
+            content = found[key]
+            if record is not None and kind == Kind.TURN and (began := decode(record.payload, TurnRecord)) is not None:
+                found[key] = Content(began)
+            elif kind == Kind.END and content is not None:
+                end = decode(record.payload, EndRecord) if record is not None else None
+                if end is None:
+                    found[key] = None
+                else:
+                    content.end(end)
+        return found

@@ -1,0 +1,59 @@
+"""How an agent comes to be: with first messages, or from the file of another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cairn.agents import portable
+from cairn.agents.book import Book
+from cairn.agents.index import Kind
+from cairn.agents.records import AgentRecord, SavingsRecord, TurnRecord
+from cairn.agents.tree import Agent, Turn
+
+
+async def found(
+    book: Book,
+    tenant: str,
+    id: str | None,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]],
+    metadata: Mapping[str, str],
+    ttl: float | None,
+    pinned: bool,
+) -> Agent:
+    """A new agent whose context begins with `messages`. Raises as `Book.new_id` and `Book.add` do."""
+    id = book.new_id(tenant, id)
+    now = book.now()
+    root = book.writer.record(Kind.TURN, TurnRecord(agent=0, number=0, messages=tuple(messages), tools=tuple(tools)))
+    beginning = Turn(root.key, msgspec.msgpack.decode(root.payload, type=TurnRecord), None)
+    record = AgentRecord(
+        id=id,
+        tenant=tenant,
+        created=now,
+        used=now,
+        root=root.key,
+        base=root.key,
+        head=root.key,
+        pinned=pinned,
+        ttl=ttl,
+        metadata=dict(metadata),
+    )
+    return await book.add(Agent(book.writer.key(), record, beginning, beginning), root)
+
+
+async def take_in(book: Book, tenant: str, read: portable.Portable, id: str | None) -> Agent:
+    """An agent that a file holds, under its own id or another. Raises as `Book.new_id` and `Book.add` do."""
+    writer = book.writer
+    id = book.new_id(tenant, read.agent.id if id is None else id)
+    agent = portable.plant(read, writer.key, tenant, id, book.now())
+    records = [writer.record(Kind.TURN, agent.root.held.began, agent.root.key)]
+    for turn in agent.own:
+        content = turn.held
+        records.append(writer.record(Kind.TURN, content.began, turn.key))
+        if content.ended is not None:
+            records.append(writer.record(Kind.END, content.ended, turn.key))
+    line = writer.record(Kind.SAVINGS, SavingsRecord(savings=agent.savings), agent.key)
+    return await book.add(agent, *records, line)

@@ -1,0 +1,37 @@
+"""A tenant's agents, page by page."""
+
+from __future__ import annotations
+
+import contextlib
+
+from cairn.agents.info import AgentPage
+from cairn.agents.roster import Roster
+from cairn.agents.tree import Agent
+from cairn.errors import InvalidRequest
+
+
+def page(roster: Roster, tenant: str, limit: int, after: str) -> AgentPage:
+    """Those `after` an id or what `next` of another page says; InvalidRequest for anything else."""
+    agents = roster.of(tenant)
+    if after:
+        last = _named(roster, tenant, after)
+        agents = [agent for agent in agents if _place(agent) > last]
+    some, more = agents[:limit], len(agents) > limit
+    next = f"{some[-1].record.created!r}:{some[-1].id}" if more else None
+    return AgentPage(agents=tuple(agent.info() for agent in some), more=more, next=next)
+
+
+def _named(roster: Roster, tenant: str, after: str) -> tuple[float, str]:
+    """The place in the list that `after` names; one with a time is a place also where no agent is any more."""
+    created, mark, id = after.rpartition(":")
+    if mark:
+        with contextlib.suppress(ValueError):
+            return -float(created), id
+    elif (agent := roster.find(tenant, id)) is not None:
+        return _place(agent)
+    raise InvalidRequest("after must be the id of an agent, or what `next` of a list said", field="after")
+
+
+def _place(agent: Agent) -> tuple[float, str]:
+    """Where an agent is in the list, as `Roster.of` sorts it."""
+    return -agent.record.created, agent.id

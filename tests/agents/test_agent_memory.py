@@ -1,0 +1,152 @@
+"""What a turn leaves in memory: its place in the tree and in the log's index, and nothing that it said."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.agents.house import house
+from tests.files import CrashFiles
+
+from cairn.agents.archive import Archive
+from cairn.agents.index import Kind
+from cairn.agents.log import Log
+from cairn.agents.records import AgentRecord, EndRecord, TurnRecord, pack
+from cairn.agents.roster import Roster
+from cairn.agents.segment import Record
+from cairn.agents.tree import Agent, Turn
+from cairn.errors import Unavailable
+from cairn.seams import SystemFiles, SystemRng
+from cairn.types import SamplingParams
+
+MOST = 600
+"""Bytes of a turn."""
+IDENTITY = b"model" * 4
+
+
+def begin(log: Log, agent: int, number: int, parent: int) -> tuple[Record, TurnRecord]:
+    lsn = log.next_lsn()
+    began = TurnRecord(
+        agent=agent,
+        number=number,
+        parent=parent,
+        messages=({"role": "user", "content": f"And what of day {number}? " * 40},),
+        prefix=1000 + 30 * number if number > 1 else 0,
+        ids=pack(range(500)),
+        digest=bytes(32),
+        identity=IDENTITY,
+        sampling=SamplingParams(max_tokens=400),
+        began=1e9 + number,
+        request=lsn,
+    )
+    return Record(lsn, Kind.TURN, lsn, msgspec.msgpack.encode(began)), began
+
+
+def finish(log: Log, key: int, number: int) -> tuple[Record, EndRecord]:
+    message = {"role": "assistant", "content": f"Nothing of day {number}. " * 40}
+    end = EndRecord(state="finished", ids=pack(range(400)), message=message, keep=400, ended=1e9 + number)
+    return Record(log.next_lsn(), Kind.END, key, msgspec.msgpack.encode(end)), end
+
+
+def grow(log: Log, roster: Roster, agent: Agent, turns: int) -> None:
+    """Turns of 4 KB of text and 900 tokens each, as they are said."""
+    for _ in range(turns):
+        number = agent.head.number + 1
+        record, began = begin(log, agent.key, number, agent.head.key)
+        turn = Turn(record.key, began, agent.head)
+        roster.add_turn(agent, turn)
+        log.write([record], sync=False)
+        record, end = finish(log, turn.key, number)
+        turn.end(end)
+        log.write([record], sync=number % 8 == 0)
+        turn.release()
+
+
+def planted(log: Log, roster: Roster, key: int) -> Agent:
+    record = AgentRecord(id=f"agent-{key}", tenant="default", created=1.0, used=1.0, root=key, base=key, head=key)
+    began = TurnRecord(agent=0, number=0, messages=({"role": "system", "content": "The house book."},))
+    root = Turn(key, began, None)
+    agent = Agent(log.next_lsn(), record, root, root)
+    log.write([Record(log.next_lsn(), Kind.TURN, key, msgspec.msgpack.encode(began))], sync=False)
+    log.write([Record(log.next_lsn(), Kind.AGENT, agent.key, msgspec.msgpack.encode(record))], sync=True)
+    roster.add(agent)
+    root.release()
+    return agent
+
+
+def opened(path: Path) -> Log:
+    log = Log.open(SystemFiles(), path, SystemRng())
+    assert log is not None
+    return log
+
+
+async def test_a_turn_costs_little_memory_whatever_it_says(tmp_path: Path, figure: Callable[[str, str], None]) -> None:
+    """While turns are said, and after a restart. All that they said is read back from the log."""
+    log, roster = opened(tmp_path / "log"), Roster()
+    agents = [planted(log, roster, log.next_lsn()) for _ in range(10)]
+    for agent in agents:
+        grow(log, roster, agent, 100)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for agent in agents:
+            grow(log, roster, agent, 100)
+        gc.collect()
+        said = (tracemalloc.get_traced_memory()[0] - before) / 1000
+        log.close()
+        del log, roster
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        log, roster = opened(tmp_path / "log"), Roster()
+        roster.load(log.recovered)
+        log.recovered = []
+        gc.collect()
+        loaded = (tracemalloc.get_traced_memory()[0] - before) / 2000
+    finally:
+        tracemalloc.stop()
+    figure("agents: memory of a turn, said and after a restart", f"{said:.0f} and {loaded:.0f} bytes")
+    assert said < MOST and loaded < MOST
+    (agent,) = [one for one in roster if one.key == agents[3].key]
+    branch = await Archive(log).branch(agent.head)
+    assert [one.began.number for one in branch.contents] == list(range(201)) and agent.head.size == branch.last.size
+    messages = branch.messages()
+    assert len(messages) == 401 and messages[-1]["content"].startswith("Nothing of day 200. ")
+    assert list(branch.last.tokens) == list(range(400))
+    log.close()
+
+
+async def test_a_turn_that_said_its_last_word_is_only_in_the_log(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", messages=[{"role": "system", "content": "Be brief."}])
+        for text in ("one", "two"):
+            await at.say("ada", text)
+        agent = at.agents._find("default", "ada")
+        assert [turn.content for turn in agent.head.path()] == [None] * 3
+        said = [turn.messages[0]["content"] for turn in await at.agents.turns("default", "ada")]
+        assert said == ["one", "two"] and agent.head.size == len(await at.agents.context("default", "ada"))
+        heard = await at.say("ada", "three")
+        assert heard.done is not None and heard.done.usage.prompt_tokens > agent.head.parent.size  # type: ignore[union-attr]
+
+
+async def test_what_the_log_lost_is_said_to_be_lost(folder: Path) -> None:
+    """A turn whose record was damaged while the server ran: its text is asked for in vain, and other agents go on."""
+    async with house(folder) as at:
+        for id in ("ada", "bob"):
+            await at.agents.create("default", id=id)
+            await at.say(id, f"this is {id}'s")
+        files: CrashFiles = at.files
+        for path, data in files.files().items():
+            files.put(path, data.replace(b"this is ada's", b"this is Ada's"))
+        with pytest.raises(Unavailable, match="turn 1 cannot be read: the token log is damaged there"):
+            await at.agents.turns("default", "ada")
+        with pytest.raises(Unavailable, match="turn 1 cannot be read"):
+            await at.begin("ada", "more")
+        assert not at.agents._find("default", "ada").busy
+        assert (await at.say("bob", "more")).done is not None
+        await at.agents.delete("default", "ada")
+        assert not any(b"this is Ada's" in data for data in at.files.files().values())
