@@ -62,7 +62,7 @@ def grow(log: Log, roster: Roster, agent: Agent, turns: int) -> None:
         log.write([record], sync=False)
         record, end = finish(log, turn.key, number)
         turn.end(end)
-        log.write([record], sync=number % 8 == 0)
+        log.write([record], sync=number % 50 == 0)
         turn.release()
 
 
@@ -86,20 +86,21 @@ def opened(path: Path) -> Log:
 
 async def test_a_turn_costs_little_memory_whatever_it_says(tmp_path: Path, figure: Callable[[str, str], None]) -> None:
     """While turns are said, and after a restart. All that they said is read back from the log."""
-    log, roster = opened(tmp_path / "log"), Roster()
-    agents = [planted(log, roster, log.next_lsn()) for _ in range(10)]
-    for agent in agents:
-        grow(log, roster, agent, 100)
-    gc.collect()
     tracemalloc.start()
     try:
+        log, roster = opened(tmp_path / "log"), Roster()
+        agents = [planted(log, roster, log.next_lsn()) for _ in range(10)]
+        for agent in agents:
+            grow(log, roster, agent, 100)
+        gc.collect()
         before, _ = tracemalloc.get_traced_memory()
         for agent in agents:
             grow(log, roster, agent, 100)
         gc.collect()
         said = (tracemalloc.get_traced_memory()[0] - before) / 1000
         log.close()
-        del log, roster
+        key = agents[3].key
+        del log, roster, agents, agent
         gc.collect()
         before, _ = tracemalloc.get_traced_memory()
         log, roster = opened(tmp_path / "log"), Roster()
@@ -111,7 +112,7 @@ async def test_a_turn_costs_little_memory_whatever_it_says(tmp_path: Path, figur
         tracemalloc.stop()
     figure("agents: memory of a turn, said and after a restart", f"{said:.0f} and {loaded:.0f} bytes")
     assert said < MOST and loaded < MOST
-    (agent,) = [one for one in roster if one.key == agents[3].key]
+    (agent,) = [one for one in roster if one.key == key]
     branch = await Archive(log).branch(agent.head)
     assert [one.began.number for one in branch.contents] == list(range(201)) and agent.head.size == branch.last.size
     messages = branch.messages()

@@ -8,8 +8,10 @@ import random
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -17,6 +19,7 @@ from process import served
 from scripted import ScriptedService, ScriptedStream, done
 from sockets import Site, request_bytes, site
 
+from cairn.api.reply import Call
 from cairn.api.resumable import Tapes
 from cairn.api.tape import PAGE, Tape
 from cairn.config import Config, Secret
@@ -404,3 +407,22 @@ def test_after_the_grace_the_worker_is_free_end_to_end() -> None:
             assert time.monotonic() < end
             time.sleep(0.05)
         assert state == "cancelled"
+
+
+async def test_a_tape_that_is_over_holds_nothing_of_what_filled_it() -> None:
+    """It is kept for the time of grace, and a request holds its whole prompt."""
+
+    class Running:
+        def cancel(self) -> None:
+            raise AssertionError("it is over")
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n"
+
+    call = cast(Call, SimpleNamespace(number=1, salt=b""))
+    tapes, running = Tapes(60.0, 1 << 20), Running()
+    left = weakref.ref(running)
+    tapes.start(call, events(), running.cancel, 1.0)
+    del running
+    await asyncio.gather(*tapes._tasks)
+    assert left() is None and tapes._tapes[1].read(0)[1] == 1

@@ -104,6 +104,7 @@ class Tapes:
                 tape.failure = known
         finally:
             tape.over = True
+            tape.cancel = _nothing  # what it was bound to holds the whole prompt
             tape.wake()
             if tape.failure is not None:
                 self._forget(tape)
@@ -203,6 +204,10 @@ class Follower:
             news = True
             if after == tape.last and not tape.over:
                 news = await self._waker.sleep(self._heartbeat)
+
+
+def _nothing() -> None:
+    """There is nothing to cancel any more."""
 
 
 def is_resumable(call: Call, stream: bool) -> bool:
