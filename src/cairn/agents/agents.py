@@ -220,8 +220,7 @@ class Agents:
         pinned: bool = False,
     ) -> AgentInfo:
         """A new agent whose context begins with `messages`. Conflict if the id is taken. Durable when it returns."""
-        agent = await found(self._book, tenant, id, messages, tools, metadata or {}, ttl, pinned)
-        return agent.info()
+        return (await found(self._book, tenant, id, messages, tools, metadata or {}, ttl, pinned)).info()
 
     async def delete(self, tenant: str, id: str, salt: bytes = b"") -> None:
         """Interrupt what runs, and erase every byte of the agent that no other shares; gone from disk on return.
@@ -259,11 +258,7 @@ class Agents:
 
         InvalidRequest for a file that is damaged or none of ours, Conflict if the id is taken.
         """
-        spec = self.service.spec
-        read = await asyncio.to_thread(portable.read, data, spec.vocab, spec.identity)
-        if check is not None:
-            await asyncio.to_thread(check, read)
-        return (await take_in(self._book, tenant, read, id)).info()
+        return (await take_in(self._book, self.service.spec, tenant, data, id, check)).info()
 
     async def rollback(self, tenant: str, id: str, *, turn: int) -> AgentInfo:
         """Make another turn the head, 0 for the beginning. What followed it stays listed until it is collected."""

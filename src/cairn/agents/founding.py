@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from cairn.agents.book import Book
 from cairn.agents.index import Kind
 from cairn.agents.records import AgentRecord, SavingsRecord, TurnRecord
 from cairn.agents.tree import Agent, Turn
+from cairn.types import ModelSpec
 
 
 async def found(
@@ -44,9 +46,22 @@ async def found(
     return await book.add(Agent(book.writer.key(), record, beginning, beginning), root)
 
 
-async def take_in(book: Book, tenant: str, read: portable.Portable, id: str | None) -> Agent:
-    """An agent that a file holds, under its own id or another. Raises as `Book.new_id` and `Book.add` do."""
+async def take_in(
+    book: Book,
+    spec: ModelSpec,
+    tenant: str,
+    data: bytes,
+    id: str | None,
+    check: Callable[[portable.Portable], None] | None,
+) -> Agent:
+    """An agent that a file holds, under its own id or another. `check` raises for what may not come in.
+
+    Raises as `portable.read`, `Book.new_id` and `Book.add` do.
+    """
     writer = book.writer
+    read = await asyncio.to_thread(portable.read, data, spec.vocab, spec.identity)
+    if check is not None:
+        await asyncio.to_thread(check, read)
     id = book.new_id(tenant, read.agent.id if id is None else id)
     agent = portable.plant(read, writer.key, tenant, id, book.now())
     records = [writer.record(Kind.TURN, agent.root.held.began, agent.root.key)]
