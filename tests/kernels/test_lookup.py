@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.kernels.test_quantized import quantized
+from tests.kernels.test_quantized import in_blocks, quantized
 from tests.tiny_models import KERNELS
 
 from cairn.kernels.base import Quantized
@@ -22,11 +22,14 @@ from cairn.kernels.quantized import dequantized
         [quantized(37, 96, 4, np.float16, None)],
         [quantized(40, 64, 4, np.float32, np.float32), quantized(20, 64, 8, np.float16, None, 1)],
         [quantized(18, 32, 8, np.float16, np.float16)],
+        [in_blocks(37, 768, 4)],
+        [in_blocks(20, 256, 5), in_blocks(20, 256, 6, 1)],
+        [in_blocks(37, 512, 6)],
         [np.linspace(-1, 1, 37 * 45, dtype=np.float32).reshape(37, 45)],
         [np.linspace(-1, 1, 37 * 45).reshape(37, 45).astype(np.float16)],
         [np.linspace(-1, 1, 37 * 45).reshape(37, 45).astype(ml_dtypes.bfloat16)],
     ],
-    ids=["int4", "int4 with minima, int8", "int8 with minima", "f32", "f16", "bf16"],
+    ids=["int4", "int4 with minima, int8", "int8 with minima", "q4_k", "q5_k, q6_k", "q6_k", "f32", "f16", "bf16"],
 )
 def test_a_matrix_is_a_table_of_its_rows(kernels: str, parts: Any) -> None:
     """An embedding that is also the head is held once; what is looked up are the weights themselves, bit for bit."""

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from cairn.kernels.base import GROUP, Quantized
+from cairn.kernels.base import BLOCK, GROUP, Quantized
 from cairn.kernels.quantized import activation_codes, dequantized, rounded
 from cairn.kernels.reference import ReferenceKernels
 
@@ -27,14 +27,30 @@ def meaning(x: Any, weights: list[Any]) -> Any:
     parts = []
     for one in weights:
         if isinstance(one, Quantized):
-            codes = one.codes.astype(np.float64).reshape(len(one), -1, GROUP)
-            codes -= 8 if one.bits == 4 and one.minimum is None else 0
-            values = codes * one.scale.astype(np.float64)[..., None]
-            values += 0 if one.minimum is None else one.minimum.astype(np.float64)[..., None]
+            scale, minimum = one.scale.astype(np.float64), 0 if one.minimum is None else one.minimum.astype(np.float64)
+            if one.block_scale is not None:
+                scale *= np.repeat(one.block_scale, scale.shape[1] // one.block_scale.shape[1], axis=1)
+            if one.block_minimum is not None:
+                minimum *= np.repeat(one.block_minimum, BLOCK // GROUP, axis=1)
+            codes = one.codes.astype(np.float64).reshape(*scale.shape, -1)
+            codes -= 32 if one.bits == 6 else 8 if one.bits == 4 and one.minimum is None else 0
+            values = codes * scale[..., None] + np.asarray(minimum)[..., None]
             parts.append(rounded(x).astype(np.float64) @ values.reshape(one.shape).T)
         else:
             parts.append(x.astype(np.float64) @ np.asarray(one).astype(np.float64).T)
     return np.concatenate(parts, axis=1)
+
+
+def in_blocks(out: int, inner: int, bits: Literal[4, 5, 6], seed: int = 0) -> Quantized:
+    """Random codes and whole numbers over their whole range, in super-blocks."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 1 << bits, (out, inner), dtype=np.uint8)
+    supers: Any = (0.01 * rng.standard_normal((2, out, inner // BLOCK))).astype(np.float16)
+    if bits == 6:
+        whole = rng.integers(-128, 128, (out, inner // 16), dtype=np.int8)
+        return Quantized(6, codes, whole, None, supers[0])
+    both = rng.integers(0, 64, (2, out, inner // GROUP), dtype=np.uint8)
+    return Quantized(bits, codes, both[0], both[1], supers[0], supers[1])
 
 
 FORMS = [
@@ -90,6 +106,35 @@ def test_four_bits_without_a_minimum_are_centred_on_eight() -> None:
     np.testing.assert_array_equal(dequantized(plain)[0], 0.5 * (codes[0].astype(float) - 8))
     lowest = Quantized(4, codes, np.full((1, 1), 0.5, np.float16), np.full((1, 1), -3, np.float32))
     np.testing.assert_array_equal(dequantized(lowest)[0], 0.5 * codes[0] - 3)
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_the_reference_multiplies_super_blocks(bits: Any) -> None:
+    kernels = ReferenceKernels()
+    x: Any = np.random.default_rng(1).standard_normal((9, 512), dtype=np.float32)
+    parts = [in_blocks(20, 512, bits), quantized(5, 512, 8, np.float16, None, 3)]
+    got = np.zeros((9, 25), np.float32)
+    kernels.project_add(x, kernels.matrix(parts, [None, None]), got)
+    want = meaning(x, parts)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
+    kernels.close()
+
+
+def test_misshapen_super_blocks_are_refused() -> None:
+    four, six = in_blocks(2, 512, 4), in_blocks(2, 512, 6)
+    assert four.minimum is not None
+    for fields, message in (
+        ((4, four.codes[:, :288], four.scale, four.minimum, four.block_scale, four.block_minimum), "multiple of 256"),
+        ((8, four.codes.view(np.int8), four.scale, four.minimum, four.block_scale, four.block_minimum), "4 to 6 bits"),
+        ((4, four.codes, four.scale, None, four.block_scale), "have minima"),
+        ((6, six.codes, six.scale, six.scale, six.block_scale, six.block_scale), "none with 6"),
+        ((6, six.codes, six.scale[:, :16], None, six.block_scale), "in / 16"),
+        ((4, four.codes, four.scale + np.uint8(64), four.minimum, four.block_scale, four.block_minimum), "below 64"),
+        ((5, four.codes, four.scale, four.minimum), "want a block_scale"),
+        ((4, four.codes, four.scale, four.minimum, six.scale, four.block_minimum), "block_scale of super-blocks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Quantized(*fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

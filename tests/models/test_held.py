@@ -138,13 +138,17 @@ def test_packed_tensors_are_rounded_again_only_to_fewer_bits(tmp_path: Path) -> 
         found = held(four, form)
         one = found[DOWN]
         assert isinstance(one, Quantized) and one.bits == 4 and one.minimum is not None and not found.errors
+    six = packed_model(tmp_path / "6", Type.Q6_K)
+    for form, bits in (("stored", 6), ("int8", 6), ("int4", 4)):
+        one = held(six, form)[DOWN]
+        assert isinstance(one, Quantized) and one.bits == bits and (one.block_scale is None) == (bits == 4)
     wide = held(four, "bf16")[DOWN]
     assert isinstance(wide, np.ndarray) and wide.dtype == ml_dtypes.bfloat16
 
 
 def test_kinds_that_have_to_be_rounded_are_told_before_anything_is_read(tmp_path: Path) -> None:
-    mixed = packed_model(tmp_path / "6", lambda name, array: Type.Q6_K if "down" in name else Type.Q4_K)
-    assert held(mixed, "stored").note() == "stored, Q6_K rounded to 8 bits with an error below 1 %"
+    mixed = packed_model(tmp_path / "6", lambda name, array: Type.Q2_K if "down" in name else Type.Q4_K)
+    assert held(mixed, "stored").note() == "stored, Q2_K rounded to 8 bits with an error below 1 %"
     assert held(mixed, "bf16").note() == "bf16"
     assert held(packed_model(tmp_path / "4", Type.Q4_K), "stored").note() == "stored"
 

@@ -60,7 +60,10 @@ def test_the_second_start_packs_nothing_and_answers_the_same(
     form: str, tied: bool, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if form == "stored":
-        model = packed_model(tmp_path, lambda name, array: Type.Q6_K if "down" in name else Type.Q4_1)
+        kinds = {"down": Type.Q6_K, "gate": Type.Q2_K, "q_proj": Type.Q4_K, "up": Type.Q5_K}
+        model = packed_model(
+            tmp_path, lambda name, array: next((kinds[one] for one in kinds if one in name), Type.Q4_1)
+        )
     else:
         model = write_model(tmp_path / "m", tie_word_embeddings=tied, attention_bias=True, **SIZES)
     logits, note, packed = answer(model, monkeypatch, weights=form)

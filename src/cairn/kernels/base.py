@@ -10,7 +10,7 @@ for bit - never on M, B or R, on where in the step the token stands, or on its n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -28,6 +28,8 @@ Rope = Any
 
 GROUP = 32
 """Weights along the input, and activations, that share one scale."""
+BLOCK = 256
+"""Weights along the input in a super-block, whose groups have whole numbers for scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +39,68 @@ class Quantized:
     A weight is scale * (code - 8) with 4 bits and no minimum, scale * code + minimum with 4 bits and a minimum, and
     scale * code (+ minimum) with 8 bits. Scales and minima may be float16 or float32: kernels stream what they get.
     Where these weights are multiplied, activations are rounded to 8 bits in groups of 32: see `kernels.quantized`.
+
+    With a `block_scale`, `in` is a multiple of 256 and the scales and minima are whole numbers, as GGUF's K types have
+    them: a weight is (block_scale * scale) * code + block_minimum * minimum with 4 or 5 bits, and
+    (block_scale * scale) * (code - 32) with 6 bits, where a group is 16.
     """
 
-    bits: Literal[4, 8]
+    bits: Literal[4, 5, 6, 8]
     codes: NDArray[np.uint8] | NDArray[np.int8]
-    """[out, in]: 0 to 15 as uint8 with 4 bits, int8 with 8 bits."""
-    scale: NDArray[np.float16] | NDArray[np.float32]
-    """[out, in / 32]"""
-    minimum: NDArray[np.float16] | NDArray[np.float32] | None = None
-    """[out, in / 32]"""
+    """[out, in]: from 0 on as uint8 with 4 to 6 bits, int8 with 8 bits."""
+    scale: NDArray[Any]
+    """float16 or float32 [out, in / 32]; with a block_scale uint8 below 64, with 6 bits int8 [out, in / 16]"""
+    minimum: NDArray[Any] | None = None
+    """float16 or float32 [out, in / 32]; with a block_minimum uint8 below 64"""
+    block_scale: NDArray[np.float16] | None = None
+    """[out, in / 256]"""
+    block_minimum: NDArray[np.float16] | None = None
+    """[out, in / 256]"""
 
     def __post_init__(self) -> None:
-        if self.codes.dtype != (np.uint8 if self.bits == 4 else np.int8):
-            raise ValueError(f"codes of {self.bits} bits are {'uint8' if self.bits == 4 else 'int8'}")
+        wanted = np.int8 if self.bits == 8 else np.uint8
+        if self.codes.dtype != wanted:
+            raise ValueError(f"codes of {self.bits} bits are {np.dtype(wanted)}")
         if self.codes.ndim != 2 or self.codes.shape[1] % GROUP:
             raise ValueError(f"codes are [out, in] with `in` a multiple of {GROUP}, not {list(self.codes.shape)}")
+        if self.block_scale is not None:
+            self._check_blocks(self.block_scale)
+            return
+        if self.bits not in (4, 8) or self.block_minimum is not None:
+            raise ValueError(f"codes of {self.bits} bits, and a block_minimum, want a block_scale")
         groups = (self.codes.shape[0], self.codes.shape[1] // GROUP)
         for name, numbers in (("scale", self.scale), ("minimum", self.minimum)):
             if numbers is not None and (numbers.shape != groups or numbers.dtype not in (np.float16, np.float32)):
                 raise ValueError(f"{name} is [out, in / {GROUP}] in float16 or float32")
+
+    def _check_blocks(self, block_scale: NDArray[np.float16]) -> None:
+        out, inner = self.codes.shape
+        if self.bits == 8 or inner % BLOCK:
+            raise ValueError(f"super-blocks have codes of 4 to 6 bits and `in` a multiple of {BLOCK}, not {inner}")
+        if (self.minimum is None) != (self.bits == 6) or (self.block_minimum is None) != (self.bits == 6):
+            raise ValueError("super-blocks have minima with 4 and 5 bits, and none with 6")
+        group, whole = (GROUP // 2, np.int8) if self.bits == 6 else (GROUP, np.uint8)
+        for name, one, share, dtype in (
+            ("scale", self.scale, group, whole),
+            ("minimum", self.minimum, group, whole),
+            ("block_scale", block_scale, BLOCK, np.float16),
+            ("block_minimum", self.block_minimum, BLOCK, np.float16),
+        ):
+            if one is not None and (one.shape != (out, inner // share) or one.dtype != dtype):
+                raise ValueError(f"{name} of super-blocks is [out, in / {share}] in {np.dtype(dtype)}")
+            if one is not None and dtype == np.uint8 and one.max(initial=0) > 63:
+                raise ValueError(f"{name} of super-blocks is below 64, not {one.max()}")
+
+    @property
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Those that it has, in the order of its fields."""
+        every = (self.codes, self.scale, self.minimum, self.block_scale, self.block_minimum)
+        return tuple(one for one in every if one is not None)
+
+    def rows(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Quantized:
+        """The same with its outputs in another order: `change` puts the rows of each array in it."""
+        every = (self.codes, self.scale, self.minimum, self.block_scale, self.block_minimum)
+        return Quantized(self.bits, *(None if one is None else change(one) for one in every))  # type: ignore[arg-type]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -68,7 +113,7 @@ class Quantized:
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays."""
-        return self.codes.nbytes + self.scale.nbytes + (0 if self.minimum is None else self.minimum.nbytes)
+        return sum(one.nbytes for one in self.arrays)
 
 
 class Kernels(Protocol):

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.base import GROUP, Quantized
+from cairn.kernels.base import BLOCK, GROUP, Quantized
 from cairn.kernels.program import Call, Size, Slot, slots
 from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.sampler import NativeSampler
@@ -31,6 +31,8 @@ VERSION = "native-4"
 
 _ALIGN = 64
 _LANES = 16
+_BLOCK_BYTES = {"q4_k": 192 + 8 * 256, "q5_k": 192 + 8 * 320, "q6_k": 256 + 8 * 384}
+"""Of 16 outputs' super-blocks in a panel, but for their floats, which stand in front of all."""
 
 
 def _module() -> Any:
@@ -48,9 +50,12 @@ def variants() -> dict[str, bool]:
 
 def form_of(weight: NDArray[Any] | Quantized) -> str:
     """How a part of a matrix is stored: numpy's name of its type, or for a quantised one the words `int4` or `int8`,
-    `half` or `float` (its scales and minima, which share a type), and `minimum` where it has minima."""
+    `half` or `float` (its scales and minima, which share a type), and `minimum` where it has minima; `q4_k`, `q5_k` or
+    `q6_k` for super-blocks."""
     if not isinstance(weight, Quantized):
         return str(weight.dtype)
+    if weight.block_scale is not None:
+        return f"q{weight.bits}_k"
     numbers = [one for one in (weight.scale, weight.minimum) if one is not None]
     half = all(one.dtype == np.float16 for one in numbers)
     return f"int{weight.bits} {'half' if half else 'float'}{' minimum' * (len(numbers) > 1)}"
@@ -68,6 +73,9 @@ def packed_bytes(parts: Sequence[tuple[int, int, str]]) -> int:
 
 
 def _panel_bytes(inner: int, form: str) -> int:
+    if form in _BLOCK_BYTES:
+        front = inner // BLOCK * _LANES * (2 if form == "q6_k" else 4)
+        return -(-front // _ALIGN) * _ALIGN + inner // BLOCK * _BLOCK_BYTES[form]
     if form.startswith("int"):
         kind, number, *minimum = form.split()
         group = (16 if kind == "int4" else 32) + (2 if number == "half" else 4) * (1 + len(minimum))
@@ -138,7 +146,7 @@ class NativeKernels:
     def blank(self, parts: Sequence[tuple[int, int, str]], biases: Sequence[NDArray[Any] | None]) -> Any:
         """A matrix with parts (out, in, `form_of`) whose `memory()` another one of the same parts has filled before:
         that is what packing it again would give."""
-        shapes = [(form.split()[0], "half" in form, "minimum" in form, out, inner) for out, inner, form in parts]
+        shapes = [(form.split()[0], *_numbers(form), out, inner) for out, inner, form in parts]
         return self._native.blank(shapes, _bias([out for out, _, _ in parts], biases))
 
     def rope(self, head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
@@ -241,15 +249,25 @@ def _bias(sizes: Sequence[int], biases: Sequence[NDArray[Any] | None]) -> NDArra
     return np.concatenate([np.asarray(part, np.float32) for part in parts])
 
 
+def _numbers(form: str) -> tuple[bool, bool]:
+    """Whether a quantised part's scales are halves, and whether it has minima."""
+    if form in _BLOCK_BYTES:
+        return True, form != "q6_k"
+    return "half" in form, "minimum" in form
+
+
 def _matrix_part(weight: NDArray[Any] | Quantized) -> tuple[Any, ...]:
-    """A part of a matrix as the module takes it: type, numbers or codes, scales, minima."""
+    """A part of a matrix as the module takes it: type, numbers or codes, scales, minima, those of super-blocks."""
     if not isinstance(weight, Quantized):
-        return str(weight.dtype), _carried(weight), None, None
+        return str(weight.dtype), _carried(weight), None, None, None, None
     scale, minimum = weight.scale, weight.minimum
+    if weight.block_scale is not None:
+        beside = (scale, minimum, weight.block_scale, weight.block_minimum)
+        return form_of(weight), _carried(weight.codes), *(None if one is None else _carried(one) for one in beside)
     if minimum is not None and minimum.dtype != scale.dtype:
         scale, minimum = scale.astype(np.float32), minimum.astype(np.float32)
     codes = _carried(weight.codes).view(np.uint8)
-    return f"int{weight.bits}", codes, _carried(scale), None if minimum is None else _carried(minimum)
+    return f"int{weight.bits}", codes, _carried(scale), None if minimum is None else _carried(minimum), None, None
 
 
 def _carried(source: NDArray[Any]) -> NDArray[Any]:

@@ -47,6 +47,8 @@ def rounded(x: Floats) -> Floats:
 
 def dequantized(weight: Quantized) -> Floats:
     """The weights [out, in] in float32."""
+    if weight.block_scale is not None:
+        return _of_blocks(weight, weight.block_scale)
     codes = weight.codes.astype(np.float32).reshape(len(weight), -1, GROUP)
     if weight.bits == 4 and weight.minimum is None:
         codes -= 8
@@ -54,6 +56,24 @@ def dequantized(weight: Quantized) -> Floats:
     if weight.minimum is not None:
         codes += weight.minimum.astype(np.float32)[..., None]
     return codes.reshape(weight.shape)
+
+
+def _of_blocks(weight: Quantized, block_scale: NDArray[np.float16]) -> Floats:
+    out, inner = weight.shape
+    scale = _whole(weight.scale, block_scale)
+    codes = weight.codes.astype(np.float32).reshape(out, scale.shape[1], -1)
+    if weight.bits == 6:
+        codes -= 32
+    codes *= scale[..., None]
+    if weight.minimum is not None and weight.block_minimum is not None:
+        codes += _whole(weight.minimum, weight.block_minimum)[..., None]
+    return codes.reshape(out, inner)
+
+
+def _whole(numbers: NDArray[Any], block: NDArray[np.float16]) -> Floats:
+    """Whole numbers [out, groups] times the float of their super-block."""
+    share = numbers.shape[1] // max(1, block.shape[1])
+    return numbers.astype(np.float32) * np.repeat(block.astype(np.float32), share, axis=1)
 
 
 @dataclass(frozen=True, slots=True)

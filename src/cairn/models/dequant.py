@@ -2,8 +2,8 @@
 
 A row is cut into blocks of 32 or 256 values that share scales. Every function takes blocks as uint8 [n, bytes]. Most
 formats are groups of 32 codes that share a scale, and at times a minimum: `split` gives them as they are, and
-`dequantize` multiplies them out. Q2_K and Q6_K have groups of 16, which fit no codes of 8 bits; `turn` gives their
-values. Products are rounded in float32 in the order written here, which is that of the format's own reference.
+`dequantize` multiplies them out. Q4_K, Q5_K and Q6_K are split as super-blocks, with whole numbers for scales. Q2_K has
+groups of 16 with minima, which fit no codes of 8 bits; `turn` gives its values. Products are rounded in float32 in the order written here, which is that of the format's own reference.
 `dequantize` works in slices, so beside its result it needs a few MB.
 
 Layouts, in bytes (d, m: float16 scale and minimum; low half bytes hold the first half of the values):
@@ -38,16 +38,19 @@ _FP4 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.in
 
 
 class Split(NamedTuple):
-    """Groups of 32 codes: the values are scale * (code - 8) with 4 bits and no minimum, else scale * code (+ minimum).
-
-    So `kernels.base.Quantized` has them.
+    """Groups of codes as `kernels.base.Quantized` has them: the values are scale * (code - 8) with 4 bits and no minimum,
+    else scale * code (+ minimum); in super-blocks as it says there.
     """
 
     codes: Codes
-    """[n, values]: 0 to 15 as uint8 with 4 bits, int8 with 8 bits."""
+    """[n, values]: from 0 on as uint8 with 4 to 6 bits, int8 with 8 bits."""
     scale: NDArray[Any]
-    """float16 or float32 [n, values / 32]"""
+    """[n, groups]: float16 or float32; in super-blocks uint8, or int8 with 6 bits"""
     minimum: NDArray[Any] | None = None
+    """[n, groups]"""
+    block_scale: NDArray[np.float16] | None = None
+    """[n, 1]: there in super-blocks"""
+    block_minimum: NDArray[np.float16] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +62,14 @@ class Kind:
     bytes: int
     dtype: np.dtype[Any] | None = None
     """How a format of single numbers is stored; None for the quantised ones."""
-    bits: Literal[4, 8] = 8
+    bits: Literal[4, 5, 6, 8] = 8
     """Of the codes that `split` gives."""
     split: Callable[[Blocks], Split] | None = None
     """Blocks as groups of codes; None for a format that is no such groups."""
     scaled: tuple[str, str] = ("float16", "")
     """Types of the scales and the minima that `split` gives; "" for no minima."""
+    blocks: bool = False
+    """Whether `split` gives super-blocks."""
     turn: Callable[[Blocks], Floats] | None = None
     """Blocks as values, where that is not what `split` says."""
 
@@ -84,14 +89,19 @@ def dequantize(kind: Kind, blocks: Blocks) -> Floats:
 
 def _multiplied(kind: Kind, blocks: Blocks) -> Floats:
     assert kind.split is not None
-    codes, scale, minimum = kind.split(blocks)
-    values = codes.astype(np.float32).reshape(len(blocks), -1, 32)
-    if kind.bits == 4 and minimum is None:
-        values -= 8
-    values *= scale.astype(np.float32)[:, :, None]
+    codes, scale, minimum, block_scale, block_minimum = kind.split(blocks)
+    values = codes.astype(np.float32).reshape(len(blocks), scale.shape[1], -1)
+    if kind.bits == 6 or (kind.bits == 4 and minimum is None):
+        values -= 32 if kind.bits == 6 else 8
+    values *= _floats(scale, block_scale)[:, :, None]
     if minimum is not None:
-        values += minimum.astype(np.float32)[:, :, None]
+        values += _floats(minimum, block_minimum)[:, :, None]
     return values.reshape(len(blocks), -1)
+
+
+def _floats(numbers: NDArray[Any], block: NDArray[np.float16] | None) -> Floats:
+    wide = numbers.astype(np.float32)
+    return wide if block is None else wide * block.astype(np.float32)
 
 
 def _half(blocks: Blocks, at: int) -> NDArray[np.float16]:
@@ -202,8 +212,7 @@ def _six_bits(packed: Blocks) -> tuple[Blocks, Blocks]:
 def _k_split(b: Blocks, quants: Codes) -> Split:
     """quants [n, 8, 32] with the scales and minima of Q4_K and Q5_K."""
     scales, least = _six_bits(b[:, 4:16])
-    scale, minimum = _wide(b, 0) * scales.astype(np.float32), _wide(b, 2) * least.astype(np.float32)
-    return Split(quants.reshape(-1, 256), scale, -minimum)
+    return Split(quants.reshape(-1, 256), scales, least, _half(b, 0), -_half(b, 2))
 
 
 def _pairs(packed: Blocks) -> Blocks:
@@ -218,16 +227,15 @@ def _q4_k(b: Blocks) -> Split:
 def _q5_k(b: Blocks) -> Split:
     places = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
     high: Blocks = (b[:, None, 16:48] >> places) & np.uint8(1)
-    return _k_split(b, (_pairs(b[:, 48:]) | high << np.uint8(4)).view(np.int8))
+    return _k_split(b, _pairs(b[:, 48:]) | high << np.uint8(4))
 
 
-def _q6_k(b: Blocks) -> Floats:
+def _q6_k(b: Blocks) -> Split:
     low = _nibbles(b[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
     shifts = np.array((0, 2, 4, 6), np.uint8).reshape(1, 1, 4, 1)
-    high = ((b[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & 3).reshape(-1, 8, 32)
-    quants = (low | high << 4).astype(np.float32) - 32
-    scale = _wide(b, 208) * b[:, 192:208].view(np.int8).astype(np.float32)
-    return (scale[:, :, None] * quants.reshape(-1, 16, 16)).reshape(-1, 256)
+    high = ((b[:, 128:192].reshape(-1, 2, 1, 32) >> shifts) & np.uint8(3)).reshape(-1, 8, 32)
+    quants = (low | high << np.uint8(4)).reshape(-1, 256)
+    return Split(quants, np.ascontiguousarray(b[:, 192:208]).view(np.int8), None, _half(b, 208))
 
 
 def _iq4_xs(b: Blocks) -> Split:
@@ -238,7 +246,7 @@ def _iq4_xs(b: Blocks) -> Split:
     return Split(_IQ4[_nibbles(b[:, 8:].reshape(-1, 8, 16))].reshape(-1, 256), scale)
 
 
-_BOTH = ("float32", "float32")
+_BOTH = ("uint8", "uint8")
 
 KINDS: dict[int, Kind] = {
     0: Kind("F32", 1, 4, np.dtype("<f4")),
@@ -250,9 +258,9 @@ KINDS: dict[int, Kind] = {
     8: Kind("Q8_0", 32, 34, split=_q8_0),
     10: Kind("Q2_K", 256, 84, turn=_q2_k),
     11: Kind("Q3_K", 256, 110, split=_q3_k_split, turn=_q3_k),
-    12: Kind("Q4_K", 256, 144, bits=4, split=_q4_k, scaled=_BOTH),
-    13: Kind("Q5_K", 256, 176, split=_q5_k, scaled=_BOTH),
-    14: Kind("Q6_K", 256, 210, turn=_q6_k),
+    12: Kind("Q4_K", 256, 144, bits=4, split=_q4_k, scaled=_BOTH, blocks=True),
+    13: Kind("Q5_K", 256, 176, bits=5, split=_q5_k, scaled=_BOTH, blocks=True),
+    14: Kind("Q6_K", 256, 210, bits=6, split=_q6_k, scaled=("int8", ""), blocks=True),
     20: Kind("IQ4_NL", 32, 18, split=_iq4_nl),
     23: Kind("IQ4_XS", 256, 136, split=_iq4_xs, scaled=("float32", "")),
     30: Kind("BF16", 1, 2, np.dtype(ml_dtypes.bfloat16)),

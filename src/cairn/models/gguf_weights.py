@@ -21,6 +21,7 @@ from cairn.models.dequant import dequantize
 from cairn.models.gguf import Gguf, Tensor
 from cairn.models.gguf_spec import FACTORS, architecture
 from cairn.models.outline import Outline, codes
+from cairn.models.outline import blocks as super_blocks
 from cairn.models.quantize import unpack
 
 _WHOLE = {
@@ -113,7 +114,10 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         kind = tensor.kind
         if kind.dtype is not None or len(tensor.shape) != 2:
             return None
-        found = codes(tensor.shape, kind.bits, *kind.scaled)
+        if kind.blocks and kind.bits != 8:
+            found = super_blocks(tensor.shape, kind.bits)
+        else:
+            found = codes(tensor.shape, kind.bits, *kind.scaled)
         return replace(found, made=2 * found.made) if self._turned(name) else found
 
     def packed(self, name: str) -> tuple[Quantized, float]:
@@ -121,9 +125,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         tensor = self._found[name]
         held, error = unpack(tensor.kind, self._gguf.blocks(tensor.name), tensor.shape)
         if self._turned(name):
-            minimum = None if held.minimum is None else turn_back(held.minimum, self._head_dim)
-            scale, rows = turn_back(held.scale, self._head_dim), turn_back(held.codes, self._head_dim)
-            held = Quantized(held.bits, rows, scale, minimum)
+            held = held.rows(lambda rows: turn_back(rows, self._head_dim))
         return held, error
 
     def inexact(self) -> list[str]:

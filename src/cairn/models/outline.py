@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from cairn.kernels.base import GROUP
+from cairn.kernels.base import BLOCK, GROUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,24 +16,28 @@ class Outline:
 
     shape: tuple[int, ...]
     dtype: str
-    """float32, float16 or bfloat16; of codes int8, or uint8 for those of 4 bits."""
+    """float32, float16 or bfloat16; of codes int8, or uint8 for those of 4 to 6 bits."""
     made: int
     """Bytes of memory that reading it takes; 0 for a view of the mapped file."""
     scale: str = ""
     """Type of the codes' scales; "" for plain numbers."""
     minimum: str = ""
     """Type of the codes' minima; "" for none."""
+    block: Literal[0, 4, 5, 6] = 0
+    """Bits of codes in super-blocks; 0 for everything else."""
 
     @property
     def bits(self) -> int:
-        """Of a number: 4 or 8 for codes, 16 or 32."""
-        return {"uint8": 4, "int8": 8, "float16": 16, "bfloat16": 16, "float32": 32}[self.dtype]
+        """Of a number: 4 to 8 for codes, 16 or 32."""
+        return self.block or {"uint8": 4, "int8": 8, "float16": 16, "bfloat16": 16, "float32": 32}[self.dtype]
 
     @property
     def form(self) -> str:
         """As `kernels.native.form_of` calls it."""
         if not self.scale:
             return self.dtype
+        if self.block:
+            return f"q{self.block}_k"
         half = self.scale == "float16" and self.minimum in ("", "float16")
         return f"int{self.bits} {'half' if half else 'float'}{' minimum' * bool(self.minimum)}"
 
@@ -58,6 +62,14 @@ def outline(weights: Mapping[str, Any], name: str) -> Outline:
 def outlines(weights: Mapping[str, Any]) -> dict[str, Outline]:
     """The outline of every tensor of a model's weights; reads none of them."""
     return {name: outline(weights, name) for name in weights}
+
+
+def blocks(shape: tuple[int, ...], bits: Literal[4, 5, 6]) -> Outline:
+    """The outline of codes in super-blocks."""
+    count = math.prod(shape)
+    scale, minimum = ("int8", "") if bits == 6 else ("uint8", "uint8")
+    beside = count // 16 + (2 if bits == 6 else 4) * (count // BLOCK)
+    return Outline(shape, "uint8", count + beside, scale, minimum, bits)
 
 
 def codes(shape: tuple[int, ...], bits: int, scale: str, minimum: str = "", passing: int = 0) -> Outline:

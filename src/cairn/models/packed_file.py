@@ -37,7 +37,7 @@ from cairn.models.outline import Outline
 from cairn.types import ModelSpec
 
 MAGIC = b"CAIRNPK1"
-VERSION = 1
+VERSION = 2
 """Of the file and of the order that kernels stream; a change of either gets a new one."""
 KEPT_FROM = 64 << 20
 """Bytes of packed weights from which a file is worth its room: smaller models are packed in some 100 ms."""

@@ -16,14 +16,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.base import GROUP, Quantized
+from cairn.kernels.base import BLOCK, GROUP, Quantized
 from cairn.models.dequant import SLICE, Blocks, Codes, Kind, dequantize
 
 Floats = NDArray[np.float32]
 Rows = Callable[[int, int], NDArray[Any]]
 """Rows [begin, end) of a matrix, in any float type."""
 
-VERSION = "groups-1"
+VERSION = "groups-2"
 """Of how values become codes; a change that can move a bit of a weight gets a new one."""
 
 _SLICE = 1 << 16
@@ -36,7 +36,7 @@ _CODES = (-8.0, -7.6, -7.2, -8.4, -8.9)
 
 
 def unpack(kind: Kind, blocks: Blocks, shape: tuple[int, ...]) -> tuple[Quantized, float]:
-    """A matrix of a GGUF file as codes, and its error: 0.0 but for kinds with groups of 16, which are rounded again."""
+    """A matrix of a GGUF file as codes, and its error: 0.0 but for Q2_K, which is rounded again."""
     out, inner = shape
     if kind.split is None:
         width = inner // kind.values
@@ -46,19 +46,21 @@ def unpack(kind: Kind, blocks: Blocks, shape: tuple[int, ...]) -> tuple[Quantize
 
         return rounded(rows, (out, inner), 8)
     scale, minimum = kind.scaled
+    groups = (out, inner // (GROUP // 2 if kind.bits == 6 else GROUP))
     held = Quantized(
         kind.bits,
         _empty_codes(kind.bits, (out, inner)),
-        np.empty((out, inner // GROUP), scale),
-        np.empty((out, inner // GROUP), minimum) if minimum else None,
+        np.zeros(groups, scale),
+        np.zeros(groups, minimum) if minimum else None,
+        np.empty((out, inner // BLOCK), np.float16) if kind.blocks else None,
+        np.empty((out, inner // BLOCK), np.float16) if kind.blocks and minimum else None,
     )
     step = SLICE // kind.values
-    arrays: list[Any] = [held.codes, held.scale, *([held.minimum] if minimum else [])]
-    into = [one.reshape(len(blocks), -1) for one in arrays]
+    into = [one.reshape(len(blocks), -1) for one in held.arrays]
     with np.errstate(all="ignore"):
         for at in range(0, len(blocks), step):
             found = kind.split(np.ascontiguousarray(blocks[at : at + step]))
-            for whole, part in zip(into, found, strict=False):
+            for whole, part in zip(into, (one for one in found if one is not None), strict=True):
                 whole[at : at + step] = part
     return held, 0.0
 
@@ -90,7 +92,7 @@ def rounded(rows: Rows, shape: tuple[int, int], bits: Literal[4, 8]) -> tuple[Qu
 
 
 def _empty_codes(bits: int, shape: tuple[int, int]) -> Codes:
-    return np.empty(shape, np.uint8) if bits == 4 else np.empty(shape, np.int8)
+    return np.empty(shape, np.int8) if bits == 8 else np.empty(shape, np.uint8)
 
 
 def _groups(rows: Rows, begin: int, end: int) -> Floats:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.kernels.base import GROUP, Quantized
-from cairn.models.outline import Outline, codes
+from cairn.kernels.base import BLOCK, GROUP, Quantized
+from cairn.models.outline import Outline, blocks, codes
 from cairn.models.weights import DTYPES, expected_tensors
 from cairn.types import CacheGroup, ModelSpec
 
@@ -44,24 +44,28 @@ def shape_spec(name: str) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Mold:
-    """How a tensor is held: plain numbers, or codes of some bits with scales and minima."""
+    """How a tensor is held: plain numbers, or codes of some bits with scales and minima, or such in super-blocks."""
 
     dtype: str = "float32"
     bits: Literal[0, 4, 8] = 0
     scale: str = ""
     minimum: str = ""
+    block: Literal[0, 4, 5, 6] = 0
 
 
-_SIX = _Mold(bits=8, scale="float16")
-"""What becomes of Q6_K, which has groups of 16: see `quantize.unpack`."""
+_SIX = _Mold(block=6)
+_ODD = _Mold(bits=8, scale="float16")
+"""In the place of super-blocks, for rows that are no multiple of 256: llama.cpp writes Q5_0 or Q8_0 there."""
 _MOLDS = {
     "f32": _Mold("float32"),
     "bf16": _Mold("bfloat16"),
     "f16": _Mold("float16"),
     "q4_0": _Mold(bits=4, scale="float16"),
     "q4_1": _Mold(bits=4, scale="float16", minimum="float16"),
-    "q4_k": _Mold(bits=4, scale="float32", minimum="float32"),
-    "q4_k_m": _Mold(bits=4, scale="float32", minimum="float32"),
+    "q4_k": _Mold(block=4),
+    "q4_k_m": _Mold(block=4),
+    "q5_k": _Mold(block=5),
+    "q6_k": _SIX,
     "q8_0": _Mold(bits=8, scale="float16"),
 }
 TYPES = tuple(_MOLDS)
@@ -85,6 +89,8 @@ class RandomWeights(Mapping[str, Any]):
     def outline(self, name: str) -> Outline:
         """What `[name]` gives, and the bytes of memory that it makes."""
         shape, mold = self._shapes[name], self._mold(name)
+        if mold.block:
+            return blocks(shape, mold.block)
         if mold.bits:
             return codes(shape, mold.bits, mold.scale, mold.minimum)
         return Outline(shape, mold.dtype, math.prod(shape) * _DTYPES[mold.dtype].itemsize)
@@ -92,6 +98,8 @@ class RandomWeights(Mapping[str, Any]):
     def __getitem__(self, name: str) -> NDArray[Any] | Quantized:
         shape, mold = self._shapes[name], self._mold(name)
         rng = np.random.default_rng(zlib.crc32(name.encode()))
+        if mold.block:
+            return _drawn_blocks(rng, mold.block, shape[0], shape[1])
         if mold.bits:
             return _drawn(rng, mold, shape[0], shape[1])
         size = math.prod(shape)
@@ -100,13 +108,14 @@ class RandomWeights(Mapping[str, Any]):
         return np.resize(drawn.astype(_DTYPES[mold.dtype]), size).reshape(shape)
 
     def _mold(self, name: str) -> _Mold:
-        if len(self._shapes[name]) == 1:
+        shape, mold = self._shapes[name], _MOLDS[self.form]
+        if len(shape) == 1:
             return _Mold()
         if self.form == "q4_k_m":
             found = _LAYER.fullmatch(name)
             if not name.startswith("model.layers.") or (found and _more_bits(int(found[1]), self._layers)):
-                return _SIX
-        return _MOLDS[self.form]
+                mold = _SIX
+        return _ODD if mold.block and shape[1] % BLOCK else mold
 
     def __contains__(self, name: object) -> bool:
         return name in self._shapes  # a mapping's own would make the tensor
@@ -122,6 +131,20 @@ def _more_bits(layer: int, layers: int) -> bool:
     """Whether q4_k_m holds a layer's values and down projection in more bits: the outer eighths, and every third."""
     first, last = layers // 8, 7 * layers // 8
     return layer < first or layer >= last or (layer - first) % 3 == 2
+
+
+def _drawn_blocks(rng: np.random.Generator, bits: Literal[4, 5, 6], out: int, inner: int) -> Quantized:
+    """The same in super-blocks, whose whole numbers are all one."""
+    most = 1 << bits
+    some: NDArray[Any] = rng.integers(1, most, min(out * inner, _PERIOD), dtype=np.uint8)
+    step = math.sqrt(12) / (most - 1) / math.sqrt(inner)
+    groups, supers = (out, inner // (16 if bits == 6 else GROUP)), (out, inner // BLOCK)
+    codes = np.resize(some, out * inner).reshape(out, inner)
+    if bits == 6:
+        return Quantized(6, codes, np.full(groups, 1, np.int8), None, np.full(supers, step, np.float16))
+    one = np.full(groups, 1, np.uint8)
+    scale, middle = np.full(supers, step, np.float16), np.full(supers, -most // 2 * step, np.float16)
+    return Quantized(bits, codes, one, one.copy(), scale, middle)
 
 
 def _drawn(rng: np.random.Generator, mold: _Mold, out: int, inner: int) -> Quantized:

@@ -6,8 +6,9 @@
 
 namespace cairn::CAIRN_VARIANT {
 
-// `add<R, H>(x, sum)` adds to sum[R] the products with R of a tile's H rows, x in the order of Activations: of nibbles as
-// they are stored, 0 to 15, and of bytes as they are stored, code + 128, or where SIGNED_BYTES of the codes themselves.
+// `add<R, H>(x, sum)` adds to sum[R] the products with R of a tile's H rows, x in the order of Activations: of 4 to 6 bits
+// as they are stored, from 0 on, and of bytes as they are stored, code + 128, or where SIGNED_BYTES of the codes
+// themselves. `add<R, H, FROM, TO>` does so for k = 4 FROM to 4 TO alone.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
 constexpr bool SIGNED_BYTES = true;
 #else
@@ -32,11 +33,21 @@ struct Codes {
                 weight[q + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
             }
         }
+        if constexpr (BITS == 5 || BITS == 6) {
+            const __m512i mask = _mm512_set1_epi8(BITS == 5 ? 0x10 : 0x30);
+#pragma GCC unroll 8
+            for (int q = 0; q < 8; q++) {
+                const __m512i above = _mm512_load_si512(at + 256 + (BITS == 6 ? q / 4 * 64 : 0));
+                const int left = BITS == 5 ? 4 - q : 4 - q % 4 * 2;
+                const __m512i there = left > 0 ? _mm512_slli_epi16(above, left) : _mm512_srli_epi16(above, -left);
+                weight[q] = _mm512_ternarylogic_epi32(weight[q], there, mask, 0xf8);  // weight | there & mask
+            }
+        }
     }
-    template <int R, int H>
+    template <int R, int H, int FROM = 0, int TO = 8>
     void add(const std::int8_t* x, IntVec (&sum)[R]) const {
 #pragma GCC unroll 8
-        for (int q = 0; q < 8; q++) {
+        for (int q = FROM; q < TO; q++) {
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
                 const auto* four = reinterpret_cast<const std::int32_t*>(x + (q * H + r) * 4);
@@ -55,13 +66,15 @@ struct Codes {
 
     explicit Codes(const std::byte* from) : at(from) {}
 
-    template <int R, int H>
+    template <int R, int H, int FROM = 0, int TO = 8>
     void add(const std::int8_t* x, IntVec (&sum)[R]) const {
         for (int half = 0; half < 2; half++) {
             if constexpr (BITS == 4)
                 add_nibbles<R, H>(half, x, sum);
-            else
+            else if constexpr (BITS == 8)
                 add_bytes<R, H>(half, x, sum);
+            else
+                add_more<R, H, FROM, TO>(half, x, sum);
         }
     }
 
@@ -97,6 +110,30 @@ struct Codes {
             sum[r].part[half] += (IntPart)_mm256_madd_epi16(narrow[r], _mm256_set1_epi16(1));
     }
 
+    // 5 bits: four times two products of at most 31 * 127 stay within 16 bits; 6 bits: two times two of 63 * 127.
+    template <int R, int H, int FROM, int TO>
+    void add_more(int half, const std::int8_t* x, IntVec (&sum)[R]) const {
+        const __m256i low = _mm256_set1_epi8(15), mask = _mm256_set1_epi8(BITS == 5 ? 0x10 : 0x30);
+        constexpr int NARROW = BITS == 5 ? 4 : 2;
+        for (int first = FROM; first < TO; first += NARROW) {
+            __m256i narrow[R] = {};
+#pragma GCC unroll 4
+            for (int q = first; q < first + NARROW; q++) {
+                const int left = BITS == 5 ? 4 - q : 4 - q % 4 * 2;
+                const __m256i above = line(256 + (BITS == 6 ? q / 4 * 64 : 0), half);
+                const __m256i there = left > 0 ? _mm256_slli_epi16(above, left) : _mm256_srli_epi16(above, -left);
+                const __m256i nibbles = _mm256_and_si256(_mm256_srli_epi16(line(q / 2 * 64, half), q % 2 * 4), low);
+                const __m256i code = _mm256_or_si256(nibbles, _mm256_and_si256(there, mask));
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++)
+                    narrow[r] = _mm256_add_epi16(narrow[r], _mm256_maddubs_epi16(code, four(x + (q * H + r) * 4)));
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++)
+                sum[r].part[half] += (IntPart)_mm256_madd_epi16(narrow[r], _mm256_set1_epi16(1));
+        }
+    }
+
     // |code| <= 128 and |x| <= 127, so two products stay within 16 bits; the sign goes to x.
     template <int R, int H>
     void add_bytes(int half, const std::int8_t* x, IntVec (&sum)[R]) const {
@@ -123,16 +160,14 @@ struct Codes {
 
     explicit Codes(const std::byte* from) {
         const auto* at = reinterpret_cast<const std::uint8_t*>(from);
-        for (Index k = 0; k < GROUP; k++) {
-            const std::uint8_t* four = BITS == 8 ? at + k / 4 * 64 + k % 4 : at + k / 8 * 64 + k % 4;
+        for (Index k = 0; k < GROUP; k++)
             for (Index n = 0; n < LANES; n++)
-                weight[k][n] = BITS == 8 ? four[n * 4] : k % 8 < 4 ? four[n * 4] & 15 : four[n * 4] >> 4;
-        }
+                weight[k][n] = BITS == 8 ? at[k / 4 * 64 + n * 4 + k % 4] : block_code(from, BITS, n, k);
     }
-    template <int R, int H>
+    template <int R, int H, int FROM = 0, int TO = 8>
     void add(const std::int8_t* x, IntVec (&sum)[R]) const {
         Vec exact[R] = {};
-        for (Index k = 0; k < GROUP; k++) {
+        for (Index k = 4 * FROM; k < 4 * TO; k++) {
             const Vec column = load(weight[k]);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) exact[r] = fma(set(x[(k / 4 * H + r) * 4 + k % 4]), column, exact[r]);

@@ -43,8 +43,8 @@ struct Group {
 };
 
 // acc[FIRST to FIRST + LEFT] += a group's products with these rows of the tile.
-template <class Form, int LEFT, int FIRST = 0, int R>
-inline void add_group(Vec (&acc)[R], const std::byte* in, const Group<Form>& group) {
+template <class Form, int LEFT, int FIRST = 0, int R, class Weights>
+inline void add_group(Vec (&acc)[R], const std::byte* in, const Weights& group) {
     constexpr int U = at_once(LEFT);
     const auto* scale = reinterpret_cast<const float*>(in + R * GROUP) + FIRST;
     const auto* start = reinterpret_cast<const std::int32_t*>(scale) + R * (Form::BITS == 4 ? 1 : 2);
@@ -88,15 +88,15 @@ Tile group_tile_of(Index rows) {
     return group_tile<Form, R>;
 }
 
-// The weights of some panels stay hot for all tiles.
-template <class Form>
-void group_product(const Product& job, const Segment& part, Index first_panel, Index last_panel) {
+// The weights of some panels stay hot for all tiles, whose functions `tile_of` knows by their heights.
+inline void hot_panels(const Product& job, const Segment& part, Index first_panel, Index last_panel,
+                       Tile (*tile_of)(Index rows)) {
     const Tiles tiles(job.in.rows, GROUP_ROWS);
     const Index most = HOT_BYTES / part.panel_bytes() + 1;
     for (Index first = first_panel; first < last_panel; first += most) {
         const Index last = first + most < last_panel ? first + most : last_panel;
         for (Index tile = 0; tile < tiles.count; tile++) {
-            const Tile run = group_tile_of<Form>(tiles.height(tile));
+            const Tile run = tile_of(tiles.height(tile));
             for (Index panel = first; panel < last; panel++) run(job, part, tiles.first(tile), panel);
         }
     }
@@ -104,10 +104,14 @@ void group_product(const Product& job, const Segment& part, Index first_panel, I
 
 template <int BITS>
 void group_product(const Product& job, const Segment& part, Index first, Index last) {
-    if (part.half && part.minimum) return group_product<Quantised<BITS, true, true>>(job, part, first, last);
-    if (part.half) return group_product<Quantised<BITS, true, false>>(job, part, first, last);
-    if (part.minimum) return group_product<Quantised<BITS, false, true>>(job, part, first, last);
-    return group_product<Quantised<BITS, false, false>>(job, part, first, last);
+    Tile (*tile)(Index) = group_tile_of<Quantised<BITS, false, false>>;
+    if (part.half && part.minimum)
+        tile = group_tile_of<Quantised<BITS, true, true>>;
+    else if (part.half)
+        tile = group_tile_of<Quantised<BITS, true, false>>;
+    else if (part.minimum)
+        tile = group_tile_of<Quantised<BITS, false, true>>;
+    hot_panels(job, part, first, last, tile);
 }
 
 }  // namespace cairn::CAIRN_VARIANT

@@ -14,6 +14,7 @@ using Index = std::ptrdiff_t;
 
 constexpr Index LANES = 16;         // outputs of a panel; numbers of a vector
 constexpr Index GROUP = 32;         // inner indices that share a scale where weights are quantised
+constexpr Index SUPER = 256;        // inner indices of a super-block, whose groups' scales are whole numbers
 constexpr Index BLOCK_TOKENS = 16;  // positions of a KV block
 constexpr Index MAX_HEAD = 1024;    // numbers of a head at most
 constexpr Index SPAN = 64;          // positions of one softmax step, aligned at multiples of SPAN
@@ -23,7 +24,7 @@ enum class Dtype : int { f32, f16, bf16 };
 enum class Activation : int { silu, gelu_tanh };
 
 // How a part of a matrix is stored; see Segment.
-enum class Form : int { f32, f16, bf16, int4, int8 };
+enum class Form : int { f32, f16, bf16, int4, int8, q4_k, q5_k, q6_k };
 
 // Outputs of a packed matrix that are stored alike, in panels of 16, each streamed along the inner index k.
 //   f32   [inner][16] floats
@@ -33,27 +34,60 @@ enum class Form : int { f32, f16, bf16, int4, int8 };
 //         [2][codes of a group], [2][16] scales, [2][16] minima where there are any; both in floats or in halves
 //         codes of int4: [4][16][4], k = 8 p + j in the low half of a byte, k = 8 p + 4 + j in the high half
 //         codes of int8: [8][16][4], k = 4 q + j, each 128 higher than the code is
+//   q4_k, q5_k, q6_k  first each super-block's [16] scales and, but for q6_k, [16] minima in halves, padded to a line;
+//         then each super-block's whole numbers, and the codes of its 8 groups
+//         whole numbers of q4_k and q5_k: [8][16] scales and [8][16] minima from 0 to 63, the first 192 in the low six
+//         bits of 192 bytes, the other 64 in what these leave: lowest bits in the first 64 bytes, then the next two
+//         whole numbers of q6_k: [16][16] scales of half groups, int8
+//         codes: those of int4; for q5_k [16][4] bytes with bit q the fifth of k = 4 q + j, for q6_k [2][16][4] bytes
+//         with bits 2 i and 2 i + 1 those above the lowest four of k = 16 p + 4 i + j
 struct Segment {
     const std::byte* panels;
     const float* bias;  // padded to whole panels, or null
     Form form;
-    bool half, minimum;  // of int4 and int8: scales are halves; there are minima
+    bool half, minimum;  // of quantised forms: scales are halves; there are minima
     Index inner, out;
     Index column;  // its first output in the matrix
 
     Index panel_count() const { return (out + LANES - 1) / LANES; }
-    bool quantised() const { return form == Form::int4 || form == Form::int8; }
-    // Bytes of two groups.
+    bool quantised() const { return form == Form::int4 || form == Form::int8 || in_blocks(); }
+    bool in_blocks() const { return form == Form::q4_k || form == Form::q5_k || form == Form::q6_k; }
+    // Bytes of two groups of int4 and int8.
     Index unit_bytes() const {
         return 2 * ((form == Form::int4 ? 16 : 32) + (half ? 2 : 4) * (minimum ? 2 : 1)) * LANES;
     }
+    // Of super-blocks: bits of a code, bytes of a group's codes, of the whole numbers of one, and of what stands first.
+    Index bits() const { return form == Form::q4_k ? 4 : form == Form::q5_k ? 5 : 6; }
+    Index code_bytes() const { return bits() * GROUP * LANES / 8; }
+    Index whole_bytes() const { return form == Form::q6_k ? 256 : 192; }
+    Index block_bytes() const { return whole_bytes() + SUPER / GROUP * code_bytes(); }
+    Index front_bytes() const { return (inner / SUPER * (minimum ? 2 : 1) * LANES * 2 + 63) / 64 * 64; }
     Index panel_bytes() const {
         return form == Form::f32    ? inner * LANES * 4
                : form == Form::f16  ? inner * LANES * 2
                : form == Form::bf16 ? (inner + 1) / 2 * LANES * 4
+               : in_blocks()        ? front_bytes() + inner / SUPER * block_bytes()
                                     : (inner / GROUP + 1) / 2 * unit_bytes();
     }
 };
+
+// Code k of a group of super-blocks, of output `lane` of 16.
+inline int block_code(const std::byte* group, Index bits, Index lane, Index k) {
+    const Index at = lane * 4 + k % 4, q = k / 4;
+    const int low = static_cast<int>(group[q / 2 * 64 + at]) >> (q % 2 * 4) & 15;
+    if (bits == 4) return low;
+    const std::byte* above = group + 256 + at;
+    if (bits == 5) return low | (static_cast<int>(*above) >> q & 1) << 4;
+    return low | (static_cast<int>(above[q / 4 * 64]) >> (q % 4 * 2) & 3) << 4;
+}
+
+// The whole numbers of a super-block of q4_k or q5_k: [8][16] scales, then [8][16] minima.
+inline void whole_numbers(const std::byte* from, std::uint8_t* to) {
+    const auto* at = reinterpret_cast<const std::uint8_t*>(from);
+    for (Index i = 0; i < 192; i++) to[i] = at[i] & 63;
+    for (Index i = 0; i < 64; i++)
+        to[192 + i] = static_cast<std::uint8_t>(at[i] >> 6 | at[64 + i] >> 6 << 2 | at[128 + i] >> 6 << 4);
+}
 
 // A packed matrix: its parts, whose outputs are concatenated in order.
 struct MatrixView {
@@ -97,8 +131,9 @@ struct Tiles {
 //   int32 [R]: -8 * sum of the row's codes, which takes 8 from each weight
 //   int32 [R]: -128 * sum
 //   float [R]: scale * sum, which a minimum is multiplied by
+//   int32 [2][R]: -32 * sum of the first half of the codes, and of the second
 // A tile's groups follow each other; see kernels/quantized.py for the rounding.
-constexpr Index ROW_GROUP_BYTES = 48;
+constexpr Index ROW_GROUP_BYTES = 56;
 
 // Rows that a matrix is multiplied with: float32, and rounded once for all outputs where parts of it want that, in tiles
 // of at most Variant::pair_rows or group_rows. A tile begins at its first row's share of the bytes.

@@ -48,6 +48,42 @@ void codes(const Segment& part, const std::byte* panel, Index lane, const Varian
     }
 }
 
+// Halves of one lane, one a super-block; `offset` of them into each super-block's.
+void block_numbers(const Segment& part, const std::byte* panel, Index offset, Index lane, const Variant& kernels,
+                   std::uint16_t* scratch, float* out) {
+    const Index blocks = part.inner / SUPER, step = LANES * (part.minimum ? 2 : 1);
+    for (Index block = 0; block < blocks; block++)
+        std::memcpy(scratch + block, panel + (block * step + offset + lane) * 2, 2);
+    kernels.embed(scratch, Dtype::f16, blocks, out);
+}
+
+void block_codes(const Segment& part, const std::byte* panel, Index lane, const Variant& kernels, float* scratch,
+                 float* out) {
+    const Index blocks = part.inner / SUPER, share = part.form == Form::q6_k ? GROUP / 2 : GROUP;
+    const int middle = part.form == Form::q6_k ? 32 : 0;
+    float *scale = scratch, *minimum = scratch + blocks;
+    auto* raw = reinterpret_cast<std::uint16_t*>(scratch + 2 * blocks);
+    block_numbers(part, panel, 0, lane, kernels, raw, scale);
+    if (part.minimum) block_numbers(part, panel, LANES, lane, kernels, raw, minimum);
+    const std::byte* unit = panel + part.front_bytes();
+    for (Index block = 0; block < blocks; block++, unit += part.block_bytes()) {
+        std::uint8_t whole[2 * 8 * LANES];
+        if (part.minimum)
+            whole_numbers(unit, whole);
+        else
+            std::memcpy(whole, unit, sizeof whole);
+        for (Index k = 0; k < SUPER; k++) {
+            const std::uint8_t number = whole[k / share * LANES + lane];
+            const int factor = part.minimum ? number : static_cast<std::int8_t>(number);
+            const std::byte* group = unit + part.whole_bytes() + k / GROUP * part.code_bytes();
+            const int code = block_code(group, part.bits(), lane, k % GROUP) - middle;
+            const float value = scale[block] * static_cast<float>(factor) * static_cast<float>(code);
+            const int lowest = whole[(k / GROUP + 8) % 16 * LANES + lane];
+            *out++ = part.minimum ? value + minimum[block] * static_cast<float>(lowest) : value;
+        }
+    }
+}
+
 }  // namespace
 
 void look_up(const MatrixView& matrix, Index row, const Variant& kernels, float* scratch, float* out) {
@@ -55,6 +91,7 @@ void look_up(const MatrixView& matrix, Index row, const Variant& kernels, float*
     while (row >= part->column + part->out) part++;
     const std::byte* panel = part->panels + (row - part->column) / LANES * part->panel_bytes();
     const Index lane = (row - part->column) % LANES, inner = part->inner;
+    if (part->in_blocks()) return block_codes(*part, panel, lane, kernels, scratch, out);
     if (part->quantised()) return codes(*part, panel, lane, kernels, scratch, out);
     if (part->form == Form::f32) {
         const auto* from = reinterpret_cast<const float*>(panel);

@@ -43,11 +43,52 @@ void put_groups(const Segment& part, std::byte* panel, Index lane, const Source&
     }
 }
 
+// Whole number i of a super-block of q4_k or q5_k: the inverse of `whole_numbers`.
+void put_whole(std::byte* to, Index i, unsigned number) {
+    if (i < 192) {
+        to[i] |= static_cast<std::byte>(number & 63);
+        return;
+    }
+    for (Index part = 0; part < 3; part++) to[part * 64 + i - 192] |= static_cast<std::byte>((number >> (2 * part) & 3) << 6);
+}
+
+void put_block_code(std::byte* group, Index bits, Index lane, Index k, unsigned code) {
+    const Index at = lane * 4 + k % 4, q = k / 4;
+    group[q / 2 * 64 + at] |= static_cast<std::byte>((code & 15) << (q % 2 * 4));
+    if (bits == 5) group[256 + at] |= static_cast<std::byte>((code >> 4 & 1) << q);
+    if (bits == 6) group[256 + q / 4 * 64 + at] |= static_cast<std::byte>((code >> 4 & 3) << (q % 4 * 2));
+}
+
+// One output of a part in super-blocks; see Segment for the order.
+void put_blocks(const Segment& part, std::byte* panel, Index lane, const Source& from, Index row) {
+    const Index blocks = part.inner / SUPER, numbers = part.form == Form::q6_k ? 16 : 8, kinds = part.minimum ? 2 : 1;
+    const auto* code = static_cast<const std::uint8_t*>(from.data) + row * part.inner;
+    const auto* scale = static_cast<const std::uint8_t*>(from.scales) + row * blocks * numbers;
+    const auto* minimum = static_cast<const std::uint8_t*>(from.minima) + (part.minimum ? row * blocks * numbers : 0);
+    std::byte* unit = panel + part.front_bytes();
+    for (Index block = 0; block < blocks; block++, unit += part.block_bytes()) {
+        std::byte* front = panel + (block * kinds * LANES + lane) * 2;
+        const Index at = (row * blocks + block) * 2;
+        std::memcpy(front, static_cast<const std::byte*>(from.block_scales) + at, 2);
+        if (part.minimum) std::memcpy(front + 2 * LANES, static_cast<const std::byte*>(from.block_minima) + at, 2);
+        for (Index n = 0; n < numbers; n++, scale++) {
+            if (part.form == Form::q6_k)
+                unit[n * LANES + lane] = static_cast<std::byte>(*scale);
+            else
+                put_whole(unit, n * LANES + lane, *scale), put_whole(unit, 128 + n * LANES + lane, *minimum++);
+        }
+        for (Index k = 0; k < SUPER; k++, code++)
+            put_block_code(unit + part.whole_bytes() + k / GROUP * part.code_bytes(), part.bits(), lane, k % GROUP, *code);
+    }
+}
+
 void put(const Segment& part, std::byte* panels, Index to_row, const Source& from, Index row) {
     std::byte* panel = panels + to_row / LANES * part.panel_bytes();
     const Index lane = to_row % LANES, at = row * part.inner;
     if (part.form == Form::f32)
         put_row<float>(panel, lane, static_cast<const float*>(from.data) + at, part.inner, 1);
+    else if (part.in_blocks())
+        put_blocks(part, panel, lane, from, row);
     else if (part.quantised())
         put_groups(part, panel, lane, from, row);
     else

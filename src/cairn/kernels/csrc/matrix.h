@@ -9,12 +9,14 @@
 namespace cairn {
 
 // One [out, in] matrix in row-major order. With a quantised form `data` holds a byte a code (int4: 0 to 15, int8: signed),
-// scales and minima are [out, in / 32], halves or floats. Without `data` the rows stay zero until memory() is filled.
+// scales and minima are [out, in / 32], halves or floats. In super-blocks `data` holds a byte a code from 0 on, scales and
+// minima are bytes ([out, in / 32], of q6_k [out, in / 16]), and block_ ones are halves [out, in / 256]. Without `data` the rows stay zero until memory() is filled.
 struct Source {
     Form form;
     bool half, minimum;
     const void *data, *scales, *minima;
     Index out, inner;
+    const void *block_scales, *block_minima;
 };
 
 // Matrices of one input, packed into one; outputs are concatenated in order, neighbours that are stored alike in the same

@@ -82,18 +82,51 @@ Dtype dtype_of(const std::string& name) {
     throw std::invalid_argument("weights are float32, float16 or bfloat16, not " + name);
 }
 
-// One part: its type ("int4" and "int8" for codes), its numbers or codes, and scales and minima of codes.
-using Part = std::tuple<std::string, Weights, std::optional<Weights>, std::optional<Weights>>;
+// One part: its type ("int4", "int8", "q4_k" ... for codes), its numbers or codes, scales and minima of codes, and those
+// of super-blocks.
+using Part = std::tuple<std::string, Weights, std::optional<Weights>, std::optional<Weights>, std::optional<Weights>,
+                        std::optional<Weights>>;
+
+Form form_of(const std::string& name) {
+    if (name == "int4") return Form::int4;
+    if (name == "int8") return Form::int8;
+    if (name == "q4_k") return Form::q4_k;
+    if (name == "q5_k") return Form::q5_k;
+    if (name == "q6_k") return Form::q6_k;
+    const Dtype kind = dtype_of(name);
+    return kind == Dtype::f32 ? Form::f32 : kind == Dtype::f16 ? Form::f16 : Form::bf16;
+}
+
+bool in_blocks(Form form) { return form == Form::q4_k || form == Form::q5_k || form == Form::q6_k; }
+
+// The codes of `found` are in super-blocks.
+void take_blocks(Source& found, const Part& part) {
+    const auto& [name, data, scale, minimum, block_scale, block_minimum] = part;
+    check(data.itemsize() == 1 && found.inner % SUPER == 0, "codes are bytes in super-blocks of 256");
+    found.half = true, found.minimum = found.form != Form::q6_k;
+    const auto fits = [&](const std::optional<Weights>& numbers, Index share, std::size_t size) {
+        check(numbers && numbers->ndim() == 2 && numbers->shape(0) == data.shape(0) && numbers->itemsize() == size &&
+                  static_cast<Index>(numbers->shape(1)) * share == found.inner,
+              "a super-block has scales and minima in bytes, and a half for all of them");
+        return numbers->data();
+    };
+    found.scales = fits(scale, found.minimum ? GROUP : GROUP / 2, 1), found.block_scales = fits(block_scale, SUPER, 2);
+    check(found.minimum == minimum.has_value() && found.minimum == block_minimum.has_value(), "q6_k alone has no minima");
+    if (found.minimum) found.minima = fits(minimum, GROUP, 1), found.block_minima = fits(block_minimum, SUPER, 2);
+}
 
 Source source_of(const Part& part) {
-    const auto& [name, data, scale, minimum] = part;
+    const auto& [name, data, scale, minimum, block_scale, block_minimum] = part;
     check(data.ndim() == 2, "a matrix part is [out, in]");
     Source found = {};
     found.data = data.data(), found.out = static_cast<Index>(data.shape(0)), found.inner = static_cast<Index>(data.shape(1));
-    if (name != "int4" && name != "int8") {
-        const Dtype kind = dtype_of(name);
-        check(data.itemsize() == (kind == Dtype::f32 ? 4u : 2u), "a matrix part has the type it names");
-        found.form = kind == Dtype::f32 ? Form::f32 : kind == Dtype::f16 ? Form::f16 : Form::bf16;
+    found.form = form_of(name);
+    if (in_blocks(found.form)) {
+        take_blocks(found, part);
+        return found;
+    }
+    if (found.form != Form::int4 && found.form != Form::int8) {
+        check(data.itemsize() == (found.form == Form::f32 ? 4u : 2u), "a matrix part has the type it names");
         return found;
     }
     check(data.itemsize() == 1 && found.inner % GROUP == 0 && scale, "codes are bytes in groups of 32 with scales");
@@ -103,7 +136,6 @@ Source source_of(const Part& part) {
     };
     check(fits_groups(*scale) && (!minimum || fits_groups(*minimum)), "scales and minima are [out, in / 32], of one type");
     check(scale->itemsize() == 2 || scale->itemsize() == 4, "scales are halves or floats");
-    found.form = name == "int4" ? Form::int4 : Form::int8;
     found.half = scale->itemsize() == 2, found.scales = scale->data();
     found.minimum = minimum.has_value(), found.minima = minimum ? minimum->data() : nullptr;
     return found;
@@ -117,13 +149,10 @@ Source source_of(const Shape& shape) {
     check(out > 0 && inner > 0, "a matrix part is [out, in]");
     Source found = {};
     found.half = half, found.minimum = minimum, found.out = out, found.inner = inner;
-    if (name != "int4" && name != "int8") {
-        const Dtype kind = dtype_of(name);
-        found.form = kind == Dtype::f32 ? Form::f32 : kind == Dtype::f16 ? Form::f16 : Form::bf16;
-        return found;
-    }
-    check(inner % GROUP == 0, "codes are in groups of 32");
-    found.form = name == "int4" ? Form::int4 : Form::int8;
+    found.form = form_of(name);
+    const bool codes = found.form == Form::int4 || found.form == Form::int8;
+    check(!codes || inner % GROUP == 0, "codes are in groups of 32");
+    check(!in_blocks(found.form) || inner % SUPER == 0, "codes are in super-blocks of 256");
     return found;
 }
 

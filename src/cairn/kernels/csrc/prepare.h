@@ -74,15 +74,18 @@ inline void put_group(const float* x, std::byte* to, Index lane, Index height) {
         if (bits >= INFINITE) scale = __builtin_nanf("");
     }
     std::int8_t codes[GROUP];
-    const std::int32_t all = sum(round_codes(low, factor, codes) + round_codes(high, factor, codes + LANES));
+    const std::int32_t first = sum(round_codes(low, factor, codes));
+    const std::int32_t second = sum(round_codes(high, factor, codes + LANES)), all = first + second;
     std::byte* at = to + 4 * lane;
     for (Index q = 0; q < GROUP / 4; q++, at += 4 * height) __builtin_memcpy(at, codes + 4 * q, 4);
-    const std::int32_t start4 = -8 * all, start8 = -128 * all;
+    const std::int32_t start4 = -8 * all, start8 = -128 * all, start6[2] = {-32 * first, -32 * second};
     const float total = scale * static_cast<float>(all);
     __builtin_memcpy(at, &scale, 4);
     __builtin_memcpy(at + 4 * height, &start4, 4);
     __builtin_memcpy(at + 8 * height, &start8, 4);
     __builtin_memcpy(at + 12 * height, &total, 4);
+    __builtin_memcpy(at + 16 * height, &start6[0], 4);
+    __builtin_memcpy(at + 20 * height, &start6[1], 4);
 }
 
 inline void put_pairs(const Activations& in, Index row, Index from, Index to) {

@@ -1,6 +1,6 @@
 // One translation unit a variant: the same kernels for the instruction set that the compiler's flags name.
 #include "attention.h"
-#include "groups.h"
+#include "blocks.h"
 #include "prepare.h"
 #include "probe.h"
 #include "product.h"
@@ -26,6 +26,9 @@ void one_part(const Product& job, const Segment& part, Index first, Index last) 
         case Form::bf16: return product<SixteenBits>(job, part, first, last);
         case Form::int4: return group_product<4>(job, part, first, last);
         case Form::int8: return group_product<8>(job, part, first, last);
+        case Form::q4_k: return block_product<4>(job, part, first, last);
+        case Form::q5_k: return block_product<5>(job, part, first, last);
+        case Form::q6_k: return block_product<6>(job, part, first, last);
     }
 }
 
