@@ -3,8 +3,9 @@
 A row is cut into blocks of 32 or 256 values that share scales. Every function takes blocks as uint8 [n, bytes]. Most
 formats are groups of 32 codes that share a scale, and at times a minimum: `split` gives them as they are, and
 `dequantize` multiplies them out. Q4_K, Q5_K and Q6_K are split as super-blocks, with whole numbers for scales. Q2_K has
-groups of 16 with minima, which fit no codes of 8 bits; `turn` gives its values. Products are rounded in float32 in the order written here, which is that of the format's own reference.
-`dequantize` works in slices, so beside its result it needs a few MB.
+groups of 16 with minima, which fit no codes of 8 bits; `turn` gives its values. Products are rounded in float32 in the
+order written here, which is that of the format's own reference. `dequantize` works in slices, so beside its result it
+needs a few MB.
 
 Layouts, in bytes (d, m: float16 scale and minimum; low half bytes hold the first half of the values):
 
@@ -38,8 +39,8 @@ _FP4 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12), np.in
 
 
 class Split(NamedTuple):
-    """Groups of codes as `kernels.base.Quantized` has them: the values are scale * (code - 8) with 4 bits and no minimum,
-    else scale * code (+ minimum); in super-blocks as it says there.
+    """Groups of codes as `kernels.base.Quantized` has them: the values are scale * (code - 8) with 4 bits and no
+    minimum, else scale * code (+ minimum); in super-blocks as it says there.
     """
 
     codes: Codes

@@ -7,6 +7,9 @@
 
 namespace cairn::CAIRN_VARIANT {
 
+// Rows of a tile whose integer sums of both halves are held at once.
+constexpr int HALVES = 3;
+
 template <int BITS_>
 struct InBlocks {
     static constexpr int BITS = BITS_;
@@ -66,11 +69,11 @@ struct Block {
     }
 };
 
-// acc[FIRST to FIRST + LEFT] += a group's products with these rows of the tile, each half with its own whole number.
+// acc[FIRST to FIRST + LEFT] += a group's products with these rows of the tile, each half with its own whole number; but
+// for the super-block's scale.
 template <int LEFT, int FIRST = 0, int R>
-inline void add_halves(Vec (&acc)[R], const std::byte* in, const Codes<6>& codes, const IntVec (&whole)[2],
-                       const Vec& super) {
-    constexpr int U = LEFT <= 4 ? LEFT : LEFT % 4 == 0 || LEFT > 6 ? 4 : 3;
+inline void add_halves(Vec (&acc)[R], const std::byte* in, const Codes<6>& codes, const IntVec (&whole)[2]) {
+    constexpr int U = LEFT < HALVES ? LEFT : HALVES;
     const auto* scale = reinterpret_cast<const float*>(in + R * GROUP) + FIRST;
     const auto* start = reinterpret_cast<const std::int32_t*>(scale) + 4 * R;
     const auto* x = reinterpret_cast<const std::int8_t*>(in) + FIRST * 4;
@@ -87,9 +90,9 @@ inline void add_halves(Vec (&acc)[R], const std::byte* in, const Codes<6>& codes
     for (int u = 0; u < U; u++) {
         for (int i = 0; i < PARTS; i++)
             first[u].part[i] = first[u].part[i] * whole[0].part[i] + second[u].part[i] * whole[1].part[i];
-        acc[FIRST + u] = fma(to_float(first[u]), super * set(scale[u]), acc[FIRST + u]);
+        acc[FIRST + u] = fma(to_float(first[u]), set(scale[u]), acc[FIRST + u]);
     }
-    if constexpr (LEFT > U) add_halves<LEFT - U, FIRST + U>(acc, in, codes, whole, super);
+    if constexpr (LEFT > U) add_halves<LEFT - U, FIRST + U>(acc, in, codes, whole);
 }
 
 template <>
@@ -105,7 +108,7 @@ struct Block<InBlocks<6>> {
     void add(Vec (&acc)[R], const std::byte* in, Index group) const {
         const auto* whole = reinterpret_cast<const std::int8_t*>(unit) + group * 2 * LANES;
         const IntVec both[2] = {load_signed_bytes(whole), load_signed_bytes(whole + LANES)};
-        add_halves<R>(acc, in, Codes<6>(unit + Form::WHOLE + group * Form::CODES), both, scale);
+        add_halves<R>(acc, in, Codes<6>(unit + Form::WHOLE + group * Form::CODES), both);
     }
 };
 
@@ -122,13 +125,18 @@ void block_tile(const Product& job, const Segment& part, Index row, Index panel)
     const std::byte* unit = front + part.front_bytes();
     Vec acc[R] = {};
     for (Index left = part.inner; left > 0; left -= SUPER) {
+        Vec sums[R];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) sums[r] = Form::MINIMUM ? acc[r] : Vec{};
         const Block<Form> block(front, unit);
         ask_for<Form::FRONT>(front);
         ask_for<Form::WHOLE>(unit);
         for (Index group = 0; group < SUPER / GROUP; group++, in += R * ROW_GROUP_BYTES) {
             ask_for<Form::CODES>(unit + Form::WHOLE + group * Form::CODES);
-            block.template add<R>(acc, in, group);
+            block.template add<R>(sums, in, group);
         }
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) acc[r] = Form::MINIMUM ? sums[r] : fma(block.scale, sums[r], acc[r]);
         front += Form::FRONT, unit += Form::WHOLE + SUPER / GROUP * Form::CODES;
     }
     finish<R, 1>(job, part, row, panel, [&](int r, int) { return acc[r]; });

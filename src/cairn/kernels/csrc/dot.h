@@ -22,6 +22,10 @@ struct Codes {
     __m512i weight[8];  // [q][16 outputs][4]: k = 4 q + j
 
     explicit Codes(const std::byte* at) {
+        if constexpr (BITS == 6) {
+            six_bits(at);
+            return;
+        }
         const __m512i low = _mm512_set1_epi8(15);
 #pragma GCC unroll 8
         for (int q = 0; q < 8; q++) {
@@ -33,17 +37,37 @@ struct Codes {
                 weight[q + 1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
             }
         }
-        if constexpr (BITS == 5 || BITS == 6) {
-            const __m512i mask = _mm512_set1_epi8(BITS == 5 ? 0x10 : 0x30);
+        if constexpr (BITS == 5) {
+            const __m512i above = _mm512_load_si512(at + 256), mask = _mm512_set1_epi8(16);
 #pragma GCC unroll 8
             for (int q = 0; q < 8; q++) {
-                const __m512i above = _mm512_load_si512(at + 256 + (BITS == 6 ? q / 4 * 64 : 0));
-                const int left = BITS == 5 ? 4 - q : 4 - q % 4 * 2;
-                const __m512i there = left > 0 ? _mm512_slli_epi16(above, left) : _mm512_srli_epi16(above, -left);
-                weight[q] = _mm512_ternarylogic_epi32(weight[q], there, mask, 0xf8);  // weight | there & mask
+                const __m512i bit = q < 4 ? _mm512_slli_epi16(above, 4 - q) : _mm512_srli_epi16(above, q - 4);
+                weight[q] = either(weight[q], bit, mask);
             }
         }
     }
+
+  private:
+    // a | b & mask
+    static __m512i either(__m512i a, __m512i b, __m512i mask) { return _mm512_ternarylogic_epi32(a, b, mask, 0xf8); }
+
+    void six_bits(const std::byte* at) {
+        const __m512i low = _mm512_set1_epi8(63);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            __m512i line[3];
+#pragma GCC unroll 3
+            for (int i = 0; i < 3; i++) {
+                line[i] = _mm512_load_si512(at + half * 192 + i * 64);
+                weight[half * 4 + i] = _mm512_and_si512(line[i], low);
+            }
+            __m512i rest = _mm512_and_si512(_mm512_srli_epi16(line[0], 6), _mm512_set1_epi8(3));
+            rest = either(rest, _mm512_srli_epi16(line[1], 4), _mm512_set1_epi8(12));
+            weight[half * 4 + 3] = either(rest, _mm512_srli_epi16(line[2], 2), _mm512_set1_epi8(48));
+        }
+    }
+
+  public:
     template <int R, int H, int FROM = 0, int TO = 8>
     void add(const std::int8_t* x, IntVec (&sum)[R]) const {
 #pragma GCC unroll 8
@@ -110,20 +134,32 @@ struct Codes {
             sum[r].part[half] += (IntPart)_mm256_madd_epi16(narrow[r], _mm256_set1_epi16(1));
     }
 
+    // Codes of k = 4 q + j.
+    __m256i codes(int q, int half) const {
+        if constexpr (BITS == 5) {
+            const __m256i bit = _mm256_and_si256(_mm256_srli_epi16(line(256, half), q), _mm256_set1_epi8(1));
+            const __m256i nibbles = _mm256_srli_epi16(line(q / 2 * 64, half), q % 2 * 4);
+            return _mm256_or_si256(_mm256_and_si256(nibbles, _mm256_set1_epi8(15)), _mm256_slli_epi16(bit, 4));
+        }
+        const Index at = q / 4 * 192;
+        if (q % 4 < 3) return _mm256_and_si256(line(at + q % 4 * 64, half), _mm256_set1_epi8(63));
+        __m256i rest = _mm256_and_si256(_mm256_srli_epi16(line(at, half), 6), _mm256_set1_epi8(3));
+        for (int i = 1; i < 3; i++) {
+            const __m256i two = _mm256_srli_epi16(line(at + i * 64, half), 6 - 2 * i);
+            rest = _mm256_or_si256(rest, _mm256_and_si256(two, _mm256_set1_epi8(static_cast<char>(3 << (2 * i)))));
+        }
+        return rest;
+    }
+
     // 5 bits: four times two products of at most 31 * 127 stay within 16 bits; 6 bits: two times two of 63 * 127.
     template <int R, int H, int FROM, int TO>
     void add_more(int half, const std::int8_t* x, IntVec (&sum)[R]) const {
-        const __m256i low = _mm256_set1_epi8(15), mask = _mm256_set1_epi8(BITS == 5 ? 0x10 : 0x30);
         constexpr int NARROW = BITS == 5 ? 4 : 2;
         for (int first = FROM; first < TO; first += NARROW) {
             __m256i narrow[R] = {};
 #pragma GCC unroll 4
             for (int q = first; q < first + NARROW; q++) {
-                const int left = BITS == 5 ? 4 - q : 4 - q % 4 * 2;
-                const __m256i above = line(256 + (BITS == 6 ? q / 4 * 64 : 0), half);
-                const __m256i there = left > 0 ? _mm256_slli_epi16(above, left) : _mm256_srli_epi16(above, -left);
-                const __m256i nibbles = _mm256_and_si256(_mm256_srli_epi16(line(q / 2 * 64, half), q % 2 * 4), low);
-                const __m256i code = _mm256_or_si256(nibbles, _mm256_and_si256(there, mask));
+                const __m256i code = codes(q, half);
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++)
                     narrow[r] = _mm256_add_epi16(narrow[r], _mm256_maddubs_epi16(code, four(x + (q * H + r) * 4)));

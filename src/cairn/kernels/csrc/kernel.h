@@ -39,8 +39,9 @@ enum class Form : int { f32, f16, bf16, int4, int8, q4_k, q5_k, q6_k };
 //         whole numbers of q4_k and q5_k: [8][16] scales and [8][16] minima from 0 to 63, the first 192 in the low six
 //         bits of 192 bytes, the other 64 in what these leave: lowest bits in the first 64 bytes, then the next two
 //         whole numbers of q6_k: [16][16] scales of half groups, int8
-//         codes: those of int4; for q5_k [16][4] bytes with bit q the fifth of k = 4 q + j, for q6_k [2][16][4] bytes
-//         with bits 2 i and 2 i + 1 those above the lowest four of k = 16 p + 4 i + j
+//         codes of q4_k: those of int4; of q5_k these and [16][4] bytes with bit q the fifth of k = 4 q + j
+//         codes of q6_k: [2][3][16][4], the low six bits k = 16 p + 4 i + j for i below 3; i = 3 in what these leave, its
+//         lowest two bits in the first line
 struct Segment {
     const std::byte* panels;
     const float* bias;  // padded to whole panels, or null
@@ -74,11 +75,14 @@ struct Segment {
 // Code k of a group of super-blocks, of output `lane` of 16.
 inline int block_code(const std::byte* group, Index bits, Index lane, Index k) {
     const Index at = lane * 4 + k % 4, q = k / 4;
-    const int low = static_cast<int>(group[q / 2 * 64 + at]) >> (q % 2 * 4) & 15;
-    if (bits == 4) return low;
-    const std::byte* above = group + 256 + at;
-    if (bits == 5) return low | (static_cast<int>(*above) >> q & 1) << 4;
-    return low | (static_cast<int>(above[q / 4 * 64]) >> (q % 4 * 2) & 3) << 4;
+    const auto byte = [&](Index offset) { return static_cast<int>(group[offset + at]); };
+    if (bits == 6) {
+        const Index half = q / 4 * 192;
+        if (q % 4 < 3) return byte(half + q % 4 * 64) & 63;
+        return byte(half) >> 6 | byte(half + 64) >> 6 << 2 | byte(half + 128) >> 6 << 4;
+    }
+    const int low = byte(q / 2 * 64) >> (q % 2 * 4) & 15;
+    return bits == 4 ? low : low | (byte(256) >> q & 1) << 4;
 }
 
 // The whole numbers of a super-block of q4_k or q5_k: [8][16] scales, then [8][16] minima.

@@ -54,9 +54,15 @@ void put_whole(std::byte* to, Index i, unsigned number) {
 
 void put_block_code(std::byte* group, Index bits, Index lane, Index k, unsigned code) {
     const Index at = lane * 4 + k % 4, q = k / 4;
-    group[q / 2 * 64 + at] |= static_cast<std::byte>((code & 15) << (q % 2 * 4));
-    if (bits == 5) group[256 + at] |= static_cast<std::byte>((code >> 4 & 1) << q);
-    if (bits == 6) group[256 + q / 4 * 64 + at] |= static_cast<std::byte>((code >> 4 & 3) << (q % 4 * 2));
+    const auto mix = [&](Index offset, unsigned with) { group[offset + at] |= static_cast<std::byte>(with); };
+    if (bits == 6) {
+        const Index half = q / 4 * 192;
+        if (q % 4 < 3) return mix(half + q % 4 * 64, code & 63);
+        for (Index line = 0; line < 3; line++) mix(half + line * 64, (code >> (2 * line) & 3) << 6);
+        return;
+    }
+    mix(q / 2 * 64, (code & 15) << (q % 2 * 4));
+    if (bits == 5) mix(256, (code >> 4 & 1) << q);
 }
 
 // One output of a part in super-blocks; see Segment for the order.
