@@ -23,7 +23,7 @@ inline IntVec load_bytes(const std::uint8_t* p) {
     const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
     return IntVec{{(IntPart)_mm512_maskz_cvtepu8_epi32(0xffff, bytes)}};
 #else
-    IntVec out;
+    IntVec out = {};
     for (int i = 0; i < PARTS; i++)
         for (int lane = 0; lane < WIDTH; lane++) out.part[i][lane] = p[i * WIDTH + lane];
     return out;
@@ -34,7 +34,7 @@ inline IntVec load_signed_bytes(const std::int8_t* p) {
     const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
     return IntVec{{(IntPart)_mm512_maskz_cvtepi8_epi32(0xffff, bytes)}};
 #else
-    IntVec out;
+    IntVec out = {};
     for (int i = 0; i < PARTS; i++)
         for (int lane = 0; lane < WIDTH; lane++) out.part[i][lane] = p[i * WIDTH + lane];
     return out;
