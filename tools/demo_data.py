@@ -29,7 +29,7 @@ SYSTEMS = [
 ]
 
 # Shares in percent of conversations; tools carry the most because choosing among them is the hardest to learn.
-MIX = {"recall": 7, "acts": 52, "tools": 24, "about": 5, "sums": 2, "chat": 2, "untold": 5, "system": 1, "echo": 1}
+MIX = {"recall": 9, "acts": 44, "tools": 25, "about": 6, "sums": 3, "chat": 3, "untold": 6, "system": 1, "echo": 1}
 MIX |= {"long": 1}
 
 # What a fresh run reads first, for a few minutes: short texts in which copying pays at once. It makes the skill that
