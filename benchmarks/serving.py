@@ -182,11 +182,14 @@ class Server:
                 stderr=output,
                 start_new_session=True,
             )
-        while not self.ready():
-            if time.perf_counter() - began > 180 or self.process.poll() is not None:
-                self.kill()
-                raise SystemExit(f"{self.name} did not become ready: {(self.home / 'output').read_text()[-2000:]}")
-            time.sleep(0.01)
+        try:
+            while not self.ready():
+                if time.perf_counter() - began > 180 or self.process.poll() is not None:
+                    raise SystemExit(f"{self.name} did not become ready: {(self.home / 'output').read_text()[-2000:]}")
+                time.sleep(0.01)
+        except BaseException:
+            self.kill()  # nobody else knows of it yet
+            raise
         self.start_seconds = time.perf_counter() - began
 
     def ready(self) -> bool:
