@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from house import House, house
 from tests.service.tiny import collect, request
 
 from cairn.agents import kv
+from cairn.agents.content import Branch
+from cairn.agents.tree import Turn
 from cairn.errors import Unavailable
 from cairn.text.chat import Sampled
 from cairn.text.replay import Answer
@@ -118,6 +121,51 @@ async def test_what_is_pinned_follows_a_rollback(folder: Path, tmp_path: Path) -
         assert mine > 200
         await grown(at, *(f"other{n}" for n in range(14)))
         assert (await where(at, "ada"))[1] == mine
+
+
+@pytest.mark.parametrize("what", ["delete", "unpin", "rollback"])
+async def test_a_pin_whose_context_is_read_slowly_does_not_outlive_its_reason(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """The agent is deleted, unpinned or moved while the pin waits for the log."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        for text in ("first", "second"):
+            await at.say("ada", text)
+        pins: dict[str, list[int]] = {}
+
+        async def pin(owner: str, tokens: Sequence[int], salt: bytes = b"") -> None:
+            pins[owner] = list(tokens)
+
+        async def unpin(owner: str) -> None:
+            pins.pop(owner, None)
+
+        monkeypatch.setattr(at.service, "pin", pin)
+        monkeypatch.setattr(at.service, "unpin", unpin)
+        reading, go = asyncio.Event(), asyncio.Event()
+        branch = at.agents._archive.branch
+
+        async def slow(turn: Turn) -> Branch:
+            found = await branch(turn)
+            if not reading.is_set():
+                reading.set()
+                await go.wait()
+            return found
+
+        monkeypatch.setattr(at.agents._archive, "branch", slow)
+        pinning = asyncio.create_task(at.agents.pin("default", "ada", b"default", True))
+        await reading.wait()
+        if what == "delete":
+            await at.agents.delete("default", "ada", b"default")
+        elif what == "unpin":
+            await at.agents.pin("default", "ada", b"default", False)
+        else:
+            await at.agents.rollback("default", "ada", turn=1)
+        await at.agents.kv.settled()
+        go.set()
+        await pinning
+        left = [list(await at.agents.context("default", "ada"))] if what == "rollback" else []
+        assert list(pins.values()) == left
 
 
 async def test_the_kv_of_an_agent_deleted_without_a_worker_goes_when_there_is_one(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import random
 import threading
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from tests.files import CrashFile, CrashFiles
+from tests.files import CrashFile, CrashFiles, Fault
 
 from cairn.agents import log as log_module
 from cairn.agents.index import TIDY, Index, Kind, Segment, decode_keys, encode_keys
@@ -293,6 +294,22 @@ def test_a_record_is_read_where_it_lies_also_while_its_segment_is_written_anew()
     reader.start()
     reader.join()
     assert moves == 0 and found == [*kept, None, None]
+
+
+def test_a_segment_that_cannot_be_removed_gives_out_nothing_old() -> None:
+    """Its records lie elsewhere already. What superseded one of them meanwhile still counts when the segment goes."""
+    files = CrashFiles()
+    log = opened(files)
+    put(log, Kind.END, 7, b"interrupted" * 50)
+    put(log, Kind.TURN, 8, b"gone" * 500)
+    files.fail(Fault(files.calls, errno.EIO, only=frozenset({"remove"})))
+    with pytest.raises(OSError, match="Input/output error"):
+        log.erase([8])
+    end = put(log, Kind.END, 7, b"finished")
+    while log.compact():
+        assert log.read([(Kind.END, 7)]) == [end]
+    assert log.read([(Kind.END, 7)]) == [end]
+    assert not any(b"gone" in data for data in files.files(FOLDER).values())
 
 
 def test_a_damaged_record_is_read_as_nothing() -> None:

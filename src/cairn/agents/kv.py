@@ -49,10 +49,13 @@ class AgentKv:
 
     async def pin(self, agent: Agent) -> None:
         """Tell the stores what is pinned now."""
-        if agent.record.pinned:
-            await self._service.pin(_owner(agent), await self.ids(agent.head), agent.salt)
-        else:
-            await self._unpin(agent)
+        if not agent.record.pinned:
+            return await self._unpin(agent)
+        while agent.record.pinned and agent in self._roster:  # it may be unpinned or deleted while its head is read
+            head = agent.head
+            ids = await self.ids(head)
+            if agent.head is head and agent.record.pinned and agent in self._roster:
+                return await self._service.pin(_owner(agent), ids, agent.salt)
 
     def tied(self, agent: Agent, ids: Sequence[int]) -> None:
         """An ordinary request in the agent's name was answered, and this is its context: its KV goes with the agent."""

@@ -70,6 +70,8 @@ def rewrite(
             return
     if records:
         _make(folder, index, header, [records[lsn] for lsn in sorted(records)], numbers)
+    for number in numbers:  # one that cannot be removed now must not give them out again: they may be superseded then
+        segments[number].drop_all(lsns=wanted)
     for number in numbers:
         folder.remove(number)
         del segments[number]
