@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from house import FOLDER, Draw, House, hear, house
+from house import FOLDER, Draw, House, file_of, hear, house
 from tests.api.process import Served
 from tests.files import CrashFiles, Fault
 
@@ -225,6 +225,35 @@ async def test_a_turn_on_an_end_that_the_disk_refused_is_durable_only_with_that_
         await at.again()
         assert list(map(facts, (await at.agents.turns("default", "ada")))) == list(map(facts, turns))
         assert [turn.state for turn in (await at.agents.turns("default", "ada"))] == ["finished", "finished"]
+
+
+async def test_nothing_is_forked_off_an_agent_before_it_is_durable(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk refuses the agent, and would take the fork: it would be acknowledged without its history."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        await at.say("ada", "one")
+        data, sync = await file_of(at, "default", "ada"), at.agents.writer.sync
+        refused = asyncio.Event()
+
+        async def refuse(*records: Record) -> None:
+            await refused.wait()
+            raise Unavailable("no space left on device")
+
+        monkeypatch.setattr(at.agents.writer, "sync", refuse)
+        making = asyncio.create_task(at.agents.take_in("default", data, "new"))
+        while at.agents._book.roster.find("default", "new") is None:
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(at.agents.writer, "sync", sync)
+        with pytest.raises(Conflict, match="agent new is being made"):
+            await at.agents.fork("default", "new", new_id="eve")
+        with pytest.raises(Conflict, match="agent new is being made"):
+            await at.begin("new", "two", fork_on_conflict=True)
+        refused.set()
+        with pytest.raises(Unavailable):
+            await making
+        assert [agent.id for agent in at.agents.page("default").agents] == ["ada"]
 
 
 async def test_what_is_owed_stays_owed_while_the_disk_refuses_it(folder: Path) -> None:

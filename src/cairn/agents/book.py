@@ -90,7 +90,7 @@ class Book:
     async def add(self, agent: Agent, *more: Record) -> Agent:
         """A new agent, and the records that it needs."""
         written = self.writer.record(Kind.AGENT, agent.record, agent.key)
-        agent.starting = True
+        agent.starting = agent.new = True
         self.roster.add(agent)
         try:
             await self.sync(*more, written)
@@ -98,13 +98,15 @@ class Book:
             self._refused += {*self.roster.remove(agent), *(record.key for record in more)}
             raise
         finally:
-            agent.starting = False
+            agent.starting = agent.new = False
         for turn in (agent.root, *agent.own):
             turn.release()
         return agent
 
     async def fork(self, agent: Agent, at: Turn, id: str | None) -> Agent:
-        """A new agent with this one's history up to a turn."""
+        """A new agent with this one's history up to a turn. Conflict while that is not durable."""
+        if agent.new:
+            raise Conflict(f"agent {agent.id} is being made; fork it once that is answered")
         now = self.now()
         old = agent.record
         record = msgspec.structs.replace(

@@ -113,7 +113,20 @@ def _first(began: TurnRecord, parent: Turn | None) -> int:
 class Agent:
     """A named place in a tree of turns."""
 
-    __slots__ = ("base", "head", "key", "own", "record", "root", "running", "salt", "savings", "starting", "used")
+    __slots__ = (
+        "base",
+        "head",
+        "key",
+        "new",
+        "own",
+        "record",
+        "root",
+        "running",
+        "salt",
+        "savings",
+        "starting",
+        "used",
+    )
 
     def __init__(self, key: int, record: AgentRecord, root: Turn, base: Turn) -> None:
         self.key, self.record, self.root, self.base = key, record, root, base
@@ -125,6 +138,8 @@ class Agent:
         self.running: RunningTurn | None = None
         self.starting = False
         """A turn is about to run."""
+        self.new = False
+        """It is not durable yet, so nothing may share what it holds."""
         self.salt = b""
         """The tenant's, of the last call that named the agent."""
 
