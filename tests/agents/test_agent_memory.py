@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.agents.house import house
+from tests.agents.house import hear, house
 from tests.files import CrashFiles
 
 from cairn.agents.archive import Archive
@@ -132,6 +132,26 @@ async def test_a_turn_that_said_its_last_word_is_only_in_the_log(folder: Path) -
         assert said == ["one", "two"] and agent.head.size == len(await at.agents.context("default", "ada"))
         heard = await at.say("ada", "three")
         assert heard.done is not None and heard.done.usage.prompt_tokens > agent.head.parent.size  # type: ignore[union-attr]
+
+
+async def test_an_end_that_was_owed_leaves_memory_when_it_is_written(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        turn, agent = await at.begin("ada", "one"), at.agents._find("default", "ada")
+
+        async def refuse(*records: Record) -> None:
+            raise Unavailable("no space left on device")
+
+        with monkeypatch.context() as full:
+            full.setattr(at.agents.writer, "sync", refuse)
+            assert isinstance((await hear(turn)).error, Unavailable)
+        assert agent.head.content is not None
+        await at.agents._book.settle()
+        assert agent.head.content is None
+        (info,) = await at.agents.turns("default", "ada")
+        assert info.state == "finished" and info.answer is not None
 
 
 async def test_what_the_log_lost_is_said_to_be_lost(folder: Path) -> None:

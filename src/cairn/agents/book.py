@@ -157,8 +157,6 @@ class Book:
             self.roster.take_back(agent, turn)
             self._refused.append(turn.key)
             raise
-        if turn.parent is not None:
-            turn.parent.release()  # its end may have been owed until now
         agent.used = began.began
         return turn
 
@@ -242,6 +240,8 @@ class Book:
         for name, record in owed.items():
             if self._owed.get(name) is record:
                 del self._owed[name]
+                if record.kind == Kind.END:
+                    self.roster.release(record.key)
 
     async def settle(self) -> None:
         """Write what is owed. Unavailable where the disk refuses it, and once the log is closed."""

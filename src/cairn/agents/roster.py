@@ -86,6 +86,11 @@ class Roster:
         assert turn.parent is not None
         agent.head = turn.parent
 
+    def release(self, key: int) -> None:
+        """The end of the turn with this key is durable."""
+        if (turn := self._turns.get(key)) is not None:
+            turn.release()
+
     def remove(self, agent: Agent) -> list[int]:
         """Forget an agent; the keys of all that nobody needs any more."""
         del self._agents[agent.tenant][agent.id]
