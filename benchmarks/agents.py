@@ -7,7 +7,8 @@ and the new message; a turn that computes more is a failure, and so is an answer
 
 Printed: what was computed and loaded, bytes on disk, p50 and p99 of the time to the first token and of the whole turn
 as the client sees them, and the memory of the front and of the worker in the middle and at the end. That may grow by
-less than 2 % over the second half; more is a failure of the run.
+less than 2 % over the second half; more is a failure of the run. A round begins at least 8 seconds after the last:
+the events of an answer are kept for a minute (`--reconnect-grace`), and the half of a run is to be longer than that.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ def run(server: Server, given: argparse.Namespace) -> bool:
     memory: list[dict[str, int]] = []
     pids = processes(server)
     for number in range(1, given.turns + 1):
+        began = time.monotonic()
         for id in ids:
             now = turn(server, id, number, given.answer)
             if id in last:
@@ -122,6 +124,7 @@ def run(server: Server, given: argparse.Namespace) -> bool:
         held = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in memory[-1].items())
         seconds = statistics.median(one.total for one in turns[-given.agents :] or last.values())
         print(f"round {number:>3}: {seconds * 1000:.0f} ms a turn, {held}", file=sys.stderr, flush=True)
+        time.sleep(max(0.0, began + given.round_seconds - time.monotonic()))
     report(turns, disk)
     return judge(memory)
 
@@ -158,6 +161,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=1000, help="of an agent's beginning")
     parser.add_argument("--answer", type=int, default=8, help="tokens of an answer")
+    parser.add_argument("--round-seconds", type=float, default=8.0, help="a round begins no sooner after the last")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="cairn-agents-") as name:
         folder = Path(name)

@@ -103,9 +103,10 @@ class Tapes:
             else:
                 tape.failure = known
         finally:
-            tape.over = True
-            tape.cancel = _nothing  # what it was bound to holds the whole prompt
-            tape.wake()
+            before = tape.size
+            tape.end()
+            if tape.number in self._tapes:
+                self.size += tape.size - before
             if tape.failure is not None:
                 self._forget(tape)
             elif tape.number in self._tapes:
@@ -204,10 +205,6 @@ class Follower:
             news = True
             if after == tape.last and not tape.over:
                 news = await self._waker.sleep(self._heartbeat)
-
-
-def _nothing() -> None:
-    """There is nothing to cancel any more."""
 
 
 def is_resumable(call: Call, stream: bool) -> bool:

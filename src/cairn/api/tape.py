@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import zlib
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,6 +27,21 @@ class _Page(NamedTuple):
 class Tape:
     """The events of one answer. Those of the beginning may be given up when memory is short."""
 
+    __slots__ = (
+        "_fresh",
+        "_fresh_bytes",
+        "_pages",
+        "cancel",
+        "failure",
+        "last",
+        "number",
+        "over",
+        "readers",
+        "salt",
+        "size",
+        "timer",
+    )
+
     def __init__(self, number: int, salt: bytes, cancel: Callable[[], object]) -> None:
         self.number = number
         self.salt = salt
@@ -41,7 +55,7 @@ class Tape:
         """Bytes of memory."""
         self.timer: asyncio.TimerHandle | None = None
         self.cancel = cancel
-        self._pages: deque[_Page] = deque()
+        self._pages: list[_Page] = []
         self._fresh: list[bytes] = []
         self._fresh_bytes = 0
 
@@ -58,17 +72,28 @@ class Tape:
         self._fresh_bytes += len(data)
         self.size += len(data)
         if self._fresh_bytes >= PAGE:
-            packed = zlib.compress(_END.join(self._fresh), 1)
-            self._pages.append(_Page(self.last - len(self._fresh) + 1, packed))
-            self.size += len(packed) - self._fresh_bytes
-            self._fresh, self._fresh_bytes = [], 0
+            self._pack()
         self.wake()
+
+    def end(self) -> None:
+        """There will be no more events. What the request held is let go of, and all that was said is compressed."""
+        self.over = True
+        self.cancel = _nothing  # what it was bound to holds the whole prompt
+        if self._fresh:
+            self._pack()
+        self.wake()
+
+    def _pack(self) -> None:
+        packed = zlib.compress(_END.join(self._fresh), 1)
+        self._pages.append(_Page(self.last - len(self._fresh) + 1, packed))
+        self.size += len(packed) - self._fresh_bytes
+        self._fresh, self._fresh_bytes = [], 0
 
     def shorten(self) -> bool:
         """Give up the oldest page; False if there is none."""
         if not self._pages:
             return False
-        self.size -= len(self._pages.popleft().packed)
+        self.size -= len(self._pages.pop(0).packed)
         return True
 
     def read(self, after: int) -> tuple[bytes, int]:
@@ -96,3 +121,7 @@ class Tape:
         """Tell the readers that there is news."""
         for reader in self.readers:
             reader.wake()
+
+
+def _nothing() -> None:
+    """Nothing is left to cancel."""
