@@ -328,6 +328,8 @@ def test_ctrl_c_cancels_the_request_and_the_model_goes_on():
                             next(answer)
                     answer = llm.generate(["x"] * 3, max_tokens=1900, ignore_eos=True)
                 except KeyboardInterrupt:
+                    if stream:
+                        answer.close()  # it may have come between two pieces, when nothing waits
                     end = time.monotonic() + 20
                     while llm._llm.service.stats().running and time.monotonic() < end:
                         time.sleep(0.01)
