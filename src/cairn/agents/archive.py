@@ -1,5 +1,5 @@
-"""What turns hold, read back from the token log when it is asked for: nothing of a turn that has ended stays in memory
-but its place in the tree."""
+"""What turns hold, read back from the token log when it is asked for: nothing of a turn that has finished stays in
+memory but its place in the tree. An interrupted one, which may be resumed, keeps what it holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cairn.errors import Unavailable
 
 
 class Archive:
-    """Reads on threads of its own, beside the one that writes. No cache: the system has the pages of the files."""
+    """Reads on other threads than the one that writes. No cache: the system has the pages of the files."""
 
     def __init__(self, log: Log) -> None:
         self._log = log

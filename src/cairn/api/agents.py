@@ -147,7 +147,8 @@ class AgentRoutes:
         """DELETE /v1/agents/{id}: answered when its bytes are gone from the disk.
 
         Its KV, which holds token ids, goes with them, except: while the worker is being replaced it goes once there is
-        one, and that of turns that another model answered goes when nobody has used it for 30 days.
+        one, and that of turns that another model answered, or that the log cannot be read for, goes when nobody has
+        used it for 30 days.
         """
         id = self._id(call)
         await self._open().delete(call.tenant, id, call.salt)
