@@ -94,13 +94,15 @@ class Quantized:
     @property
     def arrays(self) -> tuple[NDArray[Any], ...]:
         """Those that it has, in the order of its fields."""
-        every = (self.codes, self.scale, self.minimum, self.block_scale, self.block_minimum)
-        return tuple(one for one in every if one is not None)
+        return tuple(one for one in self._every if one is not None)
 
     def rows(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Quantized:
         """The same with its outputs in another order: `change` puts the rows of each array in it."""
-        every = (self.codes, self.scale, self.minimum, self.block_scale, self.block_minimum)
-        return Quantized(self.bits, *(None if one is None else change(one) for one in every))  # type: ignore[arg-type]
+        return Quantized(self.bits, *(None if one is None else change(one) for one in self._every))  # type: ignore[arg-type]
+
+    @property
+    def _every(self) -> tuple[NDArray[Any] | None, ...]:
+        return self.codes, self.scale, self.minimum, self.block_scale, self.block_minimum
 
     @property
     def shape(self) -> tuple[int, int]:

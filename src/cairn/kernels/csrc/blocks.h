@@ -3,6 +3,8 @@
 // a scale every 16: both halves' integer sums times their scales stay below 2^24, so their sum is an exact float too.
 #pragma once
 
+#include <type_traits>
+
 #include "groups.h"
 
 namespace cairn::CAIRN_VARIANT {
@@ -18,21 +20,15 @@ struct InBlocks {
     static constexpr Index FRONT = LANES * 2 * (MINIMUM ? 2 : 1);
 };
 
-inline IntVec load_bytes(const std::uint8_t* p) {
+// 16 bytes as whole numbers, signed or not as their type is.
+template <class Byte>
+IntVec load_bytes(const Byte* p) {
 #if defined(__AVX512F__)
     const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
-    return IntVec{{(IntPart)_mm512_maskz_cvtepu8_epi32(0xffff, bytes)}};
-#else
-    IntVec out = {};
-    for (int i = 0; i < PARTS; i++)
-        for (int lane = 0; lane < WIDTH; lane++) out.part[i][lane] = p[i * WIDTH + lane];
-    return out;
-#endif
-}
-inline IntVec load_signed_bytes(const std::int8_t* p) {
-#if defined(__AVX512F__)
-    const __m128i bytes = _mm_load_si128(reinterpret_cast<const __m128i*>(p));
-    return IntVec{{(IntPart)_mm512_maskz_cvtepi8_epi32(0xffff, bytes)}};
+    if constexpr (std::is_signed_v<Byte>)
+        return IntVec{{(IntPart)_mm512_maskz_cvtepi8_epi32(0xffff, bytes)}};
+    else
+        return IntVec{{(IntPart)_mm512_maskz_cvtepu8_epi32(0xffff, bytes)}};
 #else
     IntVec out = {};
     for (int i = 0; i < PARTS; i++)
@@ -107,7 +103,7 @@ struct Block<InBlocks<6>> {
     template <int R>
     void add(Vec (&acc)[R], const std::byte* in, Index group) const {
         const auto* whole = reinterpret_cast<const std::int8_t*>(unit) + group * 2 * LANES;
-        const IntVec both[2] = {load_signed_bytes(whole), load_signed_bytes(whole + LANES)};
+        const IntVec both[2] = {load_bytes(whole), load_bytes(whole + LANES)};
         add_halves<R>(acc, in, Codes<6>(unit + Form::WHOLE + group * Form::CODES), both);
     }
 };
