@@ -1,4 +1,4 @@
-"""The tables that tools are composed from: acts/roles.txt and acts/acts.txt.
+"""The tables that tools are composed from: acts/roles.txt and acts/acts*.txt.
 
 A role is a kind of argument with its schema names, descriptions and the little words that announce it ("from {}",
 "called {}", "for {} people"). An act is what a tool does, with its roles and some request templates: ``(a/b)`` is a
@@ -68,7 +68,7 @@ def roles() -> dict[str, Role]:
 @cache
 def acts(evaluation: bool) -> tuple[Act, ...]:
     """The acts of one side: training, or held out (one in 16, by a checksum of its description)."""
-    blocks = f"\n{(FOLDER / 'acts.txt').read_text('utf-8')}".split("\n# ")[1:]
+    blocks = [b for path in sorted(FOLDER.glob("acts*.txt")) for b in f"\n{path.read_text('utf-8')}".split("\n# ")[1:]]
     return tuple(act for act in map(_parsed, blocks) if held_out(act.descriptions[-1], 16) == evaluation)
 
 

@@ -48,11 +48,11 @@ def offer(values: Values, count: int) -> list[Tool]:
 
 
 def act_talk(talk: Talk, between: Callable[[Talk], None]) -> None:
-    """One to six requests over one to four tools; results are mostly left out, so that there are more calls to learn."""
+    """One to nine requests over one to four tools; results are mostly left out, so that there are more calls to learn."""
     rng, values = talk.rng, talk.values
     tools = offer(values, rng.choices((1, 2, 3, 4), (28, 38, 32, 2))[0])
     talk.tools = [tool.schema(values) for tool in tools]
-    for _ in range(rng.choice((1, 2, 3, 4, 5, 6))):
+    for _ in range(rng.randint(1, 9)):
         roll = rng.random()
         if roll < 0.04:
             between(talk)
@@ -63,7 +63,7 @@ def act_talk(talk: Talk, between: Callable[[Talk], None]) -> None:
         text, arguments = tool.request(values)
         talk.user(text)
         talk.call(tool.name, arguments)
-        if rng.random() < 0.25:
+        if rng.random() < 0.15:
             talk.tool_result(*result(values, tool))
         if rng.random() < 0.1:
             _again(talk, tool, arguments)

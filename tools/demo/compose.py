@@ -106,7 +106,8 @@ def _value(values: Values, param: Param, role: Role) -> Value:
     while param.type == "i" and isinstance(value.data, (str, float)):
         if isinstance(value.data, str) and value.data.isdigit() and value.data[0] != "0":
             return Value(value.text, int(value.data))
-        value = thing(values, param.kind if param.kind in ("order", "code") else "code")
+        again = isinstance(value.data, float) or param.kind in ("order", "code")
+        value = thing(values, param.kind if again and param.kind != "float" else "code")
     if param.type == "s" and not isinstance(value.data, str):
         return Value(value.text, f"{value.data:g}" if isinstance(value.data, float) else str(value.data))
     if param.kind in FREE and isinstance(value.data, str):

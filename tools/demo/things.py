@@ -1,4 +1,4 @@
-"""Everyday words to fill requests with: the lists of acts/things.txt, whose items may hold other kinds in braces.
+"""Everyday words to fill requests with: the lists of acts/things*.txt, whose items may hold other kinds in braces.
 
 ``text=>data`` is an item that is said in one way and passed on in another ("the airport" said, "airport" passed on).
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from . import words
 from .values import Value, Values, held_out
 
-THINGS = Path(__file__).with_name("acts") / "things.txt"
+THINGS = Path(__file__).with_name("acts")
 SLOT = re.compile(r"\{(\w+)\}")
 # A list shorter than this is not split between training and evaluation.
 LONG = 25
@@ -21,7 +21,8 @@ NUMBER_WORDS = "two three four five six seven eight nine ten eleven twelve".spli
 @cache
 def lists() -> dict[str, tuple[str, ...]]:
     """The items of every kind."""
-    lines = (line.partition(": ") for line in THINGS.read_text("utf-8").splitlines() if line.strip())
+    texts = (path.read_text("utf-8") for path in sorted(THINGS.glob("things*.txt")))
+    lines = (line.partition(": ") for text in texts for line in text.splitlines() if line.strip())
     return {kind: tuple(items.split("|")) for kind, _, items in lines}
 
 
