@@ -1,5 +1,6 @@
 import contextlib
 import fcntl
+import gc
 import http.server
 import io
 import json
@@ -179,6 +180,20 @@ def test_models_that_cannot_be_served_are_one_sentence_and_exit_2(elsewhere, com
         how = process if command == ["serve"] else run
         said = sentence(how(command[0], model, *command[1:], *(["--port", "0"] if command == ["serve"] else [])))
         assert words in said, said
+
+
+def test_a_start_that_fails_leaves_the_collection_of_garbage_as_it_was():
+    """Whoever called the command in a process of his own goes on with it."""
+    assert gc.isenabled()
+    try:
+        for arguments in (["absent", "--port", "0"], ["demo", "--host", "0.0.0.0"]):
+            sentence(run("serve", *arguments))
+            assert gc.isenabled()
+        gc.disable()
+        sentence(run("serve", "absent", "--port", "0"))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_model_without_a_chat_template_can_continue_text(elsewhere):

@@ -147,10 +147,24 @@ def test_packed_tensors_are_rounded_again_only_to_fewer_bits(tmp_path: Path) -> 
 
 
 def test_kinds_that_have_to_be_rounded_are_told_before_anything_is_read(tmp_path: Path) -> None:
-    mixed = packed_model(tmp_path / "6", lambda name, array: Type.Q2_K if "down" in name else Type.Q4_K)
-    assert held(mixed, "stored").note() == "stored, Q2_K rounded to 8 bits with an error below 1 %"
-    assert held(mixed, "bf16").note() == "bf16"
-    assert held(packed_model(tmp_path / "4", Type.Q4_K), "stored").note() == "stored"
+    """In every form, and no other: each form is then read, and what lost something is what was told."""
+    eight, four = "rounded to 8 bits with an error below 1 %", "rounded to 4 bits with an error of about 8 %"
+    two = packed_model(tmp_path / "2", lambda name, array: Type.Q2_K if "down" in name else Type.Q4_K)
+    assert held(two, "stored").note() == f"stored, Q2_K {eight}"
+    assert held(two, "int8").note() == f"int8, Q2_K {eight}"
+    assert held(two, "int4").note() == f"int4, Q2_K {four}"
+    assert held(two, "bf16").note() == "bf16, Q2_K and Q4_K rounded to bfloat16 with an error below 0.2 %"
+    assert held(two, "f32").note() == "f32"
+    six = packed_model(tmp_path / "6", Type.Q6_K)
+    assert [held(six, form).note() for form in ("stored", "int8", "int4")] == ["stored", "int8", f"int4, Q6_K {four}"]
+    plain = write_model(tmp_path / "plain", dtype=BFLOAT16, **SIZES)
+    assert [held(plain, form).note() for form in ("stored", "bf16", "f32")] == ["stored", "bf16", "f32"]
+    assert held(plain, "int8").note() == f"int8, BF16 {eight}"
+    assert held(plain, "int4").note() == f"int4, BF16 {four}, BF16 {eight}"
+    for folder in (two, six, plain):
+        for form in ("stored", "f32", "bf16", "int8", "int4"):
+            found = held(folder, form)
+            assert len([found[name] for name in found]) and bool(found.errors) == ("rounded" in found.note())
 
 
 def test_what_rounding_cost_is_one_sentence() -> None:

@@ -135,6 +135,21 @@ async def test_a_process_killed_while_it_renders_is_not_the_messages_fault(rende
     assert renderer.pid != first
 
 
+async def test_a_slow_start_is_not_the_messages_fault(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn = renderer._spawn
+
+    async def late() -> None:
+        await spawn()
+        await asyncio.sleep(1.2)  # longer than messages may take
+
+    monkeypatch.setattr(renderer, "_spawn", late)
+    task = asyncio.create_task(renderer.render(job("slow")))
+    await asyncio.sleep(0)
+    assert renderer.pid is not None
+    os.kill(renderer.pid, signal.SIGKILL)
+    assert await task == ["slow"]
+
+
 async def test_signals_to_the_server_do_not_reach_the_process(renderer: Renderer) -> None:
     assert renderer.pid is not None
     assert os.getpgid(renderer.pid) != os.getpgid(0)

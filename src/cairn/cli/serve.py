@@ -24,8 +24,13 @@ def register(app: typer.Typer) -> None:
             # Until the server takes over there is nothing to finish; importing it takes a moment.
             signal.signal(number, lambda *_: sys.exit(0))
         # A tenth of a start would be looking for garbage among what stays; the server looks again once it is ready.
+        collecting = gc.isenabled()
         gc.disable()
-        from cairn.api.server import serve as serve_http
-        from cairn.service.stores import with_folder
+        try:
+            from cairn.api.server import serve as serve_http
+            from cairn.service.stores import with_folder
 
-        serve_http(with_folder(resolved.config, os.environ))
+            serve_http(with_folder(resolved.config, os.environ))
+        finally:
+            if collecting:  # a start that failed does not come to that
+                gc.enable()

@@ -128,10 +128,10 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
             held = held.rows(lambda rows: turn_back(rows, self._head_dim))
         return held, error
 
-    def inexact(self) -> list[str]:
-        """Names of the number formats among its matrices that `packed` has to round."""
-        found = (tensor.kind for tensor in self._found.values() if len(tensor.shape) == 2)
-        return sorted({kind.name for kind in found if kind.dtype is None and kind.split is None})
+    def kind(self, name: str) -> tuple[str, bool]:
+        """A tensor's number format in the file, and whether `packed` has to round it."""
+        kind = self._found[name].kind
+        return kind.name, kind.dtype is None and kind.split is None
 
     def _turned(self, name: str) -> bool:
         """Whether rows of q and k are put back into their heads' order."""

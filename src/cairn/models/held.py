@@ -30,6 +30,12 @@ from cairn.types import ModelSpec
 
 Form = Literal["stored", "f32", "bf16", "int8", "int4"]
 
+_LOSS = {
+    "bf16": "bfloat16 with an error below 0.2 %",
+    "int4": "4 bits with an error of about 8 %",
+    "int8": "8 bits with an error below 1 %",
+}
+_KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ENDS = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -53,8 +59,8 @@ class _Packed(Protocol):
         """A tensor as codes, and its relative error."""
         ...
 
-    def inexact(self) -> list[str]:
-        """Number formats that `packed` has to round."""
+    def kind(self, name: str) -> tuple[str, bool]:
+        """A tensor's number format in the file, and whether `packed` has to round it."""
         ...
 
 
@@ -90,10 +96,26 @@ class HeldWeights(Mapping[str, Any]):
         return known.codes(plain.shape, self._bits(name), "float16", passing=plain.made)
 
     def note(self) -> str:
-        """How the weights are held, in a few words, before any is read."""
-        if self.form == "stored" and isinstance(self._source, _Packed) and (kinds := self._source.inexact()):
-            return f"stored, {' and '.join(kinds)} rounded to 8 bits with an error below 1 %"
-        return self.form
+        """How the weights are held, and which number formats of the file are rounded for that; reads none of them."""
+        found: dict[str, set[str]] = {}
+        for name in self._source:
+            kind, target = self._rounds(name)
+            if target:
+                found.setdefault(target, set()).add(kind)
+        told = [f"{' and '.join(sorted(kinds))} rounded to {_LOSS[one]}" for one, kinds in sorted(found.items())]
+        return ", ".join([self.form, *told])
+
+    def _rounds(self, name: str) -> tuple[str, str]:
+        """A tensor's number format in the file, and what it is rounded to; "" where it loses nothing."""
+        plain = known.outline(self._source, name)
+        kind, inexact = _KINDS.get(plain.dtype, plain.dtype), False
+        if isinstance(self._source, _Packed):
+            kind, inexact = self._source.kind(name)
+        if self._stays(name):
+            return kind, "int8" if inexact and len(plain.shape) == 2 else ""
+        if self.form in ("f32", "bf16"):
+            return kind, "bf16" if self.form == "bf16" and plain.dtype != "bfloat16" else ""
+        return kind, f"int{self._bits(name)}"
 
     def __contains__(self, name: object) -> bool:
         return name in self._source  # a mapping's own would make the tensor

@@ -80,8 +80,7 @@ class Renderer:
             await self._spawn()
         answered = False
         try:
-            async with asyncio.timeout(timeout):
-                answer = await self._twice(data)
+            answer = await self._twice(data, timeout)
             answered = not answer.last
         except TimeoutError:
             raise InvalidRequest(
@@ -95,13 +94,22 @@ class Renderer:
                 self._end()
         return answer
 
-    async def _twice(self, data: bytes) -> Rendered:
-        """One exchange; another with a new process if this one is gone, which need not be the messages' fault."""
+    async def _twice(self, data: bytes, timeout: float) -> Rendered:
+        """One exchange; another with a new process if this one is gone, which need not be the messages' fault.
+
+        Each has the whole time: how long a process takes to start says nothing about the messages.
+        """
         try:
-            return await self._exchange(data)
+            return await self._within(data, timeout)
+        except TimeoutError:
+            raise
         except (EOFError, OSError):
             self._end()
             await self._spawn()
+            return await self._within(data, timeout)
+
+    async def _within(self, data: bytes, timeout: float) -> Rendered:
+        async with asyncio.timeout(timeout):
             return await self._exchange(data)
 
     async def _spawn(self) -> None:

@@ -56,6 +56,8 @@ struct Span {
 };
 
 // score[R][P blocks of 16] = query @ keys, for P neighbouring blocks.
+// Here and below the loops that fill and store `acc` are unrolled as well: an index that is known at run time only would
+// send all sums through memory.
 template <class Form, int R, int P, bool AHEAD>
 void score_blocks(const Queries<Form>& q, Index row, const Span<Form>& span, Index block) {
     constexpr Index BYTES = LANES * Form::STEP * Form::ELEMENT;
@@ -70,8 +72,11 @@ void score_blocks(const Queries<Form>& q, Index row, const Span<Form>& span, Ind
         }
         Form::template add<R, P>(acc, query + k * Form::STEP, q.size, raw);
     }
+    float* score = q.score + row * SPAN + block * LANES;
+#pragma GCC unroll 6
     for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++) store(q.score + (row + r) * SPAN + (block + p) * LANES, acc[r][p]);
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) store(score + r * SPAN + p * LANES, acc[r][p]);
 }
 
 // result[R][P vectors] = result * factor + weights @ values, position by position.
@@ -80,9 +85,11 @@ void mix_values(const Queries<Form>& q, Index row, const Span<Form>& span, Range
     constexpr Index BYTES = LANES * Form::STEP * Form::ELEMENT;
     const Index from = column * Form::STEP * Form::ELEMENT;
     Vec acc[R][P];
+    float* result = q.result + row * q.wide + column;
+#pragma GCC unroll 6
     for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++)
-            acc[r][p] = load(q.result + (row + r) * q.wide + column + p * LANES) * set(q.factor[row + r]);
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) acc[r][p] = load(result + r * q.wide + p * LANES) * set(q.factor[row + r]);
     const auto* weights = q.weights(row);
     for (Index at = steps.low; at < steps.high; at++) {
         typename Form::Raw raw[P];
@@ -95,8 +102,10 @@ void mix_values(const Queries<Form>& q, Index row, const Span<Form>& span, Range
         }
         Form::template add<R, P>(acc, weights + at * Form::STEP, q.WEIGHTS, raw);
     }
+#pragma GCC unroll 6
     for (int r = 0; r < R; r++)
-        for (int p = 0; p < P; p++) store(q.result + (row + r) * q.wide + column + p * LANES, acc[r][p]);
+#pragma GCC unroll 8
+        for (int p = 0; p < P; p++) store(result + r * q.wide + p * LANES, acc[r][p]);
 }
 
 template <class Form, int R, bool AHEAD>
