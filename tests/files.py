@@ -142,6 +142,7 @@ class CrashFiles:
         """Kind and name of every call, if a list is put here."""
         self.after_change: Callable[[str], None] = lambda kind: None
         """Called after every change with its kind, outside all locks; it may raise `Crash`."""
+        self.announced: list[Path] = []
         self.dead = False
         self.fault: Fault | None = None
         self.fired = 0
@@ -188,6 +189,28 @@ class CrashFiles:
             after._strangers = set(self._strangers)
             return after
 
+    def crash_while(self, rng: random.Random, most: int, action: Callable[[], object]) -> CrashFiles:
+        """Crash at one of the next `most` changes while something is done, or after it."""
+        left = rng.randrange(most)
+        after: CrashFiles | None = None
+
+        def stop(_: str) -> None:
+            nonlocal left, after
+            left -= 1
+            if left < 0 and after is None:
+                after = self.crash(rng)
+                self.dead = True
+                raise Crash
+
+        self.after_change = stop
+        try:
+            action()
+        except Crash:
+            assert after is not None
+            return after
+        self.after_change = lambda _: None
+        return self.crash(rng)
+
     def kill(self) -> CrashFiles:
         """What the next process finds when this one is killed: everything, with the locks gone. This one is dead."""
         with self._mutex:
@@ -223,6 +246,14 @@ class CrashFiles:
         with self._mutex:
             self._names[path] = self._durable[path] = _Node(data, bytearray(data), [], self.now())
             self._pending = [change for change in self._pending if all(name != path for name, _ in change)]
+
+    def damage(self, path: Path, at: int) -> None:
+        """A bit of that byte is turned, for those too who have the file open; once more, and it is as it was."""
+        with self._mutex:
+            node = self._names[path]
+            node.live[at] ^= 1
+            if at < len(node.durable):
+                node.durable = node.durable[:at] + bytes([node.durable[at] ^ 1]) + node.durable[at + 1 :]
 
     def vanish(self, path: Path) -> None:
         """The file is gone, and nobody was told."""
@@ -265,6 +296,9 @@ class CrashFiles:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         self._changed(kind)
         return CrashFile(self, node, path, writable=mode != "read")
+
+    def announce(self, path: Path) -> None:
+        self.announced.append(path)
 
     def replace(self, source: Path, target: Path) -> None:
         with self._call("replace", source):
@@ -457,6 +491,12 @@ class CrashFile:
     def read(self, offset: int, size: int) -> bytes:
         with self._call("read"):
             return bytes(self._node.live[offset : offset + size])
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        with self._call("read"):
+            data = self._node.live[offset : offset + len(buffer)]
+            buffer[: len(data)] = data
+            return len(data)
 
     def append(self, data: bytes | bytearray | memoryview) -> None:
         files, node, data = self._files, self._node, bytes(data)

@@ -33,6 +33,10 @@ def test_files_are_written_read_and_listed(place: tuple[FileSystem, Path]) -> No
     assert file.read(0, 100) == b"hello world"
     assert file.read(6, 3) == b"wor"
     assert file.read(50, 3) == b""
+    buffer = memoryview(bytearray(20))
+    assert file.read_into(6, buffer[:3]) == 3 and file.read_into(2, buffer[3:]) == 9
+    assert bytes(buffer) == b"worllo world" + bytes(8)
+    assert file.read_into(50, buffer) == 0
     file.truncate(5)
     assert file.size() == 5
     file.append(b"!")
@@ -57,6 +61,16 @@ def test_files_are_written_read_and_listed(place: tuple[FileSystem, Path]) -> No
     assert files.owned(root) and files.owned(root / "one")
     assert files.free(root) > 0
     files.sync_folder(root)
+
+
+def test_files_that_will_be_read_are_announced(place: tuple[FileSystem, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    files, root = place
+    files.make_folder(root)
+    files.open(root / "one", "create").close()
+    files.announce(root / "one")
+    files.announce(root / "nothing")
+    monkeypatch.delattr("os.posix_fadvise", raising=False)
+    files.announce(root / "one")
 
 
 def test_names_are_replaced_and_removed(place: tuple[FileSystem, Path]) -> None:

@@ -196,8 +196,8 @@ def test_equal_prompts_compute_their_prefix_once() -> None:
     requests = [rig.add(id, prompt, choice=id, temperature=1.0, max_tokens=3) for id in range(16)]
     rig.run()
     computed = sum(row.end - row.start for plan in rig.plans for row in plan.rows)
-    shared = 999 // 4 * 4
-    assert computed == 1000 + 15 * (1000 - shared) + 16 * 2
+    shared = 999
+    assert computed == 1000 + 15 + 16 * 2
     assert [rig.tokens(request.id) for request in requests] == [rig.oracle(request) for request in requests]
     assert [rig.outputs[id][0].cache.pool for id in range(16)] == [0] + [shared] * 15  # type: ignore[union-attr]
     stats = rig.scheduler.stats()
@@ -378,7 +378,7 @@ def test_scored_prompts_do_not_use_the_cache_but_fill_it() -> None:
     fresh.run()
     fresh.add(2)
     fresh.run()
-    assert fresh.outputs[2][0].cache.pool == 36  # type: ignore[union-attr]
+    assert fresh.outputs[2][0].cache.pool == 39  # type: ignore[union-attr]
 
 
 def test_prompt_scores_come_once_although_the_request_was_preempted() -> None:

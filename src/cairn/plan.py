@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cairn.engine.base import Engine, Row, RowResult
+from cairn.kv.blocks import Copy
 from cairn.sequence import Sequence
 from cairn.types import Output
 
@@ -42,6 +43,8 @@ class Plan:
     """Requests that ended without a row: past their deadline, or with nothing left to compute."""
     started: list[int]
     """Ids of requests that run for the first time."""
+    copies: list[Copy]
+    """Blocks to copy first, in this order."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -54,6 +57,8 @@ class Plan:
         try:
             if not self.rows:
                 return []
+            for group, source, target in self.copies:
+                engine.write_blocks(group, [target], engine.read_blocks(group, [source]).wait()).wait()
             if all(row.end - row.start == 1 for row in self.rows):
                 return engine.decode(self.rows).wait()
             return engine.prefill(self.rows).wait()

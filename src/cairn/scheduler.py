@@ -21,7 +21,8 @@ import msgspec
 
 from cairn.engine.base import Row, RowResult
 from cairn.errors import Conflict
-from cairn.kv.cache import Cache, GroupUse
+from cairn.kv.blocks import GroupUse
+from cairn.kv.cache import Cache
 from cairn.plan import Plan, Room
 from cairn.seams import Clock
 from cairn.sequence import Sequence, State, check
@@ -140,10 +141,11 @@ class Scheduler:
         else:
             work = [(sequence, end) for sequence, end in work if sequence.state is State.RUNNING]
         self._waiting.tick(now)
+        copies = self._cache.copies()
         if not work and not ended:
             return None
         rows = [sequence.row(end) for sequence, end in work]
-        self._planned = Plan(rows, [sequence for sequence, _ in work], ended, started)
+        self._planned = Plan(rows, [sequence for sequence, _ in work], ended, started, copies)
         return self._planned
 
     def commit(self, plan: Plan, results: list[RowResult] | Exception) -> list[Output]:

@@ -61,6 +61,10 @@ class File(Protocol):
         """`size` bytes from `offset`; fewer only where the file ends."""
         ...
 
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """Fill `buffer` with bytes from `offset`; how many: fewer than it takes only where the file ends."""
+        ...
+
     def append(self, data: bytes | bytearray | memoryview) -> None:
         """Write all of `data` at the end. After an error, any part of it may be there."""
         ...
@@ -102,6 +106,10 @@ class FileSystem(Protocol):
 
     def open(self, path: Path, mode: Literal["read", "append", "create"]) -> File:
         """Open for reading, for appending to a file that exists, or a new file with mode 0600 that must not exist."""
+        ...
+
+    def announce(self, path: Path) -> None:
+        """The file will be read soon: the system may begin to bring it into memory. Waits for nothing, never raises."""
         ...
 
     def replace(self, source: Path, target: Path) -> None:
@@ -178,6 +186,17 @@ class SystemFiles:
             os.close(handle)
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         return SystemFile(handle)
+
+    def announce(self, path: Path) -> None:
+        """`posix_fadvise`, where there is one."""
+        advise = getattr(os, "posix_fadvise", None)
+        if advise is not None:
+            with contextlib.suppress(OSError):
+                file = self.open(path, "read")
+                try:
+                    advise(file.handle, 0, 0, os.POSIX_FADV_WILLNEED)
+                finally:
+                    file.close()
 
     def replace(self, source: Path, target: Path) -> None:
         """`rename`."""
@@ -260,6 +279,11 @@ class SystemFile:
         self._handle = handle
         self._failed: OSError | None = None
 
+    @property
+    def handle(self) -> int:
+        """The descriptor."""
+        return self._handle
+
     def read(self, offset: int, size: int) -> bytes:
         """`pread` until all is there or the file ends."""
         data = os.pread(self._handle, size, offset)
@@ -270,6 +294,13 @@ class SystemFile:
             parts.append(data)
             got += len(data)
         return b"".join(parts)
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """`preadv` until it is full or the file ends."""
+        got = 0
+        while got < len(buffer) and (more := os.preadv(self._handle, [buffer[got:]], offset + got)):
+            got += more
+        return got
 
     def append(self, data: bytes | bytearray | memoryview) -> None:
         """`write` until all is there."""

@@ -67,6 +67,8 @@ def test_a_name_has_one_spelling() -> None:
         ".".join(parts[:4]),
         ".".join([*parts[:3], "0" + parts[3], parts[4]]),
         ".".join([*parts[:4], "+" + parts[4]]),
+        ".".join([*parts[:4], "-" + parts[4]]),
+        ".".join([*parts[:3], "-" + parts[3], parts[4]]),
         ".".join([parts[0][:-2], *parts[1:]]),
         ".".join([parts[0], "", *parts[2:]]),
         "tmp-1",

@@ -14,7 +14,7 @@ from tests.kv.stored import FOLDER, SIZE, Time, chain, chunk_path, held, keys, o
 
 from cairn.errors import ConfigError, Conflict
 from cairn.kv.codec import Raw
-from cairn.kv.store import Chunk
+from cairn.kv.store import OVERHEAD, Chunk
 from cairn.seams import SystemFiles
 
 
@@ -53,6 +53,45 @@ def test_other_tokens_under_the_same_key_are_a_miss(files: CrashFiles, time: Tim
     assert store.fetch(chunk.key, chunk.tokens[:-1]) is None
     assert store.fetch(chunk.key, chunk.tokens) == chunk
     assert store.stats().damaged == 0
+
+
+def test_a_chunk_is_read_into_the_buffer_that_was_given(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    [chunk] = chain(1)
+    store.keep([chunk])
+    buffer = memoryview(bytearray(len(chunk.pages) + OVERHEAD))
+    got = store.fetch(chunk.key, chunk.tokens, buffer)
+    assert got == chunk
+    buffer[:] = bytes(len(buffer))
+    assert got is not None and bytes(got.pages) == bytes(len(chunk.pages)), "the pages lie in it"
+    assert store.fetch(chunk.key, chunk.tokens, buffer[:100]) == chunk, "one that is too small is left alone"
+    assert bytes(buffer) == bytes(len(buffer))
+
+
+def test_a_longer_or_shorter_file_is_damaged_in_a_buffer_too(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    chunks = [*chain(1), *chain(1, salt=b"other")]
+    store.keep(chunks)
+    buffer = memoryview(bytearray(len(chunks[0].pages) + OVERHEAD))
+    for chunk, bend in zip(chunks, (lambda data: data + b"x", lambda data: data[:-1]), strict=True):
+        path = chunk_path(files, chunk)
+        files.put(path, bend(files.files()[path]))
+        assert store.fetch(chunk.key, chunk.tokens, buffer) is None
+    assert store.stats().damaged == 2
+
+
+def test_the_disk_is_told_what_is_read_next(files: CrashFiles, time: Time) -> None:
+    """Two chunks ahead, as far as contexts do not part, and only for a reader who brings a buffer."""
+    store = open_store(files, time)
+    chunks = chain(5)
+    forks = chain(1, salt=b"one", after=chunks[-1]) + chain(1, salt=b"other", after=chunks[-1])
+    store.keep([*chunks, *forks])
+    store.fetch(chunks[0].key, chunks[0].tokens)
+    assert files.announced == []
+    buffer = memoryview(bytearray(len(chunks[0].pages) + OVERHEAD))
+    for chunk in [*chunks, *forks]:
+        assert store.fetch(chunk.key, chunk.tokens, buffer) == chunk
+    assert files.announced == [chunk_path(files, chunk) for chunk in chunks[2:]]
 
 
 def test_a_hole_ends_the_run(files: CrashFiles, time: Time) -> None:

@@ -38,7 +38,7 @@ class Between:
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
-        self.fetch: Callable[[bytes, Sequence[int]], Chunk | None] = inner.fetch
+        self.fetch: Callable[[bytes, Sequence[int], memoryview | None], Chunk | None] = inner.fetch
         self.keep: Callable[[Sequence[Chunk]], int] = inner.keep
         self.pinned: dict[str, tuple[bytes, ...]] = {}
 

@@ -12,9 +12,10 @@ import errno
 import random
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
-from tests.files import BLOCK, Crash, CrashFiles, Fault, corrupted
+from tests.files import BLOCK, CrashFiles, Fault, corrupted
 from tests.kv.stored import FOLDER, Time, chain, on_disk, open_store
 from tests.laws.simulator import law
 
@@ -296,34 +297,13 @@ def crash_everywhere(seed: int, states: int, steps: int = STEPS) -> int:
         for _ in range(states):
             after = files.crash(rng)
             if rng.random() < 0.3:
-                after = crash_again(after, time, rng)
+                after = after.crash_while(rng, 6, partial(start, after, time))
             work.check_after(after, must)
             seen += 1
 
     files.after_change = look
     work.run(steps)
     return seen
-
-
-def crash_again(files: CrashFiles, time: Time, rng: random.Random) -> CrashFiles:
-    """Crash while the store is being opened."""
-    left, after = rng.randrange(6), files
-
-    def stop(_: str) -> None:
-        nonlocal left, after
-        left -= 1
-        if left < 0 and after is files:
-            after = files.crash(rng)
-            files.dead = True
-            raise Crash
-
-    files.after_change = stop
-    try:
-        start(files, time)
-    except Crash:
-        return after
-    files.after_change = lambda _: None
-    return files.crash(rng)
 
 
 def fault_at(seed: int, fault: Fault, steps: int = STEPS) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -36,7 +37,7 @@ class UnsureStore(RamStore):
         self.losing = self.refusing = self.slow = 0.0
         self.fetched = 0
 
-    def fetch(self, key: bytes, tokens: Sequence[int]) -> Chunk | None:
+    def fetch(self, key: bytes, tokens: Sequence[int], buffer: memoryview | None = None) -> Chunk | None:
         if self.chance.random() < self.slow:
             self.wait(self.chance.uniform(0, 3))
         if self.chance.random() < self.losing:
@@ -45,7 +46,11 @@ class UnsureStore(RamStore):
             self.drop([key])
         chunk = super().fetch(key, tokens)
         self.fetched += chunk is not None
-        return chunk
+        if chunk is None or buffer is None:
+            return chunk
+        pages = memoryview(chunk.pages).cast("B")
+        buffer[: len(pages)] = pages
+        return dataclasses.replace(chunk, pages=buffer[: len(pages)])
 
     def keep(self, chunks: Sequence[Chunk]) -> int:
         if self.chance.random() < self.refusing:

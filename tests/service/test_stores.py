@@ -15,7 +15,7 @@ from cairn.errors import ConfigError, Conflict
 from cairn.seams import SystemClock, SystemFiles
 from cairn.service.link import Patience
 from cairn.service.service import Service
-from cairn.service.stores import open_stores, with_folder
+from cairn.service.stores import open_stores, stored_bytes, with_folder
 
 
 async def test_kv_survives_the_service(folder: Path, tmp_path: Path) -> None:
@@ -34,6 +34,23 @@ async def test_kv_survives_the_service(folder: Path, tmp_path: Path) -> None:
         assert again.tokens == first.tokens
         assert again.cache.disk == len(service.tokenizer.encode(prompt)) // 64 * 64
         assert again.cache.pool == 0 and again.cache.load > 0
+
+
+async def test_what_a_folder_has_to_bring_up_is_known_before_the_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = config(folder, kv_dir=str(tmp_path / "kv"))
+    assert stored_bytes(stored, SystemFiles()) == 0, "there is no such folder yet"
+    async with serving(folder, kv_dir=str(tmp_path / "kv")) as service:
+        await collect(service.generate(request(service, "a context " * 30, 20)))
+        await service.flush()
+    chunks = sum(path.stat().st_size for path in tmp_path.glob("kv/?/*"))
+    (tmp_path / "kv" / "0" / "tmp-1").write_bytes(b"left over")
+    assert stored_bytes(stored, SystemFiles()) == chunks > 1000
+    for off in ({"kv_disk": False}, {"kv_load": "never"}):
+        assert stored_bytes(config(folder, kv_dir=str(tmp_path / "kv"), **off), SystemFiles()) == 0
+    monkeypatch.setattr("cairn.service.stores.MOST_AHEAD", 1000)
+    assert stored_bytes(stored, SystemFiles()) == 1000
 
 
 async def test_a_store_in_use_refuses_a_second_process(folder: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from cairn.config import Config
 from cairn.engine.base import NO_BLOCK, EngineInfo, Ready, Row, RowResult
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import block_bytes, check_memory, kv_dtype, pool_blocks, weight_memory
+from cairn.engine.pages import taken
 from cairn.kernels.base import Kernels
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.program import Interpreted, Program
@@ -48,9 +49,13 @@ class CpuEngine:
         config: Config,
         blocks: tuple[int, ...],
         form: str = "stored",
+        expected: int = 0,
         build: Callable[[Kernels, ModelSpec, Any], decoder.Decoder] = decoder.build,
     ) -> None:
-        """`weights` as they are to be held, in the `form` of `models.held`; `blocks` in the pool of each group."""
+        """`weights` as they are to be held, in the `form` of `models.held`; `blocks` in the pool of each group.
+
+        `expected`: bytes of stored KV that may be brought up soon, whose memory is taken now.
+        """
         context = min(spec.context, config.context or spec.context)
         max_rows = min(config.max_running, config.step_tokens)
         self._kernels = load_kernels(config.kernels, config.threads or cpu_count())
@@ -61,7 +66,8 @@ class CpuEngine:
             self._kernels.allocate((count, len(group.layers), *page), dtype)
             for count, group in zip(blocks, spec.groups, strict=True)
         ]
-        built = build(self._kernels, spec, weights)
+        with taken(self._kv, expected):
+            built = build(self._kernels, spec, weights)
         self._body: Program
         self._head: Program
         self._body, self._head = decoder.record(self._kernels, built, self._kv, self._buffers)
@@ -81,14 +87,14 @@ class CpuEngine:
         )
 
     @classmethod
-    def load(cls, spec: ModelSpec, folder: Path, config: Config) -> CpuEngine:
+    def load(cls, spec: ModelSpec, folder: Path, config: Config, expected: int = 0) -> CpuEngine:
         """The whole model, or an exception: memory and files are checked before anything is built."""
         weights = HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
         taken = weight_memory(spec, weights, config.kernels)
         blocks = pool_blocks(spec, config, weights=taken)
         check_memory(spec, config, blocks, weights=taken)
         build = partial(packed_file.build, place=folder, size=taken.held) if config.keep_packed else decoder.build
-        engine = cls(spec, weights, config, blocks, weights.form, build)
+        engine = cls(spec, weights, config, blocks, weights.form, expected, build)
         if line := error_line(weights.errors, len(weights)):
             note = f"{spec.name}: weights are held in the form {weights.form}; {line}"
             engine.info = dataclasses.replace(engine.info, note=note)
@@ -123,7 +129,8 @@ class CpuEngine:
         if any(len(memoryview(page).cast("B")) != size for page in pages):
             raise ValueError(f"a page of group {group} has {size} bytes")
         for one, page in zip(ids, pages, strict=True):
-            _bytes(self._kv[group][one])[:] = memoryview(page).cast("B")
+            # Not memoryview's copy, which keeps other threads from running.
+            np.copyto(_numbers(self._kv[group][one]), np.frombuffer(page, np.uint8))
         return Ready(None)
 
     def close(self) -> None:
@@ -230,7 +237,12 @@ def _slices(rows: Sequence[Row]) -> Iterator[list[tuple[int, int, int]]]:
 
 def _bytes(block: NDArray[Any]) -> memoryview:
     """A block's page: not every type of number has a memoryview of its own."""
-    return block.reshape(-1).view(np.uint8).data
+    return _numbers(block).data
+
+
+def _numbers(block: NDArray[Any]) -> NDArray[np.uint8]:
+    """A view of a block's bytes."""
+    return block.reshape(-1).view(np.uint8)
 
 
 def identity(spec: ModelSpec, kernels: Kernels, form: str, kv_dtype: str) -> bytes:

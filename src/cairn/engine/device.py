@@ -19,8 +19,11 @@ def check_context(spec: ModelSpec, config: Config) -> None:
         raise ModelError(f"context is {config.context}, but {spec.name} was made for at most {spec.context} tokens")
 
 
-def load_engine(config: Config, folder: Path) -> tuple[ModelSpec, Engine]:
-    """The model in `folder`, loaded into the engine that `config.engine` names: whole, or a `ModelError`."""
+def load_engine(config: Config, folder: Path, expected: int = 0) -> tuple[ModelSpec, Engine]:
+    """The model in `folder`, loaded into the engine that `config.engine` names: whole, or a `ModelError`.
+
+    `expected`: bytes of stored KV that may be brought up into its pool soon.
+    """
     spec = load_spec(folder)
     check_context(spec, config)
     if config.engine == "fake":
@@ -39,4 +42,4 @@ def load_engine(config: Config, folder: Path) -> tuple[ModelSpec, Engine]:
         return spec, engine
     from cairn.engine.cpu import CpuEngine
 
-    return spec, CpuEngine.load(spec, folder, config)
+    return spec, CpuEngine.load(spec, folder, config, expected)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,23 @@ class Published:
 
     key: bytes
     tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUse:
+    """Blocks of one group's pool. `free + cached + held` is its size."""
+
+    free: int
+    cached: int
+    held: int
+
+
+class Copy(NamedTuple):
+    """A block of a group whose content another one of the group is to get."""
+
+    group: int
+    source: int
+    target: int
 
 
 class BlockPool:

@@ -2,8 +2,9 @@
 
 One `BlockPool` and one key chain a cache group, all behind four calls. A hit of length L needs every full-attention
 block of [0, L) and, in a window group, the blocks of the W - 1 positions before L, which are all that position L may
-still read; `open` takes the longest such L. L ends on a block boundary and is less than the sequence: at least one
-token is left to compute, because its logits are wanted and because a shared block is never written to.
+still read; `open` takes the longest such L. L is less than the sequence: one token is left to compute, because its
+logits are wanted. A shared block is never written to, so L ends on a block boundary, but for one case: where the very
+last block is found too, the sequence gets a copy of it (`copies`), of which it computes the last token again.
 
 Regions of one table (block_tokens = 4, window 6, computed = 18, reserved up to 24):
 
@@ -15,22 +16,13 @@ Regions of one table (block_tokens = 4, window 6, computed = 18, reserved up to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from cairn.engine.base import NO_BLOCK, EngineInfo
-from cairn.kv.blocks import BlockPool
+from cairn.kv.blocks import BlockPool, Copy, GroupUse
 from cairn.kv.context import PATIENCE, Below, Context, Memory
 from cairn.kv.prefix import Chain, root
+from cairn.kv.windows import first_read, window_blocks
 from cairn.types import CacheGroup, Miss
-
-
-@dataclass(frozen=True, slots=True)
-class GroupUse:
-    """Blocks of one group's pool. `free + cached + held` is its size."""
-
-    free: int
-    cached: int
-    held: int
 
 
 class Cache:
@@ -44,6 +36,7 @@ class Cache:
         self.pools = tuple(BlockPool(blocks) for blocks in info.blocks)
         self._computing: dict[bytes, Context] = {}
         """Who computes, or loads, the block with this key (of the first group's chain) now."""
+        self._copies: list[Copy] = []
         self._seen = Memory()
         """Keys that were published, to tell what is gone from what never was."""
         self.below: Below | None = None
@@ -51,7 +44,7 @@ class Cache:
     @property
     def longest(self) -> int:
         """The longest sequence that fits when it has every pool to itself, in tokens."""
-        spans = (self._span(group) for group in self._groups)
+        spans = (window_blocks(group, self._block_tokens) for group in self._groups)
         sizes = (pool.size for pool in self.pools)
         limits = [size * self._block_tokens for size, span in zip(sizes, spans, strict=True) if not span or size < span]
         return min(limits, default=1 << 62)
@@ -98,9 +91,9 @@ class Cache:
     def open(self, context: Context, tokens: Sequence[int], *, reuse: bool = True, spare: int = 0) -> int | None:
         """Hold the longest cached prefix of `tokens`, and blocks for all the rest of them in the full groups.
 
-        Returns the tokens covered, or None with nothing held where that leaves fewer than `spare` blocks available in a
-        pool. Window groups grow as they are computed; here they only need room for one window. Without `reuse`
-        nothing cached is used, and everything is computed.
+        Returns the tokens covered, once `copies` are made, or None with nothing held where that leaves fewer than
+        `spare` blocks available in a pool. Window groups grow as they are computed; here they only need room for one
+        window. Without `reuse` nothing cached is used, and everything is computed.
         """
         size = self._block_tokens
         hit = self._hit(context, tokens) if reuse else 0
@@ -116,7 +109,14 @@ class Cache:
         context.awaited = None
         if self.below is not None and hit:
             self.below.findable(context, tokens)
+        if reuse and len(tokens) == (hit + 1) * size and self._copy_last(context, tokens, hit):
+            return len(tokens) - 1
         return hit * size
+
+    def copies(self) -> list[Copy]:
+        """What `open` has left to copy since the last call: in this order, before anything is computed or loaded."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def prepare(self, context: Context, tokens: Sequence[int], hit: int, stop: int, spare: int) -> bool:
         """Hold the first `hit` blocks and say that those up to `stop` are being loaded.
@@ -212,18 +212,6 @@ class Cache:
         seen = context.chains[0].key(index, tokens) in self._seen
         return Miss(position=covered, reason="evicted" if seen else "never seen")
 
-    def first_read(self, number: int, position: int) -> int:
-        """The first block of a group that `position` and those after it still read."""
-        return self._first_read(self._groups[number], position)
-
-    def _span(self, group: CacheGroup) -> int:
-        """Most blocks that one position of a window group reads or writes; 0 for full attention, which has no bound."""
-        return -(-(group.window - 1) // self._block_tokens) + 1 if group.kind == "window" else 0
-
-    def _first_read(self, group: CacheGroup, position: int) -> int:
-        """The first block that `position` and those after it still read."""
-        return max(0, position - group.window + 1) // self._block_tokens if group.kind == "window" else 0
-
     def _hit(self, context: Context, tokens: Sequence[int], most: int | None = None) -> int:
         """Blocks in the longest usable prefix that every group has, `most` at most."""
         hit = (len(tokens) - 1) // self._block_tokens if most is None else most
@@ -241,7 +229,7 @@ class Cache:
         """The last block that a window group lacks for a hit of `hit` blocks; any shorter hit must end before it."""
         for number, group in enumerate(self._groups):
             if group.kind == "window":
-                for index in range(hit - 1, self._first_read(group, hit * self._block_tokens) - 1, -1):
+                for index in range(hit - 1, first_read(group, hit * self._block_tokens, self._block_tokens) - 1, -1):
                     if self._find(context, number, index, tokens) is None:
                         return index
         return None
@@ -255,8 +243,8 @@ class Cache:
         self._hold_prefix(context, tokens, hit)
         wanted = -(-len(tokens) // self._block_tokens) - hit
         for group, pool in zip(self._groups, self.pools, strict=True):
-            held = hit - self._first_read(group, hit * self._block_tokens)
-            span = self._span(group)
+            held = hit - first_read(group, hit * self._block_tokens, self._block_tokens)
+            span = window_blocks(group, self._block_tokens)
             if (min(wanted, span - held) if span else wanted) + spare > pool.available:
                 self.close(context, tokens)
                 return False
@@ -264,7 +252,7 @@ class Cache:
 
     def _hold_prefix(self, context: Context, tokens: Sequence[int], hit: int) -> None:
         for number, (group, pool, table) in enumerate(zip(self._groups, self.pools, context.tables, strict=True)):
-            first = self._first_read(group, hit * self._block_tokens)
+            first = first_read(group, hit * self._block_tokens, self._block_tokens)
             table.extend([NO_BLOCK] * first)
             for index in range(first, hit):
                 block = self._find(context, number, index, tokens)
@@ -273,9 +261,21 @@ class Cache:
                 table.append(block)
             context.published[number] = hit
 
+    def _copy_last(self, context: Context, tokens: Sequence[int], last: int) -> bool:
+        """Have the block that ends `tokens` copied into the tables, if every group has it and room; else False."""
+        if self._find(context, 0, last, tokens) is None or not self.grow(context, len(tokens)):
+            return False
+        copies = []
+        for number, table in enumerate(context.tables):
+            if (block := self._find(context, number, last, tokens)) is None:
+                return False
+            copies.append(Copy(number, block, table[last]))
+        self._copies += copies
+        return True
+
     def _give_back_passed(self, group: CacheGroup, pool: BlockPool, table: list[int], computed: int) -> None:
         """Drop the blocks that no position from `computed` on reads. They stay findable."""
-        index = self._first_read(group, computed) - 1
+        index = first_read(group, computed, self._block_tokens) - 1
         while index >= 0 and table[index] != NO_BLOCK:
             pool.release((table[index],))
             table[index] = NO_BLOCK

@@ -89,6 +89,8 @@ def parse_name(text: str) -> Name | None:
         name = Name(key, parent, tag, int(parts[3], 16), int(parts[4], 16))
     except ValueError:
         return None
+    if min(name.depth, name.size) < 0:
+        return None
     # Only the one way to write it counts: two names for one chunk would be counted twice.
     return name if len(key) == _KEY and len(parent) in (0, _KEY) and str(name) == text else None
 
@@ -118,7 +120,7 @@ def encode(chunk: Chunk, *, model: str, identity: bytes, codec: Codec) -> tuple[
     return Name(chunk.key, chunk.parent, tag, chunk.depth, len(start) + len(pages)), [start, pages]
 
 
-def verify(data: bytes, name: Name) -> tuple[Header, tuple[int, ...], memoryview]:
+def verify(data: bytes | memoryview, name: Name) -> tuple[Header, tuple[int, ...], memoryview]:
     """Header, tokens and pages as written, every check passed; else `Damaged`."""
     view = memoryview(data)
     if len(view) != name.size or len(view) < _START:
@@ -147,8 +149,8 @@ def verify(data: bytes, name: Name) -> tuple[Header, tuple[int, ...], memoryview
     return header, struct.unpack(f"<{header.tokens}I", view[tokens_at:pages_at]), view[pages_at:]
 
 
-def decode(data: bytes, name: Name, *, identity: bytes, codec: Codec) -> Chunk:
-    """The chunk, or `Damaged`."""
+def decode(data: bytes | memoryview, name: Name, *, identity: bytes, codec: Codec) -> Chunk:
+    """The chunk, or `Damaged`. Its pages are a view of `data` where the codec makes none of its own."""
     header, tokens, pages = verify(data, name)
     if header.identity != identity or header.codec != codec.name:
         raise Damaged("the chunk is another model's")

@@ -30,6 +30,8 @@ TTL = 30 * 86400.0
 """Seconds that an unused chunk is kept."""
 RESERVE = 256 << 20
 """Bytes of the disk that the store does not grow into: the logs of agents need them more."""
+AHEAD = 2
+"""How many chunks on the disk is told what will be read: it reads while a chunk is checked."""
 _PRUNE_EVERY = 600.0
 
 
@@ -98,13 +100,16 @@ class DiskStore:
                 state.use(last)
             return count
 
-    def fetch(self, key: bytes, tokens: Sequence[int]) -> Chunk | None:
-        """Read whole, verified whole."""
+    def fetch(self, key: bytes, tokens: Sequence[int], buffer: memoryview | None = None) -> Chunk | None:
+        """Read whole, verified whole. With a `buffer`, more of the context is taken to be wanted next."""
         state = self._state
         self._try_again()
         with state.mutex:
             entry = state.shelf.get(self._tag + key)
-        data = state.read(entry) if entry is not None else None
+            next_one = state.shelf.after(entry, AHEAD) if entry is not None else None
+        if next_one is not None and buffer is not None:
+            state.folder.announce(next_one.name)
+        data = state.read(entry, buffer) if entry is not None else None
         if entry is None or data is None:
             return None
         try:

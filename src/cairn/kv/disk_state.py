@@ -205,10 +205,10 @@ class DiskState:
 
     # ------------------------------------------------------------------------------------------------------- reading
 
-    def read(self, entry: Entry) -> bytes | None:
-        """The file, or None: gone, or the disk failed."""
+    def read(self, entry: Entry, buffer: memoryview | None = None) -> bytes | memoryview | None:
+        """The file, in `buffer` if it has room, or None: gone, or the disk failed."""
         try:
-            return self.folder.read(entry.name)
+            return self.folder.read(entry.name, buffer)
         except FileNotFoundError:
             self.condemn(entry)
         except OSError as error:

@@ -6,6 +6,7 @@ the pool; the first that no store can give ends it. Nothing here touches the poo
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import threading
@@ -14,9 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from cairn.errors import trace
 from cairn.kv.context import TierName
-from cairn.kv.store import Chunk, Store
+from cairn.kv.store import OVERHEAD, Chunk, Store
 from cairn.seams import Clock
 
 log = logging.getLogger(__name__)
@@ -49,6 +52,8 @@ class Arrival(NamedTuple):
     """In the order of the stretch's wants."""
     tier: TierName
     """The lowest tier that any of them came from."""
+    buffers: tuple[memoryview, ...] = ()
+    """What the chunks' pages may lie in."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,9 +89,17 @@ class Load:
 class Reader:
     """Loads, first come first served."""
 
-    def __init__(self, stores: Mapping[TierName, Store], gate: Gate, clock: Clock, wake: Callable[[], None]) -> None:
-        """`stores` from the fastest down; `wake` is called from the thread whenever something has arrived."""
+    def __init__(
+        self, stores: Mapping[TierName, Store], size: int, gate: Gate, clock: Clock, wake: Callable[[], None]
+    ) -> None:
+        """`stores` from the fastest down; `wake` is called from the thread whenever something has arrived.
+
+        `size`: bytes of the pages of the largest chunk.
+        """
         self._stores = stores
+        self._size = size + OVERHEAD
+        self._buffers: deque[memoryview] = deque()
+        """Those that nothing lies in. New memory is given out page by page, which takes longer than reading does."""
         self._gate = gate
         self._clock = clock
         self._wake = wake
@@ -101,8 +114,10 @@ class Reader:
             self._loads.append(load)
             self._changed.notify()
 
-    def taken(self) -> None:
-        """Something that had arrived was taken, or a load was cancelled: there may be work again."""
+    def taken(self, arrival: Arrival | None = None) -> None:
+        """What had arrived was taken, or a load was cancelled: there may be work again."""
+        if arrival is not None and len(self._buffers) <= AHEAD:
+            self._buffers += arrival.buffers
         with self._changed:
             self._changed.notify()
 
@@ -148,22 +163,24 @@ class Reader:
 
     def _fetch(self, wants: Sequence[Want]) -> Arrival | None:
         chunks: list[Chunk] = []
+        buffers: list[memoryview] = []
         # Where a window needs nothing, the stretch counts as the ones after it most likely will.
         lowest: TierName = "ram" if wants else tuple(self._stores)[-1]
         began = self._clock.now()
         for want in wants:
-            tried = ((tier, store.fetch(want.key, want.tokens)) for tier, store in self._stores.items())
+            buffers.append(self._buffers.popleft() if self._buffers else np.empty(self._size, np.uint8).data)
+            tried = ((tier, store.fetch(want.key, want.tokens, buffers[-1])) for tier, store in self._stores.items())
             tier, chunk = next((one for one in tried if one[1] is not None), (None, None))
             if chunk is None:
                 return None
             if tier == "disk":
                 lowest = tier
                 if "ram" in self._stores:
-                    self._stores["ram"].keep((chunk,))
+                    self._stores["ram"].keep((dataclasses.replace(chunk, pages=bytes(chunk.pages)),))
             chunks.append(chunk)
         size = sum(len(memoryview(chunk.pages).cast("B")) for chunk in chunks)
         self._gate.read(size, self._clock.now() - began)
-        return Arrival(tuple(chunks), lowest)
+        return Arrival(tuple(chunks), lowest, tuple(buffers))
 
     def _run(self) -> None:
         while True:

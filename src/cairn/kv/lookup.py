@@ -10,6 +10,7 @@ from cairn.kv.disk import DiskStore
 from cairn.kv.loading import Want
 from cairn.kv.prefix import Chain, root
 from cairn.kv.store import CHUNK_BLOCKS, Store
+from cairn.kv.windows import first_read
 
 
 class Lookup:
@@ -93,7 +94,7 @@ class Lookup:
     def _begin(self, number: int, tokens: Sequence[int], first: int, stop: int) -> int:
         """The first chunk of a group that the token after `stop` chunks (or the last one) still reads."""
         position = self.usable(tokens, stop) * self._block_tokens
-        return max(first, self._cache.first_read(number, position) // CHUNK_BLOCKS)
+        return max(first, first_read(self._groups[number], position, self._block_tokens) // CHUNK_BLOCKS)
 
     def _leading(self, keys: Sequence[bytes]) -> int:
         """How many of the first keys are in one store or another."""

@@ -34,8 +34,8 @@ class RamStore:
         with self._lock:
             return next((count for count, key in enumerate(keys) if key not in self._chunks), len(keys))
 
-    def fetch(self, key: bytes, tokens: Sequence[int]) -> Chunk | None:
-        """See `Store`."""
+    def fetch(self, key: bytes, tokens: Sequence[int], buffer: memoryview | None = None) -> Chunk | None:
+        """See `Store`. No copy."""
         with self._lock:
             chunk = self._chunks.get(key)
             if chunk is None or chunk.tokens != tuple(tokens):

@@ -83,6 +83,16 @@ class Shelf:
         entry = self._entries.get(id)
         return entry if entry is not None and entry.live else None
 
+    def after(self, entry: Entry, steps: int) -> Entry | None:
+        """The live chunk that extends this one so many steps on; None where that is none, or one of several."""
+        found: Entry | None = entry
+        for _ in range(steps):
+            if found is None or len(found.children) != 1:
+                return None
+            (id,) = found.children
+            found = self.get(id)
+        return found
+
     def known(self, id: bytes) -> bool:
         """Whether it is live or doomed: a file may have its name."""
         return id in self._entries

@@ -13,6 +13,8 @@ from typing import Protocol
 
 CHUNK_BLOCKS = 4
 """Blocks in a chunk: 64 tokens."""
+OVERHEAD = 8192
+"""Bytes that a chunk as it is kept may have beyond its pages, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,12 @@ class Store(Protocol):
         """How many of the first `keys` it has, without reading them: the length of the run that starts at the first."""
         ...
 
-    def fetch(self, key: bytes, tokens: Sequence[int]) -> Chunk | None:
-        """The chunk, every check passed, if it holds exactly `tokens`; None in any doubt."""
+    def fetch(self, key: bytes, tokens: Sequence[int], buffer: memoryview | None = None) -> Chunk | None:
+        """The chunk, every check passed, if it holds exactly `tokens`; None in any doubt.
+
+        `buffer`: bytes that the store may write to, whatever comes of it, and whose content the pages may be: memory
+        that was used before costs less than new memory.
+        """
         ...
 
     def keep(self, chunks: Sequence[Chunk]) -> int:

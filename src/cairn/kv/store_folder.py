@@ -141,6 +141,16 @@ def _mark(files: FileSystem, folder: Path) -> None:
     files.sync_folder(folder)
 
 
+def held(files: FileSystem, folder: Path, most: int) -> int:
+    """Bytes of the chunks in a folder that nobody holds yet, by their names; no more than `most` are counted."""
+    size = 0
+    for digit in DIGITS:
+        if size < most:
+            names = (parse_name(entry.name) for entry in files.list(folder / digit))
+            size += sum(name.size for name in names if name is not None)
+    return min(size, most)
+
+
 class StoreFolder:
     """Files in a folder that is held. Calls raise `OSError` as the system does. Any thread."""
 
@@ -192,13 +202,19 @@ class StoreFolder:
             else:
                 yield entry
 
-    def read(self, name: Name) -> bytes:
-        """The whole file; longer than the name says only by one byte, which is enough to see it."""
+    def read(self, name: Name, buffer: memoryview | None = None) -> bytes | memoryview:
+        """The whole file, in `buffer` if it has room; longer than the name says only by one byte, which shows it."""
         file = self.files.open(self.path(name), "read")
         try:
-            return file.read(0, name.size + 1)
+            if buffer is None or len(buffer) <= name.size:
+                return file.read(0, name.size + 1)
+            return buffer[: file.read_into(0, buffer[: name.size + 1])]
         finally:
             file.close()
+
+    def announce(self, name: Name) -> None:
+        """A chunk's file will be read soon."""
+        self.files.announce(self.path(name))
 
     def remove(self, name: Name) -> None:
         """Remove a chunk's file if it is there."""

@@ -58,7 +58,7 @@ class Tiers:
         self._sizes = tuple(CHUNK_BLOCKS * size for size in cache.info.block_bytes)
         self.gate = Gate(load, clock)
         self.writer = Writer(tuple(stores.values()), clock, wake, self._tend)
-        self.reader = Reader(stores, self.gate, clock, wake)
+        self.reader = Reader(stores, max(self._sizes), self.gate, clock, wake)
         *_, durable = stores.values()
         self.behind_pool = Behind(cache, engine, clock, durable, self.writer, limits or WriteLimits())
         self._lookup = Lookup(cache, stores)
@@ -149,7 +149,7 @@ class Tiers:
             arrival = load.arrived.popleft()
             over = not self._bring(context, tokens, load, arrival)
             room -= sum(len(chunk.pages) for chunk in arrival.chunks)
-            self.reader.taken()
+            self.reader.taken(arrival)
         if not over and load.arrived:
             return True
         if self.gate.late(load) and not load.over:

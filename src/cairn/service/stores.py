@@ -19,10 +19,13 @@ from cairn.kv.disk import DiskStore
 from cairn.kv.prefix import numerics
 from cairn.kv.ram import RamStore
 from cairn.kv.store import Store
+from cairn.kv.store_folder import held
 from cairn.seams import Clock, FileSystem
 from cairn.types import ModelSpec
 
 GB = 10**9
+MOST_AHEAD = 1 << 30
+"""Bytes of the KV pool whose memory is taken while the model loads, at most."""
 
 
 def with_folder(config: Config, env: Mapping[str, str]) -> Config:
@@ -35,6 +38,16 @@ def with_folder(config: Config, env: Mapping[str, str]) -> Config:
 def _users_folder(env: Mapping[str, str]) -> Path:
     base = env.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "cairn" / "kv"
+
+
+def stored_bytes(config: Config, files: FileSystem) -> int:
+    """Bytes that the folder for KV has to bring up, at most as many as memory is taken for ahead; 0 in any doubt."""
+    if config.kv_dir is None or not config.kv_disk or config.kv_load == "never":
+        return 0
+    try:
+        return held(files, Path(config.kv_dir).expanduser().absolute(), MOST_AHEAD)
+    except OSError:
+        return 0
 
 
 def keyed(info: EngineInfo, codec: str) -> EngineInfo:

@@ -31,7 +31,7 @@ from cairn.scheduler import Limits, Scheduler
 from cairn.seams import Clock, SystemClock, SystemFiles
 from cairn.service import wire
 from cairn.service.answers import Answers
-from cairn.service.stores import GB, keyed, open_stores
+from cairn.service.stores import GB, keyed, open_stores, stored_bytes
 from cairn.types import KvStats, Output
 
 BEAT_SECONDS = 1.0
@@ -228,13 +228,13 @@ class Loaded:
 
 def _load(channel: wire.Channel, config: Config, folder: Path) -> Loaded | None:
     """All that is needed to step, or None after telling the front why not."""
-    clock, engine = SystemClock(), None
+    clock, files, engine = SystemClock(), SystemFiles(), None
     try:
         from cairn.engine.device import load_engine
 
-        spec, engine = load_engine(config, folder)
+        spec, engine = load_engine(config, folder, stored_bytes(config, files))
         known = keyed(engine.info, config.kv_codec)
-        stores, trouble = open_stores(config, spec, known, clock, SystemFiles(), os.environ)
+        stores, trouble = open_stores(config, spec, known, clock, files, os.environ)
     except Exception as error:
         if engine is not None:
             engine.close()
