@@ -81,6 +81,20 @@ def test_agents_are_listed_shown_forked_rolled_back_moved_and_deleted(server: Se
     assert (code, out) == (1, "") and "there is no agent ada" in err
 
 
+def test_a_turn_that_the_log_lost_is_named(tmp_path: Path) -> None:
+    with served(agents_dir=str(tmp_path)) as server:
+        server.post("/v1/agents", {"id": "ada", "system": "You remember."})
+        turn(server, "ada", "one")
+        turn(server, "ada", "the second message")
+        assert "damage" not in [row[0] for row in rows(server, "agents", "show", "ada")]
+        (path,) = tmp_path.glob("*.log")
+        with path.open("r+b") as file:
+            file.seek(path.read_bytes().index(b"the second message"))
+            file.write(b"T")
+        [(_, said)] = [row for row in rows(server, "agents", "show", "ada") if row[0] == "damage"]
+        assert said.startswith("turn 2 of agent ada cannot be read") and "roll back to turn 1" in said
+
+
 @pytest.mark.parametrize("id", ["", ".", "..", "a/turns", "a?x", "import", "x" * 65, "\u00e4"])
 def test_what_is_no_id_is_never_sent(server: Served, id: str, tmp_path: Path) -> None:
     for arguments in (

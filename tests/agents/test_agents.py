@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from house import FOLDER, GREEDY, Draw, Heard, House, hear, house
+from house import FOLDER, GREEDY, Draw, Heard, House, file_of, hear, house
 from tests.files import CrashFiles
 
 from cairn.agents.book import check_id
@@ -282,6 +282,52 @@ async def test_a_rollback_leaves_the_abandoned_branch_listed_until_it_is_collect
         assert not any(b"two secret" in data for data in at.files.files().values())
         await at.again()
         assert [turn.number for turn in (await at.agents.turns("default", "ada"))] == [1, 4]
+
+
+async def test_an_abandoned_branch_that_a_fork_has_keeps_its_numbers(folder: Path) -> None:
+    """A restart would find it again, and two turns of one number."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", messages=SYSTEM)
+        for text in ("one", "two"):
+            await at.say("ada", text)
+        await at.agents.fork("default", "ada", new_id="bob")
+        await at.agents.rollback("default", "ada", turn=1)
+        at.clock.ahead = 8 * 86_400
+        await at.agents.tend()
+        await at.say("ada", "other")
+        turns = await at.agents.turns("default", "ada")
+        assert [(turn.number, turn.parent, turn.current) for turn in turns] == [
+            (1, 0, True),
+            (2, 1, False),
+            (3, 1, True),
+        ]
+        await at.again()
+        assert await at.agents.turns("default", "ada") == turns
+        await at.agents.delete("default", "bob")
+        await at.agents.tend()
+        assert [turn.number for turn in await at.agents.turns("default", "ada")] == [1, 3]
+        assert not any(b"two" in data for data in at.files.files().values())
+
+
+async def test_what_follows_a_rollback_stays_for_a_week_however_old_it_is(folder: Path) -> None:
+    """Also after a restart, and in an agent that was taken in."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", messages=SYSTEM)
+        for text in ("one", "two"):
+            await at.say("ada", text)
+        at.clock.ahead = 30 * 86_400
+        await at.agents.rollback("default", "ada", turn=1)
+        data = await file_of(at, "default", "ada")
+        await at.agents.tend()
+        await at.again()
+        at.clock.ahead += 6 * 86_400
+        await at.agents.tend()
+        assert [turn.number for turn in await at.agents.turns("default", "ada")] == [1, 2]
+        await at.agents.take_in("default", data, "bob")
+        at.clock.ahead += 2 * 86_400
+        await at.agents.tend()
+        assert [turn.number for turn in await at.agents.turns("default", "ada")] == [1]
+        assert [turn.number for turn in await at.agents.turns("default", "bob")] == [1, 2]
 
 
 async def test_deleting_erases_what_no_fork_shares(folder: Path) -> None:

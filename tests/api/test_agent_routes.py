@@ -15,6 +15,7 @@ from sockets import Site, site
 from tests.agents.house import House, house, talking_model
 from tests.agents.test_portable import forged, with_agent, with_turn
 
+from cairn.agents.book import Book
 from cairn.config import Config, Secret, TenantKeys
 from cairn.kv.chunk_file import parse_name
 
@@ -146,14 +147,35 @@ async def test_a_resumed_answer_has_log_probabilities_of_all_its_tokens_or_of_no
 async def test_a_client_that_waits_for_a_whole_answer_and_leaves_cancels_nothing_at_once(folder: Path) -> None:
     async with home(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
-        with pytest.raises(httpx.ReadTimeout):
-            await http.post("/v1/agents/ada/turns", json=ask("long", max_tokens=1500), timeout=0.1)
+        waiting = asyncio.create_task(http.post("/v1/agents/ada/turns", json=ask("long", max_tokens=1500)))
+        while not (await http.get("/v1/agents/ada/turns")).json()["data"]:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
         for _ in range(1000):
             (turn,) = (await http.get("/v1/agents/ada/turns")).json()["data"]
             if turn["state"] != "running":
                 break
             await asyncio.sleep(0.01)
+        assert waiting.cancelled()
         assert turn["state"] == "finished" and turn["completion_tokens"] == 1500
+
+
+async def test_a_turn_that_is_being_written_down_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, sync = asyncio.Event(), Book.sync
+
+    async def late(book: Book, *records: Any) -> None:
+        await held.wait()
+        await sync(book, *records)
+
+    async with home(folder) as (_, _, http):
+        await http.post("/v1/agents", json={"id": "ada"})
+        monkeypatch.setattr(Book, "sync", late)
+        waiting = asyncio.create_task(http.post("/v1/agents/ada/turns", json=ask("x", max_tokens=4)))
+        while not (turns := (await http.get("/v1/agents/ada/turns")).json()["data"]):
+            await asyncio.sleep(0.01)
+        assert [turn["state"] for turn in turns] == ["running"]
+        held.set()
+        assert (await waiting).status_code == 200
 
 
 async def test_a_cancelled_turn_is_interrupted(folder: Path) -> None:
@@ -394,3 +416,29 @@ async def test_a_chat_that_was_changed_is_told_where(folder: Path) -> None:
         assert again["reason"] == "template" and again["differs"]["position"] < 40
         strange = await ask(edited, "k2")
         assert strange == {"position": 0, "reason": "never seen"}
+
+
+async def test_a_damaged_agent_is_shown_with_what_can_be_done(folder: Path) -> None:
+    async with home(folder) as (at, _, http):
+        await http.post("/v1/agents", json={"id": "ada", "system": "You remember."})
+        for text in ("the first message", "the second message"):
+            assert (await http.post("/v1/agents/ada/turns", json=ask(text))).status_code == 200
+        assert (await http.get("/v1/agents/ada")).json()["damage"] is None
+        for path, data in at.files.files().items():
+            if (where := data.find(b"the second message")) >= 0:
+                at.files.damage(path, where)
+        refused = await http.post("/v1/agents/ada/turns", json=ask("more"))
+        sentence = "turn 2 of agent ada cannot be read: the token log is damaged there; "
+        sentence += "roll back to turn 1, or delete the agent"
+        assert refused.status_code == 409 and "retry-after" not in refused.headers
+        assert (refused.json()["error"]["code"], refused.json()["error"]["message"]) == ("damaged", sentence)
+        shown = (await http.get("/v1/agents/ada")).json()
+        assert (shown["damage"], shown["kv"], shown["turns"]) == (sentence, None, 2)
+        assert shown["messages"] == [{"role": "system", "content": "You remember."}]
+        turns = (await http.get("/v1/agents/ada/turns")).json()["data"]
+        assert [turn["state"] for turn in turns] == ["finished", "damaged"]
+        assert (await http.get("/v1/agents/ada/export")).json()["error"]["code"] == "damaged"
+        assert (await http.post("/v1/agents/ada/rollback", json={"turn": 1})).status_code == 200
+        assert (await http.get("/v1/agents/ada/export")).status_code == 200
+        assert (await http.post("/v1/agents/ada/turns", json=ask("more"))).status_code == 200
+        assert (await http.delete("/v1/agents/ada")).status_code == 200

@@ -140,7 +140,7 @@ async def test_a_request_is_seen_and_cancelled_over_http(server: Served) -> None
             assert report["state"] in ("waiting", "running")
             cancelled = (await http.post(f"/v1/requests/cmpl-{id}/cancel")).json()
             assert cancelled["cancelled"] is True and cancelled["state"] == "cancelled"
-            text = "".join([line async for line in answer.aiter_lines() if "error" in line])
+            text = "".join([line async for line in answer.aiter_lines() if line.startswith('data: {"error"')])
         assert json.loads(text.removeprefix("data: "))["error"]["code"] == "cancelled"
         after = (await http.get(f"/v1/requests/{id}")).json()
         assert after["state"] == "cancelled" and after["completion_tokens"] >= report["completion_tokens"]

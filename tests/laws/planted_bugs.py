@@ -2,7 +2,8 @@
 
 A bug is one snippet of source that is replaced by another; the snippet must occur exactly once, so a bug cannot
 silently do nothing. Each runs in a forked process over freshly imported modules, until a law breaks or 2,000 schedules
-(200 of the disk store, each of which opens hundreds of disks, and 20 texts for the check of codecs) have passed.
+(200 of the disk store and 100 of the token log, each of which opens hundreds of disks, 25 of agents, and 20 texts for
+the check of codecs) have passed.
 
     python -m tests.laws.planted_bugs [name ...]
 """
@@ -14,25 +15,29 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 SOURCE = Path(__file__).parents[2] / "src" / "cairn"
-SCHEDULERS, STREAMS, STORAGE, CODECS, SAMPLING = SIMULATORS = (
+SCHEDULERS, STREAMS, STORAGE, CODECS, SAMPLING, TOKEN_LOG, AGENTS = SIMULATORS = (
     "tests.laws.simulator",
     "tests.laws.streams",
     "tests.laws.storage",
     "tests.laws.codecs",
     "tests.laws.sampling",
+    "tests.laws.token_log",
+    "tests.laws.agents",
 )
-SCHEDULES = {SCHEDULERS: 2000, STREAMS: 2000, STORAGE: 200, CODECS: 20, SAMPLING: 2000}
+SCHEDULES = {SCHEDULERS: 2000, STREAMS: 2000, STORAGE: 200, CODECS: 20, SAMPLING: 2000, TOKEN_LOG: 100, AGENTS: 25}
 STUCK_SECONDS = 20
 """A single schedule that takes so long hangs; that counts as found."""
 
@@ -61,6 +66,7 @@ class Bug:
 BLOCKS = "kv/blocks.py"
 PREFIX = "kv/prefix.py"
 CACHE = "kv/cache.py"
+WINDOWS = "kv/windows.py"
 CONTEXT = "kv/context.py"
 TIERS = "kv/tiers.py"
 BEHIND = "kv/behind.py"
@@ -68,6 +74,7 @@ WRITING = "kv/writing.py"
 LOADING = "kv/loading.py"
 RAM = "kv/ram.py"
 SCHEDULER = "scheduler.py"
+PLAN = "plan.py"
 SEQUENCE = "sequence.py"
 WAITING = "waiting.py"
 FAKE = "engine/fake.py"
@@ -86,6 +93,19 @@ FOLDER = "kv/store_folder.py"
 CHUNKS = "kv/chunk_file.py"
 PINS = "kv/pins.py"
 UPKEEP = "kv/upkeep.py"
+LOG = "agents/log.py"
+SEGMENT = "agents/segment.py"
+INDEX = "agents/index.py"
+LOG_FOLDER = "agents/folder.py"
+READING = "agents/reading.py"
+REWRITING = "agents/rewriting.py"
+RECORDS = "agents/records.py"
+BOOK = "agents/book.py"
+ROSTER = "agents/roster.py"
+TREE = "agents/tree.py"
+RUNNING = "agents/running.py"
+WRITER = "agents/writer.py"
+AGENT_KV = "agents/kv.py"
 
 BUGS = (
     # ------------------------------------------------------------------------------------------------ block pool
@@ -104,13 +124,16 @@ BUGS = (
     Bug("a key forgets what came before its block", PREFIX, "hashlib.sha256(parent + struct", "hashlib.sha256(struct"),
     Bug("tenants share keys", PREFIX, "(_DOMAIN, identity, salt, group", "(_DOMAIN, identity, group"),
     Bug("a whole-prompt hit leaves nothing to compute", CACHE, "hit = (len(tokens) - 1) // self._block_tokens if most", "hit = len(tokens) // self._block_tokens if most"),
+    Bug("the last block of a whole-prompt hit is not copied", PLAN, "                engine.write_blocks(group, [target], engine.read_blocks(group, [source]).wait()).wait()\n", "                pass\n"),
+    Bug("the last block is copied for the first group only", CACHE, "enumerate(context.tables):\n            if (block", "enumerate(context.tables[:1]):\n            if (block"),
+    Bug("the last block of a whole-prompt hit is copied a plan too late", SCHEDULER, "        copies = self._cache.copies()\n        if not work", "        copies, self._late = getattr(self, '_late', []), self._cache.copies()\n        if not work"),
     Bug("a hit ignores missing window blocks", CACHE, "            if gap is None:\n", "            if True:\n"),
     Bug("a window hit skips too far", CACHE, "            hit = gap\n", "            return gap\n"),
-    Bug("a window is one position too short", CACHE, "position - group.window + 1", "position - group.window + 2"),
-    Bug("a window is one block too short", CACHE, "return max(0, position - group.window + 1) // self._block_tokens if", "return -(-max(0, position - group.window + 1) // self._block_tokens) if"),
+    Bug("a window is one position too short", WINDOWS, "position - group.window + 1", "position - group.window + 2"),
+    Bug("a window is one block too short", WINDOWS, "return max(0, position - group.window + 1) // block_tokens if", "return -(-max(0, position - group.window + 1) // block_tokens) if"),
     # ----------------------------------------------------------------------------------------- open, grow, publish
     Bug("a passed block stays in the table", CACHE, "            table[index] = NO_BLOCK\n", "            break\n"),
-    Bug("a passed block is never given back", CACHE, "index = self._first_read(group, computed) - 1", "index = -1"),
+    Bug("a passed block is never given back", CACHE, "index = first_read(group, computed, self._block_tokens) - 1", "index = -1"),
     Bug("a partly filled block is published", CACHE, "        full = computed // self._block_tokens\n", "        full = min(len(tokens), computed + 1) // self._block_tokens\n"),
     Bug("the room of the second pool is not checked", CACHE, "for pool, table in pairs):", "for pool, table in pairs[:1]):"),
     Bug("blocks are given back first to last", CACHE, "for block in reversed(table) if", "for block in table if"),
@@ -122,7 +145,7 @@ BUGS = (
     Bug("a closed context still claims to compute", CACHE, "        self._unclaim(context, tokens, context.claimed.stop)\n", ""),
     Bug("published blocks are still claimed", CACHE, "        self._unclaim(context, tokens, context.published[0])\n", ""),
     Bug("equal prompts do not wait for each other", CACHE, "return context.patience >= 0", "return False"),
-    Bug("a window needs one block less than it does", CACHE, "// self._block_tokens) + 1 if group.kind", "// self._block_tokens) if group.kind"),
+    Bug("a window needs one block less than it does", WINDOWS, "// block_tokens) + 1 if group.kind", "// block_tokens) if group.kind"),
     Bug("a window hit counts its held blocks twice", CACHE, "min(wanted, span - held)", "min(wanted, span)"),
     # -------------------------------------------------------------------------------------------------- scheduler
     Bug("a preempted sequence believes in its old progress", SCHEDULER, "            victim.computed = 0\n", ""),
@@ -170,6 +193,8 @@ BUGS = (
     Bug("a load that begins inside a chunk takes its first pages", TIERS, "pages[CHUNK_BLOCKS - len(blocks) :]", "pages[: len(blocks)]"),
     Bug("a load that ended keeps its blocks", TIERS, "        if over or (load.over and not load.arrived):\n            self._cache.close(context, tokens)\n", "        if over or (load.over and not load.arrived):\n            self._cache.close(context, tokens) if not load.landed else self._loads.pop(context)\n"),
     Bug("a load is never late", TIERS, "        if self.gate.late(load) and not load.over:", "        if False:"),
+    Bug("a buffer is read into while its chunk waits", LOADING, "        return Arrival(tuple(chunks)", "        self._buffers += buffers\n        return Arrival(tuple(chunks)"),
+    Bug("the store in memory keeps what lies in a buffer", LOADING, "dataclasses.replace(chunk, pages=bytes(chunk.pages))", "chunk"),
     Bug("a load that stands still is never late", LOADING, "        if now - max(load.started, load.heard) > STALL_SECONDS:\n            return True\n", ""),
     Bug("nobody hears that a load has ended", TIERS, "        if load.done is not None:\n            self._answers.append(load.done)\n", ""),
     Bug("a load goes on for a sequence that has ended", CACHE, "            self.below.stop(context)\n", "            pass\n"),
@@ -255,6 +280,51 @@ BUGS = (
     Bug("raw is compared with raw", CHECK, "    coded = _read(engine, codec, tokens)\n", "    coded = plain\n"),
     Bug("perplexities change places", CHECK, "_perplexity(plain), _perplexity(coded)", "_perplexity(coded), _perplexity(plain)"),
     Bug("a window's blocks are taken from the wrong place", CHECK, "[place % pool for place in range(first, first + CHUNK_BLOCKS)]", "[place % pool for place in range(CHUNK_BLOCKS)]"),
+    # ---------------------------------------------------------------------------------------------- the token log
+    Bug("a turn's end is not synced", LOG, "                if sync:\n                    self._sync()\n", ""),
+    Bug("a segment's name is not synced", LOG_FOLDER, "            self._files.replace(temporary, self.name(header.number))\n            self.sync()\n", "            self._files.replace(temporary, self.name(header.number))\n"),
+    Bug("a segment gets its name before it is synced", LOG_FOLDER, "            file.sync()\n            self._files.replace(temporary, self.name(header.number))\n            self.sync()\n", "            self._files.replace(temporary, self.name(header.number))\n            self.sync()\n"),
+    Bug("after a sync that failed the segment is synced again", LOG, "            except OSError as error:\n                self._abandon()\n", "            except OSError as error:\n"),
+    Bug("what was not synced is lost with its segment", LOG, "[*self._unsynced, *records]", "list(records)"),
+    Bug("what only the system's memory holds is relied on", READING, "segment.dirty |= damaged > 0 or last != SEAL", "segment.dirty |= damaged > 0"),
+    Bug("a segment that was given up counts as sound", LOG, "            self._active.dirty = True\n", ""),
+    Bug("a number is given out twice after a restart", LOG, "itertools.count(1 + max(found.records, default=0))", "itertools.count(max(found.records, default=1))"),
+    Bug("a record's checksum is not looked at", SEGMENT, "if data[at + len(head) : start] != _record_sum(header.seed, offset, head, payload):", "if False:"),
+    Bug("reading ends at the first damage", SEGMENT, "        at = data.find(mark, at + 1)\n        if at < 0:\n            break\n", "        break\n"),
+    Bug("only the first copy of a header is read", SEGMENT, "for start in (0, _COPY):", "for start in (0,):"),
+    Bug("the copy of a header lies where no release put it", SEGMENT, "_COPY = 4096", "_COPY = 2048"),
+    Bug("a field that old records lack is required", RECORDS, "    engine: bytes = b\"\"\n", "    engine: bytes\n"),
+    Bug("an older record replaces a newer one", INDEX, "if old.lsn(old_offset) > record.lsn:", "if False:"),
+    Bug("pieces count beside the end of their turn", INDEX, "                    one.drop(piece_offset)\n", "                    pass\n"),
+    Bug("old segments go before the new one is there", REWRITING, "    if records:\n        _make(", "    for number in numbers:\n        folder.remove(number)\n        folder.sync()\n        folder.create(segments[number].header, b\"\").close()\n    if records:\n        _make("),
+    Bug("compaction forgets where a record lies now", INDEX, "                self._places[record.kind].put(record.key, number, offset)\n", "                pass\n"),
+    Bug("compaction drops what only an unsynced record replaces", LOG, "        self.write((), sync=True)  # before what it supersedes is dropped\n", ""),
+    Bug("compaction drops a record that cannot be read now", REWRITING, "        if keep_all:\n", "        if False:\n"),
+    Bug("an erasure is not written down before it begins", LOG, "        self.write([Record(self.next_lsn(), Kind.ERASE, 0, encode_keys(wanted))], sync=True)\n", ""),
+    Bug("a start does not finish an erasure", LOG, "                self._erasing.update(decode_keys(record.payload))\n", "                pass\n"),
+    Bug("an erasure spares what was superseded", INDEX, "not (keys.isdisjoint(self._superseded) and keys.isdisjoint(self._keys))", "not keys.isdisjoint(self._keys)"),
+    Bug("an erasure spares a segment that cannot be read", REWRITING, "for ending in (DAMAGED, NEW, LOG):", "for ending in (NEW, LOG):"),
+    Bug("an erasure is told before the names are synced", LOG, "        self._folder.sync()\n        self._index.forget", "        self._index.forget"),
+    Bug("what is erased is written anew", REWRITING, "if key not in erasing}", "}"),
+    # -------------------------------------------------------------------------------------------------------- agents
+    Bug("a message is not on the disk before its answer", BOOK, "            await self.sync(record)\n", "            self.writer.append(record)\n"),
+    Bug("a turn's end is told before it is on the disk", RUNNING, "            await self._keeper.sync()\n", ""),
+    Bug("the log's thread never syncs", WRITER, "sync=bool(waited)", "sync=False"),
+    Bug("a rollback is not on the disk", BOOK, "replace(old, moved=self.now())\n        try:\n            await self.sync(self.note(agent))\n", "replace(old, moved=self.now())\n        try:\n            pass\n"),
+    Bug("a rollback is undone by a restart", ROSTER, "[turn for turn in agent.own if turn.key > lsn]", "list(agent.own)"),
+    Bug("after a restart an agent stands where it was noted last", ROSTER, "            agent.head = later[-1] if later else agent.head\n", ""),
+    Bug("a rollback that the disk refuses moves the head", BOOK, "            agent.head = before\n", ""),
+    Bug("numbers of abandoned turns are given out again", TREE, "max((turn.number for turn in self.turns()), default=0)", "self.head.number"),
+    Bug("what a rollback left is collected at once", ROSTER, "        if agent.record.moved >= before:\n            return []\n", ""),
+    Bug("a branch is collected although a fork has it", ROSTER, "self._drop(gone, agent) if gone else []", "sorted(gone)"),
+    Bug("a fork begins where its origin stands", BOOK, "            head=at.key,\n", "            head=agent.head.key,\n"),
+    Bug("a fork's history goes with its origin", ROSTER, "                keys -= needed\n", "                pass\n"),
+    Bug("turns of a deleted agent stay in the log", ROSTER, "[agent.key, *self._drop(agent.keeps(), agent)]", "[agent.key]"),
+    Bug("what was sampled in an agent's name outlives it", BOOK, "        keys = [*keys, *self._replays.take(agent.key)]\n", ""),
+    Bug("a turn that the disk refused is listed", BOOK, "            self.roster.take_back(agent, turn)\n", ""),
+    Bug("chunks that another agent has go with a deleted one", AGENT_KV, "return longest // CHUNK_TOKENS * CHUNK_TOKENS", "return 0"),
+    Bug("chunks of a deleted agent stay", AGENT_KV, "keep=await self._shared(agent, ids, turn), disk=True)", "keep=await self._shared(agent, ids, turn), disk=False)"),
+    Bug("chunks of a deleted agent's abandoned branches stay", AGENT_KV, "{agent.head, *agent.leaves()}", "{agent.head}"),
     # ---------------------------------------------------------------------------------------------------- sampling
     Bug("the draw forgets the choice", VOCABULARY, "for word in (seed, choice, position):", "for word in (seed, 0 * choice, position):"),
     Bug("top-k keeps one token more", VOCABULARY, "kept = _ranked(scaled, params.top_k)", "kept = _ranked(scaled, min(params.top_k + 1, vocab))"),
@@ -274,6 +344,8 @@ BUGS = (
 LAWS = (
     dict.fromkeys((STOPS, TEXT, BYTES, FLIGHT, WORKER), STREAMS)
     | dict.fromkeys((STORE, STATE, INTAKE, SHELF, FOLDER, CHUNKS, PINS, UPKEEP), STORAGE)
+    | dict.fromkeys((LOG, SEGMENT, INDEX, LOG_FOLDER, READING, REWRITING, RECORDS), TOKEN_LOG)
+    | dict.fromkeys((BOOK, ROSTER, TREE, RUNNING, WRITER, AGENT_KV), AGENTS)
     | {CHECK: CODECS, VOCABULARY: SAMPLING}
 )
 """Which simulator has to find the bugs of a file; where none is named, the scheduler's."""
@@ -302,6 +374,7 @@ def hunt(bug: Bug) -> tuple[int, str] | None:
     for name in [name for name in sys.modules if name.split(".")[0] in ("cairn", "tests")]:
         del sys.modules[name]
     sys.meta_path.insert(0, finder)
+    logging.disable(logging.CRITICAL)
     laws = LAWS.get(bug.file, SCHEDULERS)
     simulator = importlib.import_module(laws)
     spec = sys.modules[bug.module].__spec__
@@ -356,12 +429,12 @@ def main(names: Sequence[str]) -> int:
     for name in SIMULATORS:
         importlib.import_module(name)
     started, caught = time.monotonic(), 0
-    for bug in bugs:
-        found = hunt_apart(bug)
-        caught += found is not None
-        where = "NOT FOUND" if found is None else f"{found[0]:5}"
-        what = "" if found is None else found[1].split(": ", 1)[-1][:100]
-        print(f"{where:>9}  {bug.name:60} {what}", flush=True)
+    with ThreadPoolExecutor(os.cpu_count()) as threads:  # each waits for a process of its own
+        for bug, found in zip(bugs, threads.map(hunt_apart, bugs), strict=True):
+            caught += found is not None
+            where = "NOT FOUND" if found is None else f"{found[0]:5}"
+            what = "" if found is None else found[1].split(": ", 1)[-1][:100]
+            print(f"{where:>9}  {bug.name:60} {what}", flush=True)
     print(f"planted bugs found: {caught} of {len(bugs)} in {time.monotonic() - started:.0f} s")
     return 0 if caught * 40 >= len(bugs) * 38 else 1
 

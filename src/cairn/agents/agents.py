@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,24 +125,23 @@ class Agents:
         """A tenant's agents `after` an id or what `next` of another page says; InvalidRequest for anything else."""
         return listing.page(self._book.roster, tenant, limit, after)
 
-    # What these tell is read from the log: Unavailable where that cannot be done.
+    # What these tell is read from the log: Unavailable where the disk gives out nothing, Damaged where it is damaged,
+    # and NotFound where the agent is deleted meanwhile.
 
     async def turns(self, tenant: str, id: str) -> tuple[TurnInfo, ...]:
-        """Every turn, abandoned branches included, by number."""
-        agent = self._find(tenant, id)
-        turns, path = agent.turns(), {turn.key for turn in agent.head.path()}
-        contents = await self._archive.contents(turns)
-        pairs = zip(turns, contents, strict=True)
-        return tuple(turn.info(content, current=turn.key in path) for turn, content in pairs)
+        """Every turn, abandoned branches included, by number; one that is damaged says so."""
+        return await listing.turns(self._book.roster, self._archive, self._find(tenant, id))
 
     async def beginning(self, tenant: str, id: str) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
         """What the agent was told before its first turn, and its tools."""
-        (root,) = await self._archive.contents([self._find(tenant, id).root])
+        with self._book.reading(tenant, id) as agent:
+            (root,) = await self._archive.contents([agent.root])
         return root.began.messages, root.began.tools
 
     async def context(self, tenant: str, id: str) -> tuple[int, ...]:
         """The ids of the agent's context for the model that is served; none before its first turn with it."""
-        return tuple(await self.kv.ids(self._find(tenant, id).head))
+        with self._book.reading(tenant, id) as agent:
+            return tuple(await self.kv.ids(agent.head))
 
     def figures(self) -> AgentFigures:
         """All tenants together, for the metrics."""
@@ -158,26 +157,26 @@ class Agents:
 
     async def where(self, tenant: str, id: str, salt: bytes) -> Placed:
         """How many leading tokens of the context each tier has. Unavailable while the worker is being replaced."""
-        agent = self._find(tenant, id, salt)
-        return await self.kv.where(agent)
+        with self._book.reading(tenant, id, salt) as agent:
+            return await self.kv.where(agent)
 
     async def pin(self, tenant: str, id: str, salt: bytes, pinned: bool) -> AgentInfo:
         """Keep the KV of the agent's context in the stores from eviction, now and after every turn; or no longer."""
-        agent = self._find(tenant, id, salt)
-        await self._book.set_pinned(agent, pinned)
-        if agent in self._book.roster:  # nobody deleted it meanwhile
-            await self.kv.pin(agent)
-        return agent.info()
+        with self._book.reading(tenant, id, salt) as agent:
+            await self._book.set_pinned(agent, pinned)
+            if agent in self._book.roster:  # nobody deleted it meanwhile
+                await self.kv.pin(agent)
+            return agent.info()
 
     async def prefetch(self, tenant: str, id: str, salt: bytes) -> Placed:
         """Bring the KV of the context up into the pool; where it is then."""
-        agent = self._find(tenant, id, salt)
-        return await self.kv.prefetch(agent)
+        with self._book.reading(tenant, id, salt) as agent:
+            return await self.kv.prefetch(agent)
 
     async def evict(self, tenant: str, id: str, salt: bytes, *, disk: bool = False) -> Placed:
         """Give up the KV of the context, except what other agents of the tenant share; where it is then."""
-        agent = self._find(tenant, id, salt)
-        return await self.kv.evict(agent, disk=disk)
+        with self._book.reading(tenant, id, salt) as agent:
+            return await self.kv.evict(agent, disk=disk)
 
     def keep(self, tenant: str, sampled: Sampled, id: str | None = None) -> None:
         """Keep what was sampled for an ordinary request in the log, where that is wanted; `id`: in an agent's name."""
@@ -244,12 +243,9 @@ class Agents:
             raise Conflict(f"turn {at.number} of agent {agent.id} is {at.state}; fork at turn {at.before}")
         return (await self._book.fork(agent, at, new_id)).info()
 
-    def export(self, tenant: str, id: str) -> AsyncIterator[bytes]:
-        """The agent as one file, piece by piece. Conflict while a turn runs.
-
-        Unavailable, also between two pieces, where the log cannot be read.
-        """
-        return portable.export(self._book.idle(tenant, id), self._archive, self._book.rng)
+    def export(self, tenant: str, id: str) -> AsyncGenerator[bytes, None]:
+        """The agent as one file, piece by piece: as `portable.export` says. Conflict while a turn runs."""
+        return portable.export(self._book.idle(tenant, id), self._book.roster, self._archive, self._book.rng)
 
     async def take_in(
         self, tenant: str, data: bytes, id: str | None = None, check: Callable[[portable.Portable], None] | None = None
@@ -286,14 +282,15 @@ class Agents:
         Conflict while another turn runs or one was interrupted, unless `fork_on_conflict`: then it is the turn of a
         new agent. ContextTooLong with the figures, Overloaded and Unavailable as for any request.
         """
-        agent = self._find(tenant, id, salt)
-        return await self._turns.start(
-            agent, messages, options, request, template_args, fork_on_conflict=fork_on_conflict
-        )
+        with self._book.reading(tenant, id, salt) as agent:
+            return await self._turns.start(
+                agent, messages, options, request, template_args, fork_on_conflict=fork_on_conflict
+            )
 
     async def resume(self, tenant: str, id: str, *, request: int, salt: bytes = b"") -> RunningTurn:
         """Go on with the interrupted turn at the head: what it said before comes again, and then the rest.
 
-        Conflict if there is none, or if another model began it.
+        One whose answer the log lost is computed again. Conflict if there is none, or if another model began it.
         """
-        return await self._turns.resume(self._find(tenant, id, salt), request)
+        with self._book.reading(tenant, id, salt) as agent:
+            return await self._turns.resume(agent, request)

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Sequence
 
 from cairn.agents.content import Branch, Content
+from cairn.agents.damage import Unreadable
 from cairn.agents.index import Kind
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, TurnRecord, decode
@@ -21,11 +22,20 @@ class Archive:
         self._log = log
 
     async def branch(self, turn: Turn) -> Branch:
-        """A turn and all before it. Unavailable where one of them cannot be read."""
+        """A turn and all before it. Unreadable for the first that cannot be read."""
         return Branch(await self.contents(list(turn.path())[::-1]))
 
     async def contents(self, turns: Sequence[Turn]) -> list[Content]:
-        """What these turns hold. Unavailable where one of them cannot be read, or was erased meanwhile."""
+        """What these turns hold. Unreadable for the first that is damaged, or was erased meanwhile."""
+        contents = []
+        for turn, content in zip(turns, await self.readable(turns), strict=True):
+            if content is None or content.lost:
+                raise Unreadable(turn, content)
+            contents.append(content)
+        return contents
+
+    async def readable(self, turns: Sequence[Turn]) -> list[Content | None]:
+        """The same as far as it can be read. Unavailable where the disk gives out nothing."""
         found = {turn.key: turn.content for turn in turns}
         away = [turn for turn in turns if turn.content is None]
         if away:
@@ -35,13 +45,7 @@ class Archive:
                 raise Unavailable(
                     f"the token log cannot be read: {error.strerror or error}", retry_after=10.0
                 ) from error
-        contents = []
-        for turn in turns:
-            content = found[turn.key]
-            if content is None:
-                raise Unavailable(f"turn {turn.number} cannot be read: the token log is damaged there, or it is erased")
-            contents.append(content)
-        return contents
+        return [found[turn.key] for turn in turns]
 
     def _read(self, turns: Sequence[Turn]) -> dict[int, Content | None]:
         wanted = [(int(Kind.TURN), turn.key) for turn in turns]
@@ -54,7 +58,7 @@ class Archive:
             elif kind == Kind.END and content is not None:
                 end = decode(record.payload, EndRecord) if record is not None else None
                 if end is None:
-                    found[key] = None
+                    content.lost = True
                 else:
                     content.end(end)
         return found

@@ -6,11 +6,13 @@ was to be erased stays gone.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from cairn.agents.damage import told
 from cairn.agents.index import Kind
 from cairn.agents.info import Savings
 from cairn.agents.kv import AgentKv
@@ -58,6 +60,13 @@ class Book:
         if salt is not None:
             agent.salt = salt
         return agent
+
+    @contextlib.contextmanager
+    def reading(self, tenant: str, id: str, salt: bytes | None = None) -> Iterator[Agent]:
+        """One agent whose turns are about to be read: see `damage.told`."""
+        agent = self.find(tenant, id, salt)
+        with told(self.roster, agent):
+            yield agent
 
     def idle(self, tenant: str, id: str) -> Agent:
         """The same, and Conflict while a turn of it runs."""
@@ -118,16 +127,19 @@ class Book:
             head=at.key,
             origin=old.id,
             pinned=False,
+            moved=0.0,
         )
         return await self.add(Agent(self.writer.key(), record, agent.root, at))
 
     async def move(self, agent: Agent, head: Turn) -> None:
         """Another turn is the agent's head; what is pinned follows. Nothing may begin meanwhile."""
-        before, agent.head, agent.starting = agent.head, head, True
+        before, old, agent.starting = agent.head, agent.record, True
+        agent.head, agent.record = head, msgspec.structs.replace(old, moved=self.now())
         try:
             await self.sync(self.note(agent))
         except Unavailable:
             agent.head = before
+            agent.record = msgspec.structs.replace(agent.record, moved=old.moved)
             self.owe(self.note(agent))
             raise
         finally:
@@ -150,6 +162,7 @@ class Book:
         """The next turn at the agent's head."""
         record = self.writer.record(Kind.TURN, began)
         turn = Turn(record.key, began, agent.head)
+        turn.state = "running"  # while it is being synced, too
         self.roster.add_turn(agent, turn)
         try:
             await self.sync(record)

@@ -16,12 +16,14 @@ from cairn.agents.records import EndRecord, TokensRecord, TurnRecord, pack, unpa
 class Content:
     """What came in with one turn, and what was answered so far."""
 
-    __slots__ = ("_growing", "answer", "began", "ended")
+    __slots__ = ("_growing", "answer", "began", "ended", "lost")
 
     def __init__(self, began: TurnRecord) -> None:
         self.began = began
         self.answer: dict[str, Any] | None = None
         self.ended: EndRecord | None = None
+        self.lost = False
+        """The turn has an end, and it cannot be read."""
         self._growing: array[int] | None = array("I")
         """Tokens of an answer without an end, or one that goes on; else its end has them."""
 
@@ -53,7 +55,9 @@ class Content:
         self._growing.extend(tokens)
 
     def piece(self, record: TokensRecord) -> None:
-        """Some tokens of the answer."""
+        """Some tokens of the answer. ValueError, and no change, where they do not follow those that are here."""
+        if record.at not in (-1, len(self.tokens)):
+            raise ValueError(f"a piece at {record.at} of an answer of {len(self.tokens)} tokens")
         self.extend(unpack(record.ids))
         said = self.answer or {}
         self.answer = _message(

@@ -36,7 +36,8 @@ class TurnInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Counts from 1 along a branch; a fork keeps the numbers of what it shares."""
     parent: int
     """The turn before it; 0 for the agent's beginning."""
-    state: TurnState
+    state: TurnState | Literal["damaged"]
+    """`damaged`: the log lost the answer, or all that the turn held."""
     current: bool
     """Whether it lies on the path to the agent's head; others are abandoned branches."""
     messages: tuple[dict[str, Any], ...]

@@ -1,13 +1,14 @@
-"""A tenant's agents, page by page."""
+"""A tenant's agents, page by page, and the turns of one."""
 
 from __future__ import annotations
 
 import contextlib
 
-from cairn.agents.info import AgentPage
+from cairn.agents.archive import Archive
+from cairn.agents.info import AgentPage, TurnInfo
 from cairn.agents.roster import Roster
 from cairn.agents.tree import Agent
-from cairn.errors import InvalidRequest
+from cairn.errors import InvalidRequest, NotFound
 
 
 def page(roster: Roster, tenant: str, limit: int, after: str) -> AgentPage:
@@ -19,6 +20,17 @@ def page(roster: Roster, tenant: str, limit: int, after: str) -> AgentPage:
     some, more = agents[:limit], len(agents) > limit
     next = f"{some[-1].record.created!r}:{some[-1].id}" if more else None
     return AgentPage(agents=tuple(agent.info() for agent in some), more=more, next=next)
+
+
+async def turns(roster: Roster, archive: Archive, agent: Agent) -> tuple[TurnInfo, ...]:
+    """Every turn of an agent by number, as far as the log gives it. NotFound if the agent is deleted meanwhile."""
+    while True:
+        some, path = agent.turns(), {turn.key for turn in agent.head.path()}
+        pairs = list(zip(some, await archive.readable(some), strict=True))
+        if agent not in roster:
+            raise NotFound(f"there is no agent {agent.id}", field="id")
+        if all(content is not None or roster.holds(turn) for turn, content in pairs):
+            return tuple(turn.info(content, current=turn.key in path) for turn, content in pairs)
 
 
 def _named(roster: Roster, tenant: str, after: str) -> tuple[float, str]:

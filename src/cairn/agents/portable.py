@@ -13,15 +13,17 @@ it is computed again from the tokens, or under another model from the text.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import NamedTuple
 
 import msgspec
 
 from cairn.agents.archive import Archive
 from cairn.agents.content import Content, digest
+from cairn.agents.damage import Unreadable, told
 from cairn.agents.index import Kind
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack, unpack
+from cairn.agents.roster import Roster
 from cairn.agents.segment import (
     HEADER_BYTES,
     VERSION,
@@ -55,21 +57,45 @@ class Portable(NamedTuple):
     savings: SavingsRecord
 
 
-async def export(agent: Agent, archive: Archive, rng: Rng) -> AsyncIterator[bytes]:
-    """The pieces of the file, as the agent is when the first is asked for. Unavailable where the log cannot be read."""
+async def export(agent: Agent, roster: Roster, archive: Archive, rng: Rng) -> AsyncGenerator[bytes, None]:
+    """The pieces of the file, as the agent is when the first is asked for.
+
+    A turn on an abandoned branch that is damaged is left out, with what follows it. Damaged, before the first piece,
+    where the path to the head has one. Also between two: NotFound where the agent is deleted meanwhile, Unavailable
+    where the disk gives out nothing.
+    """
     header = Header(0, rng.bits64())
-    yield encode_header(header)
     at, lsn = HEADER_BYTES, 0
-    async for kind, key, payload in _records(agent, archive):
-        lsn += 1
-        data = encode_record(header, at, Record(lsn, kind, key, msgspec.msgpack.encode(payload)))
-        at += len(data)
-        yield data
+    with told(roster, agent):
+        async for kind, key, payload in _records(agent, archive):
+            if not lsn:
+                yield encode_header(header)
+            lsn += 1
+            data = encode_record(header, at, Record(lsn, kind, key, msgspec.msgpack.encode(payload)))
+            at += len(data)
+            yield data
+
+
+async def _whole(agent: Agent, archive: Archive) -> list[Turn]:
+    """The beginning and the turns that can be read with all before them, parents first."""
+    turns, path = [agent.root, *agent.turns()], {turn.key for turn in agent.head.path()}
+    whole: dict[int, Turn] = {}
+    for start in range(0, len(turns), READ_TURNS):
+        some = turns[start : start + READ_TURNS]
+        for turn, content in zip(some, await archive.readable(some), strict=True):
+            if turn.parent is not None and turn.parent.key not in whole:
+                continue
+            if content is not None and not content.lost:
+                whole[turn.key] = turn
+            elif turn.key in path:
+                raise Unreadable(turn, content)
+    return list(whole.values())
 
 
 async def _records(agent: Agent, archive: Archive) -> AsyncIterator[tuple[Kind, int, msgspec.Struct]]:
-    turns, savings = [agent.root, *agent.turns()], agent.savings
+    savings = agent.savings
     record = msgspec.structs.replace(agent.record, tenant="", head=agent.head.key, pinned=False)
+    turns = await _whole(agent, archive)
     yield Kind.AGENT, agent.key, record
     for start in range(0, len(turns), READ_TURNS):
         some = turns[start : start + READ_TURNS]
@@ -129,7 +155,7 @@ def plant(read: Portable, key: Callable[[], int], tenant: str, id: str, now: flo
             turn.end(end)
     root, head = turns[keys[read.agent.root]], turns[keys[read.agent.head]]
     record = msgspec.structs.replace(
-        read.agent, id=id, tenant=tenant, created=now, used=now, root=root.key, base=root.key, head=head.key
+        read.agent, id=id, tenant=tenant, created=now, used=now, root=root.key, base=root.key, head=head.key, moved=now
     )
     agent = Agent(own, record, root, root)
     agent.own = [turn for turn in turns.values() if turn.number]

@@ -34,6 +34,8 @@ class AgentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ttl: float | None = None
     origin: str = ""
     metadata: dict[str, str] = {}
+    moved: float = 0.0
+    """When its head was last moved back, in seconds since 1970: what followed is kept for a time from then."""
 
 
 class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,6 +69,8 @@ class TokensRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """A piece of an answer that is being generated."""
 
     ids: bytes
+    at: int = -1
+    """How many tokens of the answer come before it; -1 in old records."""
     text: str = ""
     """Content that these tokens completed."""
     reasoning: str = ""

@@ -61,6 +61,16 @@ class Roster:
         """Whether it is there still: another may have its name."""
         return self.find(agent.tenant, agent.id) is agent
 
+    def holds(self, turn: Turn) -> bool:
+        """Whether an agent has it still."""
+        return self._turns.get(turn.key) is turn
+
+    def followed(self, agent: Agent) -> bool:
+        """Whether a turn follows the agent's head, or another agent stands there."""
+        head = agent.head
+        others = any(head in (other.base, other.head) for other in self if other is not agent)
+        return others or any(turn.parent is head for turn in self._turns.values())
+
     def needs(self, key: int) -> bool:
         """Whether the records with this key are of an agent, or of a turn that one has."""
         return key in self._turns or any(agent.key == key for agent in self)
@@ -99,19 +109,21 @@ class Roster:
         return [agent.key, *self._drop(agent.keeps(), agent)]
 
     def prune(self, agent: Agent, before: float) -> list[int]:
-        """Forget an agent's abandoned branches that began before that time; the keys that nobody needs any more."""
+        """Forget an agent's branches that began and were abandoned before that time; the keys that nobody needs any
+        more."""
+        if agent.record.moved >= before:
+            return []
         kept = {turn.key for end in (agent.head, agent.base) for turn in end.path()}
         for turn in agent.own:
             if turn.at >= before:
                 kept |= {one.key for one in turn.path()}
         gone = {turn.key for turn in agent.own} - kept
-        if not gone:
-            return []
-        agent.own = [turn for turn in agent.own if turn.key not in gone]
-        return self._drop(gone, None)
+        dropped = self._drop(gone, agent) if gone else []  # what another has is in the log, and a restart would find it
+        agent.own = [turn for turn in agent.own if turn.key not in dropped]
+        return dropped
 
-    def _drop(self, keys: set[int], agent: Agent | None) -> list[int]:
-        """Forget those of the turns that no agent needs."""
+    def _drop(self, keys: set[int], agent: Agent) -> list[int]:
+        """Forget those of an agent's turns that no other needs."""
         for other in self:
             if other is not agent and not keys.isdisjoint(needed := other.keeps()):
                 keys -= needed
@@ -172,7 +184,8 @@ class Roster:
             elif (piece := decode(record.payload, TokensRecord)) is not None:
                 turn.piece(piece)
         except ValueError:
-            log.warning("a record of turn %d holds no whole number of tokens; left out", turn.number)
+            # Damage may have cost a piece before it: what is left out is computed again when the turn is resumed.
+            log.warning("a record of turn %d does not follow or holds no whole number of tokens; left out", turn.number)
 
     def _grow(self, key: int, began: dict[int, TurnRecord]) -> Turn | None:
         """The turn of a key with all its ancestors; None where one is missing."""

@@ -172,7 +172,8 @@ class RunningTurn:
         reasoning = "".join(delta.reasoning for delta in self._pending)
         self._pending = []
         writer = self._keeper.writer
-        piece = TokensRecord(ids=pack(tokens), text=text, reasoning=reasoning)
+        at = len(self._content.tokens) - len(tokens)
+        piece = TokensRecord(ids=pack(tokens), at=at, text=text, reasoning=reasoning)
         with contextlib.suppress(Unavailable):  # the log was closed; the end says so
             writer.append(writer.record(Kind.TOKENS, piece, self.turn.key))
 

@@ -63,7 +63,7 @@ class Turn:
             self._size, self.content = self.content.size, None
 
     def piece(self, record: TokensRecord) -> None:
-        """Some tokens of the answer."""
+        """Some tokens of the answer. ValueError, and no change, where they do not follow those that are here."""
         self.held.piece(record)
         self.state = "interrupted"
 
@@ -83,14 +83,17 @@ class Turn:
         """The same with what they hold, where none of them is released."""
         return Branch([turn.held for turn in self.path()][::-1])
 
-    def info(self, content: Content, *, current: bool) -> TurnInfo:
-        """What callers are told."""
+    def info(self, content: Content | None, *, current: bool) -> TurnInfo:
+        """What callers are told. `content`: as far as it can be read."""
+        damaged = content is None or content.lost
+        if content is None:
+            content = Content(TurnRecord(agent=0, number=self.number, began=self.at))
         began, ended = content.began, content.ended
         cache = ended.cache if ended is not None else CacheReport()
         return TurnInfo(
             number=self.number,
             parent=self.before,
-            state=self.state,
+            state="damaged" if damaged else self.state,
             current=current,
             messages=began.messages,
             answer=content.answer,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from cairn.agents.archive import Archive
 from cairn.agents.book import Book, conflict
-from cairn.agents.content import Branch, digest
+from cairn.agents.content import Branch, Content, digest
+from cairn.agents.damage import Unreadable, answerable
+from cairn.agents.index import Kind
 from cairn.agents.records import EndRecord, TurnRecord, pack
 from cairn.agents.running import RunningTurn, said_before
 from cairn.agents.segment import Record
@@ -150,7 +152,8 @@ class Turns:
             raise conflict(agent)
         agent.starting = True
         try:
-            request = self._again(agent, await self._archive.branch(agent.head), number)
+            async with self._cut(agent) as branch:
+                request = self._again(agent, branch, number)
         finally:
             agent.starting = False
         turn = agent.head
@@ -160,6 +163,32 @@ class Turns:
         if reason is None:
             stream = self.service.generate(msgspec.structs.replace(request, generated=tokens))
         return self._run(agent, turn, request, stream, first)
+
+    @contextlib.asynccontextmanager
+    async def _cut(self, agent: Agent) -> AsyncIterator[Branch]:
+        """The branch of the head; one whose answer the log lost is as one that was cut at its first token.
+
+        Then the log says so too, once the body has agreed: pieces of the lost answer may lie in it still, which a later
+        start would put before the new ones.
+        """
+        turn = agent.head
+        try:
+            branch = await self._archive.branch(turn)
+        except Unreadable as error:
+            if error.content is None or not answerable(self._book.roster, agent, error):
+                raise
+            lost = Content(error.content.began)
+        else:
+            yield branch
+            return
+        turn.state, turn.content = "interrupted", lost
+        try:
+            yield await self._archive.branch(turn)
+            end = EndRecord(state="interrupted", ids=b"", ended=self._book.now())
+            await self.sync(self.writer.record(Kind.END, end, turn.key))
+        except BaseException:
+            turn.state, turn.content = "finished", None
+            raise
 
     def _again(self, agent: Agent, branch: Branch, number: int) -> Request:
         """What was asked at the head when it began.

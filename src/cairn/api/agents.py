@@ -47,7 +47,7 @@ from cairn.api.schemas import contents, plain_messages, plain_tools
 from cairn.api.sse import DONE
 from cairn.api.ties import HEADER, Ties
 from cairn.config import Config
-from cairn.errors import CairnError, Conflict, InvalidRequest, Unavailable, UnsupportedMedia
+from cairn.errors import CairnError, Conflict, Damaged, InvalidRequest, Unavailable, UnsupportedMedia
 from cairn.service.service import Service
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
@@ -134,14 +134,19 @@ class AgentRoutes:
         await call.json({"object": "list", "data": data, "has_more": page.more, "next": page.next, "savings": savings})
 
     async def show(self, call: Call, service: Service) -> None:
-        """GET /v1/agents/{id}."""
+        """GET /v1/agents/{id}. `damage` says what the log lost of its path, and what can be done."""
         agents, id = self._open(), self._id(call)
-        info = agents.get(call.tenant, id)
-        messages, tools = await agents.beginning(call.tenant, id)
-        kv = None
-        with contextlib.suppress(Unavailable):  # the worker is being replaced
-            kv = msgspec.to_builtins(await agents.where(call.tenant, id, call.salt))
-        await call.json(agent_object(info, service) | {"messages": messages, "tools": tools, "kv": kv})
+        found = agent_object(agents.get(call.tenant, id), service)
+        found |= {"messages": None, "tools": None, "kv": None, "damage": None}
+        try:
+            found["messages"], found["tools"] = await agents.beginning(call.tenant, id)
+            found["kv"] = msgspec.to_builtins(await agents.where(call.tenant, id, call.salt))
+        except Damaged as error:
+            found["damage"] = str(error)
+        except Unavailable:  # the worker is being replaced
+            if found["messages"] is None:
+                raise
+        await call.json(found)
 
     async def delete(self, call: Call, service: Service) -> None:
         """DELETE /v1/agents/{id}: answered when its bytes are gone from the disk.
@@ -199,13 +204,15 @@ class AgentRoutes:
     async def export(self, call: Call, service: Service) -> None:
         """GET /v1/agents/{id}/export: one portable file."""
         id = self._id(call)
-        pieces = self._open().export(call.tenant, id)
         headers = [(b"content-type", MEDIA_TYPE.encode())]
         headers.append((b"content-disposition", f'attachment; filename="{id}.cairn"'.encode()))
-        await call.start(200, headers)
-        if call.scope["method"] != "HEAD":
-            async for piece in pieces:
-                await call.write(piece)
+        async with contextlib.aclosing(self._open().export(call.tenant, id)) as pieces:
+            first = await anext(pieces)  # before anything is promised: the log may be damaged
+            await call.start(200, headers)
+            if call.scope["method"] != "HEAD":
+                await call.write(first)
+                async for piece in pieces:
+                    await call.write(piece)
         await call.write(b"", more=False)
 
     async def take_in(self, call: Call, service: Service) -> None:

@@ -192,6 +192,7 @@ def _facts(agent: dict[str, Any]) -> list[tuple[str, str]]:
     saved, kv = agent["savings"], agent["kv"]
     cached = saved["pool"] + saved["ram"] + saved["disk"]
     rows = [("agent", agent["id"]), ("state", agent["state"]), ("context", f"{agent['tokens']} tokens")]
+    rows += [("damage", agent["damage"])] if agent["damage"] else []
     if kv is not None:
         rows.append(
             ("KV", ", ".join(f"{name} {kv[name]} tokens" for name in ("pool", "ram", "disk") if kv[name]) or "-")

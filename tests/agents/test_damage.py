@@ -1,0 +1,301 @@
+"""What is told of an agent where the log lost a turn, and of one that is deleted while it is read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from house import FOLDER, House, file_of, hear, house
+
+from cairn.agents.content import Content
+from cairn.agents.records import pack
+from cairn.agents.running import RunningTurn
+from cairn.agents.segment import Record
+from cairn.agents.tree import Turn
+from cairn.errors import Conflict, Damaged, NotFound, Unavailable
+from cairn.service.requests import SamplingOptions
+from cairn.types import Delta
+
+SYSTEM = [{"role": "system", "content": "You remember."}]
+TEXTS = ("the first message", "the second message", "the third message")
+SEEDED = SamplingOptions(temperature=0.9, max_tokens=12, ignore_eos=True)
+
+
+async def spoken(at: House) -> None:
+    """An agent with three turns, and another one beside it."""
+    for id in ("ada", "bob"):
+        await at.agents.create("default", id=id, messages=SYSTEM)
+        for text in TEXTS:
+            await at.say(id, f"{id}: {text}", options=SEEDED)
+    await at.agents.writer.sync()
+
+
+def hurt(at: House, what: bytes) -> tuple[Path, int]:
+    """Damage the record that says so; where."""
+    (path,) = [path for path, data in at.files.files(FOLDER).items() if what in data]
+    data = at.files.files()[path]
+    assert data.count(what) == 1
+    at.files.damage(path, data.index(what))
+    return path, data.index(what)
+
+
+async def answer_of(at: House, id: str, number: int) -> tuple[bytes, dict[str, Any]]:
+    """The tokens of an answer as the log has them, and its message."""
+    agent = at.agents._find("default", id)
+    turn = agent.turn(number)
+    assert turn is not None
+    (content,) = await at.agents._archive.contents([turn])
+    assert content.ended is not None and content.answer is not None
+    return content.ended.ids, content.answer
+
+
+async def crash_at(at: House, turn: RunningTurn, tokens: int) -> list[int]:
+    """The machine stops once so many tokens of a turn are on the disk; what was said till then."""
+    said: list[int] = []
+    async with contextlib.aclosing(turn.batches()) as found:
+        while len(said) < tokens:
+            said += [token for event in await anext(found) if isinstance(event, Delta) for token in event.tokens]
+        await at.agents.writer.sync()
+        after = at.files.crash(random.Random(1))
+    await at.agents.close()
+    at.files = after
+    return said
+
+
+async def refuse(*records: Record) -> None:
+    """A log that takes nothing."""
+    raise Unavailable("the disk is full")
+
+
+async def told(what: Awaitable[object]) -> str:
+    """The sentence that a damaged turn is told with."""
+    with pytest.raises(Damaged) as caught:
+        await what
+    assert (caught.value.status, caught.value.code) == (409, "damaged")
+    return str(caught.value)
+
+
+async def test_a_damaged_turn_is_named_with_what_can_be_done_and_costs_no_other(folder: Path) -> None:
+    """It is listed as damaged beside the others; a roll back to the turn before it, or a fork there, goes on."""
+    async with house(folder) as at:
+        await spoken(at)
+        turns, whole = await at.agents.turns("default", "ada"), await file_of(at, "default", "bob")
+        hurt(at, b"ada: the second message")
+        sentence = "turn 2 of agent ada cannot be read: the token log is damaged there; "
+        sentence += "roll back to turn 1, or delete the agent"
+        for call in (
+            at.begin("ada", "more"),
+            at.agents.context("default", "ada"),
+            at.agents.where("default", "ada", b"default"),
+            at.agents.prefetch("default", "ada", b"default"),
+            at.agents.evict("default", "ada", b"default"),
+            file_of(at, "default", "ada"),
+        ):
+            assert await told(call) == sentence
+        assert at.agents.get("default", "ada").state == "idle" and len(at.agents.page("default").agents) == 2
+        assert (await at.agents.beginning("default", "ada"))[0][0]["content"] == "You remember."
+        listed = await at.agents.turns("default", "ada")
+        assert [turn.state for turn in listed] == ["finished", "damaged", "finished"]
+        assert (listed[0], listed[2]) == (turns[0], turns[2])
+        assert (listed[1].number, listed[1].parent, listed[1].current, listed[1].began) == (2, 1, True, turns[1].began)
+        assert await file_of(at, "default", "bob") != b"" and len(whole) == len(await file_of(at, "default", "bob"))
+        await at.agents.fork("default", "ada", turn=1, new_id="eve")
+        assert (await at.say("eve", "more")).done is not None
+        await at.agents.rollback("default", "ada", turn=1)
+        assert (await at.say("ada", "more")).done is not None
+        await at.agents.pin("default", "ada", b"default", True)
+        left = await at.agents.turns("default", "ada")
+        assert [(turn.number, turn.state, turn.current) for turn in left] == [
+            (1, "finished", True),
+            (2, "damaged", False),
+            (3, "finished", False),
+            (4, "finished", True),
+        ]
+        await at.agents.take_in("default", await file_of(at, "default", "ada"), "copy")
+        assert await at.agents.turns("default", "copy") == (left[0], left[3])
+        await at.again(clean=True)
+        assert [turn.number for turn in await at.agents.turns("default", "ada")] == [1, 4]
+        await at.agents.delete("default", "ada")
+
+
+async def test_an_answer_that_the_log_lost_is_computed_again_where_nothing_follows_it(folder: Path) -> None:
+    async with house(folder) as at:
+        await spoken(at)
+        for id in ("ada", "bob"):
+            ids, answer = await answer_of(at, id, 3)
+            hurt(at, ids)
+            turn = (await at.agents.turns("default", id))[2]
+            assert turn.state == "damaged" and turn.answer is None
+            assert turn.messages == ({"role": "user", "content": f"{id}: the third message"},)
+            if id == "bob":
+                await at.agents.fork("default", "bob", new_id="eve")
+                assert "; roll back to turn 2, or" in await told(at.begin("bob", "more"))
+                assert "resume" not in await told(at.agents.resume("default", "bob", request=at.service.next_id()))
+                continue
+            assert "; resume it to have it answered again, roll back to turn 2, or" in await told(at.begin(id, "more"))
+            heard = await hear(await at.agents.resume("default", id, request=at.service.next_id(), salt=b"default"))
+            assert heard.text == answer["content"] and heard.done is not None
+            assert await answer_of(at, id, 3) == (ids, answer)
+            await at.again()
+            assert await answer_of(at, id, 3) == (ids, answer)
+            assert (await at.say(id, "more")).done is not None
+
+
+async def test_an_answer_computed_again_and_cut_by_a_crash_does_not_follow_pieces_of_the_lost_one(folder: Path) -> None:
+    """The log may still have pieces of the lost answer, written while it came; they count no more."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", messages=SYSTEM)
+        whole = await at.say("ada", "one", options=SamplingOptions(temperature=0.9, max_tokens=900, ignore_eos=True))
+        hurt(at, (await answer_of(at, "ada", 1))[0])
+        turn = await at.agents.resume("default", "ada", request=at.service.next_id(), salt=b"default")
+        said = await crash_at(at, turn, 200)
+        await at.open()
+        (cut,) = await at.agents.turns("default", "ada")
+        assert cut.state == "interrupted" and 0 < cut.completion_tokens <= len(said)
+        again = await hear(await at.agents.resume("default", "ada", request=at.service.next_id(), salt=b"default"))
+        assert again.tokens == whole.tokens and again.text == whole.text
+
+
+async def test_what_follows_a_piece_of_an_answer_that_the_log_lost_is_left_out(folder: Path) -> None:
+    """An answer with a hole would be another answer: the turn is resumed from what came before it."""
+    options = SamplingOptions(temperature=0.9, seed=3, max_tokens=900, ignore_eos=True)
+    async with house(folder) as at, house(folder) as undisturbed:
+        for one in (at, undisturbed):
+            await one.agents.create("default", id="ada", messages=SYSTEM)
+        whole = await undisturbed.say("ada", "one", options=options)
+        await crash_at(at, await at.begin("ada", "one", options=options), 200)
+        log = b"".join(at.files.files(FOLDER).values())
+        lost = next(n for n in range(64, 100) if log.count(pack(whole.tokens[n : n + 2])) == 1)
+        hurt(at, pack(whole.tokens[lost : lost + 2]))
+        await at.open()
+        (cut,) = await at.agents.turns("default", "ada")
+        assert cut.state == "interrupted" and 0 < cut.completion_tokens <= lost
+        for _ in range(2):
+            turn = await at.agents.resume("default", "ada", request=at.service.next_id(), salt=b"default")
+            await hear(turn, stop_after=lost + 100)
+            await at.agents.writer.sync()
+            await at.again(clean=True)
+        turn = await at.agents.resume("default", "ada", request=at.service.next_id(), salt=b"default")
+        again = await hear(turn)
+        assert again.tokens == whole.tokens and again.text == whole.text
+
+
+async def test_an_answer_that_cannot_be_computed_again_stays_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model is served, or the log takes no more: nothing is given up that the disk may give out again."""
+    async with house(folder) as at:
+        await spoken(at)
+        where = hurt(at, (await answer_of(at, "ada", 3))[0])
+        request = at.service.next_id()
+        with monkeypatch.context() as patch:
+            patch.setattr(at.service, "info", msgspec.structs.replace(at.service.info, identity=b"other"))
+            with pytest.raises(Conflict, match="other kernels, weights, kv_dtype or kv_codec"):
+                await at.agents.resume("default", "ada", request=request, salt=b"default")
+        assert (await at.agents.turns("default", "ada"))[2].state == "damaged"
+        with monkeypatch.context() as patch:
+            patch.setattr(at.agents._turns, "sync", refuse)
+            with pytest.raises(Unavailable, match="full"):
+                await at.agents.resume("default", "ada", request=request, salt=b"default")
+        assert (await at.agents.turns("default", "ada"))[2].state == "damaged"
+        at.files.damage(*where)
+        assert (await at.agents.turns("default", "ada"))[2].state == "finished"
+        assert (await at.say("ada", "more")).done is not None
+
+
+async def test_an_agent_whose_beginning_is_damaged_can_be_looked_at_and_deleted(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", messages=SYSTEM)
+        await at.say("ada", "one")
+        hurt(at, b"You remember.")
+        assert (await told(at.begin("ada", "two"))).endswith("the token log is damaged there; delete the agent")
+        await told(at.agents.beginning("default", "ada"))
+        assert [turn.state for turn in await at.agents.turns("default", "ada")] == ["finished"]
+        await at.agents.delete("default", "ada")
+        assert at.agents.page("default").agents == ()
+
+
+async def test_what_a_disk_gives_out_again_is_no_longer_damaged(folder: Path) -> None:
+    async with house(folder) as at:
+        await spoken(at)
+        turns = await at.agents.turns("default", "ada")
+        where = hurt(at, b"ada: the second message")
+        await told(at.begin("ada", "more"))
+        at.files.damage(*where)
+        assert await at.agents.turns("default", "ada") == turns
+        assert (await at.say("ada", "more")).done is not None
+
+
+Look = Callable[[House], Awaitable[object]]
+LOOKS: dict[str, Look] = {
+    "turns": lambda at: at.agents.turns("default", "ada"),
+    "beginning": lambda at: at.agents.beginning("default", "ada"),
+    "context": lambda at: at.agents.context("default", "ada"),
+    "where": lambda at: at.agents.where("default", "ada", b"default"),
+    "prefetch": lambda at: at.agents.prefetch("default", "ada", b"default"),
+    "evict": lambda at: at.agents.evict("default", "ada", b"default"),
+    "pin": lambda at: at.agents.pin("default", "ada", b"default", True),
+    "export": lambda at: file_of(at, "default", "ada"),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+async def test_an_agent_that_is_deleted_while_it_is_read_is_not_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    """And not unavailable, which asks the client to come again."""
+    async with house(folder) as at:
+        await spoken(at)
+        archive, mine = at.agents._archive, at.agents._find("default", "ada")
+        read, reading, gone = archive._read, asyncio.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def slow(turns: list[Turn]) -> dict[int, Content | None]:
+            loop.call_soon_threadsafe(reading.set)
+            assert gone.wait(20)
+            return read(turns)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(archive, "_read", slow)
+            task = asyncio.create_task(LOOKS[look](at))  # type: ignore[arg-type]
+            await asyncio.wait_for(reading.wait(), 20)
+        await at.agents.delete("default", "ada")
+        await at.agents.create("default", id="ada")  # another of that name is another
+        gone.set()
+        with pytest.raises(NotFound, match="there is no agent ada"):
+            await task
+        assert mine not in at.agents._book.roster
+
+
+async def test_turns_that_are_collected_while_they_are_listed_are_not_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(folder) as at:
+        await spoken(at)
+        await at.agents.rollback("default", "ada", turn=1)
+        archive, tended = at.agents._archive, False
+        readable = archive.readable
+
+        async def late(turns: list[Turn]) -> list[Content | None]:
+            nonlocal tended
+            if not tended:
+                tended = True
+                at.clock.ahead = 8 * 86_400
+                await at.agents.tend()
+            return await readable(turns)
+
+        monkeypatch.setattr(archive, "readable", late)
+        found = await at.agents.turns("default", "ada")
+        assert tended and [(turn.number, turn.state) for turn in found] == [(1, "finished")]
+
+
+async def test_a_damaged_turn_is_a_conflict_and_a_disk_that_gives_nothing_is_unavailable(folder: Path) -> None:
+    """One lasts, the other is over when the disk works again."""
+    assert issubclass(Damaged, Conflict) and not issubclass(Damaged, Unavailable)

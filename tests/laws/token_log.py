@@ -1,0 +1,455 @@
+"""The token log against a disk that crashes, forgets, garbles and fails: one workload from one seed, and its laws.
+
+A workload writes, erases, compacts, is killed and opens again. A record counts as acknowledged when `write(sync=True)`
+returned after it, or when a start that gave it out has synced. Whatever happens then, every later start finds every
+acknowledged record that was not erased, nothing else but what was written, and not one byte of what was erased; an
+erasure that a crash cuts has happened whole or not at all; damage costs the records that it hits and no other; and what
+an earlier release wrote is read as it was meant.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import random
+import sys
+import zlib
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from tests.files import CrashFiles, Fault, corrupted
+from tests.laws.storage_world import law
+
+from cairn.agents import index as index_module
+from cairn.agents import log as log_module
+from cairn.agents.content import Branch, Content
+from cairn.agents.index import FOUND, NEWEST, Kind
+from cairn.agents.log import Log
+from cairn.agents.records import EndRecord, TurnRecord, decode
+from cairn.agents.replays import Replays
+from cairn.agents.roster import Roster
+from cairn.agents.segment import Record, decode_header, walk
+
+FOLDER = Path("/agents")
+KINDS = (Kind.TURN, Kind.REPLAY, Kind.TOKENS, Kind.END, Kind.AGENT)
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT)
+STEPS = 25
+
+
+class Draw:
+    """An `Rng` that repeats itself."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+
+    def bits64(self) -> int:
+        return self._rng.getrandbits(63)
+
+
+@contextlib.contextmanager
+def small_segments() -> Iterator[None]:
+    """Many segments and much to tidy up within few records."""
+    kept = log_module.SEGMENT_BYTES, log_module.SMALL_SEGMENTS, index_module.TIDY
+    log_module.SEGMENT_BYTES, log_module.SMALL_SEGMENTS, index_module.TIDY = 6000, 2, 4
+    try:
+        yield
+    finally:
+        log_module.SEGMENT_BYTES, log_module.SMALL_SEGMENTS, index_module.TIDY = kept
+
+
+class Model:
+    """What the log was told, and what it must therefore hold."""
+
+    def __init__(self) -> None:
+        self.written: dict[int, list[Record]] = {}
+        """By lsn: everything that was ever handed over. What was lost for ever may lend its lsn to another."""
+        self.accepted: dict[int, Record] = {}
+        self.synced: dict[int, Record] = {}
+        self.erased: set[int] = set()
+        """Keys whose erasure returned."""
+        self.erasing: list[set[int]] = []
+        """Keys of each erasure that was begun."""
+
+    def must(
+        self, *, kept: frozenset[int] | set[int] = frozenset(), there: dict[int, Record] | None = None
+    ) -> dict[int, Record]:
+        """What no crash may take: acknowledged, not erased, and not replaced.
+
+        `kept`: keys that count as not erased, although their erasure was begun. `there`: what was found, which alone
+        can replace anything; if it is not said, all that was ever written may be there.
+        """
+        going = set().union(*self.erasing) - kept
+        known = [r for many in self.written.values() for r in many] if there is None else list(there.values())
+        newest: dict[tuple[int, int], int] = {}
+        for record in known:
+            newest[record.kind, record.key] = max(record.lsn, newest.get((record.kind, record.key), 0))
+        found = {}
+        for record in self.synced.values():
+            kind = record.kind if record.kind in NEWEST else Kind.END if record.kind == Kind.TOKENS else 0
+            if record.key not in going and newest.get((kind, record.key), 0) <= record.lsn:
+                found[record.lsn] = record
+        return found
+
+    def check(self, log: Log, files: CrashFiles) -> None:
+        """Compare with a log that was just opened."""
+        found = {record.lsn: record for record in log.recovered}
+        law(len(found) == len(log.recovered), "a record is found twice")
+        for lsn, record in self.must(there=found).items():
+            law(found.get(lsn) == record, f"record {lsn} was acknowledged and is lost")
+        for record in found.values():
+            law(record in self.written[record.lsn], "a record is found that was never written")
+            law(record.key not in self.erased, "what was erased is found")
+        newest = [(r.kind, r.key) for r in found.values() if r.kind in NEWEST]
+        law(len(newest) == len(set(newest)), "what was superseded counts")
+        ended = {r.key: r.lsn for r in found.values() if r.kind == Kind.END}
+        pieces = [r for r in found.values() if r.kind == Kind.TOKENS and r.lsn < ended.get(r.key, 0)]
+        law(not pieces, "a piece of an answer counts beside its end")
+        self.check_whole(found)
+        self.check_gone(files)
+        self.check_read(log, list(found.values()))
+
+    def check_whole(self, found: dict[int, Record]) -> None:
+        """An erasure names all that goes, and then all of it goes."""
+        for keys in self.erasing:
+            if keys <= self.erased or not keys.isdisjoint(self.erased):
+                continue
+            there = self.must(kept=keys)
+            left = [lsn for lsn, record in there.items() if record.key in keys and lsn in found]
+            gone = [lsn for lsn, record in there.items() if record.key in keys and lsn not in found]
+            law(not left or not gone, f"half an erasure: {left} are there, {gone} are gone")
+
+    def check_read(self, log: Log, records: list[Record]) -> None:
+        """Those of them that are looked up by kind and key are found where the log says that they lie."""
+        wanted = {(record.kind, record.key): record for record in records if record.kind in FOUND}
+        for record, found in zip(wanted.values(), log.read(list(wanted)), strict=True):
+            newer = found is not None and found in self.written[found.lsn] and found.lsn > record.lsn
+            law(newer or found == record, f"record {record.lsn} cannot be read")
+        gone = log.read([(kind, key) for key in self.erased for kind in FOUND])
+        law(gone == [None] * (4 * len(self.erased)), "what was erased can be read")
+
+    def check_gone(self, files: CrashFiles) -> None:
+        for data in files.files(FOLDER).values():
+            for key in self.erased:
+                law(text(key) not in data, "erased text is on the disk")
+
+
+def text(key: int) -> bytes:
+    """What every record with that key says."""
+    return b"<secret %d>" % key
+
+
+class Work:
+    """A log in use. What the disk refuses is refused, and the work goes on."""
+
+    def __init__(self, files: CrashFiles, seed: int) -> None:
+        self.files, self.rng, self.model = files, random.Random(seed), Model()
+        self.keys: list[int] = []
+        self.log: Log | None = None
+
+    def run(self, steps: int = STEPS) -> None:
+        for _ in range(steps):
+            with contextlib.suppress(OSError):
+                self.step()
+
+    def open(self) -> Log:
+        """The log, opened if it is not."""
+        if self.log is not None:
+            return self.log
+        log = Log.open(self.files, FOLDER, Draw(self.rng.getrandbits(32)))
+        assert log is not None
+        self.log = log
+        self.model.check(log, self.files)
+        # What is there now is given out as what there is, so it is durable once anything was synced.
+        self.model.accepted = {record.lsn: record for record in log.recovered}
+        log.write((), sync=True)
+        self.model.synced = dict(self.model.accepted)
+        return log
+
+    def step(self) -> None:
+        rng, model = self.rng, self.model
+        log = self.open()
+        action = rng.random()
+        if action < 0.68 or not self.keys:
+            self.write(log)
+        elif action < 0.82:
+            self.erase(log, rng.sample(self.keys, min(len(self.keys), rng.randrange(1, 3))))
+        elif action < 0.94:
+            log.compact()
+        elif action < 0.97:
+            self.log = None
+            log.close()
+            return
+        else:
+            self.die()
+            return
+        if action >= 0.68:
+            model.check_read(log, list(model.must().values()))
+
+    def erase(self, log: Log, gone: list[int]) -> None:
+        self.keys = [key for key in self.keys if key not in gone]
+        self.model.erasing.append(set(gone))
+        log.erase(gone)
+        self.model.erased |= set(gone)
+        self.model.check_gone(self.files)
+
+    def die(self) -> None:
+        """The process is killed: what it wrote is known to the system, and to the disk only what was synced."""
+        look, fault = self.files.after_change, self.files.fault
+        after = self.files.kill()
+        after.after_change, after.fault, after.calls, after.fired = look, fault, self.files.calls, self.files.fired
+        self.files, self.log = after, None
+
+    def write(self, log: Log) -> None:
+        rng, model = self.rng, self.model
+        records = []
+        for _ in range(rng.randrange(1, 4)):
+            kind, lsn = rng.choice(KINDS), log.next_lsn()
+            key = lsn if kind == Kind.TURN or not self.keys else rng.choice(self.keys)
+            records.append(Record(lsn, kind, key, b"%d" % lsn + text(key) * rng.randrange(1, 60)))
+        if rng.random() < 0.2:  # what a disk refused is written later, under the number that it has
+            key = rng.choice(self.keys or [records[0].key])
+            records += [Record(log.next_lsn(), Kind.AGENT, key, text(key) * size) for size in (1, 2)][::-1]
+        for record in records:
+            model.written.setdefault(record.lsn, []).append(record)
+        sync = rng.random() < 0.6
+        log.write(records, sync=sync)
+        model.accepted |= {record.lsn: record for record in records}
+        if sync:
+            model.synced = dict(model.accepted)
+        self.keys += [record.key for record in records if record.kind == Kind.TURN]
+
+
+def reopen(files: CrashFiles, model: Model) -> Log:
+    log = Log.open(files, FOLDER, Draw(files.rng.getrandbits(32)))
+    assert log is not None
+    model.check(log, files)
+    return log
+
+
+# -------------------------------------------------------------------------------------------------------- the harnesses
+
+
+def crash_everywhere(seed: int, states: int, steps: int = STEPS) -> int:
+    """Run one workload; at every change of the disk, open `states` of the disks that a crash could leave."""
+    files, rng, seen = CrashFiles(seed=seed), random.Random(seed), 0
+    work = Work(files, seed)
+
+    def look(_: str) -> None:
+        nonlocal seen
+        for _ in range(states):
+            after = work.files.crash(rng)
+            if rng.random() < 0.4:
+                after = after.crash_while(rng, 8, partial(Log.open, after, FOLDER, Draw(1)))
+            log = reopen(after, work.model)
+            seen += 1
+            if rng.random() < 0.2:
+                log.write([Record(log.next_lsn(), Kind.REPLAY, 0, b"")], sync=True)
+                log.close()
+
+    files.after_change = look
+    work.run(steps)
+    return seen
+
+
+def fault_at(seed: int, fault: Fault) -> None:
+    """Run one workload with a fault; then the disk works, and so does the log."""
+    files = CrashFiles(seed=seed)
+    files.fail(fault)
+    work = Work(files, seed)
+    work.run()
+    work.files.heal()
+    rng = random.Random(seed)
+    reopen(work.files.crash(rng), work.model)
+    log = work.open()  # it comes back by itself
+    work.write(log)
+    log.write((), sync=True)
+    law(log.trouble == "", "trouble that is over is said")
+    work.model.synced = dict(work.model.accepted)
+    while log.compact():
+        pass
+    work.model.check_gone(work.files)
+    reopen(work.files.crash(rng), work.model)
+
+
+def folder_of(seed: int) -> tuple[dict[Path, bytes], Work]:
+    """The segments that a workload leaves behind, and the workload."""
+    work = Work(CrashFiles(seed=seed), seed)
+    work.run(40)
+    if work.log is not None:
+        work.log.close()
+    return {path: data for path, data in work.files.files(FOLDER).items() if path.suffix == ".log"}, work
+
+
+def spoilt(segments: dict[Path, bytes], rng: random.Random) -> CrashFiles:
+    """A disk with these segments, one of which is damaged, exchanged or doubled."""
+    contents, path = dict(segments), rng.choice(list(segments))
+    if rng.random() < 0.06:
+        other = rng.choice(list(contents))
+        contents[path], contents[other] = contents[other], contents[path]
+    elif rng.random() < 0.06:
+        contents[FOLDER / f"{99:016x}.log"] = contents[path]
+    else:
+        contents[path] = corrupted(contents[path], rng)
+    return disk_of(contents, rng.getrandbits(32))
+
+
+def disk_of(contents: dict[Path, bytes], seed: int) -> CrashFiles:
+    files = CrashFiles(seed=seed)
+    files.make_folder(FOLDER)
+    for path, data in contents.items():
+        files.put(path, data)
+    return files
+
+
+def damaged_once(segments: dict[Path, bytes], work: Work, rng: random.Random) -> bool:
+    """Open one damaged folder; whether the damage was seen. No damage is read as data."""
+    log = Log.open(spoilt(segments, rng), FOLDER, Draw(2))
+    assert log is not None
+    for record in log.recovered:
+        law(record in work.model.written[record.lsn], "damage was read as data")
+    log.write([Record(log.next_lsn(), Kind.TURN, 1, b"more")], sync=True)
+    log.close()
+    return log.damaged > 0
+
+
+def damage_costs_what_it_hits(segments: dict[Path, bytes], work: Work, rng: random.Random) -> None:
+    """One byte turned, one sector zeroed, or both headers gone: what lies elsewhere is found, and what is erased then
+    is in no file, also where nobody can tell any more what a segment held."""
+    path = rng.choice(list(segments))
+    data, headers = bytearray(segments[path]), rng.random() < 0.2
+    at = rng.randrange(len(data))
+    start, end = (at, at + 1) if rng.random() < 0.5 else (at // 512 * 512, min(at // 512 * 512 + 512, len(data)))
+    header = decode_header(bytes(data))
+    law(header is not None, "a sound segment has no header")
+    assert header is not None
+    hit = {
+        record.lsn
+        for offset, record in walk(header, bytes(data))
+        if headers or (offset < end and start < offset + record.size)
+    }
+    for one in (0, 4096) if headers else range(start, end):
+        data[one] ^= 1 + rng.randrange(255)
+    files = disk_of({**segments, path: bytes(data)}, rng.getrandbits(32))
+    log = Log.open(files, FOLDER, Draw(3))
+    assert log is not None
+    found = {record.lsn: record for record in log.recovered}
+    for lsn, record in work.model.must().items():
+        law(lsn in hit or found.get(lsn) == record, f"damage elsewhere cost record {lsn}")
+    gone = [record.key for record in work.model.must().values() if record.lsn in hit or not headers]
+    if gone:
+        log.erase(gone[:1])
+        for disk in (files, files.crash(rng)):
+            law(not any(text(gone[0]) in data for data in disk.files(FOLDER).values()), "text in a damaged file stays")
+    log.close()
+
+
+def damage_for_a_moment(seed: int, rng: random.Random) -> None:
+    """A disk that gives out other bytes for a while: what is written anew meanwhile loses nothing."""
+    work = Work(CrashFiles(seed=seed), seed)
+    work.run(rng.randrange(20, 40))
+    log = work.open()
+    path = rng.choice([path for path in work.files.files(FOLDER) if path.suffix == ".log"])
+    sound = work.files.files()[path]
+    data = bytearray(sound)
+    for at in rng.sample(range(4160, len(data)), min(6, len(data) - 4160)):
+        data[at] ^= 255
+    work.files.put(path, bytes(data))
+    while log.compact():
+        pass
+    if path in work.files.files():
+        work.files.put(path, sound)
+    log.close()
+    reopen(work.files, work.model)
+
+
+FORMAT_1 = """
+c-rlkd2AF_9LHzdg%&7K4iQ9QxkM;pp<F7`atNhRDA<-WEN^#Sw?pSx=gk(1#n_f;3z$MYhzKFH+udzBN^6Bgqatl%v=EONj0ZI)UL>F-
+MnDt5@9fUh?Gi=9KgP^2`Sf+(d-IOp`+a|JcK+POE0--@zR1Q!%q%N67vwES8$E!FvHNyCGhpq_-
+j%Iv;ic5<^sAg@mRV+*WtLfHnPrw)W|?J{S@xf|`FHsH-|QEMw#TC0H_MM-8&zHQd-
+_RFkJr!rP&4M+iaO$<vc?5upX8z{7m_GrsA7A{{i-6;04re{m4a?X*3j?h8pY>OsYLb8lg-KW!QCL<m?X|9tFk(q4qQBO^rfWqO@o!|Q>tnNzLxM
+LfT4)21$kOPe4-
+X~tCVPz@5rdm2*2m|vFImNQ8b(1MHsdD3n}4kwVEb&Wc)fb+>8}#7*iu<hsYsU^!_j7kKI^`S#FKL^5*oK&g!PBl;J%$oM_n**?*j|e_OyyR6N^a
+{h%*NHNDW7UE+|5L>&Ti%;m}CT7hTnwv65wzYj<PeL+9aA0z|);0A(0U@*7~3;}loeILWXJzzMvS3g%U0*nL>Fba$YW58H24%`pMg9pF_FcGAHN#
+H>+89W41!4xnRq=9K*I+y`wf?42U@CbMm%r;_Y4oC<3G0X+?^!Nk|z~f*cSOhY`Vvq%vfTbWCECb6y4p;$Jf+s*O$OHLc6<7_{fB-MR;aZy`udzb
+fcdRm{ZarI1($=pVzi;Y_3nNZ_QJLRazx1j1lS2ZJQxLS0HivK<3o#;jMM3sdH%MfQQ&Wnl%#scxq`g!nnop%2rj+V5#p^7J6yA>X%SNpv$apk6H
+LKK1F}0we7Evr}C0$*QdsWJ)?515U=37k#Dt*$2rjlEl8brk-Xik?v*ls_gl;=XI@v4f8oj#&3#eCu#QAl2`tK#%ArniT;<U|DSZqSz+*&$cwq8=
+hcLz&@Og5mj@mSE~5-iW&%G5V-U?Tjlbx$tuG$*+d}xcA1^ay_=&5^aX6{Tkh()n-
+!B97lieY0xufoZn`ZZQK7=R(=lO+?IQ!kN8|2)1dKCfglU4kn-VSlg(k{jW>ga>LQw}CyWVr4Vl6a-eJrvDwD#Z^A}O-
+wfiMSrEPY78v$eyrpSKXD|J-n!zm=ETlP%A|K%VdCQ*%@zw5I>-%rcG_Tr5TJE||Wlm!_nM$oXTkl{FH3%TKaAJSBg-
+>WDhSE~|<^Ya2L;_8t?^k|~I9fw2<1W|M{iZ%1B>zt2>3gK_5Z8R#Jq*xL36>~B9USHuUxGB-
+7H_K;JhbD|TtIljmJ@es#);CgicF$vRMjo^OZ5}(ms*q@U5|bkNEIklj{g%AQp|8a}>!Nk(@!j0n@5>$1_7C!x{CsTU1Z98Uv-
+~;Fp3jp~=j0@9tGZKNy1VJJOM(AOU9Rq?%fx71>bbpF%z1y()V?C?ctUe2eP#IS&AoCfB1hEI2<C_`aXHsVL;%Ou6iU&9>K9J$m_a=kKi%YM-
+Q18iqyIODzn(QNB6fSCIiTNxAd0@^*BQ4PXWVqUjdrv*oF7=;u{ZdgcbfB^((olui|Joq@*BHd@*86>d3*Shw+Fm}EK|NUps0dJkoE6|Xi>~IE?F
++Bd~a%e{!iIwN;40Z9DMcp4d=Ia7e)L(5=8*<hn1Og^)UR^FXqGR-
+O|K)71H%3r5|0Xy*6mf3w>jRtDj7}@d3a^mA_os+uVG$V#wROX)Z}=*;E<hr+=ZLfQuIB+0Ws+jRlJZCb&fOEWVBX89qT5brbj{91=;<iMobpIJU
+xw3L_5w1F6tb1p
+"""
+"""The one segment of a log that the first release wrote, packed and in base85: an agent with a turn that has ended and
+one that was cut, a turn that is being erased, a fork, and what was sampled for a request in the agent's name."""
+
+
+def read_format_1() -> None:
+    """What the first release wrote is read as it was meant, with what it did not know at its default."""
+    files = disk_of({FOLDER / f"{1:016x}.log": zlib.decompress(base64.b85decode("".join(FORMAT_1.split())))}, 1)
+    log = Log.open(files, FOLDER, Draw(4))
+    assert log is not None
+    law(log.damaged == 0, "what an earlier release wrote counts as damage")
+    found = [(record.lsn, record.kind, record.key) for record in log.recovered]
+    known = [(1, 2, 1), (3, 1, 2), (4, 2, 4), (6, 4, 4), (7, 7, 2), (8, 2, 8), (9, 3, 8), (10, 3, 8), (12, 1, 11)]
+    law(found == [*known, (15, 6, 15)], f"what an earlier release wrote is read as {found}")
+    law(not any(b"erased" in data for data in files.files().values()), "its erasure is not finished")
+    roster = Roster()
+    law(roster.load(log.recovered) == [], "what an earlier release wrote belongs to nobody")
+    ada, eve = roster.find("default", "ada"), roster.find("default", "eve")
+    assert ada is not None and eve is not None
+    law((ada.record.ttl, ada.record.pinned, ada.record.metadata) == (86400.0, False, {"a": "b"}), "an agent's fields")
+    law((ada.head.number, ada.head.state, ada.savings.requests) == (2, "interrupted", 1), "an agent's place")
+    law((eve.head.key, eve.record.origin, eve.record.pinned) == (4, "ada", True), "a fork's place")
+    cut = ada.head.held
+    law(cut.began.messages == ({"role": "user", "content": "What is my name?"},), "a turn's message")
+    law(cut.answer == {"role": "assistant", "content": "You are", "reasoning_content": "hm"}, "what a cut turn said")
+    law(list(cut.tokens) == [6, 7, 8] and cut.began.engine == b"", "what a cut turn holds")
+    turn, end = log.read([(Kind.TURN, 4), (Kind.END, 4)])
+    began = decode(turn.payload, TurnRecord) if turn is not None else None
+    ended = decode(end.payload, EndRecord) if end is not None else None
+    assert began is not None and ended is not None
+    content = Content(began)
+    content.end(ended)
+    context = Branch([Content(TurnRecord(agent=0, number=0)), content]).context()
+    law(context == [*range(10, 90), 1, 2, 3, 4, 5], "a turn's context")
+    law(content.answer == {"role": "assistant", "content": "Hello, Ada."}, "a turn's answer")
+    law(began.sampling is not None and began.sampling.max_tokens == 12, "how a turn was sampled")
+    (kept,) = Replays(b"i" * 32).load(log.recovered)
+    law(kept[0] == "default" and list(kept[1].ids) == [1, 2, 3], "what was sampled for a request")
+    log.close()
+
+
+def run(seed: int) -> None:
+    """One schedule of each kind, as the planted bugs need them."""
+    with small_segments():
+        kind, rng = seed % 3, random.Random(seed)
+        if seed == 0:
+            read_format_1()
+        if kind == 0:
+            crash_everywhere(seed, states=1)
+        elif kind == 1:
+            calls = CrashFiles(seed=seed)
+            calls.log = []
+            Work(calls, seed).run()
+            grave = [at for at, (one, _) in enumerate(calls.log) if one in ("append", "sync", "sync_folder", "remove")]
+            for _ in range(12):
+                at = rng.choice(grave) if rng.random() < 0.7 else rng.randrange(len(calls.log))
+                fault_at(seed, Fault(at, rng.choice(ERRORS), sticky=rng.random() < 0.3, short=rng.random() < 0.7))
+        else:
+            segments, work = folder_of(seed)
+            for _ in range(15):
+                damaged_once(segments, work, rng)
+                damage_costs_what_it_hits(segments, work, rng)
+            for more in range(5):
+                damage_for_a_moment(1000 * seed + more, rng)
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]))
