@@ -4,6 +4,9 @@ BIN := .venv/bin
 # Bytecode is written for what the server imports: a third less disk than compiling all of every dependency.
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 
+# Two tests at once: each has its own folders and ports, and many wait more than they compute.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
+
 .PHONY: serve install test check prove bench soak clean
 
 serve: install  ## install and serve the bundled model on 127.0.0.1:8000
@@ -26,7 +29,7 @@ NATIVE := $(addprefix src/cairn/kernels/csrc/,CMakeLists.txt *.cpp *.h)
 	@touch $@
 
 test: check  ## all tests, at most 15 minutes on two cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(PYTEST)
 
 check: .venv/.test  ## format, lint, types, import direction
 	$(BIN)/ruff format --check .
@@ -35,7 +38,7 @@ check: .venv/.test  ## format, lint, types, import direction
 	$(BIN)/lint-imports
 
 prove: .venv/.test  ## the full figures of docs/reliability.md, at most an hour
-	CAIRN_PROVE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(PYTEST) --prove
 
 bench: .venv/.test  ## speed; prints tables
 	$(BIN)/python benchmarks/server_overhead.py --profile
