@@ -16,17 +16,21 @@ install: .venv/.installed
 
 NATIVE := $(addprefix src/cairn/kernels/csrc/,CMakeLists.txt *.cpp *.h)
 
-.venv/.installed: pyproject.toml constraints.txt $(wildcard $(NATIVE))
+SOURCES := pyproject.toml constraints.txt $(wildcard $(NATIVE))
+
+.venv/.installed: $(SOURCES)
 	$(PYTHON) -m venv .venv
 	$(PIP) --editable .
 	@$(BIN)/python -c 'import cairn.cli, cairn.api.server, cairn.service.worker, cairn.engine.device, cairn.text.render'
 	@touch $@
 
-# torch first and pinned: a plain dependency on torch would pull gigabytes of GPU libraries.
-.venv/.test: .venv/.installed
+# Not after .installed: the kernels would be compiled twice. torch first and pinned: a plain dependency on torch would
+# pull gigabytes of GPU libraries.
+.venv/.test: $(SOURCES)
+	$(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(PIP) --editable '.[test]'
-	@touch $@
+	@touch .venv/.installed $@
 
 test: check  ## all tests, at most 15 minutes on two cores
 	$(PYTEST)

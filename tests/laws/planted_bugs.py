@@ -38,6 +38,18 @@ SCHEDULERS, STREAMS, STORAGE, CODECS, SAMPLING, TOKEN_LOG, AGENTS = SIMULATORS =
     "tests.laws.agents",
 )
 SCHEDULES = {SCHEDULERS: 2000, STREAMS: 2000, STORAGE: 200, CODECS: 20, SAMPLING: 2000, TOKEN_LOG: 100, AGENTS: 25}
+FIRST = {
+    "a chunk is queued before what it extends": 1498,
+    "a lost chunk is read over": 466,
+    "the report counts what was loaded twice": 466,
+    "the memory store drops a chunk and keeps what extends it": 166,
+    "leftovers that could not be removed stay": 71,
+    "a sync that failed is not repeated": 46,
+    "compaction drops what only an unsynced record replaces": 36,
+    "chunks of a deleted agent's abandoned branches stay": 12,
+    "what was sampled in an agent's name outlives it": 7,
+}
+"""Seeds that are tried first because they found the bug when all were tried in order, to save minutes."""
 STUCK_SECONDS = 20
 """A single schedule that takes so long hangs; that counts as found."""
 
@@ -385,7 +397,9 @@ def hunt(bug: Bug) -> tuple[int, str] | None:
         raise TimeoutError("the schedule hangs")
 
     signal.signal(signal.SIGALRM, stuck)
-    for seed in range(SCHEDULES[laws]):
+    first = FIRST.get(bug.name, 0)
+    assert first < SCHEDULES[laws]
+    for seed in (first, *range(SCHEDULES[laws])):
         signal.alarm(STUCK_SECONDS)
         try:
             simulator.run(seed)
