@@ -26,7 +26,7 @@ from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.sampler import NativeSampler
 from cairn.types import RopeScaling
 
-VERSION = "native-4"
+VERSION = "native-5"
 """Version of the order of operations and of the KV layout; a change that can move a bit gets a new one."""
 
 _ALIGN = 64

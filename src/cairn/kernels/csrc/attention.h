@@ -25,6 +25,8 @@ inline void in_tiles(Index rows, F&& f) {
                 f(Rows<6>{}, row), row += 6;
                 continue;
             }
+        }
+        if constexpr (TILE_ROWS >= 4) {
             if (left >= 4) {
                 f(Rows<4>{}, row), row += 4;
                 continue;

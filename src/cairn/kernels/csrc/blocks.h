@@ -29,6 +29,12 @@ IntVec load_bytes(const Byte* p) {
         return IntVec{{(IntPart)_mm512_maskz_cvtepi8_epi32(0xffff, bytes)}};
     else
         return IntVec{{(IntPart)_mm512_maskz_cvtepu8_epi32(0xffff, bytes)}};
+#elif defined(__AVX2__)
+    const auto eight = [&](int i) { return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + i * WIDTH)); };
+    if constexpr (std::is_signed_v<Byte>)
+        return IntVec{{(IntPart)_mm256_cvtepi8_epi32(eight(0)), (IntPart)_mm256_cvtepi8_epi32(eight(1))}};
+    else
+        return IntVec{{(IntPart)_mm256_cvtepu8_epi32(eight(0)), (IntPart)_mm256_cvtepu8_epi32(eight(1))}};
 #else
     IntVec out = {};
     for (int i = 0; i < PARTS; i++)

@@ -84,6 +84,7 @@ struct Codes {
 
 #elif defined(__AVX2__)
 
+// Steps are written as instructions: left to itself GCC 12 brings all of x up first, and spills it and the sums.
 template <int BITS>
 struct Codes {
     const std::byte* at;
@@ -92,96 +93,82 @@ struct Codes {
 
     template <int R, int H, int FROM = 0, int TO = 8>
     void add(const std::int8_t* x, IntVec (&sum)[R]) const {
-        for (int half = 0; half < 2; half++) {
-            if constexpr (BITS == 4)
-                add_nibbles<R, H>(half, x, sum);
-            else if constexpr (BITS == 8)
-                add_bytes<R, H>(half, x, sum);
-            else
-                add_more<R, H, FROM, TO>(half, x, sum);
-        }
+        if constexpr (BITS == 8)
+            add_bytes<R, H>(x, sum);
+        else
+            add_narrow<R, H, FROM, TO>(0, x, sum), add_narrow<R, H, FROM, TO>(1, x, sum);
     }
 
   private:
-    static __m256i four(const std::int8_t* x) {
-        std::int32_t bits;
-        __builtin_memcpy(&bits, x, 4);
-        return _mm256_set1_epi32(bits);
-    }
     __m256i line(Index offset, int half) const {
         return _mm256_load_si256(reinterpret_cast<const __m256i*>(at + offset + half * 32));
     }
 
-    // Sixteen products of at most 15 * 127 stay within 16 bits: one widening a group.
-    template <int R, int H>
-    void add_nibbles(int half, const std::int8_t* x, IntVec (&sum)[R]) const {
-        const __m256i low = _mm256_set1_epi8(15);
-        __m256i narrow[R] = {};
-#pragma GCC unroll 4
-        for (int p = 0; p < 4; p++) {
-            const __m256i both = line(p * 64, half);
-            const __m256i even = _mm256_and_si256(both, low);
-            const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++) {
-                const std::int8_t* from = x + (2 * p * H + r) * 4;
-                narrow[r] = _mm256_add_epi16(narrow[r], _mm256_maddubs_epi16(even, four(from)));
-                narrow[r] = _mm256_add_epi16(narrow[r], _mm256_maddubs_epi16(odd, four(from + H * 4)));
-            }
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++)
-            sum[r].part[half] += (IntPart)_mm256_madd_epi16(narrow[r], _mm256_set1_epi16(1));
-    }
-
-    // Codes of k = 4 q + j.
+    // Codes of k = 4 q + j, of 8 outputs.
     __m256i codes(int q, int half) const {
-        if constexpr (BITS == 5) {
+        if constexpr (BITS < 6) {
+            const __m256i nibbles =
+                _mm256_and_si256(_mm256_srli_epi16(line(q / 2 * 64, half), q % 2 * 4), _mm256_set1_epi8(15));
+            if constexpr (BITS == 4) return nibbles;
             const __m256i bit = _mm256_and_si256(_mm256_srli_epi16(line(256, half), q), _mm256_set1_epi8(1));
-            const __m256i nibbles = _mm256_srli_epi16(line(q / 2 * 64, half), q % 2 * 4);
-            return _mm256_or_si256(_mm256_and_si256(nibbles, _mm256_set1_epi8(15)), _mm256_slli_epi16(bit, 4));
+            return _mm256_or_si256(nibbles, _mm256_slli_epi16(bit, 4));
         }
-        const Index at = q / 4 * 192;
-        if (q % 4 < 3) return _mm256_and_si256(line(at + q % 4 * 64, half), _mm256_set1_epi8(63));
-        __m256i rest = _mm256_and_si256(_mm256_srli_epi16(line(at, half), 6), _mm256_set1_epi8(3));
+        const Index from = q / 4 * 192;
+        if (q % 4 < 3) return _mm256_and_si256(line(from + q % 4 * 64, half), _mm256_set1_epi8(63));
+        __m256i rest = _mm256_and_si256(_mm256_srli_epi16(line(from, half), 6), _mm256_set1_epi8(3));
         for (int i = 1; i < 3; i++) {
-            const __m256i two = _mm256_srli_epi16(line(at + i * 64, half), 6 - 2 * i);
+            const __m256i two = _mm256_srli_epi16(line(from + i * 64, half), 6 - 2 * i);
             rest = _mm256_or_si256(rest, _mm256_and_si256(two, _mm256_set1_epi8(static_cast<char>(3 << (2 * i)))));
         }
         return rest;
     }
 
-    // 5 bits: four times two products of at most 31 * 127 stay within 16 bits; 6 bits: two times two of 63 * 127.
+    // Sums of products stay within 16 bits for a while: 8 times two of at most 15 * 127, four times two of 31 * 127 for
+    // 5 bits, two times two of 63 * 127 for 6.
     template <int R, int H, int FROM, int TO>
-    void add_more(int half, const std::int8_t* x, IntVec (&sum)[R]) const {
-        constexpr int NARROW = BITS == 5 ? 4 : 2;
-        for (int first = FROM; first < TO; first += NARROW) {
-            __m256i narrow[R] = {};
+    void add_narrow(int half, const std::int8_t* x, IntVec (&sum)[R]) const {
+        constexpr int NEXT = FROM + (BITS == 4 ? 8 : BITS == 5 ? 4 : 2);
+        __m256i narrow[R];
+#pragma GCC unroll 8
+        for (int q = FROM; q < NEXT; q++) {
+            const __m256i code = codes(q, half);
 #pragma GCC unroll 4
-            for (int q = first; q < first + NARROW; q++) {
-                const __m256i code = codes(q, half);
-#pragma GCC unroll 4
-                for (int r = 0; r < R; r++)
-                    narrow[r] = _mm256_add_epi16(narrow[r], _mm256_maddubs_epi16(code, four(x + (q * H + r) * 4)));
+            for (int r = 0; r < R; r++) {
+                const auto* four = reinterpret_cast<const std::int32_t*>(x + (q * H + r) * 4);
+                if (q == FROM) {
+                    asm("vpbroadcastd %2, %0\n\tvpmaddubsw %0, %1, %0" : "=&x"(narrow[r]) : "x"(code), "m"(*four));
+                } else {
+                    __m256i two;
+                    asm("vpbroadcastd %3, %1\n\tvpmaddubsw %1, %2, %1\n\tvpaddw %1, %0, %0"
+                        : "+x"(narrow[r]), "=&x"(two)
+                        : "x"(code), "m"(*four));
+                }
             }
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++)
-                sum[r].part[half] += (IntPart)_mm256_madd_epi16(narrow[r], _mm256_set1_epi16(1));
         }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++)
+            sum[r].part[half] += (IntPart)_mm256_madd_epi16(narrow[r], _mm256_set1_epi16(1));
+        if constexpr (NEXT < TO) add_narrow<R, H, NEXT, TO>(half, x, sum);
     }
 
     // |code| <= 128 and |x| <= 127, so two products stay within 16 bits; the sign goes to x.
     template <int R, int H>
-    void add_bytes(int half, const std::int8_t* x, IntVec (&sum)[R]) const {
+    void add_bytes(const std::int8_t* x, IntVec (&sum)[R]) const {
         const __m256i flip = _mm256_set1_epi8(-128), one = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
         for (int q = 0; q < 8; q++) {
-            const __m256i code = _mm256_xor_si256(line(q * 64, half), flip);
-            const __m256i size = _mm256_abs_epi8(code);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                const __m256i code = _mm256_xor_si256(line(q * 64, half), flip), size = _mm256_abs_epi8(code);
 #pragma GCC unroll 4
-            for (int r = 0; r < R; r++) {
-                const __m256i two = _mm256_maddubs_epi16(size, _mm256_sign_epi8(four(x + (q * H + r) * 4), code));
-                sum[r].part[half] += (IntPart)_mm256_madd_epi16(two, one);
+                for (int r = 0; r < R; r++) {
+                    const auto* four = reinterpret_cast<const std::int32_t*>(x + (q * H + r) * 4);
+                    __m256i two;
+                    asm("vpbroadcastd %5, %1\n\tvpsignb %2, %1, %1\n\tvpmaddubsw %1, %3, %1\n\t"
+                        "vpmaddwd %4, %1, %1\n\tvpaddd %1, %0, %0"
+                        : "+x"(sum[r].part[half]), "=&x"(two)
+                        : "x"(code), "x"(size), "x"(one), "m"(*four));
+                }
             }
         }
     }

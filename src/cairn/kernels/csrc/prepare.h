@@ -18,11 +18,15 @@ inline IntVec magnitude(const Vec& x) {
 // Lanes are folded in halves.
 template <class F>
 inline std::int32_t fold(const IntPart& x, F&& pair) {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
     typedef std::int32_t Eight __attribute__((vector_size(32)));
     typedef std::int32_t Four __attribute__((vector_size(16)));
+#if defined(__AVX512F__)
     const Eight eight = pair(__builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7),
                              __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
+#else
+    const Eight eight = x;
+#endif
     const Four four = pair(__builtin_shufflevector(eight, eight, 0, 1, 2, 3),
                            __builtin_shufflevector(eight, eight, 4, 5, 6, 7));
     const Four two = pair(four, __builtin_shufflevector(four, four, 2, 3, 0, 1));

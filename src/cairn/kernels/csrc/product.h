@@ -7,7 +7,8 @@
 namespace cairn::CAIRN_VARIANT {
 
 constexpr int ACCUMULATORS = REGISTERS == 32 ? 24 : 12;
-constexpr int MAX_ROWS = ACCUMULATORS / PARTS < 6 ? ACCUMULATORS / PARTS : 6;
+// With sixteen registers of eight floats, a sixth row would leave too few for a pair of bfloat16, its numbers and a mask.
+constexpr int MAX_ROWS = WIDTH == 8 ? 5 : ACCUMULATORS / PARTS < 6 ? ACCUMULATORS / PARTS : 6;
 constexpr int MAX_PANELS = 4;
 constexpr int PAIR_ROWS = 12;
 

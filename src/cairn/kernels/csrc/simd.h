@@ -41,8 +41,20 @@ inline Vec each(F&& f) {
     return out;
 }
 
+// A vector of `x` is a load that repeats it: a sum with zero, of which -0 would come out as 0, is not.
+inline Part repeat(float x) {
+#if defined(__AVX512F__)
+    return _mm512_set1_ps(x);
+#elif defined(__AVX2__)
+    return _mm256_set1_ps(x);
+#elif defined(__aarch64__)
+    return vdupq_n_f32(x);
+#else
+    return Part{x, x, x, x};
+#endif
+}
 inline Vec set(float x) {
-    return each([&](int) { return Part{} + x; });
+    return each([&](int) { return repeat(x); });
 }
 // Register by register: compilers copy a whole Vec through memory.
 inline Vec load(const float* p) {

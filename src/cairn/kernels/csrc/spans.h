@@ -6,10 +6,10 @@
 namespace cairn::CAIRN_VARIANT {
 
 // Query rows of a tile at most, and vectors that R rows keep in registers beside what is read.
-constexpr int TILE_ROWS = REGISTERS == 32 && PARTS == 1 ? 6 : 12 / PARTS < 6 ? 12 / PARTS : 6;
+constexpr int TILE_ROWS = REGISTERS == 32 && PARTS == 1 ? 6 : WIDTH == 8 ? 4 : 12 / PARTS;
 constexpr int vectors_for(int rows, int most) {
     const int fit = (REGISTERS == 32 ? 24 : 12) / (rows * PARTS);
-    return fit >= 8 && rows <= 2 && most >= 8 ? 8 : fit >= 4 ? 4 : fit < 1 ? 1 : fit;
+    return fit >= 8 && rows <= 2 && most >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
 }
 
 // Where one span's keys and values lie, and those of the next (or these again), which are asked for meanwhile: memory
