@@ -41,7 +41,12 @@ check: .venv/.test  ## format, lint, types, import direction
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-prove: .venv/.test  ## the full figures of docs/reliability.md, at most an hour
+# llama.cpp, which is compiled for some minutes: what it computes is compared with what tests/models has of it.
+.venv/.bench: .venv/.test
+	$(PIP) llama-cpp-python matplotlib
+	@touch $@
+
+prove: .venv/.bench  ## the full figures of docs/reliability.md, at most an hour
 	$(PYTEST) --prove
 
 bench: .venv/.test  ## speed; prints tables

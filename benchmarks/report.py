@@ -1,9 +1,9 @@
 """docs/performance.md and its charts, from what the benchmarks wrote.  `python benchmarks/report.py [--check]`
 
-`docs/performance/` holds the figures: `cpu.json` of vs_llama_cpp.py, `http.json` of serving.py, `footprint.json` of
-footprint.py, `overhead.json` of server_overhead.py (each with `--json`). Everything above the mark in the page is made
-from them, so it cannot drift; what stands below it is written by hand and kept. The charts need matplotlib. `--check`
-only compares the page.
+`docs/performance/` holds the figures: `cpu.json` of vs_llama_cpp.py (and `cpu-avx2.json`, of another machine),
+`http.json` of serving.py, `footprint.json` of footprint.py, `overhead.json` of server_overhead.py (each with `--json`).
+Everything above the mark in the page is made from them, so it cannot drift; what stands below it is written by hand and
+kept. The charts need matplotlib. `--check` only compares the page.
 """
 
 from __future__ import annotations
@@ -81,27 +81,33 @@ def verdict(ratio: float, goal: float, *, below: bool = False) -> str:
     return f"**{ratio:.2f}x**" if reached else f"{ratio:.2f}x"
 
 
-def cpu_text(found: Found) -> str:
+def peer_text(found: Found) -> str:
     peer = found["llama.cpp"]
-    parts = ["## Computing", CPU_METHOD]
     has = re.findall(r"(\w+) = 1", peer["system"])
-    parts.append(f"llama.cpp: llama-cpp-python {peer['version']}, built for this machine ({', '.join(has)}).")
-    rows = [
-        (
-            f"{row['shape']} {row['kind']}",
-            row["name"],
-            f"{middle(row, 'cairn'):,.0f}",
-            f"{middle(row, 'llama'):,.0f}",
-            verdict(row["ratio"], row["goal"]),
-            f"{row['goal']:g}x",
-        )
-        for row in found["rows"]
-    ]
-    parts.append(table(("file", "work", "Cairn tok/s", "llama.cpp tok/s", "ratio", "goal"), rows))
-    reached = sum(row["ratio"] >= row["goal"] for row in found["rows"])
+    return f"llama.cpp: llama-cpp-python {peer['version']}, built for this machine ({', '.join(has)})."
+
+
+def speeds(row: Found) -> tuple[str, ...]:
+    """File, work and what each side does."""
+    sides = (f"{middle(row, side):,.0f}" for side in ("cairn", "llama"))
+    return f"{row['shape']} {row['kind']}", row["name"], *sides
+
+
+SPEEDS = ("file", "work", "Cairn tok/s", "llama.cpp tok/s", "ratio")
+
+
+def summary(found: Found) -> str:
     faster = sum(row["ratio"] > 1 for row in found["rows"])
     rounds = f"rounds: {found['rounds']}, steps of a decode row in each: {found['steps']}"
-    parts.append(f"{reached} of {len(rows)} rows reach their goal, in {faster} Cairn is the faster one ({rounds}).")
+    return f"in {faster} of {len(found['rows'])} rows Cairn is the faster one ({rounds})"
+
+
+def cpu_text(found: Found) -> str:
+    parts = ["## Computing", CPU_METHOD, peer_text(found)]
+    rows = [(*speeds(row), verdict(row["ratio"], row["goal"]), f"{row['goal']:g}x") for row in found["rows"]]
+    parts.append(table((*SPEEDS, "goal"), rows))
+    reached = sum(row["ratio"] >= row["goal"] for row in found["rows"])
+    parts.append(f"{reached} rows reach their goal, {summary(found)}.")
     parts.append(f"![Cairn's speed divided by llama.cpp's, row by row]({CHART})")
     parts += ["### What was read at most", ceilings(found), "### The same answers, memory and loading"]
     parts.append(
@@ -124,6 +130,14 @@ def cpu_text(found: Found) -> str:
     head = ("file", "difference", "equal", "peak GB: Cairn / llama.cpp", "seconds to load")
     parts.append(table(head, files))
     return "\n\n".join(parts)
+
+
+def avx2_text(found: Found) -> str:
+    """The same on a machine of which the goals say nothing: they are of one with AVX-512."""
+    rows = [(*speeds(row), f"{row['ratio']:.2f}x") for row in found["rows"]]
+    parts = ["## Computing without AVX-512", machine_text(found), peer_text(found), table(SPEEDS, rows)]
+    said = summary(found)
+    return "\n\n".join((*parts, f"{said[0].upper()}{said[1:]}. The goals above are of machines with AVX-512."))
 
 
 def ceilings(found: Found) -> str:
@@ -292,6 +306,7 @@ def page(folder: Path, by_hand: str) -> str:
     """The whole page from the figures in `folder`, with what was written by hand."""
     texts: dict[str, Callable[[Found], str]] = {
         "cpu": cpu_text,
+        "cpu-avx2": avx2_text,
         "http": http_text,
         "footprint": footprint_text,
         "overhead": overhead_text,
