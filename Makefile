@@ -7,6 +7,7 @@ PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c co
 # Two tests at once: each has its own folders and ports, and many wait more than they compute.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
+.NOTPARALLEL:
 .PHONY: serve install test check prove bench soak clean
 
 serve: install  ## install and serve the bundled model on 127.0.0.1:8000
@@ -41,7 +42,8 @@ check: .venv/.test  ## format, lint, types, import direction
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# llama.cpp, which is compiled for some minutes: what it computes is compared with what tests/models has of it.
+# llama.cpp, compiled for some minutes: what it computes is compared with what tests/models has of it. Not the extra
+# `bench`, with which Cairn's own kernels would be compiled again.
 .venv/.bench: .venv/.test
 	$(PIP) llama-cpp-python matplotlib
 	@touch $@

@@ -50,7 +50,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
     terminalreporter.section("figures")
     for what, value in rows:
         terminalreporter.write_line(f"{what}: {value}")
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword
+    some = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf")
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not any(map(config.getoption, some))
     if config.option.prove and whole and exitstatus == 0:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
         table = [f"Measured at {commit.stdout.strip()} on {os.cpu_count()} cores ({platform.machine()}).", ""]

@@ -125,6 +125,21 @@ async def test_a_damaged_turn_is_named_with_what_can_be_done_and_costs_no_other(
         await at.agents.delete("default", "ada")
 
 
+async def test_an_answer_that_the_log_lost_stays_damaged_after_a_restart_if_it_was_followed(
+    folder: Path,
+) -> None:
+    async with house(folder) as at:
+        await spoken(at)
+        hurt(at, (await answer_of(at, "ada", 2))[0])
+        listed = await at.agents.turns("default", "ada")
+        await at.again(clean=True)
+        assert await at.agents.turns("default", "ada") == listed
+        assert [turn.state for turn in listed] == ["finished", "damaged", "finished"]
+        assert (await told(at.begin("ada", "more"))).startswith("turn 2 of agent ada cannot be read")
+        await at.agents.rollback("default", "ada", turn=1)
+        assert (await at.say("ada", "more")).done is not None
+
+
 async def test_an_answer_that_the_log_lost_is_computed_again_where_nothing_follows_it(folder: Path) -> None:
     async with house(folder) as at:
         await spoken(at)

@@ -137,7 +137,8 @@ class Work:
     def note(self, id: str, number: int, fact: Fact) -> None:
         """A turn that was said."""
         told = self.agents[id]
-        law(number not in told.turns, f"turn {number} of {id} is there twice")
+        law(number not in told.turns or number in told.spare, f"turn {number} of {id} is there twice")
+        told.spare.discard(number)
         told.turns[number], told.head = fact, number
 
     async def cut(self, id: str) -> None:

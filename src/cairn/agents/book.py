@@ -127,6 +127,7 @@ class Book:
             head=at.key,
             origin=old.id,
             pinned=False,
+            left={},
             moved=0.0,
         )
         return await self.add(Agent(self.writer.key(), record, agent.root, at))
@@ -134,12 +135,12 @@ class Book:
     async def move(self, agent: Agent, head: Turn) -> None:
         """Another turn is the agent's head; what is pinned follows. Nothing may begin meanwhile."""
         before, old, agent.starting = agent.head, agent.record, True
-        agent.head, agent.record = head, msgspec.structs.replace(old, moved=self.now())
+        agent.head, agent.record = head, msgspec.structs.replace(old, left={**old.left, before.key: self.now()})
         try:
             await self.sync(self.note(agent))
         except Unavailable:
             agent.head = before
-            agent.record = msgspec.structs.replace(agent.record, moved=old.moved)
+            agent.record = msgspec.structs.replace(agent.record, left=old.left)
             self.owe(self.note(agent))
             raise
         finally:

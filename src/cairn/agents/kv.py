@@ -85,8 +85,10 @@ class AgentKv:
         contexts: list[tuple[Sequence[int], Turn | None]] = [(one, None) for one in self._tied.pop(agent.key, ())]
         self._service.recent.forget(agent.salt)  # its text is shown to nobody any more
         for turn in {agent.head, *agent.leaves()}:
-            with contextlib.suppress(Unavailable):  # the log cannot be read: only age takes this KV
-                contexts.append((await self.ids(turn), turn))
+            for one in turn.path():
+                with contextlib.suppress(Unavailable):  # the log cannot be read: only age takes the KV of what follows
+                    contexts.append((await self.ids(one), one))
+                    break
         await asyncio.sleep(0)  # a pin that was asked for before comes before
         try:
             await self._give_up(agent, contexts)

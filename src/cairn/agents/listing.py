@@ -29,7 +29,7 @@ async def turns(roster: Roster, archive: Archive, agent: Agent) -> tuple[TurnInf
         pairs = list(zip(some, await archive.readable(some), strict=True))
         if agent not in roster:
             raise NotFound(f"there is no agent {agent.id}", field="id")
-        if all(content is not None or roster.holds(turn) for turn, content in pairs):
+        if all((content is not None and not content.lost) or roster.holds(turn) for turn, content in pairs):
             return tuple(turn.info(content, current=turn.key in path) for turn, content in pairs)
 
 

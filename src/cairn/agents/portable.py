@@ -155,7 +155,16 @@ def plant(read: Portable, key: Callable[[], int], tenant: str, id: str, now: flo
             turn.end(end)
     root, head = turns[keys[read.agent.root]], turns[keys[read.agent.head]]
     record = msgspec.structs.replace(
-        read.agent, id=id, tenant=tenant, created=now, used=now, root=root.key, base=root.key, head=head.key, moved=now
+        read.agent,
+        id=id,
+        tenant=tenant,
+        created=now,
+        used=now,
+        root=root.key,
+        base=root.key,
+        head=head.key,
+        left={},
+        moved=now,
     )
     agent = Agent(own, record, root, root)
     agent.own = [turn for turn in turns.values() if turn.number]

@@ -34,8 +34,11 @@ class AgentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ttl: float | None = None
     origin: str = ""
     metadata: dict[str, str] = {}
+    left: dict[int, float] = {}
+    """Keys of the heads that it was moved away from, and when, in seconds since 1970: these branches are kept for a
+    time from then."""
     moved: float = 0.0
-    """When its head was last moved back, in seconds since 1970: what followed is kept for a time from then."""
+    """When it was taken in, for the branches that it had then; in old records, when its head was last moved."""
 
 
 class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -6,6 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from cairn.agents.index import Kind
 from cairn.agents.ledger import BYTES_KEY, LINES, Ledger
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TokensRecord, TurnRecord, decode
@@ -111,12 +113,13 @@ class Roster:
     def prune(self, agent: Agent, before: float) -> list[int]:
         """Forget an agent's branches that began and were abandoned before that time; the keys that nobody needs any
         more."""
-        if agent.record.moved >= before:
+        record = agent.record
+        if record.moved >= before:
             return []
-        kept = {turn.key for end in (agent.head, agent.base) for turn in end.path()}
-        for turn in agent.own:
-            if turn.at >= before:
-                kept |= {one.key for one in turn.path()}
+        left = {key: when for key, when in record.left.items() if when >= before}
+        agent.record = msgspec.structs.replace(record, left=left)
+        ends = [agent.head, agent.base, *(turn for turn in agent.own if turn.at >= before or turn.key in left)]
+        kept = {turn.key for end in ends for turn in end.path()}
         gone = {turn.key for turn in agent.own} - kept
         dropped = self._drop(gone, agent) if gone else []  # what another has is in the log, and a restart would find it
         agent.own = [turn for turn in agent.own if turn.key not in dropped]
@@ -163,6 +166,9 @@ class Roster:
         needed = {key for agent in self for key in (agent.key, *agent.keeps())}
         for key in self._turns.keys() - needed:
             del self._turns[key]
+        for one in self._turns.values():
+            if one.parent is not None and one.parent.state == "interrupted":
+                one.parent.state = "finished"  # nothing follows a turn without its end: damage cost that
         for one in self._turns.values():
             one.release()
         lost = [key for key, record in began.items() if key not in needed and record.agent in agents]

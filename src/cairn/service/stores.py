@@ -41,7 +41,8 @@ def _users_folder(env: Mapping[str, str]) -> Path:
 
 
 def stored_bytes(config: Config, files: FileSystem) -> int:
-    """Bytes that the folder for KV has to bring up, at most as many as memory is taken for ahead; 0 in any doubt."""
+    """Bytes of KV, of any model, that the folder may have to bring up; at most as many as memory is taken for ahead,
+    and 0 in any doubt."""
     if config.kv_dir is None or not config.kv_disk or config.kv_load == "never":
         return 0
     try:

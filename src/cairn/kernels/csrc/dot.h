@@ -128,6 +128,7 @@ struct Codes {
     template <int R, int H, int FROM, int TO>
     void add_narrow(int half, const std::int8_t* x, IntVec (&sum)[R]) const {
         constexpr int NEXT = FROM + (BITS == 4 ? 8 : BITS == 5 ? 4 : 2);
+        static_assert(NEXT <= TO);
         __m256i narrow[R];
 #pragma GCC unroll 8
         for (int q = FROM; q < NEXT; q++) {
