@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +223,37 @@ async def test_an_answer_that_cannot_be_computed_again_stays_damaged(
         at.files.damage(*where)
         assert (await at.agents.turns("default", "ada"))[2].state == "finished"
         assert (await at.say("ada", "more")).done is not None
+
+
+async def test_a_start_leaves_out_a_turn_of_which_only_the_answer_is_left_and_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with house(folder) as at:
+        await spoken(at)
+        hurt(at, b"ada: the second message")
+        await at.again(clean=True)
+        assert [turn.number for turn in await at.agents.turns("default", "ada")] == [1]
+        assert "1 turns cannot be read: damage cost what came before them" in caplog.text
+        assert (await at.say("ada", "more")).done is not None
+
+
+async def test_the_kv_of_a_damaged_agent_goes_as_far_as_it_can_be_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(folder) as at:
+        await spoken(at)
+        second = at.agents._find("default", "ada").turn(2)
+        assert second is not None
+        ids, gone = list(await at.agents.kv.ids(second)), []
+
+        async def evict(tokens: Sequence[int], salt: bytes, **_: Any) -> None:
+            gone.append(list(tokens))
+
+        monkeypatch.setattr(at.service, "evict", evict)
+        hurt(at, b"ada: the third message")
+        await at.agents.delete("default", "ada", b"default")
+        await at.agents.kv.settled()
+        assert gone == [ids]
 
 
 async def test_an_agent_whose_beginning_is_damaged_can_be_looked_at_and_deleted(folder: Path) -> None:

@@ -399,7 +399,7 @@ def hunt(bug: Bug) -> tuple[int, str] | None:
     signal.signal(signal.SIGALRM, stuck)
     first = FIRST.get(bug.name, 0)
     assert first < SCHEDULES[laws]
-    for seed in (first, *range(SCHEDULES[laws])):
+    for seed in dict.fromkeys((first, *range(SCHEDULES[laws]))):
         signal.alarm(STUCK_SECONDS)
         try:
             simulator.run(seed)

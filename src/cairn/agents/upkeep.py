@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 TEND_SECONDS = 30.0
 ABANDONED_SECONDS = 7 * 86_400.0
-"""How long turns off an agent's path are kept after its head was last moved back."""
+"""How long turns off an agent's path are kept after its head was moved away from them."""
 
 
 class Upkeep:
