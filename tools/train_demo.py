@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from demo.batches import TEMPLATE, Batch, Batches, Renderer
 from demo.muon import Muon
-from demo.network import Network, Shape
+from demo.network import NARROW, Network, Shape
 from demo.tokenizer import END_OF_TEXT, TURN_END, VOCABULARY, train_tokenizer
 from demo_data import conversations
 
@@ -55,7 +55,7 @@ class Trainer:
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean loss of the places that count; only their logits are computed."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=NARROW):
             hidden = self.network(batch.ids.to(self.device)).flatten(0, 1)
             logits = self.network.logits(hidden[batch.places.to(self.device)])
         return F.cross_entropy(logits.float(), batch.targets.to(self.device))

@@ -5,13 +5,15 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
+from .network import NARROW
+
 # Coefficients of the published quintic iteration.
 A, B, C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonal(matrices: Tensor, steps: int = 5) -> Tensor:
     """Push all singular values of each matrix (count, rows, columns) towards one."""
-    x = matrices.bfloat16()
+    x = matrices.bfloat16() if NARROW else matrices
     flipped = x.shape[-2] > x.shape[-1]
     if flipped:
         x = x.mT

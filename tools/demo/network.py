@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+# Whether to multiply in bfloat16: a CPU without instructions for it is tens of times slower than in float32.
+NARROW = torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported()
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
