@@ -26,8 +26,9 @@ from cairn.cli import app, main
 from cairn.cli.chat import Conversation
 from cairn.cli.client import Client
 from cairn.cli.generate import write
-from cairn.config import Config, options
+from cairn.config import Config
 from cairn.errors import CairnError, ConfigError, GenerationFailed, Unavailable
+from cairn.option import options
 from cairn.types import CacheReport, Delta, FinishReason, Usage
 
 MAIN = "from cairn.cli import main; main()"

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cairn.config import Config, Secret, TenantKeys, options
+from cairn.config import Config, Secret, TenantKeys
 from cairn.errors import ConfigError
+from cairn.option import options
 from cairn.resolve import resolve
 
 

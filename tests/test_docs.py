@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from cairn.api.app import build_app
-from cairn.config import Config, options
+from cairn.config import Config
+from cairn.option import options
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from cairn.answer import Answer, AsyncStream
-from cairn.config import Config, closest, local_options, options
+from cairn.config import Config
 from cairn.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
+from cairn.option import closest, local_options, options
 from cairn.resolve import resolve
 from cairn.service.requests import SamplingOptions, requests
 from cairn.types import Request

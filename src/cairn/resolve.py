@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from cairn.config import PREFIX, Config, Option, Secret, TenantKeys, closest, options
+from cairn.config import PREFIX, Config, Secret, TenantKeys
 from cairn.errors import ConfigError
+from cairn.option import Option, closest, options
 
 FILE_VARIABLE = "CAIRN_CONFIG"
 """Names the file of options, as `--config` does."""

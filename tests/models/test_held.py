@@ -174,7 +174,7 @@ def test_what_rounding_cost_is_one_sentence() -> None:
 
 
 def test_every_form_has_a_name_that_options_know() -> None:
-    from cairn.config import options
+    from cairn.option import options
 
     (option,) = (one for one in options() if one.name == "weights")
     for name in option.choices:

@@ -15,9 +15,9 @@ import typer
 from cairn.cli.options import LOCAL, configured
 from cairn.cli.output import printable, talk
 from cairn.cli.sampling import Answering, Source, refuse_local, sampling_parameters, source
-from cairn.config import closest
 from cairn.errors import CairnError
 from cairn.models.hub import DEMO
+from cairn.option import closest
 from cairn.resolve import Resolved
 
 if TYPE_CHECKING:

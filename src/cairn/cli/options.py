@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cairn.config import Option, local_options, options
+from cairn.option import Option, local_options, options
 from cairn.resolve import Resolved, resolve
 
 ALL = tuple(option.name for option in options())

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from cairn.config import local_options, options
 from cairn.errors import ConfigError
+from cairn.option import local_options, options
 from cairn.resolve import Resolved
 from cairn.types import Delta
 
