@@ -23,8 +23,9 @@ async def call(at: Site, path: str, method: str = "GET", body: Any = None, **hea
         return await http.request(method, path, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
 
 
-async def preflight(at: Site, origin: str) -> Any:
-    return await call(at, "/v1/chat/completions", "OPTIONS", origin=origin, access_control_request_method="POST")
+async def preflight(at: Site, origin: str, **headers: str) -> Any:
+    headers |= {"origin": origin, "access_control_request_method": "POST"}
+    return await call(at, "/v1/chat/completions", "OPTIONS", **headers)
 
 
 def every_route(app: App) -> list[tuple[str, str]]:
@@ -215,6 +216,15 @@ async def test_cors_for_configured_origins_only() -> None:
         assert "access-control-allow-origin" not in other.headers
         asked = await preflight(at, "https://evil.example")
         assert asked.status_code == 401
+
+
+async def test_a_page_may_send_what_its_client_adds() -> None:
+    """OpenAI's client for browsers names itself in a dozen headers, all of which a preflight must allow."""
+    names = "authorization,content-type,x-stainless-lang,x-stainless-package-version"
+    async with site(ScriptedService(), Config(cors_origins=("https://app.example",))) as at:
+        for asked, allowed in ((names, names), ("x-a\tb", "")):
+            response = await preflight(at, "https://app.example", access_control_request_headers=asked)
+            assert response.headers["access-control-allow-headers"] == allowed
 
 
 async def test_a_page_cannot_post_without_a_preflight() -> None:

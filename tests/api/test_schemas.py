@@ -211,6 +211,8 @@ AT_LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"logprobs": True, "top_logprobs": 1}, {"top_logprobs": 1}, "top_logprobs"),
     ({"max_tokens": 126}, {"max_tokens": 127}, "max_tokens"),
     ({"max_tokens": 1}, {"max_tokens": 0}, "max_tokens"),
+    ({"max_completion_tokens": 1}, {"max_completion_tokens": 0}, "max_completion_tokens"),
+    ({"max_completion_tokens": 126}, {"max_completion_tokens": 127}, "max_completion_tokens"),
     ({"max_tokens": 5, "min_tokens": 5}, {"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
 ]
 
@@ -234,6 +236,9 @@ async def test_lists_and_figures_at_their_limits() -> None:
         wrong = await http.post("/v1/chat/completions", json=body | {"logit_bias": {"1": 1, "01": 2}})
         assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "logit_bias.01"
         text = {"model": "scripted", "prompt": ["a"] * 128}
+        wrong = await http.post("/v1/completions", json=text | {"logprobs": 50})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "logprobs"
+        assert wrong.json()["error"]["message"].startswith("logprobs must be from 0 to 20")
         assert (await http.post("/v1/completions", json=text)).status_code == 200
         wrong = await http.post("/v1/completions", json=text | {"prompt": ["a"] * 129})
         assert wrong.status_code == 400 and "128" in wrong.json()["error"]["message"]

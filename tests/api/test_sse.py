@@ -70,6 +70,15 @@ def test_text_offsets_count_characters_not_bytes() -> None:
     assert logprobs.take()["tokens"] == []
 
 
+def test_tokens_that_read_alike_do_not_hide_each_other() -> None:
+    """Halves of characters all read U+FFFD: the token's own entry is its own, else the likeliest counts."""
+    logprobs = TextLogprobs(Bytes(), 3)
+    likely, unlikely = 0xC3, 0xA9
+    logprobs.add(unlikely, TokenLogprob(unlikely, -5.0, ((likely, -0.1), (104, -2.0), (0xC4, -3.0))))
+    logprobs.add(104, TokenLogprob(104, -2.0, ((likely, -0.1), (unlikely, -5.0), (104, -2.0))))
+    assert logprobs.take()["top_logprobs"] == [{"\ufffd": -5.0, "h": -2.0}, {"\ufffd": -0.1, "h": -2.0}]
+
+
 def test_error_events() -> None:
     for error, kind in (
         (InvalidRequest("a", field="b"), "invalid_request_error"),

@@ -65,6 +65,21 @@ async def test_what_is_stored_can_be_seen_and_looked_after() -> None:
         assert late.status_code == 503 and "12 chunks" in late.json()["error"]["message"]
 
 
+async def test_a_page_of_elsewhere_cannot_order_what_needs_no_body() -> None:
+    """A request without a body needs no preflight; where it comes from decides."""
+    config = Config(cors_origins=("https://app.example",))
+    async with site(Stored(), config) as at, at.http() as http:
+        for origin, status in (
+            ("https://evil.example", 403),
+            ("null", 403),
+            ("https://app.example", 200),
+            (f"http://{http.base_url.netloc.decode()}", 200),
+            (None, 200),
+        ):
+            response = await http.post("/v1/cache/flush", headers={"origin": origin} if origin else {})
+            assert response.status_code == status, origin
+
+
 async def test_on_a_server_with_keys_they_need_the_admin_key() -> None:
     config = Config(api_key=(Secret("user"),), admin_key=Secret("admin"))
     async with site(Stored(), config) as at, at.http() as http:

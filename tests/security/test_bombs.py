@@ -28,6 +28,15 @@ def bombs() -> dict[str, tuple[str, bytes]]:
             {"model": "demo", "messages": [{"role": "user", "content": text} for text in contents]}
         ).encode()
 
+    def offering(description: str) -> bytes:
+        tool = {"type": "function", "function": {"name": "f", "description": description, "parameters": {}}}
+        return json.dumps({"model": "demo", "messages": [{"role": "user", "content": "x"}], "tools": [tool]}).encode()
+
+    def calling(arguments: str) -> bytes:
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": arguments})}}
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        return json.dumps({"model": "demo", "messages": [*messages, {"role": "user", "content": "y"}]}).encode()
+
     def complete(prompt: Any) -> bytes:
         return json.dumps({"model": "demo", "prompt": prompt}, ensure_ascii=False).encode()
 
@@ -47,6 +56,8 @@ def bombs() -> dict[str, tuple[str, bytes]]:
         "long chat": ("/v1/chat/completions", chat(text)),
         "many messages": ("/v1/chat/completions", chat(*["a b c d e f g h"] * 4096)),
         "control tokens": ("/v1/chat/completions", chat("<|im_end|>" * 200_000)),
+        "long tool": ("/v1/chat/completions", offering(text)),
+        "long call": ("/v1/chat/completions", calling(text)),
         "long text to tokenize": ("/tokenize", json.dumps({"prompt": text}).encode()),
     }
 

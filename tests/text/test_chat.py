@@ -12,7 +12,7 @@ from tests.text import text_models
 
 import cairn
 from cairn.config import Config
-from cairn.errors import InvalidRequest, ModelFileError, Overloaded, Unsupported
+from cairn.errors import ContextTooLong, InvalidRequest, ModelFileError, Overloaded, Unsupported
 from cairn.text.chat import Chat
 from cairn.text.stream import TextStream
 from cairn.text.templates import load_templates
@@ -68,13 +68,14 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         tokenizer: str = "",
         config: dict[str, Any] | None = None,
         template: str | None = text_models.QWEN_TEMPLATE,
+        context: int | None = None,
         **options: Any,
     ) -> Chat:
         folder = tmp_path / f"model{len(chats)}"
         text_models.write_model(
             folder, tokenizer or text_models.byte_level(), config or text_models.QWEN_CONFIG, template
         )
-        made = await Chat.start(folder, Tokenizer.load(folder), Config(**options))
+        made = await Chat.start(folder, Tokenizer.load(folder), Config(**options), context)
         chats.append(made)
         return made
 
@@ -321,6 +322,29 @@ async def test_long_texts_are_encoded_off_the_event_loop(start: Start, monkeypat
     assert threads == []
     await chat.prompt([{"role": "user", "content": "long " * INLINE}])
     assert threads == [chat._encode]
+
+
+async def test_what_a_template_makes_far_too_long_is_not_encoded_whole(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known failure 44. Also in tools and calls; what a template leaves out counts for nothing."""
+    chat = await start(context=64)
+    long, short = "a b " * 20_000, [{"role": "user", "content": "x"}]
+    call = {"function": {"name": "f", "arguments": json.dumps({"x": long})}}
+    tool = {"type": "function", "function": {"name": "f", "description": long, "parameters": {}}}
+    answered = [*short, {"role": "assistant", "content": "y"}]
+    monkeypatch.setattr(chat, "_encode", None)
+    for messages, tools in (
+        (short, [tool]),
+        ([*short, {"role": "assistant", "content": "", "tool_calls": [call]}], None),
+    ):
+        with pytest.raises(ContextTooLong, match="the context is 64 tokens"):
+            await chat.prompt(messages, tools)
+    with pytest.raises(ContextTooLong, match="the context is 64 tokens"):
+        await chat.extend([1], answered, [{"role": "user", "content": long}])
+    monkeypatch.undo()
+    thought = {"role": "assistant", "content": "y", "reasoning_content": long}
+    await chat.prompt([*short, thought, *short])
 
 
 # -- templates ----------------------------------------------------------------------------------------------------

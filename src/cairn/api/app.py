@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable
 
 from cairn.api.admin import Admin
 from cairn.api.agents import AgentRoutes
-from cairn.api.auth import PREFLIGHT, Access
+from cairn.api.auth import Access, preflight
 from cairn.api.folders import named
 from cairn.api.openai import OpenAI
 from cairn.api.registry import Registry
@@ -91,7 +91,7 @@ class App:
     async def _answer(self, call: Call) -> None:
         self._access.cors(call)
         if self._access.is_preflight(call):
-            await call.respond(204, b"", PREFLIGHT)
+            await call.respond(204, b"", preflight(call))
             return
         self._access.check(call)
         if call.path == "/health/live":

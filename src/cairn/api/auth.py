@@ -10,18 +10,20 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 from dataclasses import dataclass
 
-from cairn.api.reply import Call, shown
+from cairn.api.reply import Call, Headers, shown
 from cairn.config import Config, Secret
 from cairn.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 
 OPEN = frozenset({"/health/live", "/health/ready"})
 """Routes that need no key."""
-ADMIN = frozenset({"/metrics", "/v1/cache", "/v1/cache/flush", "/v1/cache/scrub", "/v1/cache/prune"})
-"""Routes that need the admin key on a server with keys."""
+ADMIN = ("/metrics", "/v1/cache")
+"""Routes that need the admin key on a server with keys, with all below them."""
 KEY_LABEL = b"cairn tenant salt 1\0"
 NAME_LABEL = b"cairn tenant name 1\0"
+_NAMES = re.compile(rb"[A-Za-z0-9_, -]{0,2000}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Access:
         self._check_host(call)
         if call.path in OPEN:
             return
-        if call.path in ADMIN:
+        if any(call.path == route or call.path.startswith(f"{route}/") for route in ADMIN):
             self._check_admin(call)
             return
         if not self._tenants:
@@ -110,14 +112,14 @@ class Access:
         raise Forbidden(f"the Host {shown(host)!r} is not served here; allow it with --allowed-hosts", field="Host")
 
 
-PREFLIGHT = [
-    (b"access-control-allow-methods", b"GET, POST, DELETE"),
-    (
-        b"access-control-allow-headers",
-        b"authorization, content-type, last-event-id, x-api-key, x-cairn-agent, x-cairn-resumable",
-    ),
-    (b"access-control-max-age", b"600"),
-]
+def preflight(call: Call) -> Headers:
+    """What a page of a configured origin may send: any header, since clients add some of their own."""
+    asked = call.header(b"access-control-request-headers") or b""
+    return [
+        (b"access-control-allow-methods", b"GET, POST, DELETE"),
+        (b"access-control-allow-headers", asked if _NAMES.fullmatch(asked) else b""),
+        (b"access-control-max-age", b"600"),
+    ]
 
 
 def check_exposure(config: Config) -> None:

@@ -15,36 +15,22 @@ close instead); the connection closes after that answer.
 from __future__ import annotations
 
 import asyncio
-import enum
 from typing import TYPE_CHECKING
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from cairn.api.deadlines import Phase, Times, Verdict
 from cairn.api.output import WRITE_BUFFER, Output, refusal
-from cairn.api.reply import too_large, too_slow
+from cairn.api.reply import too_large
 from cairn.errors import CairnError, HeadersTooLarge, InvalidRequest, Unavailable
 
 if TYPE_CHECKING:
     from cairn.api.listener import Listener
 
-LINGER_SECONDS = 2.0
-"""How long a refused client is still listened to, so that it can read the refusal before the reset."""
 CONNECTIONS_RETRY = 1.0
 IMPORT = b"/v1/agents/import"
 """The route whose bodies are files, with a limit of their own."""
-
-
-class Phase(enum.Enum):
-    """Where a connection is in its exchange."""
-
-    NEW = "new"
-    HEAD = "head"
-    BODY = "body"
-    ANSWER = "answer"
-    IDLE = "idle"
-    LINGER = "linger"
-    CLOSED = "closed"
 
 
 class Guard(HttpToolsProtocol):
@@ -58,13 +44,11 @@ class Guard(HttpToolsProtocol):
         self._max_head = listener.config.max_header_kib << 10
         self._max_body = 0
         self.phase = Phase.NEW
-        self._since = self.loop.time()
-        self._heard = self._since
+        self._times = Times(listener.config, self.loop.time())
         self._head_bytes = 0
         self._body_bytes = 0
+        self._moved = False
         self._deaf = False
-        self._sent = 0
-        self._stalled: float | None = None
 
     # ------------------------------------------------------------------------------------------- the connection
 
@@ -89,12 +73,16 @@ class Guard(HttpToolsProtocol):
         """Bytes from the client."""
         if self._deaf:
             return
-        self._heard = self.loop.time()
+        self._times.heard = self.loop.time()
         if self.phase is Phase.NEW or self.phase is Phase.IDLE:
             self._to_head()
-        began_in_head = self.phase is Phase.HEAD
+        began = self.phase
+        self._moved = False
         self._feed(data)
-        if self.phase is Phase.HEAD and began_in_head and not self._deaf:
+        if self._deaf or self.phase is not began:
+            return
+        # In a body, what moves nothing stands between chunks, or in the trailers behind them.
+        if began is Phase.HEAD or (began is Phase.BODY and not self._moved):
             self._head_bytes += len(data)
             if self._head_bytes > self._max_head:
                 self._refuse_head()
@@ -134,7 +122,7 @@ class Guard(HttpToolsProtocol):
 
     def _to_head(self) -> None:
         self.phase = Phase.HEAD
-        self._since = self._heard
+        self._times.since = self._times.heard
         self._head_bytes = 0
 
     # --------------------------------------------------------------------------------------- the parser's events
@@ -156,8 +144,8 @@ class Guard(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header line."""
-        if not self._deaf:
+        """A header line. Trailers, which follow a chunked body, mean nothing here."""
+        if not self._deaf and self.phase is Phase.HEAD:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -184,13 +172,19 @@ class Guard(HttpToolsProtocol):
             return
         super().on_headers_complete()
         self.phase = Phase.BODY
-        self._since = self._heard
-        self._body_bytes = 0
+        self._times.since = self._times.heard
+        self._head_bytes = self._body_bytes = 0
+
+    def on_chunk_header(self) -> None:
+        """A chunk begins."""
+        self._moved = True
+        self._head_bytes = 0
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body."""
         if self._deaf:
             return
+        self._moved = True
         self._body_bytes += len(body)
         if self._body_bytes > self._max_body:
             self.refuse(too_large(self._max_body))
@@ -217,7 +211,7 @@ class Guard(HttpToolsProtocol):
         self.flow.resume_reading()
         if not self.output.raw.is_closing():
             self.phase = Phase.IDLE
-            self._since = self.loop.time()
+            self._times.since = self.loop.time()
 
     # --------------------------------------------------------------------------------------------------- endings
 
@@ -237,7 +231,8 @@ class Guard(HttpToolsProtocol):
 
     def _refuse_head(self) -> None:
         limit = self._max_head
-        self.refuse(HeadersTooLarge(f"the request line and headers are larger than {limit} bytes, the limit"))
+        what = "the trailers" if self.phase is Phase.BODY else "the request line and headers"
+        self.refuse(HeadersTooLarge(f"{what} are larger than {limit} bytes, the limit"))
 
     def end(self) -> None:
         """Close after what was written is sent."""
@@ -254,7 +249,7 @@ class Guard(HttpToolsProtocol):
         that nothing more will come, and drop what still arrives for a moment."""
         self._deaf = True
         self.phase = Phase.LINGER
-        self._since = self.loop.time()
+        self._times.since = self.loop.time()
         raw = self.output.raw
         if raw.is_closing():
             return
@@ -280,37 +275,14 @@ class Guard(HttpToolsProtocol):
         """Whether an answer is under way or not yet sent."""
         return self.phase in (Phase.BODY, Phase.ANSWER) or self.output.raw.get_write_buffer_size() > 0
 
-    # ----------------------------------------------------------------------------------------------------- sweep
-
     def sweep(self, now: float) -> None:
         """Enforce the times. Called a few times within the shortest of them."""
-        config = self._config
-        if self._is_stalled(now):
-            self.output.raw.abort()
-            return
-        elapsed = now - self._since
-        match self.phase:
-            case Phase.NEW if elapsed > config.header_timeout:
-                self.output.raw.close()
-            case Phase.HEAD if elapsed > config.header_timeout:
-                self.refuse(too_slow("headers", config.header_timeout))
-            case Phase.BODY if not self.flow.read_paused:
-                if now - self._heard > config.body_timeout:
-                    self.refuse(too_slow("next piece of the body", config.body_timeout))
-                elif elapsed > config.body_timeout and self._body_bytes < config.min_body_rate * elapsed:
-                    self.refuse(too_slow(f"body, at {config.min_body_rate} bytes a second or more,", elapsed))
-            case Phase.IDLE if elapsed > config.idle_timeout:
-                self.output.raw.close()
-            case Phase.LINGER if elapsed > LINGER_SECONDS and self._stalled is None:
-                self.output.raw.abort()
-
-    def _is_stalled(self, now: float) -> bool:
-        """Whether the client has read nothing of what is written for `stream_stall` seconds."""
         unsent = self.output.raw.get_write_buffer_size()
-        sent = self.output.written - unsent
-        if unsent == 0:
-            self._stalled = None
-        elif self._stalled is None or sent != self._sent:
-            self._stalled = now
-        self._sent = sent
-        return self._stalled is not None and now - self._stalled > self._config.stream_stall
+        self._times.look(now, self.output.written - unsent, unsent)
+        match self._times.verdict(now, self.phase, self._body_bytes, reading=not self.flow.read_paused):
+            case Verdict.CLOSE:
+                self.output.raw.close()
+            case Verdict.ABORT:
+                self.output.raw.abort()
+            case CairnError() as error:
+                self.refuse(error)

@@ -9,15 +9,16 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from cairn.api.reply import Call
+from cairn.api.reply import Call, shown
 from cairn.config import Config
-from cairn.errors import InvalidRequest, UnsupportedMedia
+from cairn.errors import Forbidden, InvalidRequest, UnsupportedMedia
 
 
 async def read_nothing(call: Call, config: Config) -> dict[str, Any]:
     """The body of a request that takes nothing: a JSON object, whose fields the caller refuses, or no body at all."""
     body = await call.body()
     if not body:
+        _check_origin(call, config)
         return {}
     _check_headers(call)
     return _parsed(body, config)
@@ -27,6 +28,15 @@ async def read_json(call: Call, config: Config) -> dict[str, Any]:
     """The body of a request that must be a JSON object."""
     _check_headers(call)
     return _parsed(await call.body(), config)
+
+
+def _check_origin(call: Call, config: Config) -> None:
+    """Any web page may send a request without a body, and need not ask first as it must for JSON."""
+    origin = (call.header(b"origin") or b"").decode("latin-1")
+    host = (call.header(b"host") or b"").decode("latin-1")
+    own = origin.partition("://")[2] == host
+    if origin and not own and origin not in config.cors_origins and "*" not in config.cors_origins:
+        raise Forbidden(f"pages of {shown(origin)} may not call this server; allow them with --cors-origins")
 
 
 def _parsed(body: bytes, config: Config) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -22,18 +22,15 @@ from cairn.api.schemas import ChatBody, CompletionBody, contents, plain_messages
 from cairn.api.sse import DONE, EVENT_STREAM, HEARTBEAT, error_event
 from cairn.api.ties import Ties
 from cairn.config import Config
-from cairn.errors import CairnError, ContextTooLong, InvalidRequest, UnknownModel
+from cairn.errors import CairnError, InvalidRequest, UnknownModel
 from cairn.service.recent import Told, told_of
 from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.service.stream import merge
-from cairn.text.tokenizer import INLINE, Tokenizer
+from cairn.text import length
+from cairn.text.tokenizer import INLINE
 from cairn.types import Done
 
-USUAL_CHARACTERS = 8
-"""Characters a token from which a text is looked at more closely; languages and code have 1 to 5."""
-PIECE = 16_384
-"""Characters in one piece of a text that is only measured."""
 COMPLETION_TOKENS = 16
 """max_tokens of a text completion that gives none, as in the OpenAI API."""
 
@@ -59,19 +56,20 @@ class OpenAI:
         prompt = await service.chat.prompt(messages, tools, tenant=call.tenant, template_args=body.chat_template_kwargs)
         max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         options = body.options(max_tokens=max_tokens, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs)
-        made = requests(
-            service.spec,
-            prompt.tokens,
-            options,
-            ids=ids(call, service),
-            context=service.info.context,
-            max_choices=self._config.max_choices,
-            output=prompt.output,
-            salt=call.salt,
-            timeout=self._config.request_timeout,
-            durable=any(message.role == "assistant" for message in body.messages),
-            stored=body.store is not False,
-        )
+        with spelled({} if max_tokens is body.max_tokens else {"max_tokens": "max_completion_tokens"}):
+            made = requests(
+                service.spec,
+                prompt.tokens,
+                options,
+                ids=ids(call, service),
+                context=service.info.context,
+                max_choices=self._config.max_choices,
+                output=prompt.output,
+                salt=call.salt,
+                timeout=self._config.request_timeout,
+                durable=any(message.role == "assistant" for message in body.messages),
+                stored=body.store is not False,
+            )
         choices = [Choice(request) for request in made]
         answer = ChatAnswer(call, service, choices, body.include_usage, tie)
         answer.told = told_of(messages, store=body.store is not False)
@@ -95,18 +93,19 @@ class OpenAI:
         echoes: list[str] = []
         for prompt in self._prompts(body):
             tokens = await encode_text(service, prompt) if isinstance(prompt, str) else prompt
-            made = requests(
-                service.spec,
-                tokens,
-                options if body.max_tokens is not None else _fit(options, len(tokens), service.info.context),
-                ids=draw,
-                context=service.info.context,
-                max_choices=self._config.max_choices,
-                salt=call.salt,
-                timeout=self._config.request_timeout,
-                allow_empty=echo,
-                stored=body.store is not False,
-            )
+            with spelled({"top_logprobs": "logprobs"}):
+                made = requests(
+                    service.spec,
+                    tokens,
+                    options if body.max_tokens is not None else _fit(options, len(tokens), service.info.context),
+                    ids=draw,
+                    context=service.info.context,
+                    max_choices=self._config.max_choices,
+                    salt=call.salt,
+                    timeout=self._config.request_timeout,
+                    allow_empty=echo,
+                    stored=body.store is not False,
+                )
             choices += [Choice(request) for request in made]
             if echo:
                 text = prompt if isinstance(prompt, str) else service.tokenizer.decode(tokens)
@@ -224,6 +223,18 @@ def ids(call: Call, service: Service) -> Any:
     return itertools.chain((call.number,), iter(service.next_id, -1)).__next__
 
 
+@contextlib.contextmanager
+def spelled(names: Mapping[str, str]) -> Iterator[None]:
+    """A refusal names the field that the client has sent: `names` are ours and the route's."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name = names.get(error.field or "")
+        if name is None:
+            raise
+        raise type(error)(str(error).replace(str(error.field), name), field=name) from None
+
+
 def check_model(name: str, service: Service) -> None:
     """UnknownModel unless this is the model served here."""
     if name != service.name:
@@ -239,28 +250,8 @@ async def encode_text(service: Service, text: str) -> list[int]:
 
 
 async def check_length(service: Service, texts: Sequence[str], field: str) -> None:
-    """Refuse texts that are far too long for the context before they are encoded whole, which takes 150 bytes of memory
-    a byte of text. They are encoded in pieces until twice the context is passed; the cuts add far less than that."""
-    context = service.info.context
-    if sum(map(len, texts)) <= max(PIECE, USUAL_CHARACTERS * context):
-        return
-    count = await asyncio.to_thread(_count, service.tokenizer, texts, 2 * context)
-    if count > 2 * context:
-        raise ContextTooLong(
-            f"the text has more than {count} tokens where it was no longer read; the context is {context} tokens",
-            field=field,
-        )
-
-
-def _count(tokenizer: Tokenizer, texts: Sequence[str], enough: int) -> int:
-    """About how many tokens the texts have, or the first count beyond `enough`."""
-    count = 0
-    for text in texts:
-        for start in range(0, len(text), PIECE):
-            count += len(tokenizer.encode(text[start : start + PIECE]))
-            if count > enough:
-                return count
-    return count
+    """Refuse texts that are far too long for the context before anything is done with them."""
+    await length.check_length(service.tokenizer, texts, service.info.context, field)
 
 
 def _fit(options: SamplingOptions, prompt: int, context: int) -> SamplingOptions:

@@ -145,9 +145,10 @@ class TextLogprobs:
             self._tops.append(None)
             return
         self._logprobs.append(_finite(entry.logprob))
-        tops = {_readable(other, self._vocabulary): _finite(value) for other, value in entry.top[: self._top]}
-        tops.setdefault(text, _finite(entry.logprob))
-        self._tops.append(tops)
+        tops: dict[str, float] = {}
+        for other, value in entry.top[: self._top]:  # several may read U+FFFD: the likeliest counts
+            tops.setdefault(_readable(other, self._vocabulary), _finite(value))
+        self._tops.append(tops | {text: _finite(entry.logprob)})
 
     def take(self) -> dict[str, Any]:
         """What was added since the last time."""

@@ -111,7 +111,7 @@ class Service:
             await loading
         finally:
             loading.cancel()
-        self.chat = await Chat.start(folder, self.tokenizer, self._config)
+        self.chat = await Chat.start(folder, self.tokenizer, self._config, self.info.context)
         self._loaded = True
 
     # ---------------------------------------------------------------------------------------------- for callers

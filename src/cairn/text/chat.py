@@ -18,6 +18,7 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import InvalidRequest, ModelFileError, Unsupported
+from cairn.text.length import check_length
 from cairn.text.messages import plain_message, texts_in, with_texts
 from cairn.text.render_wire import Job, Setup
 from cairn.text.renderer import Renderer
@@ -70,9 +71,12 @@ class _Read(NamedTuple):
 class Chat:
     """One model's chats. Made by `Chat.start`; every method runs on the event loop that started it."""
 
-    def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, str], config: Config) -> None:
-        """`templates`: name -> text, none for a model that has no chat template."""
+    def __init__(
+        self, tokenizer: Tokenizer, templates: Mapping[str, str], config: Config, context: int | None = None
+    ) -> None:
+        """`templates`: name -> text, none for a model that has no chat template. `context`: tokens that it takes."""
         self._tokenizer = tokenizer
+        self._context = context
         self._templates = templates
         self._thinks = any(tag in text for tag in (THINK, END_THINK) for text in templates.values())
         self._keep_reasoning = config.reasoning_history == "keep"
@@ -85,12 +89,12 @@ class Chat:
             )
 
     @classmethod
-    async def start(cls, folder: Path, tokenizer: Tokenizer, config: Config) -> Chat:
+    async def start(cls, folder: Path, tokenizer: Tokenizer, config: Config, context: int | None = None) -> Chat:
         """Read the model's chat templates and start the process that renders them.
 
         Raises ModelFileError if a template or its file is broken. A model without one starts; `prompt` then refuses.
         """
-        chat = cls(tokenizer, await asyncio.to_thread(load_templates, folder), config)
+        chat = cls(tokenizer, await asyncio.to_thread(load_templates, folder), config, context)
         if chat._renderer is not None:
             try:
                 await chat._renderer.start()
@@ -110,7 +114,7 @@ class Chat:
 
         Messages are OpenAI's: role, content (text or text parts), reasoning_content, tool_calls, tool_call_id, name.
         `template_args` are variables of the template, such as enable_thinking. Raises InvalidRequest or Unsupported
-        naming the field, Overloaded if too many chats wait to be rendered.
+        naming the field, ContextTooLong for a chat far beyond the context, Overloaded if too many wait to be rendered.
         """
         chat = self._read(messages, tools, template_args)
         found = dict(self._answers(tenant, chat.clean))
@@ -121,6 +125,7 @@ class Chat:
             shown = dict(enumerate(chat.plain)) | {n: {"role": "assistant", "content": text} for n, text in stand_ins}
             conversations.append(list(shown.values()))
         texts = await self._render(chat, conversations)
+        await self._check_length(texts[0])
         if sum(map(len, texts)) > INLINE:
             tokens = await asyncio.to_thread(self._encode, texts, chat.mark, answers, tenant)
         else:
@@ -149,6 +154,7 @@ class Chat:
         _, found, added = text.partition(answer)
         if not found or answer in added or next(self._tokenizer.controls.find(added), None) is None:
             return None
+        await self._check_length(added)
         encode = self._tokenizer.encode_rendered
         long = len(added) > INLINE
         ids = await asyncio.to_thread(encode, added, chat.mark) if long else encode(added, chat.mark)
@@ -181,6 +187,11 @@ class Chat:
         assert self._renderer is not None
         payload = _json({"messages": conversations, "tools": chat.tools, "arguments": chat.arguments})
         return await self._renderer.render(Job(template=chat.template, payload=payload, marks=chat.mark + chat.edge))
+
+    async def _check_length(self, rendered: str) -> None:
+        """What a template put into the prompt: contents, tools, calls, and of reasoning what it keeps."""
+        if self._context is not None:
+            await check_length(self._tokenizer, [rendered], self._context, "messages")
 
     def _prompt(self, text: str, tokens: Sequence[int], tools: bool) -> Prompt:
         """`text`: what was rendered, or its end."""
