@@ -58,8 +58,9 @@ bool silent(const Attend& job, const Queries<Form>& q, Index row, Index start, c
 // Values for each row by itself, with nothing beside what it sees.
 template <class Form>
 void mix_apart(const Attend& job, const Queries<Form>& q, Index row, Index start) {
-    const Span<Form> own(job, q, start, seen_by(job, job.position + row / q.fan));
-    if (own.inside.empty()) return;
+    const Range seen = seen_by(job, job.position + row / q.fan);
+    if (common({seen.low - start, seen.high - start}, {0, SPAN}).empty()) return;
+    const Span<Form> own(job, q, start, seen);
     mix_rows<Form, 1, false>(q, row, own, units(own.inside, Form::STEP));
 }
 

@@ -22,6 +22,7 @@ struct Span {
     const std::byte *after_keys[SPAN / LANES], *after_values[STEPS];
     Range inside;  // positions that any query of the task sees, counted from the span's first
 
+    // `all`: positions that are seen, of which the span holds some.
     Span(const Attend& job, const Queries<Form>& q, Index start, Range all) {
         inside = common({all.low - start, all.high - start}, {0, SPAN});
         const Range blocks = units(inside, LANES);
