@@ -329,6 +329,12 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens a position may attend to, itself included. 0 for full attention."""
 
 
+MAX_CONTEXT = 1 << 24
+MAX_VOCAB = 1 << 22
+MAX_HEAD_DIM = 1 << 10
+"""Of a model that is served: what the kernels take, and a bound on what a file may claim."""
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only transformer as data: everything the forward pass and the KV cache depend on."""
 

@@ -158,6 +158,8 @@ def test_identity_is_the_content_not_the_place(tmp_path: Path) -> None:
         ({"num_key_value_heads": 3}, ["num_key_value_heads", "a divisor of num_attention_heads (4)"]),
         ({"num_key_value_heads": 8}, ["num_key_value_heads"]),
         ({"head_dim": 15}, ["head_dim", "even"]),
+        ({"head_dim": 1026}, ["head_dim", "1024"]),
+        ({"vocab_size": (1 << 22) + 1}, ["vocab_size", str(1 << 22)]),
         ({"vocab_size": None}, ["vocab_size", "nothing"]),
         ({"vocab_size": 1.5}, ["vocab_size"]),
         ({"rms_norm_eps": -1.0}, ["rms_norm_eps"]),

@@ -17,7 +17,7 @@ from cairn.errors import ModelError, ModelFileError
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
 from cairn.models.hub import model_name
-from cairn.types import CacheGroup, ModelSpec, RopeScaling
+from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, CacheGroup, ModelSpec, RopeScaling
 
 FACTORS = "rope_freqs.weight"
 """The tensor that divides the rotary frequencies, as models with llama3's scaling have it."""
@@ -67,7 +67,6 @@ SAMPLING = {
 }
 """Sampling default -> its key below `general.sampling.` and its bounds."""
 
-_MAX_CONTEXT = 1 << 24
 _CONTROL = 3
 
 
@@ -93,7 +92,7 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     hidden = keys.integer("embedding_length", 1, 1 << 20)
     heads = keys.integer("attention.head_count", 1, 1 << 14)
     layers = keys.integer("block_count", 1, 1 << 12)
-    head_dim = keys.integer("attention.key_length", 2, 1 << 14, hidden // heads)
+    head_dim = keys.integer("attention.key_length", 2, MAX_HEAD_DIM, hidden // heads)
     rope, context = _rope(keys, gguf, head_dim)
     vocab = _vocab(gguf, hidden)
     spec = ModelSpec(
@@ -153,7 +152,7 @@ def _keys(gguf: Gguf) -> Fields:
 def _vocab(gguf: Gguf, hidden: int) -> int:
     """Rows of the embedding, which may be more than there are tokens."""
     tensor = gguf.tensors.get("token_embd.weight")
-    if tensor is None or len(tensor.shape) != 2 or tensor.shape[1] != hidden or tensor.shape[0] > 1 << 24:
+    if tensor is None or len(tensor.shape) != 2 or tensor.shape[1] != hidden or tensor.shape[0] > MAX_VOCAB:
         found = "nothing" if tensor is None else f"the shape {list(tensor.shape)}"
         raise ModelFileError(f"{gguf.paths[0]}: token_embd.weight must be [tokens, {hidden}], found {found}")
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
@@ -164,7 +163,7 @@ def _vocab(gguf: Gguf, hidden: int) -> int:
 
 def _rope(keys: Fields, gguf: Gguf, head_dim: int) -> tuple[RopeScaling, int]:
     """Rope scaling, and the context that it gives."""
-    trained = keys.integer("context_length", 2, _MAX_CONTEXT)
+    trained = keys.integer("context_length", 2, MAX_CONTEXT)
     kind: Literal["none", "linear", "yarn"] = "none"
     factor = keys.number("rope.scaling.factor", 0.0, 1e6, keys.number("rope.scale_linear", 0.0, 1e6, 0.0))
     named = keys.text("rope.scaling.type", "linear" if factor else "none")
@@ -192,7 +191,7 @@ def _rope(keys: Fields, gguf: Gguf, head_dim: int) -> tuple[RopeScaling, int]:
     )
     if kind == "yarn" and keys.number("rope.freq_base", 1.0, 1e15, 10000.0) <= 1:
         raise keys.error("rope.freq_base", "more than 1 for yarn")
-    return scaling, min(max(trained, math.floor(original * factor)), _MAX_CONTEXT)
+    return scaling, min(max(trained, math.floor(original * factor)), MAX_CONTEXT)
 
 
 def _factors(gguf: Gguf, head_dim: int) -> tuple[float, ...]:
@@ -209,7 +208,7 @@ def _factors(gguf: Gguf, head_dim: int) -> tuple[float, ...]:
 
 def _groups(keys: Fields, layers: int, context: int) -> tuple[CacheGroup, ...]:
     """One group. A window that no context can outgrow is full attention."""
-    window = keys.integer("attention.sliding_window", 0, _MAX_CONTEXT, 0)
+    window = keys.integer("attention.sliding_window", 0, MAX_CONTEXT, 0)
     if 0 < window < context:
         return (CacheGroup(kind="window", layers=tuple(range(layers)), window=window),)
     return (CacheGroup(kind="full", layers=tuple(range(layers))),)

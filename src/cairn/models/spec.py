@@ -22,7 +22,7 @@ from cairn.models.gguf import read_gguf
 from cairn.models.gguf_spec import gguf_spec
 from cairn.models.hub import model_name
 from cairn.models.weights import weight_files
-from cairn.types import CacheGroup, ModelSpec, RopeScaling
+from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, CacheGroup, ModelSpec, RopeScaling
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -40,8 +40,6 @@ ROPE_SCALINGS: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
 """`rope_type` as configs spell it -> `RopeScaling.kind`."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-
-_MAX_CONTEXT = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,7 @@ def _load(folder: Path) -> ModelSpec:
     heads = config.integer("num_attention_heads", 1, 1 << 14)
     hidden = config.integer("hidden_size", 1, 1 << 20)
     layers = config.integer("num_hidden_layers", 1, 1 << 12)
-    vocab = config.integer("vocab_size", 1, 1 << 24)
+    vocab = config.integer("vocab_size", 1, MAX_VOCAB)
     rope, theta, context = _rope(config)
     spec = ModelSpec(
         name=model_name(folder),
@@ -107,7 +105,7 @@ def _load(folder: Path) -> ModelSpec:
         hidden=hidden,
         heads=heads,
         kv_heads=config.integer("num_key_value_heads", 1, heads, family.kv_heads or heads),
-        head_dim=config.integer("head_dim", 2, 1 << 14, family.head_dim or hidden // heads),
+        head_dim=config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads),
         ffn=config.integer("intermediate_size", 1, 1 << 22),
         vocab=vocab,
         context=context,
@@ -162,7 +160,7 @@ def _rope(config: Fields) -> tuple[RopeScaling, float, int]:
     old, new = config.object("rope_scaling"), config.object("rope_parameters")
     rope = new if new.values else old
     theta = (rope if rope.has("rope_theta") else config).number("rope_theta", 1.0, 1e15, 10000.0)
-    trained = config.integer("max_position_embeddings", 2, _MAX_CONTEXT)  # a prompt token and one to come
+    trained = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # a prompt token and one to come
     for place in (rope, config):
         if place.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
             raise ModelError(f"{config.path}: partial_rotary_factor other than 1 is not supported")
@@ -177,7 +175,7 @@ def _rope(config: Fields) -> tuple[RopeScaling, float, int]:
     original = trained
     if kind != "linear":
         outer = config if config.has("original_max_position_embeddings") else rope
-        original = outer.integer("original_max_position_embeddings", 1, _MAX_CONTEXT, trained)
+        original = outer.integer("original_max_position_embeddings", 1, MAX_CONTEXT, trained)
     implied = trained / original if kind == "yarn" and not rope.has("factor") else None
     factor = rope.number("factor", 1e-3, 1e6, implied)
     scaling = RopeScaling(
@@ -199,7 +197,7 @@ def _rope(config: Fields) -> tuple[RopeScaling, float, int]:
         raise rope.error("low_freq_factor", f"less than high_freq_factor ({scaling.high_freq_factor:g})")
     # llama3 configs state the scaled length; linear and yarn ones may still state the length before scaling.
     scaled = trained if kind == "llama3" else max(trained, math.floor(original * factor))
-    return scaling, theta, min(scaled, _MAX_CONTEXT)
+    return scaling, theta, min(scaled, MAX_CONTEXT)
 
 
 def _groups(config: Fields, family: Family, layers: int, context: int) -> tuple[CacheGroup, ...]:
@@ -209,10 +207,10 @@ def _groups(config: Fields, family: Family, layers: int, context: int) -> tuple[
     if family.window == "all":
         # A missing field means transformers' default; an explicit null means full attention.
         if "sliding_window" not in config.values or config.has("sliding_window"):
-            window = config.integer("sliding_window", 1, _MAX_CONTEXT, 4096)
+            window = config.integer("sliding_window", 1, MAX_CONTEXT, 4096)
             limited = list(range(layers))
     elif family.window == "by layer" and config.flag("use_sliding_window", False):
-        window = config.integer("sliding_window", 1, _MAX_CONTEXT, 4096)
+        window = config.integer("sliding_window", 1, MAX_CONTEXT, 4096)
         limited = _window_layers(config, layers)
     if window >= context:
         limited = []

@@ -6,11 +6,11 @@
 namespace cairn {
 namespace {
 
-template <class T>
-void put_row(std::byte* panel, Index lane, const void* row, Index inner, Index pair) {
+template <class T, Index PAIR>
+void put_row(std::byte* panel, Index lane, const void* row, Index inner) {
     T* to = reinterpret_cast<T*>(panel);
     const T* from = static_cast<const T*>(row);
-    for (Index k = 0; k < inner; k++) to[(k / pair * LANES + lane) * pair + k % pair] = from[k];
+    for (Index k = 0; k < inner; k++) to[(k / PAIR * LANES + lane) * PAIR + k % PAIR] = from[k];
 }
 
 void put_nibbles(std::byte* to, Index lane, const std::uint8_t* code) {
@@ -91,15 +91,17 @@ void put_blocks(const Segment& part, std::byte* panel, Index lane, const Source&
 void put(const Segment& part, std::byte* panels, Index to_row, const Source& from, Index row) {
     std::byte* panel = panels + to_row / LANES * part.panel_bytes();
     const Index lane = to_row % LANES, at = row * part.inner;
+    const auto* halves = static_cast<const std::uint16_t*>(from.data) + at;
     if (part.form == Form::f32)
-        put_row<float>(panel, lane, static_cast<const float*>(from.data) + at, part.inner, 1);
+        put_row<float, 1>(panel, lane, static_cast<const float*>(from.data) + at, part.inner);
+    else if (part.form == Form::f16)
+        put_row<std::uint16_t, 1>(panel, lane, halves, part.inner);
+    else if (part.form == Form::bf16)
+        put_row<std::uint16_t, 2>(panel, lane, halves, part.inner);
     else if (part.in_blocks())
         put_blocks(part, panel, lane, from, row);
-    else if (part.quantised())
-        put_groups(part, panel, lane, from, row);
     else
-        put_row<std::uint16_t>(panel, lane, static_cast<const std::uint16_t*>(from.data) + at, part.inner,
-                               part.form == Form::bf16 ? 2 : 1);
+        put_groups(part, panel, lane, from, row);
 }
 
 bool alike(const Segment& part, const Source& from) {

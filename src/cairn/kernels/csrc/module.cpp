@@ -117,7 +117,7 @@ void take_blocks(Source& found, const Part& part) {
 
 Source source_of(const Part& part) {
     const auto& [name, data, scale, minimum, block_scale, block_minimum] = part;
-    check(data.ndim() == 2, "a matrix part is [out, in]");
+    check(data.ndim() == 2 && data.shape(0) > 0 && data.shape(1) > 0, "a matrix part is [out, in]");
     Source found = {};
     found.data = data.data(), found.out = static_cast<Index>(data.shape(0)), found.inner = static_cast<Index>(data.shape(1));
     found.form = form_of(name);

@@ -19,6 +19,7 @@ void pause() {
 }  // namespace
 
 Team::Team(int threads) {
+    workers_.reserve(static_cast<std::size_t>(threads));
     try {
         for (int thread = 1; thread < threads; thread++) workers_.emplace_back([this, thread] { work(thread); });
     } catch (const std::system_error&) {
