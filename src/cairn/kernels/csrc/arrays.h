@@ -1,0 +1,31 @@
+// Arrays as the Python module takes them, and the sentence for one that does not fit.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "kernel.h"
+
+namespace cairn {
+
+using Floats = nanobind::ndarray<float, nanobind::c_contig, nanobind::device::cpu>;
+using ConstFloats = nanobind::ndarray<const float, nanobind::c_contig, nanobind::device::cpu>;
+using Ints = nanobind::ndarray<const std::int32_t, nanobind::c_contig, nanobind::device::cpu>;
+using Pool = nanobind::ndarray<nanobind::c_contig, nanobind::device::cpu>;
+using Weights = nanobind::ndarray<nanobind::ro, nanobind::c_contig, nanobind::device::cpu>;
+
+inline void check(bool right, const char* what) {
+    if (!right) throw std::invalid_argument(what);
+}
+
+inline Dtype dtype_of(const std::string& name) {
+    if (name == "float32") return Dtype::f32;
+    if (name == "float16") return Dtype::f16;
+    if (name == "bfloat16") return Dtype::bf16;
+    throw std::invalid_argument("weights are float32, float16 or bfloat16, not " + name);
+}
+
+}  // namespace cairn

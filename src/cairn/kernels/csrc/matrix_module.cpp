@@ -1,0 +1,120 @@
+#include "matrix_module.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <tuple>
+
+#include "arrays.h"
+#include "matrix.h"
+
+namespace nb = nanobind;
+
+namespace cairn {
+namespace {
+
+// One part: its type ("int4", "int8", "q4_k" ... for codes), its numbers or codes, scales and minima of codes, and those
+// of super-blocks.
+using Part = std::tuple<std::string, Weights, std::optional<Weights>, std::optional<Weights>, std::optional<Weights>,
+                        std::optional<Weights>>;
+
+Form form_of(const std::string& name) {
+    if (name == "int4") return Form::int4;
+    if (name == "int8") return Form::int8;
+    if (name == "q4_k") return Form::q4_k;
+    if (name == "q5_k") return Form::q5_k;
+    if (name == "q6_k") return Form::q6_k;
+    const Dtype kind = dtype_of(name);
+    return kind == Dtype::f32 ? Form::f32 : kind == Dtype::f16 ? Form::f16 : Form::bf16;
+}
+
+bool in_blocks(Form form) { return form == Form::q4_k || form == Form::q5_k || form == Form::q6_k; }
+
+// The codes of `found` are in super-blocks.
+void take_blocks(Source& found, const Part& part) {
+    const auto& [name, data, scale, minimum, block_scale, block_minimum] = part;
+    check(data.itemsize() == 1 && found.inner % SUPER == 0, "codes are bytes in super-blocks of 256");
+    found.half = true, found.minimum = found.form != Form::q6_k;
+    const auto fits = [&](const std::optional<Weights>& numbers, Index share, std::size_t size) {
+        check(numbers && numbers->ndim() == 2 && numbers->shape(0) == data.shape(0) && numbers->itemsize() == size &&
+                  static_cast<Index>(numbers->shape(1)) * share == found.inner,
+              "a super-block has scales and minima in bytes, and a half for all of them");
+        return numbers->data();
+    };
+    found.scales = fits(scale, found.minimum ? GROUP : GROUP / 2, 1), found.block_scales = fits(block_scale, SUPER, 2);
+    check(found.minimum == minimum.has_value() && found.minimum == block_minimum.has_value(), "q6_k alone has no minima");
+    if (found.minimum) found.minima = fits(minimum, GROUP, 1), found.block_minima = fits(block_minimum, SUPER, 2);
+}
+
+Source source_of(const Part& part) {
+    const auto& [name, data, scale, minimum, block_scale, block_minimum] = part;
+    check(data.ndim() == 2 && data.shape(0) > 0 && data.shape(1) > 0, "a matrix part is [out, in]");
+    Source found = {};
+    found.data = data.data(), found.out = static_cast<Index>(data.shape(0)), found.inner = static_cast<Index>(data.shape(1));
+    found.form = form_of(name);
+    if (in_blocks(found.form)) {
+        take_blocks(found, part);
+        return found;
+    }
+    if (found.form != Form::int4 && found.form != Form::int8) {
+        check(data.itemsize() == (found.form == Form::f32 ? 4u : 2u), "a matrix part has the type it names");
+        return found;
+    }
+    check(data.itemsize() == 1 && found.inner % GROUP == 0 && scale, "codes are bytes in groups of 32 with scales");
+    const auto fits_groups = [&](const Weights& numbers) {
+        return numbers.ndim() == 2 && numbers.shape(0) == data.shape(0) && numbers.shape(1) * GROUP == data.shape(1) &&
+               numbers.itemsize() == scale->itemsize();
+    };
+    check(fits_groups(*scale) && (!minimum || fits_groups(*minimum)), "scales and minima are [out, in / 32], of one type");
+    check(scale->itemsize() == 2 || scale->itemsize() == 4, "scales are halves or floats");
+    found.half = scale->itemsize() == 2, found.scales = scale->data();
+    found.minimum = minimum.has_value(), found.minima = minimum ? minimum->data() : nullptr;
+    return found;
+}
+
+// A part without numbers: its type, whether scales are halves, whether there are minima, outputs and inputs.
+using Shape = std::tuple<std::string, bool, bool, Index, Index>;
+
+Source source_of(const Shape& shape) {
+    const auto& [name, half, minimum, out, inner] = shape;
+    check(out > 0 && inner > 0, "a matrix part is [out, in]");
+    Source found = {};
+    found.half = half, found.minimum = minimum, found.out = out, found.inner = inner;
+    found.form = form_of(name);
+    const bool codes = found.form == Form::int4 || found.form == Form::int8;
+    check(!codes || inner % GROUP == 0, "codes are in groups of 32");
+    check(!in_blocks(found.form) || inner % SUPER == 0, "codes are in super-blocks of 256");
+    return found;
+}
+
+template <class T>
+Matrix make_matrix(const std::vector<T>& parts, const std::optional<ConstFloats>& bias) {
+    std::vector<Source> sources;
+    for (const T& part : parts) sources.push_back(source_of(part));
+    std::vector<float> numbers;
+    if (bias) numbers.assign(bias->data(), bias->data() + bias->size());
+    return Matrix(sources, numbers);
+}
+
+}  // namespace
+
+void bind_matrix(nb::module_& module) {
+    nb::class_<Matrix>(module, "Matrix", nb::is_weak_referenceable())
+        .def("__init__",
+             [](Matrix* self, const std::vector<Part>& parts, const std::optional<ConstFloats>& bias) {
+                 new (self) Matrix(make_matrix(parts, bias));
+             },
+             nb::arg("parts"), nb::arg("bias").none())
+        .def("memory",
+             [](Matrix& one) {
+                 return nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>>(one.memory(), {one.bytes()});
+             },
+             nb::rv_policy::reference_internal, "Its panels as bytes, to be kept and to be filled.")
+        .def_prop_ro("nbytes", &Matrix::bytes)
+        .def_prop_ro("out", [](const Matrix& one) { return one.view().out; });
+    module.def("blank", &make_matrix<Shape>, nb::arg("shapes"), nb::arg("bias").none(), "A matrix whose memory is to be filled.");
+}
+
+}  // namespace cairn

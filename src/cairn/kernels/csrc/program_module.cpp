@@ -1,0 +1,145 @@
+#include "program_module.h"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include "arrays.h"
+#include "matrix.h"
+#include "program.h"
+#include "team.h"
+
+namespace nb = nanobind;
+
+namespace cairn {
+namespace {
+
+Norm norm_of(const ConstFloats& x, const ConstFloats& weight, double eps) {
+    check(weight.ndim() == 1 && x.ndim() == 2 && x.shape(1) == weight.shape(0), "a norm has its input's width");
+    return {weight.data(), static_cast<Index>(weight.shape(0)), static_cast<float>(eps)};
+}
+
+void fits(const ConstFloats& x, const Matrix& matrix, const Floats& out) {
+    check(x.ndim() == 2 && static_cast<Index>(x.shape(1)) == matrix.view().inner, "an input has the matrix's width");
+    check(out.ndim() == 2 && static_cast<Index>(out.shape(1)) == matrix.view().out, "an output has the matrix's width");
+}
+
+// KV as numpy holds it: float32, float16, or bfloat16 as 16-bit integers.
+Pages pages_of(const Pool& kv, int layer) {
+    check(kv.ndim() == 6 && kv.shape(2) == 2 && kv.shape(4) == BLOCK_TOKENS, "KV is [blocks, layers, 2, K, 16, D]");
+    check(layer >= 0 && layer < static_cast<int>(kv.shape(1)), "the layer is in the KV");
+    check(kv.shape(5) % 2 == 0 && kv.shape(5) <= MAX_HEAD, "a head has an even size of at most 1024");
+    Dtype dtype = Dtype::f32;
+    if (kv.dtype() == nb::dtype<std::uint16_t>())
+        dtype = Dtype::bf16;
+    else if (kv.dtype().code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float) && kv.dtype().bits == 16)
+        dtype = Dtype::f16;
+    else
+        check(kv.dtype() == nb::dtype<float>(), "KV is float32, float16 or bfloat16");
+    return {static_cast<std::byte*>(kv.data()), dtype, static_cast<Index>(kv.shape(1)), layer,
+            static_cast<Index>(kv.shape(3)), static_cast<Index>(kv.shape(5))};
+}
+
+void embed(Program& program, const Weights& table, const std::string& dtype, const Ints& tokens,
+           const Floats& hidden) {
+    check(table.ndim() == 2 && hidden.ndim() == 2 && table.shape(1) == hidden.shape(1), "a table has hidden's width");
+    check(table.itemsize() == (dtype_of(dtype) == Dtype::f32 ? 4u : 2u), "a table has the type it names");
+    program.embed(table.data(), dtype_of(dtype), static_cast<Index>(table.shape(1)), tokens.data(), hidden.data());
+}
+
+void look_up(Program& program, const Matrix& table, const Ints& tokens, const Floats& hidden) {
+    check(hidden.ndim() == 2 && static_cast<Index>(hidden.shape(1)) == table.view().inner, "a table has hidden's width");
+    program.look_up(table.view(), tokens.data(), hidden.data());
+}
+
+void rope_angles(Program& program, const ConstFloats& frequencies, double factor, const Ints& positions,
+                 const Floats& angles) {
+    check(angles.ndim() == 3 && angles.shape(2) == frequencies.shape(0), "angles are [M, 2, D / 2]");
+    program.rope_angles(frequencies.data(), factor, static_cast<Index>(frequencies.shape(0)), positions.data(),
+                        angles.data());
+}
+
+void norm_project(Program& program, const ConstFloats& hidden, const ConstFloats& norm, double eps,
+                  const Matrix& matrix, const Floats& out) {
+    fits(hidden, matrix, out);
+    program.norm_project(hidden.data(), norm_of(hidden, norm, eps), matrix.view(), out.data(),
+                         static_cast<Index>(hidden.shape(0)));
+}
+
+void rope_write(Program& program, const ConstFloats& qkv, const ConstFloats& angles,
+                const std::optional<ConstFloats>& q_norm, const std::optional<ConstFloats>& k_norm, double eps,
+                const Pool& kv, int layer, const Ints& slots, const Floats& query) {
+    const Pages pages = pages_of(kv, layer);
+    check(query.ndim() == 3 && static_cast<Index>(query.shape(2)) == pages.size, "a query is [M, Q, D]");
+    const auto heads = static_cast<Index>(query.shape(1));
+    check(qkv.ndim() == 2 && static_cast<Index>(qkv.shape(1)) == (heads + 2 * pages.heads) * pages.size,
+          "qkv is [M, (Q + 2K) D]");
+    check(angles.ndim() == 3 && static_cast<Index>(angles.shape(2)) * 2 == pages.size, "angles are [M, 2, D / 2]");
+    for (const auto* norm : {&q_norm, &k_norm})
+        check(!*norm || static_cast<Index>((*norm)->size()) == pages.size, "a head's norm has the head's size");
+    program.rope_write({qkv.data(), angles.data(), q_norm ? q_norm->data() : nullptr,
+                        k_norm ? k_norm->data() : nullptr, static_cast<float>(eps), pages, slots.data(), query.data(),
+                        heads});
+}
+
+void attention(Program& program, const ConstFloats& query, const Pool& kv, int layer, const Ints& rows,
+               const Ints& tables, int window, double scale, const Floats& out) {
+    const Pages pages = pages_of(kv, layer);
+    check(query.ndim() == 3 && static_cast<Index>(query.shape(2)) == pages.size, "a query is [M, Q, D]");
+    check(query.shape(1) % kv.shape(3) == 0, "query heads are a multiple of key-value heads");
+    check(rows.ndim() == 2 && rows.shape(1) == 3 && tables.ndim() == 2, "rows are [B, 3], tables [B, width]");
+    check(out.size() == query.size(), "attention's output is [M, Q D]");
+    Attend job = {};
+    job.query = query.data(), job.kv = pages, job.window = window, job.heads = static_cast<Index>(query.shape(1));
+    job.scale = static_cast<float>(scale), job.out = out.data();
+    program.attention(job, rows.data(), tables.data(), static_cast<Index>(tables.shape(1)),
+                      static_cast<Index>(query.shape(0)));
+}
+
+void project_add(Program& program, const ConstFloats& x, const Matrix& matrix, const Floats& hidden) {
+    fits(x, matrix, hidden);
+    program.project_add(x.data(), matrix.view(), hidden.data(), static_cast<Index>(x.shape(0)));
+}
+
+void gated_mlp(Program& program, const Floats& hidden, const ConstFloats& norm, double eps, const Matrix& gate_up,
+               const std::string& activation, const Matrix& down) {
+    const MatrixView wide = gate_up.view(), back = down.view();
+    check(activation == "silu" || activation == "gelu_tanh", "the activation is silu or gelu_tanh");
+    check(hidden.ndim() == 2 && static_cast<Index>(hidden.shape(1)) == wide.inner && back.out == wide.inner &&
+              wide.out == 2 * back.inner,
+          "gate_up is [2F, H] and down [H, F]");
+    program.gated_mlp(hidden.data(), norm_of(ConstFloats(hidden), norm, eps), wide,
+                      activation == "silu" ? Activation::silu : Activation::gelu_tanh, back,
+                      static_cast<Index>(hidden.shape(0)));
+}
+
+void logits(Program& program, const ConstFloats& hidden, const Ints& wanted, const ConstFloats& norm, double eps,
+            const Matrix& head, const Floats& out) {
+    fits(hidden, head, out);
+    program.logits(hidden.data(), wanted.data(), norm_of(hidden, norm, eps), head.view(), out.data(),
+                   static_cast<Index>(out.shape(0)));
+}
+
+}  // namespace
+
+void bind_program(nb::module_& module, const Variant& (*find)(const std::string& name)) {
+    // A converted array would be a copy that dies while the program still points into it.
+    const auto array = nb::arg().noconvert();
+    const auto maybe = nb::arg().noconvert().none();
+    nb::class_<Program>(module, "Program")
+        .def("__init__", [](Program* self, const std::string& variant,
+                            std::shared_ptr<Team> team) { new (self) Program(find(variant), std::move(team)); })
+        .def("embed", &embed, array, nb::arg(), array, array)
+        .def("embed", &look_up, nb::arg(), array, array)
+        .def("rope_angles", &rope_angles, array, nb::arg(), array, array)
+        .def("norm_project", &norm_project, array, array, nb::arg(), nb::arg(), array)
+        .def("rope_write", &rope_write, array, array, maybe, maybe, nb::arg(), array, nb::arg(), array, array)
+        .def("attention", &attention, array, array, nb::arg(), array, array, nb::arg(), nb::arg(), array)
+        .def("project_add", &project_add, array, nb::arg(), array)
+        .def("gated_mlp", &gated_mlp, array, array, nb::arg(), nb::arg(), nb::arg(), nb::arg())
+        .def("logits", &logits, array, array, array, nb::arg(), nb::arg(), array)
+        .def("run", [](Program& self, Index tokens, Index rows, Index wanted) { self.run({tokens, rows, wanted}); },
+             nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace cairn
