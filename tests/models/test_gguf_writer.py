@@ -38,7 +38,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def written(folder: Path, path: Path, kind: str) -> list[gguf_writer.Loss]:
-    return write_gguf(folder, load_spec(folder), path, kind, {})
+    told: list[tuple[int, int]] = []
+    losses = write_gguf(folder, load_spec(folder), path, kind, {}, lambda done, total: told.append((done, total)))
+    assert told == sorted(told) and told[-1][0] == told[-1][1] == sum(one.values for one in losses)
+    return losses
 
 
 @pytest.mark.parametrize("name", FAMILIES)

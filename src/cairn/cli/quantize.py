@@ -6,6 +6,7 @@ import contextlib
 import glob
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,9 +34,17 @@ def register(app: typer.Typer) -> None:
 
         Needs the gguf package: pip install 'cairn-llm\\[gguf]'.
         """
+        from rich.progress import Progress
+
         from cairn.cli.output import table, talk
 
-        losses = write(source, destination, kind, force=force)
+        with Progress(console=talk(), transient=True, disable=not sys.stderr.isatty()) as bar:
+            task = bar.add_task(destination.name, total=None)
+
+            def show(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+
+            losses = write(source, destination, kind, force=force, progress=show)
         rows = [
             (one.part, one.type, str(one.tensors), str(one.values), f"{one.error:.3%}", f"{one.worst:.3g}")
             for one in losses
@@ -46,9 +55,17 @@ def register(app: typer.Typer) -> None:
             talk().print(f"{destination} has {size / 1e6:.1f} MB. Try: cairn chat {destination}", markup=False)
 
 
-def write(source: str, destination: Path, kind: str, *, force: bool = False) -> list[Loss]:
+def write(
+    source: str,
+    destination: Path,
+    kind: str,
+    *,
+    force: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Loss]:
     """Write `source` to `destination`, which appears whole and checked or not at all; what it cost, by tensor class.
 
+    `progress` gets the values written and those of all tensors.
     Raises `ConfigError` for a type or a place that cannot be written, `ModelError` or `ModelFileError` for a source
     that cannot be read or expressed in GGUF.
     """
@@ -72,7 +89,7 @@ def write(source: str, destination: Path, kind: str, *, force: bool = False) -> 
     _clear(destination)
     fresh = destination.with_name(f".{destination.stem}.{os.getpid()}.gguf")
     try:
-        losses = write_gguf(folder, spec, fresh, kind, texts)
+        losses = write_gguf(folder, spec, fresh, kind, texts, progress)
         check_written(spec, load_spec(fresh, identify=False))
         if not is_gguf(folder):
             check_same(folder, fresh)

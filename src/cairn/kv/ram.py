@@ -116,7 +116,7 @@ class RamStore:
         if not siblings:
             del self._children[chunk.parent]
             if chunk.parent in self._chunks:
-                # Its turn comes after everything that was used later than what extended it: that is the newest here.
+                # Only of leaves it is known when they were used. What extended it was the oldest, so it is next.
                 self._leaves[chunk.parent] = None
                 self._leaves.move_to_end(chunk.parent, last=False)
         self._count(chunks=-1, bytes=-_size(chunk))

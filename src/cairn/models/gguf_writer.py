@@ -79,7 +79,7 @@ def write_gguf(
     path: Path,
     kind: str,
     texts: dict[str, Any],
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None],
 ) -> list[Loss]:
     """Write the model at `source`, whose spec is given, to `path` with matrices of `kind`, one of `TYPES`.
 

@@ -131,7 +131,7 @@ class Loop:
             raise wire.WireError("a worker loads once")
 
     def _kv_news(self) -> KvStats | None:
-        """What has changed below the pool, about once a second."""
+        """What has changed below the pool, twice a second."""
         if self._tiers is None or self._clock.now() - self._kv_at < _NEWS_SECONDS:
             return None
         self._kv_at = self._clock.now()
