@@ -80,6 +80,14 @@ def test_fails_at_the_first_wrong_character(text: str) -> None:
         assert scan(text, sizes)[0].failed
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet='{}[]",:\\truefalsn0-.e1 u\x01', max_size=20), st.integers())
+def test_stops_at_the_same_character_however_it_is_cut(text: str, seed: int) -> None:
+    whole, at = scan(text + ";")
+    pieces, same = scan(text + ";", random.Random(seed))
+    assert (pieces.failed, pieces.done, pieces.values, same) == (whole.failed, whole.done, whole.values, at), text
+
+
 def test_depth_and_number_length_are_bounded() -> None:
     assert scan("[" * MAX_DEPTH + "]" * MAX_DEPTH)[0].done
     assert scan("[" * (MAX_DEPTH + 1))[0].failed

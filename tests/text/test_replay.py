@@ -99,13 +99,13 @@ def test_the_table_is_bounded_and_forgets_the_least_recently_used() -> None:
     assert table.find("a", b"\1", answer("1")) is None
     assert not table.knows("a", answer("1"))
     assert table.find("a", b"\0", answer("0")) is not None
-    assert table.tokens == 3 * (10 + ENTRY_COST)
+    assert table._tokens == 3 * (10 + ENTRY_COST)
     for n in range(1000):
         table.put("a", n.to_bytes(2, "little"), answer(str(n)), range(n % 40))
-    assert table.tokens <= 3 * (10 + ENTRY_COST)
+    assert table._tokens <= 3 * (10 + ENTRY_COST)
     assert len(table._visible) == len(table._entries) <= 3
     table.put("a", b"big", answer("big"), range(10_000))
-    assert table.tokens == 0
+    assert table._tokens == 0
 
 
 def test_the_same_answer_again_replaces_what_was_kept() -> None:
@@ -113,7 +113,7 @@ def test_the_same_answer_again_replaces_what_was_kept() -> None:
     table.put("a", b"", answer("hi"), [1])
     table.put("a", b"", answer("hi"), [2, 3])
     assert list(table.find("a", b"", answer("hi")) or ()) == [2, 3]
-    assert table.tokens == 2 + ENTRY_COST
+    assert table._tokens == 2 + ENTRY_COST
 
 
 def test_a_prefix_digests_its_ids_however_they_came() -> None:

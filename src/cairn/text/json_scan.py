@@ -150,13 +150,23 @@ class JsonScanner:
         end = found.end() if found else at
         scalar = self._scalar = self._scalar + text[at:end]
         if end == len(text):
-            fits = len(scalar) <= MAX_SCALAR and (
-                _NUMBER_SO_FAR.fullmatch(scalar) or any(word.startswith(scalar) for word in _WORDS)
-            )
+            fits = len(scalar) <= MAX_SCALAR and _begins_scalar(scalar)
         else:
-            fits = len(scalar) <= MAX_SCALAR and (_NUMBER.fullmatch(scalar) or scalar in _WORDS)
+            fits = len(scalar) <= MAX_SCALAR and (_NUMBER.fullmatch(scalar) is not None or scalar in _WORDS)
             self._end_value()
         if not fits:
             self._at = _At.FAILED
-            return at
+            return at + self._fitting(len(scalar) - (end - at))
         return end
+
+    def _fitting(self, before: int) -> int:
+        """How many characters of a scalar that failed fit, behind those of earlier pieces: what is right of a text
+        must not depend on how it was cut."""
+        end = before
+        while end < min(len(self._scalar), MAX_SCALAR) and _begins_scalar(self._scalar[: end + 1]):
+            end += 1
+        return end - before
+
+
+def _begins_scalar(text: str) -> bool:
+    return _NUMBER_SO_FAR.fullmatch(text) is not None or any(word.startswith(text) for word in _WORDS)

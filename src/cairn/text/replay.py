@@ -96,12 +96,8 @@ class ReplayTable:
         self._visible: Counter[int] = Counter()
         """How many entries there are of an answer, whatever was before it."""
         self._tokens = 0
-        self._lock = threading.Lock()
-
-    @property
-    def tokens(self) -> int:
         """What counts against the limit now."""
-        return self._tokens
+        self._lock = threading.Lock()
 
     def put(self, tenant: str, before: bytes, answer: Answer, ids: Sequence[int]) -> None:
         """Remember the ids that follow the prefix with digest `before`."""

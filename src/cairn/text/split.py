@@ -90,7 +90,7 @@ class Splitter:
     def _open(self, tag: str) -> None:
         """Go on behind a tag, which may have a line break before it."""
         if tag.endswith(OPEN):
-            self._call = CallScanner(self._calls, call_id(*self._source, self._calls), tag)
+            self._call = self._next_call(tag)
             return
         self._kind = "reasoning" if tag.endswith(THINK) and not tag.endswith(END_THINK) else "text"
         self._trim = True
@@ -98,18 +98,20 @@ class Splitter:
     def _feed_call(self, call: CallScanner, text: str, at: int, pieces: list[Piece]) -> tuple[int, str]:
         at, deltas = call.feed(text, at)
         pieces += deltas
-        if call.complete:
-            self.complete_calls += 1
-            self._trim = True
-        elif call.failed:
-            self._put(pieces, "text", call.rest)
-            if call.again:
-                text, at = call.again + text[at:], 0
-        else:
+        if not call.complete and not call.failed:
             return at, text
         self._calls += call.began
-        self._call = None
+        self.complete_calls += call.complete
+        self._call = self._next_call("") if call.followed else None
+        self._trim = call.closed
+        if call.failed:
+            self._put(pieces, "text", call.rest)
+            again = call.again
+            return (at - len(again), text) if len(again) <= at else (0, again + text[at:])
         return at, text
+
+    def _next_call(self, opening: str) -> CallScanner:
+        return CallScanner(self._calls, call_id(*self._source, self._calls), opening)
 
     def _certain(self, text: str, at: int) -> int:
         """Where the end of `text` begins that may become a tag."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from cairn.text.split import TAGS, Piece, Splitter
 from cairn.text.stops import StopScanner
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import Delta, FinishReason, Request, TokenLogprob, ToolCallDelta
+from cairn.types import Delta, FinishReason, Request, ToolCallDelta
 
 _ORDER = {"reasoning": 0, "text": 1}
 
@@ -47,14 +47,14 @@ class TextStream:
         """Tokens that count."""
         return len(self.tokens)
 
-    def push(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> list[Delta]:
-        """Take new tokens, with one logprob each or none; at least one delta comes back for tokens that count.
+    def push(self, tokens: Sequence[int]) -> list[Delta]:
+        """Take new tokens; at least one delta comes back for tokens that count.
 
-        The first delta carries the tokens and logprobs, also where their text is held back or dropped.
+        The first delta carries the tokens, also where their text is held back or dropped.
         """
         if self._splitter is None and self._stops is None:
             self.tokens += tokens
-            return [Delta(text=self._detokenizer.push(tokens), tokens=tuple(tokens), logprobs=tuple(logprobs))]
+            return [Delta(text=self._detokenizer.push(tokens), tokens=tuple(tokens))]
         pieces: list[Piece] = []
         counted = len(self.tokens)
         for token in tokens:
@@ -63,7 +63,7 @@ class TextStream:
             self.tokens.append(token)
             pieces += self._visible(self._split(self._detokenizer.push((token,))))
         counted = len(self.tokens) - counted
-        return _deltas(pieces, tuple(tokens[:counted]), tuple(logprobs[:counted]))
+        return _deltas(pieces, tuple(tokens[:counted]))
 
     def finish(self, reason: FinishReason) -> tuple[list[Delta], FinishReason]:
         """The generation ended: the text still held back, and the reason as a caller is to see it.
@@ -82,7 +82,7 @@ class TextStream:
             reason = FinishReason.STOP
         if reason is FinishReason.STOP and self._splitter is not None and self._splitter.complete_calls:
             reason = FinishReason.TOOL_CALLS
-        return _deltas(pieces, (), ()), reason
+        return _deltas(pieces, ()), reason
 
     def _split(self, text: str) -> list[Piece]:
         if not text:
@@ -111,7 +111,7 @@ class TextStream:
         return seen
 
 
-def _deltas(pieces: list[Piece], tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> list[Delta]:
+def _deltas(pieces: list[Piece], tokens: tuple[int, ...]) -> list[Delta]:
     """As few deltas as keep the order: one holds reasoning, then text, then tool calls."""
     deltas: list[Delta] = []
     texts = ["", ""]
@@ -119,12 +119,10 @@ def _deltas(pieces: list[Piece], tokens: tuple[int, ...], logprobs: tuple[TokenL
     highest = 0
 
     def close() -> None:
-        nonlocal texts, calls, highest, tokens, logprobs
+        nonlocal texts, calls, highest, tokens
         if any(texts) or calls or tokens:
-            deltas.append(
-                Delta(text=texts[1], reasoning=texts[0], tool_calls=tuple(calls), tokens=tokens, logprobs=logprobs)
-            )
-        texts, calls, highest, tokens, logprobs = ["", ""], [], 0, (), ()
+            deltas.append(Delta(text=texts[1], reasoning=texts[0], tool_calls=tuple(calls), tokens=tokens))
+        texts, calls, highest, tokens = ["", ""], [], 0, ()
 
     for piece in pieces:
         rank = 2 if isinstance(piece, ToolCallDelta) else _ORDER[piece[0]]

@@ -6,9 +6,12 @@
 
 A text is a call if it is a JSON object with a `name` (a text that is not empty) and optionally `arguments` (an object,
 or a text that holds one) and `id`, and nothing else. `arguments` are passed on exactly as written, piece by piece,
-once the name and the beginning of the first argument were read; the last brace follows when the whole call turned out
-right. So complete arguments always belong to a complete call, and what is no call is noticed, in most cases, before
+once the name and the beginning of the first argument were read. What is no call is noticed, in most cases, before
 anything was passed on: then all of its text is content, unchanged. Otherwise only what was not passed on is content.
+
+Behind a name and complete arguments nothing can take the call back: other keys are passed over, another object before
+the closing tag is another call, and what fits neither is content. The last brace waits for any of these, or for the
+model to end by its own will, so complete arguments always belong to a complete call: one that is cut off lacks it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import hashlib
 import json
 
 from cairn.text.json_scan import SPACE, JsonScanner
+from cairn.text.tokenizer import valid_text
 from cairn.types import ToolCallDelta
 
 OPEN = "<tool_call>"
@@ -40,6 +44,7 @@ class _At(enum.Enum):
     COMMA = enum.auto()
     CLOSE = enum.auto()
     COMPLETE = enum.auto()
+    FOLLOWED = enum.auto()
     FAILED = enum.auto()
 
 
@@ -53,7 +58,7 @@ _NEXT = {
 
 
 class CallScanner:
-    """Reads one call from just behind its `<tool_call>`."""
+    """Reads one call from just behind its `<tool_call>`, or behind the call before it."""
 
     def __init__(self, index: int, id: str, opening: str) -> None:
         """`opening` is the text already consumed for this call: part of `rest` if it turns out to be none."""
@@ -68,45 +73,62 @@ class CallScanner:
         self._name = ""
         self._arguments: list[str] = []
         self._arguments_done = False
+        self._settled = False
+        """Name and arguments are complete and were passed on, all but the last brace."""
+        self._whole = False
+        """The object of a call with arguments is closed: all of it belongs to the call."""
         self._tag = ""
         self.began = False
         """Whether anything was passed on."""
 
     @property
     def complete(self) -> bool:
-        """The call was right, up to and with its closing tag."""
+        """The call came out whole, whatever ended it."""
+        return self.closed or self.followed or (self.failed and self._settled)
+
+    @property
+    def closed(self) -> bool:
+        """The call ended with its closing tag, or with all that the model said."""
         return self._at is _At.COMPLETE
 
     @property
+    def followed(self) -> bool:
+        """The call is complete, and where reading stopped another object begins."""
+        return self._at is _At.FOLLOWED
+
+    @property
     def failed(self) -> bool:
-        """This is no call: `rest` is content, `again` is to be read again as what follows it."""
+        """This is no call, or no longer one: `rest` is content, `again` is to be read again as what follows it."""
         return self._at is _At.FAILED
 
     @property
     def rest(self) -> str:
-        """Text that was read and not passed on, without `again`."""
+        """Text that was read and belongs to no call, without `again`."""
         text = "".join(self._kept)
-        return text[: len(text) - len(self._tag)]
+        return text[: len(text) - len(self.again)]
 
     @property
     def again(self) -> str:
-        """The beginning of a closing tag that turned out to be none; another tag may begin in it."""
-        return self._tag
+        """The beginning of a closing tag that turned out to be none, or all that followed the object of a call: another
+        tag may begin in it."""
+        return "".join(self._kept) if self._whole else self._tag
 
     def feed(self, text: str, start: int) -> tuple[int, list[ToolCallDelta]]:
         """Read on from text[start]. Returns where it stopped: len(text) unless `complete` or `failed`."""
         deltas: list[ToolCallDelta] = []
         at = start
-        while at < len(text) and self._at is not _At.COMPLETE and self._at is not _At.FAILED:
+        while at < len(text) and not self.failed and not self.complete:
             end = self._step(text, at)
             self._kept.append(text[at:end])
+            if self._at is _At.CLOSE and self._settled and not self._whole:
+                self._whole, self._kept = True, []
             at = end
             deltas += self._emit()
         return at, deltas
 
     def end(self) -> list[ToolCallDelta]:
-        """The text ends here by the model's own will: a call that lacks nothing but its closing tag is complete."""
-        if self._at is _At.CLOSE:
+        """The text ends here by the model's own will: a call whose name and arguments are complete is complete."""
+        if self._at is _At.CLOSE or self._settled:
             self._at = _At.COMPLETE
         return self._emit()
 
@@ -114,6 +136,8 @@ class CallScanner:
         """Read one element; the place behind it, or where reading failed."""
         if self._at is _At.KEY or (self._at is _At.VALUE and self._scanned):
             return self._value(text, at)
+        if self._tag:
+            return self._closing(text, at)  # no blank within a tag
         blank = SPACE.match(text, at)
         at = blank.end() if blank else at
         if at == len(text):
@@ -143,6 +167,9 @@ class CallScanner:
 
     def _end_key(self, text: str) -> _At:
         self._key = json.loads(text)
+        if self._settled:
+            self._key = ""  # passed over, whatever it is
+            return _At.COLON
         if self._key not in ("name", "arguments", "id") or self._key in self._seen:
             return _At.FAILED
         self._seen.add(self._key)
@@ -153,10 +180,10 @@ class CallScanner:
             name = json.loads(text)
             if not isinstance(name, str):
                 return _At.FAILED
-            self._name = name
+            self._name = valid_text(name)
         elif self._key == "arguments":
             if text.startswith('"'):
-                text = json.loads(text).strip()
+                text = valid_text(json.loads(text)).strip()
                 inner = JsonScanner()
                 if inner.feed(text) != len(text) or not inner.done:
                     return _At.FAILED
@@ -167,6 +194,9 @@ class CallScanner:
         return _At.COMMA
 
     def _closing(self, text: str, at: int) -> int:
+        if not self._tag and text[at] == "{":
+            self._at = _At.FOLLOWED
+            return at
         piece = text[at : at + len(CLOSE) - len(self._tag)]
         if not CLOSE.startswith(self._tag + piece):
             self._at = _At.FAILED
@@ -178,23 +208,28 @@ class CallScanner:
 
     def _emit(self) -> list[ToolCallDelta]:
         """What is certain by now and was not passed on yet."""
-        if self._at is _At.COMPLETE:
-            text = "".join(self._arguments) if "arguments" in self._seen else "{}"
-        elif self._at is _At.FAILED or not self._name or not self._arguments or not self._streamable():
-            return []
+        if self._settled:
+            text = "}" if self.complete else ""
+        elif self.complete:
+            text = "{}"
         else:
-            text = "".join(self._arguments)
-            self._arguments = []
-            if self._arguments_done:
-                text, self._arguments = text[:-1], ["}"]
-            if not text:
-                return []
+            text = self._take_arguments()
+        if not text:
+            return []
         first = not self.began
         self.began = True
-        self._kept = list(self._arguments)
         if not first:
             return [ToolCallDelta(index=self._index, arguments=text)]
         return [ToolCallDelta(index=self._index, id=self._id, name=self._name, arguments=text)]
+
+    def _take_arguments(self) -> str:
+        """What was read of the arguments since the last time, also where reading failed behind it."""
+        if not self._name or not self._arguments or not self._streamable():
+            return ""
+        text = "".join(self._arguments)
+        self._arguments, self._kept = [], []
+        self._settled = self._arguments_done
+        return text[:-1] if self._settled else text
 
     def _streamable(self) -> bool:
         """Whether what was read of the arguments is an object whose first argument has begun."""
