@@ -43,6 +43,16 @@ class CairnError(Exception):
         self.retry_after = retry_after
 
 
+def by_code(code: str, message: str, field: str | None = None) -> CairnError:
+    """The error that another process named by its code; a plain CairnError where no class has it."""
+    kinds: list[type[CairnError]] = [CairnError]
+    for kind in kinds:
+        if kind.code == code:
+            return kind(message, field=field)
+        kinds.extend(kind.__subclasses__())
+    return CairnError(message, field=field)
+
+
 def trace(error: BaseException) -> str:
     """An unforeseen error for the log: its type and places. Its message may quote a prompt or an answer, and is not."""
     return f"{type(error).__name__}\n{''.join(traceback.format_tb(error.__traceback__))}"

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from cairn.config import Config, Secret
-from cairn.errors import CairnError, GenerationFailed, ModelFileError, Overloaded
+from cairn.errors import CairnError, GenerationFailed, ModelFileError, Overloaded, by_code
 from cairn.service import wire
 from cairn.types import CacheReport, FinishReason, Output, Request, SamplingParams, Timing, TokenLogprob
 
@@ -96,13 +96,13 @@ def test_no_secret_can_be_sent() -> None:
 
 @pytest.mark.parametrize("kind", [CairnError, GenerationFailed, ModelFileError, Overloaded])
 def test_errors_keep_their_type(kind: type[CairnError]) -> None:
-    error = wire.error(kind.code, "why")
+    error = by_code(kind.code, "why")
     assert type(error) is kind
     assert str(error) == "why"
 
 
 def test_an_unknown_error_code_is_our_own_fault() -> None:
-    assert type(wire.error("from the future", "x")) is CairnError
+    assert type(by_code("from the future", "x")) is CairnError
 
 
 def test_a_channel_blocks_while_the_front_does_not_read() -> None:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.cli.agents import path
 from cairn.cli.chat import Conversation
-from cairn.errors import CairnError
+from cairn.errors import CairnError, Conflict, NotFound
 
 if TYPE_CHECKING:
-    from cairn.cli.client import Client, HttpStream
+    from cairn.cli.client import Client
+    from cairn.cli.http_stream import HttpStream
 
 _WAITS = (0.05, 0.1, 0.2, 0.5)
 """Seconds until a turn that was cancelled has ended."""
@@ -53,9 +54,7 @@ class AgentConversation(Conversation):
         super().__init__(self._told, sampling)
         try:
             agent = client.get(self._path).json()
-        except CairnError as error:
-            if "there is no agent" not in str(error):
-                raise
+        except NotFound:
             agent = client.post("/v1/agents", {"id": id, "system": system})
             self._say(f"agent {id} is new")
         else:
@@ -77,16 +76,23 @@ class AgentConversation(Conversation):
         self._told.answering = None
         super().ask(question)
         stream = self._told.answering
-        if stream is not None and stream.answer.finish_reason is None:
-            with suppress(CairnError):
-                self._client.post(f"/v1/requests/{stream.request}/cancel", {})
-            del self.messages[before:]
+        if stream is None or stream.answer.finish_reason is not None:
+            return
+        del self.messages[before:]
+        self._cancel(stream)
+        try:
             self._undo("")
+        except CairnError as error:
+            self._say(f"{error}\n(your question is still to be taken back: /undo once the server answers)")
+
+    def _lost(self, error: CairnError) -> None:
+        if self._told.answering is None:
+            super()._lost(error)
+        else:  # the server has the question, and `ask` takes it back
+            self._say(str(error))
 
     def _undo(self, _: str) -> None:
-        agent = self._client.get(self._path).json()
-        turns = self._client.get(self._path + "/turns").json()["data"]
-        last = next((turn for turn in turns if turn["number"] == agent["head"]), None)
+        last = self._last()
         if last is None:
             self._say("(there is nothing to take back)")
             return
@@ -94,21 +100,35 @@ class AgentConversation(Conversation):
             try:
                 self._client.post(self._path + "/rollback", {"turn": last["parent"]})
                 break
-            except CairnError as error:
-                if wait is None or "is running" not in str(error):
-                    self._say(str(error))
-                    return
+            except Conflict:
+                if wait is None:
+                    raise
                 time.sleep(wait)
-        del self.messages[-2:]
-        self._say(f"(took back: {last['messages'][-1]['content']})")
+        asked = last["messages"]
+        if last["state"] == "finished" and self.messages[-len(asked) - 1 : -1] == asked:
+            del self.messages[-len(asked) - 1 :]
+        self._say(f"(took back: {asked[-1]['content'] if asked else 'what cannot be read'})")
 
     def _resume(self, _: str) -> None:
-        try:
-            stream = self._client.resume(self._told.id)
-        except CairnError as error:
-            self._say(str(error))
-            return
+        last = self._last()
+        stream = self._client.resume(self._told.id)
         try:
             self._show(stream)
         finally:
             stream.close()
+        answer = stream.answer
+        if answer.finish_reason is None:
+            self._cancel(stream)
+            self._say("(stopped: /resume goes on with it, /undo takes the question back)")
+            return
+        self.messages += [*(last["messages"] if last else ()), answer.message]
+
+    def _last(self) -> dict[str, Any] | None:
+        """The turn that the next one would follow; None at the beginning."""
+        head = self._client.get(self._path).json()["head"]
+        turns: list[dict[str, Any]] = self._client.get(self._path + "/turns").json()["data"]
+        return next((turn for turn in turns if turn["number"] == head), None)
+
+    def _cancel(self, stream: HttpStream) -> None:
+        with suppress(CairnError):
+            self._client.post(f"/v1/requests/{stream.request}/cancel", {})

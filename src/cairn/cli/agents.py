@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
-from cairn.cli.options import configured
+from cairn.cli.options import Host, configured, server
 from cairn.errors import ConfigError, InvalidRequest
 from cairn.resolve import Resolved
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from cairn.cli.client import Client
 
 _SERVER = ("api_key",)
-_Host = Annotated[str | None, typer.Option(metavar="URL", help="The server; default: the configured address and port.")]
 _Id = Annotated[str, typer.Argument(metavar="ID", help="The agent.")]
 _SHOWN = 60
 """Characters of a message in the tree."""
@@ -40,23 +38,23 @@ def register(app: typer.Typer) -> None:
 def _register_looks(agents: typer.Typer) -> None:
     @agents.command(name="list")
     @configured(_SERVER, model=False)
-    def list_(resolved: Resolved, host: _Host = None) -> None:
+    def list_(resolved: Resolved, host: Host = None) -> None:
         """List the agents, most recently created first."""
         from cairn.cli.output import table
 
-        with _server(resolved, host) as client:
+        with server(resolved, host) as client:
             rows = [_row(agent) for agent in _all(client)]
         table(("agent", "turns", "tokens", "state", "last used", "pinned", "from"), rows)
 
     @agents.command()
     @configured(_SERVER, model=False)
-    def show(resolved: Resolved, id: _Id, host: _Host = None) -> None:
+    def show(resolved: Resolved, id: _Id, host: Host = None) -> None:
         """Show an agent and the tree of its turns; the path to its head is marked."""
         from rich.console import Console
 
         from cairn.cli.output import table
 
-        with _server(resolved, host) as client:
+        with server(resolved, host) as client:
             agent = client.get(path(id)).json()
             turns = client.get(path(id, "turns")).json()["data"]
         if not sys.stdout.isatty():
@@ -75,10 +73,10 @@ def _register_changes(agents: typer.Typer) -> None:
         id: _Id,
         turn: Annotated[int | None, typer.Option(metavar="N", help="Fork behind this turn; default: the last.")] = None,
         name: Annotated[str | None, typer.Option(metavar="ID", help="Id of the new agent; default: a new one.")] = None,
-        host: _Host = None,
+        host: Host = None,
     ) -> None:
         """Make a new agent that shares the history of this one, and print its id."""
-        with _server(resolved, host) as client:
+        with server(resolved, host) as client:
             print(client.post(path(id, "fork"), {"turn": turn, "id": name})["id"])
 
     @agents.command()
@@ -87,10 +85,10 @@ def _register_changes(agents: typer.Typer) -> None:
         resolved: Resolved,
         id: _Id,
         turn: Annotated[int, typer.Argument(metavar="TURN", help="The turn to go back to; 0 is the beginning.")],
-        host: _Host = None,
+        host: Host = None,
     ) -> None:
         """Go back to a turn; what followed it stays in the tree for a week."""
-        with _server(resolved, host) as client:
+        with server(resolved, host) as client:
             client.post(path(id, "rollback"), {"turn": turn})
 
     @agents.command()
@@ -99,17 +97,17 @@ def _register_changes(agents: typer.Typer) -> None:
         resolved: Resolved,
         id: _Id,
         off: Annotated[bool, typer.Option("--off", help="No longer.")] = False,
-        host: _Host = None,
+        host: Host = None,
     ) -> None:
         """Keep an agent's KV on the server's disk from eviction."""
-        with _server(resolved, host) as client:
+        with server(resolved, host) as client:
             client.post(path(id, "unpin" if off else "pin"), {})
 
     @agents.command()
     @configured(_SERVER, model=False)
-    def rm(resolved: Resolved, id: _Id, host: _Host = None) -> None:
+    def rm(resolved: Resolved, id: _Id, host: Host = None) -> None:
         """Delete an agent and all that no fork shares with it. There is no way back."""
-        with _server(resolved, host) as client:
+        with server(resolved, host) as client:
             client.delete(path(id))
 
 
@@ -120,11 +118,11 @@ def _register_files(agents: typer.Typer) -> None:
         resolved: Resolved,
         id: _Id,
         file: Annotated[Path | None, typer.Argument(metavar="FILE", help="A new file; default: ID.cairn.")] = None,
-        host: _Host = None,
+        host: Host = None,
     ) -> None:
         """Write an agent into one file."""
         target = file or Path(f"{id}.cairn")
-        with _server(resolved, host) as client:
+        with server(resolved, host) as client:
             client.download(path(id, "export"), target)
         print(target)
 
@@ -136,23 +134,12 @@ def _register_files(agents: typer.Typer) -> None:
         name: Annotated[
             str | None, typer.Option(metavar="ID", help="Id of the new agent; default: its old one.")
         ] = None,
-        host: _Host = None,
+        host: Host = None,
     ) -> None:
         """Make an agent of a file and print its id."""
         query = f"?id={quote(name, safe='')}" if name is not None else ""
-        with _server(resolved, host) as client:
+        with server(resolved, host) as client:
             print(client.upload("/v1/agents/import" + query, file)["id"])
-
-
-@contextmanager
-def _server(resolved: Resolved, host: str | None) -> Iterator[Client]:
-    from cairn.cli.client import connect
-
-    client = connect(resolved, host)
-    try:
-        yield client
-    finally:
-        client.close()
 
 
 def path(id: str, more: str = "") -> str:

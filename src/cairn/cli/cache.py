@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cairn.cli.options import configured
+from cairn.cli.options import Host, configured, server
 from cairn.resolve import Resolved
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _CHECK = ("engine", "kernels", "weights", "threads", "context", "kv_dtype", "kv_dir", "kv_fresh")
 _SERVER = ("api_key", "admin_key")
-_Host = Annotated[str | None, typer.Option(metavar="URL", help="The server; default: the configured address and port.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -26,25 +25,25 @@ def register(app: typer.Typer) -> None:
 
     @cache.command()
     @configured(_SERVER, model=False)
-    def stats(resolved: Resolved, host: _Host = None) -> None:
+    def stats(resolved: Resolved, host: Host = None) -> None:
         """Show what is stored, where, and what became of it since the server's worker started."""
         _print(_stats(_call(resolved, host, "GET", "")))
 
     @cache.command()
     @configured(_SERVER, model=False)
-    def flush(resolved: Resolved, host: _Host = None) -> None:
+    def flush(resolved: Resolved, host: Host = None) -> None:
         """Wait until all KV that is to be stored is durable."""
         _print(_stats(_call(resolved, host, "POST", "/flush")))
 
     @cache.command()
     @configured(_SERVER, model=False)
-    def scrub(resolved: Resolved, host: _Host = None) -> None:
+    def scrub(resolved: Resolved, host: Host = None) -> None:
         """Read and check every stored chunk; damaged ones are removed."""
         _print(_swept(_call(resolved, host, "POST", "/scrub")))
 
     @cache.command()
     @configured(_SERVER, model=False)
-    def prune(resolved: Resolved, host: _Host = None) -> None:
+    def prune(resolved: Resolved, host: Host = None) -> None:
         """Remove stored chunks that nobody has used for thirty days; pinned ones stay. On this machine also packed
         weights that no start has used for as long."""
         from cairn.cli.output import amount
@@ -77,17 +76,12 @@ Rows = list[tuple[str, str]]
 
 
 def _call(resolved: Resolved, host: str | None, method: str, order: str) -> dict[str, Any]:
-    from cairn.cli.client import connect
-
-    client = connect(resolved, host)
-    try:
+    with server(resolved, host) as client:
         if method == "GET":
             found: dict[str, Any] = client.get("/v1/cache" + order, admin=True).json()
         else:
             found = client.post("/v1/cache" + order, {}, admin=True)
         return found
-    finally:
-        client.close()
 
 
 def _print(rows: Rows) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cairn.cli.options import LOCAL, configured
+from cairn.cli.options import LOCAL, configured, server
 from cairn.cli.output import printable, talk
 from cairn.cli.sampling import Answering, Source, refuse_local, sampling_parameters, source
 from cairn.errors import CairnError
@@ -74,14 +74,10 @@ def _talk_to_agent(
     resolved: Resolved, host: str | None, agent: str, sampling: dict[str, Any], system: str | None
 ) -> None:
     from cairn.cli.agent_chat import AgentConversation
-    from cairn.cli.client import connect
 
     refuse_local(resolved, "the server that has the agent")
-    client = connect(resolved, host)
-    try:
+    with server(resolved, host) as client:
         AgentConversation(client, agent, sampling, system).run()
-    finally:
-        client.close()
 
 
 class Conversation:
@@ -133,7 +129,7 @@ class Conversation:
         except KeyboardInterrupt:
             stopped = True
         except CairnError as error:
-            self._say(f"{error}\n(your question was taken back)")
+            self._lost(error)
             return
         finally:
             if answering is not None:
@@ -144,6 +140,10 @@ class Conversation:
             return
         self.messages += [asked, answer.message]
         self._say(_summary(answer, time.monotonic() - started, stopped))
+
+    def _lost(self, error: CairnError) -> None:
+        """No answer, or half of one: the question is not remembered."""
+        self._say(f"{error}\n(your question was taken back)")
 
     def _show(self, answering: Answering) -> bool:
         """Write the pieces as they come; whether Ctrl-C ended that."""
@@ -190,8 +190,11 @@ class Conversation:
         command = self._commands.get(word)
         if command is None:
             self._say(f"unknown command {word}{closest(word, [*self._commands, '/exit'])}")
-        else:
+            return
+        try:
             command(text)
+        except CairnError as error:
+            self._say(str(error))
 
     def _clear(self, _: str) -> None:
         self.messages.clear()

@@ -5,20 +5,33 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cairn.option import Option, local_options, options
 from cairn.resolve import Resolved, resolve
 
+if TYPE_CHECKING:
+    from cairn.cli.client import Client
+
 ALL = tuple(option.name for option in options())
 LOCAL = local_options()
 """Options of a run without a server."""
 
+Host = Annotated[str | None, typer.Option(metavar="URL", help="The server; default: the configured address and port.")]
+"""The flag of commands that need a running server."""
+
 _METAVARS = {"int": "N", "float": "X", "str": "TEXT", "secret": "KEY", "bool": "", "tenant": "NAME=KEY"}
 
 Command = Callable[..., None]
+
+
+def server(resolved: Resolved, host: str | None) -> Client:
+    """The server that `--host` or the configuration names, for a `with`."""
+    from cairn.cli.client import connect
+
+    return connect(resolved, host)
 
 
 def configured(

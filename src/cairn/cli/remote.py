@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import typer
 
-from cairn.cli.options import configured
+from cairn.cli.options import Host, configured, server
 from cairn.errors import CairnError
 from cairn.resolve import Resolved
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from cairn.cli.client import Client
 
 _SERVER = ("api_key", "admin_key")
-_Host = Annotated[str | None, typer.Option(metavar="URL", help="The server; default: the configured address and port.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -26,16 +25,11 @@ def register(app: typer.Typer) -> None:
     def status(
         resolved: Resolved,
         request: Annotated[str | None, typer.Argument(metavar="ID", help="A request, by the id of its answer.")] = None,
-        host: _Host = None,
+        host: Host = None,
     ) -> None:
         """Show how a running server is doing, or how far one of its requests is."""
-        from cairn.cli.client import connect
-
-        client = connect(resolved, host)
-        try:
+        with server(resolved, host) as client:
             rows = _request(client.get(_path(request)).json()) if request else _server(client)
-        finally:
-            client.close()
         _print(rows)
 
     @app.command(rich_help_panel="Running servers")
@@ -43,16 +37,11 @@ def register(app: typer.Typer) -> None:
     def cancel(
         resolved: Resolved,
         request: Annotated[str, typer.Argument(metavar="ID", help="A request, by the id of its answer.")],
-        host: _Host = None,
+        host: Host = None,
     ) -> None:
         """Cancel a request of a running server."""
-        from cairn.cli.client import connect
-
-        client = connect(resolved, host)
-        try:
+        with server(resolved, host) as client:
             report = client.post(_path(request) + "/cancel", {})
-        finally:
-            client.close()
         if not report["cancelled"]:
             raise CairnError(f"request {report['id']} had already ended ({report['state']})")
         _print(_request(report))

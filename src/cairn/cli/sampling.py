@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from cairn.cli.options import server
 from cairn.errors import ConfigError
 from cairn.option import local_options, options
 from cairn.resolve import Resolved
@@ -100,18 +101,13 @@ def source(resolved: Resolved, host: str | None) -> Iterator[Source]:
         finally:
             local.llm.close()
         return
-    from cairn.cli.client import connect
-
     refuse_local(resolved, "the server at --host")
-    client = connect(resolved, host)
-    try:
+    with server(resolved, host) as client:
         yield client
-    finally:
-        client.close()
 
 
-def refuse_local(resolved: Resolved, server: str) -> None:
+def refuse_local(resolved: Resolved, what: str) -> None:
     """ConfigError if a flag was given that only a model in this process could heed."""
     for option in options():
         if option.name in local_options() and resolved.source(option.name) == option.flag and option.name != "model":
-            raise ConfigError(f"{option.flag} is for a model in this process; {server} has its own")
+            raise ConfigError(f"{option.flag} is for a model in this process; {what} has its own")

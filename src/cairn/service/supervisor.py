@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from cairn.config import Config
-from cairn.errors import CairnError, GenerationFailed, ModelError, Unavailable
+from cairn.errors import CairnError, GenerationFailed, ModelError, Unavailable, by_code
 from cairn.seams import Clock
 from cairn.service import code, wire
 from cairn.service.flight import Flight
@@ -222,7 +222,7 @@ class Supervisor:
             self._next_trial()
         elif isinstance(message, wire.LoadFailed):
             if self._loaded is not None and not self._loaded.done():
-                self._loaded.set_exception(wire.error(message.code, message.message))
+                self._loaded.set_exception(by_code(message.code, message.message))
             link.end(message.message)
 
     # ------------------------------------------------------------------------------------- after a worker's death

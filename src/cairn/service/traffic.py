@@ -21,6 +21,7 @@ from cairn.errors import (
     GenerationFailed,
     Overloaded,
     Unavailable,
+    by_code,
     trace,
 )
 from cairn.metrics import Metrics
@@ -166,7 +167,7 @@ class Traffic:
 
     def refused(self, refused: wire.Refused) -> None:
         """The worker does not take a request."""
-        error = wire.error(refused.code, refused.message, refused.field)
+        error = by_code(refused.code, refused.message, refused.field)
         if isinstance(error, Overloaded | Unavailable):
             error.retry_after = self.queue.retry_after(self._clock.now())
         self.release(refused.id, FinishReason.ERROR, error=error)

@@ -174,16 +174,6 @@ ToFront = Ready | LoadFailed | Step | Refused | Beat | Answer
 _encoder = msgspec.msgpack.Encoder()
 
 
-def error(code: str, message: str, field: str | None = None) -> CairnError:
-    """The typed error that a worker named by its code."""
-    kinds: list[type[CairnError]] = [CairnError]
-    for kind in kinds:
-        if kind.code == code:
-            return kind(message, field=field)
-        kinds.extend(kind.__subclasses__())
-    return CairnError(message, field=field)
-
-
 def worker_frames() -> Frames[ToWorker]:
     """A reader of what the front sends."""
     return Frames(msgspec.msgpack.Decoder(ToWorker))

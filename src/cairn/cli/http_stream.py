@@ -1,0 +1,135 @@
+"""One answer of a server, read from its server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import httpx
+import msgspec
+
+from cairn.answer import Answer, ToolCall
+from cairn.errors import GenerationFailed
+from cairn.types import CacheReport, Delta, FinishReason, Miss, Usage
+
+_REASONS = {reason.value: reason for reason in FinishReason}
+
+
+class HttpStream:
+    """The pieces of one answer over server-sent events; the twin of `cairn.llm.Stream`."""
+
+    def __init__(self, response: httpx.Response, url: str) -> None:
+        self._response = response
+        self._lines = _lines(response.iter_bytes())
+        self._url = url
+        self.request = response.headers.get("x-request-id", "")
+        """Id of the request, by which it is cancelled."""
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, list[str]] = {}
+        self._reason: FinishReason | None = None
+        self._usage: Usage | None = None
+        self._cache: CacheReport | None = None
+
+    @property
+    def answer(self) -> Answer:
+        """What has come so far."""
+        usage = self._usage
+        return Answer(
+            text="".join(self._text),
+            reasoning="".join(self._reasoning),
+            tool_calls=tuple(ToolCall(*self._calls[index]) for index in sorted(self._calls)),
+            finish_reason=self._reason,
+            usage=usage,
+            cache=self._cache,
+        )
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self
+
+    def __next__(self) -> Delta:
+        try:
+            for line in self._lines:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    self.close()
+                    raise StopIteration
+                delta = self._take(json.loads(data.decode()))
+                if delta is not None:
+                    return delta
+        except httpx.HTTPError as error:
+            raise GenerationFailed(f"the connection to {self._url} was lost: {why(error)}") from None
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            self.close()
+            raise GenerationFailed(f"the server at {self._url} sent an event that cannot be read") from None
+        raise GenerationFailed(f"the server at {self._url} ended the answer without a conclusion")
+
+    def close(self) -> None:
+        """Close the connection; the server then cancels the request."""
+        self._response.close()
+
+    def _take(self, chunk: Mapping[str, Any]) -> Delta | None:
+        if "error" in chunk:
+            self.close()
+            error = chunk["error"]
+            raise GenerationFailed(str(error.get("message", error) if isinstance(error, dict) else error))
+        if chunk.get("usage"):
+            given = chunk["usage"]
+            cached = (given.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            self._usage = Usage(
+                prompt_tokens=given["prompt_tokens"], completion_tokens=given["completion_tokens"], cached_tokens=cached
+            )
+            self._cache = _report(given.get("cairn"), self._usage)
+        for choice in chunk.get("choices") or ():
+            self._reason = _REASONS.get(choice.get("finish_reason") or "", self._reason)
+            delta = choice.get("delta") or {"content": choice.get("text")}
+            text, reasoning = delta.get("content") or "", delta.get("reasoning_content") or ""
+            self._text.append(text)
+            self._reasoning.append(reasoning)
+            for piece in delta.get("tool_calls") or ():
+                self._add_call(piece)
+            if text or reasoning:
+                return Delta(text=text, reasoning=reasoning)
+        return None
+
+    def _add_call(self, piece: Mapping[str, Any]) -> None:
+        call = self._calls.setdefault(piece["index"], ["", "", ""])
+        function = piece.get("function") or {}
+        call[0] = call[0] or piece.get("id") or ""
+        call[1] = call[1] or function.get("name") or ""
+        call[2] += function.get("arguments") or ""
+
+
+def _report(given: Mapping[str, Any] | None, usage: Usage) -> CacheReport:
+    """Where the prompt's KV came from; of a server that does not say, the counts of its usage."""
+    if not given:
+        return CacheReport(computed=usage.prompt_tokens - usage.cached_tokens, pool=usage.cached_tokens)
+    miss = given.get("miss")
+    return CacheReport(
+        computed=given["computed"],
+        pool=given["pool"],
+        ram=given["ram"],
+        disk=given["disk"],
+        load=given["load_seconds"],
+        miss=msgspec.convert(miss, Miss) if miss else None,
+    )
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """What a line feed ends. httpx ends lines at U+2028 and the like as well, which JSON may hold as they are."""
+    begun: list[bytes] = []
+    for piece in pieces:
+        *ended, rest = piece.split(b"\n")
+        for line in ended:
+            yield b"".join([*begun, line])
+            begun.clear()
+        begun.append(rest)
+    yield b"".join(begun)
+
+
+def why(error: httpx.HTTPError) -> str:
+    """What is known of it; some have no text."""
+    return str(error) or type(error).__name__

@@ -1,0 +1,212 @@
+"""`cairn chat --agent` where the server goes away, comes back, or says no."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.api.process import served
+
+from cairn.cli import agent_chat, main
+from cairn.cli.agent_chat import AgentConversation
+from cairn.cli.client import Client
+from cairn.cli.output import printable
+from cairn.errors import CairnError, Unavailable
+
+HALF = b'data: {"choices": [{"index": 0, "delta": {"content": "half"}}]}\n\n'
+REST = b'data: {"choices": [{"index": 0, "delta": {"content": " and half"}, "finish_reason": "stop"}]}\n\n'
+SECOND = {"role": "user", "content": "two"}
+
+
+class House:
+    """A server with one agent. It goes away in the middle of the answer to "two"."""
+
+    def __init__(self) -> None:
+        self.turns: list[dict[str, Any]] = []
+        self.head = 0
+        self.down = False
+        self.busy = 0
+        self.orders: list[str] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        order = f"{request.method} {request.url.path}"
+        self.orders.append(order)
+        if self.down:
+            raise httpx.ConnectError("refused")
+        if order.startswith("POST /v1/requests/"):
+            return httpx.Response(200, json={})
+        found: dict[str, Any] = {
+            "GET /v1/models": {"data": [{"id": "m"}]},
+            "GET /v1/agents/ada": {"head": self.head, "tokens": 5, "state": "idle"},
+            "GET /v1/agents/ada/turns": {"data": self.turns},
+        }
+        if order in found:
+            return httpx.Response(200, json=found[order])
+        return self._change(order, json.loads(request.content))
+
+    def _change(self, order: str, body: dict[str, Any]) -> httpx.Response:
+        if order.endswith("/turns"):
+            lost = body["messages"] == [SECOND]
+            state, parent = "interrupted" if lost else "finished", self.head
+            self.head = len(self.turns) + 1
+            self.turns.append({"number": self.head, "parent": parent, "messages": body["messages"], "state": state})
+            return self._answer(self._lost() if lost else iter((HALF, REST, b"data: [DONE]\n\n")))
+        if order.endswith("/resume"):
+            self.turns[-1]["state"] = "finished"
+            return self._answer(iter((HALF, REST, b"data: [DONE]\n\n")))
+        if self.busy:
+            self.busy -= 1
+            return httpx.Response(409, json={"error": {"message": "not yet", "code": "conflict"}})
+        self.head = body["turn"]
+        return httpx.Response(200, json={})
+
+    def _answer(self, content: Iterator[bytes]) -> httpx.Response:
+        return httpx.Response(200, content=content, headers={"x-request-id": "r1"})
+
+    def _lost(self) -> Iterator[bytes]:
+        yield HALF
+        self.down = True
+        raise httpx.ReadError("reset")
+
+
+def talk(house: House, monkeypatch: pytest.MonkeyPatch, *lines: str) -> str:
+    """What is said on stderr of a conversation; a line "up" brings the server back."""
+    given = iter(lines)
+
+    def line(_: str = "") -> str:
+        text = next(given, None)
+        if text == "up":
+            house.down = False
+            return line()
+        if text is None:
+            raise EOFError
+        return text
+
+    monkeypatch.setattr("builtins.input", line)
+    monkeypatch.setattr(agent_chat, "_WAITS", (0.0, 0.0))
+    client = Client("http://h")
+    client.close()
+    client._http = httpx.Client(transport=httpx.MockTransport(house))
+    with client, contextlib.redirect_stderr(io.StringIO()) as said:
+        AgentConversation(client, "ada", {}).run()
+    assert next(given, None) is None, "the conversation ended early"
+    return said.getvalue()
+
+
+def saved(path: Path) -> list[str]:
+    return [message["content"] for message in json.loads(path.read_text())]
+
+
+def test_the_chat_goes_on_when_the_server_goes_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    house = House()
+    file = tmp_path / "said"
+    said = talk(house, monkeypatch, "one", "two", "/resume", "/undo", "three", "up", "/undo", f"/save {file}")
+    assert "the connection to http://h was lost: reset" in said
+    assert said.count("no server answers at http://h; start one with: cairn serve") == 4
+    assert said.count("your question is still to be taken back") == 1
+    assert said.count("(your question was taken back)") == 1, "of the third, which never arrived"
+    assert said.count("took back: two") == 1
+    assert house.head == 1
+    assert saved(file) == ["one", "half and half"], "what the server still has"
+
+
+def test_a_resumed_answer_is_saved_and_can_be_taken_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    house = House()
+    first, second = tmp_path / "first", tmp_path / "second"
+    said = talk(
+        house, monkeypatch, "one", "two", "up", "/resume", f"/save {first}", "/undo", f"/save {second}", "/undo"
+    )
+    assert saved(first) == ["one", "half and half", "two", "half and half"]
+    assert saved(second) == ["one", "half and half"]
+    assert "took back: one" in said and house.head == 0
+
+
+def test_a_stopped_answer_takes_nothing_else_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    house = House()
+
+    def stopped() -> Iterator[bytes]:
+        yield HALF
+        raise KeyboardInterrupt
+
+    house._lost = stopped  # type: ignore[method-assign]
+    file = tmp_path / "said"
+    said = talk(house, monkeypatch, "one", "two", f"/save {file}")
+    assert "POST /v1/requests/r1/cancel" in house.orders
+    assert "took back: two" in said and saved(file) == ["one", "half and half"]
+
+
+@pytest.mark.parametrize(("busy", "taken"), [(2, True), (9, False)])
+def test_a_turn_that_is_still_ending_is_waited_for(monkeypatch: pytest.MonkeyPatch, busy: int, taken: bool) -> None:
+    """By what the error is, not by how it is said."""
+    house = House()
+    house.turns, house.head, house.busy = (
+        [{"number": 1, "parent": 0, "messages": [SECOND], "state": "running"}],
+        1,
+        busy,
+    )
+    said = talk(house, monkeypatch, "/undo", "/help")
+    assert ("took back: two" in said) == taken and ("not yet" in said) != taken
+
+
+def test_an_agent_that_is_not_there_is_made_whatever_the_server_calls_that() -> None:
+    asked: list[tuple[str, str]] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        asked.append((request.method, request.url.path))
+        if request.method == "GET":
+            return httpx.Response(404, json={"error": {"message": "nobody of that name", "code": "not_found"}})
+        return httpx.Response(201, json={"head": 0, "tokens": 0, "state": "idle"})
+
+    client = Client("http://h")
+    client.close()
+    client._http = httpx.Client(transport=httpx.MockTransport(handler))
+    with client:
+        AgentConversation(client, "ada", {})
+    assert asked == [("GET", "/v1/agents/ada"), ("POST", "/v1/agents")]
+    client._http = httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(503)))
+    with client, pytest.raises(CairnError, match="the server answered 503"):
+        AgentConversation(client, "ada", {})
+
+
+def test_resume_against_a_real_server(tmp_path: Path) -> None:
+    file = tmp_path / "said"
+    with served(max_running=4) as server, Client(server.url) as client:
+        server.post("/v1/agents", {"id": "ada"})
+        stream = client.turn("ada", {"role": "user", "content": "Tell me."}, max_tokens=1900, ignore_eos=True)
+        next(stream)
+        client.post(f"/v1/requests/{stream.request}/cancel", {})
+        stream.close()
+        end = time.monotonic() + 60
+        while client.get("/v1/agents/ada").json()["state"] != "interrupted":
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        out, err = io.StringIO(), io.StringIO()
+        lines = f"/resume\n/save {file}\n/undo\n/save {file}2\n"
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            pytest.raises(SystemExit) as left,
+        ):
+            patch.setattr(sys, "stdin", io.StringIO(lines))
+            main(["chat", "--agent", "ada", "--host", server.url])
+    assert not left.value.code, err.getvalue()
+    question, answer = json.loads(file.read_text())
+    assert question == {"role": "user", "content": "Tell me."}
+    assert answer["role"] == "assistant" and printable(answer["content"]).strip() in out.getvalue()
+    assert json.loads(Path(f"{file}2").read_text()) == []
+    assert "took back: Tell me." in err.getvalue()
+
+
+def test_a_client_is_closed_behind_its_with() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(Unavailable):
+        client.get("/v1/models")
+    assert client._http.is_closed

@@ -1,0 +1,102 @@
+"""A server over HTTP, as the command line reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+
+from cairn.cli.client import Client
+from cairn.cli.http_stream import HttpStream
+from cairn.errors import CairnError, Conflict, Damaged, GenerationFailed, NotFound, Unavailable
+
+SAID = "one\u2028two\u2029three\u0085four \u4f60\U0001f600"
+
+
+def stream(*pieces: bytes) -> HttpStream:
+    return HttpStream(httpx.Response(200, content=iter(pieces)), "http://h")
+
+
+def client(handler: Callable[[httpx.Request], httpx.Response]) -> Client:
+    made = Client("http://h")
+    made.close()
+    made._http = httpx.Client(transport=httpx.MockTransport(handler))
+    return made
+
+
+def event(content: str) -> bytes:
+    return f"data: {json.dumps({'choices': [{'delta': {'content': content}}]}, ensure_ascii=False)}\n\n".encode()
+
+
+@pytest.mark.parametrize("ending", [b"\n", b"\r\n"])
+def test_only_a_line_feed_ends_a_line_wherever_the_bytes_are_cut(ending: bytes) -> None:
+    data = (b": waiting\n\n" + event(SAID) + event("!") + b"data: [DONE]").replace(b"\n", ending)
+    for cut in range(len(data) + 1):
+        answering = stream(data[:cut], data[cut:])
+        assert [delta.text for delta in answering] == [SAID, "!"]
+    single = stream(*(data[at : at + 1] for at in range(len(data))))
+    assert "".join(delta.text for delta in single) == single.answer.text == SAID + "!"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(
+            "{",
+            '"text"',
+            "5",
+            "[1]",
+            '{"choices": [5]}',
+            '{"choices": 5}',
+            '{"usage": {"prompt_tokens": 1}}',
+            "[" * 9999,
+        ),
+        *('{"choices": [{"delta": {"tool_calls": [{}]}}]}', '{"usage": 1}', "{'a': 1}", ""),
+    ],
+)
+def test_an_event_that_cannot_be_read_is_one_sentence(data: str) -> None:
+    with pytest.raises(GenerationFailed, match=r"^the server at http://h sent an event that cannot be read$"):
+        list(stream(event("half"), f"data: {data}\n\n".encode(), b"data: [DONE]\n\n"))
+
+
+def test_an_event_that_is_no_utf_8_is_one_sentence() -> None:
+    with pytest.raises(GenerationFailed, match="cannot be read"):
+        list(stream(b'data: {"choices": [{"delta": {"content": "\xff"}}]}\n\n'))
+
+
+def test_an_error_may_be_a_text() -> None:
+    with pytest.raises(GenerationFailed, match=r"^out of luck$"):
+        list(stream(b'data: {"error": "out of luck"}\n\n'))
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "kind"),
+    [
+        (404, {"message": "gone", "code": "not_found"}, NotFound),
+        (409, {"message": "gone", "code": "conflict"}, Conflict),
+        (409, {"message": "gone", "code": "damaged"}, Damaged),
+        (500, {"message": "gone", "code": "of another server"}, CairnError),
+        (500, {"message": "gone", "code": None}, CairnError),
+        (404, {"message": "gone"}, CairnError),
+    ],
+)
+def test_an_error_is_of_the_class_that_its_code_names(status: int, error: object, kind: type[CairnError]) -> None:
+    with client(lambda _: httpx.Response(status, json={"error": error})) as one, pytest.raises(CairnError) as raised:
+        one.post("/v1/agents", {})
+    assert type(raised.value) is kind
+    assert str(raised.value) == "gone"
+
+
+def test_an_answer_that_breaks_off_is_one_sentence() -> None:
+    def half() -> Iterator[bytes]:
+        yield b"{"
+        raise httpx.ReadError("")
+
+    for status in (200, 500):
+        with client(lambda _, status=status: httpx.Response(status, content=half())) as one:  # type: ignore[misc]
+            with pytest.raises(Unavailable, match=r"^the connection to http://h was lost: ReadError$"):
+                one.get("/v1/models")
+            with pytest.raises(Unavailable):
+                one.post("/tokenize", {})
