@@ -66,9 +66,9 @@ class Hub:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def listing(self, revision: str = "main") -> tuple[str, dict[str, RemoteFile]]:
-        """The commit of a revision and its files by name. A file that states no checksum is left out."""
-        url = f"{self.endpoint}/api/models/{self.model}/revision/{quote(revision, safe='')}?blobs=true"
+    def listing(self) -> tuple[str, dict[str, RemoteFile]]:
+        """The newest commit of `main` and its files by name. A file that states no checksum is left out."""
+        url = f"{self.endpoint}/api/models/{self.model}/revision/main?blobs=true"
         try:
             with self._client.stream("GET", url) as response:
                 self._check(response)

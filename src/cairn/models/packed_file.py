@@ -109,8 +109,8 @@ def build(kernels: Any, spec: ModelSpec, weights: HeldWeights, place: Path, size
     return built
 
 
-def prune(days: float = UNUSED_DAYS) -> tuple[int, int]:
-    """Remove files that no start has used for some days, and what an ended write left; (files, bytes) removed."""
+def prune() -> tuple[int, int]:
+    """Remove files that no start has used for `UNUSED_DAYS`, and what an ended write left; (files, bytes) removed."""
     files = size = 0
     now = time.time()
     with contextlib.suppress(OSError, RuntimeError):
@@ -118,7 +118,7 @@ def prune(days: float = UNUSED_DAYS) -> tuple[int, int]:
             with contextlib.suppress(OSError):
                 stat = path.stat()
                 ended = path.suffix == _PART and _ended(path)
-                if ended or stat.st_mtime < now - days * 86400:
+                if ended or stat.st_mtime < now - UNUSED_DAYS * 86400:
                     path.unlink()
                     files, size = files + 1, size + stat.st_size
     return files, size
