@@ -25,8 +25,9 @@ from cairn.agents.index import Kind
 from cairn.agents.info import Savings, TurnInfo
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, SavingsRecord, TokensRecord
+from cairn.agents.running import Said
 from cairn.agents.segment import Record
-from cairn.errors import CairnError, ConfigError, Conflict, NotFound, Unavailable
+from cairn.errors import CairnError, ConfigError, Conflict, GenerationFailed, InvalidRequest, NotFound, Unavailable
 from cairn.service.service import Service
 
 Figure = Callable[[str, str], None]
@@ -81,6 +82,49 @@ async def test_an_end_that_the_disk_refuses_is_an_error_and_is_written_later(fol
         assert [turn.state for turn in turns] == ["finished"]
         await at.again()
         assert list(map(facts, (await at.agents.turns("default", "ada")))) == list(map(facts, turns))
+
+
+async def test_an_answer_that_no_record_can_hold_is_an_error_and_breaks_no_agent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a surrogate pair in a call: the turn is interrupted with its tokens, again and again, and can be left."""
+    function = {"name": "f\ud83d", "arguments": "{}"}
+    half = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        with monkeypatch.context() as broken:
+            broken.setattr(Said, "message", lambda _: half)
+            heard = await at.say("ada", "one")
+            assert isinstance(heard.error, GenerationFailed) and "turn 1 of agent ada" in str(heard.error)
+            for restart in (False, True):
+                (turn,) = await at.agents.turns("default", "ada")
+                assert (turn.state, turn.answer, turn.completion_tokens) == ("interrupted", None, 12)
+                assert at.agents.get("default", "ada").state == "interrupted"
+                again = await hear(await at.agents.resume("default", "ada", request=at.service.next_id()))
+                assert isinstance(again.error, GenerationFailed)
+                await at.agents.writer.sync()
+                if not restart:
+                    await at.again()
+            cut = await at.agents.resume("default", "ada", request=at.service.next_id())
+            await cut.close()
+        resumed = await hear(await at.agents.resume("default", "ada", request=at.service.next_id()))
+        assert resumed.done is not None and len(resumed.tokens) == 12
+        assert (await at.say("ada", "two")).done is not None
+
+
+async def test_what_no_record_can_hold_is_refused_before_anything_is_written(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        odd: list[dict[str, Any]] = [{"role": "user", "content": "x", "name": value} for value in (1 << 64, "\ud83d")]
+        for message in odd:
+            with pytest.raises(InvalidRequest) as caught:
+                await at.agents.create("default", id="bob", messages=[message])
+            assert caught.value.field == "messages"
+            with pytest.raises(InvalidRequest) as caught:
+                await at.agents.turn("default", "ada", [message], request=at.service.next_id())
+            assert caught.value.field == "messages"
+        assert [info.id for info in at.agents.page("default").agents] == ["ada"]
+        assert (await at.agents.turns("default", "ada")) == () and not at.agents._find("default", "ada").busy
 
 
 @pytest.mark.parametrize("calls", range(7))

@@ -11,8 +11,9 @@ import pytest
 from tests.agents.house import Draw, file_of, house
 
 from cairn.agents.index import Kind
+from cairn.agents.info import Savings
 from cairn.agents.portable import read
-from cairn.agents.records import AgentRecord, EndRecord, TurnRecord, decode, pack
+from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack
 from cairn.agents.segment import HEADER_BYTES, Header, Record, decode_header, encode_header, encode_record, scan
 from cairn.errors import CairnError, Conflict, InvalidRequest
 
@@ -115,6 +116,11 @@ def with_agent(**fields: object) -> Callable[[list[Record]], list[Record]]:
     return change
 
 
+def with_savings(**figures: float) -> Callable[[list[Record]], list[Record]]:
+    payload = msgspec.msgpack.encode(SavingsRecord(savings=msgspec.structs.replace(Savings(), **figures)))
+    return lambda records: [*records[:-1], records[-1]._replace(payload=payload)]
+
+
 def with_end(**fields: object) -> Callable[[list[Record]], list[Record]]:
     def change(records: list[Record]) -> list[Record]:
         at = next(n for n, record in enumerate(records) if record.kind == Kind.END)
@@ -169,6 +175,13 @@ async def test_a_forged_file_is_refused_where_it_does_not_fit_together(folder: P
         with_end(message={"role": "assistant", "content": "", "tool_calls": 5}),
         with_end(message={"role": "user", "content": "x"}),
         with_end(ended=float("-inf")),
+        with_end(keep=10**9),
+        with_turn(0, prefix=4),
+        with_turn(0, tools=({"type": "function", "function": {"name": "f", "parameters": {"a": b"bytes"}}},)),
+        with_turn(0, tools=({"type": "function", "function": {"name": "f", "parameters": {1: 2}}},)),
+        with_end(message={"role": "assistant", "content": "x", "odd": msgspec.msgpack.Ext(1, b"x")}),
+        with_savings(requests=2**64 - 1),
+        with_savings(seconds_avoided=-1e300),
     ]
     for n, change in enumerate(changes):
         with pytest.raises(CairnError) as caught:
@@ -177,6 +190,12 @@ async def test_a_forged_file_is_refused_where_it_does_not_fit_together(folder: P
     with pytest.raises(InvalidRequest, match="not those of its prompt"):
         read(data, 100, identity)
     assert read(data, 100, b"another model")
+
+
+def test_what_is_nested_too_deeply_to_be_read_is_no_record() -> None:
+    deep = msgspec.msgpack.encode({"state": "finished", "ids": b"", "message": {"role": 1}})
+    assert deep.endswith(b"\x01") and decode(deep, EndRecord) is not None
+    assert decode(deep[:-1] + b"\x91" * 100_000 + b"\x01", EndRecord) is None
 
 
 async def test_a_running_agent_is_not_exported(folder: Path) -> None:

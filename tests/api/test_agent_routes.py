@@ -227,6 +227,51 @@ async def test_what_is_wrong_is_named(folder: Path) -> None:
         assert (await at.agents.turns("default", "ada")) == ()
 
 
+async def test_a_number_that_the_log_cannot_hold_is_named(folder: Path) -> None:
+    async with home(folder) as (_, _, http):
+        said = [{"role": "system", "content": "You count."}]
+        function = {"name": "count", "parameters": {"maximum": 1 << 64}}
+        for messages in (None, said):
+            body = {"id": "ada", "messages": messages, "tools": [{"type": "function", "function": function}]}
+            response = await http.post("/v1/agents", json=body)
+            assert response.status_code == 400 and response.json()["error"]["param"] == "tools", response.text
+        assert (await http.get("/v1/agents")).json()["data"] == []
+
+
+async def test_a_request_whose_fields_are_all_optional_needs_no_body(folder: Path) -> None:
+    async with home(folder) as (at, _, http):
+        await at.agents.create("default", id="ada")
+        await at.say("ada", "one")
+        for order in ("pin", "unpin", "prefetch", "evict"):
+            assert (await http.post(f"/v1/agents/ada/{order}")).status_code == 200, order
+        assert (await http.post("/v1/agents/ada/fork")).json()["origin"] == "ada"
+        assert (await http.post("/v1/agents")).status_code == 201
+        resumed = await http.post("/v1/agents/ada/resume")
+        assert resumed.status_code == 409 and "only an interrupted one" in resumed.text
+        for path in ("ada/rollback", "ada/turns"):  # these need one
+            assert (await http.post(f"/v1/agents/{path}")).status_code == 415
+        for order in ("pin", "resume", "fork"):
+            assert (await http.post(f"/v1/agents/ada/{order}", content=b"x=1")).status_code == 415
+
+
+async def test_the_turns_of_an_agent_are_listed_in_pages(folder: Path) -> None:
+    async with home(folder) as (at, _, http):
+        await at.agents.create("default", id="ada")
+        for text in ("one", "two", "three"):
+            await at.say("ada", text)
+        whole = (await http.get("/v1/agents/ada/turns")).json()
+        assert [turn["number"] for turn in whole["data"]] == [1, 2, 3] and whole["has_more"] is False
+        found, after = [], 0
+        for more in (True, False):
+            page = (await http.get(f"/v1/agents/ada/turns?limit=2&after={after}")).json()
+            assert page["has_more"] is more
+            found, after = [*found, *page["data"]], page["next"]
+        assert found == whole["data"] and after is None
+        assert (await http.get("/v1/agents/ada/turns?after=3")).json()["data"] == []
+        for query in ("limit=0", "limit=101", "after=x", "after=-1", "page=2"):
+            assert (await http.get(f"/v1/agents/ada/turns?{query}")).status_code == 400, query
+
+
 async def test_a_turn_is_on_the_account_of_its_own_agent_only(folder: Path) -> None:
     async with home(folder) as (at, _, http):
         for id in ("ada", "bob"):

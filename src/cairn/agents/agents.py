@@ -128,9 +128,9 @@ class Agents:
     # What these tell is read from the log: Unavailable where the disk gives out nothing, Damaged where it is damaged,
     # and NotFound where the agent is deleted meanwhile.
 
-    async def turns(self, tenant: str, id: str) -> tuple[TurnInfo, ...]:
-        """Every turn, abandoned branches included, by number; one that is damaged says so."""
-        return await listing.turns(self._book.roster, self._archive, self._find(tenant, id))
+    async def turns(self, tenant: str, id: str, *, after: int = 0, limit: int | None = None) -> tuple[TurnInfo, ...]:
+        """Every turn `after` a number, abandoned branches included, by number; one that is damaged says so."""
+        return await listing.turns(self._book.roster, self._archive, self._find(tenant, id), after, limit)
 
     async def beginning(self, tenant: str, id: str) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
         """What the agent was told before its first turn, and its tools."""

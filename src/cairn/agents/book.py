@@ -134,7 +134,7 @@ class Book:
 
     async def move(self, agent: Agent, head: Turn) -> None:
         """Another turn is the agent's head; what is pinned follows. Nothing may begin meanwhile."""
-        before, old, agent.starting = agent.head, agent.record, True
+        before, old, agent.starting, agent.straight = agent.head, agent.record, True, False
         agent.head, agent.record = head, msgspec.structs.replace(old, left={**old.left, before.key: self.now()})
         try:
             await self.sync(self.note(agent))

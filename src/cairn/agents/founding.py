@@ -11,7 +11,7 @@ import msgspec
 from cairn.agents import portable
 from cairn.agents.book import Book
 from cairn.agents.index import Kind
-from cairn.agents.records import AgentRecord, SavingsRecord, TurnRecord
+from cairn.agents.records import AgentRecord, SavingsRecord, TurnRecord, check
 from cairn.agents.tree import Agent, Turn
 from cairn.types import ModelSpec
 
@@ -26,7 +26,11 @@ async def found(
     ttl: float | None,
     pinned: bool,
 ) -> Agent:
-    """A new agent whose context begins with `messages`. Raises as `Book.new_id` and `Book.add` do."""
+    """A new agent whose context begins with `messages`. Raises as `Book.new_id` and `Book.add` do, and
+    InvalidRequest for what no record can hold."""
+    check(messages, "messages")
+    check(tools, "tools")
+    check(metadata, "metadata")
     id = book.new_id(tenant, id)
     now = book.now()
     root = book.writer.record(Kind.TURN, TurnRecord(agent=0, number=0, messages=tuple(messages), tools=tuple(tools)))
@@ -52,16 +56,16 @@ async def take_in(
     tenant: str,
     data: bytes,
     id: str | None,
-    check: Callable[[portable.Portable], None] | None,
+    accept: Callable[[portable.Portable], None] | None,
 ) -> Agent:
-    """An agent that a file holds, under its own id or another. `check` raises for what may not come in.
+    """An agent that a file holds, under its own id or another. `accept` raises for what may not come in.
 
     Raises as `portable.read`, `Book.new_id` and `Book.add` do.
     """
     writer = book.writer
     read = await asyncio.to_thread(portable.read, data, spec.vocab, spec.identity)
-    if check is not None:
-        await asyncio.to_thread(check, read)
+    if accept is not None:
+        await asyncio.to_thread(accept, read)
     id = book.new_id(tenant, read.agent.id if id is None else id)
     agent = portable.plant(read, writer.key, tenant, id, book.now())
     records = [writer.record(Kind.TURN, agent.root.held.began, agent.root.key)]

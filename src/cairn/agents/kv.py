@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import hashlib
 from array import array
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from cairn.agents.archive import Archive
 from cairn.agents.content import shared
+from cairn.agents.records import pack
 from cairn.agents.roster import Roster
+from cairn.agents.tied import Tied
 from cairn.agents.tree import CHUNK_TOKENS, Agent, Turn
 from cairn.errors import Unavailable
 from cairn.service.service import Service
@@ -19,10 +21,8 @@ from cairn.types import Placed
 
 Contexts = Sequence[tuple[Sequence[int], Turn | None]]
 """Ids, and whose they are: None for an ordinary request's."""
-MOST_TIED = 64
-"""Contexts of ordinary requests in the name of an agent that are remembered, the last ones."""
 RETRY_SECONDS = 1.0
-"""Between two attempts to give up the KV of an agent that is deleted."""
+"""Between two attempts to give up KV that nobody asks for a second time."""
 
 
 class AgentKv:
@@ -31,8 +31,7 @@ class AgentKv:
     def __init__(self, service: Service, roster: Roster, archive: Archive) -> None:
         self._service, self._roster, self._archive = service, roster, archive
         self._tasks: set[asyncio.Task[None]] = set()
-        self._tied: dict[int, list[array[int]]] = {}
-        """Contexts of ordinary requests in the name of an agent, by the agent's key; none that another begins with."""
+        self._tied = Tied()
 
     async def ids(self, turn: Turn) -> Sequence[int]:
         """The context behind a turn, for the model that is served; none where another model answered it.
@@ -58,10 +57,12 @@ class AgentKv:
                 return await self._service.pin(_owner(agent), ids, agent.salt)
 
     def tied(self, agent: Agent, ids: Sequence[int]) -> None:
-        """An ordinary request in the agent's name was answered, and this is its context: its KV goes with the agent."""
-        new = array("I", ids)
-        kept = [one for one in self._tied.get(agent.key, ()) if new[: len(one)] != one]
-        self._tied[agent.key] = [*kept, new][-MOST_TIED:]
+        """An ordinary request in the agent's name was answered, and this is its context: its KV goes with the agent.
+
+        What cannot be remembered until then any more is given up now.
+        """
+        for owner, context in self._tied.add(agent, ids):
+            self._later(self._forgo(owner, context))
 
     def pin_later(self, agent: Agent, ids: Sequence[int] | None = None) -> None:
         """Pin the agent's context, or beside it that of the last request in its name; nobody waits for it."""
@@ -82,7 +83,7 @@ class AgentKv:
         Where there is no worker now it is done once there is one; where the server ends before, by the stores' time to
         live.
         """
-        contexts: list[tuple[Sequence[int], Turn | None]] = [(one, None) for one in self._tied.pop(agent.key, ())]
+        contexts: list[tuple[Sequence[int], Turn | None]] = [(one, None) for one in self._tied.take(agent)]
         self._service.recent.forget(agent.salt)  # its text is shown to nobody any more
         for turn in {agent.head, *agent.leaves()}:
             for one in turn.path():
@@ -93,19 +94,32 @@ class AgentKv:
         try:
             await self._give_up(agent, contexts)
         except Unavailable:
-            self._later(self._insist(agent, contexts))
+            self._later(self._insist(lambda: self._give_up(agent, contexts)))
 
-    async def _insist(self, agent: Agent, contexts: Contexts) -> None:
+    async def _insist(self, give_up: Callable[[], Awaitable[None]]) -> None:
         while True:
             await asyncio.sleep(RETRY_SECONDS)
             with contextlib.suppress(Unavailable):
-                return await self._give_up(agent, contexts)
+                return await give_up()
 
     async def _give_up(self, agent: Agent, contexts: Contexts) -> None:
         await self._unpin(agent)
         for ids, turn in contexts:
             if ids:
                 await self._service.evict(ids, agent.salt, keep=await self._shared(agent, ids, turn), disk=True)
+
+    async def _forgo(self, agent: Agent, context: array[int]) -> None:
+        """Give up a context of a request in the agent's name, except what a remembered one has, or another agent."""
+
+        async def give_up() -> None:
+            agents = await self._shared(agent, context, None, own=True)
+            keep = max(agents, self._tied.shared(agent.tenant, context))
+            await self._service.evict(context, agent.salt, keep=keep, disk=True)
+
+        try:
+            await give_up()
+        except Unavailable:
+            await self._insist(give_up)
 
     async def settled(self) -> None:
         """Return when nothing is under way that nobody waits for."""
@@ -121,11 +135,16 @@ class AgentKv:
         await self._service.unpin(_owner(agent))
         await self._service.unpin(_owner(agent, tied=True))
 
-    async def _shared(self, agent: Agent, ids: Sequence[int], turn: Turn | None) -> int:
-        """How many leading tokens other agents of the tenant have too, in whole chunks. `turn`: whose context it is."""
-        longest, first = 0, turn.first if turn is not None else 0
+    async def _shared(self, agent: Agent, ids: Sequence[int], turn: Turn | None, *, own: bool = False) -> int:
+        """How many leading tokens other agents of the tenant have too, in whole chunks; with `own`, this one too.
+
+        `turn`: whose context it is.
+        """
+        if len(ids) < CHUNK_TOKENS:
+            return 0
+        longest, first = 0, turn.first if turn is not None else hash(pack(ids[:CHUNK_TOKENS]))
         for other in self._roster.of(agent.tenant):
-            if other is agent or len(ids) == longest or (first and other.head.first not in (0, first)):
+            if (other is agent and not own) or len(ids) == longest or (first and other.head.first not in (0, first)):
                 continue
             theirs: Sequence[int] = ()
             with contextlib.suppress(Unavailable):  # it was deleted meanwhile, or damaged: what it shares is made anew

@@ -22,10 +22,11 @@ def page(roster: Roster, tenant: str, limit: int, after: str) -> AgentPage:
     return AgentPage(agents=tuple(agent.info() for agent in some), more=more, next=next)
 
 
-async def turns(roster: Roster, archive: Archive, agent: Agent) -> tuple[TurnInfo, ...]:
-    """Every turn of an agent by number, as far as the log gives it. NotFound if the agent is deleted meanwhile."""
+async def turns(roster: Roster, archive: Archive, agent: Agent, after: int, limit: int | None) -> tuple[TurnInfo, ...]:
+    """Turns of an agent beyond a number, as far as the log gives them. NotFound if the agent is deleted meanwhile."""
     while True:
         some, path = agent.turns(), {turn.key for turn in agent.head.path()}
+        some = [turn for turn in some if turn.number > after][:limit]
         pairs = list(zip(some, await archive.readable(some), strict=True))
         if agent not in roster:
             raise NotFound(f"there is no agent {agent.id}", field="id")

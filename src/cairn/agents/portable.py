@@ -12,14 +12,15 @@ it is computed again from the tokens, or under another model from the text.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from cairn.agents.archive import Archive
-from cairn.agents.content import Content, digest
+from cairn.agents.content import Content
 from cairn.agents.damage import Unreadable, told
 from cairn.agents.index import Kind
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack, unpack
@@ -44,6 +45,10 @@ MAX_NUMBER = 2**31 - 1
 """Of a turn that is taken in: others are to follow it."""
 READ_TURNS = 64
 """Turns that are read from the log together, and held until they are sent."""
+MAX_TURNS = 100_000
+"""Of an agent that is taken in: each is looked at by itself."""
+MAX_FIGURE = 2.0**53
+"""Of what is counted on: a sum beyond 64 bits could not be written any more."""
 MAX_ORIGIN = 64
 """Characters of the id that the agent was forked off."""
 
@@ -131,11 +136,14 @@ def read(data: bytes, vocab: int, identity: bytes) -> Portable:
     savings = decode(records[-1].payload, SavingsRecord)
     if agent is None or savings is None:
         raise _wrong("is damaged")
+    count = sum(record.kind == Kind.TURN for record in records) - 1  # one is the beginning
+    if count > MAX_TURNS:
+        raise InvalidRequest(f"the file holds {count} turns; the limit is {MAX_TURNS}", field="turns")
     turns: dict[int, tuple[TurnRecord, EndRecord | None]] = {}
     for record in records[1:-1]:
         _take(record, turns)
     figures = (agent.created, agent.used, agent.ttl or 0.0, *msgspec.structs.astuple(savings.savings))
-    if not all(map(math.isfinite, figures)) or len(agent.origin) > MAX_ORIGIN:
+    if not all(abs(figure) < MAX_FIGURE for figure in figures) or len(agent.origin) > MAX_ORIGIN:
         raise _wrong("holds an agent that cannot be")
     _check(agent, turns, vocab, identity)
     return Portable(agent, [(key, *one) for key, one in turns.items()], savings)
@@ -190,35 +198,80 @@ def _check(
     agent: AgentRecord, turns: dict[int, tuple[TurnRecord, EndRecord | None]], vocab: int, identity: bytes
 ) -> None:
     """Whether it is one tree, whose tokens are what they say and whose messages a template can have."""
-    made: dict[int, Turn] = {}
+    after: dict[int, _Context] = {}
     for key, (began, end) in turns.items():
-        parent = made.get(began.parent)
-        first = not made
-        if first != (began.number == 0) or (not first and (parent is None or end is None)):
+        before = after.get(began.parent)
+        first = not after
+        if first != (began.number == 0) or (not first and (before is None or end is None)):
             raise _wrong("holds turns that do not follow each other")
-        if parent is not None and not parent.number < began.number <= MAX_NUMBER:
+        if first or before is None:
+            before = _Context(0, 0, hashlib.sha256())
+        elif not before.number < began.number <= MAX_NUMBER:
             raise _wrong("holds turns that do not follow each other")
-        if began.prefix < 0 or not math.isfinite(began.began) or (end is not None and not math.isfinite(end.ended)):
-            raise _wrong(f"holds a turn {began.number} that cannot be")
-        turn = made[key] = Turn(key, began, parent)
+        _check_turn(began, end)
         try:
-            if end is not None:
-                turn.end(end)
-            ids = [*unpack(began.ids), *turn.held.tokens, *unpack(end.more if end is not None else b"")]
-            sound = not turn.number or digest(turn.branch().prompt()) == began.digest
+            parts = [unpack(part) for part in (began.ids, *((end.ids, end.more) if end is not None else ()))]
         except ValueError:
             raise _wrong("holds half a token") from None
-        if not sound or (began.identity == identity and ids and max(ids) >= vocab):
-            raise _wrong(f"holds tokens of turn {turn.number} that are not those of its prompt")
-        for index, message in enumerate(began.messages):
-            plain_message(message, index, thinks=False)
-        answer = turn.held.answer
-        if answer is not None and plain_message(answer, 0, thinks=False)["role"] != "assistant":
-            raise _wrong(f"holds an answer of turn {turn.number} that is none")
+        follows = before.follow(began, end)
+        if follows is None or (began.identity == identity and any(max(ids, default=0) >= vocab for ids in parts)):
+            raise _wrong(f"holds tokens of turn {began.number} that are not those of its prompt")
+        after[key] = follows
     if agent.ttl is not None and not 0 < agent.ttl < 1e12:
         raise _wrong("holds a time to live that is none")
-    if agent.root not in made or made[agent.root].number or agent.head not in made:
+    if agent.root not in after or after[agent.root].number or agent.head not in after:
         raise _wrong("names turns that it does not hold")
+
+
+class _Context(NamedTuple):
+    """The context after a turn, as far as the next one must fit it: so each turn is hashed once, however long what
+    comes before it is."""
+
+    number: int
+    """Of the turn."""
+    size: int
+    """In tokens."""
+    sum: hashlib._Hash
+    """Of its ids; to be copied."""
+
+    def follow(self, began: TurnRecord, end: EndRecord | None) -> _Context | None:
+        """The context after a turn that follows, as `Branch` puts it together; None where its prompt is not what its
+        digest says. What the server writes extends the whole context, or begins anew."""
+        if began.prefix not in (0, self.size):
+            return None
+        sum = self.sum.copy() if began.prefix else hashlib.sha256()
+        sum.update(began.ids)
+        if began.number and sum.digest() != began.digest:
+            return None
+        size = began.prefix + len(began.ids) // 4
+        if end is not None and end.keep >= 0:
+            for part in (end.ids[: 4 * end.keep], end.more):
+                sum.update(part)
+                size += len(part) // 4
+        return _Context(began.number, size, sum)
+
+
+def _check_turn(began: TurnRecord, end: EndRecord | None) -> None:
+    """Whether a turn can be, and can be shown and put into a template, without those before it."""
+    times = (began.began, end.ended if end is not None else 0.0)
+    kept = 4 * end.keep <= len(end.ids) if end is not None else True
+    if began.prefix < 0 or not all(map(math.isfinite, times)) or not kept:
+        raise _wrong(f"holds a turn {began.number} that cannot be")
+    answer = end.message if end is not None else None
+    if not _is_json([*began.messages], [*began.tools], answer):
+        raise _wrong(f"holds a turn {began.number} that JSON cannot show")
+    for index, message in enumerate(began.messages):
+        plain_message(message, index, thinks=False)
+    if answer is not None and plain_message(answer, 0, thinks=False)["role"] != "assistant":
+        raise _wrong(f"holds an answer of turn {began.number} that is none")
+
+
+def _is_json(*values: Any) -> bool:
+    """Whether JSON holds these values as they are: msgpack has bytes, times, numbers as keys and more."""
+    try:
+        return bool(msgspec.json.decode(msgspec.json.encode(values)) == [*values])
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 def _wrong(what: str) -> InvalidRequest:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from cairn.agents.info import Savings
+from cairn.errors import InvalidRequest
 from cairn.types import CacheReport, OutputFormat, SamplingParams
 
 
@@ -127,8 +128,18 @@ def decode(payload: bytes, kind: type[P]) -> P | None:
     """The value of a payload, or None if it is not one."""
     try:
         return msgspec.msgpack.decode(payload, type=kind)
-    except (msgspec.DecodeError, ValueError):
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return None
+
+
+def check(value: object, field: str) -> None:
+    """InvalidRequest where no record can hold what a client said: JSON has numbers of any size."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (OverflowError, UnicodeError):
+        raise InvalidRequest(
+            f"{field} holds a whole number beyond 64 bits, or half a surrogate pair, which cannot be kept", field=field
+        ) from None
 
 
 def pack(ids: Iterable[int]) -> bytes:

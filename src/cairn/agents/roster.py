@@ -12,7 +12,7 @@ from cairn.agents.index import Kind
 from cairn.agents.ledger import BYTES_KEY, LINES, Ledger
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TokensRecord, TurnRecord, decode
 from cairn.agents.segment import Record
-from cairn.agents.tree import Agent, Turn
+from cairn.agents.tree import Agent, Turn, reach
 from cairn.metrics import AgentFigures
 
 log = logging.getLogger(__name__)
@@ -117,18 +117,26 @@ class Roster:
         if record.moved >= before:
             return []
         left = {key: when for key, when in record.left.items() if when >= before}
-        agent.record = msgspec.structs.replace(record, left=left)
-        ends = [agent.head, agent.base, *(turn for turn in agent.own if turn.at >= before or turn.key in left)]
-        kept = {turn.key for end in ends for turn in end.path()}
+        if len(left) < len(record.left):
+            agent.record = msgspec.structs.replace(record, left=left)
+        if agent.straight:
+            return []
+        kept = reach((agent.head, agent.base), set())
+        agent.straight = kept.issuperset(turn.key for turn in agent.own)
+        reach([*(turn for turn in agent.own if turn.at >= before or turn.key in left)], kept)
         gone = {turn.key for turn in agent.own} - kept
         dropped = self._drop(gone, agent) if gone else []  # what another has is in the log, and a restart would find it
-        agent.own = [turn for turn in agent.own if turn.key not in dropped]
+        if dropped:
+            over = set(dropped)
+            agent.own = [turn for turn in agent.own if turn.key not in over]
         return dropped
 
     def _drop(self, keys: set[int], agent: Agent) -> list[int]:
         """Forget those of an agent's turns that no other needs."""
-        for other in self:
-            if other is not agent and not keys.isdisjoint(needed := other.keeps()):
+        seen: set[int] = set()
+        for other in self._agents.get(agent.tenant, {}).values():
+            if other.root is agent.root and other is not agent:  # only a family shares turns
+                needed = other.keeps(seen)
                 keys -= needed
         for key in keys:
             self._turns.pop(key, None)
@@ -163,7 +171,9 @@ class Roster:
         self._seat(agents, began, lines)
         owned = {record.key for record in records if record.kind in (Kind.AGENT, Kind.TURN)}
         stray = {record.key for record in records if record.kind in OWNED and record.key < LINES} - owned
-        needed = {key for agent in self for key in (agent.key, *agent.keeps())}
+        needed: set[int] = set()
+        for seated in self:
+            seated.keeps(needed)
         for key in self._turns.keys() - needed:
             del self._turns[key]
         for one in self._turns.values():
@@ -212,14 +222,17 @@ class Roster:
         self, agents: dict[int, tuple[int, AgentRecord]], began: dict[int, TurnRecord], lines: dict[int, SavingsRecord]
     ) -> None:
         """Put agents into the tree: the head is where the agent's record says, or its latest turn after that."""
+        made: dict[int, list[Turn]] = {}
+        for one in sorted(began):
+            if one in self._turns and began[one].number:
+                made.setdefault(began[one].agent, []).append(self._turns[one])
         for key, (lsn, record) in agents.items():
             root, base = self._turns.get(record.root), self._turns.get(record.base)
             if root is None or base is None:
                 log.error("agent %s cannot be read: damage cost its beginning", record.id)
                 continue
             agent = Agent(key, record, root, base)
-            agent.own = [self._turns[one] for one in sorted(began) if began[one].agent == key and one in self._turns]
-            agent.own = [turn for turn in agent.own if turn.number]
+            agent.own = made.get(key, [])
             agent.head = self._turns.get(record.head, base)
             later = [turn for turn in agent.own if turn.key > lsn]
             agent.head = later[-1] if later else agent.head

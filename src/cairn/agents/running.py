@@ -15,7 +15,7 @@ from cairn.agents.records import EndRecord, TokensRecord, pack
 from cairn.agents.segment import Record
 from cairn.agents.tree import Agent, Turn
 from cairn.agents.writer import Writer
-from cairn.errors import Unavailable
+from cairn.errors import GenerationFailed, Unavailable
 from cairn.seams import Clock
 from cairn.service.service import Service
 from cairn.service.stream import Stream, merge
@@ -120,8 +120,9 @@ class RunningTurn:
     async def batches(self) -> AsyncGenerator[list[Event], None]:
         """The events, all that are there at once; `Done` comes when the turn's end is durable.
 
-        Of a turn that is resumed it begins with what was said before. Raises what ended the generation, and
-        Unavailable where the end cannot be written. However it ends, what was said is kept.
+        Of a turn that is resumed it begins with what was said before. Raises what ended the generation, Unavailable
+        where the end cannot be written, and GenerationFailed where no record can hold the answer. However it ends, what
+        was said is kept; of such an answer only its tokens.
         """
         done: Done | None = None
         try:
@@ -180,7 +181,33 @@ class RunningTurn:
     async def _end(self, done: Done | None) -> None:
         """Write the end. What was cut is not waited for."""
         good = done is not None and done.reason in GOOD
-        message = self._said.message()
+        failure = None
+        try:  # nothing changes before there is a record of it
+            end, record = self._made(done, self._said.message(), good=good)
+        except UnicodeError:  # half a surrogate pair, which UTF-8 cannot hold
+            named = f"turn {self.turn.number} of agent {self.agent.id}"
+            if good:
+                failure = GenerationFailed(f"the answer of {named} holds half a surrogate pair and cannot be kept")
+            good = False
+            end, record = self._made(done, None, good=False)
+        self.turn.end(end)
+        self.agent.running = None
+        self.over.set()
+        if self.discarded:
+            return
+        more = self._keeper.ended(self.agent, done, end)
+        if good:
+            self._keeper.owe(record, *more)
+            await self._keeper.sync()
+            self.turn.release()
+        else:
+            with contextlib.suppress(Unavailable):
+                self._keeper.writer.append(record, *more)
+        if failure is not None:
+            raise failure
+
+    def _made(self, done: Done | None, message: dict[str, Any] | None, *, good: bool) -> tuple[EndRecord, Record]:
+        """The end with its record. UnicodeError where the message cannot be written."""
         end = EndRecord(
             state="finished" if good else "interrupted",
             ids=pack(self._content.tokens),
@@ -190,21 +217,7 @@ class RunningTurn:
             ended=self._keeper.clock.time_ns() / 1e9,
             **self._kept(message if good else None),
         )
-        self.turn.end(end)
-        self.agent.running = None
-        self.over.set()
-        if self.discarded:
-            return
-        more = self._keeper.ended(self.agent, done, end)
-        writer = self._keeper.writer
-        record = writer.record(Kind.END, end, self.turn.key)
-        if good:
-            self._keeper.owe(record, *more)
-            await self._keeper.sync()
-            self.turn.release()
-        else:
-            with contextlib.suppress(Unavailable):
-                writer.append(record, *more)
+        return end, self._keeper.writer.record(Kind.END, end, self.turn.key)
 
     def _kept(self, message: dict[str, Any] | None) -> dict[str, Any]:
         """Which of the tokens the next turn's context holds, and what follows them."""

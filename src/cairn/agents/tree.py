@@ -6,7 +6,7 @@ holds is in the log then, and here only its place in the tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from cairn.agents.content import Branch, Content
@@ -106,6 +106,22 @@ class Turn:
         )
 
 
+def reach(ends: Iterable[Turn], seen: set[int]) -> set[int]:
+    """Keys of these turns and of all before them, without those `seen`, which has them after that.
+
+    A walk ends at the first turn that was seen, for all before it were too: each turn is looked at once, whatever the
+    number of ends.
+    """
+    found: set[int] = set()
+    for end in ends:
+        for turn in end.path():
+            if turn.key in seen:
+                break
+            seen.add(turn.key)
+            found.add(turn.key)
+    return found
+
+
 def _first(began: TurnRecord, parent: Turn | None) -> int:
     if began.prefix >= CHUNK_TOKENS and parent is not None:
         return parent.first
@@ -128,6 +144,7 @@ class Agent:
         "salt",
         "savings",
         "starting",
+        "straight",
         "used",
     )
 
@@ -141,6 +158,8 @@ class Agent:
         self.running: RunningTurn | None = None
         self.starting = False
         """A turn is about to run."""
+        self.straight = False
+        """Every turn of its own is known to lie on the path to its head, so none is abandoned."""
         self.new = False
         """It is not durable yet, so nothing may share what it holds."""
         self.salt = b""
@@ -182,10 +201,9 @@ class Agent:
         parents = {turn.parent.key for turn in self.own if turn.parent is not None}
         return [turn for turn in self.own if turn.key not in parents]
 
-    def keeps(self) -> set[int]:
-        """Keys of the turns that it needs."""
-        ends = (self.base, self.head, *self.own)
-        return {turn.key for end in ends for turn in end.path()}
+    def keeps(self, seen: set[int] | None = None) -> set[int]:
+        """Keys of the turns that it needs; without those `seen`, as `reach` says."""
+        return reach((self.base, self.head, *self.own), set() if seen is None else seen)
 
     def info(self) -> AgentInfo:
         """What callers are told."""

@@ -13,7 +13,7 @@ from cairn.agents.book import Book, conflict
 from cairn.agents.content import Branch, Content, digest
 from cairn.agents.damage import Unreadable, answerable
 from cairn.agents.index import Kind
-from cairn.agents.records import EndRecord, TurnRecord, pack
+from cairn.agents.records import EndRecord, TurnRecord, check, pack
 from cairn.agents.running import RunningTurn, said_before
 from cairn.agents.segment import Record
 from cairn.agents.tree import Agent, Turn
@@ -74,6 +74,7 @@ class Turns:
         template_args: Mapping[str, Any] | None,
     ) -> RunningTurn:
         service = self.service
+        check(messages, "messages")
         prompt, prefix, told = await self._prompt(agent, messages, template_args)
         (request,) = requests(
             service.spec,

@@ -1,19 +1,22 @@
-"""Bodies of the agents' routes, and what they may say."""
+"""Addresses and bodies of the agents' routes, and what they may say."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
+from urllib.parse import parse_qsl
 
 from pydantic import Field
 
 from cairn.agents.portable import Portable
 from cairn.api.checks import check_messages, check_stream, check_template_args
 from cairn.api.parse import parse
-from cairn.api.reply import shown
+from cairn.api.reply import Call, shown
 from cairn.api.schemas import Body, ChatMessage, Count, Generation, Number, Tool
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 
+PATH = "/v1/agents"
+MOST_LISTED = 100
 MAX_METADATA = 16
 MAX_METADATA_VALUE = 512
 LEAST_TTL = 1.0
@@ -139,3 +142,32 @@ def check_account(body: TurnBody, header: str | None, id: str) -> None:
             raise InvalidRequest(
                 f"{field} must be {id} or absent: a turn is on the account of the agent in its address", field=field
             )
+
+
+def id_of(call: Call) -> str:
+    """Which agent a path below /v1/agents is about."""
+    return call.path.removeprefix(PATH + "/").partition("/")[0]
+
+
+def query(call: Call) -> list[tuple[str, str]]:
+    """The parameters in the URL."""
+    text = call.scope.get("query_string", b"").decode("latin-1")
+    try:
+        return parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text), max_num_fields=16)
+    except ValueError:
+        raise InvalidRequest("the URL's parameters cannot be read") from None
+
+
+def page_of(call: Call, place: str) -> tuple[int | None, str]:
+    """`limit` and `after` in the URL of a list; None and "" where they are not given. `place`: what `after` is."""
+    limit, after = None, ""
+    for name, value in query(call):
+        if name == "limit" and value.isascii() and value.isdigit() and 1 <= int(value[:9]) <= MOST_LISTED:
+            limit = int(value)
+        elif name == "after" and value:
+            after = value
+        else:
+            raise InvalidRequest(
+                f"the parameters of this route are limit, 1 to {MOST_LISTED}, and after, {place}", field=shown(name)
+            )
+    return limit, after

@@ -2,57 +2,54 @@
 
     POST /v1/agents                     GET  /v1/agents?limit=&after=
     GET  /v1/agents/{id}                DELETE /v1/agents/{id}
-    POST /v1/agents/{id}/turns          GET  /v1/agents/{id}/turns
+    POST /v1/agents/{id}/turns          GET  /v1/agents/{id}/turns?limit=&after=
     POST /v1/agents/{id}/resume         POST /v1/agents/{id}/fork      POST /v1/agents/{id}/rollback
     POST /v1/agents/{id}/pin            POST /v1/agents/{id}/unpin
     POST /v1/agents/{id}/prefetch       POST /v1/agents/{id}/evict
     GET  /v1/agents/{id}/export         POST /v1/agents/import?id=
 
-Every turn is generated onto a tape, so it runs on for a time of grace after its connection closed.
+Those of turns are in `turns.py`. Where every field is optional, a request needs no body.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import parse_qsl
 
 import msgspec
 
 from cairn.agents.agents import Agents
-from cairn.agents.info import AgentInfo, TurnInfo
+from cairn.agents.info import AgentInfo
 from cairn.agents.portable import MEDIA_TYPE
-from cairn.agents.running import RunningTurn
 from cairn.api.agent_schemas import (
+    PATH,
     CreateBody,
     EvictBody,
     ForkBody,
     NoBody,
-    ResumeBody,
     RollbackBody,
-    TurnBody,
     beginning,
-    check_account,
     check_portable,
-    check_turn,
+    id_of,
+    page_of,
+    query,
 )
-from cairn.api.answers import ChatAnswer, Choice, said, usage_of
-from cairn.api.limits import read_json
+from cairn.api.limits import read_json, read_nothing
 from cairn.api.openai import check_length, check_model
 from cairn.api.parse import parse
-from cairn.api.reply import JSON, Call, encode, shown
+from cairn.api.reply import Call, shown
 from cairn.api.resumable import Tapes
 from cairn.api.schemas import contents, plain_messages, plain_tools
-from cairn.api.sse import DONE
-from cairn.api.ties import HEADER, Ties
+from cairn.api.ties import Ties
+from cairn.api.turns import TurnRoutes
 from cairn.config import Config
-from cairn.errors import CairnError, Conflict, Damaged, InvalidRequest, Unavailable, UnsupportedMedia
+from cairn.errors import Conflict, Damaged, InvalidRequest, Unavailable, UnsupportedMedia
 from cairn.service.service import Service
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
-PATH = "/v1/agents"
-MOST_LISTED = 100
+LISTED = 20
+"""Agents on a page of which nobody says how many."""
 
 
 class AgentRoutes:
@@ -60,8 +57,8 @@ class AgentRoutes:
 
     def __init__(self, config: Config, tapes: Tapes, ties: Ties) -> None:
         self._config = config
-        self._tapes = tapes
         self._ties = ties
+        self._turns = TurnRoutes(config, tapes, ties)
 
     def routes(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of a path, or None."""
@@ -74,8 +71,8 @@ class AgentRoutes:
             return None
         known: dict[str, dict[str, Endpoint]] = {
             "": {"GET": self.show, "DELETE": self.delete},
-            "turns": {"GET": self.turns, "POST": self.turn},
-            "resume": {"POST": self.resume},
+            "turns": {"GET": self._turns.turns, "POST": self._turns.turn},
+            "resume": {"POST": self._turns.resume},
             "fork": {"POST": self.fork},
             "rollback": {"POST": self.rollback},
             "pin": {"POST": self.pin},
@@ -91,7 +88,7 @@ class AgentRoutes:
     async def create(self, call: Call, service: Service) -> None:
         """POST /v1/agents."""
         agents = self._open()
-        body = parse(CreateBody, await read_json(call, self._config))
+        body = parse(CreateBody, await read_nothing(call, self._config))
         if body.model is not None:
             check_model(body.model, service)
         messages = beginning(body, self._config)
@@ -116,26 +113,16 @@ class AgentRoutes:
 
         `after` is the `next` of the page before, which also holds when agents are deleted meanwhile, or an agent's id.
         """
-        limit, after = 20, ""
-        for name, value in query(call):
-            if name == "limit" and value.isascii() and value.isdigit() and 1 <= int(value[:9]) <= MOST_LISTED:
-                limit = int(value)
-            elif name == "after" and value:
-                after = value
-            else:
-                raise InvalidRequest(
-                    f"the parameters of this route are limit, 1 to {MOST_LISTED}, and after, an id or a page's next",
-                    field=shown(name),
-                )
+        limit, after = page_of(call, "an id or a page's next")
         agents = self._open()
-        page = agents.page(call.tenant, limit=limit, after=after)
+        page = agents.page(call.tenant, limit=limit or LISTED, after=after)
         data = [agent_object(info, service) for info in page.agents]
         savings = msgspec.to_builtins(agents.savings(call.tenant))
         await call.json({"object": "list", "data": data, "has_more": page.more, "next": page.next, "savings": savings})
 
     async def show(self, call: Call, service: Service) -> None:
         """GET /v1/agents/{id}. `damage` says what the log lost of its path, and what can be done."""
-        agents, id = self._open(), self._id(call)
+        agents, id = self._open(), id_of(call)
         found = agent_object(agents.get(call.tenant, id), service)
         found |= {"messages": None, "tools": None, "kv": None, "damage": None}
         try:
@@ -155,7 +142,7 @@ class AgentRoutes:
         one, and that of turns that another model answered, or that the log cannot be read for, goes when nobody has
         used it for 30 days.
         """
-        id = self._id(call)
+        id = id_of(call)
         await self._open().delete(call.tenant, id, call.salt)
         await call.json({"id": id, "object": "agent.deleted", "deleted": True})
 
@@ -168,21 +155,21 @@ class AgentRoutes:
         await self._pin(call, service, False)
 
     async def _pin(self, call: Call, service: Service, pinned: bool) -> None:
-        agents, id = self._open(), self._id(call)
-        parse(NoBody, await read_json(call, self._config))
+        agents, id = self._open(), id_of(call)
+        parse(NoBody, await read_nothing(call, self._config))
         await call.json(agent_object(await agents.pin(call.tenant, id, call.salt, pinned), service))
 
     async def prefetch(self, call: Call, service: Service) -> None:
         """POST /v1/agents/{id}/prefetch: bring its KV up before it is needed; answered when it is there."""
-        agents, id = self._open(), self._id(call)
-        parse(NoBody, await read_json(call, self._config))
+        agents, id = self._open(), id_of(call)
+        parse(NoBody, await read_nothing(call, self._config))
         placed = await agents.prefetch(call.tenant, id, call.salt)
         await call.json({"id": id, "object": "agent.kv", "kv": msgspec.to_builtins(placed)})
 
     async def evict(self, call: Call, service: Service) -> None:
         """POST /v1/agents/{id}/evict: {"disk"}: give its KV up in the pool and in RAM, with `disk` everywhere."""
-        agents, id = self._open(), self._id(call)
-        body = parse(EvictBody, await read_json(call, self._config))
+        agents, id = self._open(), id_of(call)
+        body = parse(EvictBody, await read_nothing(call, self._config))
         if body.disk and agents.get(call.tenant, id).pinned:
             raise Conflict(f"agent {id} is pinned; unpin it first")
         placed = await agents.evict(call.tenant, id, call.salt, disk=bool(body.disk))
@@ -190,20 +177,20 @@ class AgentRoutes:
 
     async def fork(self, call: Call, service: Service) -> None:
         """POST /v1/agents/{id}/fork: {"turn", "id"}, both optional."""
-        agents, id = self._open(), self._id(call)
-        body = parse(ForkBody, await read_json(call, self._config))
+        agents, id = self._open(), id_of(call)
+        body = parse(ForkBody, await read_nothing(call, self._config))
         info = await agents.fork(call.tenant, id, turn=body.turn, new_id=body.id)
         await call.json(agent_object(info, service), 201)
 
     async def rollback(self, call: Call, service: Service) -> None:
         """POST /v1/agents/{id}/rollback: {"turn"}."""
-        agents, id = self._open(), self._id(call)
+        agents, id = self._open(), id_of(call)
         body = parse(RollbackBody, await read_json(call, self._config))
         await call.json(agent_object(await agents.rollback(call.tenant, id, turn=body.turn), service))
 
     async def export(self, call: Call, service: Service) -> None:
         """GET /v1/agents/{id}/export: one portable file."""
-        id = self._id(call)
+        id = id_of(call)
         headers = [(b"content-type", MEDIA_TYPE.encode())]
         headers.append((b"content-disposition", f'attachment; filename="{id}.cairn"'.encode()))
         async with contextlib.aclosing(self._open().export(call.tenant, id)) as pieces:
@@ -228,124 +215,12 @@ class AgentRoutes:
         info = await agents.take_in(call.tenant, await call.body(), id, lambda read: check_portable(read, self._config))
         await call.json(agent_object(info, service), 201)
 
-    # -------------------------------------------------------------------------------------------------------- turns
-
-    async def turns(self, call: Call, service: Service) -> None:
-        """GET /v1/agents/{id}/turns."""
-        found = await self._open().turns(call.tenant, self._id(call))
-        await call.json({"object": "list", "data": [turn_object(turn) for turn in found]})
-
-    async def turn(self, call: Call, service: Service) -> None:
-        """POST /v1/agents/{id}/turns: new messages in, the answer out as of /v1/chat/completions."""
-        agents, id = self._open(), self._id(call)
-        body = parse(TurnBody, await read_json(call, self._config))
-        agents.get(call.tenant, id)
-        check_turn(body, self._config)
-        header = call.header(HEADER)
-        check_account(body, None if header is None else header.decode("latin-1"), id)
-        if body.model is not None:
-            check_model(body.model, service)
-        await check_length(service, contents(body.messages), "messages")
-        max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-        running = await agents.turn(
-            call.tenant,
-            id,
-            plain_messages(body.messages),
-            body.options(max_tokens=max_tokens, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs),
-            request=call.number,
-            salt=call.salt,
-            fork_on_conflict=bool(body.fork_on_conflict),
-            template_args=body.chat_template_kwargs,
-        )
-        await self._answer(call, service, running, bool(body.stream), body.include_usage)
-
-    async def resume(self, call: Call, service: Service) -> None:
-        """POST /v1/agents/{id}/resume: the whole answer of the interrupted turn, said before or not.
-
-        `logprobs` is null where a part of it was said before: what was computed then is not kept.
-        """
-        agents, id = self._open(), self._id(call)
-        body = parse(ResumeBody, await read_json(call, self._config))
-        running = await agents.resume(call.tenant, id, request=call.number, salt=call.salt)
-        await self._answer(call, service, running, bool(body.stream), True)
-
-    async def _answer(self, call: Call, service: Service, running: RunningTurn, stream: bool, usage: bool) -> None:
-        call.headers += [
-            (b"x-cairn-agent", running.agent.id.encode()),
-            (b"x-cairn-turn", b"%d" % running.turn.number),
-        ]
-        choice = Choice(running.request)
-        answer = TurnAnswer(call, service, [choice], usage)
-        spoken = _Spoken(choice, answer, keep_logprobs=not stream)
-        events = spoken.events(running, usage)
-        follower = self._tapes.start(call, events, running.cancel, self._config.heartbeat)
-        if stream:
-            await follower.run(call)
-            return
-        await follower.wait(call)
-        if spoken.error is not None:
-            raise spoken.error
-        whole = answer.whole(usage_of([choice]))
-        whole |= {"agent": running.agent.id, "turn": running.turn.number}
-        await call.respond(200, encode(whole), [JSON])
-
     # -------------------------------------------------------------------------------------------------------- within
 
     def _open(self) -> Agents:
         return self._ties.open()
 
-    def _id(self, call: Call) -> str:
-        return call.path.removeprefix(PATH + "/").partition("/")[0]
-
-
-class TurnAnswer(ChatAnswer):
-    """How the answer of a turn looks: as a chat completion's. The turn keeps its own tokens."""
-
-    def done(self, index: int) -> None:
-        """Nothing more is kept."""
-
-
-class _Spoken:
-    """The chunks of one turn, for the tape."""
-
-    def __init__(self, choice: Choice, answer: TurnAnswer, *, keep_logprobs: bool) -> None:
-        self._choice, self._answer, self._keep = choice, answer, keep_logprobs
-        self.error: CairnError | None = None
-        """Why the answer is not whole."""
-
-    async def events(self, running: RunningTurn, usage: bool) -> AsyncGenerator[bytes, None]:
-        """The chunks of the stream, whoever reads them."""
-        choice, answer = self._choice, self._answer
-        try:
-            async with contextlib.aclosing(running.batches()) as found:
-                data = answer.begin()
-                async for batch in found:
-                    if self._keep:
-                        choice.logprobs += [one for event in batch for one in getattr(event, "logprobs", ())]
-                    data += said([(0, event) for event in batch], [choice], answer)
-                    if data:
-                        yield data
-                    data = b""
-        except CairnError as error:
-            self.error = error
-            raise
-        yield answer.usage(usage_of([choice])) + DONE if usage else DONE
-
-
-def query(call: Call) -> list[tuple[str, str]]:
-    """The parameters in the URL."""
-    text = call.scope.get("query_string", b"").decode("latin-1")
-    try:
-        return parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text), max_num_fields=16)
-    except ValueError:
-        raise InvalidRequest("the URL's parameters cannot be read") from None
-
 
 def agent_object(info: AgentInfo, service: Service) -> dict[str, Any]:
     """An agent on the wire."""
     return {"object": "agent", "model": service.name, **msgspec.to_builtins(info)}
-
-
-def turn_object(turn: TurnInfo) -> dict[str, Any]:
-    """A turn on the wire."""
-    return {"object": "agent.turn", **msgspec.to_builtins(turn)}

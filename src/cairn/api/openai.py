@@ -56,7 +56,7 @@ class OpenAI:
         prompt = await service.chat.prompt(messages, tools, tenant=call.tenant, template_args=body.chat_template_kwargs)
         max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         options = body.options(max_tokens=max_tokens, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs)
-        with spelled({} if max_tokens is body.max_tokens else {"max_tokens": "max_completion_tokens"}):
+        with spelled({"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {}):
             made = requests(
                 service.spec,
                 prompt.tokens,

@@ -1,0 +1,143 @@
+"""The routes of an agent's turns: what it was told and answered, one more turn, and an interrupted one again.
+
+Every turn is generated onto a tape, so it runs on for a time of grace after its connection closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+
+from cairn.agents.info import TurnInfo
+from cairn.agents.running import RunningTurn
+from cairn.api.agent_schemas import ResumeBody, TurnBody, check_account, check_turn, id_of, page_of
+from cairn.api.answers import ChatAnswer, Choice, said, usage_of
+from cairn.api.limits import read_json, read_nothing
+from cairn.api.openai import check_length, check_model, spelled
+from cairn.api.parse import parse
+from cairn.api.reply import JSON, Call, encode
+from cairn.api.resumable import Tapes
+from cairn.api.schemas import contents, plain_messages
+from cairn.api.sse import DONE
+from cairn.api.ties import HEADER, Ties
+from cairn.config import Config
+from cairn.errors import CairnError, InvalidRequest
+from cairn.service.service import Service
+
+
+class TurnRoutes:
+    """The routes."""
+
+    def __init__(self, config: Config, tapes: Tapes, ties: Ties) -> None:
+        self._config = config
+        self._tapes = tapes
+        self._ties = ties
+
+    async def turns(self, call: Call, service: Service) -> None:
+        """GET /v1/agents/{id}/turns, by number: all, or `limit` of them `after` a number."""
+        limit, text = page_of(call, "the number of a turn")
+        if text and not (text.isascii() and text.isdigit()):
+            raise InvalidRequest("after must be the number of a turn", field="after")
+        wanted = None if limit is None else limit + 1
+        found = await self._ties.open().turns(call.tenant, id_of(call), after=int(text[:20] or 0), limit=wanted)
+        data = [turn_object(turn) for turn in found[:limit]]
+        more = len(found) > len(data)
+        next = data[-1]["number"] if more else None
+        await call.json({"object": "list", "data": data, "has_more": more, "next": next})
+
+    async def turn(self, call: Call, service: Service) -> None:
+        """POST /v1/agents/{id}/turns: new messages in, the answer out as of /v1/chat/completions."""
+        agents, id = self._ties.open(), id_of(call)
+        body = parse(TurnBody, await read_json(call, self._config))
+        agents.get(call.tenant, id)
+        check_turn(body, self._config)
+        header = call.header(HEADER)
+        check_account(body, None if header is None else header.decode("latin-1"), id)
+        if body.model is not None:
+            check_model(body.model, service)
+        await check_length(service, contents(body.messages), "messages")
+        max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+        with spelled({"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {}):
+            running = await agents.turn(
+                call.tenant,
+                id,
+                plain_messages(body.messages),
+                body.options(max_tokens=max_tokens, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs),
+                request=call.number,
+                salt=call.salt,
+                fork_on_conflict=bool(body.fork_on_conflict),
+                template_args=body.chat_template_kwargs,
+            )
+        await self._answer(call, service, running, bool(body.stream), body.include_usage)
+
+    async def resume(self, call: Call, service: Service) -> None:
+        """POST /v1/agents/{id}/resume: the whole answer of the interrupted turn, said before or not.
+
+        `logprobs` is null where a part of it was said before: what was computed then is not kept.
+        """
+        agents, id = self._ties.open(), id_of(call)
+        body = parse(ResumeBody, await read_nothing(call, self._config))
+        running = await agents.resume(call.tenant, id, request=call.number, salt=call.salt)
+        await self._answer(call, service, running, bool(body.stream), True)
+
+    async def _answer(self, call: Call, service: Service, running: RunningTurn, stream: bool, usage: bool) -> None:
+        call.headers += [
+            (b"x-cairn-agent", running.agent.id.encode()),
+            (b"x-cairn-turn", b"%d" % running.turn.number),
+        ]
+        choice = Choice(running.request)
+        answer = TurnAnswer(call, service, [choice], usage)
+        spoken = _Spoken(choice, answer, keep_logprobs=not stream)
+        events = spoken.events(running, usage)
+        follower = self._tapes.start(call, events, running.cancel, self._config.heartbeat)
+        if stream:
+            await follower.run(call)
+            return
+        await follower.wait(call)
+        if spoken.error is not None:
+            raise spoken.error
+        whole = answer.whole(usage_of([choice]))
+        whole |= {"agent": running.agent.id, "turn": running.turn.number}
+        await call.respond(200, encode(whole), [JSON])
+
+
+class TurnAnswer(ChatAnswer):
+    """How the answer of a turn looks: as a chat completion's. The turn keeps its own tokens."""
+
+    def done(self, index: int) -> None:
+        """Nothing more is kept."""
+
+
+class _Spoken:
+    """The chunks of one turn, for the tape."""
+
+    def __init__(self, choice: Choice, answer: TurnAnswer, *, keep_logprobs: bool) -> None:
+        self._choice, self._answer, self._keep = choice, answer, keep_logprobs
+        self.error: CairnError | None = None
+        """Why the answer is not whole."""
+
+    async def events(self, running: RunningTurn, usage: bool) -> AsyncGenerator[bytes, None]:
+        """The chunks of the stream, whoever reads them."""
+        choice, answer = self._choice, self._answer
+        try:
+            async with contextlib.aclosing(running.batches()) as found:
+                data = answer.begin()
+                async for batch in found:
+                    if self._keep:
+                        choice.logprobs += [one for event in batch for one in getattr(event, "logprobs", ())]
+                    data += said([(0, event) for event in batch], [choice], answer)
+                    if data:
+                        yield data
+                    data = b""
+        except CairnError as error:
+            self.error = error
+            raise
+        yield answer.usage(usage_of([choice])) + DONE if usage else DONE
+
+
+def turn_object(turn: TurnInfo) -> dict[str, Any]:
+    """A turn on the wire."""
+    return {"object": "agent.turn", **msgspec.to_builtins(turn)}

@@ -1,0 +1,182 @@
+"""What agents cost as they grow: work counted in turns looked at and bytes hashed, never in seconds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from cairn.agents import portable
+from cairn.agents.content import digest
+from cairn.agents.index import Kind
+from cairn.agents.info import Savings
+from cairn.agents.portable import read
+from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, pack
+from cairn.agents.roster import Roster
+from cairn.agents.segment import Header, Record, encode_header, encode_record
+from cairn.agents.tree import Agent, Turn
+from cairn.errors import InvalidRequest
+
+TURNS = 300
+NOW = 1e9
+WEEK = 7 * 86_400.0
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The keys of all turns that a walk looks at."""
+    found: list[int] = []
+    path = Turn.path
+
+    def walk(turn: Turn) -> Iterator[Turn]:
+        for one in path(turn):
+            found.append(one.key)
+            yield one
+
+    monkeypatch.setattr(Turn, "path", walk)
+    return found
+
+
+def agent_of(roster: Roster, id: str, key: int, root: Turn | None = None, base: Turn | None = None) -> Agent:
+    """An agent without turns of its own; its turns' keys follow its own."""
+    root = root or Turn(key + 1, TurnRecord(agent=0, number=0), None)
+    base = base or root
+    record = AgentRecord(id=id, tenant="t", created=NOW, used=NOW, root=root.key, base=base.key, head=base.key)
+    agent = Agent(key, record, root, base)
+    roster.add(agent)
+    return agent
+
+
+def grow(roster: Roster, agent: Agent, count: int) -> None:
+    for n in range(count):
+        key, number = agent.key + 2 + len(agent.own), agent.head.number + 1
+        began = TurnRecord(agent=agent.key, number=number, parent=agent.head.key, began=NOW + n)
+        turn = Turn(key, began, agent.head)
+        turn.end(EndRecord(state="finished", ids=b""))
+        roster.add_turn(agent, turn)
+
+
+def test_the_upkeep_of_young_turns_looks_at_each_once_and_then_at_none(steps: list[int]) -> None:
+    roster = Roster()
+    agent = agent_of(roster, "ada", 1000)
+    grow(roster, agent, TURNS)
+    assert roster.prune(agent, NOW - WEEK) == [] and len(steps) <= 3 * TURNS
+    steps.clear()
+    assert roster.prune(agent, NOW + 2 * WEEK) == [] and steps == [], "nothing was ever abandoned"
+
+
+def test_a_branch_that_is_kept_for_a_week_is_looked_at_once(steps: list[int]) -> None:
+    roster = Roster()
+    agent = agent_of(roster, "ada", 1000)
+    grow(roster, agent, TURNS)
+    assert roster.prune(agent, NOW - WEEK) == []
+    left, agent.head, agent.straight = agent.head, agent.own[0], False
+    agent.record = msgspec.structs.replace(agent.record, left={left.key: NOW})
+    grow(roster, agent, 1)
+    steps.clear()
+    assert roster.prune(agent, NOW - WEEK) == [] and len(steps) <= 3 * TURNS
+    steps.clear()
+    gone = roster.prune(agent, NOW + WEEK)
+    assert len(gone) == TURNS - 1 and len(steps) <= 3 * TURNS
+    assert [turn.number for turn in agent.own] == [1, 2]
+    assert roster.prune(agent, NOW + WEEK) == []
+    steps.clear()
+    assert roster.prune(agent, NOW + WEEK) == [] and steps == []
+
+
+def test_a_deletion_looks_at_no_other_family_and_once_at_its_own(steps: list[int]) -> None:
+    roster = Roster()
+    for n in range(5):
+        grow(roster, agent_of(roster, f"other{n}", 10_000 * (2 + n)), TURNS)
+    ada = agent_of(roster, "ada", 1000)
+    grow(roster, ada, TURNS)
+    forks = [agent_of(roster, f"fork{n}", 5000 + 10 * n, ada.root, ada.own[TURNS // 2]) for n in range(20)]
+    for fork in forks:
+        grow(roster, fork, 2)
+    steps.clear()
+    gone = roster.remove(ada)
+    assert len(steps) <= 3 * TURNS
+    assert gone == [ada.key, *(turn.key for turn in ada.own[TURNS // 2 + 1 :])]
+    for fork in forks[1:]:
+        assert len(roster.remove(fork)) == 3
+    assert len(roster.remove(forks[0])) == 1 + 1 + TURNS // 2 + 1 + 2
+
+
+def test_a_start_looks_at_each_turn_of_a_family_once(steps: list[int]) -> None:
+    roster, records = Roster(), []
+    ada = agent_of(roster, "ada", 1000)
+    grow(roster, ada, TURNS)
+    for turn in (ada.root, *ada.own):
+        records.append(Record(turn.key, Kind.TURN, turn.key, msgspec.msgpack.encode(turn.held.began)))
+    for n in range(50):
+        record = msgspec.structs.replace(ada.record, id=f"a{n}", base=ada.head.key, head=ada.head.key)
+        records.append(Record(5000 + n, Kind.AGENT, 5000 + n, msgspec.msgpack.encode(record)))
+    again = Roster()
+    steps.clear()
+    assert again.load(records) == [] and len(steps) <= TURNS + 1 + 2 * 50
+    assert all(agent.head.number == TURNS for agent in again)
+
+
+# ------------------------------------------------------------------------------------------------------------- import
+
+
+def exported(turns: int) -> bytes:
+    """A file of an agent whose every turn extends the context of the one before it."""
+    agent = AgentRecord(id="ada", tenant="", created=NOW, used=NOW, root=2, base=2, head=2 + turns)
+    values: list[tuple[Kind, int, Any]] = [(Kind.AGENT, 1, agent), (Kind.TURN, 2, TurnRecord(agent=0, number=0))]
+    ids: list[int] = []
+    for number in range(1, turns + 1):
+        prefix, key = len(ids), 2 + number
+        ids += range(20)
+        began = TurnRecord(
+            agent=1, number=number, parent=key - 1, prefix=prefix, ids=pack(range(20)), digest=digest(ids), began=NOW
+        )
+        end = EndRecord(state="finished", ids=pack(range(9)), keep=7, more=pack([5]), ended=NOW)
+        ids += [*range(7), 5]
+        values += [(Kind.TURN, key, began), (Kind.END, key, end)]
+    values.append((Kind.SAVINGS, 1, SavingsRecord(savings=Savings())))
+    header = Header(0, 77)
+    out = bytearray(encode_header(header))
+    for lsn, (kind, key, value) in enumerate(values, 1):
+        out += encode_record(header, len(out), Record(lsn, kind, key, msgspec.msgpack.encode(value)))
+    return bytes(out)
+
+
+class Counting:
+    """SHA-256 that counts the bytes it is given."""
+
+    real: Callable[..., Any] = hashlib.sha256
+    seen = 0
+
+    def __init__(self, data: bytes = b"", state: Any = None) -> None:
+        self._state = state or Counting.real()
+        self.update(data)
+
+    def update(self, data: bytes) -> None:
+        Counting.seen += len(data)
+        self._state.update(data)
+
+    def copy(self) -> Counting:
+        return Counting(state=self._state.copy())
+
+    def digest(self) -> bytes:
+        return bytes(self._state.digest())
+
+
+def test_an_import_hashes_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = exported(TURNS)
+    monkeypatch.setattr(hashlib, "sha256", Counting)
+    monkeypatch.setattr(Counting, "seen", 0)
+    found = read(data, 100, b"")
+    assert len(found.turns) == TURNS + 1 and 0 < Counting.seen < len(data)
+
+
+def test_a_file_of_too_many_turns_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable, "MAX_TURNS", 5)
+    assert len(read(exported(5), 100, b"").turns) == 6
+    with pytest.raises(InvalidRequest, match="holds 6 turns; the limit is 5") as caught:
+        read(exported(6), 100, b"")
+    assert caught.value.field == "turns"
