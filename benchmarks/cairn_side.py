@@ -19,7 +19,7 @@ from cairn.engine.cpu import CpuEngine
 from cairn.kernels import roofline
 from cairn.kernels.choose import chosen
 from cairn.models.spec import load_spec
-from cairn.seams import SystemClock
+from cairn.system import SystemClock
 from cairn.types import BLOCK_TOKENS, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1 << 20, temperature=0)

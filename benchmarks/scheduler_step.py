@@ -12,7 +12,7 @@ import time
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.cache import Cache
 from cairn.scheduler import Limits, Scheduler
-from cairn.seams import SystemClock
+from cairn.system import SystemClock
 from cairn.types import Request, SamplingParams
 
 VOCAB = 3000

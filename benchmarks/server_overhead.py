@@ -341,7 +341,7 @@ def scheduler() -> float:
     from cairn.engine.fake import FakeEngine, fake_spec
     from cairn.kv.cache import Cache
     from cairn.scheduler import Limits, Scheduler
-    from cairn.seams import SystemClock
+    from cairn.system import SystemClock
     from cairn.types import Request, SamplingParams
 
     engine = FakeEngine(fake_spec(context=4096), blocks=4096)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from tests.files import Crash, CrashFiles, Fault
 
-from cairn.seams import LOCK_FILE, FileSystem, SystemFiles
+from cairn.seams import LOCK_FILE, FileSystem
+from cairn.system import SystemFiles
 
 SEEDS = 300
 
@@ -124,7 +125,7 @@ def test_a_link_is_never_followed(tmp_path: Path) -> None:
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib, cairn.seams as s; l = s.SystemFiles().lock(pathlib.Path(sys.argv[1])); "
+        "import sys, pathlib, cairn.system as s; l = s.SystemFiles().lock(pathlib.Path(sys.argv[1])); "
         "print(l is not None, flush=True); sys.stdin.read()"
     )
     files = SystemFiles()
@@ -148,7 +149,7 @@ def test_a_sync_that_failed_fails_for_ever(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.EIO, "no")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cairn.seams._sync", fail)
+        patch.setattr("cairn.system._sync", fail)
         with pytest.raises(OSError):
             file.sync()
     with pytest.raises(OSError, match="earlier"):

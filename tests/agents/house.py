@@ -17,9 +17,9 @@ from cairn.agents.agents import Agents
 from cairn.agents.running import RunningTurn
 from cairn.config import Config
 from cairn.errors import CairnError
-from cairn.seams import SystemClock
 from cairn.service.requests import SamplingOptions
 from cairn.service.service import Service
+from cairn.system import SystemClock
 from cairn.text.replay import ReplayTable
 from cairn.types import Delta, Done
 

@@ -20,7 +20,7 @@ from cairn.agents.roster import Roster
 from cairn.agents.segment import Record
 from cairn.agents.tree import Agent, Turn
 from cairn.errors import Damaged, Unavailable
-from cairn.seams import SystemFiles, SystemRng
+from cairn.system import SystemFiles, SystemRng
 from cairn.types import SamplingParams
 
 MOST = 600

@@ -30,7 +30,7 @@ from cairn.agents.segment import (
     scan,
 )
 from cairn.errors import ConfigError
-from cairn.seams import SystemFiles
+from cairn.system import SystemFiles
 
 FOLDER = Path("/agents")
 

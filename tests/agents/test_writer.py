@@ -18,7 +18,7 @@ from cairn.agents.index import Kind
 from cairn.agents.log import Log
 from cairn.agents.writer import Writer
 from cairn.errors import Unavailable
-from cairn.seams import SystemFiles, SystemRng
+from cairn.system import SystemFiles, SystemRng
 
 FOLDER = Path("/agents")
 

@@ -15,7 +15,7 @@ from tests.kv.stored import FOLDER, SIZE, Time, chain, chunk_path, held, keys, o
 from cairn.errors import ConfigError, Conflict
 from cairn.kv.codec import Raw
 from cairn.kv.store import OVERHEAD, Chunk
-from cairn.seams import SystemFiles
+from cairn.system import SystemFiles
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.kv.stored import Time, chain, keys, open_store
 
 from cairn.errors import Conflict
 from cairn.kv.disk import DiskStore
-from cairn.seams import SystemFiles
+from cairn.system import SystemFiles
 
 Figure = Callable[[str, str], None]
 ROOT = Path(__file__).parents[2]
@@ -113,7 +113,7 @@ FULL = """
 import sys
 from pathlib import Path
 from tests.kv.stored import Time, chain, keys, open_store
-from cairn.seams import SystemFiles
+from cairn.system import SystemFiles
 
 folder, wanted = Path(sys.argv[1]), int(sys.argv[2])
 others, refused = folder / "others", 0

@@ -24,10 +24,10 @@ from cairn.kv import codec_check
 from cairn.kv.codec_check import recall, remember
 from cairn.kv.prefix import numerics
 from cairn.models.spec import load_spec
-from cairn.seams import SystemClock, SystemFiles
 from cairn.service.check_codec import Checked, check_codec
 from cairn.service.service import Service
 from cairn.service.stores import keyed, open_stores
+from cairn.system import SystemClock, SystemFiles
 
 PROMPT = "a context " * 30
 

@@ -12,10 +12,10 @@ from tiny import collect, config, request, serving, until
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import ConfigError, Conflict
-from cairn.seams import SystemClock, SystemFiles
 from cairn.service.link import Patience
 from cairn.service.service import Service
 from cairn.service.stores import open_stores, stored_bytes, with_folder
+from cairn.system import SystemClock, SystemFiles
 
 
 async def test_kv_survives_the_service(folder: Path, tmp_path: Path) -> None:

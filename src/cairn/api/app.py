@@ -32,8 +32,9 @@ from cairn.api.stored import StoredRoutes
 from cairn.api.ties import Ties
 from cairn.config import Config
 from cairn.errors import CairnError, MethodNotAllowed, NotFound, Unavailable, trace
-from cairn.seams import Rng, SystemClock, SystemRng
+from cairn.seams import Rng
 from cairn.service.service import Service
+from cairn.system import SystemClock, SystemRng
 
 log = logging.getLogger("cairn.api")
 

@@ -12,7 +12,8 @@ from uvicorn.server import ServerState
 
 from cairn.api.guard import Guard
 from cairn.config import Config
-from cairn.seams import Rng, SystemRng
+from cairn.seams import Rng
+from cairn.system import SystemRng
 
 
 class Listener:

@@ -25,8 +25,8 @@ from cairn.api.folders import agents_folder, check_folders
 from cairn.api.listener import Listener
 from cairn.config import Config
 from cairn.errors import ConfigError
-from cairn.seams import SystemClock, SystemFiles, SystemRng
 from cairn.service.service import Service
+from cairn.system import SystemClock, SystemFiles, SystemRng
 
 log = logging.getLogger("cairn.api")
 

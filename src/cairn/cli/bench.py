@@ -113,7 +113,7 @@ def _measure(spec: ModelSpec, weights: Weights, config: Config, load: Load) -> M
     from cairn.engine.machine import cpu_count
     from cairn.kernels import roofline
     from cairn.kernels.choose import chosen
-    from cairn.seams import SystemClock
+    from cairn.system import SystemClock
 
     console, now = talk(), SystemClock().now
     console.print("measuring the machine ...")

@@ -66,8 +66,8 @@ def register(app: typer.Typer) -> None:
 
         Loads the model here. It reads 2,000 tokens both ways; stop a server that has the same --kv-dir open.
         """
-        from cairn.seams import SystemClock, SystemFiles
         from cairn.service.check_codec import check_codec as check
+        from cairn.system import SystemClock, SystemFiles
 
         _print(_checked(check(resolved.config, SystemFiles(), SystemClock(), os.environ, text)))
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from cairn.errors import ContextTooLong, InvalidRequest
-from cairn.seams import Rng, SystemRng
+from cairn.seams import Rng
 from cairn.sequence import MAX_PRIORITY
+from cairn.system import SystemRng
 from cairn.types import ModelSpec, OutputFormat, Request, SamplingParams
 
 MAX_STOP = 4

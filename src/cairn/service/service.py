@@ -15,7 +15,7 @@ from cairn.config import Config
 from cairn.errors import Cancelled, Conflict, InvalidRequest, Unavailable, trace
 from cairn.metrics import Metrics
 from cairn.models.hub import locate
-from cairn.seams import Clock, SystemClock
+from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.admission import check_tokens
 from cairn.service.flight import PLAIN, Flight, RequestStatus
@@ -24,6 +24,7 @@ from cairn.service.recent import Told
 from cairn.service.stream import Stream
 from cairn.service.supervisor import Supervisor
 from cairn.service.traffic import Traffic
+from cairn.system import SystemClock
 from cairn.text.chat import Chat
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer

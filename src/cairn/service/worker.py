@@ -28,10 +28,11 @@ from cairn.kv.cache import Cache
 from cairn.kv.tiers import Tiers
 from cairn.plan import Plan
 from cairn.scheduler import Limits, Scheduler
-from cairn.seams import Clock, SystemClock, SystemFiles
+from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.answers import Answers
 from cairn.service.stores import GB, keyed, open_stores, stored_bytes
+from cairn.system import SystemClock, SystemFiles
 from cairn.types import KvStats, Output
 
 BEAT_SECONDS = 1.0

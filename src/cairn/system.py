@@ -1,0 +1,226 @@
+"""The outside world itself: this machine's clocks, chance and files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+import time
+from pathlib import Path
+from typing import Literal
+
+from cairn.seams import LOCK_FILE, Entry
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def now(self) -> float:
+        """Monotonic seconds."""
+        return time.monotonic()
+
+    def time_ns(self) -> int:
+        """Wall clock."""
+        return time.time_ns()
+
+
+class SystemRng:
+    """The operating system's generator."""
+
+    def bits64(self) -> int:
+        """From `secrets`."""
+        return secrets.randbits(63)
+
+
+class SystemFiles:
+    """`FileSystem` over the machine's own. POSIX only."""
+
+    def open(self, path: Path, mode: Literal["read", "append", "create"]) -> SystemFile:
+        """Never through a symbolic link, never inherited by a child process."""
+        flags = {"read": os.O_RDONLY, "append": os.O_RDWR | os.O_APPEND}.get(mode)
+        if flags is None:
+            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return SystemFile(handle)
+
+    def announce(self, path: Path) -> None:
+        """`posix_fadvise`, where there is one."""
+        advise = getattr(os, "posix_fadvise", None)
+        if advise is not None:
+            with contextlib.suppress(OSError):
+                file = self.open(path, "read")
+                try:
+                    advise(file.handle, 0, 0, os.POSIX_FADV_WILLNEED)
+                finally:
+                    file.close()
+
+    def replace(self, source: Path, target: Path) -> None:
+        """`rename`."""
+        os.replace(source, target)
+
+    def remove(self, path: Path) -> None:
+        """`unlink`."""
+        os.unlink(path)
+
+    def make_folder(self, path: Path) -> None:
+        """Each folder that is made is synced into its parent."""
+        if path.is_dir():
+            return
+        if path.parent != path:
+            self.make_folder(path.parent)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+        self.sync_folder(path.parent)
+
+    def list(self, path: Path) -> list[Entry]:
+        """Links are listed as what they are, files of their own size. What vanishes meanwhile is left out."""
+        entries = []
+        with os.scandir(path) as found:
+            for one in found:
+                with contextlib.suppress(FileNotFoundError):
+                    facts = one.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(facts.st_mode):
+                        entries.append(Entry(one.name, 0, True, facts.st_mtime))
+                    else:
+                        disk = facts.st_blocks * 512
+                        entries.append(Entry(one.name, facts.st_size, False, facts.st_mtime, disk))
+        return entries
+
+    def mode(self, path: Path) -> int:
+        """Of the name itself, not of what a link leads to."""
+        return stat.S_IMODE(os.lstat(path).st_mode)
+
+    def owned(self, path: Path) -> bool:
+        """By the effective user."""
+        return os.lstat(path).st_uid == os.geteuid()
+
+    def touch(self, path: Path, modified: float) -> None:
+        """`utimensat`."""
+        os.utime(path, (modified, modified), follow_symlinks=False)
+
+    def sync_folder(self, path: Path) -> None:
+        """`fsync` of the folder."""
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _sync(handle)
+        finally:
+            os.close(handle)
+
+    def free(self, path: Path) -> int:
+        """What `statvfs` leaves to an ordinary user."""
+        facts = os.statvfs(path)
+        return facts.f_bavail * facts.f_frsize
+
+    def lock(self, path: Path) -> SystemLock | None:
+        """`flock` on a file in the folder. The file stays: removing it would let two processes hold two of them."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        handle = os.open(path / LOCK_FILE, flags, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return None
+        except BaseException:
+            os.close(handle)
+            raise
+        return SystemLock(handle)
+
+
+class SystemFile:
+    """`File` over a descriptor."""
+
+    __slots__ = ("_failed", "_handle")
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self._failed: OSError | None = None
+
+    @property
+    def handle(self) -> int:
+        """The descriptor."""
+        return self._handle
+
+    def read(self, offset: int, size: int) -> bytes:
+        """`pread` until all is there or the file ends."""
+        data = os.pread(self._handle, size, offset)
+        if len(data) in (0, size):
+            return data
+        parts, got = [data], len(data)
+        while got < size and (data := os.pread(self._handle, size - got, offset + got)):
+            parts.append(data)
+            got += len(data)
+        return b"".join(parts)
+
+    def read_into(self, offset: int, buffer: memoryview) -> int:
+        """`preadv` until it is full or the file ends."""
+        got = 0
+        while got < len(buffer) and (more := os.preadv(self._handle, [buffer[got:]], offset + got)):
+            got += more
+        return got
+
+    def append(self, data: bytes | bytearray | memoryview) -> None:
+        """`write` until all is there."""
+        rest = memoryview(data).cast("B")
+        while rest:
+            done = os.write(self._handle, rest)
+            if done == 0:
+                raise OSError(errno.EIO, "nothing was written")
+            rest = rest[done:]
+
+    def truncate(self, size: int) -> None:
+        """`ftruncate`."""
+        os.ftruncate(self._handle, size)
+
+    def size(self) -> int:
+        """Of the open file, also when its name is gone."""
+        return os.fstat(self._handle).st_size
+
+    def disk(self) -> int:
+        """Its blocks."""
+        return os.fstat(self._handle).st_blocks * 512
+
+    def sync(self) -> None:
+        """`fsync`. Once it failed it fails for ever: the kernel forgets what it could not write."""
+        if self._failed is not None:
+            raise OSError(self._failed.errno, "an earlier sync failed")
+        try:
+            _sync(self._handle)
+        except OSError as error:
+            self._failed = error
+            raise
+
+    def close(self) -> None:
+        """A second call does nothing."""
+        if self._handle >= 0:
+            handle, self._handle = self._handle, -1
+            os.close(handle)
+
+
+class SystemLock:
+    """A `flock`, held while its descriptor is open."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def release(self) -> None:
+        """A second call does nothing."""
+        if self._handle >= 0:
+            handle, self._handle = self._handle, -1
+            os.close(handle)
+
+
+def _sync(handle: int) -> None:
+    """`fsync` as far as the drive: macOS needs its own call for that."""
+    full = getattr(fcntl, "F_FULLFSYNC", None)
+    if full is not None:
+        fcntl.fcntl(handle, full)
+    else:
+        os.fsync(handle)
