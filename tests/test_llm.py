@@ -28,8 +28,9 @@ from cairn.errors import (
     ModelError,
     Unavailable,
 )
+from cairn.figures import CacheReport
 from cairn.service.requests import SamplingOptions
-from cairn.types import CacheReport, Delta, Done, FinishReason, ToolCallDelta, Usage
+from cairn.types import Delta, Done, FinishReason, ToolCallDelta, Usage
 
 SMALL = {"engine": "cpu", "kv_gb": 0.1, "threads": 1}
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cairn.errors import CairnError, Cancelled, DeadlineExceeded, GenerationFailed
-from cairn.types import CacheReport, Delta, Done, FinishReason, Request, TokenLogprob, Usage
+from cairn.figures import CacheReport
+from cairn.types import Delta, Done, FinishReason, Request, TokenLogprob, Usage
 
 if TYPE_CHECKING:
     from cairn.service.service import Service

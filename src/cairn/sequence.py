@@ -7,8 +7,9 @@ import math
 
 from cairn.engine.base import EngineInfo, Row
 from cairn.errors import ContextTooLong, InvalidRequest
+from cairn.figures import CacheReport, Miss
 from cairn.kv.context import Context
-from cairn.types import CacheReport, FinishReason, Miss, Request, Timing
+from cairn.types import FinishReason, Request, Timing
 
 AGE_SECONDS = 5.0
 """Waiting that weighs as much as one level of priority."""

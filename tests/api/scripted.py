@@ -10,19 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from cairn.errors import CairnError, Cancelled
+from cairn.figures import CacheReport
 from cairn.metrics import Metrics
-from cairn.types import (
-    CacheGroup,
-    CacheReport,
-    Delta,
-    Done,
-    Event,
-    FinishReason,
-    ModelSpec,
-    OutputFormat,
-    Request,
-    Usage,
-)
+from cairn.types import CacheGroup, Delta, Done, Event, FinishReason, ModelSpec, OutputFormat, Request, Usage
 
 SPEC = ModelSpec(
     name="scripted",

@@ -13,7 +13,8 @@ from sockets import Site, answer, events, request_bytes, site
 
 from cairn.config import Config
 from cairn.errors import GenerationFailed, Overloaded, Unavailable
-from cairn.types import CacheReport, Delta, Done, FinishReason, Miss, Request, TokenLogprob, ToolCallDelta, Usage
+from cairn.figures import CacheReport, Miss
+from cairn.types import Delta, Done, FinishReason, Request, TokenLogprob, ToolCallDelta, Usage
 
 HI = [{"role": "user", "content": "hi"}]
 

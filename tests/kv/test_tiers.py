@@ -11,6 +11,7 @@ import stored
 from tests.files import CrashFiles
 from tiered import SIZE, Between, Rig, Time
 
+from cairn.figures import Miss, Placed
 from cairn.kv.behind import WriteLimits
 from cairn.kv.codec import Raw
 from cairn.kv.context import TierName
@@ -18,7 +19,7 @@ from cairn.kv.loading import Gate
 from cairn.kv.prefix import numerics, root
 from cairn.kv.ram import RamStore
 from cairn.kv.store import Chunk, Store
-from cairn.types import CacheGroup, FinishReason, Miss, Placed
+from cairn.types import CacheGroup, FinishReason
 
 PROMPT = [(7 * n) % 61 for n in range(100)]
 CHUNK = 16

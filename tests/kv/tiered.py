@@ -7,14 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from cairn.engine.fake import FakeEngine, fake_spec
+from cairn.figures import CacheReport, TierStats
 from cairn.kv.behind import WriteLimits
 from cairn.kv.cache import Cache
 from cairn.kv.context import TierName
 from cairn.kv.loading import LoadMode
-from cairn.kv.store import Chunk, Store, StoreStats
+from cairn.kv.store import Chunk, Store
 from cairn.kv.tiers import Tiers
 from cairn.scheduler import Limits, Scheduler
-from cairn.types import CacheReport, FinishReason, Output, Request, SamplingParams
+from cairn.types import FinishReason, Output, Request, SamplingParams
 
 SIZE = 4
 """Tokens in a block; a chunk is 16."""
@@ -52,7 +53,7 @@ class Between:
         self.pinned[owner] = tuple(keys)
         self.inner.pin(owner, keys)
 
-    def stats(self) -> StoreStats:
+    def stats(self) -> TierStats:
         return self.inner.stats()
 
     def close(self) -> None:

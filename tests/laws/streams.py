@@ -16,11 +16,12 @@ from tests.laws.simulator import Broken, law
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
+from cairn.figures import CacheReport
 from cairn.service.flight import Flight
 from cairn.service.worker import _columns
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import CacheReport, Delta, Done, FinishReason, Output, Request, SamplingParams, Timing, TokenLogprob
+from cairn.types import Delta, Done, FinishReason, Output, Request, SamplingParams, Timing, TokenLogprob
 
 ALPHABET = "aab bnEND.é你😀\n"
 MERGES = [("a", "b"), ("ab", "a"), ("E", "N"), ("Ġ", "b")]

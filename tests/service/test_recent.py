@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from tiny import Answer, collect, config, request
 
+from cairn.figures import Differs, Miss, MissReason
 from cairn.service.recent import CHUNK, CONTEXTS, SHOWN, TENANTS, TOKENS, RecentContexts, Told, told_of
 from cairn.service.service import Service
-from cairn.types import BLOCK_TOKENS, Differs, Miss, MissReason
+from cairn.types import BLOCK_TOKENS
 
 MINE, THEIRS = b"mine", b"theirs"
 KNOWN = list(range(1000, 1200))

@@ -31,12 +31,13 @@ from cairn.agents.upkeep import Upkeep
 from cairn.agents.writer import Writer
 from cairn.config import Config
 from cairn.errors import ConfigError, Conflict, Unavailable
+from cairn.figures import Placed
 from cairn.metrics import AgentFigures
 from cairn.seams import Clock, FileSystem, Rng
 from cairn.service.requests import PLAIN, SamplingOptions
 from cairn.service.service import Service
 from cairn.text.chat import Sampled
-from cairn.types import Done, Placed
+from cairn.types import Done
 
 LOCK_SECONDS = 5.0
 """How long a start waits for a process that still holds the folder."""

@@ -16,8 +16,8 @@ from cairn.agents.roster import Roster
 from cairn.agents.tied import Tied
 from cairn.agents.tree import CHUNK_TOKENS, Agent, Turn
 from cairn.errors import Unavailable
+from cairn.figures import Placed
 from cairn.service.service import Service
-from cairn.types import Placed
 
 Contexts = Sequence[tuple[Sequence[int], Turn | None]]
 """Ids, and whose they are: None for an ordinary request's."""

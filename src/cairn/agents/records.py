@@ -15,7 +15,8 @@ import msgspec
 
 from cairn.agents.info import Savings
 from cairn.errors import InvalidRequest
-from cairn.types import CacheReport, OutputFormat, SamplingParams
+from cairn.figures import CacheReport
+from cairn.types import OutputFormat, SamplingParams
 
 
 class AgentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

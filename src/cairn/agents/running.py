@@ -16,11 +16,12 @@ from cairn.agents.segment import Record
 from cairn.agents.tree import Agent, Turn
 from cairn.agents.writer import Writer
 from cairn.errors import GenerationFailed, Unavailable
+from cairn.figures import CacheReport
 from cairn.seams import Clock
 from cairn.service.service import Service
 from cairn.service.stream import Stream, merge
 from cairn.text.stream import TextStream
-from cairn.types import CacheReport, Delta, Done, Event, FinishReason, Request, Usage
+from cairn.types import Delta, Done, Event, FinishReason, Request, Usage
 
 PIECE_TOKENS = 16
 PIECE_SECONDS = 0.25

@@ -15,7 +15,8 @@ import msgspec
 
 from cairn.api.reply import encode, error_body
 from cairn.errors import CairnError
-from cairn.types import CacheReport, Delta, Done, Miss, TokenLogprob, ToolCallDelta
+from cairn.figures import CacheReport, Miss
+from cairn.types import Delta, Done, TokenLogprob, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
 """Ends every stream that went well."""

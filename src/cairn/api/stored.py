@@ -12,8 +12,8 @@ from cairn.api.limits import read_nothing
 from cairn.api.parse import parse
 from cairn.api.reply import Call
 from cairn.config import Config
+from cairn.figures import Swept
 from cairn.service.service import Service
-from cairn.types import Swept
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
 

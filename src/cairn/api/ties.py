@@ -12,8 +12,9 @@ from cairn.agents.agents import Agents
 from cairn.api.reply import Call
 from cairn.api.schemas import Generation
 from cairn.errors import InvalidRequest, NotFound, Unavailable
+from cairn.figures import CacheReport
 from cairn.text.chat import Sampled
-from cairn.types import CacheReport, Done, Request, Timing
+from cairn.types import Done, Request, Timing
 
 HEADER = b"x-cairn-agent"
 

@@ -11,7 +11,8 @@ import msgspec
 
 from cairn.answer import Answer, ToolCall
 from cairn.errors import GenerationFailed
-from cairn.types import CacheReport, Delta, FinishReason, Miss, Usage
+from cairn.figures import CacheReport, Miss
+from cairn.types import Delta, FinishReason, Usage
 
 _REASONS = {reason.value: reason for reason in FinishReason}
 

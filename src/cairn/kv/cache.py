@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cairn.engine.base import NO_BLOCK, EngineInfo
+from cairn.figures import Miss
 from cairn.kv.blocks import BlockPool, Copy, GroupUse
 from cairn.kv.context import PATIENCE, Below, Context, Memory
 from cairn.kv.prefix import Chain, root
 from cairn.kv.windows import first_read, window_blocks
-from cairn.types import CacheGroup, Miss
+from cairn.types import CacheGroup
 
 
 class Cache:

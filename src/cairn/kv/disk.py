@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cairn.errors import ConfigError, Conflict
+from cairn.figures import TierStats
 from cairn.kv import chunk_file, upkeep
 from cairn.kv.chunk_file import Damaged
 from cairn.kv.codec import Codec
 from cairn.kv.disk_state import DiskState
 from cairn.kv.intake import Intake
 from cairn.kv.pins import Pins, pin_bytes, pin_name
-from cairn.kv.store import Chunk, StoreStats
+from cairn.kv.store import Chunk
 from cairn.kv.store_folder import StoreFolder, open_folder
 from cairn.kv.upkeep import Scrubbed
 from cairn.seams import Clock, FileSystem, Lock
@@ -180,7 +181,7 @@ class DiskStore:
                 state.shelf.pin(one, [self._tag + key for key in self._unsaved[one]])
         self._save_pins()
 
-    def stats(self) -> StoreStats:
+    def stats(self) -> TierStats:
         """Figures of all models in the folder."""
         return self._state.stats()
 

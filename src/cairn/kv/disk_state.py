@@ -6,13 +6,14 @@ thread at a time: to the one that writes it (`writing`), or to whoever doomed th
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+
+from cairn.figures import TierStats
 from cairn.kv.shelf import Entry, Shelf
-from cairn.kv.store import StoreStats
 from cairn.kv.store_folder import StoreFolder
 from cairn.seams import Clock
 
@@ -44,7 +45,7 @@ class DiskState:
         self._reserve = reserve
         self._unsynced: dict[Path, None] = {}
         """Folders whose names have yet to be made durable."""
-        self._counts = StoreStats()
+        self._counts = TierStats()
         self._trouble, self._full = "", ""
         self._next_try, self._backoff = 0.0, _BACKOFF[0]
         # The wall clock is read once: where it jumps while the store is open, nothing may grow old at once.
@@ -54,10 +55,10 @@ class DiskState:
         """Seconds since 1970, never going back."""
         return self._epoch + self.clock.now()
 
-    def stats(self) -> StoreStats:
+    def stats(self) -> TierStats:
         """Figures of all models in the folder."""
         with self.mutex:
-            return dataclasses.replace(
+            return msgspec.structs.replace(
                 self._counts,
                 chunks=len(self.shelf),
                 bytes=self.shelf.bytes + self.folder.littered,
@@ -74,7 +75,7 @@ class DiskState:
     def count(self, **more: int) -> None:
         """Add to the counters, with the lock held."""
         now = {name: getattr(self._counts, name) + value for name, value in more.items()}
-        self._counts = dataclasses.replace(self._counts, **now)
+        self._counts = msgspec.structs.replace(self._counts, **now)
 
     def use(self, entry: Entry) -> None:
         """A chunk was used. With the lock held."""

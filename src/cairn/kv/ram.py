@@ -5,12 +5,14 @@ Leaves first: a chunk goes only when nothing here extends it, the one used longe
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from cairn.kv.store import Chunk, StoreStats
+import msgspec
+
+from cairn.figures import TierStats
+from cairn.kv.store import Chunk
 
 _CHUNK_OVERHEAD = 1024
 """Bytes that a chunk takes beside its pages, about: 64 tokens, keys and the index."""
@@ -27,7 +29,7 @@ class RamStore:
         self._leaves: OrderedDict[bytes, None] = OrderedDict()
         """Chunks that nothing here extends, the one used longest ago first."""
         self._pins: dict[str, frozenset[bytes]] = {}
-        self._stats = StoreStats(budget=budget)
+        self._stats = TierStats(budget=budget)
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """See `Store`."""
@@ -81,11 +83,11 @@ class RamStore:
             if keys:
                 self._pins[owner] = frozenset(keys)
 
-    def stats(self) -> StoreStats:
+    def stats(self) -> TierStats:
         """See `Store`."""
         with self._lock:
             pinned = frozenset[bytes]().union(*self._pins.values())
-            return dataclasses.replace(self._stats, pinned=sum(key in self._chunks for key in pinned))
+            return msgspec.structs.replace(self._stats, pinned=sum(key in self._chunks for key in pinned))
 
     def close(self) -> None:
         """Give the memory back."""
@@ -124,7 +126,7 @@ class RamStore:
 
     def _count(self, **changes: int) -> None:
         now = {name: getattr(self._stats, name) + change for name, change in changes.items()}
-        self._stats = dataclasses.replace(self._stats, **now)
+        self._stats = msgspec.structs.replace(self._stats, **now)
 
 
 def _size(chunk: Chunk) -> int:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cairn.figures import TierStats
+
 CHUNK_BLOCKS = 4
 """Blocks in a chunk: 64 tokens."""
 OVERHEAD = 8192
@@ -33,29 +35,6 @@ class Chunk:
     """The blocks' pages, one after another, as `Engine.read_blocks` gave them."""
     group: int = 0
     """Number of its cache group: what the pages are made of. The key already tells groups apart."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """A store now. Counters are totals since it was opened."""
-
-    chunks: int = 0
-    bytes: int = 0
-    """What its files take, headers included."""
-    budget: int = 0
-    pinned: int = 0
-    """Chunks that may not be evicted."""
-    written: int = 0
-    """Bytes."""
-    read: int = 0
-    """Bytes."""
-    evicted: int = 0
-    damaged: int = 0
-    """Chunks that failed a check; they are gone."""
-    refused: int = 0
-    """Chunks that were not kept: no room, or the disk failed."""
-    trouble: str = ""
-    """Why the store does not work now, as a sentence; empty when it does."""
 
 
 class Store(Protocol):
@@ -85,7 +64,7 @@ class Store(Protocol):
         """Never evict these while `owner` pins them; they take the place of what it pinned before. Durable."""
         ...
 
-    def stats(self) -> StoreStats:
+    def stats(self) -> TierStats:
         """The store now."""
         ...
 

@@ -10,7 +10,6 @@ the worker's thread; the threads of `Writer` and `Reader` see chunks only.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 from collections import deque
@@ -18,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cairn.engine.base import Engine
 from cairn.errors import trace
+from cairn.figures import KvStats, Placed, Swept
 from cairn.kv.behind import Behind, WriteLimits
 from cairn.kv.cache import Cache
 from cairn.kv.context import Context, TierName
@@ -27,7 +27,6 @@ from cairn.kv.lookup import Lookup
 from cairn.kv.store import CHUNK_BLOCKS, Store
 from cairn.kv.writing import Writer
 from cairn.seams import Clock
-from cairn.types import KvStats, Placed, Swept, TierStats
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +270,7 @@ class Tiers:
 
     def stats(self) -> KvStats:
         """All tiers now. Asks every store: not for every step."""
-        now = {tier: TierStats(**dataclasses.asdict(store.stats())) for tier, store in self._stores.items()}
+        now = {tier: store.stats() for tier, store in self._stores.items()}
         return KvStats(
             ram=now.get("ram"),
             disk=now.get("disk"),

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from cairn.errors import CairnError
+from cairn.figures import CacheReport
 from cairn.service.packed import PackedLogprobs
 from cairn.service.recent import Told
 from cairn.text.stream import TextStream
-from cairn.types import CacheReport, Delta, Done, Event, FinishReason, Output, Request, Timing, Usage
+from cairn.types import Delta, Done, Event, FinishReason, Output, Request, Timing, Usage
 
 if TYPE_CHECKING:
     from cairn.service.stream import Waker

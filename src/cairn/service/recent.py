@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cairn.types import BLOCK_TOKENS, Differs, Miss, MissReason
+from cairn.figures import Differs, Miss, MissReason
+from cairn.types import BLOCK_TOKENS
 
 CONTEXTS = 32
 """Kept of one tenant."""

@@ -13,6 +13,7 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import Cancelled, Conflict, InvalidRequest, Unavailable, trace
+from cairn.figures import KvStats, Placed, Swept
 from cairn.metrics import Metrics
 from cairn.models.hub import locate
 from cairn.seams import Clock
@@ -28,7 +29,7 @@ from cairn.system import SystemClock
 from cairn.text.chat import Chat
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import FinishReason, KvStats, ModelSpec, Placed, Request, Swept
+from cairn.types import FinishReason, ModelSpec, Request
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import CairnError
-from cairn.types import FinishReason, KvStats, ModelSpec, Output, Placed, Request, Swept
+from cairn.figures import KvStats, Placed, Swept
+from cairn.types import FinishReason, ModelSpec, Output, Request
 
 MAX_FRAME = 64 << 20
 """Bytes in the longest frame, both ways: a prompt of 8 million tokens still fits."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from cairn.config import Config
 from cairn.engine.base import Engine
 from cairn.errors import CairnError
+from cairn.figures import KvStats
 from cairn.kv.behind import WriteLimits
 from cairn.kv.cache import Cache
 from cairn.kv.tiers import Tiers
@@ -33,7 +34,7 @@ from cairn.service import wire
 from cairn.service.answers import Answers
 from cairn.service.stores import GB, keyed, open_stores, stored_bytes
 from cairn.system import SystemClock, SystemFiles
-from cairn.types import KvStats, Output
+from cairn.types import Output
 
 BEAT_SECONDS = 1.0
 ORPHAN_SECONDS = 2.0

@@ -1,0 +1,122 @@
+"""What is told of KV: where a prompt's came from, why a part of it was missing, and what the stores hold.
+
+Frozen msgspec structs like those of `cairn.types`: they cross the wire between worker and front as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MissReason = Literal[
+    "different tokens",
+    "template",
+    "evicted",
+    "not stored yet",
+    "model changed",
+    "never seen",
+    "faster to compute",
+]
+"""Why a block of a prompt had to be computed. A worker says `evicted`, `not stored yet`, `never seen` or `faster to
+compute`; the front, which knows the tenant's other contexts, may say it more exactly with one of the others. None of
+them speaks of other tenants: what those have asked is not to be told."""
+
+
+class Differs(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a prompt leaves the nearest known context of the same tenant, and how both go on there."""
+
+    position: int
+    """Of the first token that is another one."""
+    known: str
+    """The beginning of what was there before: a few dozen characters."""
+    given: str
+    """The beginning of what stands in the prompt."""
+
+
+class Miss(msgspec.Struct, frozen=True, kw_only=True):
+    """The first full block of a prompt that no tier gave."""
+
+    position: int
+    """Of its first token in the prompt."""
+    reason: MissReason
+    differs: Differs | None = None
+    """With `different tokens` and `template`."""
+
+
+class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the KV of a prompt came from, in tokens. `computed + pool + ram + disk` is the prompt's length."""
+
+    computed: int = 0
+    pool: int = 0
+    ram: int = 0
+    disk: int = 0
+    load: float = 0.0
+    """Seconds from the decision to load until the last chunk that was used lay in the pool."""
+    miss: Miss | None = None
+    """None where everything was found but the last, incomplete block."""
+
+    @property
+    def cached(self) -> int:
+        """Tokens that were not computed."""
+        return self.pool + self.ram + self.disk
+
+
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
+    """How many leading tokens of a context each tier has, every tier for itself."""
+
+    pool: int = 0
+    ram: int = 0
+    disk: int = 0
+
+
+class Swept(msgspec.Struct, frozen=True, kw_only=True):
+    """What a look over the stored chunks found and removed."""
+
+    checked: int = 0
+    removed: int = 0
+    """Chunks."""
+    bytes: int = 0
+    """Of the removed chunks."""
+
+
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One store of KV now. Counters are totals since it was opened."""
+
+    chunks: int = 0
+    bytes: int = 0
+    """What it takes, headers of files included."""
+    budget: int = 0
+    pinned: int = 0
+    """Chunks that may not be evicted."""
+    written: int = 0
+    """Bytes."""
+    read: int = 0
+    """Bytes."""
+    evicted: int = 0
+    damaged: int = 0
+    """Chunks that failed a check; they are gone."""
+    refused: int = 0
+    """Chunks that were not kept: no room, or the disk failed."""
+    trouble: str = ""
+    """Why it does not work now, as a sentence; empty when it does."""
+
+
+class KvStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The stores below the pool. Counters are totals of one worker's life."""
+
+    ram: TierStats | None = None
+    """None where there is no such store."""
+    disk: TierStats | None = None
+    queued: int = 0
+    """Chunks that wait to be written."""
+    dropped: int = 0
+    """Chunks that were given up before they were written: the queue was full, or the pool needed their blocks."""
+    deferred: int = 0
+    """Chunks that were not stored at first touch because the day's bytes were written."""
+    loaded: int = 0
+    """Tokens brought up into the pool."""
+    load_seconds: float = 0.0
+    """Time that contexts waited for what was brought up."""
+    abandoned: int = 0
+    """Loads that ended early: too slow, a chunk was gone, or the pool had no room."""
