@@ -78,6 +78,8 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
     """Chunks."""
     bytes: int = 0
     """Of the removed chunks."""
+    unreadable: int = 0
+    """Chunks that the disk did not give: they stay until it is asked again."""
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,7 +33,7 @@ class Stored(ScriptedService):
             raise Unavailable("12 chunks of KV were given up before they were stored", retry_after=1.0)
 
     async def scrub(self) -> Swept:
-        return Swept(checked=1200, removed=2, bytes=16_000)
+        return Swept(checked=1200, removed=2, bytes=16_000, unreadable=3)
 
     async def prune(self) -> Swept:
         return Swept(checked=1200, removed=1000, bytes=8_000_000)
@@ -51,6 +51,7 @@ async def test_what_is_stored_can_be_seen_and_looked_after() -> None:
             "checked": 1200,
             "removed": 2,
             "removed_bytes": 16_000,
+            "unreadable": 3,
         }
         assert (await http.post("/v1/cache/prune")).json()["removed"] == 1000
         assert (await http.get("/v1/cache/flush")).status_code == 405
@@ -110,7 +111,8 @@ async def test_the_command_line_says_the_same(
             assert shown["damaged"] == "2 chunks" and shown["trouble"] == "the disk sulks"
             assert shown["host memory"] == "not used"
             assert shown["loaded"] == "640 tokens in 0.25 s"
-        assert (await run("scrub"))["removed"] == "2 chunks, 16.0 kB"
+        scrubbed = await run("scrub")
+        assert (scrubbed["removed"], scrubbed["not readable now"]) == ("2 chunks, 16.0 kB", "3 chunks")
         shown = await run("prune")
         assert shown["removed"] == "1,000 chunks, 8.0 MB" and shown["packed weights"] == "0 files removed here, 0 bytes"
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -32,6 +33,8 @@ from cairn.agents.reading import Found, fetch, read_segments
 from cairn.agents.rewriting import choose, clear, rewrite
 from cairn.agents.segment import SEAL, Header, Record, encode_record
 from cairn.seams import File, FileSystem, Lock, Rng
+
+log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 4 << 20
 """A segment that has reached this is closed and another begun."""
@@ -87,6 +90,8 @@ class Log:
     def _recover(self) -> None:
         found = read_segments(self._folder)
         self._index, self.damaged = Index(found.segments), found.damaged
+        if found.damaged:
+            log.warning("%d bytes of the token log are no records: a write was cut off, or damage", found.damaged)
         self._next_number = found.next_number
         self._lsns = itertools.count(1 + max(found.records, default=0))
         self._recall(found)

@@ -59,4 +59,5 @@ class StoredRoutes:
 
 
 def _swept(what: str, found: Swept) -> dict[str, Any]:
-    return {"object": what, "checked": found.checked, "removed": found.removed, "removed_bytes": found.bytes}
+    figures = {"checked": found.checked, "removed": found.removed, "removed_bytes": found.bytes}
+    return {"object": what} | figures | {"unreadable": found.unreadable}

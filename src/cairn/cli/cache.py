@@ -118,9 +118,11 @@ def _stats(found: dict[str, Any]) -> Rows:
 def _swept(found: dict[str, Any]) -> Rows:
     from cairn.cli.output import amount
 
+    unreadable = found.get("unreadable", 0)
     return [
         ("checked", f"{found['checked']:,} chunks"),
         ("removed", f"{found['removed']:,} chunks, {amount(found['removed_bytes'])}"),
+        *([("not readable now", f"{unreadable:,} chunks")] if unreadable else []),
     ]
 
 

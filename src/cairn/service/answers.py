@@ -60,7 +60,8 @@ class Answers:
 def _scrub(store: DiskStore) -> Swept:
     before = store.stats().bytes
     found = store.scrub()
-    return Swept(checked=found.checked, removed=found.damaged, bytes=max(0, before - store.stats().bytes))
+    bytes = max(0, before - store.stats().bytes)
+    return Swept(checked=found.checked, removed=found.damaged, bytes=bytes, unreadable=found.unreadable)
 
 
 def _prune(store: DiskStore) -> Swept:
