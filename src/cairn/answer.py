@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from cairn.errors import CairnError, Cancelled, DeadlineExceeded, GenerationFailed
 from cairn.figures import CacheReport
+from cairn.text.said import Said, message_of
 from cairn.types import Delta, Done, FinishReason, Request, TokenLogprob, Usage
 
 if TYPE_CHECKING:
@@ -40,15 +41,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def message(self) -> dict[str, Any]:
         """The assistant message to append to the conversation."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.text or (None if self.tool_calls else "")}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in self.tool_calls
-            ]
-        return message
+        return message_of(self.text, self.reasoning, [(one.id, one.name, one.arguments) for one in self.tool_calls])
 
 
 class AsyncStream:
@@ -62,6 +55,7 @@ class AsyncStream:
         self._events = service.generate(request)
         self._done = done
         self._parts: list[Delta] = []
+        self._said = Said()
         self._end: Done | None = None
 
     @property
@@ -70,9 +64,9 @@ class AsyncStream:
         parts = self._parts
         end = self._end
         return Answer(
-            text="".join(part.text for part in parts),
-            reasoning="".join(part.reasoning for part in parts),
-            tool_calls=_tool_calls(parts),
+            text=self._said.text,
+            reasoning=self._said.reasoning,
+            tool_calls=tuple(ToolCall(*one) for one in self._said.calls),
             tokens=tuple(token for part in parts for token in part.tokens),
             finish_reason=end.reason if end else None,
             usage=end.usage if end else None,
@@ -88,6 +82,7 @@ class AsyncStream:
         async for event in self._events:
             if isinstance(event, Delta):
                 self._parts.append(event)
+                self._said.add(event)
                 return event
             self._end = event
             _check_end(event.reason)
@@ -123,14 +118,3 @@ def _check_end(reason: FinishReason) -> None:
     }
     if reason in ends:
         raise ends[reason]
-
-
-def _tool_calls(parts: Sequence[Delta]) -> tuple[ToolCall, ...]:
-    found: dict[int, list[str]] = {}
-    for part in parts:
-        for piece in part.tool_calls:
-            call = found.setdefault(piece.index, ["", "", ""])
-            call[0] = call[0] or piece.id
-            call[1] = call[1] or piece.name
-            call[2] += piece.arguments
-    return tuple(ToolCall(*found[index]) for index in sorted(found))

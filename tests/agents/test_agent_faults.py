@@ -25,10 +25,10 @@ from cairn.agents.index import Kind
 from cairn.agents.info import Savings, TurnInfo
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, SavingsRecord, TokensRecord
-from cairn.agents.running import Said
 from cairn.agents.segment import Record
 from cairn.errors import CairnError, ConfigError, Conflict, GenerationFailed, InvalidRequest, NotFound, Unavailable
 from cairn.service.service import Service
+from cairn.text.said import Said
 
 Figure = Callable[[str, str], None]
 

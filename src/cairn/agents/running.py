@@ -20,6 +20,7 @@ from cairn.figures import CacheReport
 from cairn.seams import Clock
 from cairn.service.service import Service
 from cairn.service.stream import Stream, merge
+from cairn.text.said import Said
 from cairn.text.stream import TextStream
 from cairn.types import Delta, Done, Event, FinishReason, Request, Usage
 
@@ -49,39 +50,6 @@ class Keeper(Protocol):
     async def sync(self, *records: Record) -> None:
         """Return when what is owed, and these, are durable."""
         ...
-
-
-class Said:
-    """The message that an answer's pieces make."""
-
-    def __init__(self) -> None:
-        self.text: list[str] = []
-        self.reasoning: list[str] = []
-        self.calls: dict[int, dict[str, Any]] = {}
-
-    def add(self, delta: Delta) -> None:
-        """The next piece."""
-        self.text.append(delta.text)
-        self.reasoning.append(delta.reasoning)
-        for piece in delta.tool_calls:
-            call = self.calls.setdefault(
-                piece.index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-            )
-            call["id"] = call["id"] or piece.id
-            call["function"]["name"] = call["function"]["name"] or piece.name
-            call["function"]["arguments"] += piece.arguments
-
-    def message(self) -> dict[str, Any] | None:
-        """The assistant's message; None if nothing was said."""
-        text, reasoning = "".join(self.text), "".join(self.reasoning)
-        if not (text or reasoning or self.calls):
-            return None
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if self.calls else "")}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if self.calls:
-            message["tool_calls"] = [self.calls[index] for index in sorted(self.calls)]
-        return message
 
 
 class RunningTurn:
@@ -184,7 +152,7 @@ class RunningTurn:
         good = done is not None and done.reason in GOOD
         failure = None
         try:  # nothing changes before there is a record of it
-            end, record = self._made(done, self._said.message(), good=good)
+            end, record = self._made(done, self._said.message() if self._said else None, good=good)
         except UnicodeError:  # half a surrogate pair, which UTF-8 cannot hold
             named = f"turn {self.turn.number} of agent {self.agent.id}"
             if good:

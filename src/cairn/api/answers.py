@@ -12,19 +12,18 @@ from cairn.api.ties import Tie
 from cairn.errors import Cancelled, DeadlineExceeded, GenerationFailed
 from cairn.service.recent import Told
 from cairn.service.service import Service
+from cairn.text.said import Said
 from cairn.types import Delta, Done, Event, FinishReason, Request, TokenLogprob
 
 
 class Choice:
     """What one choice has said so far."""
 
-    __slots__ = ("calls", "done", "logprobs", "prompt_logprobs", "reasoning", "request", "text", "tokens")
+    __slots__ = ("done", "logprobs", "prompt_logprobs", "request", "said", "tokens")
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.text: list[str] = []
-        self.reasoning: list[str] = []
-        self.calls: dict[int, dict[str, Any]] = {}
+        self.said = Said()
         self.tokens: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -37,29 +36,9 @@ class Choice:
 
     def pass_on(self, delta: Delta) -> None:
         """Take a piece that a stream sends at once: its log-probabilities are not kept, they are large."""
-        if delta.text:
-            self.text.append(delta.text)
-        if delta.reasoning:
-            self.reasoning.append(delta.reasoning)
+        self.said.add(delta)
         self.tokens += delta.tokens
         self.prompt_logprobs += delta.prompt_logprobs
-        for piece in delta.tool_calls:
-            call = self.calls.setdefault(
-                piece.index, {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-            )
-            call["id"] = call["id"] or piece.id
-            call["function"]["name"] = call["function"]["name"] or piece.name
-            call["function"]["arguments"] += piece.arguments
-
-    def message(self) -> dict[str, Any]:
-        """The assistant message; content is None where the model only called tools."""
-        text = "".join(self.text)
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if self.calls else "")}
-        if self.reasoning:
-            message["reasoning_content"] = "".join(self.reasoning)
-        if self.calls:
-            message["tool_calls"] = [self.calls[index] for index in sorted(self.calls)]
-        return message
 
 
 class ChatAnswer:
@@ -104,7 +83,7 @@ class ChatAnswer:
     def done(self, index: int) -> None:
         """Keep the exact tokens of an answer, for when it comes back as history."""
         choice = self._choices[index]
-        sampled = self._service.chat.remember(self._tenant, choice.request.prompt, choice.tokens, choice.message())
+        sampled = self._service.chat.remember(self._tenant, choice.request.prompt, choice.tokens, choice.said.message())
         if self._tie is not None and choice.done is not None:
             self._tie.done(choice.request, choice.tokens, choice.done, sampled)
 
@@ -115,7 +94,7 @@ class ChatAnswer:
             logprobs = None
             if choice.request.sampling.logprobs:
                 logprobs = chat_logprobs(choice.logprobs, self._service.tokenizer)
-            message = choice.message() | {"refusal": None}
+            message = choice.said.message() | {"refusal": None}
             found.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason(choice)})
         return self._head | {"choices": found, "usage": usage}
 
@@ -190,7 +169,7 @@ class TextAnswer:
                 for entry in choice.logprobs:
                     self._logprobs[index].add(entry.token, entry)
                 logprobs = self._logprobs[index].take()
-            text = (self._echoes[index] if self._echoes is not None else "") + "".join(choice.text)
+            text = (self._echoes[index] if self._echoes is not None else "") + choice.said.text
             found.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason(choice)})
         return self._head | {"choices": found, "usage": usage}
 
