@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -232,11 +231,12 @@ def test_contexts_of_requests_are_remembered_within_a_bound_over_all_agents(monk
     monkeypatch.setattr(tied, "MOST_IDS", 1000)
     kept, one, other = Tied(), named(1), named(2)
     for n in range(3):
-        assert kept.add(one, [n] * 200) == []
-    assert kept.add(other, [7] * 300) == [] and kept.add(other, [7] * 400) == [], "it begins with the one before it"
-    over = kept.add(other, [8] * 250)
-    assert [(agent.key, len(ids), ids[0]) for agent, ids in over] == [(1, 200, 0), (1, 200, 1)]
-    assert [(agent.key, ids[0]) for agent, ids in kept.add(one, [9] * 300)] == [(2, 7)]
+        kept.add(one, [n] * 200)
+    kept.add(other, [7] * 300)
+    kept.add(other, [7] * 400)  # it begins with the one before it
+    assert kept._size == 1000
+    kept.add(other, [8] * 250)  # two of the first agent's go
+    kept.add(one, [9] * 300)  # the older of the other's goes
     assert [[ids[0] for ids in kept.take(agent)] for agent in (one, other, one)] == [[2, 9], [8], []]
     assert kept._size == 0
 
@@ -246,55 +246,9 @@ def test_what_is_pinned_and_the_newest_context_are_remembered_whatever_the_bound
 ) -> None:
     monkeypatch.setattr(tied, "MOST_IDS", 100)
     kept, pinned, other = Tied(), named(1, pinned=True), named(2)
-    assert kept.add(pinned, [1] * 90) == []
-    assert [ids[0] for _, ids in kept.add(pinned, [2] * 90)] == [1]
-    assert kept.add(other, [3] * 500) == [] and [ids[0] for ids in kept.take(pinned)] == [2]
-    assert [(agent.key, ids[0]) for agent, ids in kept.add(named(3), [4] * 5)] == [(2, 3)]
-
-
-def test_what_remembered_contexts_share_is_told_in_whole_chunks() -> None:
-    kept = Tied()
-    kept.add(named(1), [*range(150), 1, 1])
-    kept.add(named(2), [*range(200), 2, 2])
-    kept.add(named(3, "another"), range(1000))
-    ids = array("I", range(260))
-    assert kept.shared("default", ids) == 192 and kept.shared("nobody", ids) == 0
-    assert kept.shared("default", ids[:100]) == 64 and kept.shared("default", ids[1:]) == 0
-
-
-async def test_a_context_that_is_remembered_no_longer_is_given_up_but_for_what_others_have(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where there is no worker at that moment."""
-    monkeypatch.setattr(kv, "RETRY_SECONDS", 0.01)
-    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
-        await grown(at, "ada", "bob")
-        done = (await at.say("bob", "more")).done
-        assert done is not None
-        mine = (await at.agents.context("default", "ada"))[:128]
-        contexts = [[*mine, *range(first, first + 192)] for first in (5, 7)]
-        contexts.append([*contexts[0][:192], *range(9, 137)])
-        for ids in contexts:
-            await collect(at.service.generate(request(at.service, tuple(ids), 2, salt=b"default", durable=True)))
-        await at.service.flush()
-        for ids in contexts[:2]:
-            at.agents.account("default", "ada", b"default", ids, done)
-        monkeypatch.setattr(tied, "MOST_IDS", 700)
-        ask, asked = at.service._supervisor.ask, []
-
-        async def gone(what: str, **fields: object) -> None:
-            asked.append(what)
-            raise Unavailable("the worker is being replaced", retry_after=1.0)
-
-        monkeypatch.setattr(at.service._supervisor, "ask", gone)
-        at.agents.account("default", "bob", b"default", contexts[2], done)
-        async with asyncio.timeout(10):
-            while len(asked) < 2:
-                await asyncio.sleep(0.01)
-        monkeypatch.setattr(at.service._supervisor, "ask", ask)
-        await asyncio.wait_for(at.agents.kv.settled(), 10)
-        left = [(await at.service.where(ids, b"default")).disk for ids in contexts]
-        assert left == [192, 320, 320], "the oldest goes, but for what bob's request begins with"
-        for id in ("bob", "ada"):
-            await at.agents.delete("default", id, b"default")
-        assert [(await at.service.where(ids, b"default")).disk for ids in contexts] == [0, 0, 0]
+    kept.add(pinned, [1] * 90)
+    kept.add(pinned, [2] * 90)
+    kept.add(other, [3] * 500)
+    assert [ids[0] for ids in kept.take(pinned)] == [2]
+    kept.add(named(3), [4] * 5)
+    assert kept.take(other) == [] and kept._size == 5

@@ -268,7 +268,7 @@ async def test_the_turns_of_an_agent_are_listed_in_pages(folder: Path) -> None:
             found, after = [*found, *page["data"]], page["next"]
         assert found == whole["data"] and after is None
         assert (await http.get("/v1/agents/ada/turns?after=3")).json()["data"] == []
-        for query in ("limit=0", "limit=101", "after=x", "after=-1", "page=2"):
+        for query in ("limit=0", "limit=101", "after=x", "after=-1", f"after={'0' * 20}5", "page=2"):
             assert (await http.get(f"/v1/agents/ada/turns?{query}")).status_code == 400, query
 
 
@@ -294,7 +294,7 @@ async def test_a_turn_is_on_the_account_of_its_own_agent_only(folder: Path) -> N
 
 async def test_odd_parameters_of_the_list_are_refused(folder: Path) -> None:
     async with home(folder) as (_, _, http):
-        for query in ("limit=0", "limit=101", "limit=x", "page=2", "after=", "a&b", "limit"):
+        for query in ("limit=0", "limit=101", "limit=0000000011000", "limit=x", "page=2", "after=", "a&b", "limit"):
             response = await http.get("/v1/agents?" + query)
             assert response.status_code == 400, query
 

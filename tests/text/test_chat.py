@@ -13,6 +13,7 @@ from tests.text import text_models
 import cairn
 from cairn.config import Config
 from cairn.errors import ContextTooLong, InvalidRequest, ModelFileError, Overloaded, Unsupported
+from cairn.text import length
 from cairn.text.chat import Chat
 from cairn.text.stream import TextStream
 from cairn.text.templates import load_templates
@@ -345,6 +346,15 @@ async def test_what_a_template_makes_far_too_long_is_not_encoded_whole(
     monkeypatch.undo()
     thought = {"role": "assistant", "content": "y", "reasoning_content": long}
     await chat.prompt([*short, thought, *short])
+
+
+async def test_control_tokens_of_a_template_count_as_one(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many short messages are mostly control tokens, which spelled out would be several tokens each."""
+    monkeypatch.setattr(length, "PIECE", 1000)
+    messages = [{"role": ("user", "assistant")[n % 2], "content": "x"} for n in range(301)]
+    whole = await (await start()).prompt(messages)
+    monkeypatch.setattr(length, "USUAL_CHARACTERS", 1)
+    assert (await (await start(context=len(whole.tokens))).prompt(messages)).tokens == whole.tokens
 
 
 # -- templates ----------------------------------------------------------------------------------------------------

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from array import array
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from cairn.agents.archive import Archive
@@ -22,7 +21,7 @@ from cairn.service.service import Service
 Contexts = Sequence[tuple[Sequence[int], Turn | None]]
 """Ids, and whose they are: None for an ordinary request's."""
 RETRY_SECONDS = 1.0
-"""Between two attempts to give up KV that nobody asks for a second time."""
+"""Between two attempts to give up the KV of an agent that is deleted."""
 
 
 class AgentKv:
@@ -57,12 +56,8 @@ class AgentKv:
                 return await self._service.pin(_owner(agent), ids, agent.salt)
 
     def tied(self, agent: Agent, ids: Sequence[int]) -> None:
-        """An ordinary request in the agent's name was answered, and this is its context: its KV goes with the agent.
-
-        What cannot be remembered until then any more is given up now.
-        """
-        for owner, context in self._tied.add(agent, ids):
-            self._later(self._forgo(owner, context))
+        """An ordinary request in the agent's name was answered, and this is its context: its KV goes with the agent."""
+        self._tied.add(agent, ids)
 
     def pin_later(self, agent: Agent, ids: Sequence[int] | None = None) -> None:
         """Pin the agent's context, or beside it that of the last request in its name; nobody waits for it."""
@@ -94,32 +89,19 @@ class AgentKv:
         try:
             await self._give_up(agent, contexts)
         except Unavailable:
-            self._later(self._insist(lambda: self._give_up(agent, contexts)))
+            self._later(self._insist(agent, contexts))
 
-    async def _insist(self, give_up: Callable[[], Awaitable[None]]) -> None:
+    async def _insist(self, agent: Agent, contexts: Contexts) -> None:
         while True:
             await asyncio.sleep(RETRY_SECONDS)
             with contextlib.suppress(Unavailable):
-                return await give_up()
+                return await self._give_up(agent, contexts)
 
     async def _give_up(self, agent: Agent, contexts: Contexts) -> None:
         await self._unpin(agent)
         for ids, turn in contexts:
             if ids:
                 await self._service.evict(ids, agent.salt, keep=await self._shared(agent, ids, turn), disk=True)
-
-    async def _forgo(self, agent: Agent, context: array[int]) -> None:
-        """Give up a context of a request in the agent's name, except what a remembered one has, or another agent."""
-
-        async def give_up() -> None:
-            agents = await self._shared(agent, context, None, own=True)
-            keep = max(agents, self._tied.shared(agent.tenant, context))
-            await self._service.evict(context, agent.salt, keep=keep, disk=True)
-
-        try:
-            await give_up()
-        except Unavailable:
-            await self._insist(give_up)
 
     async def settled(self) -> None:
         """Return when nothing is under way that nobody waits for."""
@@ -135,16 +117,13 @@ class AgentKv:
         await self._service.unpin(_owner(agent))
         await self._service.unpin(_owner(agent, tied=True))
 
-    async def _shared(self, agent: Agent, ids: Sequence[int], turn: Turn | None, *, own: bool = False) -> int:
-        """How many leading tokens other agents of the tenant have too, in whole chunks; with `own`, this one too.
-
-        `turn`: whose context it is.
-        """
+    async def _shared(self, agent: Agent, ids: Sequence[int], turn: Turn | None) -> int:
+        """How many leading tokens other agents of the tenant have too, in whole chunks. `turn`: whose context it is."""
         if len(ids) < CHUNK_TOKENS:
             return 0
         longest, first = 0, turn.first if turn is not None else hash(pack(ids[:CHUNK_TOKENS]))
         for other in self._roster.of(agent.tenant):
-            if (other is agent and not own) or len(ids) == longest or (first and other.head.first not in (0, first)):
+            if other is agent or len(ids) == longest or (first and other.head.first not in (0, first)):
                 continue
             theirs: Sequence[int] = ()
             with contextlib.suppress(Unavailable):  # it was deleted meanwhile, or damaged: what it shares is made anew

@@ -33,10 +33,13 @@ async def read_json(call: Call, config: Config) -> dict[str, Any]:
 def _check_origin(call: Call, config: Config) -> None:
     """Any web page may send a request without a body, and need not ask first as it must for JSON."""
     origin = (call.header(b"origin") or b"").decode("latin-1")
+    if not origin or call.header(b"sec-fetch-site") in (b"same-origin", b"none"):
+        return
     host = (call.header(b"host") or b"").decode("latin-1")
-    own = origin.partition("://")[2] == host
-    if origin and not own and origin not in config.cors_origins and "*" not in config.cors_origins:
-        raise Forbidden(f"pages of {shown(origin)} may not call this server; allow them with --cors-origins")
+    if origin.partition("://")[2] != host and origin not in config.cors_origins and "*" not in config.cors_origins:
+        raise Forbidden(
+            f"pages of {shown(origin)} may not call this server; allow them with --cors-origins, or send {{}} as JSON"
+        )
 
 
 def _parsed(body: bytes, config: Config) -> dict[str, Any]:

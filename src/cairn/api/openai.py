@@ -251,7 +251,7 @@ async def encode_text(service: Service, text: str) -> list[int]:
 
 async def check_length(service: Service, texts: Sequence[str], field: str) -> None:
     """Refuse texts that are far too long for the context before anything is done with them."""
-    await length.check_length(service.tokenizer, texts, service.info.context, field)
+    await length.check_length(service.tokenizer.encode, texts, service.info.context, field)
 
 
 def _fit(options: SamplingOptions, prompt: int, context: int) -> SamplingOptions:

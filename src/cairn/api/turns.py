@@ -39,10 +39,10 @@ class TurnRoutes:
     async def turns(self, call: Call, service: Service) -> None:
         """GET /v1/agents/{id}/turns, by number: all, or `limit` of them `after` a number."""
         limit, text = page_of(call, "the number of a turn")
-        if text and not (text.isascii() and text.isdigit()):
+        if text and not (text.isascii() and text.isdigit() and len(text) <= 18):
             raise InvalidRequest("after must be the number of a turn", field="after")
         wanted = None if limit is None else limit + 1
-        found = await self._ties.open().turns(call.tenant, id_of(call), after=int(text[:20] or 0), limit=wanted)
+        found = await self._ties.open().turns(call.tenant, id_of(call), after=int(text or 0), limit=wanted)
         data = [turn_object(turn) for turn in found[:limit]]
         more = len(found) > len(data)
         next = data[-1]["number"] if more else None

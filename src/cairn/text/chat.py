@@ -11,6 +11,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,7 +126,7 @@ class Chat:
             shown = dict(enumerate(chat.plain)) | {n: {"role": "assistant", "content": text} for n, text in stand_ins}
             conversations.append(list(shown.values()))
         texts = await self._render(chat, conversations)
-        await self._check_length(texts[0])
+        await self._check_length(texts[0], chat.mark)
         if sum(map(len, texts)) > INLINE:
             tokens = await asyncio.to_thread(self._encode, texts, chat.mark, answers, tenant)
         else:
@@ -154,7 +155,7 @@ class Chat:
         _, found, added = text.partition(answer)
         if not found or answer in added or next(self._tokenizer.controls.find(added), None) is None:
             return None
-        await self._check_length(added)
+        await self._check_length(added, chat.mark)
         encode = self._tokenizer.encode_rendered
         long = len(added) > INLINE
         ids = await asyncio.to_thread(encode, added, chat.mark) if long else encode(added, chat.mark)
@@ -188,10 +189,11 @@ class Chat:
         payload = _json({"messages": conversations, "tools": chat.tools, "arguments": chat.arguments})
         return await self._renderer.render(Job(template=chat.template, payload=payload, marks=chat.mark + chat.edge))
 
-    async def _check_length(self, rendered: str) -> None:
+    async def _check_length(self, rendered: str, mark: str) -> None:
         """What a template put into the prompt: contents, tools, calls, and of reasoning what it keeps."""
         if self._context is not None:
-            await check_length(self._tokenizer, [rendered], self._context, "messages")
+            encode = partial(self._tokenizer.encode_rendered, mark=mark)
+            await check_length(encode, [rendered], self._context, "messages")
 
     def _prompt(self, text: str, tokens: Sequence[int], tools: bool) -> Prompt:
         """`text`: what was rendered, or its end."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cairn.errors import ContextTooLong
-from cairn.text.tokenizer import Tokenizer
 
 USUAL_CHARACTERS = 8
 """Characters a token from which a text is looked at more closely; languages and code have 1 to 5."""
@@ -14,14 +13,17 @@ PIECE = 16_384
 """Characters in one piece of a text that is only measured."""
 
 
-async def check_length(tokenizer: Tokenizer, texts: Sequence[str], context: int, field: str) -> None:
+Encode = Callable[[str], Sequence[int]]
+
+
+async def check_length(encode: Encode, texts: Sequence[str], context: int, field: str) -> None:
     """Raise ContextTooLong for texts that are together far too long for a context of so many tokens.
 
     They are encoded in pieces until twice the context is passed; the cuts add far less than that.
     """
     if sum(map(len, texts)) <= max(PIECE, USUAL_CHARACTERS * context):
         return
-    count = await asyncio.to_thread(_count, tokenizer, texts, 2 * context)
+    count = await asyncio.to_thread(_count, encode, texts, 2 * context)
     if count > 2 * context:
         raise ContextTooLong(
             f"the text has more than {count} tokens where it was no longer read; the context is {context} tokens",
@@ -29,12 +31,12 @@ async def check_length(tokenizer: Tokenizer, texts: Sequence[str], context: int,
         )
 
 
-def _count(tokenizer: Tokenizer, texts: Sequence[str], enough: int) -> int:
+def _count(encode: Encode, texts: Sequence[str], enough: int) -> int:
     """About how many tokens the texts have, or the first count beyond `enough`."""
     count = 0
     for text in texts:
         for start in range(0, len(text), PIECE):
-            count += len(tokenizer.encode(text[start : start + PIECE]))
+            count += len(encode(text[start : start + PIECE]))
             if count > enough:
                 return count
     return count
