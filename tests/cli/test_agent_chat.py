@@ -34,6 +34,8 @@ class House:
         self.head = 0
         self.down = False
         self.busy = 0
+        self.mute = False
+        """Ctrl-C comes before the answer begins."""
         self.orders: list[str] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
@@ -57,7 +59,11 @@ class House:
             lost = body["messages"] == [SECOND]
             state, parent = "interrupted" if lost else "finished", self.head
             self.head = len(self.turns) + 1
-            self.turns.append({"number": self.head, "parent": parent, "messages": body["messages"], "state": state})
+            turn = {"number": self.head, "parent": parent, "messages": body["messages"], "state": state}
+            self.turns.append(turn | {"request": f"q{self.head}"})
+            if self.mute:
+                self.mute = False
+                raise KeyboardInterrupt
             return self._answer(self._lost() if lost else iter((HALF, REST, b"data: [DONE]\n\n")))
         if order.endswith("/resume"):
             self.turns[-1]["state"] = "finished"
@@ -143,6 +149,22 @@ def test_a_stopped_answer_takes_nothing_else_back(monkeypatch: pytest.MonkeyPatc
     assert "took back: two" in said and saved(file) == ["one", "half and half"]
 
 
+def test_a_question_is_taken_back_that_was_stopped_before_its_answer_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the server's log by then: the next question would be answered behind it."""
+    house = House()
+    house.mute = True
+    said = talk(house, monkeypatch, "one")
+    assert "POST /v1/requests/q1/cancel" in house.orders and "took back: one" in said and house.head == 0
+
+
+def test_a_question_that_got_an_empty_answer_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House()
+    end = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
+    house._lost = lambda: iter((end,))  # type: ignore[method-assign]
+    said = talk(house, monkeypatch, "one", "two")
+    assert "took back: two" in said and house.head == 1
+
+
 @pytest.mark.parametrize(("busy", "taken"), [(2, True), (9, False)])
 def test_a_turn_that_is_still_ending_is_waited_for(monkeypatch: pytest.MonkeyPatch, busy: int, taken: bool) -> None:
     """By what the error is, not by how it is said."""
@@ -185,7 +207,7 @@ def test_resume_against_a_real_server(tmp_path: Path) -> None:
         client.post(f"/v1/requests/{stream.request}/cancel", {})
         stream.close()
         end = time.monotonic() + 60
-        while client.get("/v1/agents/ada").json()["state"] != "interrupted":
+        while client.get("/v1/agents/ada")["state"] != "interrupted":
             assert time.monotonic() < end
             time.sleep(0.05)
         out, err = io.StringIO(), io.StringIO()

@@ -10,7 +10,7 @@ import pytest
 
 from cairn.cli.client import Client
 from cairn.cli.http_stream import HttpStream
-from cairn.errors import CairnError, Conflict, Damaged, GenerationFailed, NotFound, Unavailable
+from cairn.errors import CairnError, ConfigError, Conflict, Damaged, GenerationFailed, NotFound, Unavailable
 
 SAID = "one\u2028two\u2029three\u0085four \u4f60\U0001f600"
 
@@ -100,3 +100,19 @@ def test_an_answer_that_breaks_off_is_one_sentence() -> None:
                 one.get("/v1/models")
             with pytest.raises(Unavailable):
                 one.post("/tokenize", {})
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"", b"\xff", b"[]", b"[" * 100_000])
+@pytest.mark.parametrize("status", [200, 503])
+def test_what_is_no_cairn_server_is_one_sentence(body: bytes, status: int) -> None:
+    with client(lambda _: httpx.Response(status, content=body)) as one:
+        for ask in (lambda: one.get("/health/ready"), lambda: one.get("/v1/models"), lambda: one.post("/tokenize", {})):
+            with pytest.raises(
+                CairnError, match=r"^(what answers at http://h is no Cairn server|the server answered 503)"
+            ):
+                ask()
+
+
+def test_a_key_that_no_header_can_carry_is_refused() -> None:
+    with pytest.raises(ConfigError, match="API key"):
+        Client("http://h", "schl\u00fcssel")

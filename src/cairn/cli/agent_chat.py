@@ -53,7 +53,7 @@ class AgentConversation(Conversation):
         self._told = Told(client, id)
         super().__init__(self._told, sampling)
         try:
-            agent = client.get(self._path).json()
+            agent = client.get(self._path)
         except NotFound:
             agent = client.post("/v1/agents", {"id": id, "system": system})
             self._say(f"agent {id} is new")
@@ -74,13 +74,21 @@ class AgentConversation(Conversation):
         """Answer one question; one that was stopped or failed half-way is taken back on the server too."""
         before = len(self.messages)
         self._told.answering = None
+        try:
+            head = self._head()
+        except CairnError as error:
+            self._lost(error)
+            return
         super().ask(question)
         stream = self._told.answering
-        if stream is None or stream.answer.finish_reason is not None:
+        if stream is not None and stream.answer.finish_reason is not None and len(self.messages) > before:
             return
         del self.messages[before:]
-        self._cancel(stream)
         try:
+            last = self._last() if stream is None else None
+            if stream is None and (last is None or last["number"] == head):
+                return  # the question has not come as far as the agent
+            self._cancel(stream.request if stream is not None else str((last or {}).get("request", "")))
             self._undo("")
         except CairnError as error:
             self._say(f"{error}\n(your question is still to be taken back: /undo once the server answers)")
@@ -111,24 +119,32 @@ class AgentConversation(Conversation):
 
     def _resume(self, _: str) -> None:
         last = self._last()
-        stream = self._client.resume(self._told.id)
+        try:
+            stream = self._client.resume(self._told.id)
+        except KeyboardInterrupt:
+            self._cancel(str((last or {}).get("request", "")))
+            self._say("(stopped: /resume goes on with it, /undo takes the question back)")
+            return
         try:
             self._show(stream)
         finally:
             stream.close()
         answer = stream.answer
         if answer.finish_reason is None:
-            self._cancel(stream)
+            self._cancel(stream.request)
             self._say("(stopped: /resume goes on with it, /undo takes the question back)")
             return
         self.messages += [*(last["messages"] if last else ()), answer.message]
 
     def _last(self) -> dict[str, Any] | None:
         """The turn that the next one would follow; None at the beginning."""
-        head = self._client.get(self._path).json()["head"]
-        turns: list[dict[str, Any]] = self._client.get(self._path + "/turns").json()["data"]
+        head = self._head()
+        turns: list[dict[str, Any]] = self._client.get(self._path + "/turns")["data"]
         return next((turn for turn in turns if turn["number"] == head), None)
 
-    def _cancel(self, stream: HttpStream) -> None:
+    def _head(self) -> int:
+        return int(self._client.get(self._path)["head"])
+
+    def _cancel(self, request: str) -> None:
         with suppress(CairnError):
-            self._client.post(f"/v1/requests/{stream.request}/cancel", {})
+            self._client.post(f"/v1/requests/{request}/cancel", {})

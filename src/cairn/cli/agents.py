@@ -55,8 +55,8 @@ def _register_looks(agents: typer.Typer) -> None:
         from cairn.cli.output import table
 
         with server(resolved, host) as client:
-            agent = client.get(path(id)).json()
-            turns = client.get(path(id, "turns")).json()["data"]
+            agent = client.get(path(id))
+            turns = client.get(path(id, "turns"))["data"]
         if not sys.stdout.isatty():
             table((), _facts(agent))
             table((), [("turn", *_cells(turn)) for turn in turns])
@@ -156,7 +156,7 @@ def path(id: str, more: str = "") -> str:
 def _all(client: Client) -> Iterator[dict[str, Any]]:
     after = ""
     while True:
-        page = client.get(f"/v1/agents?limit=100{after}").json()
+        page = client.get(f"/v1/agents?limit=100{after}")
         yield from page["data"]
         if not page["has_more"]:
             return

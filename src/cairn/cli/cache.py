@@ -78,7 +78,7 @@ Rows = list[tuple[str, str]]
 def _call(resolved: Resolved, host: str | None, method: str, order: str) -> dict[str, Any]:
     with server(resolved, host) as client:
         if method == "GET":
-            found: dict[str, Any] = client.get("/v1/cache" + order, admin=True).json()
+            found: dict[str, Any] = client.get("/v1/cache" + order, admin=True)
         else:
             found = client.post("/v1/cache" + order, {}, admin=True)
         return found

@@ -119,7 +119,7 @@ class Conversation:
 
     def ask(self, question: str) -> None:
         """Answer one question on the terminal and remember both; a failed one is forgotten."""
-        asked = {"role": "user", "content": question}
+        asked = {"role": "user", "content": question.encode("utf-8", "replace").decode()}
         first = [{"role": "system", "content": self.system}] if self.system else []
         started = time.monotonic()
         answering: Answering | None = None

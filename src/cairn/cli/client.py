@@ -43,6 +43,8 @@ class Client:
             parsed = httpx.URL("")
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"{url!r} is not the address of a server; it should look like http://127.0.0.1:8000")
+        if not (key.isascii() and admin_key.isascii()):
+            raise ConfigError("the API key holds letters that an HTTP header cannot carry", field="api_key")
         self._key = key
         self._model = model
         self._admin_key = admin_key
@@ -59,13 +61,17 @@ class Client:
         """Close the connections."""
         self._http.close()
 
-    def get(self, path: str, *, admin: bool = False) -> httpx.Response:
-        """GET; a 503 of /health/ready is an answer, not an error."""
-        return self._whole("GET", path, admin=admin, fine=503 if path == "/health/ready" else 200)
+    def get(self, path: str, *, admin: bool = False) -> dict[str, Any]:
+        """GET JSON; a 503 of /health/ready is an answer, not an error."""
+        return self._read(self._whole("GET", path, admin=admin, fine=503 if path == "/health/ready" else 200))
 
-    def post(self, path: str, body: Mapping[str, Any], *, admin: bool = False) -> Any:
+    def text(self, path: str, *, admin: bool = False) -> str:
+        """GET text."""
+        return self._whole("GET", path, admin=admin).text
+
+    def post(self, path: str, body: Mapping[str, Any], *, admin: bool = False) -> dict[str, Any]:
         """POST JSON, get JSON."""
-        return self._whole("POST", path, body, admin=admin).json()
+        return self._read(self._whole("POST", path, body, admin=admin))
 
     def delete(self, path: str) -> None:
         """DELETE."""
@@ -92,11 +98,11 @@ class Client:
                 if not whole:
                     target.unlink(missing_ok=True)
 
-    def upload(self, path: str, source: Path) -> Any:
+    def upload(self, path: str, source: Path) -> dict[str, Any]:
         """POST a file, get JSON. CairnError if it cannot be read."""
         try:
             with source.open("rb") as file:
-                return self._whole("POST", path, file=file).json()
+                return self._read(self._whole("POST", path, file=file))
         except OSError as error:
             raise CairnError(f"{source} cannot be read: {error.strerror or error}") from error
 
@@ -112,7 +118,7 @@ class Client:
         """The name of the model to ask."""
         if self._model:
             return self._model
-        models = self.get("/v1/models").json()["data"]
+        models = self.get("/v1/models").get("data")
         if not models:
             raise Unavailable(f"the server at {self.url} has no model")
         self._model = str(models[0]["id"])
@@ -136,6 +142,15 @@ class Client:
 
     def _open(self, path: str, body: dict[str, Any]) -> HttpStream:
         return HttpStream(self._begin("POST", path, body), self.url)
+
+    def _read(self, response: httpx.Response) -> dict[str, Any]:
+        try:
+            found = response.json()
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise CairnError(f"what answers at {self.url} is no Cairn server")
+        return found
 
     def _whole(self, method: str, path: str, body: Mapping[str, Any] | None = None, **how: Any) -> httpx.Response:
         """An answer that is read to its end; `how` as of `_begin`."""
@@ -185,7 +200,7 @@ def _error(response: httpx.Response) -> CairnError:
     try:
         error = response.json()["error"]
         message, field, code = str(error["message"]), error.get("param"), str(error.get("code"))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         message = f"the server answered {response.status_code} {response.reason_phrase}"
     if response.status_code == 401:
         message += "; give the key with CAIRN_API_KEY or --api-key @FILE"

@@ -73,7 +73,7 @@ class HttpStream:
         self._response.close()
 
     def _take(self, chunk: Mapping[str, Any]) -> Delta | None:
-        if "error" in chunk:
+        if chunk.get("error"):
             self.close()
             error = chunk["error"]
             raise GenerationFailed(str(error.get("message", error) if isinstance(error, dict) else error))
@@ -88,6 +88,8 @@ class HttpStream:
             self._reason = _REASONS.get(choice.get("finish_reason") or "", self._reason)
             delta = choice.get("delta") or {"content": choice.get("text")}
             text, reasoning = delta.get("content") or "", delta.get("reasoning_content") or ""
+            if not isinstance(text, str) or not isinstance(reasoning, str):
+                raise TypeError
             self._text.append(text)
             self._reasoning.append(reasoning)
             for piece in delta.get("tool_calls") or ():
@@ -97,7 +99,7 @@ class HttpStream:
         return None
 
     def _add_call(self, piece: Mapping[str, Any]) -> None:
-        call = self._calls.setdefault(piece["index"], ["", "", ""])
+        call = self._calls.setdefault(int(piece["index"]), ["", "", ""])
         function = piece.get("function") or {}
         call[0] = call[0] or piece.get("id") or ""
         call[1] = call[1] or function.get("name") or ""

@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Show how a running server is doing, or how far one of its requests is."""
         with server(resolved, host) as client:
-            rows = _request(client.get(_path(request)).json()) if request else _server(client)
+            rows = _request(client.get(_path(request))) if request else _server(client)
         _print(rows)
 
     @app.command(rich_help_panel="Running servers")
@@ -62,15 +62,15 @@ def _print(rows: Rows) -> None:
 
 def _server(client: Client) -> Rows:
     """Health is open to all; what is running needs the (admin) key on a server with keys."""
-    health = client.get("/health/ready").json()
+    health = client.get("/health/ready")
     rows = [("server", client.url), ("status", health["status"])]
     rows += [("because", reason) for reason in health["reasons"]]
     if health["status"] != "ready":
         return rows
-    for model in client.get("/v1/models").json()["data"]:
+    for model in client.get("/v1/models")["data"]:
         rows.append(("model", f"{model['id']}, context {model['max_model_len']} tokens"))
     try:
-        values = _metrics(client.get("/metrics", admin=True).text)
+        values = _metrics(client.text("/metrics", admin=True))
     except CairnError as error:
         return [*rows, ("load", f"not shown: {error}")]
     rows.append(("running", f"{values.get('num_requests_running', 0):.0f} requests"))
