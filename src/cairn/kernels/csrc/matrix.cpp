@@ -91,13 +91,13 @@ void put_blocks(const Segment& part, std::byte* panel, Index lane, const Source&
 void put(const Segment& part, std::byte* panels, Index to_row, const Source& from, Index row) {
     std::byte* panel = panels + to_row / LANES * part.panel_bytes();
     const Index lane = to_row % LANES, at = row * part.inner;
-    const auto* halves = static_cast<const std::uint16_t*>(from.data) + at;
+    const auto halves = [&] { return static_cast<const std::uint16_t*>(from.data) + at; };
     if (part.form == Form::f32)
         put_row<float, 1>(panel, lane, static_cast<const float*>(from.data) + at, part.inner);
     else if (part.form == Form::f16)
-        put_row<std::uint16_t, 1>(panel, lane, halves, part.inner);
+        put_row<std::uint16_t, 1>(panel, lane, halves(), part.inner);
     else if (part.form == Form::bf16)
-        put_row<std::uint16_t, 2>(panel, lane, halves, part.inner);
+        put_row<std::uint16_t, 2>(panel, lane, halves(), part.inner);
     else if (part.in_blocks())
         put_blocks(part, panel, lane, from, row);
     else
