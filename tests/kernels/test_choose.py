@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,14 @@ def test_auto_is_the_fastest_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose.chosen("auto") == "avx2"
     assert choose.chosen("portable") == "portable" and choose.chosen("reference") == "reference"
     assert choose.described("auto") == "native kernels (avx2)"
+
+
+def test_where_there_is_a_compiler_the_native_kernels_were_compiled() -> None:
+    """An install goes on without them, so nothing else would tell that the sources do not compile."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None or subprocess.run([compiler, "--version"], capture_output=True).returncode:
+        pytest.skip(f"{compiler} compiles nothing here")
+    assert native.variants()
 
 
 def test_without_a_compiler_the_reference_kernels_run_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

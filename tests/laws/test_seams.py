@@ -12,7 +12,7 @@ HEART = ["scheduler.py", "plan.py", "sequence.py", "waiting.py"]
 HEART += ["kv/blocks.py", "kv/prefix.py", "kv/windows.py", "kv/cache.py", "kv/context.py"]
 OUTSIDE = {"asyncio", "datetime", "io", "os", "pathlib", "random", "secrets", "socket", "subprocess", "sys"}
 OUTSIDE |= {"tempfile", "threading", "time", "uuid", "numpy", "torch"}
-ALLOWED = {"errors", "types", "seams", "engine.base", "kv.blocks", "kv.prefix", "kv.windows", "kv.cache"}
+ALLOWED = {"errors", "types", "figures", "seams", "engine.base", "kv.blocks", "kv.prefix", "kv.windows", "kv.cache"}
 ALLOWED |= {"kv.context", "plan", "sequence", "waiting"}
 
 

@@ -127,7 +127,7 @@ void bind_program(nb::module_& module, const Variant& (*find)(const std::string&
     const auto array = nb::arg().noconvert();
     const auto maybe = nb::arg().noconvert().none();
     nb::class_<Program>(module, "Program")
-        .def("__init__", [](Program* self, const std::string& variant,
+        .def("__init__", [find](Program* self, const std::string& variant,
                             std::shared_ptr<Team> team) { new (self) Program(find(variant), std::move(team)); })
         .def("embed", &embed, array, nb::arg(), array, array)
         .def("embed", &look_up, nb::arg(), array, array)
