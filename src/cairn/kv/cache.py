@@ -65,8 +65,7 @@ class Cache:
 
         Another sequence computes it, or it is being loaded; a load is begun here, once between two `open`s, where
         `open` would find room with `spare` blocks left. Waiting is bounded: it is over when that block is published,
-        when the sequence that computes it is closed (the next to open computes it then), after `PATIENCE` calls in
-        which that sequence got no further, and when a load ends, which it does in any case.
+        when its sequence is closed or gets no further in `PATIENCE` calls, and when a load ends, which it does anyway.
         """
         if context.loading:
             return True
