@@ -55,18 +55,19 @@ class AsyncStream:
         self._events = service.generate(request)
         self._done = done
         self._parts: list[Delta] = []
-        self._said = Said()
         self._end: Done | None = None
 
     @property
     def answer(self) -> Answer:
         """What has come so far; complete once the iteration has ended."""
-        parts = self._parts
+        parts, said = self._parts, Said()
+        for part in parts:
+            said.add(part)
         end = self._end
         return Answer(
-            text=self._said.text,
-            reasoning=self._said.reasoning,
-            tool_calls=tuple(ToolCall(*one) for one in self._said.calls),
+            text=said.text,
+            reasoning=said.reasoning,
+            tool_calls=tuple(ToolCall(*one) for one in said.calls),
             tokens=tuple(token for part in parts for token in part.tokens),
             finish_reason=end.reason if end else None,
             usage=end.usage if end else None,
@@ -82,7 +83,6 @@ class AsyncStream:
         async for event in self._events:
             if isinstance(event, Delta):
                 self._parts.append(event)
-                self._said.add(event)
                 return event
             self._end = event
             _check_end(event.reason)

@@ -162,13 +162,8 @@ def page_of(call: Call, place: str) -> tuple[int | None, str]:
     """`limit` and `after` in the URL of a list; None and "" where they are not given. `place`: what `after` is."""
     limit, after = None, ""
     for name, value in query(call):
-        if (
-            name == "limit"
-            and value.isascii()
-            and value.isdigit()
-            and len(value) <= 3
-            and 1 <= int(value) <= MOST_LISTED
-        ):
+        number = value.isascii() and value.isdigit() and len(value) <= 3
+        if name == "limit" and number and 1 <= int(value) <= MOST_LISTED:
             limit = int(value)
         elif name == "after" and value:
             after = value

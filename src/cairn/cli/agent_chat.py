@@ -85,10 +85,14 @@ class AgentConversation(Conversation):
             return
         del self.messages[before:]
         try:
-            last = self._last() if stream is None else None
-            if stream is None and (last is None or last["number"] == head):
-                return  # the question has not come as far as the agent
-            self._cancel(stream.request if stream is not None else str((last or {}).get("request", "")))
+            if stream is not None:
+                request = stream.request
+            else:
+                last = self._last()
+                if last is None or last["number"] == head:
+                    return  # the question has not come as far as the agent
+                request = last["request"]
+            self._cancel(request)
             self._undo("")
         except CairnError as error:
             self._say(f"{error}\n(your question is still to be taken back: /undo once the server answers)")
@@ -139,7 +143,7 @@ class AgentConversation(Conversation):
     def _last(self) -> dict[str, Any] | None:
         """The turn that the next one would follow; None at the beginning."""
         head = self._head()
-        turns: list[dict[str, Any]] = self._client.get(self._path + "/turns")["data"]
+        turns: list[dict[str, Any]] = self._client.get(f"{self._path}/turns?limit=1&after={max(head - 1, 0)}")["data"]
         return next((turn for turn in turns if turn["number"] == head), None)
 
     def _head(self) -> int:
