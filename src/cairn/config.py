@@ -63,7 +63,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     )
     engine: Annotated[Literal["auto", "cpu", "fake"], Meta(description="What computes; 'fake' is for tests.")] = "auto"
     kernels: Annotated[
-        Literal["auto", "reference", "portable", "avx2", "avx512vnni", "avx512"],
+        Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"],
         Meta(description="What the CPU computes with; 'auto': the fastest that runs here, 'reference' is numpy."),
     ] = "auto"
     weights: Annotated[

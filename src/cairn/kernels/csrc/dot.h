@@ -9,7 +9,7 @@ namespace cairn::CAIRN_VARIANT {
 // `add<R, H>(x, sum)` adds to sum[R] the products with R of a tile's H rows, x in the order of Activations: of 4 to 6 bits
 // as they are stored, from 0 on, and of bytes as they are stored, code + 128, or where SIGNED_BYTES of the codes
 // themselves. `add<R, H, FROM, TO>` does so for k = 4 FROM to 4 TO alone.
-#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
 constexpr bool SIGNED_BYTES = true;
 #else
 constexpr bool SIGNED_BYTES = false;
@@ -93,10 +93,14 @@ struct Codes {
 
     template <int R, int H, int FROM = 0, int TO = 8>
     void add(const std::int8_t* x, IntVec (&sum)[R]) const {
+#if defined(__AVXVNNI__)
+        add_fours<R, H, FROM, TO>(x, sum);
+#else
         if constexpr (BITS == 8)
             add_bytes<R, H>(x, sum);
         else
             add_narrow<R, H, FROM, TO>(0, x, sum), add_narrow<R, H, FROM, TO>(1, x, sum);
+#endif
     }
 
   private:
@@ -106,6 +110,7 @@ struct Codes {
 
     // Codes of k = 4 q + j, of 8 outputs.
     __m256i codes(int q, int half) const {
+        if constexpr (BITS == 8) return line(q * 64, half);
         if constexpr (BITS < 6) {
             const __m256i nibbles =
                 _mm256_and_si256(_mm256_srli_epi16(line(q / 2 * 64, half), q % 2 * 4), _mm256_set1_epi8(15));
@@ -123,6 +128,23 @@ struct Codes {
         return rest;
     }
 
+#if defined(__AVXVNNI__)
+    template <int R, int H, int FROM, int TO>
+    void add_fours(const std::int8_t* x, IntVec (&sum)[R]) const {
+#pragma GCC unroll 8
+        for (int q = FROM; q < TO; q++) {
+            const __m256i low = codes(q, 0), high = codes(q, 1);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                const auto* four = reinterpret_cast<const std::int32_t*>(x + (q * H + r) * 4);
+                __m256i all;
+                asm("vpbroadcastd %5, %2\n\t%{vex%} vpdpbusd %2, %3, %0\n\t%{vex%} vpdpbusd %2, %4, %1"
+                    : "+x"(sum[r].part[0]), "+x"(sum[r].part[1]), "=&x"(all)
+                    : "x"(low), "x"(high), "m"(*four));
+            }
+        }
+    }
+#else
     // Sums of products stay within 16 bits for a while: 8 times two of at most 15 * 127, four times two of 31 * 127 for
     // 5 bits, two times two of 63 * 127 for 6.
     template <int R, int H, int FROM, int TO>
@@ -173,6 +195,7 @@ struct Codes {
             }
         }
     }
+#endif
 };
 
 #else
