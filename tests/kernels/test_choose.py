@@ -27,6 +27,15 @@ def test_auto_is_the_fastest_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose.described("auto") == "native kernels (avx2)"
 
 
+def test_variants_stand_in_order_of_speed_on_this_cpu() -> None:
+    """Intel's products of pairs of bfloat16 are slower than to widen them, so there `avx512` comes second."""
+    found = list(native.variants())
+    info = Path("/proc/cpuinfo")
+    intel = info.exists() and "GenuineIntel" in info.read_text()
+    order = ["avx512vnni", "avx512"] if intel else ["avx512", "avx512vnni"]
+    assert found == [name for name in [*order, "avxvnni", "avx2", "portable"] if name in found]
+
+
 def test_where_there_is_a_compiler_the_native_kernels_were_compiled() -> None:
     """An install goes on without them, so nothing else would tell that the sources do not compile."""
     compiler = os.environ.get("CXX", "g++")
