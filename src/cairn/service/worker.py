@@ -43,6 +43,8 @@ FAILED_STEPS = 3
 """Steps in a row whose engine call raised, after which the worker ends and is replaced."""
 LOOK_SECONDS = 0.05
 """How often to look at deadlines, and whether loads are late, while requests only wait for loads."""
+REST_SECONDS = 0.2
+"""How long nobody must have wanted a step before KV is stored: the next turn of a conversation often comes at once."""
 _NEWS_SECONDS = 0.5
 _PULSE_SECONDS = 5.0
 _STORE_SECONDS = 4.0
@@ -95,6 +97,7 @@ class Loop:
         self._clock = loaded.clock
         self._pulse = pulse
         self._failures = 0
+        self._stepped_at = -math.inf
         self._kv_at = -math.inf
         """When the stores were asked for their numbers."""
 
@@ -113,11 +116,18 @@ class Loop:
                 self._channel.send(self._step(plan, kv))
             elif messages or kv is not None:
                 self._channel.send(wire.Step(stats=self._stats(kv)))
-            more = self._tiers is not None and self._tiers.turn(plan is None)
-            loading = self._tiers is not None and self._tiers.loading
-            wait = LOOK_SECONDS if loading or not self._scheduler.idle else None
-            if plan is not None or more:
-                wait = 0
+            wait = self._tend(plan is None)
+
+    def _tend(self, idle: bool) -> float | None:
+        """Between two steps: what the tiers have to do; returns how long to wait for messages then."""
+        tiers = self._tiers
+        rested = idle and self._clock.now() - self._stepped_at >= REST_SECONDS
+        more = tiers is not None and tiers.turn(rested)
+        if more or not idle:
+            return 0
+        if (tiers is not None and tiers.loading) or not self._scheduler.idle:
+            return LOOK_SECONDS
+        return REST_SECONDS if tiers is not None and not rested and tiers.behind_pool.chunks else None
 
     def _take(self, message: wire.ToWorker) -> None:
         if isinstance(message, wire.Add):
@@ -141,6 +151,8 @@ class Loop:
 
     def _step(self, plan: Plan, kv: KvStats | None) -> wire.Step:
         began = self._clock.now()
+        if self._tiers is not None:
+            self._tiers.behind_pool.busy()
         results = plan.run(self._engine)
         if isinstance(results, Exception):
             self._failures += 1
@@ -151,6 +163,7 @@ class Loop:
             self._failures = 0
             if self._tiers is not None and (counted := plan.prompt_tokens):
                 self._tiers.gate.computed(counted, self._clock.now() - began)
+        self._stepped_at = self._clock.now()
         outputs = self._scheduler.commit(plan, results)
         ids, tokens, others = _columns(outputs)
         return wire.Step(stats=self._stats(kv), ids=ids, tokens=tokens, outputs=others, started=tuple(plan.started))
