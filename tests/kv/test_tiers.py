@@ -196,6 +196,28 @@ def test_the_writer_rests_while_steps_run_until_there_is_a_reason(reason: str) -
     assert writer.work() and store.stats().chunks == 6
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_noted_chunks_of_which_the_start_is_dropped_are_forgotten_and_no_loss(late: bool) -> None:
+    """An agent that is deleted while its turn runs."""
+    store = disk()
+    rig = Rig({"disk": store})
+    assert rig.tiers is not None
+    rig.ask(PROMPT)
+    rig.add([*PROMPT, *range(40)])
+    while not rig.scheduler.idle:
+        rig.step()
+    behind = rig.tiers.behind_pool
+    assert behind.chunks >= 2 and not behind.bytes
+    answers: list[int] = []
+    rig.tiers.evict(PROMPT, b"", 0, True, lambda: None)
+    while late and rig.tiers.writer.work():
+        pass
+    assert not late or not store.stats().chunks
+    rig.tiers.flush(answers.append)
+    rig.settle()
+    assert answers == [0] and (behind.chunks, behind.dropped) == (0, 0) and not store.stats().chunks
+
+
 def test_a_full_queue_gives_up_what_the_pool_needs_and_what_extends_it_and_blocks_nobody() -> None:
     """Known failure 35."""
     store = disk()

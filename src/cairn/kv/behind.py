@@ -80,6 +80,8 @@ class Behind:
         self._touched = Memory()
         self._stored = Memory()
         self._flushes: deque[tuple[int, int, Callable[[int], None]]] = deque()
+        self._drops = 0
+        """Orders of `drop` that go on."""
         self._day = self._idle_at = clock.now()
         self._day_bytes = 0
         self.bytes = 0
@@ -140,6 +142,19 @@ class Behind:
             self._unnote(key)
             del self._outstanding[key]
 
+    def drop(self, keys: Collection[bytes]) -> None:
+        """Stores are about to drop these and all that extends them: until `drop_done` nothing is copied that might."""
+        self._drops += 1
+        self.forget(keys)
+
+    def drop_done(self) -> None:
+        """They have: what was noted to extend them is no loss."""
+        self._drops -= 1
+        self._settle()
+        for noted in list(self._noted.values()):
+            if not self._has_parent(noted.chunk.parent):
+                self.forget((noted.chunk.key,))
+
     def finish(self, grace: float) -> None:
         """Copy all that is noted as the writer makes room, for `grace` seconds at most: the last turn."""
         end = self._clock.now() + grace
@@ -153,7 +168,8 @@ class Behind:
 
     def _ready(self, idle: bool) -> bool:
         """Whether to copy the next chunk now. `idle`: nobody waits for a step."""
-        return bool(self._noted) and self._fits(self._next()) and (idle or self._pressing())
+        wanted = bool(self._noted) and not self._drops
+        return wanted and self._fits(self._next()) and (idle or self._pressing())
 
     def _pressing(self) -> bool:
         """Whether to copy although requests want a step: somebody waits for it, or the pool is about to need blocks."""

@@ -136,9 +136,9 @@ class Tiers:
         `idle`: no request wants a step. Raises nothing that a store does.
         """
         landing = [self._land(context, *item) for context, item in tuple(self._loads.items())]
-        reading = self.behind_pool.turn(idle)
         while self._answers:
             self._answers.popleft()()
+        reading = self.behind_pool.turn(idle)
         return any(landing) or reading
 
     def _land(self, context: Context, load: Load, tokens: Sequence[int]) -> bool:
@@ -207,10 +207,16 @@ class Tiers:
         first = -(-keep // self._lookup.chunk_tokens)
         keys = self._lookup.all_keys(self._cache.context(salt), tokens, first)
         if disk:
-            self.behind_pool.forget(frozenset(keys))
+            self.behind_pool.drop(frozenset(keys))
         self._cache.forget(self._cache.context(salt), tokens, keep)
         stores = [store for tier, store in self._stores.items() if disk or tier != "disk"]
-        self.do(lambda store: self._lookup.drop(store, keys, salt, tokens, first), stores, done)
+
+        def dropped() -> None:
+            if disk:
+                self.behind_pool.drop_done()
+            done()
+
+        self.do(lambda store: self._lookup.drop(store, keys, salt, tokens, first), stores, dropped)
 
     def where(self, tokens: Sequence[int], salt: bytes) -> Placed:
         """Leading tokens of a context in the pool and in each store."""
