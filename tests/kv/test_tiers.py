@@ -174,28 +174,6 @@ def test_the_queue_bounds_what_is_copied_and_not_what_waits_in_the_pool() -> Non
     assert answers == [0] and store.stats().chunks == 6 and behind.bytes == 0
 
 
-@pytest.mark.parametrize("reason", ["idle", "half full", "flush", "order", "long"])
-def test_the_writer_rests_while_steps_run_until_there_is_a_reason(reason: str) -> None:
-    store = disk()
-    rig = Rig({"disk": store}, limits=WriteLimits(queue_bytes=(12 if reason == "half full" else 20) * PAGES))
-    assert rig.tiers is not None
-    behind, writer = rig.tiers.behind_pool, rig.tiers.writer
-    rig.add(PROMPT)
-    while rig.step():
-        pass
-    assert behind.bytes == 6 * PAGES
-    behind.busy()
-    assert reason == "half full" or not writer.work()
-    if reason == "flush":
-        rig.tiers.flush(lambda given_up: None)
-    elif reason == "order":
-        writer.push(lambda: None)
-    elif reason == "long":
-        rig.clock.time += 31
-    rig.tiers.turn(reason == "idle")
-    assert writer.work() and store.stats().chunks == 6
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_noted_chunks_of_which_the_start_is_dropped_are_forgotten_and_no_loss(late: bool) -> None:
     """An agent that is deleted while its turn runs."""

@@ -6,9 +6,6 @@ A chunk is noted when all its blocks can be found in the pool. That takes no mem
 it but the pool. Its pages are copied when the step loop has nothing better to do, when the pool is about to need its
 blocks, or when it has waited for long. The copies are bounded in bytes: while there is no room for more, chunks wait
 in the pool. One that the pool gives up meanwhile is not stored, nor is what extends it; both are counted.
-
-The writer rests while the step loop works, which two threads that want one core would slow down: until the queue is
-half full, somebody waits for it, or the loop had something to do for long.
 """
 
 from __future__ import annotations
@@ -82,7 +79,7 @@ class Behind:
         self._flushes: deque[tuple[int, int, Callable[[int], None]]] = deque()
         self._drops = 0
         """Orders of `drop` that go on."""
-        self._day = self._idle_at = clock.now()
+        self._day = clock.now()
         self._day_bytes = 0
         self.bytes = 0
         """Held outside the pool: of all chunks that are queued or being written."""
@@ -121,9 +118,6 @@ class Behind:
     def turn(self, idle: bool) -> bool:
         """Copy what is noted into the queue, as much as one turn may. True if there is more to do at once."""
         self._settle()
-        if idle:
-            self._idle_at = self._clock.now()
-        self._writer.hold(not idle and not self._hurried())
         room = self._limits.turn_bytes
         while room > 0 and self._ready(idle):
             room -= self._copy(self._next())
@@ -158,7 +152,6 @@ class Behind:
     def finish(self, grace: float) -> None:
         """Copy all that is noted as the writer makes room, for `grace` seconds at most: the last turn."""
         end = self._clock.now() + grace
-        self._writer.hold(False)
         while self._noted:
             self._settle()
             if self._fits(self._next()):
@@ -177,15 +170,6 @@ class Behind:
             return True
         pools = zip(self._cache.pools, self._noted_blocks, strict=True)
         return any(noted and (pool.available - noted) * 8 < pool.size for pool, noted in pools)
-
-    def busy(self) -> None:
-        """A step begins."""
-        self._writer.hold(not self._hurried())
-
-    def _hurried(self) -> bool:
-        """Whether to write although requests want a step."""
-        half = 2 * self.bytes >= self._limits.queue_bytes
-        return half or bool(self._flushes) or self._clock.now() - self._idle_at > WAIT_SECONDS
 
     def _leaving(self, block: bytes) -> None:
         """The pool is about to give up a block: copy its chunks, after all noted ones they extend, or give them up."""

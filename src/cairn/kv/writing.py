@@ -34,9 +34,6 @@ class Writer:
         self._wake = wake
         self._changed = threading.Condition()
         self._jobs: deque[Chunk | Callable[[], None]] = deque()
-        self._orders = 0
-        """Queued jobs that are no chunks: they, and what is before them, are never held."""
-        self._held = False
         self._closing = False
         self._thread: threading.Thread | None = None
         self.finished: deque[tuple[bytes, bool]] = deque()
@@ -46,15 +43,7 @@ class Writer:
         """Queue a chunk, parents before children, or something to do after what was queued before."""
         with self._changed:
             self._jobs.append(job)
-            self._orders += not isinstance(job, Chunk)
             self._changed.notify()
-
-    def hold(self, held: bool) -> None:
-        """Whether chunks wait in the queue for now: who computes has better use for the processor."""
-        if held != self._held:
-            with self._changed:
-                self._held = held
-                self._changed.notify()
 
     def start(self) -> None:
         """Let a thread do the work."""
@@ -80,12 +69,11 @@ class Writer:
         return not self._thread.is_alive()
 
     def work(self) -> bool:
-        """Do the next job or write the next batch; False if there is nothing to do now."""
+        """Do the next job or write the next batch; False if there is nothing to do."""
         with self._changed:
-            if not self._ready:
+            if not self._jobs:
                 return False
             job = self._jobs.popleft()
-            self._orders -= not isinstance(job, Chunk)
             batch = [job] if isinstance(job, Chunk) else []
             size = _size(batch)
             while batch and self._jobs and isinstance(following := self._jobs[0], Chunk) and size < BATCH_BYTES:
@@ -106,16 +94,11 @@ class Writer:
             self._wake()
         return True
 
-    @property
-    def _ready(self) -> bool:
-        """Whether there is a job to do now."""
-        return bool(self._jobs) and (not self._held or self._orders > 0 or self._closing)
-
     def _run(self) -> None:
         tended = self._clock.now()
         while True:
             with self._changed:
-                if not self._ready and not self._closing:
+                if not self._jobs and not self._closing:
                     self._changed.wait(TEND_SECONDS)
                 if not self._jobs and self._closing:
                     return

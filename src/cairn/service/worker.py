@@ -151,8 +151,6 @@ class Loop:
 
     def _step(self, plan: Plan, kv: KvStats | None) -> wire.Step:
         began = self._clock.now()
-        if self._tiers is not None:
-            self._tiers.behind_pool.busy()
         results = plan.run(self._engine)
         if isinstance(results, Exception):
             self._failures += 1
