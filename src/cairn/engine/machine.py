@@ -17,7 +17,8 @@ from pathlib import Path
 ROOT = Path("/")
 
 INSTRUCTION_SETS = (
-    *("sse4_2", "avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"),
+    *("sse4_2", "avx", "avx2", "fma", "f16c", "avx_vnni"),
+    *("avx512f", "avx512bw", "avx512_vnni", "avx512_bf16"),
     *("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),
 )
 """Names of /proc/cpuinfo that decide which kernels a CPU can run."""

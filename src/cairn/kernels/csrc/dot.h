@@ -182,7 +182,7 @@ struct Codes {
         for (int q = 0; q < 8; q++) {
 #pragma GCC unroll 2
             for (int half = 0; half < 2; half++) {
-                const __m256i code = _mm256_xor_si256(line(q * 64, half), flip), size = _mm256_abs_epi8(code);
+                const __m256i code = _mm256_xor_si256(codes(q, half), flip), size = _mm256_abs_epi8(code);
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++) {
                     const auto* four = reinterpret_cast<const std::int32_t*>(x + (q * H + r) * 4);
