@@ -5,6 +5,8 @@ import dataclasses
 import threading
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import stored
@@ -19,7 +21,9 @@ from cairn.kv.loading import Gate
 from cairn.kv.prefix import numerics, root
 from cairn.kv.ram import RamStore
 from cairn.kv.store import Chunk, Store
-from cairn.types import CacheGroup, FinishReason
+from cairn.service import wire
+from cairn.service.worker import REST_SECONDS, Loop
+from cairn.types import CacheGroup, FinishReason, Request, SamplingParams
 
 PROMPT = [(7 * n) % 61 for n in range(100)]
 CHUNK = 16
@@ -172,6 +176,38 @@ def test_the_queue_bounds_what_is_copied_and_not_what_waits_in_the_pool() -> Non
     rig.tiers.flush(answers.append)
     rig.settle()
     assert answers == [0] and store.stats().chunks == 6 and behind.bytes == 0
+
+
+def test_the_loop_stores_once_it_has_rested_and_not_before_the_next_turn_may_come() -> None:
+    rig = Rig({"disk": disk()})
+    assert rig.tiers is not None
+    behind, waits = rig.tiers.behind_pool, list[tuple[float | None, int]]()
+
+    class Channel:
+        """A front that asks once. Time passes only while it is waited for."""
+
+        def receive(self, wait: float | None) -> list[wire.ToWorker]:
+            waits.append((wait, behind.bytes))
+            rig.clock.time += wait or 0
+            if len(waits) == 1:
+                sampling = SamplingParams(max_tokens=3)
+                return [wire.Add(Request(id=1, prompt=tuple(PROMPT), sampling=sampling, durable=True))]
+            if wait is None:
+                raise EOFError
+            return []
+
+        def send(self, message: object) -> None:
+            pass
+
+    loaded: Any = SimpleNamespace(
+        engine=rig.engine, scheduler=rig.scheduler, cache=rig.cache, tiers=rig.tiers, clock=rig.clock
+    )
+    channel: Any = Channel()
+    pulse: Any = SimpleNamespace()
+    with pytest.raises(EOFError):
+        Loop(channel, loaded, pulse).run()
+    assert REST_SECONDS > 0 and waits[-2:] == [(REST_SECONDS, 0), (None, 6 * PAGES)]
+    assert {wait for wait, _ in waits[1:-2]} == {0}
 
 
 @pytest.mark.parametrize("late", [False, True])

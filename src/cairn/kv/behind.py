@@ -160,7 +160,7 @@ class Behind:
                 return
 
     def _ready(self, idle: bool) -> bool:
-        """Whether to copy the next chunk now. `idle`: nobody waits for a step."""
+        """Whether to copy the next chunk now; `idle` as in `Tiers.turn`."""
         wanted = bool(self._noted) and not self._drops
         return wanted and self._fits(self._next()) and (idle or self._pressing())
 

@@ -133,7 +133,7 @@ class Tiers:
     def turn(self, idle: bool) -> bool:
         """Put what has arrived into the pool and copy what is to be written. True if there is more to do at once.
 
-        `idle`: no request wants a step. Raises nothing that a store does.
+        `idle`: no request has wanted a step for a while. Raises nothing that a store does.
         """
         landing = [self._land(context, *item) for context, item in tuple(self._loads.items())]
         while self._answers:
