@@ -69,7 +69,7 @@ def test_every_make_target_that_a_page_names_is_there() -> None:
     assert {"serve", "test", "check", "prove"} <= used <= targets
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md", "docs/reliability.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/agents.md", "docs/architecture.md", "docs/reliability.md"])
 def test_every_link_leads_somewhere(page: str) -> None:
     path = ROOT / page
     for target in re.findall(r"\]\((?!http)([^)#]+)", path.read_text()):
