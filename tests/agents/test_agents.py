@@ -140,7 +140,7 @@ async def test_a_turn_cut_by_a_crash_keeps_its_tokens_and_is_resumed_the_same(fo
 )
 async def test_a_turn_is_resumed_only_by_what_began_it(folder: Path, other: str, why: str) -> None:
     """The rest would not be what the same answer would have been; without a word of it nobody could tell."""
-    options = SamplingOptions(temperature=0, max_tokens=200, ignore_eos=True)
+    options = SamplingOptions(temperature=0, max_tokens=1900, ignore_eos=True)
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         await hear(await at.begin("ada", "Tell me a story.", options=options), stop_after=20)

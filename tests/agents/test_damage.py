@@ -180,7 +180,7 @@ async def test_an_answer_computed_again_and_cut_by_a_crash_does_not_follow_piece
 
 async def test_what_follows_a_piece_of_an_answer_that_the_log_lost_is_left_out(folder: Path) -> None:
     """An answer with a hole would be another answer: the turn is resumed from what came before it."""
-    options = SamplingOptions(temperature=0.9, seed=3, max_tokens=900, ignore_eos=True)
+    options = SamplingOptions(temperature=0.9, seed=3, max_tokens=1900, ignore_eos=True)
     async with house(folder) as at, house(folder) as undisturbed:
         for one in (at, undisturbed):
             await one.agents.create("default", id="ada", messages=SYSTEM)

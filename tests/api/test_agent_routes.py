@@ -96,7 +96,7 @@ async def test_a_turn_is_what_the_whole_conversation_would_be_as_a_chat(folder: 
 async def test_a_turn_goes_on_when_its_client_has_left_and_can_be_followed(folder: Path) -> None:
     async with home(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
-        long = ask("Tell me a story", stream=True, max_tokens=400)
+        long = ask("Tell me a story", stream=True, max_tokens=1900)
         async with http.stream("POST", "/v1/agents/ada/turns", json=long) as response:
             number = response.headers["x-request-id"]
             await anext(response.aiter_lines())
@@ -105,7 +105,7 @@ async def test_a_turn_goes_on_when_its_client_has_left_and_can_be_followed(folde
         rest = await http.get(f"/v1/requests/{number}/events")
         assert rest.text.rstrip().endswith("[DONE]")
         (turn,) = (await http.get("/v1/agents/ada/turns")).json()["data"]
-        assert turn["state"] == "finished" and turn["completion_tokens"] == 400 and turn["request"] == number
+        assert turn["state"] == "finished" and turn["completion_tokens"] == 1900 and turn["request"] == number
 
 
 async def test_without_a_reader_it_is_interrupted_after_the_grace_and_can_be_resumed(folder: Path) -> None:
