@@ -98,7 +98,8 @@ class House:
     async def open(self) -> None:
         draw = Draw(self.files.rng.getrandbits(30))
         self.service.chat._table = ReplayTable()  # as in a process that has just begun
-        self.agents = await Agents.open(self.service, self.files, FOLDER, self.clock, draw, self.config)
+        salts = {"default": b"default", "other": b"other"}
+        self.agents = await Agents.open(self.service, self.files, FOLDER, self.clock, draw, self.config, salts)
 
     async def again(self, seed: int = 1, *, clean: bool = False) -> None:
         """A restart: after an orderly end, or after a loss of power at this moment."""

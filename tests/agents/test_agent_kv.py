@@ -70,6 +70,63 @@ async def test_deleting_an_agent_takes_its_kv_along_but_not_what_others_share(fo
         assert (await at.service.where(ids, b"default")).disk == 0
 
 
+async def test_an_agent_whose_time_is_over_takes_its_kv_along_though_nobody_named_it_since_the_start(
+    folder: Path, tmp_path: Path
+) -> None:
+    """No call told whose KV it is: the tenant's salt is known from its name."""
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await at.agents.create("default", id="ada", ttl=60)
+        await at.say("ada", LONG)
+        await at.service.flush()
+        ids = await at.agents.context("default", "ada")
+        assert (await at.service.where(ids, b"default")).disk > 200
+        await at.again(clean=True)
+        at.clock.ahead = 61
+        await at.agents.tend()
+        assert (await at.service.where(ids, b"default")).disk == 0
+
+
+async def test_an_agent_that_is_rolled_back_first_thing_after_a_start_stays_pinned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", pinned=True)
+        for text in ("one", "two"):
+            await at.say("ada", text)
+        await at.again(clean=True)
+        pinned, real = list[bytes](), at.service.pin
+
+        async def pin(owner: str, tokens: Sequence[int], salt: bytes = b"") -> None:
+            pinned.append(salt)
+            await real(owner, tokens, salt)
+
+        monkeypatch.setattr(at.service, "pin", pin)
+        await at.agents.rollback("default", "ada", turn=1)
+        await at.agents.kv.settled()
+        assert pinned == [b"default"]
+
+
+async def test_an_abandoned_branch_takes_along_its_kv_but_not_what_the_agent_still_has(
+    folder: Path, tmp_path: Path
+) -> None:
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await grown(at, "ada")
+        await at.say("ada", "left: " + LONG)
+        await at.say("ada", "left, too: " + LONG)
+        left = await at.agents.context("default", "ada")
+        await at.agents.rollback("default", "ada", turn=1)
+        await at.say("ada", "kept: " + LONG)
+        await at.service.flush()
+        ids = await at.agents.context("default", "ada")
+        kept, all_of_it = await at.service.where(ids, b"default"), await at.service.where(left, b"default")
+        same = next(n for n, (one, two) in enumerate(zip(ids, left, strict=False)) if one != two)
+        assert kept.disk > 400 and all_of_it.disk > 600
+        at.clock.ahead = 8 * 86_400
+        await at.agents.tend()
+        assert (await at.service.where(left, b"default")).disk == same // 64 * 64
+        assert (await at.service.where(ids, b"default")).disk == kept.disk
+
+
 @pytest.mark.parametrize("pinned", [True, False])
 async def test_what_is_pinned_stays_when_the_disk_is_full(folder: Path, tmp_path: Path, pinned: bool) -> None:
     """From its creation on, and also what a later turn adds."""

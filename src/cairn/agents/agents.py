@@ -51,9 +51,11 @@ class Agents:
     has changed then, except that what was deleted stays so.
     """
 
-    def __init__(self, service: Service, log: Log, clock: Clock, rng: Rng, config: Config) -> None:
+    def __init__(
+        self, service: Service, log: Log, clock: Clock, rng: Rng, config: Config, salts: Mapping[str, bytes]
+    ) -> None:
         self.service, self._config = service, config
-        roster = Roster()
+        roster = Roster(salts)
         orphans = roster.load(log.recovered)
         roster.ledger.watch(lambda: service.metrics.disk_bytes)
         self._replays = Replays(service.spec.identity)
@@ -71,9 +73,16 @@ class Agents:
 
     @classmethod
     async def open(
-        cls, service: Service, files: FileSystem, folder: Path, clock: Clock, rng: Rng, config: Config
+        cls,
+        service: Service,
+        files: FileSystem,
+        folder: Path,
+        clock: Clock,
+        rng: Rng,
+        config: Config,
+        salts: Mapping[str, bytes],
     ) -> Agents:
-        """Lock the folder and read the log.
+        """Lock the folder and read the log. `salts`: of the tenants that may call, by name.
 
         Raises ConfigError for a folder that another process holds, that is not ours or of a newer format, or that the
         disk does not let us use.
@@ -85,7 +94,7 @@ class Agents:
             except OSError as error:
                 raise ConfigError(f"{folder}: the token log cannot be read: {error.strerror or error}") from error
             if opened is not None:
-                return cls(service, opened, clock, rng, config)
+                return cls(service, opened, clock, rng, config, salts)
             if clock.now() >= end:
                 raise ConfigError(
                     f"{folder}: another process holds the token log; end it, or name another folder with --agents-dir"

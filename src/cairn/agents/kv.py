@@ -91,6 +91,19 @@ class AgentKv:
         except Unavailable:
             self._later(self._insist(agent, contexts))
 
+    async def collect(self, agent: Agent, turns: Sequence[Turn]) -> None:
+        """Give up what nobody needs of turns that are the agent's no more.
+
+        They are still in the log. What cannot be done now is left to the stores' time to live.
+        """
+        parents = {turn.parent for turn in turns}
+        for turn in turns:
+            if turn not in parents:
+                with contextlib.suppress(Unavailable):
+                    ids = await self.ids(turn)
+                    keep = await self._shared(agent, ids, turn, own=True)
+                    await self._service.evict(ids, agent.salt, keep=keep, disk=True)
+
     async def _insist(self, agent: Agent, contexts: Contexts) -> None:
         while True:
             await asyncio.sleep(RETRY_SECONDS)
@@ -117,13 +130,16 @@ class AgentKv:
         await self._service.unpin(_owner(agent))
         await self._service.unpin(_owner(agent, tied=True))
 
-    async def _shared(self, agent: Agent, ids: Sequence[int], turn: Turn | None) -> int:
-        """How many leading tokens other agents of the tenant have too, in whole chunks. `turn`: whose context it is."""
+    async def _shared(self, agent: Agent, ids: Sequence[int], turn: Turn | None, *, own: bool = False) -> int:
+        """How many leading tokens other agents of the tenant have too, in whole chunks. `turn`: whose context it is.
+
+        `own`: what the agent's own head has counts as well.
+        """
         if len(ids) < CHUNK_TOKENS:
             return 0
         longest, first = 0, turn.first if turn is not None else hash(pack(ids[:CHUNK_TOKENS]))
         for other in self._roster.of(agent.tenant):
-            if other is agent or len(ids) == longest or (first and other.head.first not in (0, first)):
+            if (other is agent and not own) or len(ids) == longest or (first and other.head.first not in (0, first)):
                 continue
             theirs: Sequence[int] = ()
             with contextlib.suppress(Unavailable):  # it was deleted meanwhile, or damaged: what it shares is made anew

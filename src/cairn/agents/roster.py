@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -24,7 +24,9 @@ OWNED = frozenset({Kind.TOKENS, Kind.END, Kind.SAVINGS})
 class Roster:
     """All agents of a log."""
 
-    def __init__(self) -> None:
+    def __init__(self, salts: Mapping[str, bytes] | None = None) -> None:
+        """`salts`: of the tenants that may call, by name; nobody reaches the agents of any other."""
+        self._salts = salts or {}
         self._agents: dict[str, dict[str, Agent]] = {}
         self._turns: dict[int, Turn] = {}
         self._identities: dict[bytes, bytes] = {}
@@ -80,6 +82,7 @@ class Roster:
     def add(self, agent: Agent) -> None:
         """A new agent."""
         self._agents.setdefault(agent.tenant, {})[agent.id] = agent
+        agent.salt = self._salts.get(agent.tenant, b"")
         self._turns.setdefault(agent.root.key, agent.root)
         for turn in agent.own:
             self._turns.setdefault(turn.key, turn)

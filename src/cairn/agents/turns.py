@@ -199,9 +199,12 @@ class Turns:
         """
         turn = agent.head
         began, named = branch.last.began, f"turn {turn.number} of agent {agent.id}"
-        if turn.state != "interrupted" or began.sampling is None:
+        back = f"roll back to turn {turn.before}"
+        if turn.state != "interrupted":
             raise Conflict(f"{named} is {turn.state}; only an interrupted one is resumed")
-        prompt, back = branch.prompt(), f"roll back to turn {turn.before}"
+        if began.sampling is None:
+            raise Conflict(f"{named} came from a file, which does not say how to go on with it; {back}")
+        prompt = branch.prompt()
         if began.identity != self.service.spec.identity:
             raise Conflict(f"{named} was begun with another model; {back}")
         if began.engine not in (b"", self.service.info.identity):

@@ -45,14 +45,19 @@ class Upkeep:
                 log.error("the upkeep of agents failed: %s", trace(error))
 
     async def tend(self) -> None:
-        """Write what is owed, delete agents whose time is over, erase branches that were abandoned long ago."""
+        """Write what is owed, delete agents whose time is over, erase branches that were abandoned long ago.
+
+        The KV of both goes with them.
+        """
         book = self._book
         await book.settle()
         now = book.now()
         gone = [*book.refused(), *self._replays.over(now)]
         for agent in book.roster:
             if not agent.busy and not _over(agent, now):
-                gone += book.roster.prune(agent, now - ABANDONED_SECONDS)
+                own, over = agent.own, set(book.roster.prune(agent, now - ABANDONED_SECONDS))
+                await book.kv.collect(agent, [turn for turn in own if turn.key in over])
+                gone += over
         if gone:
             await book.erase(gone)
         for agent in book.roster:

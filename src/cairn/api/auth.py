@@ -133,6 +133,11 @@ def check_exposure(config: Config) -> None:
     )
 
 
+def salts(config: Config) -> dict[str, bytes]:
+    """The salts of all tenants that may call, by name."""
+    return {tenant.name: tenant.salt for tenant in (DEFAULT, *(tenant for _, tenant in _tenants(config)))}
+
+
 def has_keys(config: Config) -> bool:
     """Whether callers need a key."""
     return bool(config.api_key or config.tenants)

@@ -20,7 +20,7 @@ from rich.markup import escape
 
 from cairn.agents.agents import Agents
 from cairn.api.app import App, build_app
-from cairn.api.auth import check_exposure, has_keys, is_local
+from cairn.api.auth import check_exposure, has_keys, is_local, salts
 from cairn.api.folders import agents_folder, check_folders
 from cairn.api.listener import Listener
 from cairn.config import Config
@@ -98,7 +98,8 @@ async def _open_agents(app: App, service: Service, config: Config) -> asyncio.Ta
 
     async def attempt() -> None:
         folder = agents_folder(config, os.environ)
-        app.ties.opened(await Agents.open(service, SystemFiles(), folder, SystemClock(), SystemRng(), config))
+        opened = await Agents.open(service, SystemFiles(), folder, SystemClock(), SystemRng(), config, salts(config))
+        app.ties.opened(opened)
 
     async def insist() -> None:
         while app.ties.agents is None:
