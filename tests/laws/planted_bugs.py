@@ -82,6 +82,7 @@ WINDOWS = "kv/windows.py"
 CONTEXT = "kv/context.py"
 TIERS = "kv/tiers.py"
 BEHIND = "kv/behind.py"
+FLUSHES = "kv/flushes.py"
 WRITING = "kv/writing.py"
 LOADING = "kv/loading.py"
 RAM = "kv/ram.py"
@@ -220,14 +221,14 @@ BUGS = (
     Bug("a chunk of another group is read", BEHIND, "self._engine.read_blocks(chunk.group, found)", "self._engine.read_blocks(0, found)"),
     Bug("a chunk is written with the pages that are left of it", BEHIND, "return found if len(found) == len(blocks) else None", "return found or None"),
     Bug("the queue has no bound", BEHIND, "self.bytes + size <= self._limits.queue_bytes or (not self.bytes and len(line) == 1)", "True"),
-    Bug("the queue counts what was written for ever", BEHIND, "        self.bytes -= self._copied.pop(key)\n", "        self._copied.pop(key)\n"),
+    Bug("the queue counts what was written for ever", BEHIND, "        self.bytes -= size\n", "        pass\n"),
     Bug("what the pool gives up waits for ever", BEHIND, "            pool.leaving = self._leaving\n", "            pass\n"),
     Bug("a chunk is queued before what it extends", BEHIND, "            for one in reversed(line):\n", "            for one in line:\n"),
-    Bug("a chunk that was given up is waited for", BEHIND, "        del self._outstanding[noted.chunk.key]\n        self.dropped", "        self.dropped"),
+    Bug("a chunk that was given up is waited for", BEHIND, "self._lose(self._outstanding.pop(noted.chunk.key))", "self._lose(self._outstanding[noted.chunk.key])"),
     Bug("a copied chunk waits in the pool, too", BEHIND, "        self._unnote(chunk.key)\n        pages", "        pages"),
     Bug("a chunk is noted whose blocks are gone", BEHIND, "        if self._find(noted) is None:\n", "        if False:\n"),
-    Bug("a flush does not wait for the queue", BEHIND, "while self._flushes and not self._waits_for(self._flushes[0][0]):", "while self._flushes:"),
-    Bug("a flush does not say what was given up", BEHIND, "done(self.dropped - dropped)", "done(0)"),
+    Bug("a flush does not wait for the queue", FLUSHES, "while self._waiting and oldest() >= self._waiting[0].before:", "while self._waiting:"),
+    Bug("a flush does not say what was given up", FLUSHES, "flush.done(flush.lost)", "flush.done(0)"),
     Bug("the memory store keeps a chunk without its parent", RAM, "orphan = bool(chunk.parent) and chunk.parent not in self._chunks", "orphan = False"),
     Bug("the memory store evicts a chunk before what extends it", RAM, "for key in self._leaves if", "for key in self._chunks if"),
     Bug("the memory store evicts what is about to be extended", RAM, "if key != parent and not", "if not"),

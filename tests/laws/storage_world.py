@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,6 +59,15 @@ class UnsureStore(RamStore):
         return super().keep(chunks)
 
 
+@dataclass(eq=False)
+class Flushing:
+    """A flush that was asked for, and what it is to be told."""
+
+    chunks: set[tuple[bytes, int]]
+    """Those outstanding then; one that went and was noted again since is another."""
+    lost: int
+
+
 class Storage:
     """What lies below the pools of one world; its disk outlives the workers."""
 
@@ -91,6 +101,9 @@ class Storage:
         if self.with_ram:
             stores = {"ram": RamStore(20_000), "disk": self.disk}
         self.tiers = Tiers(world.cache, world.engine.inner, world.clock, stores, load=self.load, limits=self.limits)
+        behind = self.tiers.behind_pool
+        self.flushing, self.untold, self.lose = list[Flushing](), 0, behind._lose
+        behind._lose = self.lost  # type: ignore[method-assign]
 
     def warm(self) -> None:
         """Put into the store what earlier workers may have left there."""
@@ -138,9 +151,10 @@ class Storage:
         kind = chance.choice(("flush", "pin", "unpin", "prefetch", "evict", "where"))
         self.asked += kind != "where"
         if kind == "flush":
-            behind = self.tiers.behind_pool
-            chunks, dropped = set(behind._outstanding.items()), behind.dropped
-            self.tiers.flush(lambda gone: self.flushed(chunks, gone, dropped))
+            flush = Flushing(set(self.tiers.behind_pool._outstanding.items()), self.untold)
+            self.untold = 0
+            self.flushing.append(flush)
+            self.tiers.flush(lambda gone: self.flushed(flush, gone))
         elif kind in ("pin", "unpin"):
             self.tiers.pin("agent", tokens if kind == "pin" else (), request.salt, self.done)
         elif kind == "prefetch":
@@ -155,12 +169,20 @@ class Storage:
     def done(self) -> None:
         self.answered += 1
 
-    def flushed(self, chunks: set[tuple[bytes, int]], gone: int, dropped: int) -> None:
-        """`chunks`: those outstanding when it was asked for; one that went and was noted again since is another."""
+    def lost(self, serial: int) -> None:
+        """A chunk is given up: who asked for it is to be told, or else who asks next."""
+        told = [flush for flush in self.flushing if serial in {one for _, one in flush.chunks}]
+        for flush in told:
+            flush.lost += 1
+        self.untold += not told
+        self.lose(serial)
+
+    def flushed(self, flush: Flushing, gone: int) -> None:
         self.answered += 1
-        left = chunks & set(self.tiers.behind_pool._outstanding.items())
+        self.flushing.remove(flush)
+        left = flush.chunks & set(self.tiers.behind_pool._outstanding.items())
         law(not left, "a flush was answered before all was written")
-        law(gone == self.tiers.behind_pool.dropped - dropped, "a flush does not say what was given up")
+        law(gone == flush.lost, "a flush does not say what was given up")
 
     def audit(self) -> None:
         """Laws of the state between two steps."""

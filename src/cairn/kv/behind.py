@@ -5,24 +5,27 @@
 A chunk is noted when all its blocks can be found in the pool. That takes no memory of its own, so there is no bound on
 it but the pool. Its pages are copied when the step loop has nothing better to do, when the pool is about to need its
 blocks, or when it has waited for long. The copies are bounded in bytes: while there is no room for more, chunks wait
-in the pool. One that the pool gives up meanwhile is not stored, nor is what extends it; both are counted.
+in the pool. One that the pool gives up meanwhile is not stored, nor is what extends it; those that were noted are
+counted. What a store refused is noted once more when its context goes on, at most every `WAIT_SECONDS`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, deque
+import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from cairn.engine.base import Engine
+from cairn.kv.budget import DayBudget
 from cairn.kv.cache import Cache
 from cairn.kv.context import Context, Memory
+from cairn.kv.flushes import Flushes
 from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store
 from cairn.kv.writing import Writer
 from cairn.seams import Clock
 
-DAY_SECONDS = 86_400.0
 WAIT_SECONDS = 30.0
 """How long a chunk waits in the pool for the step loop to have nothing to do; then it is copied between two steps."""
 
@@ -76,15 +79,15 @@ class Behind:
         self._serial = 0
         self._touched = Memory()
         self._stored = Memory()
-        self._flushes: deque[tuple[int, int, Callable[[int], None]]] = deque()
+        self._flushes = Flushes()
         self._drops = 0
         """Orders of `drop` that go on."""
-        self._day = clock.now()
-        self._day_bytes = 0
+        self._budget = DayBudget(clock, limits.day_bytes)
         self.bytes = 0
         """Held outside the pool: of all chunks that are queued or being written."""
         self.dropped = 0
-        """Chunks that were given up: the pool needed their blocks while the queue was full, or no store took them."""
+        """Chunks that were given up: the pool needed their blocks while the queue had no room for them and what they
+        extend, or no store took them."""
         self.budget_spent = 0
         """Chunks that were not stored at first touch because the day's bytes were written."""
         for pool in cache.pools:
@@ -102,6 +105,9 @@ class Behind:
         """
         if not context.stored:
             return
+        now = self._clock.now()
+        if context.durable and context.lost != self.dropped and now - context.looked >= WAIT_SECONDS:
+            context.noted, context.lost, context.looked = [0] * len(context.noted), self.dropped, now
         for number, published in enumerate(context.published):
             while context.noted[number] < published // CHUNK_BLOCKS:
                 self._note(context, number, context.noted[number], tokens)
@@ -121,14 +127,15 @@ class Behind:
         room = self._limits.turn_bytes
         while room > 0 and self._ready(idle):
             room -= self._copy(self._next())
-        while self._flushes and not self._waits_for(self._flushes[0][0]):
-            _, dropped, done = self._flushes.popleft()
-            done(self.dropped - dropped)
+        self._flushes.answer(lambda: next(iter(self._outstanding.values()), math.inf))
         return self._ready(idle)
 
-    def flush(self, done: Callable[[int], None]) -> None:
-        """Call `done` when all that was noted until now is stored, with the chunks that were given up meanwhile."""
-        self._flushes.append((self._serial + 1, self.dropped, done))
+    def flush(self, done: Callable[[int], None], *, told: bool = True) -> None:
+        """Call `done` when all that was noted until now is stored.
+
+        It gets how many chunks were given up: of those, and since the last flush that was `told`.
+        """
+        self._flushes.add(self._serial + 1, done, counts=told)
 
     def forget(self, keys: Collection[bytes]) -> None:
         """Do not write these any more, unless they are in the queue already."""
@@ -159,6 +166,11 @@ class Behind:
             elif not self._writer.wait(end - self._clock.now()):
                 return
 
+    def left(self) -> int:
+        """Chunks that were not stored, when the writer has ended."""
+        self._settle()
+        return self.chunks
+
     def _ready(self, idle: bool) -> bool:
         """Whether to copy the next chunk now; `idle` as in `Tiers.turn`."""
         wanted = bool(self._noted) and not self._drops
@@ -185,16 +197,12 @@ class Behind:
         """Take note of what the writer has finished."""
         while self._writer.finished:
             key, kept = self._writer.finished.popleft()
-            self._written(key)
+            size, serial = self._written(key)
             if kept:
                 self._stored.add(key)
             else:
-                self.dropped += 1
-
-    def _waits_for(self, serial: int) -> bool:
-        """Whether a chunk noted before then is still outstanding."""
-        first = next(iter(self._outstanding.values()), None)
-        return first is not None and first < serial
+                self._budget.refund(size)
+                self._lose(serial)
 
     def _note(self, context: Context, number: int, index: int, tokens: Sequence[int]) -> None:
         """Decide about one whole chunk of a context: it is stored, outstanding, not wanted (yet), or noted now."""
@@ -207,7 +215,7 @@ class Behind:
         if not again:
             if not context.durable:
                 return
-            if not self._within_day():
+            if not self._budget.left:
                 self.budget_spent += 1
                 return
         parent = chain.key(last - CHUNK_BLOCKS, tokens) if index else b""
@@ -218,7 +226,7 @@ class Behind:
         blocks = tuple(chain.key(last - CHUNK_BLOCKS + 1 + one, tokens) for one in range(CHUNK_BLOCKS))
         noted = _Noted(Chunk(key, parent, part, index * width, b"", number), blocks, self._clock.now())
         if self._find(noted) is None:
-            self.dropped += 1
+            self._lose(self._serial + 1)
             return
         self._noted[key] = noted
         for block in blocks:
@@ -246,7 +254,7 @@ class Behind:
         pages = b"".join(self._engine.read_blocks(chunk.group, found).wait())
         self._copied[chunk.key] = len(pages)
         self.bytes += len(pages)
-        self._day_bytes += len(pages)
+        self._budget.spend(len(pages))
         self._writer.push(dataclasses.replace(chunk, pages=pages))
         return len(pages)
 
@@ -272,11 +280,6 @@ class Behind:
     def _has_parent(self, parent: bytes) -> bool:
         return not parent or parent in self._outstanding or self._durable(parent)
 
-    def _within_day(self) -> bool:
-        if self._clock.now() - self._day >= DAY_SECONDS:
-            self._day, self._day_bytes = self._clock.now(), 0
-        return self._day_bytes < self._limits.day_bytes
-
     def _unnote(self, key: bytes) -> None:
         noted = self._noted.pop(key)
         for block in noted.blocks:
@@ -288,10 +291,14 @@ class Behind:
     def _give_up(self, noted: _Noted) -> None:
         """It will not be stored; neither will what extends it, because that lacks its parent when its turn comes."""
         self._unnote(noted.chunk.key)
-        del self._outstanding[noted.chunk.key]
-        self.dropped += 1
+        self._lose(self._outstanding.pop(noted.chunk.key))
 
-    def _written(self, key: bytes) -> None:
-        """The writer is done with a chunk."""
-        self.bytes -= self._copied.pop(key)
-        del self._outstanding[key]
+    def _lose(self, serial: int) -> None:
+        self.dropped += 1
+        self._flushes.lose(serial)
+
+    def _written(self, key: bytes) -> tuple[int, int]:
+        """The writer is done with a chunk; its bytes and serial."""
+        size = self._copied.pop(key)
+        self.bytes -= size
+        return size, self._outstanding.pop(key)

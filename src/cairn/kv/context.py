@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
@@ -42,6 +43,8 @@ class Context:
         "durable",
         "load_seconds",
         "loading",
+        "looked",
+        "lost",
         "noted",
         "patience",
         "published",
@@ -63,6 +66,8 @@ class Context:
         """Leading blocks of each table that keys find, or that a window has passed."""
         self.noted = [0] * len(chains)
         """Leading chunks of each group about which was decided whether to store them."""
+        self.lost, self.looked = 0, -math.inf
+        """How many chunks were given up in all, and the time, when that was decided from the first chunk on."""
         self.capacity = 0
         """Positions that every table covers."""
         self.claimed = range(0)

@@ -202,21 +202,26 @@ class Tiers:
     def evict(self, tokens: Sequence[int], salt: bytes, keep: int, disk: bool, done: Done) -> None:
         """Give up a context's KV beyond the first `keep` tokens, in the pool and the stores; on the disk only if told.
 
-        What of it is not yet on the disk is still written where it may stay there.
+        What of it is not yet on the disk is written first where it may stay there.
         """
         first = -(-keep // self._lookup.chunk_tokens)
         keys = self._lookup.all_keys(self._cache.context(salt), tokens, first)
-        if disk:
-            self.behind_pool.drop(frozenset(keys))
-        self._cache.forget(self._cache.context(salt), tokens, keep)
         stores = [store for tier, store in self._stores.items() if disk or tier != "disk"]
+
+        def give_up() -> None:
+            self._cache.forget(self._cache.context(salt), tokens, keep)
+            self.do(lambda store: self._lookup.drop(store, keys, salt, tokens, first), stores, dropped)
 
         def dropped() -> None:
             if disk:
                 self.behind_pool.drop_done()
             done()
 
-        self.do(lambda store: self._lookup.drop(store, keys, salt, tokens, first), stores, dropped)
+        if disk:
+            self.behind_pool.drop(frozenset(keys))
+            give_up()
+        else:
+            self.behind_pool.flush(lambda lost: give_up(), told=False)
 
     def where(self, tokens: Sequence[int], salt: bytes) -> Placed:
         """Leading tokens of a context in the pool and in each store."""
@@ -299,7 +304,10 @@ class Tiers:
             self._cache.close(context, tokens)
         end = self._clock.now() + grace
         self.behind_pool.finish(grace)
+        ended = self.writer.close(max(0.0, end - self._clock.now()))
+        if left := self.behind_pool.left():
+            log.warning("%d chunks of KV were not stored before the end, and will be computed again", left)
         # A store is left as it is while a thread still hangs in it; the end of the process gives it back.
-        if all([self.writer.close(max(0.0, end - self._clock.now())), self.reader.close()]):
+        if all([ended, self.reader.close()]):
             for store in self._stores.values():
                 store.close()

@@ -1,0 +1,125 @@
+"""What becomes of chunks that cannot be stored when their turn comes, and who is told."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from tiered import Between, Rig
+
+from cairn.kv.behind import WAIT_SECONDS, WriteLimits
+from cairn.kv.flushes import Flushes
+from cairn.kv.ram import RamStore
+from cairn.kv.tiers import Tiers
+
+PROMPT = [(7 * n) % 61 for n in range(160)]
+CHUNK = 16
+PAGES = CHUNK * 8
+"""Bytes of a chunk."""
+
+
+def rig_on(store: Between, **limits: int) -> tuple[Rig, Tiers]:
+    rig = Rig({"disk": store}, blocks=200, limits=WriteLimits(**limits))
+    assert rig.tiers is not None
+    return rig, rig.tiers
+
+
+def run(rig: Rig, prompt: list[int], count: int = 3) -> None:
+    """To the end of the answer, and no turn in which there is nothing else to do."""
+    id = rig.add(prompt, count)
+    while not rig.outputs[id] or rig.outputs[id][-1].finish is None:
+        rig.step()
+
+
+@pytest.fixture
+def store() -> Between:
+    return Between(RamStore(1 << 30))
+
+
+def flushed(rig: Rig, tiers: Tiers) -> int:
+    """What a flush is told."""
+    answers = list[int]()
+    tiers.flush(answers.append)
+    rig.settle()
+    (lost,) = answers
+    return lost
+
+
+def test_what_a_store_refused_once_is_stored_when_the_context_goes_on(store: Between) -> None:
+    """A part that is missing would keep all that extends it from ever being stored."""
+    rig, tiers = rig_on(store)
+    rig.add(PROMPT, 300)
+    for _ in range(8):
+        rig.step()
+    store.keep = lambda chunks: 0
+    tiers.turn(True)
+    while rig.threads():
+        pass
+    store.keep = store.inner.keep
+    for _ in range(3):
+        rig.step()
+    lost = tiers.stats().dropped
+    assert lost >= 10 and tiers.where(PROMPT, b"").disk == 0
+    rig.clock.time += WAIT_SECONDS
+    rig.settle()
+    assert tiers.stats().disk is not None and store.stats().chunks == (160 + 300 - 1) // CHUNK
+    assert flushed(rig, tiers) == lost, "nobody was told of the refusal"
+    assert flushed(rig, tiers) == 0
+
+
+def test_a_store_that_refuses_everything_is_not_asked_at_every_step(store: Between) -> None:
+    rig, tiers = rig_on(store)
+    store.keep = lambda chunks: 0
+    rig.add(PROMPT, 300)
+    for _ in range(200):
+        rig.step()
+        tiers.turn(True)
+        while rig.threads():
+            pass
+    assert tiers.stats().dropped <= (160 + 200) // CHUNK
+
+
+def test_a_flush_is_told_of_what_it_waits_for_and_of_what_nobody_was_told() -> None:
+    flushes, told = Flushes(), list[int]()
+    flushes.add(5, told.append, counts=True)
+    flushes.lose(7)
+    flushes.lose(3)
+    flushes.answer(lambda: 4)
+    assert flushes and told == []
+    flushes.answer(lambda: 5)
+    flushes.add(9, told.append, counts=False)
+    flushes.add(9, told.append, counts=True)
+    flushes.answer(lambda: 9)
+    assert not flushes and told == [1, 0, 1]
+
+
+def test_what_is_evicted_from_memory_is_stored_first_however_long_it_is(store: Between) -> None:
+    """More than the queue holds, noted and not yet copied when the order comes."""
+    rig, tiers = rig_on(store, queue_bytes=4 * PAGES)
+    run(rig, PROMPT)
+    assert (tiers.behind_pool.chunks, store.stats().chunks) == (10, 0)
+    done = list[bool]()
+    tiers.evict(PROMPT, b"", 0, False, lambda: done.append(True))
+    rig.settle()
+    placed = tiers.where(PROMPT, b"")
+    assert done == [True] and (placed.pool, placed.disk) == (0, 160) and tiers.stats().dropped == 0
+
+
+def test_what_no_store_took_is_not_of_the_days_bytes(store: Between) -> None:
+    rig, tiers = rig_on(store, day_bytes=16 * PAGES)
+    store.keep = lambda chunks: 0
+    for _ in range(4):
+        rig.ask(PROMPT)
+    store.keep = store.inner.keep
+    rig.ask([(11 * n) % 59 for n in range(160)])
+    assert tiers.stats().deferred == 0 and store.stats().chunks == 10
+
+
+def test_an_end_says_what_was_not_stored(store: Between, caplog: pytest.LogCaptureFixture) -> None:
+    rig, tiers = rig_on(store)
+    run(rig, PROMPT)
+    with caplog.at_level(logging.WARNING):
+        tiers.close(0.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "10 chunks of KV were not stored before the end, and will be computed again"
+    ]
