@@ -8,6 +8,7 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from demo.batches import TEMPLATE, Batch, Batches, Renderer
+from demo.grow import grown
 from demo.muon import Muon
 from demo.network import NARROW, Network, Shape
 from demo.tokenizer import END_OF_TEXT, TURN_END, VOCABULARY, train_tokenizer
@@ -56,7 +58,8 @@ class Trainer:
     def loss(self, batch: Batch) -> Tensor:
         """Mean loss of the places that count; only their logits are computed."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=NARROW):
-            hidden = self.network(batch.ids.to(self.device)).flatten(0, 1)
+            row = (batch.ids, batch.branches, batch.positions)
+            hidden = self.network(*(tensor.to(self.device) for tensor in row)).flatten(0, 1)
             logits = self.network.logits(hidden[batch.places.to(self.device)])
         return F.cross_entropy(logits.float(), batch.targets.to(self.device))
 
@@ -91,6 +94,11 @@ class Trainer:
         partial.replace(folder / "checkpoint.safetensors")
         progress = {f: getattr(self.state, f) for f in State.__slots__}  # type: ignore[attr-defined]
         (folder / "checkpoint.json").write_text(json.dumps(progress) + "\n")
+
+    def begin_with(self, weights: dict[str, Tensor]) -> None:
+        """Take the weights of an exported model, of this depth or a smaller one."""
+        named = {name.removeprefix("model."): tensor.float() for name, tensor in weights.items()}
+        self.network.load_state_dict(grown(named, self.network.shape))
 
     def load(self, folder: Path) -> bool:
         """Go on from the checkpoint in the folder, if there is one."""
@@ -151,9 +159,12 @@ def _write(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
-def make_tokenizer(folder: Path, seed: int) -> Tokenizer:
-    """The tokenizer of a run: the saved one, or one learnt from the first conversations of the seed."""
+def make_tokenizer(folder: Path, start: Path | None, seed: int) -> Tokenizer:
+    """The tokenizer of a run: the saved one, that of its start, or one learnt from the seed's first conversations."""
     path = folder / "tokenizer.json"
+    if not path.exists() and start:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copy(start / "tokenizer.json", path)
     if path.exists():
         return Tokenizer.from_file(str(path))
     render = Renderer()
@@ -176,7 +187,8 @@ def train(trainer: Trainer, source: Iterator[Batch], tokenizer: Tokenizer, argum
         bar = progress.add_task("training", total=total, completed=state.seconds)
         while state.seconds < total:
             began = time.perf_counter()
-            value = trainer.step([next(source) for _ in range(arguments.batches)], rate_at(state, total, decay))
+            rate = arguments.rate * rate_at(state, total, decay)
+            value = trainer.step([next(source) for _ in range(arguments.batches)], rate)
             state.seconds += time.perf_counter() - began
             smooth = value if not smooth else 0.97 * smooth + 0.03 * value
             speed = state.tokens / max(state.seconds, 1e-9)
@@ -200,25 +212,29 @@ def main() -> None:
     parser.add_argument(
         "--decay", type=float, help="last minutes, in which the rate falls to nothing (default: 30 %% of all)"
     )
+    parser.add_argument("--rate", type=float, default=1.0, help="factor of both learning rates (default 1)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="CPU threads (default: all)")
     parser.add_argument("--seed", type=int, default=1, help="seed of text and weights (default 1)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and of the model")
+    parser.add_argument("--start", type=Path, help="folder of a trained model to grow")
     parser.add_argument("--batches", type=int, default=1, help="batches of some 4,096 tokens an update (default 1)")
-    parser.add_argument("--copying", type=int, help="short copying texts to read first (default: 6000 in a fresh run)")
+    parser.add_argument("--copying", type=int, help="short copying texts to read first (default: 6000 from nothing)")
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokenizer = make_tokenizer(arguments.out, arguments.seed)
+    tokenizer = make_tokenizer(arguments.out, arguments.start, arguments.seed)
     network = Network(Shape())
     if not arguments.eager:
         network.run_layer = torch.compile(network.run_layer, dynamic=False)
         torch._dynamo.config.cache_size_limit = 64
     trainer = Trainer(network, device)
     resumed = trainer.load(arguments.out)
+    if arguments.start and not resumed:
+        trainer.begin_with(load_file(arguments.start / "model.safetensors"))
     trainer.state.runs += 1
-    copying = arguments.copying if arguments.copying is not None else 0 if resumed else 6000
+    copying = arguments.copying if arguments.copying is not None else 0 if resumed or arguments.start else 6000
     # Each run reads fresh conversations; only the tokenizer is learnt from those of the bare seed.
     seed = arguments.seed * 1000 + trainer.state.runs
     train(trainer, iter(Batches(conversations(seed, copying), tokenizer, seed)), tokenizer, arguments)

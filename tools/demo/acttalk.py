@@ -15,7 +15,7 @@ AGAIN = ("And {}?", "What about {}?", "And what about {}?", "The same {}, please
 
 def any_act(values: Values) -> Act:
     """An act of this side, or one made up on the spot."""
-    return values.rng.choice(acts(values.evaluation)) if values.rng.random() < 0.76 else random_act(values)
+    return values.rng.choice(acts(values.evaluation)) if values.rng.random() < 0.84 else random_act(values)
 
 
 def rival(values: Values, act: Act) -> Act:
@@ -48,13 +48,14 @@ def offer(values: Values, count: int) -> list[Tool]:
 
 
 def act_talk(talk: Talk, between: Callable[[Talk], None]) -> None:
-    """One to nine requests over one to four tools; results are mostly left out, so that there are more calls to learn."""
+    """Some requests over one to four tools: mostly each by itself, or one after the other with other talk."""
     rng, values = talk.rng, talk.values
-    tools = offer(values, rng.choices((1, 2, 3, 4), (28, 38, 32, 2))[0])
+    tools = offer(values, rng.choices((1, 2, 3, 4), (18, 28, 50, 4))[0])
     talk.tools = [tool.schema(values) for tool in tools]
-    for _ in range(rng.randint(1, 9)):
+    talk.separate = rng.random() < 0.75
+    for _ in range(rng.randint(4, 8) if talk.separate else rng.randint(1, 6)):
         roll = rng.random()
-        if roll < 0.04:
+        if roll < 0.04 and not talk.separate:
             between(talk)
             continue
         if roll < 0.07 and _nothing_fits(talk, tools):
@@ -63,6 +64,8 @@ def act_talk(talk: Talk, between: Callable[[Talk], None]) -> None:
         text, arguments = tool.request(values)
         talk.user(text)
         talk.call(tool.name, arguments)
+        if talk.separate:
+            continue
         if rng.random() < 0.15:
             talk.tool_result(*result(values, tool))
         if rng.random() < 0.1:

@@ -1,5 +1,6 @@
 """From conversations to batches of token ids: rendering, loss masks, rows of like length together."""
 
+import itertools
 import json
 import random
 from collections.abc import Iterator
@@ -34,10 +35,24 @@ class Renderer:
 
 
 @dataclass(slots=True)
+class Row:
+    """The ids of a conversation; for each, whether the assistant wrote it (its end mark included), and its branch.
+
+    Branch 0 is seen by all that follows, every other only by itself, and begins where branch 0 ended.
+    """
+
+    ids: list[int]
+    counts: list[bool]
+    branches: list[int]
+
+
+@dataclass(slots=True)
 class Batch:
-    """Token ids (rows, length), and for the places that count: which position predicts which token."""
+    """Token ids, their branches and positions (rows, length), and which place predicts which token, where it counts."""
 
     ids: Tensor
+    branches: Tensor
+    positions: Tensor
     places: Tensor
     targets: Tensor
 
@@ -47,15 +62,16 @@ class Batches:
 
     def __init__(self, talks: Iterator[Talk], tokenizer: Tokenizer, seed: int) -> None:
         self._talks, self._tokenizer, self._render = talks, tokenizer, Renderer()
-        self._rows: dict[int, list[tuple[list[int], list[bool]]]] = {length: [] for length in LENGTHS}
+        self._rows: dict[int, list[Row]] = {length: [] for length in LENGTHS}
         self._random = random.Random(seed)
         self._start = tokenizer.token_to_id(TURN_START)
         self._end = tokenizer.token_to_id(TURN_END)
         self._pad = tokenizer.token_to_id(END_OF_TEXT)
         self._head = tokenizer.encode(f"{TURN_START}assistant\n").ids
+        self._asked = tokenizer.encode(f"{TURN_START}user\n").ids
 
-    def row(self, talk: Talk) -> tuple[list[int], list[bool]]:
-        """The ids of a conversation and, for each, whether the assistant wrote it (its end mark included)."""
+    def row(self, talk: Talk) -> Row:
+        """A conversation as ids."""
         ids: list[int] = self._tokenizer.encode(self._render(talk.messages, talk.tools)).ids
         counts = [False] * len(ids)
         head, spot = self._head, 0
@@ -68,31 +84,46 @@ class Batches:
                         break
                     spot += 1
             spot += 1
-        return ids, counts
+        asked = [talk.separate and ids[at : at + len(self._asked)] == self._asked for at in range(len(ids))]
+        return Row(ids, counts, list(itertools.accumulate(asked, initial=0))[1:])
 
     def __iter__(self) -> Iterator[Batch]:
         """Fill the buckets until some are ready, then hand those out in random order."""
         ready: list[Batch] = []
         while True:
             while len(ready) < 24:
-                ids, counts = self.row(next(self._talks))
-                length = next((size for size in LENGTHS if len(ids) <= size + 1), None)
+                row = self.row(next(self._talks))
+                length = next((size for size in LENGTHS if len(row.ids) <= size + 1), None)
                 if length is None:
                     continue
                 bucket = self._rows[length]
-                bucket.append((ids, counts))
+                bucket.append(row)
                 if len(bucket) == max(1, BATCH_TOKENS // length):
                     ready.append(self._batch(bucket, length))
                     self._rows[length] = []
             yield ready.pop(self._random.randrange(len(ready)))
 
-    def _batch(self, rows: list[tuple[list[int], list[bool]]], length: int) -> Batch:
+    def _batch(self, rows: list[Row], length: int) -> Batch:
         inputs = torch.full((len(rows), length), self._pad, dtype=torch.long)
+        branches = torch.zeros((len(rows), length), dtype=torch.long)
+        positions = torch.arange(length).repeat(len(rows), 1)
         places, targets = [], []
-        for index, (ids, counts) in enumerate(rows):
-            inputs[index, : len(ids) - 1] = torch.tensor(ids[:-1])
-            for spot in range(1, len(ids)):
-                if counts[spot]:
+        for index, row in enumerate(rows):
+            end = len(row.ids) - 1
+            inputs[index, :end] = torch.tensor(row.ids[:-1])
+            branches[index, :end] = torch.tensor(row.branches[:-1])
+            positions[index, :end] = torch.tensor(_positions(row.branches))[:-1]
+            for spot in range(1, len(row.ids)):
+                if row.counts[spot]:
                     places.append(index * length + spot - 1)
-                    targets.append(ids[spot])
-        return Batch(inputs, torch.tensor(places), torch.tensor(targets))
+                    targets.append(row.ids[spot])
+        return Batch(inputs, branches, positions, torch.tensor(places), torch.tensor(targets))
+
+
+def _positions(branches: list[int]) -> list[int]:
+    """Where each token stands when no branch is there but branch 0 and its own."""
+    shared, positions = branches.count(0), list[int]()
+    for branch, tokens in itertools.groupby(branches):
+        begin = shared if branch else 0
+        positions += range(begin, begin + len(list(tokens)))
+    return positions

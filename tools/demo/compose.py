@@ -174,7 +174,7 @@ def tool_of(values: Values, act: Act) -> Composed:
     rng = values.rng
     listed = [(role, needed) for role, needed in act.roles if needed or rng.random() < 0.65]
     listed = [(role, needed or (bool(role.ways) and rng.random() < 0.25)) for role, needed in listed]
-    if rng.random() < 0.12:
+    if rng.random() < 0.08:
         spare = roles()[rng.choice(SPARE)]
         listed += [(spare, False)] if all(spare.slot != role.slot for role, _ in listed) else []
     if rng.random() < 0.25:

@@ -56,6 +56,8 @@ class Talk:
     kind: str = ""
     messages: list[Message] = field(default_factory=list)
     tools: list[dict[str, Any]] = field(default_factory=list)
+    separate: bool = False
+    """Whether each request stands by itself behind the tools and sees no other: all are read as the first."""
 
     @property
     def rng(self) -> random.Random:

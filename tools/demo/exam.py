@@ -14,6 +14,8 @@ from .toolbox import Tool, realistic, synthetic
 from .values import Values
 
 TOOLS = Path(__file__).parent.with_name("demo_realistic_tools.json")
+PRACTICE = TOOLS.with_name("demo_practice_tools.json")
+"""Written by hand as well, apart from the training text; what training is decided by, so that `TOOLS` need not be."""
 
 # Wordings written for the evaluation alone: statement, question, kind of value.
 FRESH = (
@@ -108,9 +110,9 @@ def catalogue_tools(values: Values, count: int) -> list[Tool]:
     return values.rng.sample(realistic(True), count)
 
 
-def realistic_items() -> Iterator[Item]:
-    """The hand-written cases."""
-    data = json.loads(TOOLS.read_text("utf-8"))
+def realistic_items(path: Path = TOOLS) -> Iterator[Item]:
+    """The hand-written cases of a file."""
+    data = json.loads(path.read_text("utf-8"))
     for case in data["cases"]:
         messages = [{"role": "user", "content": case["user"]}]
         tools = [data["tools"][name] for name in case["offer"]]

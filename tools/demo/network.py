@@ -17,11 +17,11 @@ class Shape:
 
     vocab_size: int = 2048
     hidden_size: int = 256
-    num_hidden_layers: int = 6
+    num_hidden_layers: int = 8
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
     head_dim: int = 64
-    intermediate_size: int = 640
+    intermediate_size: int = 608
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     max_position_embeddings: int = 2048
@@ -50,6 +50,8 @@ class Shape:
 
 # The keys and values of one layer for one conversation; empty before the first call.
 Cache = list[Tensor]
+# What attention mixes over: the positions that each may see (batch, time, time), or a cache and all before.
+Past = Tensor | Cache
 
 
 class Norm(nn.Module):
@@ -66,7 +68,7 @@ class Norm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position: x is (batch, heads, time, head); cos and sin are (time, head / 2)."""
+    """Rotary position: x is (batch, heads, time, head); cos and sin are (batch or 1, 1, time, head / 2)."""
     one, two = x.chunk(2, dim=-1)
     return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1)
 
@@ -85,39 +87,47 @@ class Attention(nn.Module):
         self.q_norm = Norm(head, shape.rms_norm_eps)
         self.k_norm = Norm(head, shape.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
-        """Mix x (batch, time, size) over earlier positions; a cache adds those of earlier calls."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past) -> Tensor:
+        """Mix x (batch, time, size) over the past."""
         batch, time, _ = x.shape
         q = self.q_norm(self.q_proj(x).view(batch, time, self.heads, self.head)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(batch, time, self.kv_heads, self.head)).transpose(1, 2)
         v = self.v_proj(x).view(batch, time, self.kv_heads, self.head).transpose(1, 2)
         q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
-        mixed = attend(q, k, v) if cache is None else attend_cached(q, k, v, cache)
+        mixed = attend_cached(q, k, v, past) if isinstance(past, list) else attend(q, k, v, past)
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, time, self.heads * self.head))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention written out: on a CPU, with short rows, faster than the fused kernel and its backward pass.
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """Attention written out: on a CPU, with short rows, faster than the fused kernel and its backward pass.
 
     q is (batch, heads, time, head), k and v have fewer heads; the queries of a group go through one product. Longer
-    rows are cut into four spans of queries, so that most of the forbidden future is never computed.
+    rows are cut into four spans of queries, so that most of the future, which is never seen, is not computed.
     """
     batch, heads, time, head = q.shape
     groups = q.view(batch, k.shape[1], -1, time, head)
     span = time // 4 if time >= 384 and time % 4 == 0 else time
-    parts = [_attend_span(groups[:, :, :, at : at + span], k, v, at) for at in range(0, time, span)]
+    parts = [_attend_span(groups[:, :, :, at : at + span], k, v, seen, at) for at in range(0, time, span)]
     return torch.cat(parts, dim=3).view(batch, heads, time, head)
 
 
-def _attend_span(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+def _attend_span(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, start: int) -> Tensor:
     batch, kv_heads, group, span, head = q.shape
     end = start + span
     scores = q.reshape(batch, kv_heads, group * span, head) @ k[:, :, :end].mT
     scores = scores.float().view(batch, kv_heads, group, span, end) * head**-0.5
-    future = torch.ones(span, end, dtype=torch.bool, device=q.device).triu(start + 1)
-    weights = scores.masked_fill(future, float("-inf")).softmax(-1).to(v.dtype)
+    hidden = ~seen[:, None, None, start:end, :end]
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(v.dtype)
     mixed = weights.view(batch, kv_heads, group * span, end) @ v[:, :, :end]
     return mixed.view(batch, kv_heads, group, span, head)
+
+
+def visible(branches: Tensor) -> Tensor:
+    """What each position may see (batch, time, time): itself and what came before in branch 0 or its own branch."""
+    time = branches.shape[1]
+    past = torch.ones(time, time, dtype=torch.bool, device=branches.device).tril()
+    own = branches[:, :, None] == branches[:, None, :]
+    return past & (own | (branches == 0)[:, None, :])
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, cache: Cache) -> Tensor:
@@ -154,9 +164,9 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, past: Past) -> Tensor:
         """One layer."""
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, cache)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, past)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -169,7 +179,7 @@ class Network(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
-        self.run_layer: Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor] = _run_layer
+        self.run_layer: Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor] = _run_layer
         inverse = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
         angles = torch.outer(torch.arange(shape.max_position_embeddings).float(), inverse)
         self.register_buffer("cos", angles.cos(), persistent=False)
@@ -183,13 +193,13 @@ class Network(nn.Module):
                 std = 0.02 if "embed" in name else parameter.shape[1] ** -0.5
                 nn.init.normal_(parameter, std=std * (scale if "o_proj" in name or "down_proj" in name else 1.0))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """The hidden states (batch, time, size) of token ids (batch, time)."""
-        time = ids.shape[1]
-        cos, sin = self.cos[:time], self.sin[:time]
+    def forward(self, ids: Tensor, branches: Tensor, positions: Tensor) -> Tensor:
+        """The hidden states (batch, time, size) of token ids in branches, at positions (all (batch, time))."""
+        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]
+        seen = visible(branches)
         x = self.embed_tokens(ids)
         for layer in self.layers:
-            x = self.run_layer(layer, x, cos, sin)
+            x = self.run_layer(layer, x, cos, sin, seen)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -197,8 +207,8 @@ class Network(nn.Module):
         return F.linear(hidden, self.embed_tokens.weight)
 
 
-def _run_layer(layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    out: Tensor = layer(x, cos, sin)
+def _run_layer(layer: nn.Module, x: Tensor, cos: Tensor, sin: Tensor, seen: Tensor) -> Tensor:
+    out: Tensor = layer(x, cos, sin, seen)
     return out
 
 

@@ -19,7 +19,7 @@ def offered(values: Values, count: int, *, real: float) -> list[Tool]:
         if tools and rng.random() < 0.15:
             tool = rival(values, tools[0])
         if not values.evaluation or tool in realistic(True):
-            tool = renamed(tool, values) if rng.random() < 0.6 else tool
+            tool = renamed(tool, values) if rng.random() < 0.45 else tool
             tool = varied(tool, values)
         if all(tool.name != other.name and tool.description != other.description for other in tools):
             tools.append(tool)
@@ -122,10 +122,18 @@ def no_tool(talk: Talk, tools: list[Tool]) -> None:
 
 
 def tool_talk(talk: Talk, between: Callable[[Talk], None], *, real: float = 0.75) -> None:
-    """One to five requests over one to four tools, with other talk mixed in."""
+    """Some requests over one to four tools: each by itself, or one after the other with results and other talk."""
     rng = talk.rng
-    tools = offered(talk.values, rng.choices((1, 2, 3, 4), (20, 35, 42, 3))[0], real=real)
+    tools = offered(talk.values, rng.choices((1, 2, 3, 4), (18, 30, 49, 3))[0], real=real)
     talk.tools = [tool.schema(talk.values) for tool in tools]
+    if rng.random() < 0.6:
+        talk.separate = True
+        for _ in range(rng.randint(4, 8)):
+            tool = rng.choice(tools)
+            text, arguments = tool.request(talk.values)
+            talk.user(ask(rng, text))
+            talk.call(tool.name, arguments)
+        return
     for _ in range(rng.choice((1, 2, 3, 3, 4, 5))):
         roll = rng.random()
         if roll < 0.1:
