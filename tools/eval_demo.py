@@ -115,6 +115,7 @@ def figures(count: int, seed: int) -> list[Figure]:
         Figure("tool calls, generated tools (1-3 offered)", 90, list(made)),
         Figure("tool calls, 40 hand-written tools", 75, list(exam.realistic_items())),
         Figure("questions about Cairn, unseen wordings", 75, list(exam.about_items())),
+        Figure("tool calls, 118 tools that decide about training", 0, list(exam.realistic_items(exam.PRACTICE))),
         Figure("recall, wordings of the evaluation's own", 0, list(exam.fresh_items(rng("fresh"), 90))),
         Figure("tool calls, held-out tools of the catalogue", 0, list(held_out)),
         Figure("answers after a tool result", 0, list(exam.result_items(rng("result"), 60))),
