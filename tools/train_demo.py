@@ -217,6 +217,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of text and weights (default 1)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and of the model")
     parser.add_argument("--start", type=Path, help="folder of a trained model to grow")
+    parser.add_argument("--layers", type=int, default=6, help="layers of the network (default 6)")
+    parser.add_argument("--ffn", type=int, default=640, help="width of its feed-forward layers (default 640)")
     parser.add_argument("--batches", type=int, default=1, help="batches of some 4,096 tokens an update (default 1)")
     parser.add_argument("--copying", type=int, help="short copying texts to read first (default: 6000 from nothing)")
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
@@ -225,7 +227,7 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = make_tokenizer(arguments.out, arguments.start, arguments.seed)
-    network = Network(Shape())
+    network = Network(Shape(num_hidden_layers=arguments.layers, intermediate_size=arguments.ffn))
     if not arguments.eager:
         network.run_layer = torch.compile(network.run_layer, dynamic=False)
         torch._dynamo.config.cache_size_limit = 64
