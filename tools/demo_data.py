@@ -29,7 +29,7 @@ SYSTEMS = [
 ]
 
 # Shares in percent of conversations; tools carry the most because choosing among them is the hardest to learn.
-MIX = {"recall": 5, "acts": 56, "tools": 27, "about": 4, "sums": 1, "chat": 2, "untold": 3, "system": 1}
+MIX = {"recall": 8, "acts": 46, "tools": 28, "about": 6, "sums": 3, "chat": 2, "untold": 4, "system": 1, "echo": 1}
 MIX |= {"long": 1}
 
 # What a fresh run reads first, for a few minutes: short texts in which copying pays at once. It makes the skill that

@@ -164,7 +164,7 @@ class Agent:
         self.new = False
         """It is not durable yet, so nothing may share what it holds."""
         self.salt = b""
-        """The tenant's, of the last call that named the agent."""
+        """The tenant's: of the last call that named the agent, or as the roster knows it."""
 
     @property
     def id(self) -> str:
