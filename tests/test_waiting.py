@@ -7,7 +7,7 @@ from cairn.errors import Overloaded
 from cairn.kv.cache import Cache
 from cairn.sequence import Sequence
 from cairn.types import Request, SamplingParams
-from cairn.waiting import PACE_SECONDS, Pace, WaitingQueue
+from cairn.waiting import WaitingQueue
 
 
 def sequence(serial: int, tokens: int = 5, arrival: float = 0.0, priority: int = 0) -> Sequence:
@@ -45,37 +45,3 @@ def test_a_preempted_sequence_is_never_refused() -> None:
     queue.push(sequence(1))
     queue.push(sequence(2))
     assert len(queue) == 2
-
-
-def test_the_pace_is_measured_while_somebody_waits() -> None:
-    pace = Pace()
-    assert pace.seconds_until(1, 0) == 1.0
-    for second in range(200):
-        pace.tick(float(second), waiting=True)
-        if second % 5 == 0:
-            pace.left(100)
-    assert pace.seconds_until(1, 0) == pytest.approx(5, rel=0.1)
-    assert pace.seconds_until(3, 0) == pytest.approx(15, rel=0.1)
-    assert pace.seconds_until(1, 1000) == pytest.approx(50, rel=0.1)
-
-
-def test_idle_time_is_no_slow_time() -> None:
-    pace = Pace()
-    for second in range(20):
-        pace.tick(float(second), waiting=True)
-        pace.left(10)
-    pace.tick(20.0, waiting=False)
-    pace.tick(100_000.0, waiting=True)
-    assert pace.seconds_until(1, 0) == pytest.approx(1, rel=0.1)
-
-
-def test_old_progress_fades() -> None:
-    pace = Pace()
-    for second in range(100):
-        pace.tick(float(second), waiting=True)
-        pace.left(10)
-    for second in range(100, 100 + int(4 * PACE_SECONDS)):
-        pace.tick(float(second), waiting=True)
-        if second % 10 == 0:
-            pace.left(10)
-    assert pace.seconds_until(1, 0) == pytest.approx(10, rel=0.25)

@@ -96,7 +96,7 @@ class Scheduler:
         """Queue a request.
 
         Raises `InvalidRequest` or `ContextTooLong` for one that could never run, `Conflict` for an id in use, and
-        `Overloaded` with the seconds until there will be room when the queue is full.
+        `Overloaded` when the queue is full.
         """
         if request.id in self._sequences:
             raise Conflict(f"request {request.id} is running already")
@@ -140,7 +140,6 @@ class Scheduler:
             self._admit(work, room, now, ended, started)
         else:
             work = [(sequence, end) for sequence, end in work if sequence.state is State.RUNNING]
-        self._waiting.tick(now)
         copies = self._cache.copies()
         if not work and not ended:
             return None
@@ -223,7 +222,7 @@ class Scheduler:
                     break
                 sequence.computed = covered
             sequence.become(State.RUNNING)
-            self._waiting.pop(sequence)
+            self._waiting.discard(sequence)
             self._running.append(sequence)
             if sequence.admitted is None:
                 miss = self._cache.miss(sequence.kv, sequence.tokens, sequence.computed) if reuse else None

@@ -249,9 +249,8 @@ class World:
             law(needed > self.context, "a prompt that fits the context was refused")
         except InvalidRequest:
             law(needed > self.longest, "a prompt that fits the pool was refused")
-        except Overloaded as error:
+        except Overloaded:
             law(full, "overloaded with room in the queue")
-            law(error.retry_after is not None and 0 < error.retry_after <= 3600, "no sensible retry_after")
         else:
             law(needed <= self.longest, "a prompt that can never fit was taken")
             law(not full, "the queue's bound was ignored")
