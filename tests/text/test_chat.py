@@ -76,7 +76,8 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
         text_models.write_model(
             folder, tokenizer or text_models.byte_level(), config or text_models.QWEN_CONFIG, template
         )
-        made = await Chat.start(folder, Tokenizer.load(folder), Config(**options), context)
+        made = await Chat.start(folder, Tokenizer.load(folder), Config(**options))
+        made.context = context
         chats.append(made)
         return made
 

@@ -110,10 +110,11 @@ class Service:
         loading = asyncio.create_task(self._supervisor.start(folder))
         try:
             self.tokenizer = self._traffic.tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+            self.chat = await Chat.start(folder, self.tokenizer, self._config)
             await loading
         finally:
             loading.cancel()
-        self.chat = await Chat.start(folder, self.tokenizer, self._config, self.info.context)
+        self.chat.context = self.info.context
         self._loaded = True
 
     # ---------------------------------------------------------------------------------------------- for callers

@@ -72,12 +72,11 @@ class _Read(NamedTuple):
 class Chat:
     """One model's chats. Made by `Chat.start`; every method runs on the event loop that started it."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, templates: Mapping[str, str], config: Config, context: int | None = None
-    ) -> None:
-        """`templates`: name -> text, none for a model that has no chat template. `context`: tokens that it takes."""
+    def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, str], config: Config) -> None:
+        """`templates`: name -> text, none for a model that has no chat template."""
+        self.context: int | None = None
+        """Tokens that the engine takes, once it has told."""
         self._tokenizer = tokenizer
-        self._context = context
         self._templates = templates
         self._thinks = any(tag in text for tag in (THINK, END_THINK) for text in templates.values())
         self._keep_reasoning = config.reasoning_history == "keep"
@@ -90,12 +89,12 @@ class Chat:
             )
 
     @classmethod
-    async def start(cls, folder: Path, tokenizer: Tokenizer, config: Config, context: int | None = None) -> Chat:
+    async def start(cls, folder: Path, tokenizer: Tokenizer, config: Config) -> Chat:
         """Read the model's chat templates and start the process that renders them.
 
         Raises ModelFileError if a template or its file is broken. A model without one starts; `prompt` then refuses.
         """
-        chat = cls(tokenizer, await asyncio.to_thread(load_templates, folder), config, context)
+        chat = cls(tokenizer, await asyncio.to_thread(load_templates, folder), config)
         if chat._renderer is not None:
             try:
                 await chat._renderer.start()
@@ -191,9 +190,9 @@ class Chat:
 
     async def _check_length(self, rendered: str, mark: str) -> None:
         """What a template put into the prompt: contents, tools, calls, and of reasoning what it keeps."""
-        if self._context is not None:
+        if self.context is not None:
             encode = partial(self._tokenizer.encode_rendered, mark=mark)
-            await check_length(encode, [rendered], self._context, "messages")
+            await check_length(encode, [rendered], self.context, "messages")
 
     def _prompt(self, text: str, tokens: Sequence[int], tools: bool) -> Prompt:
         """`text`: what was rendered, or its end."""
