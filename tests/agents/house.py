@@ -118,9 +118,7 @@ class House:
     async def begin(self, id: str, text: str, tenant: str = "default", **more: Any) -> RunningTurn:
         options = more.pop("options", GREEDY)
         messages = [{"role": "user", "content": text}]
-        return await self.agents.turn(
-            tenant, id, messages, options, request=self.service.next_id(), salt=tenant.encode(), **more
-        )
+        return await self.agents.turn(tenant, id, messages, options, request=self.service.next_id(), **more)
 
 
 @contextlib.asynccontextmanager

@@ -19,6 +19,7 @@ import pytest
 from house import FOLDER, Draw, House, file_of, hear, house
 from tests.api.process import Served
 from tests.files import CrashFiles, Fault
+from tests.service.tiny import collect, request
 
 from cairn.agents.agents import Agents
 from cairn.agents.index import Kind
@@ -28,6 +29,8 @@ from cairn.agents.records import EndRecord, SavingsRecord, TokensRecord
 from cairn.agents.segment import Record
 from cairn.errors import CairnError, ConfigError, Conflict, GenerationFailed, InvalidRequest, NotFound, Unavailable
 from cairn.service.service import Service
+from cairn.text.chat import Sampled
+from cairn.text.replay import Answer
 from cairn.text.said import Said
 
 Figure = Callable[[str, str], None]
@@ -199,7 +202,7 @@ async def test_nothing_of_an_agent_is_written_after_its_erasure(folder: Path, wh
             at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
         if when == "pinning":
             with pytest.raises(Unavailable):
-                await at.agents.pin("default", "ada", b"default", True)
+                await at.agents.pin("default", "ada", True)
         if when == "ending":
             assert running is not None and isinstance((await hear(running)).error, Unavailable)
         at.files.heal()
@@ -308,7 +311,7 @@ async def test_what_is_owed_stays_owed_while_the_disk_refuses_it(folder: Path) -
         at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
         assert isinstance((await hear(running)).error, Unavailable)
         with pytest.raises(Unavailable):
-            await at.agents.pin("default", "ada", b"default", True)
+            await at.agents.pin("default", "ada", True)
         for _ in range(3):
             with pytest.raises(Unavailable):
                 await at.agents.tend()
@@ -347,7 +350,7 @@ async def test_a_rollback_that_the_disk_refuses_undoes_nothing_that_began_meanwh
 
         began, gate, sync = asyncio.Event(), asyncio.Event(), at.agents._book.sync
         at.agents._book.sync = refuse  # type: ignore[method-assign]
-        task = asyncio.create_task(at.agents.pin("default", "ada", b"default", True))  # type: ignore[arg-type]
+        task = asyncio.create_task(at.agents.pin("default", "ada", True))  # type: ignore[arg-type]
         await began.wait()
         at.agents._book.sync = sync  # type: ignore[method-assign]
         await at.say("ada", "two")
@@ -526,3 +529,80 @@ def test_a_shutdown_interrupts_turns_that_outlast_its_grace(tmp_path: Path) -> N
             assert turn["state"] == "finished"
     finally:
         again.end()
+
+
+@pytest.mark.parametrize("settled", [False, True])
+async def test_what_was_noted_while_a_turn_was_refused_costs_no_turn_before_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, settled: bool
+) -> None:
+    """The note names a head that the log never had."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        await at.say("ada", "one")
+        real, came, go = at.agents.writer.sync, asyncio.Event(), asyncio.Event()
+
+        async def sync(*records: Record) -> None:
+            if any(record.kind == Kind.TURN for record in records):
+                came.set()
+                await go.wait()
+                raise Unavailable("the disk is full")
+            await real(*records)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(at.agents.writer, "sync", sync)
+            beginning = asyncio.create_task(at.begin("ada", "two"))
+            await came.wait()
+            await at.agents.pin("default", "ada", True)
+            go.set()
+            with pytest.raises(Unavailable):
+                await beginning
+        if settled:
+            await at.agents.tend()
+            assert at.agents.get("default", "ada").head == 1
+        await at.again()
+        info = at.agents.get("default", "ada")
+        assert (info.head, info.turns, info.pinned, info.state) == (1, 1, True, "idle")
+
+
+async def test_upkeep_that_is_cut_off_knows_what_was_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A turn that was answered with 503 is not there after the next start."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        book = at.agents._book
+        book._refused.append(4711)
+        stuck = asyncio.Event()
+
+        async def erase(keys: object) -> None:
+            stuck.set()
+            await asyncio.sleep(3600)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(at.agents.writer, "erase", erase)
+            tending = asyncio.create_task(at.agents.tend())
+            await stuck.wait()
+            tending.cancel()
+            await asyncio.gather(tending, return_exceptions=True)
+        assert book.refused() == [4711]
+
+
+async def test_a_request_in_the_name_of_an_agent_that_is_deleted_meanwhile_leaves_nothing(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Nor is it on the account of another agent that has the name by then."""
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await at.agents.create("default", id="ada")
+        owner = at.agents.named("default", "ada")
+        ids = tuple(range(5, 205))
+        done = await collect(at.service.generate(request(at.service, ids, 2, salt=b"default", durable=True)))
+        await at.service.flush()
+        assert (await at.service.where(ids, b"default")).disk > 0
+        await at.agents.delete("default", "ada")
+        await at.agents.create("default", id="ada")
+        at.agents.keep("default", Sampled(b"b" * 32, Answer(b"v" * 32, "because"), [1, 2, 3], 1), owner)
+        at.agents.account("default", owner, ids, done.done)
+        await at.agents.kv.settled()
+        await at.agents.writer.sync()
+        assert b"because" not in b"".join(at.files.files().values())
+        assert (await at.service.where(ids, b"default")).disk == 0
+        assert at.agents.get("default", "ada").savings.requests == 0
+        assert at.agents.savings("default").requests == 1

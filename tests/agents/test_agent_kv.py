@@ -34,7 +34,7 @@ async def grown(at: House, *ids: str) -> None:
 
 async def where(at: House, id: str) -> tuple[int, int]:
     """Leading tokens in the pool and on disk."""
-    placed = await at.agents.where("default", id, b"default")
+    placed = await at.agents.where("default", id)
     return placed.pool, placed.disk
 
 
@@ -44,11 +44,11 @@ async def test_kv_is_given_up_brought_up_and_shown(folder: Path, tmp_path: Path)
         size = len(await at.agents.context("default", "ada"))
         pool, disk = await where(at, "ada")
         assert pool >= size // 16 * 16 - 16 and disk >= size // 64 * 64 - 64 > 200
-        await at.agents.evict("default", "ada", b"default")
+        await at.agents.evict("default", "ada")
         assert await where(at, "ada") == (0, disk)
-        placed = await at.agents.prefetch("default", "ada", b"default")
+        placed = await at.agents.prefetch("default", "ada")
         assert placed.pool == disk
-        await at.agents.evict("default", "ada", b"default", disk=True)
+        await at.agents.evict("default", "ada", disk=True)
         assert await where(at, "ada") == (0, 0)
 
 
@@ -62,11 +62,11 @@ async def test_deleting_an_agent_takes_its_kv_along_but_not_what_others_share(fo
         shared = (await where(at, "eve"))[1]
         before = await at.service.where(ids, b"default")
         assert before.disk > shared + 100
-        await at.agents.delete("default", "ada", b"default")
+        await at.agents.delete("default", "ada")
         left = await at.service.where(ids, b"default")
         assert left.disk == shared, "the shared prefix stays, the rest is gone"
         assert (await where(at, "bob"))[1] > 200
-        await at.agents.delete("default", "eve", b"default")
+        await at.agents.delete("default", "eve")
         assert (await at.service.where(ids, b"default")).disk == 0
 
 
@@ -152,14 +152,14 @@ async def test_requests_in_the_name_of_a_pinned_agent_are_pinned_beside_its_cont
         await at.agents.create("default", id="bob")
         done = (await at.say("bob", "bob: " + LONG)).done
         assert done is not None
-        at.agents.account("default", "ada", b"default", (await at.agents.context("default", "bob")), done)
+        at.agents.account("default", at.agents.named("default", "ada"), await at.agents.context("default", "bob"), done)
         await at.agents.kv.settled()
         await at.service.flush()
         mine, tied = (await where(at, "ada"))[1], (await where(at, "bob"))[1]
         assert mine > 200 and tied > 200
         await grown(at, *(f"other{n}" for n in range(14)))
         assert ((await where(at, "ada"))[1], (await where(at, "bob"))[1]) == (mine, tied)
-        await at.agents.pin("default", "ada", b"default", False)
+        await at.agents.pin("default", "ada", False)
         await grown(at, *(f"more{n}" for n in range(14)))
         assert (await where(at, "ada"))[1] < mine and (await where(at, "bob"))[1] < tied
 
@@ -212,12 +212,12 @@ async def test_a_pin_whose_context_is_read_slowly_does_not_outlive_its_reason(
             return found
 
         monkeypatch.setattr(at.agents._archive, "branch", slow)
-        pinning = asyncio.create_task(at.agents.pin("default", "ada", b"default", True))
+        pinning = asyncio.create_task(at.agents.pin("default", "ada", True))
         await reading.wait()
         if what == "delete":
-            await at.agents.delete("default", "ada", b"default")
+            await at.agents.delete("default", "ada")
         elif what == "unpin":
-            await at.agents.pin("default", "ada", b"default", False)
+            await at.agents.pin("default", "ada", False)
         else:
             await at.agents.rollback("default", "ada", turn=1)
         await at.agents.kv.settled()
@@ -244,7 +244,7 @@ async def test_the_kv_of_an_agent_deleted_without_a_worker_goes_when_there_is_on
 
         with monkeypatch.context() as without:
             without.setattr(at.service._supervisor, "ask", gone)
-            await at.agents.delete("default", "ada", b"default")
+            await at.agents.delete("default", "ada")
             await asyncio.sleep(0.05)
             assert len(asked) > 1
         await asyncio.wait_for(at.agents.kv.settled(), 10)
@@ -263,10 +263,11 @@ async def test_what_requests_in_an_agents_name_left_goes_with_it(folder: Path, t
         assert (await at.service.where(tied, b"default")).disk == 256
         sampled = Sampled(b"b" * 32, Answer(b"v" * 32, "because"), [1, 2, 3], 1)
         for name in ("ada", None):
-            at.agents.keep("default", sampled._replace(before=str(name).encode() * 10), name)
-            at.agents.account("default", name, b"default", tied, done)
+            owner = at.agents.named("default", name) if name else None
+            at.agents.keep("default", sampled._replace(before=str(name).encode() * 10), owner)
+            at.agents.account("default", owner, tied, done)
         await at.agents.writer.sync()
-        await at.agents.delete("default", "ada", b"default")
+        await at.agents.delete("default", "ada")
         assert (await at.service.where(tied, b"default")).disk == 192, "what bob shares stays"
         held = b"".join(at.files.files().values())
         assert b"ada" * 10 not in held and b"None" * 10 in held

@@ -123,7 +123,7 @@ async def test_a_turn_cut_by_a_crash_keeps_its_tokens_and_is_resumed_the_same(fo
         assert at.agents.get("default", "ada").state == "interrupted"
         with pytest.raises(Conflict, match="turn 1 of agent ada was interrupted"):
             await at.begin("ada", "hello?")
-        resumed = await hear(await at.agents.resume("default", "ada", request=at.service.next_id(), salt=b"default"))
+        resumed = await hear(await at.agents.resume("default", "ada", request=at.service.next_id()))
         assert resumed.tokens == whole.tokens and resumed.text == whole.text
         assert resumed.tokens[: len(said.tokens)] == said.tokens
         assert resumed.done is not None and resumed.done.usage.completion_tokens == 900
@@ -476,7 +476,7 @@ async def test_a_turn_is_told_where_it_leaves_what_is_known(folder: Path) -> Non
         )
         theirs = await at.say("cy", "Call me Cy, please.", "other")
         assert theirs.done is not None and theirs.done.cache.miss == Miss(position=0, reason="never seen")
-        await at.agents.delete("acme", "ada", b"acme")
+        await at.agents.delete("acme", "ada")
         third = await at.say("dan", "Call me Dan, please.", "acme")
         assert third.done is not None and third.done.cache.miss is not None and third.done.cache.miss.differs is None
 

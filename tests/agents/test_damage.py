@@ -15,7 +15,8 @@ import pytest
 from house import FOLDER, House, file_of, hear, house
 
 from cairn.agents.content import Content
-from cairn.agents.records import pack
+from cairn.agents.records import TurnRecord, pack
+from cairn.agents.roster import Roster
 from cairn.agents.running import RunningTurn
 from cairn.agents.segment import Record
 from cairn.agents.tree import Turn
@@ -93,9 +94,9 @@ async def test_a_damaged_turn_is_named_with_what_can_be_done_and_costs_no_other(
         for call in (
             at.begin("ada", "more"),
             at.agents.context("default", "ada"),
-            at.agents.where("default", "ada", b"default"),
-            at.agents.prefetch("default", "ada", b"default"),
-            at.agents.evict("default", "ada", b"default"),
+            at.agents.where("default", "ada"),
+            at.agents.prefetch("default", "ada"),
+            at.agents.evict("default", "ada"),
             file_of(at, "default", "ada"),
         ):
             assert await told(call) == sentence
@@ -110,7 +111,7 @@ async def test_a_damaged_turn_is_named_with_what_can_be_done_and_costs_no_other(
         assert (await at.say("eve", "more")).done is not None
         await at.agents.rollback("default", "ada", turn=1)
         assert (await at.say("ada", "more")).done is not None
-        await at.agents.pin("default", "ada", b"default", True)
+        await at.agents.pin("default", "ada", True)
         left = await at.agents.turns("default", "ada")
         assert [(turn.number, turn.state, turn.current) for turn in left] == [
             (1, "finished", True),
@@ -155,7 +156,7 @@ async def test_an_answer_that_the_log_lost_is_computed_again_where_nothing_follo
                 assert "resume" not in await told(at.agents.resume("default", "bob", request=at.service.next_id()))
                 continue
             assert "; resume it to have it answered again, roll back to turn 2, or" in await told(at.begin(id, "more"))
-            heard = await hear(await at.agents.resume("default", id, request=at.service.next_id(), salt=b"default"))
+            heard = await hear(await at.agents.resume("default", id, request=at.service.next_id()))
             assert heard.text == answer["content"] and heard.done is not None
             assert await answer_of(at, id, 3) == (ids, answer)
             await at.again()
@@ -169,12 +170,12 @@ async def test_an_answer_computed_again_and_cut_by_a_crash_does_not_follow_piece
         await at.agents.create("default", id="ada", messages=SYSTEM)
         whole = await at.say("ada", "one", options=SamplingOptions(temperature=0.9, max_tokens=900, ignore_eos=True))
         hurt(at, (await answer_of(at, "ada", 1))[0])
-        turn = await at.agents.resume("default", "ada", request=at.service.next_id(), salt=b"default")
+        turn = await at.agents.resume("default", "ada", request=at.service.next_id())
         said = await crash_at(at, turn, 200)
         await at.open()
         (cut,) = await at.agents.turns("default", "ada")
         assert cut.state == "interrupted" and 0 < cut.completion_tokens <= len(said)
-        again = await hear(await at.agents.resume("default", "ada", request=at.service.next_id(), salt=b"default"))
+        again = await hear(await at.agents.resume("default", "ada", request=at.service.next_id()))
         assert again.tokens == whole.tokens and again.text == whole.text
 
 
@@ -193,11 +194,11 @@ async def test_what_follows_a_piece_of_an_answer_that_the_log_lost_is_left_out(f
         (cut,) = await at.agents.turns("default", "ada")
         assert cut.state == "interrupted" and 0 < cut.completion_tokens <= lost
         for _ in range(2):
-            turn = await at.agents.resume("default", "ada", request=at.service.next_id(), salt=b"default")
+            turn = await at.agents.resume("default", "ada", request=at.service.next_id())
             await hear(turn, stop_after=lost + 100)
             await at.agents.writer.sync()
             await at.again(clean=True)
-        turn = await at.agents.resume("default", "ada", request=at.service.next_id(), salt=b"default")
+        turn = await at.agents.resume("default", "ada", request=at.service.next_id())
         again = await hear(turn)
         assert again.tokens == whole.tokens and again.text == whole.text
 
@@ -213,12 +214,12 @@ async def test_an_answer_that_cannot_be_computed_again_stays_damaged(
         with monkeypatch.context() as patch:
             patch.setattr(at.service, "info", msgspec.structs.replace(at.service.info, identity=b"other"))
             with pytest.raises(Conflict, match="other kernels, weights, kv_dtype or kv_codec"):
-                await at.agents.resume("default", "ada", request=request, salt=b"default")
+                await at.agents.resume("default", "ada", request=request)
         assert (await at.agents.turns("default", "ada"))[2].state == "damaged"
         with monkeypatch.context() as patch:
             patch.setattr(at.agents._turns, "sync", refuse)
             with pytest.raises(Unavailable, match="full"):
-                await at.agents.resume("default", "ada", request=request, salt=b"default")
+                await at.agents.resume("default", "ada", request=request)
         assert (await at.agents.turns("default", "ada"))[2].state == "damaged"
         at.files.damage(*where)
         assert (await at.agents.turns("default", "ada"))[2].state == "finished"
@@ -233,7 +234,7 @@ async def test_a_start_leaves_out_a_turn_of_which_only_the_answer_is_left_and_sa
         hurt(at, b"ada: the second message")
         await at.again(clean=True)
         assert [turn.number for turn in await at.agents.turns("default", "ada")] == [1]
-        assert "1 turns cannot be read: damage cost what came before them" in caplog.text
+        assert "1 turns cannot be read: damage cost their agents, or what came before them" in caplog.text
         assert (await at.say("ada", "more")).done is not None
 
 
@@ -251,7 +252,7 @@ async def test_the_kv_of_a_damaged_agent_goes_as_far_as_it_can_be_read(
 
         monkeypatch.setattr(at.service, "evict", evict)
         hurt(at, b"ada: the third message")
-        await at.agents.delete("default", "ada", b"default")
+        await at.agents.delete("default", "ada")
         await at.agents.kv.settled()
         assert gone == [ids]
 
@@ -284,10 +285,10 @@ LOOKS: dict[str, Look] = {
     "turns": lambda at: at.agents.turns("default", "ada"),
     "beginning": lambda at: at.agents.beginning("default", "ada"),
     "context": lambda at: at.agents.context("default", "ada"),
-    "where": lambda at: at.agents.where("default", "ada", b"default"),
-    "prefetch": lambda at: at.agents.prefetch("default", "ada", b"default"),
-    "evict": lambda at: at.agents.evict("default", "ada", b"default"),
-    "pin": lambda at: at.agents.pin("default", "ada", b"default", True),
+    "where": lambda at: at.agents.where("default", "ada"),
+    "prefetch": lambda at: at.agents.prefetch("default", "ada"),
+    "evict": lambda at: at.agents.evict("default", "ada"),
+    "pin": lambda at: at.agents.pin("default", "ada", True),
     "export": lambda at: file_of(at, "default", "ada"),
 }
 
@@ -345,3 +346,59 @@ async def test_turns_that_are_collected_while_they_are_listed_are_not_damaged(
 async def test_a_damaged_turn_is_a_conflict_and_a_disk_that_gives_nothing_is_unavailable(folder: Path) -> None:
     """One lasts, the other is over when the disk works again."""
     assert issubclass(Damaged, Conflict) and not issubclass(Damaged, Unavailable)
+
+
+async def test_what_follows_a_damaged_head_costs_no_turn_before_it(folder: Path) -> None:
+    """A pin names the head. Where the head's record is lost the agent stands at the turn before, and upkeep takes
+    nothing of its history for an abandoned branch."""
+    async with house(folder) as at:
+        await spoken(at)
+        await at.agents.pin("default", "ada", True)
+        hurt(at, b"ada: the third message")
+        await at.again(clean=True)
+        assert at.agents.get("default", "ada").head == 2
+        at.clock.ahead = 8 * 86_400
+        await at.agents.tend()
+        assert [turn.number for turn in await at.agents.turns("default", "ada")] == [1, 2]
+        assert await at.say("ada", "more")
+        await at.again(clean=True)
+        assert at.agents.get("default", "ada").head == 3
+
+
+async def test_a_lost_agents_turns_stay_in_the_log_and_a_deleted_ones_do_not(folder: Path) -> None:
+    async with house(folder) as at:
+        await spoken(at)
+        agent = at.agents._find("default", "ada")
+        record = msgspec.msgpack.encode(agent.record)
+        hurt(at, record)
+        await at.again(clean=True)
+        with pytest.raises(NotFound):
+            at.agents.get("default", "ada")
+        for _ in range(2):
+            await at.agents.tend()
+            held = b"".join(at.files.files().values())
+            assert all(f"ada: {text}".encode() in held for text in TEXTS), "nobody said that it may go"
+            await at.again(clean=True)
+        hurt(at, b"bob: the first message")
+        await at.again(clean=True)
+        assert at.agents.get("default", "bob").head == 0
+        await at.agents.delete("default", "bob")
+        assert b"bob: the second message" not in b"".join(at.files.files().values())
+
+
+async def test_turns_behind_a_lost_one_are_looked_at_once(folder: Path) -> None:
+    """A start with a long history whose beginning is lost looks a turn up some times, not once for each behind it."""
+    looked = 0
+
+    class Counted(dict[int, TurnRecord]):
+        def get(self, key: int, default: Any = None) -> Any:
+            nonlocal looked
+            looked += 1
+            return super().get(key, default)
+
+    turns, missing = 300, set[int]()
+    began = Counted({key: TurnRecord(agent=1, number=key, parent=key - 1) for key in range(2, turns)})
+    roster = Roster()
+    for _ in range(2):
+        assert all(roster._grow(key, began, missing) is None for key in began)
+    assert looked < 5 * turns

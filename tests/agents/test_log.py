@@ -147,7 +147,7 @@ def test_a_table_of_places_does_what_a_dict_does() -> None:
             table.drop(key)
             known.pop(key, None)
         else:
-            known[key] = rng.randrange(1, 1 << 24), rng.randrange(1 << 40)
+            known[key] = rng.randrange(1, 1 << 30), rng.randrange(1 << 34)
             table.put(key, *known[key])
         probe = rng.randrange(1, 3000)
         assert table.get(probe) == known.get(probe, (0, 0))

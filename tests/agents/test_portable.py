@@ -12,10 +12,12 @@ from tests.agents.house import Draw, file_of, house
 
 from cairn.agents.index import Kind
 from cairn.agents.info import Savings
+from cairn.agents.msgpack_size import count_values
 from cairn.agents.portable import read
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack
 from cairn.agents.segment import HEADER_BYTES, Header, Record, decode_header, encode_header, encode_record, scan
 from cairn.errors import CairnError, Conflict, InvalidRequest
+from cairn.types import SamplingParams
 
 SYSTEM = [{"role": "system", "content": "You remember."}]
 
@@ -180,6 +182,10 @@ async def test_a_forged_file_is_refused_where_it_does_not_fit_together(folder: P
         with_turn(0, tools=({"type": "function", "function": {"name": "f", "parameters": {"a": b"bytes"}}},)),
         with_turn(0, tools=({"type": "function", "function": {"name": "f", "parameters": {1: 2}}},)),
         with_end(message={"role": "assistant", "content": "x", "odd": msgspec.msgpack.Ext(1, b"x")}),
+        with_turn(1, identity=b"x" * 65),
+        with_turn(1, engine=b"", digest=b"x" * 65),
+        with_turn(1, messages=({"role": "user", "content": "x", "odd": [[]] * (1 << 21)},)),
+        lambda records: [*records[:2], records[3]._replace(key=records[1].key), *records[2:]],  # a beginning that ends
         with_savings(requests=2**64 - 1),
         with_savings(seconds_avoided=-1e300),
     ]
@@ -206,3 +212,40 @@ async def test_a_running_agent_is_not_exported(folder: Path) -> None:
             at.agents.export("default", "ada")
         await running.close()
         assert read(await file_of(at, "default", "ada"), at.service.spec.vocab, b"").turns[1][2] is not None
+
+
+async def test_nothing_that_was_asked_for_comes_in_with_a_file(folder: Path) -> None:
+    """Sampling parameters are checked where a client says them; a file may hold any, and a turn could be resumed."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        await (await at.begin("ada", "one")).close()
+        data = await file_of(at, "default", "ada")
+        asked = with_turn(1, sampling=SamplingParams(max_tokens=5, top_k=1 << 40), stop=("x",), engine=b"")
+        await at.agents.take_in("default", forged(data, asked), "eve")
+        for _ in range(2):
+            with pytest.raises(Conflict, match="came from a file"):
+                await at.agents.resume("default", "eve", request=at.service.next_id())
+            await at.again()
+
+
+def test_values_are_counted_as_they_are_made() -> None:
+    rng = random.Random(1)
+
+    def some(depth: int) -> tuple[object, int]:
+        if depth and rng.random() < 0.6:
+            made = [some(depth - 1) for _ in range(rng.choice((0, 1, 3, 20)))]
+            count = 1 + sum(number for _, number in made)
+            if rng.random() < 0.5:
+                return [value for value, _ in made], count
+            return {str(n) * rng.choice((1, 40)): value for n, (value, _) in enumerate(made)}, count + len(made)
+        length = rng.choice((0, 5, 31, 32, 255, 256, 65_535, 65_536))
+        plain = (None, True, 0, -1, -33, 127, 128, 2**16, 2**32, 2**63, -(2**31), -(2**63), 0.5, "x" * length)
+        return rng.choice((*plain, b"x" * length, msgspec.msgpack.Ext(5, b"x" * length))), 1
+
+    for _ in range(300):
+        value, count = some(4)
+        data = msgspec.msgpack.encode(value)
+        assert count_values(data, count) == count
+        assert count_values(data, count - 1) == count, "beyond the limit it stops"
+    assert count_values(b"\x90" * 1000, 10) == 11
+    assert count_values(b"\xdb\xff\xff\xff\xff", 10) == 1, "cut off"

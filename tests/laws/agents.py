@@ -160,7 +160,7 @@ class Work:
         assert turn is not None
         if turn.state == "interrupted":
             number = self.at.service.next_id()
-            heard = await hear(await self.at.agents.resume(TENANT, id, request=number, salt=TENANT.encode()))
+            heard = await hear(await self.at.agents.resume(TENANT, id, request=number))
             law(heard.done is not None and heard.text.startswith(said), "a resumed answer is another one")
             said = heard.text
         else:
@@ -185,12 +185,14 @@ class Work:
     async def pin(self, id: str) -> None:
         told = self.agents[id]
         told.pinned = not told.pinned
-        await self.at.agents.pin(TENANT, id, TENANT.encode(), told.pinned)
+        await self.at.agents.pin(TENANT, id, told.pinned)
 
     async def tied(self, id: str) -> None:
         """An ordinary request in the agent's name, which leaves what it sampled in the log."""
         text = self.text().encode()
-        self.at.agents.keep(TENANT, Sampled(text, Answer(b"v" * 32, "because"), [1, 2, 3], 0), id)
+        self.at.agents.keep(
+            TENANT, Sampled(text, Answer(b"v" * 32, "because"), [1, 2, 3], 0), self.at.agents.named(TENANT, id)
+        )
         await self.at.agents.writer.sync()
         law(self.on_disk(self.texts[-1]), "what was sampled for a request is not in the log")
         self.agents[id].tied.append(text.decode())
@@ -227,7 +229,7 @@ class Work:
     async def delete(self, id: str) -> None:
         contexts = await self.contexts(id)
         others = {other: await self.place(other) for other in self.agents if other != id}
-        await self.at.agents.delete(TENANT, id, TENANT.encode())
+        await self.at.agents.delete(TENANT, id)
         del self.agents[id]
         left = [list(await self.at.agents.context(TENANT, other)) for other in self.agents]
         for ids in contexts:
@@ -243,7 +245,7 @@ class Work:
         reading = asyncio.create_task(hear(running))
         for _ in range(self.rng.randrange(30)):
             await asyncio.sleep(0)
-        await self.at.agents.delete(TENANT, id, TENANT.encode())
+        await self.at.agents.delete(TENANT, id)
         await reading
         await self.at.agents.writer.sync()
         [end] = self.at.agents._archive._log.read([(Kind.END, running.turn.key)])
@@ -257,7 +259,7 @@ class Work:
 
     async def place(self, id: str) -> int:
         """Leading tokens of its context on the disk."""
-        return (await self.at.agents.where(TENANT, id, TENANT.encode())).disk
+        return (await self.at.agents.where(TENANT, id)).disk
 
     # ---------------------------------------------------------------------------------------------------------- laws
 

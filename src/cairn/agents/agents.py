@@ -26,6 +26,7 @@ from cairn.agents.log import Log
 from cairn.agents.replays import Replays
 from cairn.agents.roster import Roster
 from cairn.agents.running import RunningTurn
+from cairn.agents.tree import Agent
 from cairn.agents.turns import Turns
 from cairn.agents.upkeep import Upkeep
 from cairn.agents.writer import Writer
@@ -165,50 +166,56 @@ class Agents:
 
     # ---------------------------------------------------------------------------------------------------- its KV
 
-    async def where(self, tenant: str, id: str, salt: bytes) -> Placed:
+    async def where(self, tenant: str, id: str) -> Placed:
         """How many leading tokens of the context each tier has. Unavailable while the worker is being replaced."""
-        with self._book.reading(tenant, id, salt) as agent:
+        with self._book.reading(tenant, id) as agent:
             return await self.kv.where(agent)
 
-    async def pin(self, tenant: str, id: str, salt: bytes, pinned: bool) -> AgentInfo:
+    async def pin(self, tenant: str, id: str, pinned: bool) -> AgentInfo:
         """Keep the KV of the agent's context in the stores from eviction, now and after every turn; or no longer."""
-        with self._book.reading(tenant, id, salt) as agent:
+        with self._book.reading(tenant, id) as agent:
             await self._book.set_pinned(agent, pinned)
             if agent in self._book.roster:  # nobody deleted it meanwhile
                 await self.kv.pin(agent)
             return agent.info()
 
-    async def prefetch(self, tenant: str, id: str, salt: bytes) -> Placed:
+    async def prefetch(self, tenant: str, id: str) -> Placed:
         """Bring the KV of the context up into the pool; where it is then."""
-        with self._book.reading(tenant, id, salt) as agent:
+        with self._book.reading(tenant, id) as agent:
             return await self.kv.prefetch(agent)
 
-    async def evict(self, tenant: str, id: str, salt: bytes, *, disk: bool = False) -> Placed:
+    async def evict(self, tenant: str, id: str, *, disk: bool = False) -> Placed:
         """Give up the KV of the context, except what other agents of the tenant share; where it is then."""
-        with self._book.reading(tenant, id, salt) as agent:
+        with self._book.reading(tenant, id) as agent:
             return await self.kv.evict(agent, disk=disk)
 
-    def keep(self, tenant: str, sampled: Sampled, id: str | None = None) -> None:
-        """Keep what was sampled for an ordinary request in the log, where that is wanted; `id`: in an agent's name."""
-        if not self._config.log:
+    # ---------------------------------------------------------------------------------- requests in an agent's name
+
+    def named(self, tenant: str, id: str) -> Agent:
+        """The agent in whose name a request is made, for `keep` and `account`; it may be deleted before they are."""
+        return self._find(tenant, id)
+
+    def keep(self, tenant: str, sampled: Sampled, agent: Agent | None = None) -> None:
+        """Keep what was sampled for an ordinary request in the log, where that is wanted."""
+        if not self._config.log or (agent is not None and agent not in self._book.roster):
             return
-        now, agent = self._book.now(), self._book.roster.find(tenant, id) if id is not None else None
-        key = agent.key if agent is not None else 0
+        now, key = self._book.now(), agent.key if agent is not None else 0
         record = self.writer.record(Kind.REPLAY, self._replays.payload(tenant, sampled, now, key))
         with contextlib.suppress(Unavailable):  # the log is closed
             self.writer.append(record)
             self._replays.add(record, now, key)
 
-    def account(self, tenant: str, id: str | None, salt: bytes, ids: Sequence[int], done: Done) -> None:
-        """Count an ordinary request on its tenant's account, and on an agent's if it named one.
+    def account(self, tenant: str, agent: Agent | None, ids: Sequence[int], done: Done) -> None:
+        """Count an ordinary request on its tenant's account, and on an agent's.
 
-        `ids`: prompt and answer, whose KV is then pinned if the agent is.
+        `ids`: prompt and answer, whose KV is then pinned if the agent is, and given up if it is deleted.
         """
-        agent = self._book.roster.find(tenant, id) if id is not None else None
-        if agent is None:
+        if agent is None or agent not in self._book.roster:
             self._book.roster.ledger.count(tenant, done)
+            if agent is not None:
+                self.kv.drop_later(agent, ids)
             return
-        agent.salt, agent.used = salt, self._book.now()
+        agent.used = self._book.now()
         self.kv.tied(agent, ids)
         with contextlib.suppress(Unavailable):
             self.writer.append(*self._book.count(agent, done), self._book.note(agent))
@@ -231,13 +238,13 @@ class Agents:
         """A new agent whose context begins with `messages`. Conflict if the id is taken. Durable when it returns."""
         return (await found(self._book, tenant, id, messages, tools, metadata or {}, ttl, pinned)).info()
 
-    async def delete(self, tenant: str, id: str, salt: bytes = b"") -> None:
+    async def delete(self, tenant: str, id: str) -> None:
         """Interrupt what runs, and erase every byte of the agent that no other shares; gone from disk on return.
 
         Its KV goes too, except what other agents of the tenant share. Unavailable where the disk refuses it: the agent
         is gone, and its bytes go as soon as the disk works.
         """
-        agent = self._find(tenant, id, salt)
+        agent = self._find(tenant, id)
         if agent.starting:
             raise conflict(agent)
         await self._book.remove(agent)
@@ -283,7 +290,6 @@ class Agents:
         options: SamplingOptions = PLAIN,
         *,
         request: int,
-        salt: bytes = b"",
         fork_on_conflict: bool = False,
         template_args: Mapping[str, Any] | None = None,
     ) -> RunningTurn:
@@ -292,15 +298,15 @@ class Agents:
         Conflict while another turn runs or one was interrupted, unless `fork_on_conflict`: then it is the turn of a
         new agent. ContextTooLong with the figures, Overloaded and Unavailable as for any request.
         """
-        with self._book.reading(tenant, id, salt) as agent:
+        with self._book.reading(tenant, id) as agent:
             return await self._turns.start(
                 agent, messages, options, request, template_args, fork_on_conflict=fork_on_conflict
             )
 
-    async def resume(self, tenant: str, id: str, *, request: int, salt: bytes = b"") -> RunningTurn:
+    async def resume(self, tenant: str, id: str, *, request: int) -> RunningTurn:
         """Go on with the interrupted turn at the head: what it said before comes again, and then the rest.
 
         One whose answer the log lost is computed again. Conflict if there is none, or if another model began it.
         """
-        with self._book.reading(tenant, id, salt) as agent:
+        with self._book.reading(tenant, id) as agent:
             return await self._turns.resume(agent, request)

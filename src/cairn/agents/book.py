@@ -51,20 +51,18 @@ class Book:
 
     # ---------------------------------------------------------------------------------------------------- to look up
 
-    def find(self, tenant: str, id: str, salt: bytes | None = None) -> Agent:
+    def find(self, tenant: str, id: str) -> Agent:
         """One agent. InvalidRequest for what is no id, NotFound for one that is not there or is another tenant's."""
         check_id(id)
         agent = self.roster.find(tenant, id)
         if agent is None:
             raise NotFound(f"there is no agent {id}", field="id")
-        if salt is not None:
-            agent.salt = salt
         return agent
 
     @contextlib.contextmanager
-    def reading(self, tenant: str, id: str, salt: bytes | None = None) -> Iterator[Agent]:
+    def reading(self, tenant: str, id: str) -> Iterator[Agent]:
         """One agent whose turns are about to be read: see `damage.told`."""
-        agent = self.find(tenant, id, salt)
+        agent = self.find(tenant, id)
         with told(self.roster, agent):
             yield agent
 
@@ -84,7 +82,7 @@ class Book:
 
     def new_id(self, tenant: str, id: str | None) -> str:
         """An id for another agent: this one, or one made up. Conflict if it is taken, Overloaded if too many."""
-        if len(self.roster.of(tenant)) >= MAX_AGENTS:
+        if self.roster.count(tenant) >= MAX_AGENTS:
             raise Overloaded(f"there are {MAX_AGENTS} agents, the limit; delete some", retry_after=60.0)
         if id is None:
             return f"agent-{self.rng.bits64():016x}"
@@ -170,6 +168,7 @@ class Book:
         except BaseException:
             self.roster.take_back(agent, turn)
             self._refused.append(turn.key)
+            self.owe(self.note(agent))  # what was noted of the agent meanwhile names the turn
             raise
         agent.used = began.began
         return turn
@@ -216,7 +215,9 @@ class Book:
 
     def note(self, agent: Agent) -> Record:
         """The agent as it is now, to be written."""
-        agent.record = msgspec.structs.replace(agent.record, used=agent.used, head=agent.head.key)
+        head = agent.head
+        under = head.parent.key if head.parent is not None else 0
+        agent.record = msgspec.structs.replace(agent.record, used=agent.used, head=head.key, under=under)
         return self.writer.record(Kind.AGENT, agent.record, agent.key)
 
     def count(self, agent: Agent, done: Done) -> Sequence[Record]:

@@ -63,6 +63,10 @@ class AgentKv:
         """Pin the agent's context, or beside it that of the last request in its name; nobody waits for it."""
         self._later(self.pin(agent) if ids is None else self._service.pin(_owner(agent, tied=True), ids, agent.salt))
 
+    def drop_later(self, agent: Agent, ids: Sequence[int]) -> None:
+        """An ordinary request in the name of an agent that is deleted was answered: give up what only it needs."""
+        self._later(self._insist(agent, [(ids, None)]))
+
     async def prefetch(self, agent: Agent) -> Placed:
         """Bring the context up into the pool; where it is then."""
         return await self._service.prefetch(await self.ids(agent.head), agent.salt)
@@ -106,9 +110,9 @@ class AgentKv:
 
     async def _insist(self, agent: Agent, contexts: Contexts) -> None:
         while True:
-            await asyncio.sleep(RETRY_SECONDS)
             with contextlib.suppress(Unavailable):
                 return await self._give_up(agent, contexts)
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _give_up(self, agent: Agent, contexts: Contexts) -> None:
         await self._unpin(agent)

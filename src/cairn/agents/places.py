@@ -6,14 +6,14 @@ from array import array
 
 _SPREAD = 0x9E3779B97F4A7C15
 """2**64 over the golden ratio: keys that follow each other come to lie far apart."""
-_OFFSET_BITS = 40
+_OFFSET_BITS = 34
 _FEWEST = 8
 
 
 class PlaceTable:
     """Key -> (file's number, offset), at 16 bytes a slot, of which at least a third are not used (open addressing).
 
-    Keys are 1 to 2**64 - 1, numbers 1 to 2**24 - 1, offsets below 2**40. Not safe to use from several threads at once.
+    Keys are 1 to 2**64 - 1, numbers 1 to 2**30 - 1, offsets below 2**34. Not safe to use from several threads at once.
     """
 
     __slots__ = ("_keys", "_places", "_used")

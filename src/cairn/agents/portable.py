@@ -23,6 +23,7 @@ from cairn.agents.archive import Archive
 from cairn.agents.content import Content
 from cairn.agents.damage import Unreadable, told
 from cairn.agents.index import Kind
+from cairn.agents.msgpack_size import count_values
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack, unpack
 from cairn.agents.roster import Roster
 from cairn.agents.segment import (
@@ -39,6 +40,7 @@ from cairn.agents.tree import Agent, Turn
 from cairn.errors import InvalidRequest
 from cairn.seams import Rng
 from cairn.text.messages import plain_message
+from cairn.types import OutputFormat
 
 MEDIA_TYPE = "application/vnd.cairn.agent"
 MAX_NUMBER = 2**31 - 1
@@ -51,6 +53,10 @@ MAX_FIGURE = 2.0**53
 """Of what is counted on: a sum beyond 64 bits could not be written any more."""
 MAX_ORIGIN = 64
 """Characters of the id that the agent was forked off."""
+MAX_DIGEST = 64
+"""Bytes of a model's identity, and of a digest."""
+RECORD_VALUES, MORE_VALUES = 64, 1 << 20
+"""Values of a file: so many for each record, and so many more for messages and tools in which much is nested."""
 
 
 class Portable(NamedTuple):
@@ -132,13 +138,11 @@ def read(data: bytes, vocab: int, identity: bytes) -> Portable:
     whole = bool(records) and records[-1].kind == Kind.SAVINGS and records[0].kind == Kind.AGENT
     if damaged or not whole or [record.lsn for record in records] != list(range(1, len(records) + 1)):
         raise _wrong("is damaged or cut off")
+    _count(records)
     agent = decode(records[0].payload, AgentRecord)
     savings = decode(records[-1].payload, SavingsRecord)
     if agent is None or savings is None:
         raise _wrong("is damaged")
-    count = sum(record.kind == Kind.TURN for record in records) - 1  # one is the beginning
-    if count > MAX_TURNS:
-        raise InvalidRequest(f"the file holds {count} turns; the limit is {MAX_TURNS}", field="turns")
     turns: dict[int, tuple[TurnRecord, EndRecord | None]] = {}
     for record in records[1:-1]:
         _take(record, turns)
@@ -149,6 +153,18 @@ def read(data: bytes, vocab: int, identity: bytes) -> Portable:
     return Portable(agent, [(key, *one) for key, one in turns.items()], savings)
 
 
+def _count(records: list[Record]) -> None:
+    """Whether the file holds no more than can be looked at: nothing of it was made before."""
+    turns = sum(record.kind == Kind.TURN for record in records) - 1  # one is the beginning
+    if turns > MAX_TURNS:
+        raise InvalidRequest(f"the file holds {turns} turns; the limit is {MAX_TURNS}", field="turns")
+    left = most = RECORD_VALUES * len(records) + MORE_VALUES
+    for record in records:
+        left -= count_values(record.payload, left)
+        if left < 0:
+            raise InvalidRequest(f"its {len(records)} records hold more than {most} values, the limit", field="values")
+
+
 def plant(read: Portable, key: Callable[[], int], tenant: str, id: str, now: float) -> Agent:
     """An agent of what a file holds, with keys of this log."""
     own = key()
@@ -157,7 +173,16 @@ def plant(read: Portable, key: Callable[[], int], tenant: str, id: str, now: flo
     for old, began, end in read.turns:
         parent = turns.get(keys.get(began.parent, 0)) if began.number else None
         above = parent.key if parent is not None else 0
-        moved = msgspec.structs.replace(began, agent=own if began.number else 0, parent=above)
+        # Nothing of what a client may ask for was checked here, so nothing of it is there to be resumed.
+        moved = msgspec.structs.replace(
+            began,
+            agent=own if began.number else 0,
+            parent=above,
+            sampling=None,
+            stop=(),
+            output=OutputFormat(),
+            engine=b"",
+        )
         turn = turns[keys[old]] = Turn(keys[old], moved, parent)
         if end is not None:
             turn.end(end)
@@ -202,7 +227,7 @@ def _check(
     for key, (began, end) in turns.items():
         before = after.get(began.parent)
         first = not after
-        if first != (began.number == 0) or (not first and (before is None or end is None)):
+        if first != (began.number == 0) or first != (end is None) or (not first and before is None):
             raise _wrong("holds turns that do not follow each other")
         if first or before is None:
             before = _Context(0, 0, hashlib.sha256())
@@ -255,7 +280,8 @@ def _check_turn(began: TurnRecord, end: EndRecord | None) -> None:
     """Whether a turn can be, and can be shown and put into a template, without those before it."""
     times = (began.began, end.ended if end is not None else 0.0)
     kept = 4 * end.keep <= len(end.ids) if end is not None else True
-    if began.prefix < 0 or not all(map(math.isfinite, times)) or not kept:
+    named = max(len(began.identity), len(began.digest)) <= MAX_DIGEST
+    if began.prefix < 0 or not all(map(math.isfinite, times)) or not kept or not named:
         raise _wrong(f"holds a turn {began.number} that cannot be")
     answer = end.message if end is not None else None
     if not _is_json([*began.messages], [*began.tools], answer):

@@ -32,6 +32,8 @@ class AgentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Key of the turn where it was forked off; of one that was not, the root's."""
     head: int
     """Key of the turn that the next one follows, unless a later turn of its own says otherwise."""
+    under: int = 0
+    """Key of the turn before that one, where the agent stands if the head's record is lost; 0 in old records."""
     pinned: bool = False
     ttl: float | None = None
     origin: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import msgspec
 
@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 OWNED = frozenset({Kind.TOKENS, Kind.END, Kind.SAVINGS})
 """What is nothing without a turn or an agent."""
+MOST_IDENTITIES = 256
+"""Of models whose turns share one; files that are taken in may name any number."""
 
 
 class Roster:
@@ -31,6 +33,8 @@ class Roster:
         self._turns: dict[int, Turn] = {}
         self._identities: dict[bytes, bytes] = {}
         """One of each: a record that is read has its own."""
+        self._lost: dict[int, set[int]] = {}
+        """By the key of the agent that made them: turns, and what is before them, that are in the log and not here."""
         self.ledger = Ledger()
 
     def __iter__(self) -> Iterator[Agent]:
@@ -56,6 +60,10 @@ class Roster:
         """A tenant's agents, most recently created first."""
         found = self._agents.get(tenant, {}).values()
         return sorted(found, key=lambda agent: (-agent.record.created, agent.id))
+
+    def count(self, tenant: str) -> int:
+        """How many agents a tenant has."""
+        return len(self._agents.get(tenant, ()))
 
     def find(self, tenant: str, id: str) -> Agent | None:
         """One agent."""
@@ -86,7 +94,8 @@ class Roster:
         self._turns.setdefault(agent.root.key, agent.root)
         for turn in agent.own:
             self._turns.setdefault(turn.key, turn)
-            turn.identity = self._identities.setdefault(turn.identity, turn.identity)
+            if len(self._identities) < MOST_IDENTITIES:
+                turn.identity = self._identities.setdefault(turn.identity, turn.identity)
 
     def add_turn(self, agent: Agent, turn: Turn) -> None:
         """A turn begins, and the agent's head is there."""
@@ -111,7 +120,8 @@ class Roster:
         del self._agents[agent.tenant][agent.id]
         if not self._agents[agent.tenant]:
             del self._agents[agent.tenant]
-        return [agent.key, *self._drop(agent.keeps(), agent)]
+        lost = self._lost.pop(agent.key, set())
+        return [agent.key, *self._drop(agent.keeps() | lost, agent)]
 
     def prune(self, agent: Agent, before: float) -> list[int]:
         """Forget an agent's branches that began and were abandoned before that time; the keys that nobody needs any
@@ -152,6 +162,7 @@ class Roster:
         agents: dict[int, tuple[int, AgentRecord]] = {}
         began: dict[int, TurnRecord] = {}
         lines: dict[int, SavingsRecord] = {}
+        missing: set[int] = set()
         for record in records:
             match record.kind:
                 case Kind.AGENT:
@@ -161,7 +172,7 @@ class Roster:
                     if (turn := decode(record.payload, TurnRecord)) is not None:
                         began[record.key] = turn
                 case Kind.TOKENS | Kind.END:
-                    self._answer(record, began)
+                    self._answer(record, began, missing)
                 case Kind.SAVINGS:
                     if (line := decode(record.payload, SavingsRecord)) is not None:
                         lines[record.key] = line
@@ -169,8 +180,9 @@ class Roster:
                             self.ledger.load(line.tenant, line.savings)
                         elif record.key == BYTES_KEY:
                             self.ledger.load_bytes(line.read, line.written)
+        missing.clear()
         for key in began:
-            self._grow(key, began)
+            self._grow(key, began, missing)
         self._seat(agents, began, lines)
         owned = {record.key for record in records if record.kind in (Kind.AGENT, Kind.TURN)}
         stray = {record.key for record in records if record.kind in OWNED and record.key < LINES} - owned
@@ -184,16 +196,25 @@ class Roster:
                 one.parent.state = "finished"  # nothing follows a turn without its end: damage cost that
         for one in self._turns.values():
             one.release()
-        lost = [key for key, record in began.items() if key not in needed and record.agent in agents]
-        if lost:
-            log.error("%d turns cannot be read: damage cost what came before them", len(lost))
-        return sorted((began.keys() - needed - set(lost)) | stray)
+        return sorted((began.keys() - needed - self._leave(began, needed, agents.keys())) | stray)
 
-    def _answer(self, record: Record, began: dict[int, TurnRecord]) -> None:
+    def _leave(self, began: dict[int, TurnRecord], needed: Set[int], agents: Set[int]) -> set[int]:
+        """Keys of turns that nobody can reach because damage took what leads to them: they stay in the log."""
+        nameless = {one.agent for one in began.values() if one.number} - agents
+        # What is of no agent and all from a file is an import that was cut off.
+        torn = nameless - {one.agent for one in began.values() if one.sampling is not None}
+        lost = {k: one for k, one in began.items() if one.number and k not in needed and one.agent not in torn}
+        if lost:
+            log.error("%d turns cannot be read: damage cost their agents, or what came before them", len(lost))
+        for key, one in lost.items():
+            self._lost.setdefault(one.agent, set()).update({key, one.parent} & began.keys())
+        return set().union(*self._lost.values())
+
+    def _answer(self, record: Record, began: dict[int, TurnRecord], missing: set[int]) -> None:
         """An answer's record follows its turn's, and an answer without its turn is nothing."""
         if record.key not in began:
             return
-        turn = self._grow(record.key, began)
+        turn = self._grow(record.key, began, missing)
         if turn is None:
             return
         try:
@@ -206,20 +227,21 @@ class Roster:
             # Damage may have cost a piece before it: what is left out is computed again when the turn is resumed.
             log.warning("a record of turn %d does not follow or holds no whole number of tokens; left out", turn.number)
 
-    def _grow(self, key: int, began: dict[int, TurnRecord]) -> Turn | None:
-        """The turn of a key with all its ancestors; None where one is missing."""
-        chain = []
+    def _grow(self, key: int, began: dict[int, TurnRecord], missing: set[int]) -> Turn | None:
+        """The turn of a key with all its ancestors; None where one is missing. `missing`: where that is known."""
+        chain: dict[int, None] = {}
         while key not in self._turns:
             record = began.get(key)
-            if record is None or key in chain:
+            if record is None or key in chain or key in missing:
+                missing.update(chain)
                 return None
-            chain.append(key)
+            chain[key] = None
             if not record.number:
                 break
             key = record.parent
         for one in reversed(chain):
             self._turns[one] = Turn(one, began[one], self._turns.get(began[one].parent))
-        return self._turns.get(chain[0] if chain else key)
+        return self._turns.get(next(iter(chain), key))
 
     def _seat(
         self, agents: dict[int, tuple[int, AgentRecord]], began: dict[int, TurnRecord], lines: dict[int, SavingsRecord]
@@ -236,9 +258,14 @@ class Roster:
                 continue
             agent = Agent(key, record, root, base)
             agent.own = made.get(key, [])
-            agent.head = self._turns.get(record.head, base)
             later = [turn for turn in agent.own if turn.key > lsn]
-            agent.head = later[-1] if later else agent.head
+            head = later[-1] if later else self._turns.get(record.head)
+            if head is None:
+                head = self._turns.get(record.under, base)
+                # Nobody went away from what does not lie before it, so none of it is to be erased.
+                agent.straight = True
+                log.error("agent %s stands at turn %d: damage cost what came after it", record.id, head.number)
+            agent.head = head
             agent.used = max([record.used, *(turn.held.last for turn in agent.own)])
             if key in lines:
                 agent.savings = lines[key].savings

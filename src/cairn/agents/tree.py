@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from cairn.agents.content import Branch, Content
+from cairn.agents.content import Content
 from cairn.agents.info import AgentInfo, Savings, TurnInfo, TurnState
 from cairn.agents.records import AgentRecord, EndRecord, TokensRecord, TurnRecord
 from cairn.figures import CacheReport
@@ -79,10 +79,6 @@ class Turn:
         while turn is not None:
             yield turn
             turn = turn.parent
-
-    def branch(self) -> Branch:
-        """The same with what they hold, where none of them is released."""
-        return Branch([turn.held for turn in self.path()][::-1])
 
     def info(self, content: Content | None, *, current: bool) -> TurnInfo:
         """What callers are told. `content`: as far as it can be read."""
@@ -164,7 +160,7 @@ class Agent:
         self.new = False
         """It is not durable yet, so nothing may share what it holds."""
         self.salt = b""
-        """The tenant's: of the last call that named the agent, or as the roster knows it."""
+        """The tenant's, once the roster has the agent."""
 
     @property
     def id(self) -> str:

@@ -47,13 +47,12 @@ class Turns:
         fork_on_conflict: bool,
     ) -> RunningTurn:
         """Begin a turn with new messages; `number`: its request's id. Conflict where the head is not free."""
-        forked, salt = False, agent.salt
+        forked = False
         if agent.busy or agent.head.state != "finished":
             if not fork_on_conflict:
                 raise conflict(agent)
             whole = next(turn for turn in agent.head.path() if turn.state == "finished")
             agent, forked = await self._book.fork(agent, whole, None), True
-            agent.salt = salt
         agent.starting = True
         try:
             return await self._begin(agent, messages, options, number, template_args)

@@ -52,7 +52,9 @@ class Upkeep:
         book = self._book
         await book.settle()
         now = book.now()
-        gone = [*book.refused(), *self._replays.over(now)]
+        if refused := book.refused():
+            await book.erase(refused)  # which knows them again if it is cut off
+        gone = self._replays.over(now)
         for agent in book.roster:
             if not agent.busy and not _over(agent, now):
                 own, over = agent.own, set(book.roster.prune(agent, now - ABANDONED_SECONDS))

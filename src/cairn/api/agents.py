@@ -127,7 +127,7 @@ class AgentRoutes:
         found |= {"messages": None, "tools": None, "kv": None, "damage": None}
         try:
             found["messages"], found["tools"] = await agents.beginning(call.tenant, id)
-            found["kv"] = msgspec.to_builtins(await agents.where(call.tenant, id, call.salt))
+            found["kv"] = msgspec.to_builtins(await agents.where(call.tenant, id))
         except Damaged as error:
             found["damage"] = str(error)
         except Unavailable:  # the worker is being replaced
@@ -143,7 +143,7 @@ class AgentRoutes:
         used it for 30 days.
         """
         id = id_of(call)
-        await self._open().delete(call.tenant, id, call.salt)
+        await self._open().delete(call.tenant, id)
         await call.json({"id": id, "object": "agent.deleted", "deleted": True})
 
     async def pin(self, call: Call, service: Service) -> None:
@@ -157,13 +157,13 @@ class AgentRoutes:
     async def _pin(self, call: Call, service: Service, pinned: bool) -> None:
         agents, id = self._open(), id_of(call)
         parse(NoBody, await read_nothing(call, self._config))
-        await call.json(agent_object(await agents.pin(call.tenant, id, call.salt, pinned), service))
+        await call.json(agent_object(await agents.pin(call.tenant, id, pinned), service))
 
     async def prefetch(self, call: Call, service: Service) -> None:
         """POST /v1/agents/{id}/prefetch: bring its KV up before it is needed; answered when it is there."""
         agents, id = self._open(), id_of(call)
         parse(NoBody, await read_nothing(call, self._config))
-        placed = await agents.prefetch(call.tenant, id, call.salt)
+        placed = await agents.prefetch(call.tenant, id)
         await call.json({"id": id, "object": "agent.kv", "kv": msgspec.to_builtins(placed)})
 
     async def evict(self, call: Call, service: Service) -> None:
@@ -172,7 +172,7 @@ class AgentRoutes:
         body = parse(EvictBody, await read_nothing(call, self._config))
         if body.disk and agents.get(call.tenant, id).pinned:
             raise Conflict(f"agent {id} is pinned; unpin it first")
-        placed = await agents.evict(call.tenant, id, call.salt, disk=bool(body.disk))
+        placed = await agents.evict(call.tenant, id, disk=bool(body.disk))
         await call.json({"id": id, "object": "agent.kv", "kv": msgspec.to_builtins(placed)})
 
     async def fork(self, call: Call, service: Service) -> None:

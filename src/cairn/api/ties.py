@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from cairn.agents.agents import Agents
+from cairn.agents.tree import Agent
 from cairn.api.reply import Call
 from cairn.api.schemas import Generation
 from cairn.errors import InvalidRequest, NotFound, Unavailable
@@ -56,27 +57,26 @@ class Ties:
             if named is not None:
                 raise Unavailable(self.why_not)
             return None
+        store = body.store is not False
         if named is not None:
-            self.agents.get(call.tenant, named)
-        else:
-            names = ((body.metadata or {}).get("agent"), body.prompt_cache_key)
-            named = next((name for name in names if name is not None and self._is_agent(call, name)), None)
-        return Tie(self.agents, call.tenant, call.salt, named, body.store is not False)
+            return Tie(self.agents, call.tenant, self.agents.named(call.tenant, named), store)
+        names = ((body.metadata or {}).get("agent"), body.prompt_cache_key)
+        found = (self._named(call, name) for name in names if name is not None)
+        return Tie(self.agents, call.tenant, next((agent for agent in found if agent is not None), None), store)
 
-    def _is_agent(self, call: Call, name: str) -> bool:
+    def _named(self, call: Call, name: str) -> Agent | None:
         assert self.agents is not None
         try:
-            self.agents.get(call.tenant, name)
+            return self.agents.named(call.tenant, name)
         except (InvalidRequest, NotFound):
-            return False
-        return True
+            return None
 
 
 class Tie:
-    """One request's."""
+    """One request's. The agent is the one of its beginning: another may have its name by the end."""
 
-    def __init__(self, agents: Agents, tenant: str, salt: bytes, agent: str | None, store: bool) -> None:
-        self._agents, self._tenant, self._salt, self._agent, self._store = agents, tenant, salt, agent, store
+    def __init__(self, agents: Agents, tenant: str, agent: Agent | None, store: bool) -> None:
+        self._agents, self._tenant, self._agent, self._store = agents, tenant, agent, store
 
     def done(self, request: Request, tokens: list[int], done: Done, sampled: Sampled | None) -> None:
         """A choice has ended. `sampled`: what exact replay needs of it, None where nothing is known."""
@@ -84,4 +84,4 @@ class Tie:
             self._agents.keep(self._tenant, sampled, self._agent)
         if request.choice:  # the prompt is on the first choice's account
             done = msgspec.structs.replace(done, cache=CacheReport(), timing=Timing())
-        self._agents.account(self._tenant, self._agent, self._salt, [*request.prompt, *tokens], done)
+        self._agents.account(self._tenant, self._agent, [*request.prompt, *tokens], done)

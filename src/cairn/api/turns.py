@@ -67,7 +67,6 @@ class TurnRoutes:
                 plain_messages(body.messages),
                 body.options(max_tokens=max_tokens, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs),
                 request=call.number,
-                salt=call.salt,
                 fork_on_conflict=bool(body.fork_on_conflict),
                 template_args=body.chat_template_kwargs,
             )
@@ -80,7 +79,7 @@ class TurnRoutes:
         """
         agents, id = self._ties.open(), id_of(call)
         body = parse(ResumeBody, await read_nothing(call, self._config))
-        running = await agents.resume(call.tenant, id, request=call.number, salt=call.salt)
+        running = await agents.resume(call.tenant, id, request=call.number)
         await self._answer(call, service, running, bool(body.stream), True)
 
     async def _answer(self, call: Call, service: Service, running: RunningTurn, stream: bool, usage: bool) -> None:

@@ -89,8 +89,8 @@ class AgentConversation(Conversation):
                 request = stream.request
             else:
                 last = self._last()
-                if last is None or last["number"] == head:
-                    return  # the question has not come as far as the agent
+                if last is None or last["number"] == head or [one["content"] for one in last["messages"]] != [question]:
+                    return  # the question has not come as far as the agent; another client's may have
                 request = last["request"]
             self._cancel(request)
             self._undo("")
