@@ -215,6 +215,9 @@ def test_switches_in_variables(text, value):
     assert "true or false" in refused({}, {"CAIRN_UNSAFE_NO_AUTH": "perhaps"})
 
 
+NO_KEY = "tenants in cairn.toml: the tenant ada needs a key: printable ASCII characters without spaces, at least one"
+
+
 def test_secrets_do_not_print(elsewhere):
     resolved = resolve({"api_key": ["hush-1", "hush-2"]}, {"CAIRN_ADMIN_KEY": "hush-3"})
     assert [key.reveal() for key in resolved.config.api_key] == ["hush-1", "hush-2"]
@@ -222,6 +225,22 @@ def test_secrets_do_not_print(elsewhere):
     assert resolved.config.admin_key == Secret("hush-3") != Secret("hush-4")
     Path("cairn.toml").write_text("api_key = ['hush-9', 7]\n")
     assert "hush" not in refused({}, {})
+
+
+def test_a_key_is_what_a_header_can_hold(elsewhere):
+    """A line break behind it is no part of it; of one that cannot be sent nothing is quoted."""
+    resolved = resolve({"api_key": ["one\n"]}, {"CAIRN_ADMIN_KEY": " two\n", "CAIRN_TENANTS": "ada=three\n"})
+    assert [key.reveal() for key in (*resolved.config.api_key, resolved.config.admin_key)] == ["one", "two"]
+    for key in ("hush\nmore", "hush more", "hush\u00e9", " "):
+        for given, env in (({"api_key": [key]}, {}), ({}, {"CAIRN_ADMIN_KEY": key}), ({"tenants": [f"ada={key}"]}, {})):
+            sentence = refused(given, env)
+            assert "key" in sentence and "hush" not in sentence
+
+
+@pytest.mark.parametrize("given", [{"api_key": ["@~nosuchuser/x"]}, {"model": "m", "file": "~nosuchuser/x"}])
+def test_a_home_that_there_is_not_is_told(elsewhere, given):
+    env = {"CAIRN_CONFIG": given["file"]} if "file" in given else {}
+    assert "no home folder of that user" in refused({"api_key": given.get("api_key", [])}, env)
 
 
 def test_keys_come_from_a_file(elsewhere):
@@ -270,8 +289,8 @@ def test_tenants_are_named_with_their_keys(elsewhere):
             "[tenants.ada]\napi_key = 'hush'\nport = 1",
             "tenants in cairn.toml: unknown key 'port' in [tenants.ada]",
         ),
-        ("[tenants.ada]\napi_key = []", "tenants in cairn.toml: the tenant ada needs a key that is not empty"),
-        ("[tenants.ada]\napi_key = ['hush', 7]", "tenants in cairn.toml: the tenant ada needs a key that is not empty"),
+        ("[tenants.ada]\napi_key = []", NO_KEY),
+        ("[tenants.ada]\napi_key = ['hush', 7]", NO_KEY),
     ],
 )
 def test_tenants_in_a_file_are_tables(elsewhere, text, message):

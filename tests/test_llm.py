@@ -51,6 +51,33 @@ def llm():
         yield loaded
 
 
+@pytest.mark.parametrize("prompt", [[True], [1.0], ["a", [False, 3]], [[3, True]]])
+def test_what_is_no_token_id_is_refused_before_the_worker_sees_it(llm, prompt):
+    with pytest.raises(InvalidRequest, match=r"prompts? (is|must)"):
+        llm.generate([prompt] if isinstance(prompt[0], bool | float) else prompt, max_tokens=1)
+
+
+@pytest.mark.parametrize("wrong", [{"stop": "\ud800"}, {"stop": 5}, {"stop": ["a", 5]}, {"stop_token_ids": b"ab"}])
+def test_options_of_a_wrong_type_are_named(llm, wrong):
+    (field,) = wrong
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate("hi", max_tokens=1, **wrong)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("messages", [None, 5, "hi", {"role": "user"}])
+def test_messages_that_are_no_list_are_named(llm, messages):
+    with pytest.raises(InvalidRequest, match="messages must be a list"):
+        llm.chat(messages)
+
+
+def test_a_stream_may_be_closed_after_its_model():
+    llm = LLM("demo", **SMALL)
+    with llm.generate("hi", stream=True, max_tokens=500, ignore_eos=True) as stream:
+        next(stream)
+        llm.close()
+
+
 def busy(llm: LLM) -> int:
     stats = llm._llm.service.stats()
     return stats.running + stats.waiting

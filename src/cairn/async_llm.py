@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from cairn.answer import Answer, AsyncStream
@@ -198,7 +198,8 @@ def _only(config: Config, model: str | None, given: Mapping[str, object]) -> Con
 
 
 def _objects(field: str, given: Sequence[Message]) -> list[dict[str, Any]]:
-    if isinstance(given, str) or not all(isinstance(item, Mapping) for item in given):
+    listed = isinstance(given, Iterable) and not isinstance(given, str | Mapping)
+    if not listed or not all(isinstance(item, Mapping) for item in given):
         raise InvalidRequest(f"{field} must be a list of objects, as in OpenAI's chat format", field=field)
     return [dict(item) for item in given]
 

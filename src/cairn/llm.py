@@ -57,7 +57,8 @@ class Stream:
 
     def close(self) -> None:
         """Cancel the request if it still runs."""
-        self._run.wait(self._stream.aclose())
+        if not self._run.closed:  # that ended it
+            self._run.wait(self._stream.aclose())
 
     def __enter__(self) -> Stream:
         return self
@@ -160,9 +161,14 @@ class _Loop:
         """Whether this is the loop's own thread, which must not wait for itself."""
         return threading.current_thread() is self._thread
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+        return self._loop.is_closed()
+
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait for it here. An interrupt here cancels it there."""
-        if self._loop.is_closed():
+        if self.closed:
             work.close()
             raise Unavailable("the model was closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -176,7 +182,7 @@ class _Loop:
 
     def close(self) -> None:
         """Stop the loop and end the thread."""
-        if self._loop.is_closed():
+        if self.closed:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_SECONDS)

@@ -15,6 +15,7 @@ import msgspec
 from cairn.config import PREFIX, Config, Secret, TenantKeys
 from cairn.errors import ConfigError
 from cairn.option import Option, closest, options
+from cairn.places import expanded
 
 FILE_VARIABLE = "CAIRN_CONFIG"
 """Names the file of options, as `--config` does."""
@@ -100,7 +101,7 @@ def _from_file(env: Mapping[str, str], file: Path | None) -> dict[str, _Given]:
 
 def _read(env: Mapping[str, str], file: Path | None) -> tuple[Path | None, dict[str, Any]]:
     """The file that holds and what it says; (None, {}) if there is none."""
-    path = file or (Path(env[FILE_VARIABLE]).expanduser() if env.get(FILE_VARIABLE) else None)
+    path = file or (expanded(env[FILE_VARIABLE]) if env.get(FILE_VARIABLE) else None)
     if path is None:
         home = env.get("XDG_CONFIG_HOME") or (env["HOME"] + "/.config" if env.get("HOME") else "")
         places = [Path("cairn.toml")] + ([Path(home) / "cairn" / "cairn.toml"] if home else [])
@@ -139,9 +140,9 @@ def _one(option: Option, given: _Given, value: object) -> Any:
                 (value, *more) = _lines(given, value)
                 if more:
                     raise ConfigError(f"{given.source}: the file must hold one key", field=option.name)
-            if not isinstance(value, str) or not value:
-                raise ConfigError(f"{given.source} must be a text that is not empty", field=option.name)
-            return Secret(value)
+            if not isinstance(value, str) or not is_key(value.strip()):
+                raise ConfigError(f"{given.source} must be a key: {KEY}", field=option.name)
+            return Secret(value.strip())
         case "str":
             if not isinstance(value, str) or not value:
                 raise _wrong(option, given, value, "a text that is not empty")
@@ -156,6 +157,15 @@ def _one(option: Option, given: _Given, value: object) -> Any:
             return _number(option, given, value)
         case "tenant":
             raise AssertionError("tenants are read by _tenants")
+
+
+KEY = "printable ASCII characters without spaces, at least one"
+"""What a key consists of: others cannot be sent in a header."""
+
+
+def is_key(text: str) -> bool:
+    """Whether a text can be a key."""
+    return bool(text) and all("!" <= char <= "~" for char in text)
 
 
 TENANT_NAME = re.compile(r"(?!key-)[a-z0-9][a-z0-9_.-]{0,62}")
@@ -174,8 +184,8 @@ def _tenants(option: Option, given: _Given, written: object) -> tuple[TenantKeys
             )
         items = value if isinstance(value, list) else [value]
         keys = [key for item in items for key in (_lines(given, item) if _is_file(item) else [item])]
-        if not keys or not all(isinstance(key, str) and key for key in keys):
-            raise ConfigError(f"{given.source}: the tenant {name} needs a key that is not empty", field=option.name)
+        if not keys or not all(isinstance(key, str) and is_key(key) for key in keys):
+            raise ConfigError(f"{given.source}: the tenant {name} needs a key: {KEY}", field=option.name)
         found.setdefault(name, []).extend(map(Secret, keys))
     return tuple(TenantKeys(name, tuple(dict.fromkeys(keys))) for name, keys in found.items())
 
@@ -238,7 +248,7 @@ def _is_file(value: object) -> bool:
 
 def _lines(given: _Given, value: object) -> list[str]:
     """The keys in a file that was named as @FILE: one a line, empty lines do not count."""
-    path = Path(str(value)[1:]).expanduser()
+    path = expanded(str(value)[1:])
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

@@ -12,7 +12,13 @@ import time
 from pathlib import Path
 from typing import Literal
 
+from cairn.config import PREFIX
 from cairn.seams import LOCK_FILE, Entry
+
+
+def without_secrets() -> dict[str, str]:
+    """The environment for a process that needs none of Cairn's variables and no keys: those come in a frame."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name != "HF_TOKEN"}
 
 
 class SystemClock:

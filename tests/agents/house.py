@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from cairn.text.replay import ReplayTable
 from cairn.types import Delta, Done
 
 FOLDER = Path("/agents")
+SALTS = {"default": b"default", "other": b"other"}
+"""Of the tenants."""
 GREEDY = SamplingOptions(temperature=0, max_tokens=12, ignore_eos=True)
 
 
@@ -91,15 +93,14 @@ async def file_of(house: House, tenant: str, id: str) -> bytes:
 class House:
     """A service and the agents on a file system of a test; `again` opens them as after a crash."""
 
-    def __init__(self, service: Service, files: CrashFiles, config: Config) -> None:
-        self.service, self.files, self.clock, self.config = service, files, Clock(), config
+    def __init__(self, service: Service, files: CrashFiles, config: Config, salts: Mapping[str, bytes]) -> None:
+        self.service, self.files, self.clock, self.config, self.salts = service, files, Clock(), config, salts
         self.agents: Agents
 
     async def open(self) -> None:
         draw = Draw(self.files.rng.getrandbits(30))
         self.service.chat._table = ReplayTable()  # as in a process that has just begun
-        salts = {"default": b"default", "other": b"other"}
-        self.agents = await Agents.open(self.service, self.files, FOLDER, self.clock, draw, self.config, salts)
+        self.agents = await Agents.open(self.service, self.files, FOLDER, self.clock, draw, self.config, self.salts)
 
     async def again(self, seed: int = 1, *, clean: bool = False) -> None:
         """A restart: after an orderly end, or after a loss of power at this moment."""
@@ -122,10 +123,10 @@ class House:
 
 
 @contextlib.asynccontextmanager
-async def house(folder: Path, **options: Any) -> AsyncIterator[House]:
+async def house(folder: Path, salts: Mapping[str, bytes] = SALTS, **options: Any) -> AsyncIterator[House]:
     chosen = config(folder, **options)
     service = await Service.start(chosen, in_process=True)
-    made = House(service, CrashFiles(), chosen)
+    made = House(service, CrashFiles(), chosen, salts)
     try:
         await made.open()
         yield made

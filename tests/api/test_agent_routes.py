@@ -16,6 +16,7 @@ from tests.agents.house import House, house, talking_model
 from tests.agents.test_portable import forged, with_agent, with_turn
 
 from cairn.agents.book import Book
+from cairn.api.auth import salts
 from cairn.config import Config, Secret, TenantKeys
 from cairn.kv.chunk_file import parse_name
 
@@ -30,7 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.asynccontextmanager
 async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site, httpx.AsyncClient]]:
     """Agents, their server and a client of it."""
-    async with house(folder) as at, site(at.service, Config(**options)) as web, web.http() as http:
+    config = Config(**options)
+    async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
         web.app.ties.agents = at.agents
         yield at, web, http
 

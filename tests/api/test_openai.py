@@ -414,6 +414,20 @@ async def test_openai_client_takes_an_assistant_message_back() -> None:
     assert service.prompts[2][0] == service.prompts[1][0]
 
 
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "weather", "parameters": {}}}]])
+async def test_openai_client_takes_a_message_of_its_stream_helper_back(tools: Any) -> None:
+    """Which adds fields of its own to it, and to its calls."""
+    service = ScriptedService(lambda request: list(TOOL_STEPS) if tools else [Delta(text="hi", tokens=(97,)), done()])
+    async with site(service) as at, at.openai() as client:
+        given: Any = {"tools": tools} if tools else {}
+        async with client.chat.completions.stream(model="scripted", messages=HI, **given) as stream:
+            message = (await stream.get_final_completion()).choices[0].message
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "ok"} for call in message.tool_calls or ()]
+        history: Any = [*HI, message, *results, {"role": "user", "content": "more"}]
+        await client.chat.completions.create(model="scripted", messages=history)
+    assert service.prompts[1][0][1]["role"] == "assistant"
+
+
 async def test_openai_client_sees_typed_errors() -> None:
     async with site(ScriptedService()) as at, at.openai() as client:
         with pytest.raises(openai.NotFoundError, match="scripted") as unknown:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -164,6 +165,17 @@ def test_broken_arguments_in_history_are_accepted() -> None:
     """Known failure 24: a call that was cut off does not make every later turn a 400."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": '}}
     checked(chat(messages=[USER, {"role": "assistant", "content": None, "tool_calls": [call]}]))
+
+
+def test_arguments_in_history_hold_no_more_values_than_a_body() -> None:
+    """They are read, and walked through, like the body itself; half of them in each of two calls."""
+    calls = [{"function": {"name": "f", "arguments": '{"a":[' + "[]," * 40 + "[]]}"}}] * 2
+    message = {"role": "assistant", "content": "a", "tool_calls": calls}
+    check_chat(checked(chat(messages=[message])), Config(max_json_values=200))
+    with pytest.raises(InvalidRequest, match="more than 100 JSON values"):
+        check_chat(checked(chat(messages=[message])), Config(max_json_values=100))
+    prose = {"name": "f", "arguments": json.dumps({"text": "a, b, [c], {d}, " * 100})}
+    check_chat(checked(chat(messages=[message | {"tool_calls": [{"function": prose}]}])), Config(max_json_values=100))
 
 
 def test_completion_prompts() -> None:

@@ -389,6 +389,28 @@ def test_an_incomplete_snapshot_names_the_missing_file(remote, env):
     assert hub.downloaded(env) == []
 
 
+def test_a_model_of_another_kind_in_the_cache_is_none_of_ours(remote, env):
+    folder = hub.pull("org/m", env=env)
+    other = folder.parent.parent.parent / "models--org--image"
+    (other / "snapshots" / "abc" / "unet").mkdir(parents=True)
+    (other / "refs").mkdir()
+    (other / "refs" / "main").write_text("abc")
+    index = {"weight_map": {"w": "unet/model-00001.safetensors"}}
+    (other / "snapshots" / "abc" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert [one.name for one in hub.downloaded(env)] == ["org/m"]
+
+
+@pytest.mark.parametrize("token", ["hf_s\u00e9cret", "hf_se cret", "hf_\x7fsecret"])
+def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(remote, env, token):
+    with pytest.raises(ModelError, match="characters that no token has") as caught:
+        hub.pull("org/m", env=env | {"HF_TOKEN": token})
+    assert "cret" not in str(caught.value)
+
+
+def test_a_token_may_end_in_a_line_break(remote, env):
+    hub.pull("org/m", env=env | {"HF_TOKEN": "hf_token\n"})
+
+
 def test_a_downloaded_model_is_called_by_its_hub_id(remote, env, tmp_path):
     assert hub.model_name(hub.pull("org/m", env=env)) == "org/m"
     assert hub.model_name(tmp_path / "mine") == "mine"

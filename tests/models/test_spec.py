@@ -62,6 +62,31 @@ def test_windows_become_cache_groups(tmp_path: Path) -> None:
     )
 
 
+def test_an_explicit_null_is_no_missing_field(tmp_path: Path) -> None:
+    """As transformers reads it: as many key-value heads as heads, and no window."""
+    spec = load_spec(write_config(tmp_path / "a", "Qwen2ForCausalLM", num_key_value_heads=None))
+    assert spec.kv_heads == spec.heads
+    windowed = {"use_sliding_window": True, "max_window_layers": 0, "max_position_embeddings": 8192}
+    spec = load_spec(write_config(tmp_path / "b", "Qwen3ForCausalLM", sliding_window=None, **windowed))
+    assert [group.kind for group in spec.groups] == ["full"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}}},
+        {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
+    ],
+)
+def test_rotary_settings_that_would_be_left_out_are_refused(fields: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"rope_scaling and rope_parameters|in its rotary settings"):
+        load_spec(write_config(tmp_path, "Qwen3ForCausalLM", **fields))
+
+
 def test_rope_scaling_in_both_spellings(tmp_path: Path) -> None:
     llama3 = {
         "rope_type": "llama3",

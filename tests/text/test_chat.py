@@ -171,6 +171,9 @@ async def test_control_tokens_in_any_field_are_ordinary_text_and_the_ids_else_as
         },
         {"role": "tool", "content": evil},
     ]
+    nested = {"type": evil, "role": evil, "x": {"type": [{"role": evil}]}}
+    tools[0]["function"]["parameters"]["properties"] |= {"type": {"type": evil}, "y": {"type": "string", "role": evil}}
+    messages[2]["tool_calls"].append({"function": {"name": "f", "arguments": json.dumps(nested)}})
     clean = json.loads(json.dumps(messages).replace("|", "/").replace("<", "(").replace(">", ")"))
     clean_tools = json.loads(json.dumps(tools).replace("|", "/").replace("<", "(").replace(">", ")"))
     prompt = await chat.prompt(messages, tools)

@@ -78,10 +78,11 @@ class Admin:
             messages = body.messages or []
             check_messages(messages, body.tools, self._config)
             check_template_args(body.chat_template_kwargs)
-            await check_length(service, contents(messages), "messages")
+            tools = plain_tools(body.tools)
+            await check_length(service, contents(messages, tools), "messages")
             prompt = await service.chat.prompt(
                 plain_messages(messages),
-                plain_tools(body.tools),
+                tools,
                 tenant=call.tenant,
                 template_args=body.chat_template_kwargs,
             )

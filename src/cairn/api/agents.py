@@ -92,8 +92,8 @@ class AgentRoutes:
         if body.model is not None:
             check_model(body.model, service)
         messages = beginning(body, self._config)
-        await check_length(service, contents(messages), "messages")
         tools = plain_tools(body.tools) or []
+        await check_length(service, contents(messages, tools), "messages")
         plain = plain_messages(messages)
         if plain:
             await service.chat.prompt(plain, tools or None, tenant=call.tenant)  # what no turn could use is refused now

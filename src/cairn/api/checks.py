@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cairn.api.limits import has_more
 from cairn.api.reply import shown
 from cairn.api.schemas import ChatBody, ChatMessage, Generation, Tool
 from cairn.config import Config
@@ -42,7 +43,13 @@ def check_messages(messages: list[ChatMessage], tools: list[Tool] | None, config
     for index, tool in enumerate(tools or ()):
         if tool.function.strict:
             field = f"tools[{index}].function.strict"
-            raise Unsupported(f"{field} is not built yet", field=field)
+            raise Unsupported(f"{field} is not built yet: answers are not held to a schema; send false", field=field)
+    calls = [call.function.arguments for message in messages for call in message.tool_calls or ()]
+    if has_more("\n".join(calls).encode("utf-8", "surrogatepass"), config.max_json_values):
+        raise InvalidRequest(
+            f"the arguments of the messages' tool calls hold more than {config.max_json_values} JSON values, the limit",
+            field="messages",
+        )
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]")
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 from cairn.config import Config
 from cairn.errors import ConfigError
+from cairn.places import expanded, home
 
 
 def agents_folder(config: Config, env: Mapping[str, str]) -> Path:
     """Where agents are kept."""
     if config.agents_dir:
-        return Path(config.agents_dir).expanduser()
+        return expanded(config.agents_dir)
     base = env.get("XDG_DATA_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "share") / "cairn" / "agents"
+    return (Path(base) if base else home() / ".local" / "share") / "cairn" / "agents"
 
 
 def check_folders(config: Config, env: Mapping[str, str]) -> None:
@@ -22,7 +23,7 @@ def check_folders(config: Config, env: Mapping[str, str]) -> None:
     if config.kv_dir is None or not config.kv_disk:
         return
     try:
-        kv = Path(config.kv_dir).expanduser().resolve()
+        kv = expanded(config.kv_dir).resolve()
         agents = agents_folder(config, env).resolve()
     except (OSError, RuntimeError):
         return  # whoever uses such a path says what is wrong with it
@@ -36,5 +37,5 @@ def named(config: Config, env: Mapping[str, str]) -> Sequence[str]:
     """The folders as sentences about trouble name them, the longest first."""
     found = [agents_folder(config, env)]
     if config.kv_dir is not None:
-        found.append(Path(config.kv_dir).expanduser())
+        found.append(expanded(config.kv_dir))
     return sorted({str(path) for folder in found for path in (folder, folder.absolute())}, key=len, reverse=True)

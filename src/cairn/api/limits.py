@@ -63,7 +63,7 @@ def parse_json(body: bytes, *, max_depth: int, max_values: int = 1 << 18) -> dic
     members, which would take 20 times the body's memory and hold up everybody while they are read; a number beyond a
     64-bit float or of thousands of digits; half a surrogate pair, which no UTF-8 text can hold.
     """
-    if _has_more(body, max_values):
+    if has_more(body, max_values):
         raise InvalidRequest(f"the request body holds more than {max_values} JSON values, the limit")
     try:
         text = body.decode("utf-8")
@@ -89,7 +89,7 @@ _MARK = re.compile(rb'(?:[^"\[{,]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))*+(?:(
 """The next comma or opening bracket outside of texts, or the end. It matches everywhere, so its time is linear."""
 
 
-def _has_more(body: bytes, limit: int) -> bool:
+def has_more(body: bytes, limit: int) -> bool:
     """Whether there are more than `limit` commas and opening brackets outside of texts, which is as many as there are
     containers and further members. Bodies of few such marks, texts included, cost three scans at memory speed."""
     if body.count(b",") + body.count(b"[") + body.count(b"{") <= limit:

@@ -51,12 +51,12 @@ class OpenAI:
         check_model(body.model, service)
         tie = self._ties.tie(call, body)
         tools = plain_tools(body.tools) if body.tool_choice != "none" else None
-        await check_length(service, contents(body.messages), "messages")
+        await check_length(service, contents(body.messages, tools), "messages")
         messages = plain_messages(body.messages)
         prompt = await service.chat.prompt(messages, tools, tenant=call.tenant, template_args=body.chat_template_kwargs)
         max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         options = body.options(max_tokens=max_tokens, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs)
-        with spelled({"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {}):
+        with spelled(names_of(body.max_tokens)):
             made = requests(
                 service.spec,
                 prompt.tokens,
@@ -91,8 +91,10 @@ class OpenAI:
         draw = ids(call, service)
         choices: list[Choice] = []
         echoes: list[str] = []
-        for prompt in self._prompts(body):
-            tokens = await encode_text(service, prompt) if isinstance(prompt, str) else prompt
+        prompts = self._prompts(body)
+        inline = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= INLINE
+        for prompt in prompts:
+            tokens = await encode_text(service, prompt, inline=inline) if isinstance(prompt, str) else prompt
             with spelled({"top_logprobs": "logprobs"}):
                 made = requests(
                     service.spec,
@@ -223,6 +225,11 @@ def ids(call: Call, service: Service) -> Any:
     return itertools.chain((call.number,), iter(service.next_id, -1)).__next__
 
 
+def names_of(max_tokens: int | None) -> dict[str, str]:
+    """What a chat calls the fields of a request: a prompt is its messages."""
+    return {"prompt": "messages"} | ({"max_tokens": "max_completion_tokens"} if max_tokens is None else {})
+
+
 @contextlib.contextmanager
 def spelled(names: Mapping[str, str]) -> Iterator[None]:
     """A refusal names the field that the client has sent: `names` are ours and the route's."""
@@ -232,7 +239,8 @@ def spelled(names: Mapping[str, str]) -> Iterator[None]:
         name = names.get(error.field or "")
         if name is None:
             raise
-        raise type(error)(str(error).replace(str(error.field), name), field=name) from None
+        text = str(error) if error.field == "prompt" else str(error).replace(str(error.field), name)
+        raise type(error)(text, field=name) from None
 
 
 def check_model(name: str, service: Service) -> None:
@@ -241,9 +249,9 @@ def check_model(name: str, service: Service) -> None:
         raise UnknownModel(f"there is no model {shown(name)!r}; this server has: {service.name}", field="model")
 
 
-async def encode_text(service: Service, text: str) -> list[int]:
-    """The token ids of a raw prompt; a long text does not hold up the event loop."""
-    if len(text) <= INLINE:
+async def encode_text(service: Service, text: str, *, inline: bool = True) -> list[int]:
+    """The token ids of a raw prompt; a long text, or one of many (not `inline`), does not hold up the event loop."""
+    if inline and len(text) <= INLINE:
         return service.tokenizer.encode_prompt(text)
     await check_length(service, [text], "prompt")
     return await asyncio.to_thread(service.tokenizer.encode_prompt, text)

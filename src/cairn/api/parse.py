@@ -47,6 +47,11 @@ MESSAGE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """The same for fields of a message: what openai-python's message objects carry when they are sent back."""
 
+MESSAGE_OWN = frozenset({"parsed", "provider_specific_fields"})
+"""Fields that clients add to a message for their own use (openai-python's parsed streams, litellm) and send back: they
+never have an effect."""
+
+_DROPPED = MESSAGE_NEUTRAL.keys() | MESSAGE_OWN
 _HIDDEN = "~"
 """First letter of the union tags, which are no part of a field's name."""
 
@@ -80,14 +85,14 @@ def _strip_messages(messages: Any) -> Any:
         return messages
     stripped = []
     for index, message in enumerate(messages):
-        if not isinstance(message, dict) or MESSAGE_NEUTRAL.keys().isdisjoint(message):
+        if not isinstance(message, dict) or _DROPPED.isdisjoint(message):
             stripped.append(message)
             continue
         for name, neutral in MESSAGE_NEUTRAL.items():
             if name in message and message[name] not in neutral:
                 field = f"messages[{index}].{name}"
                 raise Unsupported(f"{field} is not built", field=field)
-        stripped.append({name: item for name, item in message.items() if name not in MESSAGE_NEUTRAL})
+        stripped.append({name: item for name, item in message.items() if name not in _DROPPED})
     return stripped
 
 

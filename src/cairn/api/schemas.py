@@ -6,7 +6,8 @@ Numbers are only typed here; their ranges, and the limits of lists, are checked 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -49,6 +50,8 @@ class CalledFunction(Body):
 
     name: str
     arguments: str
+    parsed_arguments: Any = None
+    """What openai-python's parsed streams make of `arguments`, for their own use; it has no effect."""
 
 
 class ToolCall(Body):
@@ -121,7 +124,7 @@ class Generation(Body):
     logit_bias: dict[str, float] | None = None
     seed: Count = None
     stop: Stop | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
     min_tokens: Count = None
     ignore_eos: bool | None = None
     n: Count = None
@@ -162,7 +165,7 @@ class Generation(Body):
 class ChatBody(Generation):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     tools: list[Tool] | None = None
     tool_choice: Any = None
     max_completion_tokens: Count = None
@@ -184,9 +187,9 @@ def _prompt_kind(value: Any) -> str | None:
 
 Prompt = Annotated[
     Annotated[str, Tag("~text")]
-    | Annotated[list[str], Tag("~texts")]
-    | Annotated[list[int], Tag("~tokens")]
-    | Annotated[list[list[int]], Tag("~batch")],
+    | Annotated[list[str], Tag("~texts"), Field(fail_fast=True)]
+    | Annotated[list[int], Tag("~tokens"), Field(fail_fast=True)]
+    | Annotated[list[list[int]], Tag("~batch"), Field(fail_fast=True)],
     Discriminator(
         _prompt_kind,
         custom_error_type="prompt",
@@ -248,14 +251,16 @@ def plain_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:
     return found
 
 
-def contents(messages: Iterable[ChatMessage]) -> list[str]:
-    """Every text of the messages' contents, all of which a template puts into the prompt."""
-    found: list[str] = []
+def contents(messages: Iterable[ChatMessage], tools: Sequence[dict[str, Any]] | None = None) -> list[str]:
+    """Every text that a template puts into the prompt: of the messages all but reasoning, and the tools as JSON."""
+    found = [json.dumps(tool, ensure_ascii=False) for tool in tools or ()]
     for message in messages:
         if isinstance(message.content, str):
             found.append(message.content)
         else:
             found += [part.text for part in message.content or ()]
+        for call in message.tool_calls or ():
+            found += [call.function.name, call.function.arguments]
     return found
 
 

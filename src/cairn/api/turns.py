@@ -16,7 +16,7 @@ from cairn.agents.running import RunningTurn
 from cairn.api.agent_schemas import ResumeBody, TurnBody, check_account, check_turn, id_of, page_of
 from cairn.api.answers import ChatAnswer, Choice, said, usage_of
 from cairn.api.limits import read_json, read_nothing
-from cairn.api.openai import check_length, check_model, spelled
+from cairn.api.openai import check_length, check_model, names_of, spelled
 from cairn.api.parse import parse
 from cairn.api.reply import JSON, Call, encode
 from cairn.api.resumable import Tapes
@@ -60,7 +60,7 @@ class TurnRoutes:
             check_model(body.model, service)
         await check_length(service, contents(body.messages), "messages")
         max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-        with spelled({"max_tokens": "max_completion_tokens"} if body.max_tokens is None else {}):
+        with spelled(names_of(body.max_tokens)):
             running = await agents.turn(
                 call.tenant,
                 id,

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from cairn.cli import agents, bench, cache, chat, doctor, generate, models, options, quantize, remote, serve
+from cairn.cli.output import printable
 from cairn.errors import CairnError
 
 app = typer.Typer(
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = app(arguments, standalone_mode=True)
         sys.stdout.flush()
     except CairnError as error:
-        print(f"cairn: {error}", file=sys.stderr)
+        print(f"cairn: {printable(str(error))}", file=sys.stderr)
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +18,7 @@ from cairn.cli.sampling import Answering, Source, refuse_local, sampling_paramet
 from cairn.errors import CairnError
 from cairn.models.hub import DEMO
 from cairn.option import closest
+from cairn.places import expanded
 from cairn.resolve import Resolved
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ class Conversation:
 
     def run(self) -> None:
         """Until /exit or the end of input."""
+        if isinstance(sys.stdin, io.TextIOWrapper):  # a line of other bytes is no reason to lose what was said
+            sys.stdin.reconfigure(errors="surrogateescape")
         with suppress(ImportError):
             import readline  # noqa: F401  (gives `input` line editing and history)
         while True:
@@ -220,17 +223,17 @@ class Conversation:
         first = [{"role": "system", "content": self.system}] if self.system else []
         text = json.dumps([*first, *self.messages], ensure_ascii=False, indent=2) + "\n"
         try:
-            with Path(name).expanduser().open("x", encoding="utf-8") as file:
+            with expanded(name).open("x", encoding="utf-8") as file:
                 file.write(text)
         except FileExistsError:
             self._say(f"{name} exists already; give another name")
-        except OSError as error:
-            self._say(f"{name} cannot be written: {error.strerror}")
+        except (OSError, ValueError) as error:
+            self._say(f"{name} cannot be written: {getattr(error, 'strerror', None) or error}")
         else:
             self._say(f"(saved {len(self.messages)} messages to {name})")
 
     def _say(self, text: str) -> None:
-        self._talk.print(text, style="dim", markup=False, soft_wrap=True)
+        self._talk.print(printable(text), style="dim", markup=False, soft_wrap=True)
 
 
 def _summary(answer: Answer, seconds: float, stopped: bool) -> str:

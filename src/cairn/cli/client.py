@@ -11,7 +11,7 @@ from urllib.parse import quote
 import httpx
 
 from cairn.cli.http_stream import HttpStream, why
-from cairn.errors import CairnError, ConfigError, Unavailable, by_code
+from cairn.errors import CairnError, ConfigError, InvalidRequest, Unavailable, by_code
 from cairn.resolve import Resolved
 
 _TIMEOUT = httpx.Timeout(10, read=600)
@@ -54,8 +54,10 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         self.close()
+        if kind is KeyError:  # an answer in which something is missing that ours all have
+            raise self._stranger() from error
 
     def close(self) -> None:
         """Close the connections."""
@@ -149,8 +151,11 @@ class Client:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict):
-            raise CairnError(f"what answers at {self.url} is no Cairn server")
+            raise self._stranger()
         return found
+
+    def _stranger(self) -> CairnError:
+        return CairnError(f"what answers at {self.url} is no Cairn server")
 
     def _whole(self, method: str, path: str, body: Mapping[str, Any] | None = None, **how: Any) -> httpx.Response:
         """An answer that is read to its end; `how` as of `_begin`."""
@@ -173,7 +178,10 @@ class Client:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         if file is not None:
             headers["content-type"] = "application/octet-stream"
-        request = self._http.build_request(method, self.url + path, json=body, content=file, headers=headers)
+        try:
+            request = self._http.build_request(method, self.url + path, json=body, content=file, headers=headers)
+        except ValueError as error:  # half a surrogate pair, or a number that JSON has not
+            raise InvalidRequest(f"this cannot be sent: {error}") from None
         try:
             response = self._http.send(request, stream=True)
         except httpx.ConnectError:

@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Write a model as one GGUF file, tokenizer and chat template included, and list what rounding cost.
 
-        Needs the gguf package: pip install 'cairn-llm\\[gguf]'.
+        Needs the gguf package: pip install gguf.
         """
         from rich.progress import Progress
 

@@ -51,7 +51,7 @@ Rows = list[tuple[str, str]]
 
 
 def _path(request: str) -> str:
-    return f"/v1/requests/{quote(request, safe='')}"
+    return f"/v1/requests/{quote(request, safe='', errors='replace')}"
 
 
 def _print(rows: Rows) -> None:

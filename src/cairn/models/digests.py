@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from cairn.models.files import reading
+from cairn.places import home
 
 REMEMBER_FROM = 64 << 20
 """Bytes: smaller files are hashed each time, which takes at most some 30 ms."""
@@ -35,7 +36,7 @@ def file_digest(path: Path) -> bytes:
 def memory_path() -> Path:
     """Where digests are remembered: derived data, safe to delete."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(cache) if cache else Path.home() / ".cache") / "cairn" / "digests.json"
+    return (Path(cache) if cache else home() / ".cache") / "cairn" / "digests.json"
 
 
 def _load() -> dict[str, str]:

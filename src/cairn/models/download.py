@@ -52,11 +52,13 @@ class Hub:
     def __init__(self, model: str, env: Mapping[str, str], home: Path) -> None:
         self.model = model
         self.endpoint = (env.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
-        token = env.get("HF_TOKEN") or _token(home / "token")
+        token = env.get("HF_TOKEN", "").strip() or _token(home / "token")
+        if not all("!" <= char <= "~" for char in token):  # what could not be sent would be quoted in the error
+            raise ModelError("the token of the hub (HF_TOKEN, or the file `token`) has characters that no token has")
         headers = {"user-agent": "cairn", "accept-encoding": "identity"}
         if token:
             headers["authorization"] = f"Bearer {token}"
-        if urlsplit(self.endpoint).scheme not in ("http", "https"):
+        if not _is_address(self.endpoint):
             raise ModelError(f"HF_ENDPOINT is {self.endpoint!r} but must be an http or https address")
         self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(30, connect=10), follow_redirects=True)
 
@@ -183,6 +185,13 @@ def _parse(body: dict[str, Any]) -> tuple[str, dict[str, RemoteFile]]:
             name = str(sibling["rfilename"])
             found[name] = RemoteFile(name, size, digest)
     return commit, found
+
+
+def _is_address(url: str) -> bool:
+    try:
+        return urlsplit(url).scheme in ("http", "https")
+    except ValueError:
+        return False
 
 
 def _token(file: Path) -> str:

@@ -69,7 +69,7 @@ def package() -> Any:
     try:
         import gguf
     except ImportError:
-        raise ModelError("writing GGUF needs the gguf package; get it with: pip install 'cairn-llm[gguf]'") from None
+        raise ModelError("writing GGUF needs the gguf package; get it with: pip install gguf") from None
     return gguf
 
 
@@ -92,8 +92,12 @@ def write_gguf(
         gguf = read_gguf(source)
         open_weights(source, spec)
         writer = library.GGUFWriter(path, gguf.metadata["general.architecture"])
-        for field in library.GGUFReader(gguf.paths[0]).fields.values():
-            if not _NOT_COPIED.fullmatch(field.name):
+        try:
+            fields = library.GGUFReader(gguf.paths[0]).fields
+        except ValueError as error:
+            raise ModelError(f"{gguf.paths[0]}: the gguf package cannot read it: {error}") from None
+        for field in fields.values():
+            if not _NOT_COPIED.fullmatch(field.name) and len(field.data):  # the format's writer takes no empty array
                 inner = field.types[-1] if len(field.types) > 1 else None
                 writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=inner)
         tensors = list(_packed_tensors(gguf))

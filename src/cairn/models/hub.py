@@ -18,6 +18,7 @@ from pathlib import Path
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.files import INDEX, WEIGHTS, is_gguf, stem
 from cairn.models.variants import Variant, cached, choose, tags
+from cairn.places import expanded, home
 
 DEMO = "demo"
 NEEDED = ("config.json", "tokenizer.json")
@@ -75,7 +76,7 @@ def model_name(folder: Path) -> str:
 def cache_folder(env: Mapping[str, str] | None = None) -> Path:
     """Where downloads are kept: HF_HUB_CACHE, else `hub` in HF_HOME, else ~/.cache/huggingface/hub."""
     env = os.environ if env is None else env
-    return Path(env["HF_HUB_CACHE"]).expanduser() if env.get("HF_HUB_CACHE") else _home(env) / "hub"
+    return expanded(env["HF_HUB_CACHE"]) if env.get("HF_HUB_CACHE") else _home(env) / "hub"
 
 
 def locate(model: str, env: Mapping[str, str] | None = None) -> Path:
@@ -86,7 +87,7 @@ def locate(model: str, env: Mapping[str, str] | None = None) -> Path:
     """
     if model == DEMO:
         return demo_folder()
-    path = Path(model).expanduser()
+    path = expanded(model)
     if path.is_dir():
         return path
     if path.is_file():
@@ -125,7 +126,7 @@ def downloaded(env: Mapping[str, str] | None = None) -> list[Downloaded]:
     found = []
     for repository in sorted(cache_folder(env).glob("models--*--*")):
         snapshot = snapshot_of(repository)
-        if snapshot is not None and not missing_from(snapshot):
+        if snapshot is not None and _is_complete(snapshot):
             size = sum(file.stat().st_size for file in snapshot.iterdir() if file.is_file() and not is_gguf(file))
             found.append(Downloaded(model_name(snapshot), snapshot, size))
         for place, one in cached(repository):
@@ -187,9 +188,9 @@ def index_shards(index: Path) -> list[str]:
 
 def _home(env: Mapping[str, str]) -> Path:
     if env.get("HF_HOME"):
-        return Path(env["HF_HOME"]).expanduser()
+        return expanded(env["HF_HOME"])
     base = env.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "huggingface"
+    return (Path(base) if base else home() / ".cache") / "huggingface"
 
 
 def _parted(model: str) -> tuple[str, str]:
@@ -210,6 +211,14 @@ def snapshot_of(repository: Path) -> Path | None:
         return None
     folder = repository / "snapshots" / commit
     return folder if _NAME.fullmatch(commit) and folder.is_dir() else None
+
+
+def _is_complete(snapshot: Path) -> bool:
+    """Whether it is a whole model of ours; other programs keep models of all kinds in the cache."""
+    try:
+        return not missing_from(snapshot)
+    except ModelFileError:
+        return False
 
 
 def missing_from(snapshot: Path) -> str:

@@ -38,6 +38,8 @@ ROPE_SCALINGS: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
     "yarn": "yarn",
 }
 """`rope_type` as configs spell it -> `RopeScaling.kind`."""
+UNKNOWN_ROPE = frozenset({"mrope_section", "llama_4_scaling_beta"})
+"""What rotary settings hold for other families, and would change every number here."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
@@ -104,7 +106,7 @@ def _load(folder: Path) -> ModelSpec:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=config.integer("num_key_value_heads", 1, heads, family.kv_heads or heads),
+        kv_heads=config.integer("num_key_value_heads", 1, heads, _kv_heads(config, family) or heads),
         head_dim=config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads),
         ffn=config.integer("intermediate_size", 1, 1 << 22),
         vocab=vocab,
@@ -142,6 +144,11 @@ def _family(config: Fields) -> tuple[str, Family]:
     return named[0], FAMILIES[named[0]]
 
 
+def _kv_heads(config: Fields, family: Family) -> int | None:
+    """The family's where the key is absent; an explicit null says as many as heads."""
+    return None if "num_key_value_heads" in config.values else family.kv_heads
+
+
 def _bias(config: Fields, rule: bool | str) -> bool:
     return config.flag(rule, False) if isinstance(rule, str) else rule
 
@@ -159,6 +166,11 @@ def _rope(config: Fields) -> tuple[RopeScaling, float, int]:
     """Rope scaling, theta, and the context that the scaling gives."""
     old, new = config.object("rope_scaling"), config.object("rope_parameters")
     rope = new if new.values else old
+    if new.values and old.values and new.values != old.values:
+        raise ModelError(f"{config.path}: rope_scaling and rope_parameters say different things; keep one of them")
+    for key, value in rope.values.items():
+        if isinstance(value, dict) or key in UNKNOWN_ROPE:
+            raise ModelError(f"{config.path}: {key[:80]} in its rotary settings is not supported")
     theta = (rope if rope.has("rope_theta") else config).number("rope_theta", 1.0, 1e15, 10000.0)
     trained = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # a prompt token and one to come
     for place in (rope, config):
@@ -205,11 +217,10 @@ def _groups(config: Fields, family: Family, layers: int, context: int) -> tuple[
     limited: list[int] = []
     window = 0
     if family.window == "all":
-        # A missing field means transformers' default; an explicit null means full attention.
-        if "sliding_window" not in config.values or config.has("sliding_window"):
+        if not _no_window(config):
             window = config.integer("sliding_window", 1, MAX_CONTEXT, 4096)
             limited = list(range(layers))
-    elif family.window == "by layer" and config.flag("use_sliding_window", False):
+    elif family.window == "by layer" and config.flag("use_sliding_window", False) and not _no_window(config):
         window = config.integer("sliding_window", 1, MAX_CONTEXT, 4096)
         limited = _window_layers(config, layers)
     if window >= context:
@@ -219,6 +230,11 @@ def _groups(config: Fields, family: Family, layers: int, context: int) -> tuple[
     if limited:
         groups.append(CacheGroup(kind="window", layers=tuple(limited), window=window))
     return tuple(groups)
+
+
+def _no_window(config: Fields) -> bool:
+    """A missing field means transformers' default; an explicit null means full attention."""
+    return "sliding_window" in config.values and not config.has("sliding_window")
 
 
 def _window_layers(config: Fields, layers: int) -> list[int]:

@@ -19,6 +19,7 @@ from cairn.kv.store import CHUNK_BLOCKS
 from cairn.kv.store_folder import open_folder
 from cairn.models.hub import locate
 from cairn.models.spec import load_spec
+from cairn.places import expanded
 from cairn.seams import Clock, FileSystem
 from cairn.service.stores import keyed, with_folder
 from cairn.text.tokenizer import Tokenizer
@@ -75,7 +76,7 @@ def check_codec(config: Config, files: FileSystem, clock: Clock, env: Mapping[st
 def _store(config: Config, env: Mapping[str, str]) -> Path:
     named = with_folder(msgspec.structs.replace(config, kv_disk=True), env).kv_dir
     assert named is not None  # a server always has one
-    return Path(named).expanduser().absolute()
+    return expanded(named).absolute()
 
 
 def _load(config: Config, folder: Path) -> tuple[ModelSpec, Engine]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import subprocess
@@ -15,10 +14,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cairn.config import PREFIX
 from cairn.errors import trace
 from cairn.seams import Clock
 from cairn.service import wire
+from cairn.system import without_secrets
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class Link:
             with theirs:
                 command = [*WORKER, str(theirs.fileno())]
                 self._process = subprocess.Popen(
-                    command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=2, env=_without_secrets()
+                    command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=2, env=without_secrets()
                 )
         self._loop.add_reader(self._sock, self._on_readable)
 
@@ -209,8 +208,3 @@ def _serve_quietly(sock: socket.socket) -> None:
         serve(sock)
     except Exception:
         traceback.print_exc(file=sys.stderr)
-
-
-def _without_secrets() -> dict[str, str]:
-    """The environment for a worker: its options come in a frame, so it needs none of Cairn's variables and no keys."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name != "HF_TOKEN"}

@@ -147,6 +147,8 @@ def requests(
     tokens = tuple(prompt)
     if not tokens:
         raise InvalidRequest("the prompt is empty; it must hold at least one token", field="prompt")
+    if not {int}.issuperset(map(type, tokens)):
+        raise InvalidRequest("the prompt must hold token ids, which are whole numbers", field="prompt")
     low, high = min(tokens), max(tokens)
     if low < 0 or high >= spec.vocab:
         wrong = low if low < 0 else high
@@ -243,7 +245,7 @@ def _bias(bias: Mapping[int, float], vocab: int) -> tuple[tuple[int, float], ...
 
 
 def _stop_tokens(tokens: Sequence[int], vocab: int) -> tuple[int, ...]:
-    if isinstance(tokens, str) or not isinstance(tokens, Sequence):
+    if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence):
         raise InvalidRequest("stop_token_ids must be a list of token ids", field="stop_token_ids")
     if len(tokens) > MAX_STOP_TOKENS:
         raise InvalidRequest(f"stop_token_ids has {len(tokens)} ids; at most {MAX_STOP_TOKENS}", field="stop_token_ids")
@@ -251,12 +253,16 @@ def _stop_tokens(tokens: Sequence[int], vocab: int) -> tuple[int, ...]:
 
 
 def _stop(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    if stop is not None and not isinstance(stop, Sequence):
+        raise InvalidRequest("stop must be a text or a list of texts", field="stop")
     texts = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     if len(texts) > MAX_STOP:
         raise InvalidRequest(f"stop has {len(texts)} texts; at most {MAX_STOP}", field="stop")
     for text in texts:
         if not isinstance(text, str) or not text:
             raise InvalidRequest("stop must hold texts that are not empty", field="stop")
-        if len(text.encode("utf-8", "surrogatepass")) > MAX_STOP_BYTES:
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            raise InvalidRequest("stop holds half a surrogate pair, which is not a character", field="stop")
+        if len(text.encode()) > MAX_STOP_BYTES:
             raise InvalidRequest(f"a stop text may have at most {MAX_STOP_BYTES} bytes", field="stop")
     return tuple(dict.fromkeys(texts))

@@ -115,6 +115,12 @@ class Service:
         finally:
             loading.cancel()
         self.chat.context = self.info.context
+        if self.tokenizer.vocab_size > self.spec.vocab:
+            log.warning(
+                "the tokenizer has %d tokens and the model rows for %d: texts that need the others are refused",
+                self.tokenizer.vocab_size,
+                self.spec.vocab,
+            )
         self._loaded = True
 
     # ---------------------------------------------------------------------------------------------- for callers

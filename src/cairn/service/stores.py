@@ -20,6 +20,7 @@ from cairn.kv.prefix import numerics
 from cairn.kv.ram import RamStore
 from cairn.kv.store import Store
 from cairn.kv.store_folder import held
+from cairn.places import expanded, home
 from cairn.seams import Clock, FileSystem
 from cairn.types import ModelSpec
 
@@ -37,7 +38,7 @@ def with_folder(config: Config, env: Mapping[str, str]) -> Config:
 
 def _users_folder(env: Mapping[str, str]) -> Path:
     base = env.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "cairn" / "kv"
+    return (Path(base) if base else home() / ".cache") / "cairn" / "kv"
 
 
 def stored_bytes(config: Config, files: FileSystem) -> int:
@@ -46,7 +47,7 @@ def stored_bytes(config: Config, files: FileSystem) -> int:
     if config.kv_dir is None or not config.kv_disk or config.kv_load == "never":
         return 0
     try:
-        return held(files, Path(config.kv_dir).expanduser().absolute(), MOST_AHEAD)
+        return held(files, expanded(config.kv_dir).absolute(), MOST_AHEAD)
     except OSError:
         return 0
 
@@ -76,7 +77,7 @@ def open_stores(
             )
         stores["ram"] = RamStore(int(config.kv_ram_gb * GB))
     if config.kv_dir is not None and config.kv_disk:
-        folder = Path(config.kv_dir).expanduser().absolute()
+        folder = expanded(config.kv_dir).absolute()
         try:
             codec = _codec(config, spec, info, files, folder)
         except OSError as error:

@@ -10,8 +10,10 @@ from typing import Any
 from cairn.errors import InvalidRequest, Unsupported
 
 _THOUGHT = re.compile(r"\s*<think>\n*(.*?)\n?</think>\n*", re.DOTALL)
-_KEPT = ("role", "type")
-"""Fields whose values a template compares and a client cannot choose freely."""
+_NAMES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "text"}) | {
+    "object", "array", "string", "integer", "number", "boolean", "null"
+}  # fmt: skip
+"""Roles, and the types of parts, calls and schemas: a template compares with them, so they stay as they are."""
 
 
 def plain_message(message: Mapping[str, Any], index: int, *, thinks: bool) -> dict[str, Any]:
@@ -61,17 +63,18 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with `change` applied to every text, keys included, except to roles and types."""
+    """A JSON value with `change` applied to every text, keys included, but for the roles and types that there are."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {
-            change(key): item if key in _KEPT and isinstance(item, str) else with_texts(item, change)
-            for key, item in value.items()
-        }
+        return {change(key): item if _is_name(key, item) else with_texts(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [with_texts(item, change) for item in value]
     return value
+
+
+def _is_name(key: str, value: Any) -> bool:
+    return key in ("role", "type") and isinstance(value, str) and value in _NAMES
 
 
 def _content(content: Any, field: str) -> str:

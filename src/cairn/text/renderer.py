@@ -10,6 +10,7 @@ import sys
 import msgspec
 
 from cairn.errors import CairnError, InvalidRequest, ModelFileError, Overloaded, Unavailable
+from cairn.system import without_secrets
 from cairn.text.render_wire import MAX_FRAME, Job, Rendered, Setup, frame
 
 START_TIMEOUT = 20.0
@@ -123,6 +124,7 @@ class Renderer:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
+                env=without_secrets(),
                 process_group=0,  # Ctrl-C in a terminal is for the parent
             )
         started = False
