@@ -15,7 +15,7 @@ import msgspec
 from cairn.config import PREFIX, Config, Secret, TenantKeys
 from cairn.errors import ConfigError
 from cairn.option import Option, closest, options
-from cairn.places import expanded
+from cairn.paths import expanded
 
 FILE_VARIABLE = "CAIRN_CONFIG"
 """Names the file of options, as `--config` does."""

@@ -125,7 +125,7 @@ def test_what_cannot_be_written_is_one_sentence(tmp_path: Path, monkeypatch: Any
     with pytest.raises(ModelError, match="this kind of model cannot be written as GGUF"):
         written(gelu, path, "Q8_0")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ModelError, match=r"needs the gguf package; get it with: pip install 'cairn-llm\[gguf\]'"):
+    with pytest.raises(ModelError, match=r"needs the gguf package; get it with: pip install gguf"):
         written(folder, path, "Q8_0")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cairn.config import Config
 from cairn.errors import ConfigError
-from cairn.places import expanded, home
+from cairn.paths import expanded, home
 
 
 def agents_folder(config: Config, env: Mapping[str, str]) -> Path:

@@ -18,7 +18,7 @@ from cairn.cli.sampling import Answering, Source, refuse_local, sampling_paramet
 from cairn.errors import CairnError
 from cairn.models.hub import DEMO
 from cairn.option import closest
-from cairn.places import expanded
+from cairn.paths import expanded
 from cairn.resolve import Resolved
 
 if TYPE_CHECKING:

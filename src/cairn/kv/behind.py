@@ -98,6 +98,11 @@ class Behind:
         """Chunks that are noted, queued or being written."""
         return len(self._outstanding)
 
+    @property
+    def dropping(self) -> bool:
+        """Whether stores are about to drop something."""
+        return self._drops > 0
+
     def findable(self, context: Context, tokens: Sequence[int]) -> None:
         """The pool has more of this context: note the chunks that are whole and should be stored.
 
@@ -225,8 +230,7 @@ class Behind:
         part = tuple(tokens[index * width : (index + 1) * width])
         blocks = tuple(chain.key(last - CHUNK_BLOCKS + 1 + one, tokens) for one in range(CHUNK_BLOCKS))
         noted = _Noted(Chunk(key, parent, part, index * width, b"", number), blocks, self._clock.now())
-        if self._find(noted) is None:
-            self._lose(self._serial + 1)
+        if self._find(noted) is None:  # a window has left it behind, or it was counted when it was lost
             return
         self._noted[key] = noted
         for block in blocks:

@@ -63,9 +63,10 @@ class Cache:
     def awaits(self, context: Context, tokens: Sequence[int], spare: int = 0) -> bool:
         """Whether the first block that `open` would not find is on its way, so that to open now would be too early.
 
-        Another sequence computes it, or it is being loaded; a load is begun here, once between two `open`s, where
-        `open` would find room with `spare` blocks left. Waiting is bounded: it is over when that block is published,
-        when its sequence is closed or gets no further in `PATIENCE` calls, and when a load ends, which it does anyway.
+        Another sequence computes it, or it is being loaded; a load is begun here, once before an `open` that finds room
+        with `spare` blocks left, where that would find it now. Waiting is bounded: it is over when that block is
+        published, when its sequence is closed or gets no further in `PATIENCE` calls, and when a load ends, which it
+        does anyway.
         """
         if context.loading:
             return True
@@ -79,8 +80,8 @@ class Cache:
             context.awaited = None
             if self.below is None or context.tried:
                 return False
-            context.tried = True
-            return self.below.load(context, tokens, self._hit(context, tokens), spare)
+            context.tried = self.below.load(context, tokens, self._hit(context, tokens), spare)
+            return context.tried
         if owner.loading:
             return True
         if owner.published[0] != context.seen:
@@ -98,9 +99,9 @@ class Cache:
         size = self._block_tokens
         hit = self._hit(context, tokens) if reuse else 0
         wanted = -(-len(tokens) // size) - hit
-        context.tried = False
         if not self._hold_with_room(context, tokens, hit, spare):
-            return None
+            return None  # nor is another load begun: what the last one brought was overtaken, and would be again
+        context.tried = False
         for group, pool, table in zip(self._groups, self.pools, context.tables, strict=True):
             if group.kind == "full":
                 table.extend(pool.take(wanted))

@@ -89,6 +89,9 @@ class Context:
 
     def bring(self, begin: int, end: int, tier: TierName) -> None:
         """A load has brought tokens `begin` to `end` up. What an earlier one brought from there on was lost again."""
+        if self.brought and self.brought[-1].end == begin and self.brought[-1].tier == tier:
+            self.brought[-1] = self.brought[-1]._replace(end=end)
+            return
         kept = [Brought(first, min(last, begin), where) for first, last, where in self.brought if first < begin]
         self.brought = [*kept, Brought(begin, end, tier)]
 

@@ -21,7 +21,8 @@ _USE_STEP = 60.0
 """Seconds: how exactly the time of the last use is remembered."""
 _BACKOFF = (1.0, 60.0)
 _MOST_FAULTS = 2
-"""Reads of one chunk that the disk may fail before the chunk is given up."""
+"""Reads of one chunk that the disk may fail, one after the other, while it works otherwise; then the chunk is given
+up."""
 
 
 class DiskState:
@@ -209,13 +210,17 @@ class DiskState:
     def read(self, entry: Entry, buffer: memoryview | None = None) -> bytes | memoryview | None:
         """The file, in `buffer` if it has room, or None: gone, or the disk failed."""
         try:
-            return self.folder.read(entry.name, buffer)
+            data = self.folder.read(entry.name, buffer)
+            entry.faults = 0
+            return data
         except FileNotFoundError:
             self.condemn(entry)
         except OSError as error:
+            # A disk that fails altogether says nothing about this chunk.
+            alone = not self.failing
             self.fail("read", error)
             with self.mutex:
-                entry.faults += 1
+                entry.faults += alone
             if entry.faults >= _MOST_FAULTS:
                 self.condemn(entry)
         return None

@@ -70,6 +70,8 @@ class Load:
     fetched: int = 0
     landed: int = 0
     """Stretches."""
+    turn: float = math.inf
+    """When the reader came to it."""
     heard: float = 0.0
     """When the last stretch landed."""
     over: bool = False
@@ -105,6 +107,8 @@ class Reader:
         self._wake = wake
         self._changed = threading.Condition()
         self._loads: deque[Load] = deque()
+        self.alive = -math.inf
+        """When it last had something to read for anybody."""
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -141,6 +145,8 @@ class Reader:
         load = self._next()
         if load is None:
             return False
+        self.alive = self._clock.now()
+        load.turn = min(load.turn, self.alive)
         try:
             arrival = self._fetch(load.wants[load.fetched])
         except Exception as error:  # a bug of ours; the context computes what is missing
@@ -228,15 +234,19 @@ class Gate:
             return True
         return (size + ahead) / self._bandwidth < tokens / self._prefill
 
-    def late(self, load: Load) -> bool:
-        """Whether to give a load up: it stands still, or by now computing would have got further."""
+    def late(self, load: Load, alive: float) -> bool:
+        """Whether to give a load up: it stands still, or by now computing would have got further.
+
+        Others are read before it, which `worth` knew: until it is its turn only a reader that gives no sign of life,
+        the last one at `alive`, is a reason.
+        """
         now = self._clock.now()
-        if now - max(load.started, load.heard) > STALL_SECONDS:
+        if now - max(load.started, load.heard, alive) > STALL_SECONDS:
             return True
         if self._mode != "auto" or load.forced or self._prefill is None:
             return False
         saved = load.tokens * (load.landed + 1) / len(load.wants)
-        return now - load.started > _HEAD_START + saved / self._prefill
+        return now - load.turn > _HEAD_START + saved / self._prefill
 
 
 def _blend(old: float | None, new: float) -> float:

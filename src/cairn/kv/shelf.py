@@ -21,6 +21,8 @@ CHEAP_DEPTH = 4096
 
 A round figure for small models; it only shapes the order of eviction.
 """
+DOUBLE_SECONDS = 6 * 3600.0
+"""How much longer a chunk stays than one that is half as dear: what is dear outlasts what is cheap, not for ever."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,9 +49,9 @@ class Entry:
     """How many are writing something that needs it."""
 
     @property
-    def cost(self) -> int:
-        """How dear a byte of it is to compute again, as a power of two."""
-        return math.frexp((CHEAP_DEPTH + self.name.depth) / max(1, self.disk))[1]
+    def worth(self) -> float:
+        """The time of its last use, later by some hours for each time that a byte of it is twice as dear to compute."""
+        return self.used + DOUBLE_SECONDS * math.frexp((CHEAP_DEPTH + self.name.depth) / max(1, self.disk))[1]
 
 
 class Shelf:
@@ -61,7 +63,7 @@ class Shelf:
         self._entries: dict[bytes, Entry] = {}
         self._pins: dict[str, frozenset[bytes]] = {}
         self._pinned: dict[bytes, int] = {}
-        self._order: list[tuple[int, float, bytes]] = []
+        self._order: list[tuple[float, bytes]] = []
         self._doomed: dict[bytes, Entry] = {}
 
     def __len__(self) -> int:
@@ -130,9 +132,9 @@ class Shelf:
     def victim(self) -> Entry | None:
         """What to evict next."""
         while self._order:
-            cost, used, id = self._order[0]
+            worth, id = self._order[0]
             entry = self.get(id)
-            if entry is not None and self._evictable(entry) and (cost, used) == (entry.cost, entry.used):
+            if entry is not None and self._evictable(entry) and worth == entry.worth:
                 return entry
             heapq.heappop(self._order)
         return None
@@ -198,9 +200,9 @@ class Shelf:
     def _rank(self, entry: Entry) -> None:
         """Put it where it belongs among what may go. Places that it had before are passed over when they come up."""
         if self._evictable(entry):
-            heapq.heappush(self._order, (entry.cost, entry.used, entry.id))
+            heapq.heappush(self._order, (entry.worth, entry.id))
             if len(self._order) > 64 + 4 * len(self._entries):
-                self._order = [(one.cost, one.used, one.id) for one in self.live() if self._evictable(one)]
+                self._order = [(one.worth, one.id) for one in self.live() if self._evictable(one)]
                 heapq.heapify(self._order)
 
 

@@ -111,6 +111,8 @@ class Tiers:
 
     def _begin(self, context: Context, tokens: Sequence[int], hit: int, spare: int, done: Done | None) -> bool:
         """Begin a load, whose end calls `done`; one with a `done` was asked for and is always worth it."""
+        if self.behind_pool.dropping:  # what is found now may be gone when it would lie in the pool
+            return False
         wants = self._lookup.wants(context, tokens, hit)
         stop = self._lookup.usable(tokens, hit // CHUNK_BLOCKS + len(wants))
         saved = (stop - hit) * self._cache.info.block_tokens
@@ -143,7 +145,7 @@ class Tiers:
 
     def _land(self, context: Context, load: Load, tokens: Sequence[int]) -> bool:
         """Put what has arrived for a context into the pool, where it is found at once. True if there is more."""
-        room, over = TURN_BYTES, False
+        room, over, before = TURN_BYTES, False, load.landed
         while load.arrived and room > 0 and not over:
             arrival = load.arrived.popleft()
             over = not self._bring(context, tokens, load, arrival)
@@ -151,7 +153,8 @@ class Tiers:
             self.reader.taken(arrival)
         if not over and load.arrived:
             return True
-        if self.gate.late(load) and not load.over:
+        # What lands is slow only as the steps between are; the reader has more.
+        if load.landed == before and self.gate.late(load, self.reader.alive) and not load.over:
             context.declined = over = True
         if over or (load.over and not load.arrived):
             self._cache.close(context, tokens)
@@ -218,7 +221,11 @@ class Tiers:
             done()
 
         if disk:
-            self.behind_pool.drop(frozenset(keys))
+            going = frozenset(keys)
+            for context, (load, wanted) in tuple(self._loads.items()):
+                if any(want.key in going for part in load.wants for want in part):
+                    self._cache.close(context, wanted)
+            self.behind_pool.drop(going)
             give_up()
         else:
             self.behind_pool.flush(lambda lost: give_up(), told=False)

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from cairn.models.files import reading
-from cairn.places import home
+from cairn.paths import home
 
 REMEMBER_FROM = 64 << 20
 """Bytes: smaller files are hashed each time, which takes at most some 30 ms."""

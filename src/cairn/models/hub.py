@@ -18,7 +18,7 @@ from pathlib import Path
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.files import INDEX, WEIGHTS, is_gguf, stem
 from cairn.models.variants import Variant, cached, choose, tags
-from cairn.places import expanded, home
+from cairn.paths import expanded, home
 
 DEMO = "demo"
 NEEDED = ("config.json", "tokenizer.json")

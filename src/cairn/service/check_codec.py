@@ -19,7 +19,7 @@ from cairn.kv.store import CHUNK_BLOCKS
 from cairn.kv.store_folder import open_folder
 from cairn.models.hub import locate
 from cairn.models.spec import load_spec
-from cairn.places import expanded
+from cairn.paths import expanded
 from cairn.seams import Clock, FileSystem
 from cairn.service.stores import keyed, with_folder
 from cairn.text.tokenizer import Tokenizer

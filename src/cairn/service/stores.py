@@ -20,7 +20,7 @@ from cairn.kv.prefix import numerics
 from cairn.kv.ram import RamStore
 from cairn.kv.store import Store
 from cairn.kv.store_folder import held
-from cairn.places import expanded, home
+from cairn.paths import expanded, home
 from cairn.seams import Clock, FileSystem
 from cairn.types import ModelSpec
 

@@ -1,0 +1,153 @@
+"""Known contexts that others overtake, load, delete or push out meanwhile: they still come from where they lie."""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections.abc import Sequence
+from typing import Literal
+
+import pytest
+import stored
+from stored import chain, keys
+from tests.files import CrashFiles
+from tiered import Between, Rig
+
+from cairn.kv.codec import Raw
+from cairn.kv.ram import RamStore
+from cairn.kv.store import Chunk, Store
+from cairn.scheduler import Limits
+
+
+def tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(60) for _ in range(count)]
+
+
+def known(*prompts: list[int], **how: int) -> Store:
+    """A store that has these."""
+    store = RamStore(1 << 30)
+    first = Rig({"disk": store}, **how)
+    for prompt in prompts:
+        first.ask(prompt)
+    return store
+
+
+def slowly(rig: Rig, slow: Between, seconds: float) -> None:
+    """From now on each chunk takes so long."""
+    real = slow.inner.fetch
+
+    def fetch(key: bytes, tokens: Sequence[int], buffer: memoryview | None = None) -> Chunk | None:
+        rig.clock.time += seconds
+        return real(key, tokens, buffer)
+
+    slow.fetch = fetch
+
+
+@pytest.mark.parametrize("mode", ["never", "auto", "always"])
+def test_a_known_context_is_not_overtaken_for_ever_in_a_busy_pool(mode: Literal["never", "auto", "always"]) -> None:
+    """Its load held no room for what is left to compute: others took that, and it was loaded again, and overtaken."""
+    rng = random.Random(3)
+    prompt = tokens(rng, 320)
+    limits = Limits(step_tokens=64, max_running=16, max_queue=100_000)
+    rig = Rig({"disk": known(prompt, blocks=400, context=1024)}, blocks=120, load=mode, context=1024, scheduling=limits)
+    if mode == "auto":
+        rig.tiers.gate.computed(1, 1.0)
+    asked = 0
+    for step in range(1200):
+        if step % 16 == 0:
+            rig.add(tokens(rng, 40), 60, durable=False, stored=False)
+        if step == 200:
+            asked = rig.add(prompt, 3)
+        rig.step()
+        rig.tiers.reader.work()
+        rig.tiers.writer.work()
+        if asked and rig.outputs[asked] and rig.outputs[asked][-1].finish:
+            return
+    raise AssertionError("it has not begun after 1,000 steps")
+
+
+@pytest.mark.parametrize("mode", ["auto", "always"])
+def test_loads_that_wait_for_each_other_are_not_late(mode: Literal["auto", "always"]) -> None:
+    """Four contexts after a restart: reading one takes a tenth of computing it, and the last waits for three."""
+    rng = random.Random(1)
+    prompts = [tokens(rng, 400) for _ in range(4)]
+    slow = Between(known(*prompts, blocks=2000))
+    rig = Rig({"disk": slow}, blocks=2000, load=mode)
+    slowly(rig, slow, 0.16 if mode == "auto" else 0.5)
+    rig.tiers.gate.computed(10, 1.0)
+    rig.tiers.gate.read(16 * 8, 0.16)
+    ids = [rig.add(prompt) for prompt in prompts]
+    rig.settle()
+    for id, prompt in zip(ids, prompts, strict=True):
+        assert rig.check(id, prompt, 3).disk >= 384
+    assert rig.tiers.stats().abandoned == 0
+
+
+@pytest.mark.parametrize("fetched", [1, 4])
+def test_a_context_that_is_deleted_while_it_is_loaded_does_not_come_back(fetched: int) -> None:
+    prompt = [(7 * n) % 61 for n in range(160)]
+    files = CrashFiles()
+    info = Rig(None).engine.info
+    store = stored.open_store(files, stored.Time(), identity=info.identity, codec=Raw(info.block_bytes))
+    rig = Rig({"disk": store})
+    rig.ask(prompt)
+    rig.tiers.evict(prompt, b"", 0, False, lambda: None)
+    rig.settle()
+    assert rig.tiers.where(prompt, b"").disk
+    ended = []
+    rig.tiers.prefetch(prompt, b"", lambda: ended.append("prefetch"))
+    for _ in range(fetched):
+        rig.tiers.reader.work()
+    rig.tiers.evict(prompt, b"", 0, True, lambda: ended.append("evict"))
+    rig.tiers.prefetch(prompt, b"", lambda: ended.append("again"))
+    rig.settle()
+    where = rig.tiers.where(prompt, b"")
+    assert (where.pool, where.disk) == (0, 0) and sorted(ended) == ["again", "evict", "prefetch"]
+    assert not [path for path in files.files(stored.FOLDER) if len(path.parent.name) == 1]
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EMFILE])
+def test_a_disk_that_fails_for_a_moment_costs_no_chunk(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests with one system prompt come in that second; every agent's context hangs on its chunk."""
+    time = stored.Time()
+    files = CrashFiles(now=lambda: time.seconds)
+    store = stored.open_store(files, time, budget=1 << 30)
+    system = chain(1, salt=b"system prompt")
+    store.keep(system)
+    for number in range(5):
+        agent = chain(4, salt=b"agent%d" % number, after=system[0])
+        store.keep(agent)
+        store.pin(f"agent{number}", keys(system + agent))
+
+    def refuse(*_: object) -> None:
+        raise OSError(error, errno.errorcode[error])
+
+    real = files.open
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "open", lambda path, mode: refuse() if mode == "read" else real(path, mode))
+        patch.setattr(files, "remove", refuse)
+        for _ in range(4):
+            time.seconds += 0.25
+            assert store.fetch(system[0].key, system[0].tokens) is None
+    for _ in range(120):
+        time.seconds += 1
+        store.tend()
+    stats = store.stats()
+    assert (stats.chunks, stats.damaged, stats.trouble) == (21, 0, "")
+
+
+def test_what_is_dear_to_compute_does_not_stay_for_ever() -> None:
+    """A store full of long contexts that nobody used for a week makes room for today's short ones."""
+    time = stored.Time()
+    files = CrashFiles(now=lambda: time.seconds)
+    store = stored.open_store(files, time, budget=1000 * 4096)
+    for number in range(10):
+        store.keep(chain(100, salt=b"old%d" % number))
+    assert store.stats().chunks >= 990
+    time.seconds += 7 * 86_400
+    today = [chain(30, salt=b"new%d" % number) for number in range(10)]
+    for turn in range(1, 6):
+        for chunks in today:
+            time.seconds += 60
+            assert store.leading(keys(chunks[: 6 * (turn - 1)])) == 6 * (turn - 1)
+            store.keep(chunks[: 6 * turn])
