@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 import stored
 from stored import chain, keys
-from tests.files import CrashFiles
+from tests.files import CrashFiles, Fault
 from tiered import Between, Rig
 
 from cairn.kv.codec import Raw
@@ -151,3 +151,24 @@ def test_what_is_dear_to_compute_does_not_stay_for_ever() -> None:
             time.seconds += 60
             assert store.leading(keys(chunks[: 6 * (turn - 1)])) == 6 * (turn - 1)
             store.keep(chunks[: 6 * turn])
+
+
+def test_what_the_disk_does_not_let_go_is_told_until_it_does() -> None:
+    """A deletion is not said to be done while files of it are there: a restart would find them."""
+    prompt = [(7 * n) % 61 for n in range(160)]
+    time, ended = stored.Time(), list[bool]()
+    files = CrashFiles(now=lambda: time.seconds)
+    info = Rig(None).engine.info
+    store = stored.open_store(files, time, identity=info.identity, codec=Raw(info.block_bytes))
+    rig = Rig({"disk": store})
+    rig.ask(prompt)
+    files.fail(Fault(files.calls, only=frozenset({"remove"}), sticky=True))
+    rig.tiers.evict(prompt, b"", 0, True, lambda: ended.append(rig.tiers.lingers(prompt, b"", 0)))
+    rig.settle()
+    assert ended == [True] and rig.tiers.where(prompt, b"").disk == 0
+    files.heal()
+    for _ in range(120):
+        time.seconds += 1
+        store.tend()
+    assert not rig.tiers.lingers(prompt, b"", 0)
+    assert not [path for path in files.files(stored.FOLDER) if len(path.parent.name) == 1]

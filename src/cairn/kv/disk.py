@@ -121,7 +121,6 @@ class DiskStore:
         if chunk.tokens != tuple(tokens):
             return None
         with state.mutex:
-            entry.faults = 0
             state.use(entry)
             state.count(read=len(data))
         return chunk
@@ -134,6 +133,12 @@ class DiskStore:
     def drop(self, keys: Sequence[bytes]) -> int:
         """Pinned ones too. When it returns, the bytes are gone for good unless the disk failed; then they go later."""
         return self._drop([self._tag + key for key in keys])
+
+    def lingers(self, keys: Sequence[bytes]) -> bool:
+        """Whether a file of what was dropped is still there, since the disk did not let it go."""
+        ids = [self._tag + key for key in keys]
+        with self._state.mutex:
+            return any(id in self._forgotten or self._state.shelf.known(id) for id in ids)
 
     def drop_others(self, keys: Callable[[bytes], Sequence[bytes]]) -> int:
         """Drop what `keys` says of the identity of each other engine that has chunks here; how many went."""

@@ -230,6 +230,13 @@ class Tiers:
         else:
             self.behind_pool.flush(lambda lost: give_up(), told=False)
 
+    def lingers(self, tokens: Sequence[int], salt: bytes, keep: int) -> bool:
+        """Whether something that `evict` was to take from the disk is there still, because the disk refuses that."""
+        store = self._stores.get("disk")
+        first = -(-keep // self._lookup.chunk_tokens)
+        keys = self._lookup.all_keys(self._cache.context(salt), tokens, first)
+        return isinstance(store, DiskStore) and store.lingers(keys)
+
     def where(self, tokens: Sequence[int], salt: bytes) -> Placed:
         """Leading tokens of a context in the pool and in each store."""
         context = self._cache.context(salt)

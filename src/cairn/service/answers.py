@@ -32,7 +32,7 @@ class Answers:
         elif ask.what == "prefetch":
             self._tiers.prefetch(ask.tokens, ask.salt, lambda: self._say_where(ask))
         elif ask.what == "evict":
-            self._tiers.evict(ask.tokens, ask.salt, ask.keep, ask.disk, lambda: self._say_where(ask))
+            self._tiers.evict(ask.tokens, ask.salt, ask.keep, ask.disk, lambda: self._say_evicted(ask))
         else:
             job = _scrub if ask.what == "scrub" else _prune
             if not self._tiers.sweep(job, lambda swept: self._say_swept(ask, swept)):
@@ -44,6 +44,13 @@ class Answers:
         else:
             placed = Placed(pool=self._cache.found(self._cache.context(ask.salt), ask.tokens))
         self._channel.send(wire.Answer(ask.id, placed=placed))
+
+    def _say_evicted(self, ask: wire.Ask) -> None:
+        assert self._tiers is not None
+        if ask.disk and self._tiers.lingers(ask.tokens, ask.salt, ask.keep):
+            self._say(ask, trouble="the disk does not let the KV of this context go; it is tried again until it does")
+        else:
+            self._say_where(ask)
 
     def _say_swept(self, ask: wire.Ask, swept: Swept | None) -> None:
         if swept is None:
