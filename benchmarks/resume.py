@@ -52,9 +52,9 @@ from cairn.models.hub import demo_folder
 from cairn.models.spec import load_spec
 from cairn.models.weights import expected_tensors
 
-DEMO = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+DEMO = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
 SHAPES: dict[str, dict[str, Any]] = {
-    "demo": {**DEMO, "head_dim": 64, "intermediate_size": 640, "vocab_size": 2048},
+    "demo": {**DEMO, "head_dim": 64, "intermediate_size": 608, "vocab_size": 2048},
     "qwen3-0.6b": {
         "hidden_size": 1024,
         "num_hidden_layers": 28,

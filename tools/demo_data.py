@@ -29,8 +29,8 @@ SYSTEMS = [
 ]
 
 # Shares in percent of conversations; tools carry the most because choosing among them is the hardest to learn.
-MIX = {"recall": 8, "acts": 46, "tools": 28, "about": 6, "sums": 3, "chat": 2, "untold": 4, "system": 1, "echo": 1}
-MIX |= {"long": 1}
+MIX = {"recall": 8, "acts": 49, "tools": 26, "about": 4, "sums": 2, "chat": 2, "untold": 4, "system": 1, "echo": 1}
+MIX |= {"long": 3}
 
 # What a fresh run reads first, for a few minutes: short texts in which copying pays at once. It makes the skill that
 # everything else rests on appear early.

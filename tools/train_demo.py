@@ -50,6 +50,8 @@ class Trainer:
 
     def __init__(self, network: Network, device: torch.device) -> None:
         self.network, self.device, self.state = network.to(device), device, State()
+        self.origin: dict[str, Tensor] = {}
+        self.keep = 0.0
         named = dict(network.named_parameters())
         self.muon = Muon({n: p for n, p in named.items() if p.ndim == 2 and "embed" not in n})
         rest = [p for n, p in named.items() if n not in self.muon.parameters]
@@ -95,10 +97,20 @@ class Trainer:
         progress = {f: getattr(self.state, f) for f in State.__slots__}  # type: ignore[attr-defined]
         (folder / "checkpoint.json").write_text(json.dumps(progress) + "\n")
 
-    def begin_with(self, weights: dict[str, Tensor]) -> None:
-        """Take the weights of an exported model, of this depth or a smaller one."""
+    def start_from(self, weights: dict[str, Tensor], keep: float) -> None:
+        """Remember the weights of an exported model, of this depth or a smaller one; `keep`: see `blended`."""
         named = {name.removeprefix("model."): tensor.float() for name, tensor in weights.items()}
-        self.network.load_state_dict(grown(named, self.network.shape))
+        self.origin, self.keep = grown(named, self.network.shape), keep
+
+    def blended(self) -> dict[str, Tensor]:
+        """The weights, moved back by the share `keep` of the way to those that training started from.
+
+        What was trained long ago comes back, and what was learnt since mostly stays (https://arxiv.org/abs/2109.01903).
+        """
+        named = {name: parameter.detach().cpu() for name, parameter in self.network.named_parameters()}
+        return {
+            name: tensor.lerp(self.origin[name], self.keep) if self.keep else tensor for name, tensor in named.items()
+        }
 
     def load(self, folder: Path) -> bool:
         """Go on from the checkpoint in the folder, if there is one."""
@@ -126,10 +138,11 @@ def rate_at(state: State, total_seconds: float, decay_seconds: float) -> float:
     return min(1.0, (state.step + 1) / WARM_UP, left / decay_seconds)
 
 
-def export(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
+def export(trainer: Trainer, tokenizer: Tokenizer, folder: Path) -> None:
     """Write the Hugging Face folder: weights in bfloat16, configuration, tokenizer and template."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {f"model.{n}": p.detach().to("cpu", torch.bfloat16).contiguous() for n, p in network.named_parameters()}
+    network = trainer.network
+    weights = {f"model.{n}": p.to("cpu", torch.bfloat16).contiguous() for n, p in trainer.blended().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     end, pad = tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)
     _write(folder / "config.json", network.shape.config(eos=end, bos=pad) | {"pad_token_id": pad})
@@ -200,9 +213,9 @@ def train(trainer: Trainer, source: Iterator[Batch], tokenizer: Tokenizer, argum
             if state.seconds - saved > SAVE_EVERY:
                 saved = state.seconds
                 trainer.save(out)
-                export(trainer.network, tokenizer, out)
+                export(trainer, tokenizer, out)
     trainer.save(out)
-    export(trainer.network, tokenizer, out)
+    export(trainer, tokenizer, out)
 
 
 def main() -> None:
@@ -217,8 +230,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="seed of text and weights (default 1)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint and of the model")
     parser.add_argument("--start", type=Path, help="folder of a trained model to grow")
-    parser.add_argument("--layers", type=int, default=6, help="layers of the network (default 6)")
-    parser.add_argument("--ffn", type=int, default=640, help="width of its feed-forward layers (default 640)")
+    parser.add_argument("--keep", type=float, default=0.0, help="share of its weights in what is exported (default 0)")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the network (default 8)")
+    parser.add_argument("--ffn", type=int, default=608, help="width of its feed-forward layers (default 608)")
     parser.add_argument("--batches", type=int, default=1, help="batches of some 4,096 tokens an update (default 1)")
     parser.add_argument("--copying", type=int, help="short copying texts to read first (default: 6000 from nothing)")
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
@@ -233,8 +247,10 @@ def main() -> None:
         torch._dynamo.config.cache_size_limit = 64
     trainer = Trainer(network, device)
     resumed = trainer.load(arguments.out)
-    if arguments.start and not resumed:
-        trainer.begin_with(load_file(arguments.start / "model.safetensors"))
+    if arguments.start:
+        trainer.start_from(load_file(arguments.start / "model.safetensors"), arguments.keep)
+        if not resumed:
+            network.load_state_dict(trainer.origin)
     trainer.state.runs += 1
     copying = arguments.copying if arguments.copying is not None else 0 if resumed or arguments.start else 6000
     # Each run reads fresh conversations; only the tokenizer is learnt from those of the bare seed.

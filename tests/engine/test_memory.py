@@ -220,10 +220,10 @@ print(held, 100 * engine.info.block_bytes[0], int(peak) * 1024)
 
 @pytest.mark.skipif(KERNELS == ["reference"] or sys.platform != "linux", reason="numpy holds weights in float32")
 def test_a_process_is_no_larger_than_packed_weights_pool_and_150_mb() -> None:
-    """At its peak, while it loads. The same weights in float32 would be 400 MB."""
+    """At its peak, while it loads. The same weights in float32 would be 540 MB."""
     shown = subprocess.run([sys.executable, "-c", _RESIDENT], capture_output=True, text=True, check=True).stdout
     held, pool, peak = map(int, shown.split())
-    assert 100e6 < held < 120e6
+    assert 130e6 < held < 150e6
     assert peak < held + pool + 150e6
 
 

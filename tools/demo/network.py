@@ -17,11 +17,11 @@ class Shape:
 
     vocab_size: int = 2048
     hidden_size: int = 256
-    num_hidden_layers: int = 6
+    num_hidden_layers: int = 8
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
     head_dim: int = 64
-    intermediate_size: int = 640
+    intermediate_size: int = 608
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     max_position_embeddings: int = 2048

@@ -18,7 +18,7 @@ from cairn.models.weights import DTYPES, expected_tensors
 from cairn.types import CacheGroup, ModelSpec
 
 _SIZES: dict[str, dict[str, Any]] = {
-    "demo": {"layers": 6, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 640, "vocab": 2048},
+    "demo": {"layers": 8, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 608, "vocab": 2048},
     "qwen3-0.6b": {
         **{"layers": 28, "hidden": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "ffn": 3072, "vocab": 151_936},
         "context": 40_960,
