@@ -230,8 +230,8 @@ class Behind:
         part = tuple(tokens[index * width : (index + 1) * width])
         blocks = tuple(chain.key(last - CHUNK_BLOCKS + 1 + one, tokens) for one in range(CHUNK_BLOCKS))
         noted = _Noted(Chunk(key, parent, part, index * width, b"", number), blocks, self._clock.now())
-        if self._find(noted) is None:  # a window has left it behind, or it was counted when it was lost
-            return
+        if self._find(noted) is None:
+            return  # a window has left it behind, or it was counted when it was lost
         self._noted[key] = noted
         for block in blocks:
             self._users.setdefault(block, []).append(key)
