@@ -65,8 +65,7 @@ class Cache:
 
         Another sequence computes it, or it is being loaded; a load is begun here, once before an `open` that finds room
         with `spare` blocks left, where that would find it now. Waiting is bounded: it is over when that block is
-        published, when its sequence is closed or gets no further in `PATIENCE` calls, and when a load ends, which it
-        does anyway.
+        published, when its sequence is closed or gets no further in `PATIENCE` calls, and when a load ends.
         """
         if context.loading:
             return True
