@@ -157,6 +157,22 @@ def test_a_question_is_taken_back_that_was_stopped_before_its_answer_began(monke
     assert "POST /v1/requests/q1/cancel" in house.orders and "took back: one" in said and house.head == 0
 
 
+def test_the_turn_of_another_client_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It began between the look at the head and the question, which is then refused."""
+    house = House()
+    real = house._answer
+
+    def overtaken(content: Iterator[bytes]) -> httpx.Response:
+        house.turns[-1]["messages"] = [{"role": "user", "content": "of another"}]
+        real(content)
+        return httpx.Response(409, json={"error": {"message": "turn 1 is running", "code": "conflict"}})
+
+    house._answer = overtaken  # type: ignore[method-assign]
+    said = talk(house, monkeypatch, "one")
+    assert "turn 1 is running" in said and "took back" not in said.replace("was taken back", "")
+    assert house.head == 1 and not any("cancel" in order or "rollback" in order for order in house.orders)
+
+
 def test_a_question_that_got_an_empty_answer_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     house = House()
     end = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'

@@ -10,7 +10,16 @@ import pytest
 
 from cairn.cli.client import Client
 from cairn.cli.http_stream import HttpStream
-from cairn.errors import CairnError, ConfigError, Conflict, Damaged, GenerationFailed, NotFound, Unavailable
+from cairn.errors import (
+    CairnError,
+    ConfigError,
+    Conflict,
+    Damaged,
+    GenerationFailed,
+    InvalidRequest,
+    NotFound,
+    Unavailable,
+)
 
 SAID = "one\u2028two\u2029three\u0085four \u4f60\U0001f600"
 
@@ -100,6 +109,21 @@ def test_an_answer_that_breaks_off_is_one_sentence() -> None:
                 one.get("/v1/models")
             with pytest.raises(Unavailable):
                 one.post("/tokenize", {})
+
+
+def test_an_object_without_what_ours_have_is_no_cairn_server() -> None:
+    with (
+        pytest.raises(CairnError, match="what answers at http://h is no Cairn server"),
+        client(lambda _: httpx.Response(200, json={"status": "ok"})) as one,
+    ):
+        one.get("/health/ready")["reasons"]
+
+
+def test_what_cannot_be_sent_is_one_sentence() -> None:
+    with client(lambda _: httpx.Response(200, json={})) as one:
+        for odd in ("caf\udce9", float("nan")):
+            with pytest.raises(InvalidRequest, match="this cannot be sent"):
+                one.post("/tokenize", {"prompt": odd})
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"", b"\xff", b"[]", b"[" * 100_000])

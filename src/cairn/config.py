@@ -17,6 +17,15 @@ PREFIX = "CAIRN_"
 """Every environment variable with this prefix is an option, or an error."""
 
 
+KEY = "printable ASCII characters without spaces, at least one"
+"""What a key consists of: others cannot be sent in a header."""
+
+
+def is_key(text: str) -> bool:
+    """Whether a text can be a key."""
+    return bool(text) and all("!" <= char <= "~" for char in text)
+
+
 class Secret:
     """A string that does not print itself."""
 

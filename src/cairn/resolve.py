@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.config import PREFIX, Config, Secret, TenantKeys
+from cairn.config import KEY, PREFIX, Config, Secret, TenantKeys, is_key
 from cairn.errors import ConfigError
 from cairn.option import Option, closest, options
 from cairn.paths import expanded
@@ -157,15 +157,6 @@ def _one(option: Option, given: _Given, value: object) -> Any:
             return _number(option, given, value)
         case "tenant":
             raise AssertionError("tenants are read by _tenants")
-
-
-KEY = "printable ASCII characters without spaces, at least one"
-"""What a key consists of: others cannot be sent in a header."""
-
-
-def is_key(text: str) -> bool:
-    """Whether a text can be a key."""
-    return bool(text) and all("!" <= char <= "~" for char in text)
 
 
 TENANT_NAME = re.compile(r"(?!key-)[a-z0-9][a-z0-9_.-]{0,62}")

@@ -305,3 +305,15 @@ def test_the_process_ends_when_its_parent_is_killed(template: str) -> None:
 def test_frames_have_a_longest_length() -> None:
     with pytest.raises(ValueError, match="longer than"):
         frame(Job(template="x", payload=bytes(MAX_FRAME + 1), marks=""))
+
+
+async def test_templates_are_rendered_where_no_key_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come with a model: whatever one of them may reach, no key is there."""
+    monkeypatch.setenv("CAIRN_API_KEY", "hush")
+    monkeypatch.setenv("HF_TOKEN", "hush")
+    made = Renderer(Setup(templates={"content": "x"}, variables={}, timeout=1.0))
+    await made.start()
+    try:
+        assert b"hush" not in Path(f"/proc/{made.pid}/environ").read_bytes()
+    finally:
+        await made.close()

@@ -207,8 +207,7 @@ class Tiers:
 
         What of it is not yet on the disk is written first where it may stay there.
         """
-        first = -(-keep // self._lookup.chunk_tokens)
-        keys = self._lookup.all_keys(self._cache.context(salt), tokens, first)
+        first, keys = self._beyond(tokens, salt, keep)
         stores = [store for tier, store in self._stores.items() if disk or tier != "disk"]
 
         def give_up() -> None:
@@ -233,9 +232,13 @@ class Tiers:
     def lingers(self, tokens: Sequence[int], salt: bytes, keep: int) -> bool:
         """Whether something that `evict` was to take from the disk is there still, because the disk refuses that."""
         store = self._stores.get("disk")
-        first = -(-keep // self._lookup.chunk_tokens)
-        keys = self._lookup.all_keys(self._cache.context(salt), tokens, first)
+        _, keys = self._beyond(tokens, salt, keep)
         return isinstance(store, DiskStore) and store.lingers(keys)
+
+    def _beyond(self, tokens: Sequence[int], salt: bytes, keep: int) -> tuple[int, list[bytes]]:
+        """The first chunk of a context beyond its first `keep` tokens, and the keys of all from there on."""
+        first = -(-keep // self._lookup.chunk_tokens)
+        return first, self._lookup.all_keys(self._cache.context(salt), tokens, first)
 
     def where(self, tokens: Sequence[int], salt: bytes) -> Placed:
         """Leading tokens of a context in the pool and in each store."""

@@ -18,6 +18,7 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 
+from cairn.config import is_key
 from cairn.errors import ModelError, ModelFileError
 
 ENDPOINT = "https://huggingface.co"
@@ -53,7 +54,7 @@ class Hub:
         self.model = model
         self.endpoint = (env.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
         token = env.get("HF_TOKEN", "").strip() or _token(home / "token")
-        if not all("!" <= char <= "~" for char in token):  # what could not be sent would be quoted in the error
+        if token and not is_key(token):  # what could not be sent would be quoted in the error
             raise ModelError("the token of the hub (HF_TOKEN, or the file `token`) has characters that no token has")
         headers = {"user-agent": "cairn", "accept-encoding": "identity"}
         if token:
