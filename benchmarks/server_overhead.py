@@ -193,9 +193,16 @@ def launch(args: argparse.Namespace) -> None:
     """A server process whose worker is this script's `worker` role: a paced engine, or sampled, or both."""
     from cairn.api.server import serve
     from cairn.config import Config
-    from cairn.service import link
+    from cairn.service import launch as workers
 
-    link.WORKER = (sys.executable, __file__, "worker", f"--pace={args.pace}", f"--profile={args.profile or ''}", "--fd")
+    workers.WORKER = (
+        sys.executable,
+        __file__,
+        "worker",
+        f"--pace={args.pace}",
+        f"--profile={args.profile or ''}",
+        "--fd",
+    )
     if args.profile:
         sample(args.profile + ".front")
     serve(Config(**OPTIONS, port=args.port))  # type: ignore[arg-type]

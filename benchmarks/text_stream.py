@@ -49,7 +49,7 @@ def text_stream(tokenizer: Tokenizer, ids: list[int], stop: tuple[str, ...], out
 
 async def chats(tokenizer: Tokenizer) -> list[tuple[str, float]]:
     """Milliseconds to render and encode chats of some lengths."""
-    chat = await Chat.start(DEMO, tokenizer, Config())
+    chat = await Chat.start(DEMO, Config())
     rows = []
     for turns in (1, 10, 100):
         messages = [

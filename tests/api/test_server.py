@@ -20,7 +20,7 @@ from process import FOLDERS, Served, alive, free_port, served
 from scripted import ScriptedService, done
 from sockets import answer, events, request_bytes
 
-from cairn.api import folders, server
+from cairn.api import folders, lifetime, server
 from cairn.api.app import build_app
 from cairn.config import Config
 from cairn.errors import ConfigError, ModelFileError, Unavailable
@@ -28,6 +28,8 @@ from cairn.service.service import Service
 from cairn.types import Delta
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+FIRST: Any = None
+"""A scripted service needs no worker."""
 SCRIPTED = json.dumps(CHAT | {"model": "scripted"}).encode()
 
 
@@ -39,7 +41,7 @@ class SlowService(ScriptedService):
         self.load = asyncio.Event()
         self.closed = False
 
-    async def start(self, config: Config) -> SlowService:
+    async def start(self, config: Config, first: Any) -> SlowService:
         await self.load.wait()
         return self
 
@@ -64,12 +66,12 @@ class Running:
     """A server in this process whose service is scripted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, service: SlowService, config: Config) -> None:
-        monkeypatch.setattr(server, "Service", service)
+        monkeypatch.setattr(lifetime, "Service", service)
         monkeypatch.setenv("XDG_DATA_HOME", tempfile.mkdtemp(dir=FOLDERS))
         self.service = service
         self.sock = server.bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
-        self.task = asyncio.create_task(server._serve(config, self.sock))
+        self.task = asyncio.create_task(lifetime._serve(config, self.sock, FIRST))
 
     async def get(self, path: str) -> Any:
         async with httpx.AsyncClient(base_url=self.url, trust_env=False) as http:
@@ -121,7 +123,7 @@ async def test_a_signal_while_the_model_loads_ends_the_server(monkeypatch: pytes
 
 
 async def test_a_model_that_cannot_be_served_ends_the_server_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def start(config: Config) -> Any:
+    async def start(config: Config, first: Any) -> Any:
         raise ModelFileError("model.safetensors is cut off")
 
     service = SlowService()
@@ -248,13 +250,13 @@ async def test_without_the_usual_folder_of_agents_the_server_goes_on_and_tries_a
 ) -> None:
     """The readiness says so, and names no folder to those who need no key to read it."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.setattr(server, "AGENTS_SECONDS", 0.05)
+    monkeypatch.setattr(lifetime, "AGENTS_SECONDS", 0.05)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "cairn").write_text("in the way")
     config = Config(model="demo", engine="fake", kv_gb=0.01)
     app = build_app(None, config)
     service = app.service = await Service.start(config, in_process=True)
-    opening = await server._open_agents(app, service, config)
+    opening = await lifetime._open_agents(app, service, config)
     try:
         assert opening is not None and str(tmp_path) in caplog.text
         transport = httpx.ASGITransport(app=app)
@@ -269,7 +271,7 @@ async def test_without_the_usual_folder_of_agents_the_server_goes_on_and_tries_a
             assert (await http.get("/v1/agents")).status_code == 200
         with pytest.raises(ConfigError, match="cannot be read"):
             (tmp_path / "file").write_text("in the way")
-            await server._open_agents(app, service, Config(agents_dir=str(tmp_path / "file" / "agents")))
+            await lifetime._open_agents(app, service, Config(agents_dir=str(tmp_path / "file" / "agents")))
     finally:
         if app.ties.agents is not None:
             await app.ties.agents.close()

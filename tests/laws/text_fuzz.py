@@ -237,12 +237,12 @@ class Chats:
     async def start(cls) -> Chats:
         """A chat whose templates are rendered in a process, as in a server."""
         path = folder("added")
-        return cls(await Chat.start(path, Tokenizer.load(path), Config()))
+        return cls(await Chat.start(path, Config()))
 
     async def run(self, seed: int) -> int:
         """One conversation of several turns; the number of prompts that were continued exactly."""
         chance = random.Random(seed)
-        words_of = self.chat._tokenizer
+        words_of = self.chat.tokenizer
         tenant = f"tenant {seed}"
         arguments = chance.choice([{}, {"enable_thinking": False}])
         messages: list[dict[str, Any]] = []
@@ -288,12 +288,12 @@ class Chats:
         return exact
 
     def _controls(self, tokens: Sequence[int]) -> list[int]:
-        return [token for token in tokens if token in self.chat._tokenizer.control_ids]
+        return [token for token in tokens if token in self.chat.tokenizer.control_ids]
 
     async def _controls_of_clean(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
         """The control tokens of the same chat with nothing in it that looks like one."""
         text = json.dumps(messages, ensure_ascii=False)
-        for tag in self.chat._tokenizer.controls.ids:
+        for tag in self.chat.tokenizer.controls.ids:
             text = text.replace(tag, "y" * len(tag))
         prompt = await self.chat.prompt(json.loads(text), TOOLS, tenant="a stranger", template_args=arguments)
         return self._controls(prompt.tokens)

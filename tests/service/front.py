@@ -12,12 +12,12 @@ from pathlib import Path
 from faulty_worker import KILLER
 from tiny import config, request
 
-from cairn.service import link
+from cairn.service import launch
 from cairn.service.service import Service
 
 
 async def main() -> None:
-    link.WORKER = (sys.executable, str(Path(__file__).parent / "faulty_worker.py"), sys.argv[2])
+    launch.WORKER = (sys.executable, str(Path(__file__).parent / "faulty_worker.py"), sys.argv[2])
     service = await Service.start(config(Path(sys.argv[1])))
     streams = [service.generate(request(service, f"r{n}", 2000)) for n in range(4)]
     await anext(streams[0])

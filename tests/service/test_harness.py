@@ -19,7 +19,7 @@ from tiny import collect, config, request, until
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
 from cairn.errors import Overloaded
-from cairn.service import link
+from cairn.service import launch
 from cairn.service.link import Patience
 from cairn.service.service import Service
 from cairn.types import Request
@@ -31,7 +31,7 @@ Figure = Callable[[str, str], None]
 @contextlib.asynccontextmanager
 async def serving(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncIterator[Service]:
     """A service whose worker takes 5 ms a step."""
-    monkeypatch.setattr(link, "WORKER", (sys.executable, str(FAULTY), "paced"))
+    monkeypatch.setattr(launch, "WORKER", (sys.executable, str(FAULTY), "paced"))
     service = await Service.start(
         config(folder, **options), patience=Patience(silence=1.5, backoff=(0.0, 0.01), restarts=50)
     )

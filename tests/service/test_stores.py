@@ -12,9 +12,10 @@ from tiny import collect, config, request, serving, until
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import ConfigError, Conflict
+from cairn.service.kv_folder import with_folder
 from cairn.service.link import Patience
 from cairn.service.service import Service
-from cairn.service.stores import open_stores, stored_bytes, with_folder
+from cairn.service.stores import open_stores, stored_bytes
 from cairn.system import SystemClock, SystemFiles
 
 

@@ -19,7 +19,7 @@ from tiny import Answer, collect, config, request, until
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
 from cairn.errors import GenerationFailed, ModelError, Unavailable
-from cairn.service import code, link, supervisor
+from cairn.service import code, launch, supervisor
 from cairn.service.link import Patience
 from cairn.service.service import Service
 from cairn.service.stream import Stream
@@ -45,7 +45,7 @@ async def serving(folder: Path, patience: Patience = QUICK, **options: Any) -> A
 
 
 def faulty(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    monkeypatch.setattr(link, "WORKER", (sys.executable, str(FAULTY), mode))
+    monkeypatch.setattr(launch, "WORKER", (sys.executable, str(FAULTY), mode))
 
 
 def oracle(service: Service) -> Callable[[Request], list[int]]:

@@ -1,42 +1,26 @@
-"""`cairn serve`: a socket, the guards in front of the parser, the application, signals and a clean end."""
+"""`cairn serve`: what must be right before a server starts, and its start.
+
+The first worker is started, and loads the model, before the rest of the server is imported: both take about as long.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
-import gc
 import logging
 import os
 import resource
-import signal
 import socket
 import sys
-from collections.abc import Coroutine
-from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-
-from cairn.agents.agents import Agents
-from cairn.api.app import App, build_app
-from cairn.api.auth import check_exposure, has_keys, is_local, salts
-from cairn.api.folders import agents_folder, check_folders
-from cairn.api.listener import Listener
+from cairn.api.auth import check_exposure
+from cairn.api.folders import check_folders
 from cairn.config import Config
 from cairn.errors import ConfigError
-from cairn.service.service import Service
-from cairn.system import SystemClock, SystemFiles, SystemRng
+from cairn.service.launch import launch_first
 
 log = logging.getLogger("cairn.api")
 
-FLUSH_SECONDS = 2.0
-"""How long clients may take to read the end of their answers once everything has ended."""
-HASTY_FLUSH_SECONDS = 0.2
-"""The same after a second signal."""
-CLOSE_SECONDS = 5.0
-AGENTS_SECONDS = 10.0
-"""Between two attempts to open the usual folder of agents."""
 SPARE_FILES = 256
 """File descriptors beside those of the connections."""
 
@@ -52,114 +36,10 @@ def serve(config: Config) -> None:
     check_folders(config, os.environ)
     _log_to_stderr(config.log_level)
     raise_file_limit(config.max_connections)
-    with bind(config.host, config.port) as sock:
-        _run(_serve(config, sock))
+    with bind(config.host, config.port) as sock, launch_first(config) as first:
+        from cairn.api.lifetime import run
 
-
-async def _serve(config: Config, sock: socket.socket) -> None:
-    stop = Signals()
-    app = build_app(None, config)
-    listener = Listener(app, config)
-    await listener.start(sock)
-    url = address(config.host, sock)
-    _say(f"Cairn listens on [bold]{url}[/bold] and loads {escape(config.model)} ...")
-    service: Service | None = None
-    opening: asyncio.Task[None] | None = None
-    try:
-        service = await _until(Service.start(config), stop.first)
-        if service is None:
-            return
-        opening = await _open_agents(app, service, config)
-        app.service = service
-        gc.enable()  # a command may have started without
-        gc.collect()
-        gc.freeze()  # modules and tables stay; a collection that looks through them all holds every stream up for 30 ms
-        _announce(url, service, config)
-        await stop.first.wait()
-        await _drain(app, service, config, stop)
-    finally:
-        await listener.close(HASTY_FLUSH_SECONDS if stop.second.is_set() else FLUSH_SECONDS)
-        if opening is not None:
-            opening.cancel()
-            await asyncio.gather(opening, return_exceptions=True)
-        for one in (app.ties.agents, service):
-            if one is not None:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(one.close(), CLOSE_SECONDS)
-        stop.close()
-
-
-async def _open_agents(app: App, service: Service, config: Config) -> asyncio.Task[None] | None:
-    """Let the application have agents.
-
-    Where their folder is only the usual one and cannot be had, the server goes on without, says so in its readiness,
-    and the task that is returned tries again. Raises ConfigError for a folder that was asked for.
-    """
-
-    async def attempt() -> None:
-        folder = agents_folder(config, os.environ)
-        opened = await Agents.open(service, SystemFiles(), folder, SystemClock(), SystemRng(), config, salts(config))
-        app.ties.opened(opened)
-
-    async def insist() -> None:
-        while app.ties.agents is None:
-            await asyncio.sleep(AGENTS_SECONDS)
-            with contextlib.suppress(ConfigError):
-                await attempt()
-
-    try:
-        await attempt()
-    except ConfigError as error:
-        if config.agents_dir:
-            raise
-        log.warning("no agents are kept: %s", error)
-        app.ties.missing(str(error))
-        return asyncio.create_task(insist())
-    return None
-
-
-async def _drain(app: App, service: Service, config: Config, stop: Signals) -> None:
-    app.draining = True
-    running = service.stats().running + service.stats().waiting
-    if running:
-        _say(f"Finishing {running} requests, at most {config.shutdown_grace:g} s; a second signal ends them now.")
-    await _until(service.drain(config.shutdown_grace), stop.second)
-    if stop.second.is_set():
-        await service.drain(0)  # streams end with an error event, also now
-
-
-class Signals:
-    """SIGTERM and SIGINT: the first and the second."""
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._seen)
-
-    def _seen(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
-
-    def close(self) -> None:
-        """Give the signals back."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.remove_signal_handler(number)
-
-
-async def _until(work: Coroutine[Any, Any, Any], event: asyncio.Event) -> Any:
-    """The result of `work`, or None if the event came first; then the work is cancelled."""
-    task = asyncio.ensure_future(work)
-    waiting = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
-        if not task.done():
-            task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        return await task
-    return None
+        run(config, sock, first)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -193,38 +73,6 @@ def raise_file_limit(connections: int) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < connections + SPARE_FILES:
         log.warning("this system allows %d open files, too few for max_connections %d", soft, connections)
-
-
-def address(host: str, sock: socket.socket) -> str:
-    """The URL that clients on this machine use."""
-    port = sock.getsockname()[1]
-    name = host.strip("[]")
-    if name in ("0.0.0.0", "::"):
-        name = "127.0.0.1"
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-
-
-def _run(main: Coroutine[Any, Any, None]) -> None:
-    factory = None
-    if sys.platform != "win32":
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(main)
-
-
-def _announce(url: str, service: Service, config: Config) -> None:
-    key = ' -H "Authorization: Bearer $CAIRN_API_KEY"' if has_keys(config) else ""
-    body = f'{{"model": "{service.name}", "messages": [{{"role": "user", "content": "What is Cairn?"}}]}}'
-    _say(f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it. Try:")
-    _say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
-    if not has_keys(config) and not is_local(config.host):
-        _say("[bold red]Everyone who can reach this address can use it: no API key is set.[/bold red]")
-
-
-def _say(text: str) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(text)
 
 
 def _log_to_stderr(level: str) -> None:

@@ -13,7 +13,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", "\r": r"\r", "\t": r"\t"})
 
 def talk() -> Console:
     """The console for everything that is not data."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, emoji=False)
 
 
 def printable(text: str) -> str:

@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
         gc.disable()
         try:
             from cairn.api.server import serve as serve_http
-            from cairn.service.stores import with_folder
+            from cairn.service.kv_folder import with_folder
 
             serve_http(with_folder(resolved.config, os.environ))
         finally:

@@ -21,7 +21,8 @@ from cairn.models.hub import locate
 from cairn.models.spec import load_spec
 from cairn.paths import expanded
 from cairn.seams import Clock, FileSystem
-from cairn.service.stores import keyed, with_folder
+from cairn.service.kv_folder import with_folder
+from cairn.service.stores import keyed
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import ModelSpec
 

@@ -6,23 +6,17 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
 import subprocess
-import sys
-import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from cairn.errors import trace
 from cairn.seams import Clock
 from cairn.service import wire
-from cairn.system import without_secrets
+from cairn.service.launch import Worker
 
 log = logging.getLogger(__name__)
 
-WORKER = (sys.executable, "-m", "cairn.service.worker")
-"""The worker's command line; the socket's number is added to it."""
 _RECEIVE = 1 << 16  # more would be a fresh mapping from the kernel for each call
 _COMPUTING = 0.1
 """CPU seconds that show that a step computes; the pulse alone uses far less."""
@@ -49,7 +43,7 @@ class Patience:
 class Link:
     """One worker's life: its process (or thread), the socket to it, and what was last heard."""
 
-    def __init__(self, in_process: bool, clock: Clock, receive: Callable[[wire.ToFront], None]) -> None:
+    def __init__(self, worker: Worker, clock: Clock, receive: Callable[[wire.ToFront], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._clock = clock
         self._receive = receive
@@ -62,19 +56,8 @@ class Link:
         """Whether any request got further in it."""
         self._heard = self._stepped = self._computed = clock.now()
         self._cpu = 0.0
-        self._process: subprocess.Popen[bytes] | None = None
-        self._thread: threading.Thread | None = None
-        self._sock, theirs = socket.socketpair()
+        self._process, self._thread, self._sock = worker.process, worker.thread, worker.sock
         self._sock.setblocking(False)
-        if in_process:
-            self._thread = threading.Thread(target=_serve_quietly, args=(theirs,), name="cairn-worker", daemon=True)
-            self._thread.start()
-        else:
-            with theirs:
-                command = [*WORKER, str(theirs.fileno())]
-                self._process = subprocess.Popen(
-                    command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=2, env=without_secrets()
-                )
         self._loop.add_reader(self._sock, self._on_readable)
 
     @property
@@ -198,13 +181,3 @@ class Link:
     def _note_cpu(self, cpu: float) -> None:
         if cpu - self._cpu > _COMPUTING:
             self._cpu, self._computed = cpu, self._heard
-
-
-def _serve_quietly(sock: socket.socket) -> None:
-    """The worker of in-process use: an unforeseen error is shown, and the front sees the connection close."""
-    from cairn.service.worker import serve
-
-    try:
-        serve(sock)
-    except Exception:
-        traceback.print_exc(file=sys.stderr)

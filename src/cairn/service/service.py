@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -15,11 +16,11 @@ from cairn.config import Config
 from cairn.errors import Cancelled, Conflict, InvalidRequest, Unavailable, trace
 from cairn.figures import KvStats, Placed, Swept
 from cairn.metrics import Metrics
-from cairn.models.hub import locate
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.admission import check_tokens
 from cairn.service.flight import PLAIN, Flight, RequestStatus
+from cairn.service.launch import First, launch_first
 from cairn.service.link import Patience
 from cairn.service.recent import Told
 from cairn.service.stream import Stream
@@ -62,14 +63,10 @@ class Service:
     name: str
     """What clients call the model."""
 
-    def __init__(
-        self, config: Config, *, in_process: bool = False, patience: Patience | None = None, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, config: Config, *, patience: Patience | None = None, clock: Clock | None = None) -> None:
         self._config = config
         self._clock = clock or SystemClock()
         self._supervisor = Supervisor(
-            config,
-            in_process=in_process,
             patience=patience or Patience(),
             clock=self._clock,
             on_ready=self._on_ready,
@@ -90,27 +87,34 @@ class Service:
 
     @classmethod
     async def start(
-        cls, config: Config, *, in_process: bool = False, patience: Patience | None = None, clock: Clock | None = None
+        cls,
+        config: Config,
+        first: First | None = None,
+        *,
+        in_process: bool = False,
+        patience: Patience | None = None,
+        clock: Clock | None = None,
     ) -> Service:
         """Load the model in a worker process (`in_process`: on a thread) and serve it.
 
-        Raises ModelError (or what else the model's files deserve) with nothing left running.
+        `first`: a worker that was started with this configuration before. Raises ModelError (or what else the model's
+        files deserve) with nothing left running.
         """
-        service = cls(config, in_process=in_process, patience=patience, clock=clock)
+        service = cls(config, patience=patience, clock=clock)
         try:
-            await service._load()
+            await service._load(first or launch_first(config, in_process))
         except BaseException:
             await service.close()
             raise
         return service
 
-    async def _load(self) -> None:
-        folder = await asyncio.to_thread(locate, self._config.model)
+    async def _load(self, first: First) -> None:
+        self._supervisor.start(first)
         self._ticker = asyncio.create_task(self._tick())
-        loading = asyncio.create_task(self._supervisor.start(folder))
+        loading = asyncio.create_task(self._supervisor.loaded())
         try:
-            self.tokenizer = self._traffic.tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
-            self.chat = await Chat.start(folder, self.tokenizer, self._config)
+            self.chat = await Chat.start(Path(first.load.folder), self._config)
+            self.tokenizer = self._traffic.tokenizer = self.chat.tokenizer
             await loading
         finally:
             loading.cancel()

@@ -7,8 +7,6 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgspec
-
 from cairn.config import Config
 from cairn.engine.base import EngineInfo
 from cairn.errors import ConfigError, Conflict
@@ -20,25 +18,14 @@ from cairn.kv.prefix import numerics
 from cairn.kv.ram import RamStore
 from cairn.kv.store import Store
 from cairn.kv.store_folder import held
-from cairn.paths import expanded, home
+from cairn.paths import expanded
 from cairn.seams import Clock, FileSystem
+from cairn.service.kv_folder import users_folder
 from cairn.types import ModelSpec
 
 GB = 10**9
 MOST_AHEAD = 1 << 30
 """Bytes of the KV pool whose memory is taken while the model loads, at most."""
-
-
-def with_folder(config: Config, env: Mapping[str, str]) -> Config:
-    """The configuration of a server: where no folder for KV is named, it has the user's own."""
-    if config.kv_dir is not None or not config.kv_disk:
-        return config
-    return msgspec.structs.replace(config, kv_dir=str(_users_folder(env)))
-
-
-def _users_folder(env: Mapping[str, str]) -> Path:
-    base = env.get("XDG_CACHE_HOME")
-    return (Path(base) if base else home() / ".cache") / "cairn" / "kv"
 
 
 def stored_bytes(config: Config, files: FileSystem) -> int:
@@ -94,7 +81,7 @@ def open_stores(
                 fresh=config.kv_fresh,
             )
         except (ConfigError, Conflict) as error:
-            if folder != _users_folder(env).absolute():
+            if folder != users_folder(env).absolute():
                 raise
             trouble = f"no KV is kept on the disk: {error}"
     return stores, trouble

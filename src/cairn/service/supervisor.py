@@ -14,16 +14,13 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from cairn.config import Config
 from cairn.errors import CairnError, GenerationFailed, ModelError, Unavailable, by_code
 from cairn.seams import Clock
 from cairn.service import code, wire
 from cairn.service.flight import Flight
+from cairn.service.launch import First, launch
 from cairn.service.link import Link, Patience
 from cairn.types import FinishReason, Request
 
@@ -44,9 +41,7 @@ class Supervisor:
 
     def __init__(
         self,
-        config: Config,
         *,
-        in_process: bool,
         patience: Patience,
         clock: Clock,
         on_ready: Callable[[wire.Ready], None],
@@ -54,8 +49,6 @@ class Supervisor:
         on_refused: Callable[[wire.Refused], None],
         on_lost: Callable[[Flight, CairnError], None],
     ) -> None:
-        self._config = msgspec.structs.replace(config, api_key=(), tenants=(), admin_key=None)
-        self._in_process = in_process
         self._patience = patience
         self._clock = clock
         self._on_ready = on_ready
@@ -72,21 +65,21 @@ class Supervisor:
         self._link: Link | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._loaded: asyncio.Future[None] | None = None
-        self._folder = ""
-        self._code = b""
-        """Of the package when the first worker was started."""
         self._failures = 0
         self._looked = clock.now()
         self.restarts = 0
         self.gave_up = ""
         """Why there is no worker and will be none."""
 
-    async def start(self, folder: Path) -> None:
-        """Start the first worker and wait until it has loaded. Raises the typed error of what went wrong."""
-        self._folder = str(folder)
+    def start(self, first: First) -> None:
+        """Take over the first worker; from now on one is kept alive."""
         self._loaded = asyncio.get_running_loop().create_future()
-        self._code = await asyncio.to_thread(code.digest)
-        self._keeper = asyncio.create_task(self._keep())
+        self._link = Link(first.worker, self._clock, self._receive)
+        self._keeper = asyncio.create_task(self._keep(self._link, first))
+
+    async def loaded(self) -> None:
+        """Wait until the first worker has loaded. Raises the typed error of what went wrong."""
+        assert self._loaded is not None
         await asyncio.shield(self._loaded)
 
     @property
@@ -164,26 +157,26 @@ class Supervisor:
 
     # --------------------------------------------------------------------------------------------- one life
 
-    async def _keep(self) -> None:
-        """Start workers until cancelled or given up."""
-        while True:
-            why = await self._live()
-            if not self._carry_on(why):
-                return
+    async def _keep(self, link: Link, first: First) -> None:
+        """Keep a worker alive until cancelled or given up."""
+        why = await self._live(link)
+        while self._carry_on(why):
             await asyncio.sleep(self._backoff())
-            if not self._in_process and await asyncio.to_thread(code.digest) != self._code:
+            in_process = first.worker.process is None
+            if not in_process and await asyncio.to_thread(code.digest) != first.code:
                 self._give_up(code.CHANGED)
                 return
             self.restarts += 1
+            try:
+                link = self._link = Link(launch(first.load, in_process), self._clock, self._receive)
+            except OSError as error:
+                self._failures += 1
+                why = f"it could not be started: {error}"
+            else:
+                why = await self._live(link)
 
-    async def _live(self) -> str:
-        """One worker from start to end; returns why it ended."""
-        try:
-            link = self._link = Link(self._in_process, self._clock, self._receive)
-        except OSError as error:
-            self._failures += 1
-            return f"it could not be started: {error}"
-        link.send(wire.Load(self._config, self._folder))
+    async def _live(self, link: Link) -> str:
+        """Until a worker's end; returns why it ended."""
         why = await asyncio.shield(link.ended)
         self._leave_unanswered()
         how = await link.reap(CLOSE_SECONDS)

@@ -285,8 +285,9 @@ def _load(channel: wire.Channel, config: Config, folder: Path) -> Loaded | None:
 
 def main() -> int:
     """The process: 0 when the front is gone, 1 after an unforeseen error."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     faulthandler.enable()
     gc.disable()  # while the model is loaded: what is made then stays
     try:

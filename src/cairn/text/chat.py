@@ -22,11 +22,11 @@ from cairn.errors import InvalidRequest, ModelFileError, Unsupported
 from cairn.text.length import check_length
 from cairn.text.messages import plain_message, texts_in, with_texts
 from cairn.text.render_wire import Job, Setup
-from cairn.text.renderer import Renderer
+from cairn.text.renderer import Renderer, launch
 from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
 from cairn.text.sampled import opener, visible_ids
 from cairn.text.split import END_THINK, THINK
-from cairn.text.templates import load_templates
+from cairn.text.templates import load_text
 from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
 from cairn.text.tools import OPEN as TOOL_CALL
 from cairn.types import OutputFormat
@@ -76,7 +76,7 @@ class Chat:
         """`templates`: name -> text, none for a model that has no chat template."""
         self.context: int | None = None
         """Tokens that the engine takes, once it has told."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._templates = templates
         self._thinks = any(tag in text for tag in (THINK, END_THINK) for text in templates.values())
         self._keep_reasoning = config.reasoning_history == "keep"
@@ -89,17 +89,24 @@ class Chat:
             )
 
     @classmethod
-    async def start(cls, folder: Path, tokenizer: Tokenizer, config: Config) -> Chat:
-        """Read the model's chat templates and start the process that renders them.
+    async def start(cls, folder: Path, config: Config) -> Chat:
+        """Read a model's tokenizer and chat templates and start the process that renders them.
 
-        Raises ModelFileError if a template or its file is broken. A model without one starts; `prompt` then refuses.
+        Raises ModelFileError if one of their files is broken. A model without a template starts; `prompt` then refuses.
         """
-        chat = cls(tokenizer, await asyncio.to_thread(load_templates, folder), config)
-        if chat._renderer is not None:
-            try:
-                await chat._renderer.start()
-            except ModelFileError as error:
-                raise ModelFileError(f"{folder}: {error}") from error
+        process = launch()
+        try:
+            chat = cls(*await asyncio.to_thread(load_text, folder), config)
+        except BaseException:
+            process.end()
+            raise
+        if chat._renderer is None:
+            process.end()
+            return chat
+        try:
+            await chat._renderer.start(process)
+        except ModelFileError as error:
+            raise ModelFileError(f"{folder}: {error}") from error
         return chat
 
     async def prompt(
@@ -152,10 +159,10 @@ class Chat:
         shown[len(messages) - 1] = {"role": "assistant", "content": answer}
         (text,) = await self._render(chat, [shown])
         _, found, added = text.partition(answer)
-        if not found or answer in added or next(self._tokenizer.controls.find(added), None) is None:
+        if not found or answer in added or next(self.tokenizer.controls.find(added), None) is None:
             return None
         await self._check_length(added, chat.mark)
-        encode = self._tokenizer.encode_rendered
+        encode = self.tokenizer.encode_rendered
         long = len(added) > INLINE
         ids = await asyncio.to_thread(encode, added, chat.mark) if long else encode(added, chat.mark)
         return self._prompt(added, [*before, *ids], bool(tools))
@@ -191,7 +198,7 @@ class Chat:
     async def _check_length(self, rendered: str, mark: str) -> None:
         """What a template put into the prompt: contents, tools, calls, and of reasoning what it keeps."""
         if self.context is not None:
-            encode = partial(self._tokenizer.encode_rendered, mark=mark)
+            encode = partial(self.tokenizer.encode_rendered, mark=mark)
             await check_length(encode, [rendered], self.context, "messages")
 
     def _prompt(self, text: str, tokens: Sequence[int], tools: bool) -> Prompt:
@@ -225,15 +232,15 @@ class Chat:
             return None
         seen = plain_message(message, 0, thinks=False)
         answer = answer_of(plain_message(message, 0, thinks=self._thinks))
-        size = opener(self._tokenizer, prompt_tokens)
+        size = opener(self.tokenizer, prompt_tokens)
         before = list(prompt_tokens[: len(prompt_tokens) - size])
         opened = list(prompt_tokens[len(before) :])
         if answer is None or (not self._keep_reasoning and (opened or answer.reasoning)):
             return None
-        thought = bool(opened) and END_THINK.encode() not in b"".join(map(self._tokenizer.token_bytes, opened))
+        thought = bool(opened) and END_THINK.encode() not in b"".join(map(self.tokenizer.token_bytes, opened))
         for tools in (True, False):
             output = OutputFormat(reasoning=self._thinks, reasoning_open=thought, tools=tools)
-            ids = visible_ids(self._tokenizer, generated_tokens, seen, output)
+            ids = visible_ids(self.tokenizer, generated_tokens, seen, output)
             if ids is not None:
                 return Sampled(Prefix().digest(before), answer, opened + ids, len(opened))
         return None
@@ -253,17 +260,17 @@ class Chat:
         return found
 
     def _broken(self, text: str, mark: str) -> str:
-        return self._tokenizer.controls.break_up(valid_text(text), mark)
+        return self.tokenizer.controls.break_up(valid_text(text), mark)
 
     def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        taken = sorted(given.keys() & (RESERVED | self._tokenizer.special_tokens.keys()))
+        taken = sorted(given.keys() & (RESERVED | self.tokenizer.special_tokens.keys()))
         if taken:
             raise InvalidRequest(f"chat_template_kwargs may not set {taken[0]!r}", field="chat_template_kwargs")
         return dict(given)
 
     def _encode(self, texts: list[str], mark: str, answers: Mapping[str, Answer], tenant: str) -> list[int]:
         def encode(text: str) -> list[int]:
-            return self._tokenizer.encode_rendered(text, mark)
+            return self.tokenizer.encode_rendered(text, mark)
 
         if len(texts) == 1:
             return encode(texts[0])
@@ -273,7 +280,7 @@ class Chat:
             answers,
             encode,
             lambda before, answer: self._table.find(tenant, before, answer),
-            lambda text: next(self._tokenizer.controls.find(text), None) is not None,
+            lambda text: next(self.tokenizer.controls.find(text), None) is not None,
         )
 
 

@@ -9,13 +9,12 @@ From these the tokenizer.json that the model came with is rebuilt, so that every
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cairn.errors import ModelError, ModelFileError
-from cairn.models.gguf import Gguf, read_gguf
+from cairn.models.gguf import Gguf
 
 UNKNOWN, CONTROL, USER, UNUSED, BYTE = 2, 3, 4, 5, 6
 """Kinds of tokens other than plain ones, as `tokenizer.ggml.token_type` numbers them."""
@@ -72,12 +71,11 @@ NAMES = {
 }
 
 
-def load_tokenizer(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the file says, as a tokenizer.json and a tokenizer_config.json.
+def load_tokenizer(gguf: Gguf) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a file says, as a tokenizer.json and a tokenizer_config.json.
 
     Raises `ModelFileError` for a broken vocabulary, `ModelError` naming a kind of tokenizer or split that is not built.
     """
-    gguf = read_gguf(path)
     fields = gguf.fields
     tokens, kinds = _vocabulary(gguf)
     model = fields.text("tokenizer.ggml.model", "")
@@ -88,7 +86,7 @@ def load_tokenizer(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         rebuilt = _sentencepiece(gguf, tokens, kinds)
         bos = True
     else:
-        raise ModelError(f"{path}: the tokenizer {model[:80]!r} is not supported; supported are gpt2, llama")
+        raise ModelError(f"{gguf.paths[0]}: the tokenizer {model[:80]!r} is not supported; supported are gpt2, llama")
     config: dict[str, Any] = {"add_bos_token": fields.flag("tokenizer.ggml.add_bos_token", bos)}
     for name, key in NAMES.items():
         for i in fields.ids(f"tokenizer.ggml.{key}_token_id", len(tokens)):
@@ -96,9 +94,8 @@ def load_tokenizer(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return rebuilt | {"version": "1.0", "added_tokens": _added(tokens, kinds), "post_processor": None}, config
 
 
-def load_templates(path: Path) -> dict[str, str]:
-    """The chat templates in the file by name, {} if it has none."""
-    gguf = read_gguf(path)
+def load_templates(gguf: Gguf) -> dict[str, str]:
+    """The chat templates in a file by name, {} if it has none."""
     prefix = "tokenizer.chat_template"
     found = {}
     for key in gguf.metadata:

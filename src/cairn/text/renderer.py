@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import msgspec
 
@@ -15,6 +16,35 @@ from cairn.text.render_wire import MAX_FRAME, Job, Rendered, Setup, frame
 
 START_TIMEOUT = 20.0
 """Seconds for the process to start and compile the templates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A rendering process that was not told any templates yet, and our end of the socket to it."""
+
+    popen: subprocess.Popen[bytes]
+    sock: socket.socket
+
+    def end(self) -> None:
+        """End it and wait until it is gone."""
+        self.sock.close()
+        self.popen.kill()
+        self.popen.wait()
+
+
+def launch() -> Process:
+    """Start a process; it imports what it needs meanwhile. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        popen = subprocess.Popen(
+            [sys.executable, "-m", "cairn.text.render"],
+            stdin=theirs.fileno(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=without_secrets(),
+            process_group=0,  # Ctrl-C in a terminal is for the parent
+        )
+    return Process(popen, ours)
 
 
 class Renderer:
@@ -37,10 +67,10 @@ class Renderer:
         """The rendering process, if one runs."""
         return None if self._process is None else self._process.pid
 
-    async def start(self) -> None:
-        """Start the process. Raises ModelFileError if a template is no valid template."""
+    async def start(self, process: Process | None = None) -> None:
+        """Start the process, or take over one. Raises ModelFileError if a template is no valid template."""
         async with self._turn:
-            await self._spawn()
+            await self._spawn(process)
 
     async def render(self, job: Job) -> list[str]:
         """One text a conversation.
@@ -113,23 +143,15 @@ class Renderer:
         async with asyncio.timeout(timeout):
             return await self._exchange(data)
 
-    async def _spawn(self) -> None:
-        """Start a process and wait until it has compiled the templates."""
+    async def _spawn(self, process: Process | None = None) -> None:
+        """Start a process, unless there is one, and wait until it has compiled the templates."""
         if self._closed:
             raise Unavailable("the server is shutting down")
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "cairn.text.render"],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=without_secrets(),
-                process_group=0,  # Ctrl-C in a terminal is for the parent
-            )
+        process = process or launch()
+        self._process = process.popen
         started = False
         try:
-            self._reader, self._writer = await asyncio.open_connection(sock=ours)
+            self._reader, self._writer = await asyncio.open_connection(sock=process.sock)
             await asyncio.wait_for(self._receive(), START_TIMEOUT)
             await self._compile()
             started = True

@@ -1,21 +1,42 @@
-"""The chat templates that come with a model."""
+"""The tokenizer and the chat templates that come with a model."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cairn.errors import ModelFileError
 from cairn.models.files import is_gguf, read_optional_json
-from cairn.text import gguf
+from cairn.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from cairn.models.gguf import Gguf
 
 
-def load_templates(folder: Path) -> dict[str, str]:
+def load_text(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer and the chat templates of a folder or a GGUF file, which is read once. Raises ModelFileError."""
+    parsed = None
+    if is_gguf(folder):
+        from cairn.models.gguf import read_gguf
+
+        parsed = read_gguf(folder)
+    return Tokenizer.load(folder, parsed), load_templates(folder, parsed)
+
+
+def load_templates(folder: Path, parsed: Gguf | None = None) -> dict[str, str]:
     """The chat templates of a folder or a GGUF file by name, {} if it has none; "default" is always among them.
 
     chat_template.jinja and additional_chat_templates/*.jinja come before chat_template.json, which comes before
-    tokenizer_config.json (a text, or a list of {name, template}). Raises ModelFileError naming the file.
+    tokenizer_config.json (a text, or a list of {name, template}). `parsed`: the GGUF file, where it was read. Raises
+    ModelFileError naming the file.
     """
-    templates = gguf.load_templates(folder) if is_gguf(folder) else _templates_of(folder)
+    if is_gguf(folder):
+        from cairn.models.gguf import read_gguf
+        from cairn.text import gguf
+
+        templates = gguf.load_templates(parsed or read_gguf(folder))
+    else:
+        templates = _templates_of(folder)
     if templates and "default" not in templates:
         raise ModelFileError(f"{folder}: has chat templates {sorted(templates)} but none named 'default'")
     return templates

@@ -12,7 +12,7 @@ import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from tokenizers import AddedToken
@@ -20,9 +20,11 @@ from tokenizers import Tokenizer as Library
 
 from cairn.errors import ModelFileError
 from cairn.models.files import is_gguf, read_optional_json
-from cairn.text import gguf
 from cairn.text.controls import Controls, is_control
 from cairn.text.detokenizer import Decoding, Detokenizer
+
+if TYPE_CHECKING:
+    from cairn.models.gguf import Gguf
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that transformers names; chat templates may use them by these names."""
@@ -64,13 +66,16 @@ class Tokenizer:
         self._prefix = self._bos_prefix()
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
+    def load(cls, folder: Path, parsed: Gguf | None = None) -> Tokenizer:
         """Read tokenizer.json and, where present, tokenizer_config.json and special_tokens_map.json; or a GGUF file.
 
-        Raises ModelFileError naming the file that is missing or broken.
+        `parsed`: the GGUF file, where it was read. Raises ModelFileError naming the file that is missing or broken.
         """
         if is_gguf(folder):
-            data, config = gguf.load_tokenizer(folder)
+            from cairn.models.gguf import read_gguf  # it needs numpy, and nothing else here does
+            from cairn.text import gguf
+
+            data, config = gguf.load_tokenizer(parsed or read_gguf(folder))
             return cls(_library(msgspec.json.encode(data).decode(), folder), data["decoder"], config)
         path = folder / "tokenizer.json"
         try:

@@ -1,0 +1,110 @@
+"""A worker's process (or thread) from nothing to where it loads a model, and how a server comes to its first one.
+
+This imports little: a server starts its first worker before it imports the rest of itself, so that both go on at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from types import TracebackType
+
+import msgspec
+
+from cairn.config import Config
+from cairn.errors import ModelError
+from cairn.models.hub import locate
+from cairn.service import code, wire
+from cairn.system import without_secrets
+
+WORKER = (sys.executable, "-m", "cairn.service.worker")
+"""The worker's command line; the socket's number is added to it."""
+_TERMINAL = {signal.SIGINT, signal.SIGTERM}
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A worker that was told what to load: our end of the socket to it, and its process or thread."""
+
+    sock: socket.socket
+    process: subprocess.Popen[bytes] | None
+    thread: threading.Thread | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """A server's first worker, and what the later ones need to be like it. Its end takes the worker with it."""
+
+    load: wire.Load
+    code: bytes
+    """`code.digest` of the package when it was started; empty in-process."""
+    worker: Worker
+
+    def __enter__(self) -> First:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.worker.sock.close()
+        if self.worker.process is not None:
+            self.worker.process.kill()
+            self.worker.process.wait()
+
+
+def launch_first(config: Config, in_process: bool = False) -> First:
+    """Find the model and start a worker that loads it. Raises ModelError where one of them cannot be had."""
+    folder = str(locate(config.model))
+    load = wire.Load(msgspec.structs.replace(config, api_key=(), tenants=(), admin_key=None), folder)
+    try:
+        worker = launch(load, in_process)
+    except OSError as error:
+        raise ModelError(f"the process that loads the model could not be started: {error}") from error
+    return First(load, b"" if in_process else code.digest(), worker)
+
+
+def launch(load: wire.Load, in_process: bool = False) -> Worker:
+    """Start a worker and send it its first frame. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    if in_process:
+        thread = threading.Thread(target=_serve_quietly, args=(theirs,), name="cairn-worker", daemon=True)
+        thread.start()
+        worker = Worker(ours, None, thread)
+    else:
+        try:
+            with theirs:
+                worker = Worker(ours, _process(theirs))
+        except BaseException:
+            ours.close()
+            raise
+    with contextlib.suppress(OSError):  # one that is gone already is noticed by who reads
+        ours.sendall(wire.encode(load))  # some hundred bytes: it need not read yet
+    return worker
+
+
+def _process(sock: socket.socket) -> subprocess.Popen[bytes]:
+    # A Ctrl-C in a terminal goes to all its processes; this one ignores it, but only once it has come to that.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL)
+    try:
+        command = [*WORKER, str(sock.fileno())]
+        return subprocess.Popen(
+            command, pass_fds=(sock.fileno(),), stdin=subprocess.DEVNULL, stdout=2, env=without_secrets()
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _serve_quietly(sock: socket.socket) -> None:
+    """The worker of in-process use: an unforeseen error is shown, and the front sees the connection close."""
+    from cairn.service.worker import serve
+
+    try:
+        serve(sock)
+    except Exception:
+        traceback.print_exc(file=sys.stderr)

@@ -1,0 +1,111 @@
+"""The first worker is on its way before the rest of a server is: nothing of it may stay when that does not come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cairn.api import server
+from cairn.config import Config
+from cairn.errors import CairnError, ModelError
+from cairn.service import launch
+from cairn.system import without_secrets
+from cairn.text import chat
+from cairn.text.chat import Chat
+
+START = (
+    sys.executable,
+    "-c",
+    "import sys; from cairn.cli import main; main(sys.argv[1:])",
+    *("serve", "--engine", "fake", "--port", "0", "--kv-gb", "0.1"),
+)
+
+
+def group(pgid: int) -> list[str]:
+    """The processes of a group that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, number = stat.read_text().rpartition(")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if int(number) == pgid and state != "Z":
+            found.append(stat.parent.name)
+    return found
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.2, 0.3, 0.45])
+def test_ctrl_c_while_a_server_starts_leaves_no_process_and_no_traceback(delay: float, tmp_path: Path) -> None:
+    """Known failure 3: a terminal sends it to every process at once, also to one that still imports."""
+    env = without_secrets() | {"XDG_DATA_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    process = subprocess.Popen(START, stderr=subprocess.PIPE, env=env, start_new_session=True)
+    assert process.stderr is not None
+    with process.stderr:
+        while len(group(process.pid)) < 2 and process.poll() is None:
+            time.sleep(0.01)  # before that there is no worker
+        time.sleep(delay)
+        os.killpg(process.pid, signal.SIGINT)
+        said = process.stderr.read().decode()
+    assert process.wait(30) == 0 and "Traceback" not in said
+    assert not group(process.pid)
+
+
+def test_a_server_that_does_not_come_about_takes_its_worker_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[launch.First] = []
+
+    def fails(config: Config, sock: object, first: launch.First) -> None:
+        seen.append(first)
+        raise RuntimeError("no server")
+
+    monkeypatch.setattr("cairn.api.lifetime.run", fails)
+    with pytest.raises(RuntimeError, match="no server"):
+        server.serve(Config(model="demo", engine="fake", port=0, kv_disk=False))
+    (first,) = seen
+    process = first.worker.process
+    assert process is not None and process.returncode == -signal.SIGKILL and first.worker.sock.fileno() == -1
+
+
+def test_a_worker_that_cannot_be_started_is_a_model_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "WORKER", ("/no/such/program",))
+    with pytest.raises(ModelError, match=r"could not be started.*No such file"):
+        launch.launch_first(Config(model="demo"))
+
+
+async def test_a_tokenizer_that_cannot_be_read_leaves_no_rendering_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started = []
+
+    def launched() -> chat.Process:
+        started.append(process := launching())
+        return process
+
+    launching = chat.launch
+    monkeypatch.setattr(chat, "launch", launched)
+    with pytest.raises(CairnError, match=r"must hold a tokenizer\.json"):
+        await Chat.start(tmp_path, Config())
+    (process,) = started
+    assert process.popen.returncode is not None and process.sock.fileno() == -1
+
+
+async def test_a_model_without_a_template_needs_no_rendering_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    demo = Path(launch.locate("demo"))
+
+    def launched() -> chat.Process:
+        started.append(process := launching())
+        return process
+
+    launching, load_text = chat.launch, chat.load_text
+    monkeypatch.setattr(chat, "launch", launched)
+    monkeypatch.setattr(chat, "load_text", lambda folder: (load_text(folder)[0], {}))
+    made = await Chat.start(demo, Config())
+    (process,) = started
+    assert process.popen.returncode is not None
+    await made.close()
