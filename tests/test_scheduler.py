@@ -566,6 +566,76 @@ def test_a_large_request_is_not_overtaken_for_ever() -> None:
     assert list(first)[:2] == [1, 2]
 
 
+LONG = tuple(place * 11 % 60 for place in range(400))
+
+
+def test_short_prompts_do_not_wait_until_a_long_one_is_read() -> None:
+    """It gets half of each step meanwhile and takes at most twice as many; what they leave it takes too."""
+    rig = Rig(blocks=800, context=1000, step_tokens=32)
+    rig.add(1, LONG, max_tokens=1)
+    rig.step()
+    for id in range(2, 8):
+        rig.add(id, PROMPT[id : id + 6], max_tokens=3)
+    rig.add(8, PROMPT[:20], max_tokens=1)
+    rig.step()
+    assert {sequence.request.id for sequence in rig.plans[-1].sequences} == {1, 2, 3}  # both whole in 16 tokens
+    first = {}
+    while not rig.scheduler.idle:
+        rig.step()
+        for id in rig.outputs:
+            first.setdefault(id, len(rig.plans))
+        long = next((row for row in rig.plans[-1].rows if len(row.tokens) >= len(LONG)), None)
+        decodes = sum(row.end - row.start == 1 for row in rig.plans[-1].rows)
+        assert long is None or long.end == len(LONG) or long.end - long.start >= (32 - decodes) // 2
+        if long is not None and long.end < len(LONG):
+            assert sum(row.end - row.start for row in rig.plans[-1].rows) == 32
+    assert [first[id] for id in range(2, 8)] == sorted(first[id] for id in range(2, 8))
+    assert first[7] <= 5 and first[1] < first[8]  # 20 tokens are more than half of a step
+    assert first[1] <= 2 * -(-len(LONG) // 32)
+
+
+def test_short_prompts_beside_a_long_one_do_not_overtake_each_other() -> None:
+    rig = Rig(blocks=800, context=1000, step_tokens=32)
+    rig.add(1, LONG, max_tokens=1)
+    rig.step()
+    rig.add(2, PROMPT[:12], max_tokens=1)
+    rig.add(3, PROMPT[20:32], max_tokens=1)
+    rig.add(4, PROMPT[36:40], max_tokens=1)  # there would be room for this one beside the first
+    rig.step()
+    assert list(rig.outputs) == [2] and rig.running() == {1}
+    rig.run()
+    assert list(rig.outputs) == [2, 3, 4, 1]
+
+
+def test_what_is_known_of_a_prompt_makes_it_short() -> None:
+    rig = Rig(blocks=800, context=1000, step_tokens=32)
+    agent = PROMPT * 4
+    rig.add(1, agent, max_tokens=1)
+    rig.run()
+    rig.add(2, LONG, max_tokens=1)
+    rig.step()
+    rig.add(3, (*agent, 1, 2, 3), max_tokens=1)
+    rig.add(4, (*reversed(agent), 1, 2, 3), max_tokens=1)
+    rig.step()
+    rig.step()
+    assert rig.finish(3) is FinishReason.LENGTH and rig.running() == {2}
+    rig.run()
+    assert list(rig.outputs) == [1, 3, 2, 4]
+
+
+def test_long_prompts_wait_for_each_other_whatever_comes_between() -> None:
+    """Known failure 7: a stream of short ones does not keep the second for ever."""
+    rig = Rig(blocks=4000, context=1000, step_tokens=32, max_queue=1000)
+    rig.add(1, LONG, max_tokens=1)
+    rig.add(2, LONG[::-1], max_tokens=1)
+    for id in range(3, 90):
+        rig.add(id, (id % 60, *PROMPT[:14]), max_tokens=1)
+        rig.step()
+    assert len(rig.plans) < 4 * -(-len(LONG) // 32) + 90
+    done = list(rig.outputs)
+    assert done.index(1) < done.index(2) < 60 + len(LONG) // 16
+
+
 @pytest.mark.parametrize(("limit", "value"), [("max_queue", 3), ("max_queue_tokens", 3 * len(PROMPT))])
 def test_the_queue_is_bounded_in_requests_and_tokens(limit: str, value: int) -> None:
     """Known failure 41."""

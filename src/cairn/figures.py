@@ -1,10 +1,11 @@
-"""What is told of KV: where a prompt's came from, why a part of it was missing, and what the stores hold.
+"""What is told of KV: where a prompt's came from, why a part of it was missing, and what pools and stores hold.
 
 Frozen msgspec structs like those of `cairn.types`: they cross the wire between worker and front as they are.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -122,3 +123,27 @@ class KvStats(msgspec.Struct, frozen=True, kw_only=True):
     """Time that contexts waited for what was brought up."""
     abandoned: int = 0
     """Loads that ended early: too slow, a chunk was gone, or the pool had no room."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUse:
+    """Blocks of one group's pool. `free + cached + held` is its size."""
+
+    free: int
+    cached: int
+    held: int
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The scheduler now. Counters are totals since its start."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    groups: tuple[GroupUse, ...]
+    """Blocks, a cache group."""
+    prefix_queries: int
+    """Prompt tokens looked up in the prefix index."""
+    prefix_hits: int
+    """Prompt tokens found there."""
+    preemptions: int

@@ -22,7 +22,19 @@ class Room:
     """
 
     left: int
+    kept: int = 0
+    """Kept back from a long prompt for short ones behind it."""
     _enough: int = ENOUGH_TOKENS
+
+    def keep_half(self) -> None:
+        """Keep half of it back."""
+        self.kept = self.left // 2
+        self.left -= self.kept
+
+    def use_kept(self) -> None:
+        """The long prompt has its part; what comes now is counted for itself."""
+        self.left += self.kept
+        self._enough = ENOUGH_TOKENS
 
     def take(self, count: int, *, whole: bool) -> None:
         """`count` tokens of a prompt are in the step; `whole`: its last ones too."""

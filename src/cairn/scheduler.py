@@ -9,6 +9,10 @@ difference in priority after it. One that does not fit is not overtaken at all; 
 their common prefix may be, for a bounded time. When blocks run out, the running sequence of the highest rank goes back
 to waiting: it keeps its tokens and its rank and computes its KV again. The one of the lowest rank is never preempted,
 so something always finishes.
+
+While a prompt takes more than a step, half of each step is for short ones, which are whole in it: the next turn of an
+agent does not wait until somebody's 20,000 tokens are read. Those take at most twice as long by that, and long prompts
+still wait for each other.
 """
 
 from __future__ import annotations
@@ -17,11 +21,9 @@ import itertools
 import math
 from dataclasses import dataclass
 
-import msgspec
-
 from cairn.engine.base import Row, RowResult
 from cairn.errors import Conflict
-from cairn.kv.blocks import GroupUse
+from cairn.figures import SchedulerStats
 from cairn.kv.cache import Cache
 from cairn.plan import Plan, Room
 from cairn.seams import Clock
@@ -29,6 +31,8 @@ from cairn.sequence import Sequence, State, check
 from cairn.types import FinishReason, Output, Request, Timing
 from cairn.waiting import WaitingQueue
 
+LOOKS = 8
+"""Waiting requests that are looked through, beside a long prompt, for short ones: to know is not free."""
 LONG_TOKENS = 256
 """Prompts at least so long are stored at first touch: they are expensive, and rarely asked for once."""
 
@@ -41,21 +45,6 @@ class Limits:
     step_tokens: int = 512
     max_queue: int = 256
     max_queue_tokens: int = 1 << 20
-
-
-class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The scheduler now. Counters are totals since its start."""
-
-    running: int
-    waiting: int
-    waiting_tokens: int
-    groups: tuple[GroupUse, ...]
-    """Blocks, a cache group."""
-    prefix_queries: int
-    """Prompt tokens looked up in the prefix index."""
-    prefix_hits: int
-    """Prompt tokens found there."""
-    preemptions: int
 
 
 class Scheduler:
@@ -125,26 +114,31 @@ class Scheduler:
         now = self._clock.now()
         ended, started = self._expire(now), list[int]()
         preemptions = self._preemptions
-        work: list[tuple[Sequence, int]] = []
+        work: dict[Sequence, int] = {}
         prompts = []
         for sequence in tuple(self._running):
-            if sequence.target - sequence.computed > 1:
+            if sequence.missing > 1:
                 prompts.append(sequence)
             elif self._fit(sequence, sequence.computed + 1):
-                work.append((sequence, sequence.computed + 1))
+                work[sequence] = sequence.computed + 1
         room = Room(self._step_tokens - len(work))
+        if prompts and prompts[0].missing > room.left and (prompts[1:] or self._waiting):
+            room.keep_half()
+            self._chunk(prompts[0], room, work)
+            room.use_kept()
         for sequence in prompts:
-            if sequence.state is State.RUNNING:
+            if not room.kept or sequence.missing <= room.left:
                 self._chunk(sequence, room, work)
         if self._preemptions == preemptions:
             self._admit(work, room, now, ended, started)
-        else:
-            work = [(sequence, end) for sequence, end in work if sequence.state is State.RUNNING]
+        for sequence in prompts if room.kept else ():
+            self._chunk(sequence, room, work)
+        work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}
         copies = self._cache.copies()
         if not work and not ended:
             return None
-        rows = [sequence.row(end) for sequence, end in work]
-        self._planned = Plan(rows, [sequence for sequence, _ in work], ended, started, copies)
+        rows = [sequence.row(end) for sequence, end in work.items()]
+        self._planned = Plan(rows, list(work), ended, started, copies)
         return self._planned
 
     def commit(self, plan: Plan, results: list[RowResult] | Exception) -> list[Output]:
@@ -195,28 +189,42 @@ class Scheduler:
             self._preemptions += 1
         return False
 
-    def _chunk(self, sequence: Sequence, room: Room, work: list[tuple[Sequence, int]]) -> None:
-        """Plan as much of a prompt as the step and the blocks have room for."""
-        count = min(room.left, sequence.target - sequence.computed)
-        while count > 1 and not self._cache.grow(sequence.kv, sequence.computed + count):
-            count //= 2
-        if count < 1 or not self._fit(sequence, sequence.computed + count):
+    def _chunk(self, sequence: Sequence, room: Room, work: dict[Sequence, int]) -> None:
+        """Plan as much (more) of a running prompt as the step and the blocks have room for."""
+        if sequence.state is not State.RUNNING:
             return
-        work.append((sequence, sequence.computed + count))
-        room.take(count, whole=sequence.computed + count == sequence.target)
+        start = work.get(sequence, sequence.computed)
+        count = min(room.left, sequence.target - start)
+        while count > 1 and not self._cache.grow(sequence.kv, start + count):
+            count //= 2
+        if count < 1 or (sequence in work and not self._cache.grow(sequence.kv, start + count)):
+            return  # it has its part, and more of it is worth nobody's blocks
+        if not self._fit(sequence, start + count):
+            return
+        work[sequence] = start + count
+        room.take(count, whole=start + count == sequence.target)
 
     def _admit(
-        self, work: list[tuple[Sequence, int]], room: Room, now: float, ended: list[Output], started: list[int]
+        self, work: dict[Sequence, int], room: Room, now: float, ended: list[Output], started: list[int]
     ) -> None:
         """Let waiting sequences run, in order, while there is room in the step, a row and blocks."""
+        looks = LOOKS
         for sequence in self._waiting:
-            if room.left < 1 or len(self._running) >= self._max_rows:
+            if room.left < 1 or len(self._running) >= self._max_rows or not looks:
                 break
             finish = sequence.ending()
             reuse = sequence.scored >= sequence.to_score
             if finish is None:
-                if reuse and self._cache.awaits(sequence.kv, sequence.tokens, len(self._running)):
+                most = room.kept or None
+                if reuse and self._cache.awaits(sequence.kv, sequence.tokens, len(self._running), most):
                     continue
+                if most is not None:
+                    missing = sequence.target - (self._cache.found(sequence.kv, sequence.tokens) if reuse else 0)
+                    if missing > most:
+                        looks -= 1
+                        continue
+                    if missing > room.left:
+                        break
                 covered = self._cache.open(sequence.kv, sequence.tokens, reuse=reuse, spare=len(self._running))
                 if covered is None:
                     break

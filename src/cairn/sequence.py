@@ -88,6 +88,11 @@ class Sequence:
         """Tokens to compute before the next token can be sampled; without `max_tokens`, to score the prompt."""
         return len(self.tokens) if self.request.sampling.max_tokens else len(self.tokens) - 1
 
+    @property
+    def missing(self) -> int:
+        """Tokens to compute before that."""
+        return self.target - self.computed
+
     def become(self, state: State) -> None:
         """Change the state; anything but a legal transition is a bug of ours."""
         if state not in LEGAL[self.state]:

@@ -23,7 +23,7 @@ from cairn.kv import prefix
 from cairn.kv.cache import Cache
 from cairn.plan import Plan
 from cairn.sampling import sample
-from cairn.scheduler import Limits, Scheduler
+from cairn.scheduler import LOOKS, Limits, Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence, State
 from cairn.types import FinishReason, Output, Request, SamplingParams, TokenLogprob
 
@@ -145,6 +145,8 @@ class World:
         self.steps = self.finished = 0
         self.orders = 0
         self.waits = 0
+        self.beside = 0
+        """Times that somebody was overtaken beside a long prompt."""
         self.deaths = 0 if self.calm else chance.choice((0, 0, 0, 1, 2))
         self.cancels = 0.0 if self.calm else chance.choice((0.0, 0.05, 0.2))
         self.storage: Storage | None = None
@@ -394,7 +396,7 @@ class World:
         law(all(self.cache.use()[g].held <= n for g, n in enumerate(self.blocks)), "more held than there is")
         law(not preempted or self.storage is None or not self.storage.tiers.loading, "preempted to keep a load")
         self.victims(before)
-        self.fairness(before, preempted=preempted, budget_left=self.limits.step_tokens - used, running=len(running))
+        self.fairness(plan, before, preempted=preempted, running=len(running))
 
     def victims(self, before: dict[int, State]) -> None:
         """Whoever was preempted stood behind everybody who still runs."""
@@ -404,8 +406,9 @@ class World:
         kept = [self.live[id].rank for id, state in was.items() if state is State.RUNNING]
         law(not gone or not kept or max(kept) < min(gone), "the wrong sequence was preempted")
 
-    def fairness(self, before: dict[int, State], *, preempted: bool, budget_left: int, running: int) -> None:
-        """Nobody is overtaken but by rank, or while waiting for a prefix, which is bounded."""
+    def fairness(self, plan: Plan, before: dict[int, State], *, preempted: bool, running: int) -> None:
+        """Nobody is overtaken but by rank, while waiting for a prefix, which is bounded, or beside a long prompt, which
+        gets half of the step, by short ones, which are whole in the other half."""
         sequences = self.scheduler._sequences
         waiting = sorted(
             (self.live[id] for id, s in sequences.items() if s.state is State.WAITING), key=lambda client: client.rank
@@ -413,18 +416,51 @@ class World:
         admitted = [
             self.live[id] for id, s in sequences.items() if s.state is State.RUNNING and before[id] is State.WAITING
         ]
-        for client in waiting:
-            past = any(other.rank > client.rank for other in admitted)
-            awaiting = self.awaits(sequences[client.request.id])
-            law(awaiting or not past, "a waiting request was overtaken")
-            client.overtaken += past
+        half, long = self.half(plan, before)
+        rows = {sequence.request.id: row for sequence, row in zip(plan.sequences, plan.rows, strict=True)}
+        room = not preempted and running < self.max_rows
+        for place, client in enumerate(waiting):
+            past = [rows.get(other.request.id) for other in admitted if other.rank > client.rank]
+            awaiting, missing = self.awaits(sequences[client.request.id]), self.missing(sequences[client.request.id])
+            beside = long and missing > half and all(row is None or row.end - row.start <= half for row in past)
+            law(awaiting or beside or not past, "a waiting request was overtaken")
+            self.beside += beside and bool(past)
+            client.overtaken += bool(past) and not beside
             client.awaited = client.awaited + 1 if awaiting else 0
             law(client.overtaken <= 12 * 48, "a request was overtaken without end")
+            if long and room and not admitted and not awaiting and missing <= half and place < LOOKS:
+                law(not self.fits(client, running), "a short prompt waits for a long one")
+                room = False
         head = next((c for c in waiting if not self.awaits(sequences[c.request.id])), None)
-        if head is None or preempted or budget_left < 1 or running >= self.max_rows:
-            return
-        need = -(-len(sequences[head.request.id].tokens) // self.size)
-        law(any(pool.available < need + running for pool in self.cache.pools), "a request waits although there is room")
+        used = sum(row.end - row.start for row in plan.rows)
+        if head is not None and room and used < self.limits.step_tokens:
+            law(not self.fits(head, running), "a request waits although there is room")
+
+    def fits(self, client: Client, running: int) -> bool:
+        """Whether the pools have room for all of a request."""
+        need = -(-len(self.scheduler._sequences[client.request.id].tokens) // self.size)
+        return all(pool.available >= need + running for pool in self.cache.pools)
+
+    def missing(self, sequence: Sequence) -> int:
+        """Tokens of a waiting request's prompt that the pools do not have."""
+        reuse = sequence.scored >= sequence.to_score
+        return sequence.target - (self.cache.found(sequence.kv, sequence.tokens) if reuse else 0)
+
+    def half(self, plan: Plan, before: dict[int, State]) -> tuple[int, bool]:
+        """Half of what the step had for prompts, and whether the first of them was too long for all of it."""
+        going = [
+            (sequence.target, row)
+            for sequence, row in zip(plan.sequences, plan.rows, strict=True)
+            if before.get(sequence.request.id) is State.RUNNING
+        ]
+        room = self.limits.step_tokens - sum(target - row.start == 1 for target, row in going)
+        target, first = next(((target, row) for target, row in going if target - row.start > 1), (0, None))
+        if first is None or target - first.start <= room:
+            return room // 2, False
+        blocks = min(pool.available for pool in self.cache.pools)
+        enough = first.end - first.start >= room - room // 2
+        law(enough or blocks <= -(-room // self.size), "a long prompt got less than half of the step")
+        return room // 2, True
 
     def awaits(self, sequence: Sequence) -> bool:
         return sequence.kv.awaited is not None or sequence.kv.loading
@@ -630,6 +666,7 @@ def run_many(first: int, count: int) -> Counter[str]:
             steps=world.steps,
             finished=world.finished,
             preemptions=stats.preemptions,
+            beside=world.beside,
             hits=stats.prefix_hits,
             loaded=world.storage.loaded if world.storage is not None else 0,
         )

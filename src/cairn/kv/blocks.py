@@ -27,15 +27,6 @@ class Published:
     tokens: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupUse:
-    """Blocks of one group's pool. `free + cached + held` is its size."""
-
-    free: int
-    cached: int
-    held: int
-
-
 class Copy(NamedTuple):
     """A block of a group whose content another one of the group is to get."""
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cairn.engine.base import NO_BLOCK, EngineInfo
-from cairn.figures import Miss
-from cairn.kv.blocks import BlockPool, Copy, GroupUse
+from cairn.figures import GroupUse, Miss
+from cairn.kv.blocks import BlockPool, Copy
 from cairn.kv.context import PATIENCE, Below, Context, Memory
 from cairn.kv.prefix import Chain, root
 from cairn.kv.windows import first_read, window_blocks
@@ -60,12 +60,12 @@ class Cache:
         chains = tuple(Chain(root(self._identity, salt, group, size), size) for group in self._groups)
         return Context(chains, durable, stored)
 
-    def awaits(self, context: Context, tokens: Sequence[int], spare: int = 0) -> bool:
+    def awaits(self, context: Context, tokens: Sequence[int], spare: int = 0, most: int | None = None) -> bool:
         """Whether the first block that `open` would not find is on its way, so that to open now would be too early.
 
         Another sequence computes it, or it is being loaded; a load is begun here, once before an `open` that finds room
-        with `spare` blocks left, where that would find it now. Waiting is bounded: it is over when that block is
-        published, when its sequence is closed or gets no further in `PATIENCE` calls, and when a load ends.
+        with `spare` blocks left, where that would find it now and leave at most `most` tokens. Waiting is bounded: it
+        is over when that block is published, its sequence closed or no further in `PATIENCE` calls, the load ended.
         """
         if context.loading:
             return True
@@ -79,7 +79,7 @@ class Cache:
             context.awaited = None
             if self.below is None or context.tried:
                 return False
-            context.tried = self.below.load(context, tokens, self._hit(context, tokens), spare)
+            context.tried = self.below.load(context, tokens, self._hit(context, tokens), spare, most)
             return context.tried
         if owner.loading:
             return True

@@ -110,8 +110,11 @@ class Below(Protocol):
         """More of this context's blocks can be found in the pools."""
         ...
 
-    def load(self, context: Context, tokens: Sequence[int], hit: int, spare: int) -> bool:
-        """Begin to bring up what follows the pools' `hit` blocks, if that is worth it; whether it was begun."""
+    def load(self, context: Context, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
+        """Begin to bring up what follows the pools' `hit` blocks, if that is worth it; whether it was begun.
+
+        `most`: how many tokens may be left to compute.
+        """
         ...
 
     def stop(self, context: Context) -> None:

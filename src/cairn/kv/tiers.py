@@ -85,9 +85,9 @@ class Tiers:
         """See `context.Below`."""
         return self.behind_pool.not_yet(context, index, tokens)
 
-    def load(self, context: Context, tokens: Sequence[int], hit: int, spare: int) -> bool:
+    def load(self, context: Context, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
         """See `context.Below`."""
-        return self._begin(context, tokens, hit, spare, None)
+        return self._begin(context, tokens, hit, spare, None, most)
 
     def stop(self, context: Context) -> None:
         """See `context.Below`: whatever still arrives is for nobody."""
@@ -109,14 +109,16 @@ class Tiers:
         self._cache.close(context, self._loads[context][1])
         return True
 
-    def _begin(self, context: Context, tokens: Sequence[int], hit: int, spare: int, done: Done | None) -> bool:
+    def _begin(
+        self, context: Context, tokens: Sequence[int], hit: int, spare: int, done: Done | None, most: int | None = None
+    ) -> bool:
         """Begin a load, whose end calls `done`; one with a `done` was asked for and is always worth it."""
         if self.behind_pool.dropping:  # what is found now may be gone when it would lie in the pool
             return False
         wants = self._lookup.wants(context, tokens, hit)
         stop = self._lookup.usable(tokens, hit // CHUNK_BLOCKS + len(wants))
         saved = (stop - hit) * self._cache.info.block_tokens
-        if saved <= 0:
+        if saved <= 0 or (most is not None and len(tokens) - stop * self._cache.info.block_tokens > most):
             return False
         size = sum(self._sizes[want.group] for part in wants for want in part)
         ahead = sum(load.bytes_left for load, _ in self._loads.values())
