@@ -9,7 +9,7 @@ from cairn.engine.base import RowResult
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import Conflict, ContextTooLong, InvalidRequest, Overloaded
 from cairn.kv.cache import Cache
-from cairn.plan import Plan
+from cairn.plan import ENOUGH_TOKENS, Plan
 from cairn.scheduler import Limits, Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence
 from cairn.types import FinishReason, Output, Request, SamplingParams
@@ -167,13 +167,17 @@ def test_a_whole_prompt_is_not_held_up_by_the_next_one() -> None:
     [
         ((100, 100, 100), (100, 28)),
         ((20, 30, 40, 50), (20, 30, 40, 38)),
-        ((600, 200), (512,)),
+        ((600, 200), (128, 200)),
+        ((200, 600), (200,)),
+        ((600, 50, 60, 70, 257), (128, 50, 60)),
+        ((600, 300, 20), (128, 20)),
+        ((256, 20), (256,)),
         ((128, 5), (128,)),
         ((127, 5), (127, 1)),
     ],
 )
 def test_how_much_a_step_takes_of_prompts(lengths: tuple[int, ...], taken: tuple[int, ...]) -> None:
-    """Short prompts fill a step together; a long one has it alone; one that is whole is only filled up."""
+    """Short prompts fill a step together; one that is whole is only filled up; beside a long one is room for some."""
     rig = Rig(context=1000, blocks=2000, step_tokens=512, max_running=8)
     for number, length in enumerate(lengths):
         rig.add(number, tuple((number * 7 + place * place) % VOCAB for place in range(length)))
@@ -605,6 +609,23 @@ def test_short_prompts_beside_a_long_one_do_not_overtake_each_other() -> None:
     assert list(rig.outputs) == [2] and rig.running() == {1}
     rig.run()
     assert list(rig.outputs) == [2, 3, 4, 1]
+
+
+def test_a_long_prompt_is_read_in_small_steps_beside_those_that_want_their_next_token() -> None:
+    """An engine is as fast with them, and the others' tokens come as often."""
+    rig = Rig(blocks=2000, context=4000, step_tokens=512)
+    rig.add(1, PROMPT, max_tokens=6)
+    rig.step()
+    rig.add(2, LONG * 5, max_tokens=1)
+    while 1 in rig.running():
+        rig.step()
+        assert sorted(row.end - row.start for row in rig.plans[-1].rows) == [1, ENOUGH_TOKENS]
+    rig.step()
+    assert [row.end - row.start for row in rig.plans[-1].rows] == [ENOUGH_TOKENS]  # somebody may come during it
+    rig.add(3, PROMPT[::-1] * 3, max_tokens=1)  # whole in the kept half
+    rig.add(4, LONG[::-1], max_tokens=1)
+    rig.step()
+    assert sorted(row.end - row.start for row in rig.plans[-1].rows) == [120, ENOUGH_TOKENS]
 
 
 def test_what_is_known_of_a_prompt_makes_it_short() -> None:

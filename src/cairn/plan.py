@@ -13,35 +13,48 @@ ENOUGH_TOKENS = 128
 """Prompt tokens of a step from which an engine is not much faster with more."""
 
 
-@dataclass(slots=True)
 class Room:
     """Prompt tokens that the step being planned still takes.
 
-    All prompts of a step get their first token at its end. So once one is whole, no other is taken beyond
-    `ENOUGH_TOKENS`: that would hold up the first one's answer, and the next token of all that run, and gain nothing.
+    Everybody in a step gets a token at its end. So once a prompt is whole in it, no other is taken beyond
+    `ENOUGH_TOKENS`: that would hold the first one up and gain nothing. Nor does a long prompt get more of a step, as
+    somebody may come during it; and half of the step is kept for short ones, which are counted for themselves.
     """
 
-    left: int
-    kept: int = 0
-    """Kept back from a long prompt for short ones behind it."""
-    _enough: int = ENOUGH_TOKENS
+    __slots__ = ("_base", "_taken", "_tokens", "_whole", "kept", "left")
 
-    def keep_half(self) -> None:
-        """Keep half of it back."""
-        self.kept = self.left // 2
-        self.left -= self.kept
+    def __init__(self, tokens: int) -> None:
+        self.left = self._tokens = tokens
+        self.kept = 0
+        """For short prompts; 0 where there is no long one."""
+        self._taken = self._base = 0
+        self._whole = False
 
-    def use_kept(self) -> None:
-        """The long prompt has its part; what comes now is counted for itself."""
-        self.left += self.kept
-        self._enough = ENOUGH_TOKENS
+    def long(self, missing: int) -> bool:
+        """Whether a prompt of which so many tokens are missing takes several steps."""
+        return missing > min(self._tokens, max(self._tokens // 2, ENOUGH_TOKENS))
 
     def take(self, count: int, *, whole: bool) -> None:
         """`count` tokens of a prompt are in the step; `whole`: its last ones too."""
+        self._taken += count
         self.left -= count
-        self._enough -= count
+        self._whole |= whole
         if whole:
-            self.left = min(self.left, max(0, self._enough))
+            self.left = min(self.left, max(0, self._base + ENOUGH_TOKENS - self._taken))
+
+    def keep_half(self) -> None:
+        """What is left is for a long prompt, and half of the step is kept."""
+        self.kept = self._tokens // 2
+        self.left = min(self.left, self._tokens - self.kept, ENOUGH_TOKENS)
+
+    def use_kept(self) -> None:
+        """What is left is what was kept."""
+        if not self._whole:
+            self.left, self._base = self.kept, self._taken
+
+    def use_rest(self) -> None:
+        """What is left is what the short ones did not want: of a small step."""
+        self.left = max(0, min(self._tokens, ENOUGH_TOKENS) - self._taken)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ their common prefix may be, for a bounded time. When blocks run out, the running
 to waiting: it keeps its tokens and its rank and computes its KV again. The one of the lowest rank is never preempted,
 so something always finishes.
 
-While a prompt takes more than a step, half of each step is for short ones, which are whole in it: the next turn of an
-agent does not wait until somebody's 20,000 tokens are read. Those take at most twice as long by that, and long prompts
-still wait for each other.
+Of a long prompt a step takes no more than an engine needs to be fast, and half of the step is for short ones, which are
+whole in it: neither the next token nor the next turn of an agent waits until somebody's 20,000 tokens are read. Those
+take at most twice as long by that, and long prompts wait for each other.
 """
 
 from __future__ import annotations
@@ -122,17 +122,15 @@ class Scheduler:
             elif self._fit(sequence, sequence.computed + 1):
                 work[sequence] = sequence.computed + 1
         room = Room(self._step_tokens - len(work))
-        if prompts and prompts[0].missing > room.left and (prompts[1:] or self._waiting):
-            room.keep_half()
-            self._chunk(prompts[0], room, work)
-            room.use_kept()
         for sequence in prompts:
             if not room.kept or sequence.missing <= room.left:
                 self._chunk(sequence, room, work)
         if self._preemptions == preemptions:
             self._admit(work, room, now, ended, started)
-        for sequence in prompts if room.kept else ():
-            self._chunk(sequence, room, work)
+        if room.kept:
+            room.use_rest()
+            for sequence in tuple(self._running):
+                self._chunk(sequence, room, work)
         work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}
         copies = self._cache.copies()
         if not work and not ended:
@@ -194,6 +192,8 @@ class Scheduler:
         if sequence.state is not State.RUNNING:
             return
         start = work.get(sequence, sequence.computed)
+        if long := not room.kept and room.long(sequence.target - start):
+            room.keep_half()
         count = min(room.left, sequence.target - start)
         while count > 1 and not self._cache.grow(sequence.kv, start + count):
             count //= 2
@@ -203,6 +203,8 @@ class Scheduler:
             return
         work[sequence] = start + count
         room.take(count, whole=start + count == sequence.target)
+        if long:
+            room.use_kept()
 
     def _admit(
         self, work: dict[Sequence, int], room: Room, now: float, ended: list[Output], started: list[int]

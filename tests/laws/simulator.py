@@ -447,20 +447,22 @@ class World:
         return sequence.target - (self.cache.found(sequence.kv, sequence.tokens) if reuse else 0)
 
     def half(self, plan: Plan, before: dict[int, State]) -> tuple[int, bool]:
-        """Half of what the step had for prompts, and whether the first of them was too long for all of it."""
-        going = [
-            (sequence.target, row)
+        """Half of what the step had for prompts, and whether one of them was too long for all of it."""
+        rows = [
+            (sequence.target - row.start, row.end - row.start, before.get(sequence.request.id) is State.RUNNING)
             for sequence, row in zip(plan.sequences, plan.rows, strict=True)
-            if before.get(sequence.request.id) is State.RUNNING
         ]
-        room = self.limits.step_tokens - sum(target - row.start == 1 for target, row in going)
-        target, first = next(((target, row) for target, row in going if target - row.start > 1), (0, None))
-        if first is None or target - first.start <= room:
-            return room // 2, False
-        blocks = min(pool.available for pool in self.cache.pools)
-        enough = first.end - first.start >= room - room // 2
-        law(enough or blocks <= -(-room // self.size), "a long prompt got less than half of the step")
-        return room // 2, True
+        prompts = [(missing, count) for missing, count, ran in rows if missing > 1 or not ran]
+        room = self.limits.step_tokens - (len(rows) - len(prompts))
+        taken = 0
+        for missing, count in prompts:
+            if missing > room:
+                blocks = min(pool.available for pool in self.cache.pools)
+                enough = count >= room - room // 2 - taken or blocks <= -(-room // self.size)
+                law(enough, "a long prompt got less than half of the step")
+                return room // 2, True
+            taken += count
+        return room // 2, False
 
     def awaits(self, sequence: Sequence) -> bool:
         return sequence.kv.awaited is not None or sequence.kv.loading
