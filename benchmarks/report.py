@@ -40,6 +40,10 @@ One client process asks one server at a time, all of them on the same file with 
 tok/s is higher, that of the time to the first token (TTFT) lower where Cairn is faster; a ratio in bold reaches its
 goal. Where 16 connections ask, the better of llama-server's two configurations counts."""
 
+BESIDE_METHOD = """\
+A prompt of 128 new tokens is asked half a second after one of 4,000 on another connection: seconds until its first
+token and until its 16th, and until the first token of the long one."""
+
 KNOWN_METHOD = """\
 Time to the first token in ms. `beside the first`: on another connection while the first is still being answered. After
 a restart Cairn loads what it stored by itself; llama-server computes again unless a slot was saved and is restored by
@@ -167,6 +171,8 @@ def http_text(found: Found) -> str:
     parts.append(load_table(found["load"]))
     parts.append(f"![Cairn's server beside llama-server, row by row]({HTTP_CHART})")
     parts += ["### A context that is known", KNOWN_METHOD, known_table(found)]
+    if found.get("beside"):
+        parts += ["### A short prompt beside a long one", BESIDE_METHOD, beside_table(found)]
     starts = "; ".join(f"{name} {seconds:.1f} s" for name, seconds in found["start_seconds"].items())
     again = (
         f"{name} {one['ready again']:.1f} s" for name in NAMES for one in found["context"][:2] if one["server"] == name
@@ -248,6 +254,15 @@ def known_table(found: Found) -> str:
             shown = ["" if one is None else f"{one * 1000:,.0f}" for one in middles]
             rows.append([what + key, *shown, "" if ratio is None else f"{ratio:.2f}x", cell])
     return table(("", *NAMES.values(), "ratio", "goal"), rows)
+
+
+def beside_table(found: Found) -> str:
+    """Seconds, medians."""
+    rows = []
+    for key, what in (("short", "short, first token"), ("whole", "short, all 16"), ("long", "long, first token")):
+        middles = [statistics.median(known(found, "beside", key, name)) for name in NAMES]
+        rows.append([what, *(f"{one:.1f}" for one in middles), f"{known_ratio(found, 'beside', key):.2f}x"])
+    return table(("", *NAMES.values(), "ratio"), rows)
 
 
 BESIDE_GOAL, START_GOAL = 150e6, 1.5

@@ -16,6 +16,8 @@ knows no `ignore_eos`, so of its answers the events are counted.
     context    4,000 tokens: new; again; then by a server that was killed and started again. Cairn stored them by itself
                (one call waits until all is written); of llama-server it is the time of computing them again, and
                beside it its manual way: save the slot, start, restore the slot, ask.
+    beside     4,000 new tokens, and half a second later, on another connection, 128 new ones with 16 out: how long
+               both take
     start      from the command to the first answer to /health
 """
 
@@ -47,6 +49,8 @@ from side_by_side import load, machine, model_file, write_json
 
 PROMPT, ANSWER, CONNECTIONS = 128, 64, (1, 4, 16)
 PREFIX, CONTEXT, TAIL = 2000, 4000, 16
+BESIDE_ANSWER, BESIDE_SECONDS = 16, 0.5
+"""Tokens that a short prompt gets beside a long one, and how much later it comes."""
 EVENTS_ONLY = "library"
 """Model name of the server that knows neither `ignore_eos` nor a usage block in streams."""
 
@@ -141,6 +145,17 @@ class Client:
             found["beside the first"] = (await self.ask(other, next(asked), 8))["first"]
             await running
         return found
+
+    async def beside(self, seed: int) -> dict[str, float]:
+        """Seconds to the first token of a short prompt that comes while a long one is read, to its end, and to the
+        first token of the long one."""
+        async with connection() as one, connection() as other:
+            long = asyncio.create_task(self.ask(one, letters(f"long {seed}", CONTEXT), 8))
+            await asyncio.sleep(BESIDE_SECONDS)
+            if long.done():
+                raise SystemExit("the long prompt was read before the short one was asked")
+            short = await self.ask(other, letters(f"short {seed}", PROMPT), BESIDE_ANSWER)
+            return {"short": short["first"], "whole": short["seconds"], "long": (await long)["first"]}
 
     async def context(self, seed: int, **more: int) -> dict[str, float]:
         """Seconds to the first token after a long context."""
@@ -245,7 +260,7 @@ def end_when_told() -> None:
 
 def measure(cairn: Server, slots: Server, many: Server, library: Server, given: argparse.Namespace) -> dict[str, Any]:
     """Everything, in turns."""
-    found: dict[str, Any] = {"load": [], "prefix": [], "context": []}
+    found: dict[str, Any] = {"load": [], "prefix": [], "beside": [], "context": []}
     for connections in CONNECTIONS:
         servers = [cairn, slots, *([many] if connections > 8 else [])]
         for number in range(given.rounds):
@@ -258,6 +273,11 @@ def measure(cairn: Server, slots: Server, many: Server, library: Server, given: 
         for server in (cairn, slots):
             found["prefix"].append({"server": server.name, **server.ask("prefix", seed=number)})
             print(f"  {found['prefix'][-1]}", file=sys.stderr)
+            settle(server)
+    for number in range(given.rounds):
+        for server in (cairn, slots):
+            found["beside"].append({"server": server.name, **server.ask("beside", seed=number)})
+            print(f"  {found['beside'][-1]}", file=sys.stderr)
             settle(server)
     for number in range(min(given.rounds, 2)):
         for server in (cairn, slots):

@@ -76,10 +76,15 @@ def http(first: float) -> dict[str, Any]:
         for name, new, known in zip(names, (1.0, 4.0), (first, 8.0), strict=True)
     ]
     context = [{"server": name, "new": new, "ready again": 1.0} for name, new in zip(names, (1.0, 2.0), strict=True)]
+    beside = [
+        {"server": name, "short": short, "whole": 2 * short, "long": 10.0}
+        for name, short in zip(names, (first, 8.0), strict=True)
+    ]
     return {
         "machine": MACHINE,
         "load_after": 0.2,
         "rounds": 2,
+        "beside": beside,
         "type": "Q4_0",
         "load": load,
         "prefix": prefix,
@@ -96,6 +101,7 @@ def test_known_prefixes_are_held_to_their_goal(first: float, cell: str, tmp_path
     assert f"| 2,000 tokens, another connection | {first * 1000:.0f} | 8,000 | 0.01x | {cell} |" in text
     assert "| 4,000 tokens, new | 1,000 | 2,000 | 0.50x | 0.50x (goal 0.35x) |" in text
     assert "| 4,000 tokens, after restart | 100 |  |  |  |" in text
+    assert f"| short, all 16 | {2 * first:.1f} | 16.0 | 0.01x |\n| long, first token | 10.0 | 10.0 | 1.00x |" in text
     assert "**3.00x** (goal 1.5x) | **0.33x** (goal 0.4x)" in text
     assert f"]({report.HTTP_CHART})" in text
 
