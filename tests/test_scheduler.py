@@ -167,7 +167,7 @@ def test_a_whole_prompt_is_not_held_up_by_the_next_one() -> None:
     [
         ((100, 100, 100), (100, 28)),
         ((20, 30, 40, 50), (20, 30, 40, 38)),
-        ((600, 200), (128, 200)),
+        ((600, 200), (200, 200)),
         ((200, 600), (200,)),
         ((600, 50, 60, 70, 257), (128, 50, 60)),
         ((600, 300, 20), (128, 20)),
@@ -642,6 +642,40 @@ def test_what_is_known_of_a_prompt_makes_it_short() -> None:
     assert rig.finish(3) is FinishReason.LENGTH and rig.running() == {2}
     rig.run()
     assert list(rig.outputs) == [1, 3, 2, 4]
+
+
+@pytest.mark.parametrize("short", ["rows", "blocks"])
+def test_short_prompts_leave_the_next_long_one_its_row_and_its_blocks(short: str) -> None:
+    """Known failure 7: it begins when the one before it is read, not when all that passed it have their answers."""
+    blocks, rows, answer = (150, 64, 1) if short == "blocks" else (4000, 4, 300)
+    rig = Rig(blocks=blocks, context=1000, step_tokens=32, max_running=rows)
+    rig.add(1, LONG, max_tokens=answer)
+    rig.add(2, LONG[::-1], max_tokens=1)
+    for id in range(3, 40):
+        rig.add(id, (id, *PROMPT[:7]), max_tokens=100)
+    while 2 not in rig.outputs:
+        rig.step()
+    assert len(rig.plans) <= 3 * -(-len(LONG) // 32)
+
+
+def test_a_short_prompt_passes_no_long_one_of_higher_priority() -> None:
+    rig = Rig(blocks=4000, context=1000, step_tokens=32)
+    rig.add(1, LONG, max_tokens=1)
+    rig.step()
+    rig.add(2, LONG[::-1], max_tokens=1, priority=1)
+    rig.add(3, PROMPT[:8], max_tokens=1)
+    rig.add(4, PROMPT[20:28], max_tokens=1, priority=1)
+    rig.run()
+    assert list(rig.outputs) == [4, 1, 2, 3] or list(rig.outputs) == [4, 1, 3, 2]
+
+
+def test_beside_short_prompts_a_long_one_gets_as_much_as_they() -> None:
+    rig = Rig(blocks=9000, context=9000, step_tokens=512)
+    rig.add(1, LONG * 20, max_tokens=1)
+    for id in range(2, 6):
+        rig.add(id, tuple((id * 7 + place * place) % 60 for place in range(250)), max_tokens=1)
+    rig.step()
+    assert [row.end - row.start for row in rig.plans[-1].rows] == [250, 250]
 
 
 def test_long_prompts_wait_for_each_other_whatever_comes_between() -> None:

@@ -17,17 +17,18 @@ class Room:
     """Prompt tokens that the step being planned still takes.
 
     Everybody in a step gets a token at its end. So once a prompt is whole in it, no other is taken beyond
-    `ENOUGH_TOKENS`: that would hold the first one up and gain nothing. Nor does a long prompt get more of a step, as
-    somebody may come during it; and half of the step is kept for short ones, which are counted for themselves.
+    `ENOUGH_TOKENS`: that would hold the first one up and gain nothing. Nor does a prompt that needs several steps get
+    more of one than that, or than the others of the step together: somebody may come during it. Half of the step is
+    then kept for prompts that are whole in it, which are counted for themselves.
     """
 
-    __slots__ = ("_base", "_taken", "_tokens", "_whole", "kept", "left")
+    __slots__ = ("_base", "_long", "_taken", "_tokens", "_whole", "kept", "left")
 
     def __init__(self, tokens: int) -> None:
         self.left = self._tokens = tokens
         self.kept = 0
         """For short prompts; 0 where there is no long one."""
-        self._taken = self._base = 0
+        self._taken = self._base = self._long = 0
         self._whole = False
 
     def long(self, missing: int) -> bool:
@@ -47,14 +48,16 @@ class Room:
         self.kept = self._tokens // 2
         self.left = min(self.left, self._tokens - self.kept, ENOUGH_TOKENS)
 
-    def use_kept(self) -> None:
-        """What is left is what was kept."""
+    def use_kept(self, long: int) -> None:
+        """The long prompt has `long` tokens of the step; what is left is what was kept."""
+        self._long = long
         if not self._whole:
-            self.left, self._base = self.kept, self._taken
+            self.left, self._base = min(self.kept, self._tokens - self._taken), self._taken
 
     def use_rest(self) -> None:
-        """What is left is what the short ones did not want: of a small step."""
-        self.left = max(0, min(self._tokens, ENOUGH_TOKENS) - self._taken)
+        """What is left is what the long prompt may still have: as much as the others have, if that is more."""
+        most = max(min(self._tokens, ENOUGH_TOKENS), self._taken - self._long)
+        self.left = max(0, min(self._tokens - self._taken, most - self._long))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,14 @@ then the prompts that are being computed, in chunks, then new sequences. Sequenc
 Order is by `rank`, lowest first: the time of arrival, less `AGE_SECONDS` for every level of priority. Waiting therefore
 raises everybody alike, and a request is only ever overtaken by those that arrive within `AGE_SECONDS` times the
 difference in priority after it. One that does not fit is not overtaken at all; one that waits for another to compute
-their common prefix may be, for a bounded time. When blocks run out, the running sequence of the highest rank goes back
-to waiting: it keeps its tokens and its rank and computes its KV again. The one of the lowest rank is never preempted,
-so something always finishes.
+their common prefix may be, for a bounded time, and a long one by short ones as below. When blocks run out, the running
+sequence of the highest rank goes back to waiting: it keeps its tokens and its rank and computes its KV again. The one
+of the lowest rank is never preempted, so something always finishes.
 
 Of a long prompt a step takes no more than an engine needs to be fast, and half of the step is for short ones, which are
 whole in it: neither the next token nor the next turn of an agent waits until somebody's 20,000 tokens are read. Those
-take at most twice as long by that, and long prompts wait for each other.
+take at most twice as long by that. Long prompts wait for each other, and a short one passes none of higher priority,
+nor takes the row and the blocks that the next of them will need.
 """
 
 from __future__ import annotations
@@ -204,30 +205,32 @@ class Scheduler:
         work[sequence] = start + count
         room.take(count, whole=start + count == sequence.target)
         if long:
-            room.use_kept()
+            room.use_kept(count)
 
     def _admit(
         self, work: dict[Sequence, int], room: Room, now: float, ended: list[Output], started: list[int]
     ) -> None:
         """Let waiting sequences run, in order, while there is room in the step, a row and blocks."""
-        looks = LOOKS
+        passed = list[Sequence]()
         for sequence in self._waiting:
-            if room.left < 1 or len(self._running) >= self._max_rows or not looks:
+            if room.left < 1 or len(self._running) + bool(passed) >= self._max_rows or len(passed) >= LOOKS:
                 break
             finish = sequence.ending()
             reuse = sequence.scored >= sequence.to_score
             if finish is None:
-                most = room.kept or None
-                if reuse and self._cache.awaits(sequence.kv, sequence.tokens, len(self._running), most):
+                spare, kept = len(self._running), room.kept
+                if reuse and self._cache.awaits(sequence.kv, sequence.tokens, spare, kept or None):
+                    passed += [sequence] * bool(kept)
                     continue
-                if most is not None:
-                    missing = sequence.target - (self._cache.found(sequence.kv, sequence.tokens) if reuse else 0)
-                    if missing > most:
-                        looks -= 1
+                if kept and not sequence.kv.tried:  # what was loaded must be held before others take its blocks
+                    missing = sequence.target - (self._cache.found(sequence.kv, sequence.tokens, False) if reuse else 0)
+                    if missing > kept:
+                        passed.append(sequence)
                         continue
-                    if missing > room.left:
+                    if missing > room.left or any(one.request.priority > sequence.request.priority for one in passed):
                         break
-                covered = self._cache.open(sequence.kv, sequence.tokens, reuse=reuse, spare=len(self._running))
+                    spare += passed[0].needs(self._cache.info.block_tokens) if passed else 0
+                covered = self._cache.open(sequence.kv, sequence.tokens, reuse=reuse, spare=spare)
                 if covered is None:
                     break
                 sequence.computed = covered

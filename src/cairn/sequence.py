@@ -93,6 +93,10 @@ class Sequence:
         """Tokens to compute before that."""
         return self.target - self.computed
 
+    def needs(self, block_tokens: int) -> int:
+        """Blocks of a full group that it does not hold yet."""
+        return -(-len(self.tokens) // block_tokens) - len(self.kv.tables[0])
+
     def become(self, state: State) -> None:
         """Change the state; anything but a legal transition is a bug of ours."""
         if state not in LEGAL[self.state]:

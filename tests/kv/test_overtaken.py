@@ -208,3 +208,22 @@ def test_what_stays_long_is_loaded_when_its_turn_comes() -> None:
         rig.threads()
     rig.settle()
     assert rig.check(asked, prompt, 3).disk >= 64
+
+
+def test_what_was_loaded_is_held_although_it_stays_long() -> None:
+    """A long prompt came while it was loaded; short ones took its blocks before its turn, and it was computed again."""
+    rng = random.Random(7)
+    prompt, long = tokens(rng, 360), tokens(rng, 1200)
+    how = {"blocks": 480, "context": 2000}
+    rig = Rig({"disk": known(prompt[:320], **how)}, **how, scheduling=Limits(step_tokens=64))
+    asked = rig.add(prompt)
+    rig.step()
+    assert rig.tiers is not None and rig.tiers.loading
+    slow = rig.add(long)
+    while not rig.outputs[asked]:
+        rig.add(tokens(rng, 20), 12, stored=False)
+        rig.step()
+        rig.threads()
+    rig.settle()
+    assert rig.check(asked, prompt, 3).disk == 320
+    rig.check(slow, long, 3)

@@ -167,7 +167,7 @@ BUGS = (
     Bug("a victim of this plan grows again", SCHEDULER, "        if sequence.state is not State.RUNNING:\n            return\n        start", "        start"),
     Bug("a victim of this plan keeps its row", SCHEDULER, "        work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}\n", ""),
     Bug("decode rows are not counted in the budget", SCHEDULER, "Room(self._step_tokens - len(work))", "Room(self._step_tokens)"),
-    Bug("one row too many", SCHEDULER, "len(self._running) >= self._max_rows", "len(self._running) > self._max_rows"),
+    Bug("one row too many", SCHEDULER, "len(self._running) + bool(passed) >= self._max_rows", "len(self._running) > self._max_rows"),
     Bug("nobody joins while others run", SCHEDULER, "            if room.left < 1 or", "            if self._running or room.left < 1 or"),
     Bug("a small request overtakes one that does not fit", SCHEDULER, "                if covered is None:\n                    break\n", "                if covered is None:\n                    continue\n"),
     Bug("a long prompt leaves short ones no room", SCHEDULER, "            room.keep_half()\n", "            pass\n"),

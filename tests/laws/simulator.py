@@ -23,7 +23,7 @@ from cairn.kv import prefix
 from cairn.kv.cache import Cache
 from cairn.plan import Plan
 from cairn.sampling import sample
-from cairn.scheduler import LOOKS, Limits, Scheduler
+from cairn.scheduler import Limits, Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence, State
 from cairn.types import FinishReason, Output, Request, SamplingParams, TokenLogprob
 
@@ -428,9 +428,8 @@ class World:
             client.overtaken += bool(past) and not beside
             client.awaited = client.awaited + 1 if awaiting else 0
             law(client.overtaken <= 12 * 48, "a request was overtaken without end")
-            if long and room and not admitted and not awaiting and missing <= half and place < LOOKS:
+            if long and room and not place and not admitted and not awaiting and missing <= half:
                 law(not self.fits(client, running), "a short prompt waits for a long one")
-                room = False
         head = next((c for c in waiting if not self.awaits(sequences[c.request.id])), None)
         used = sum(row.end - row.start for row in plan.rows)
         if head is not None and room and used < self.limits.step_tokens:
@@ -444,7 +443,7 @@ class World:
     def missing(self, sequence: Sequence) -> int:
         """Tokens of a waiting request's prompt that the pools do not have."""
         reuse = sequence.scored >= sequence.to_score
-        return sequence.target - (self.cache.found(sequence.kv, sequence.tokens) if reuse else 0)
+        return sequence.target - (self.cache.found(sequence.kv, sequence.tokens, False) if reuse else 0)
 
     def half(self, plan: Plan, before: dict[int, State]) -> tuple[int, bool]:
         """Half of what the step had for prompts, and whether one of them was too long for all of it."""

@@ -21,6 +21,8 @@ from cairn.service.launch import launch_first
 
 log = logging.getLogger("cairn.api")
 
+BACKLOG = 4096
+"""Connections that may wait to be accepted, first of all until the rest of the server is imported."""
 SPARE_FILES = 256
 """File descriptors beside those of the connections."""
 
@@ -36,14 +38,18 @@ def serve(config: Config) -> None:
     check_folders(config, os.environ)
     _log_to_stderr(config.log_level)
     raise_file_limit(config.max_connections)
-    with bind(config.host, config.port) as sock, launch_first(config) as first:
-        from cairn.api.lifetime import run
+    with bind(config.host, config.port) as sock:
+        first = launch_first(config)
+        try:
+            from cairn.api.lifetime import run
 
-        run(config, sock, first)
+            run(config, sock, first)
+        finally:
+            first.end()
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises ConfigError in one sentence where that is not possible."""
+    """A socket that listens. Raises ConfigError in one sentence where that is not possible."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError):
@@ -53,6 +59,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(where)
+        sock.listen(BACKLOG)  # until then another server could bind the same port, and clients would be refused
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:

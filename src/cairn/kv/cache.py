@@ -188,9 +188,9 @@ class Cache:
             context.loading = False
             self.below.stop(context)
 
-    def found(self, context: Context, tokens: Sequence[int]) -> int:
-        """Leading tokens of a context whose blocks the pools have, its last one included."""
-        return self._hit(context, tokens, len(tokens) // self._block_tokens) * self._block_tokens
+    def found(self, context: Context, tokens: Sequence[int], last: bool = True) -> int:
+        """Leading tokens of a context whose blocks the pools have; without the `last` one, what `open` would use."""
+        return self._hit(context, tokens, (len(tokens) - (not last)) // self._block_tokens) * self._block_tokens
 
     def forget(self, context: Context, tokens: Sequence[int], keep: int) -> None:
         """Give up the cached blocks of `tokens` beyond the first `keep` tokens, last to first, up to one in use."""

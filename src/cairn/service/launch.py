@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from dataclasses import dataclass
-from types import TracebackType
+from pathlib import Path
 
 import msgspec
 
@@ -39,34 +39,46 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """A server's first worker, and what the later ones need to be like it. Its end takes the worker with it."""
+    """A server's first worker, and what the later ones need to be like it."""
 
     load: wire.Load
     code: bytes
     """`code.digest` of the package when it was started; empty in-process."""
     worker: Worker
 
-    def __enter__(self) -> First:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self.worker.sock.close()
-        if self.worker.process is not None:
-            self.worker.process.kill()
-            self.worker.process.wait()
+    def end(self) -> None:
+        """Kill the worker, if it is a process that still runs."""
+        try:
+            self.worker.sock.close()
+        finally:
+            if self.worker.process is not None:
+                self.worker.process.kill()
+                self.worker.process.wait()
 
 
-def launch_first(config: Config, in_process: bool = False) -> First:
-    """Find the model and start a worker that loads it. Raises ModelError where one of them cannot be had."""
-    folder = str(locate(config.model))
-    load = wire.Load(msgspec.structs.replace(config, api_key=(), tenants=(), admin_key=None), folder)
+def launch_first(config: Config, in_process: bool = False, folder: Path | None = None) -> First:
+    """Start a worker that loads the model, which is in `folder` where that is known already.
+
+    A Ctrl-C or SIGTERM that comes meanwhile is raised here, and takes the worker with it. Raises ModelError where the
+    model or a worker cannot be had.
+    """
+    found = folder or locate(config.model)
+    load = wire.Load(msgspec.structs.replace(config, api_key=(), tenants=(), admin_key=None), str(found))
+    seen = b"" if in_process else code.digest()
+    first: First | None = None
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL)
     try:
-        worker = launch(load, in_process)
+        first = First(load, seen, launch(load, in_process))
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     except OSError as error:
         raise ModelError(f"the process that loads the model could not be started: {error}") from error
-    return First(load, b"" if in_process else code.digest(), worker)
+    except BaseException:
+        if first is not None:
+            first.end()
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return first
 
 
 def launch(load: wire.Load, in_process: bool = False) -> Worker:

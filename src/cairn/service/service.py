@@ -16,6 +16,7 @@ from cairn.config import Config
 from cairn.errors import Cancelled, Conflict, InvalidRequest, Unavailable, trace
 from cairn.figures import KvStats, Placed, Swept
 from cairn.metrics import Metrics
+from cairn.models.hub import locate
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.admission import check_tokens
@@ -101,8 +102,10 @@ class Service:
         files deserve) with nothing left running.
         """
         service = cls(config, patience=patience, clock=clock)
+        if first is None:
+            first = launch_first(config, in_process, await asyncio.to_thread(locate, config.model))
         try:
-            await service._load(first or launch_first(config, in_process))
+            await service._load(first)
         except BaseException:
             await service.close()
             raise
