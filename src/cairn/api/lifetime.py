@@ -130,6 +130,7 @@ class Signals:
         self._loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._seen)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # also one that came while the server was imported
 
     def _seen(self) -> None:
         (self.second if self.first.is_set() else self.first).set()

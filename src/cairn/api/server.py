@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import resource
+import signal
 import socket
 import sys
 
@@ -21,6 +22,7 @@ from cairn.service.launch import launch_first
 
 log = logging.getLogger("cairn.api")
 
+ENDING = {signal.SIGINT, signal.SIGTERM}
 BACKLOG = 4096
 """Connections that may wait to be accepted, first of all until the rest of the server is imported."""
 SPARE_FILES = 256
@@ -38,14 +40,20 @@ def serve(config: Config) -> None:
     check_folders(config, os.environ)
     _log_to_stderr(config.log_level)
     raise_file_limit(config.max_connections)
-    with bind(config.host, config.port) as sock:
-        first = launch_first(config)
-        try:
-            from cairn.api.lifetime import run
+    # A signal waits until the loop takes it (`lifetime.Signals`): what it raised now could leave a worker behind, or be
+    # lost in the middle of an import.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        with bind(config.host, config.port) as sock:
+            first = launch_first(config)
+            try:
+                from cairn.api.lifetime import run
 
-            run(config, sock, first)
-        finally:
-            first.end()
+                run(config, sock, first)
+            finally:
+                first.end()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
-import sys
 
 import typer
 
@@ -20,9 +18,6 @@ def register(app: typer.Typer) -> None:
     @configured(ALL)
     def serve(resolved: Resolved) -> None:
         """Serve a model over HTTP with OpenAI's API. Ctrl-C finishes what runs and stops."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            # Until the server takes over there is nothing to finish; importing it takes a moment.
-            signal.signal(number, lambda *_: sys.exit(0))
         # A tenth of a start would be looking for garbage among what stays; the server looks again once it is ready.
         collecting = gc.isenabled()
         gc.disable()

@@ -59,26 +59,15 @@ class First:
 def launch_first(config: Config, in_process: bool = False, folder: Path | None = None) -> First:
     """Start a worker that loads the model, which is in `folder` where that is known already.
 
-    A Ctrl-C or SIGTERM that comes meanwhile is raised here, and takes the worker with it. Raises ModelError where the
-    model or a worker cannot be had.
+    Raises ModelError where the model or a worker cannot be had.
     """
     found = folder or locate(config.model)
     load = wire.Load(msgspec.structs.replace(config, api_key=(), tenants=(), admin_key=None), str(found))
     seen = b"" if in_process else code.digest()
-    first: First | None = None
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL)
     try:
-        first = First(load, seen, launch(load, in_process))
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return First(load, seen, launch(load, in_process))
     except OSError as error:
         raise ModelError(f"the process that loads the model could not be started: {error}") from error
-    except BaseException:
-        if first is not None:
-            first.end()
-        raise
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return first
 
 
 def launch(load: wire.Load, in_process: bool = False) -> Worker:
