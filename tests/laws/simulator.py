@@ -448,16 +448,20 @@ class World:
     def half(self, plan: Plan, before: dict[int, State]) -> tuple[int, bool]:
         """Half of what the step had for prompts, and whether one of them was too long for all of it."""
         rows = [
-            (sequence.target - row.start, row.end - row.start, before.get(sequence.request.id) is State.RUNNING)
+            (sequence, row, before.get(sequence.request.id) is State.RUNNING)
             for sequence, row in zip(plan.sequences, plan.rows, strict=True)
         ]
-        prompts = [(missing, count) for missing, count, ran in rows if missing > 1 or not ran]
+        prompts = [(one, row) for one, row, ran in rows if one.target - row.start > 1 or not ran]
         room = self.limits.step_tokens - (len(rows) - len(prompts))
         taken = 0
-        for missing, count in prompts:
-            if missing > room:
+        for sequence, row in prompts:
+            count = row.end - row.start
+            if sequence.target - row.start > room:
+                wanted = room - room // 2 - taken
+                # Blocks that a load held until then came too late for it.
+                late = self.storage is not None and sequence.kv.capacity < row.start + wanted
                 blocks = min(pool.available for pool in self.cache.pools)
-                enough = count >= room - room // 2 - taken or blocks <= -(-room // self.size)
+                enough = count >= wanted or blocks <= -(-room // self.size) or late
                 law(enough, "a long prompt got less than half of the step")
                 return room // 2, True
             taken += count
