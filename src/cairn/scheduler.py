@@ -13,7 +13,7 @@ of the lowest rank is never preempted, so something always finishes.
 Of a long prompt a step takes no more than an engine needs to be fast, and half of the step is for short ones, which are
 whole in it: neither the next token nor the next turn of an agent waits until somebody's 20,000 tokens are read. Those
 take at most twice as long by that. Long prompts wait for each other, and a short one passes none of higher priority,
-nor takes the row and the blocks that the next of them will need.
+nor begins where it would take the row or the blocks that the next of them needs.
 """
 
 from __future__ import annotations

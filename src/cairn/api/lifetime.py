@@ -23,7 +23,7 @@ from cairn.api.folders import agents_folder
 from cairn.api.listener import Listener
 from cairn.config import Config
 from cairn.errors import ConfigError
-from cairn.service.launch import First
+from cairn.service.launch import ENDING, First
 from cairn.service.service import Service
 from cairn.system import SystemClock, SystemFiles, SystemRng
 
@@ -128,16 +128,16 @@ class Signals:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ENDING:
             self._loop.add_signal_handler(number, self._seen)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})  # also one that came while the server was imported
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)  # also one that came while the server was imported
 
     def _seen(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
 
     def close(self) -> None:
         """Give the signals back."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ENDING:
             self._loop.remove_signal_handler(number)
 
 

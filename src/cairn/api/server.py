@@ -18,13 +18,10 @@ from cairn.api.auth import check_exposure
 from cairn.api.folders import check_folders
 from cairn.config import Config
 from cairn.errors import ConfigError
-from cairn.service.launch import launch_first
+from cairn.service.launch import ENDING, launch_first
 
 log = logging.getLogger("cairn.api")
 
-ENDING = {signal.SIGINT, signal.SIGTERM}
-BACKLOG = 4096
-"""Connections that may wait to be accepted, first of all until the rest of the server is imported."""
 SPARE_FILES = 256
 """File descriptors beside those of the connections."""
 
@@ -67,7 +64,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(where)
-        sock.listen(BACKLOG)  # until then another server could bind the same port, and clients would be refused
+        sock.listen()  # until then another server could bind the same port, and clients would be refused
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:

@@ -25,7 +25,8 @@ from cairn.system import without_secrets
 
 WORKER = (sys.executable, "-m", "cairn.service.worker")
 """The worker's command line; the socket's number is added to it."""
-_TERMINAL = {signal.SIGINT, signal.SIGTERM}
+ENDING = (signal.SIGINT, signal.SIGTERM)
+"""What ends a server: a terminal sends it to every process at once, and only the front heeds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,10 @@ class First:
 
     def end(self) -> None:
         """Kill the worker, if it is a process that still runs."""
-        try:
-            self.worker.sock.close()
-        finally:
-            if self.worker.process is not None:
-                self.worker.process.kill()
-                self.worker.process.wait()
+        self.worker.sock.close()
+        if self.worker.process is not None:
+            self.worker.process.kill()
+            self.worker.process.wait()
 
 
 def launch_first(config: Config, in_process: bool = False, folder: Path | None = None) -> First:
@@ -91,7 +90,7 @@ def launch(load: wire.Load, in_process: bool = False) -> Worker:
 
 def _process(sock: socket.socket) -> subprocess.Popen[bytes]:
     # A Ctrl-C in a terminal goes to all its processes; this one ignores it, but only once it has come to that.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         command = [*WORKER, str(sock.fileno())]
         return subprocess.Popen(
