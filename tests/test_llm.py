@@ -143,6 +143,12 @@ def test_generate_takes_one_text_many_texts_and_token_ids(llm):
     assert "".join(piece.text for piece in streamed) == alone[0].text
 
 
+def test_a_top_p_of_0_keeps_the_likeliest_token_alone(llm):
+    wild = {"temperature": 5.0, "seed": 3, "top_k": 0, "max_tokens": 12, "ignore_eos": True}
+    greedy = llm.generate("The cat", temperature=0, max_tokens=12, ignore_eos=True)
+    assert llm.generate("The cat", top_p=0, **wild).tokens == greedy.tokens != llm.generate("The cat", **wild).tokens
+
+
 def test_many_more_prompts_than_places():
     """Offline work is not refused for being much: it waits for its turn."""
     with LLM("demo", **SMALL, max_running=3, max_queue=2, max_queue_tokens=40) as llm:

@@ -201,7 +201,7 @@ AT_LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"temperature": 0}, {"temperature": -0.01}, "temperature"),
     ({"temperature": 10}, {"temperature": 10.01}, "temperature"),
     ({"top_p": 1}, {"top_p": 1.01}, "top_p"),
-    ({"top_p": 0.01}, {"top_p": 0}, "top_p"),
+    ({"top_p": 0}, {"top_p": -0.01}, "top_p"),
     ({"min_p": 1}, {"min_p": 1.1}, "min_p"),
     ({"top_k": -1}, {"top_k": -2}, "top_k"),
     ({"repetition_penalty": 10}, {"repetition_penalty": 10.1}, "repetition_penalty"),

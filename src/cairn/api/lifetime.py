@@ -9,10 +9,10 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Coroutine
 from typing import Any
 
+import uvloop
 from rich.console import Console
 from rich.markup import escape
 
@@ -40,12 +40,7 @@ AGENTS_SECONDS = 10.0
 
 def run(config: Config, sock: socket.socket, first: First) -> None:
     """Serve on a bound socket, with the first worker on its way, until a signal ends it."""
-    factory = None
-    if sys.platform != "win32":
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, sock, first))
 
 

@@ -22,6 +22,8 @@ MAX_STOP_BYTES = 256
 MAX_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
+ONE_TOKEN = 1e-9
+"""What a top_p of 0 means: the likeliest token alone."""
 LEAST_SEED, MOST_SEED = -(1 << 63), (1 << 64) - 1
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -96,9 +98,6 @@ def sampling_params(
     max_tokens = _max_tokens(options.max_tokens, prompt_tokens, context, allow_empty)
     min_tokens = _count("min_tokens", options.min_tokens or 0, 0, max_tokens, "max_tokens")
     top_k = options.top_k if options.top_k is not None else int(spec.defaults.get("top_k", 0))
-    top_p = number("top_p", 1.0)
-    if top_p == 0:
-        raise InvalidRequest("top_p must be more than 0 and at most 1; it is 0", field="top_p")
     _flags(options)
     seed = (
         (rng or SystemRng()).bits64() if options.seed is None else _count("seed", options.seed, LEAST_SEED, MOST_SEED)
@@ -108,7 +107,7 @@ def sampling_params(
         max_tokens=max_tokens,
         temperature=number("temperature", 1.0),
         top_k=max(_count("top_k", top_k, -1, 1 << 31), 0),
-        top_p=top_p,
+        top_p=number("top_p", 1.0) or ONE_TOKEN,
         min_p=number("min_p", 0.0),
         repetition_penalty=number("repetition_penalty", 1.0),
         presence_penalty=number("presence_penalty", 0.0),
