@@ -13,6 +13,7 @@ from cairn.plan import ENOUGH_TOKENS, Plan
 from cairn.scheduler import Limits, Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence
 from cairn.types import FinishReason, Output, Request, SamplingParams
+from cairn.waiting import LOOKS, PAUSE
 
 VOCAB = 64
 PROMPT = tuple(range(3, 43))
@@ -656,6 +657,25 @@ def test_short_prompts_leave_the_next_long_one_its_row_and_its_blocks(short: str
     while 2 not in rig.outputs:
         rig.step()
     assert len(rig.plans) <= 3 * -(-len(LONG) // 32)
+
+
+def test_a_short_prompt_passes_many_long_ones_of_which_few_are_looked_up_in_a_step() -> None:
+    rig = Rig(blocks=9000, context=1000, step_tokens=32, max_queue=100)
+    for id in range(1, 34):
+        rig.add(id, (id, *LONG), max_tokens=1)
+    rig.add(50, PROMPT[:8], max_tokens=1)
+    asked: list[int] = []
+    found = rig.cache.found
+    rig.cache.found = lambda *known: asked.append(1) or found(*known)  # type: ignore[func-returns-value,method-assign]
+    looks = []
+    while not rig.outputs:
+        rig.step()
+        looks.append(len(asked))
+        asked.clear()
+    assert list(rig.outputs) == [50] and len(looks) <= PAUSE + 1
+    assert max(looks) <= LOOKS + 1
+    rig.run()
+    assert list(rig.outputs)[1:] == list(range(1, 34))
 
 
 def test_a_short_prompt_passes_no_long_one_of_higher_priority() -> None:

@@ -30,10 +30,8 @@ from cairn.plan import Plan, Room
 from cairn.seams import Clock
 from cairn.sequence import Sequence, State, check
 from cairn.types import FinishReason, Output, Request, Timing
-from cairn.waiting import WaitingQueue
+from cairn.waiting import Passed, WaitingQueue
 
-LOOKS = 8
-"""Waiting requests that are looked through, beside a long prompt, for short ones: to know is not free."""
 LONG_TOKENS = 256
 """Prompts at least so long are stored at first touch: they are expensive, and rarely asked for once."""
 
@@ -62,7 +60,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._planned: Plan | None = None
         self._next_deadline = math.inf
-        self._serial = itertools.count()
+        self._serial, self._steps = itertools.count(), itertools.count()
         self._queries = self._hits = self._preemptions = 0
 
     @property
@@ -211,25 +209,28 @@ class Scheduler:
         self, work: dict[Sequence, int], room: Room, now: float, ended: list[Output], started: list[int]
     ) -> None:
         """Let waiting sequences run, in order, while there is room in the step, a row and blocks."""
-        passed = list[Sequence]()
+        passed = Passed(next(self._steps))
         for sequence in self._waiting:
-            if room.left < 1 or len(self._running) + bool(passed) >= self._max_rows or len(passed) >= LOOKS:
+            if room.left < 1 or len(self._running) + passed.any >= self._max_rows or passed.enough:
                 break
+            if room.kept and passed.again(sequence):
+                continue
             finish = sequence.ending()
             reuse = sequence.scored >= sequence.to_score
             if finish is None:
                 spare, kept = len(self._running), room.kept
                 if reuse and self._cache.awaits(sequence.kv, sequence.tokens, spare, kept or None):
-                    passed += [sequence] * bool(kept)
+                    if kept:
+                        passed.add(sequence)
                     continue
                 if kept and not sequence.kv.tried:  # what was loaded must be held before others take its blocks
                     missing = sequence.target - (self._cache.found(sequence.kv, sequence.tokens, False) if reuse else 0)
                     if missing > kept:
-                        passed.append(sequence)
+                        passed.long(sequence, pause=missing > self._step_tokens)
                         continue
-                    if missing > room.left or any(one.request.priority > sequence.request.priority for one in passed):
+                    if missing > room.left or passed.priority > sequence.request.priority:
                         break
-                    spare += passed[0].needs(self._cache.info.block_tokens) if passed else 0
+                    spare += passed.needs(self._cache.info.block_tokens)
                 covered = self._cache.open(sequence.kv, sequence.tokens, reuse=reuse, spare=spare)
                 if covered is None:
                     break

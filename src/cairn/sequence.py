@@ -48,6 +48,7 @@ class Sequence:
         "first_token",
         "kv",
         "limit",
+        "long_until",
         "prompt_len",
         "rank",
         "report",
@@ -75,6 +76,8 @@ class Sequence:
         self.first_token: float | None = None
         self.report: CacheReport | None = None
         """Where its prompt's KV came from, once it has run."""
+        self.long_until = -1
+        """The last step for which it counts, while it waits, as the long prompt that it was when it was looked up."""
         self.scored = 0
         """Prompt log-probabilities given out so far, of `to_score`."""
         self.to_score = self.prompt_len - 1 if request.sampling.prompt_logprobs and not request.generated else 0

@@ -1,12 +1,18 @@
-"""The queue of requests that wait to run: in order of rank, and bounded."""
+"""The queue of requests that wait to run: in order of rank, and bounded. Who of them is passed by others."""
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Iterator
 
 from cairn.errors import Overloaded
 from cairn.sequence import Sequence
+
+LOOKS = 8
+"""Waiting requests that are found to be long before a step looks no further for short ones: to know is not free."""
+PAUSE = 4
+"""Steps for which such a one then counts as long unseen: with `LOOKS` it says how many a short one may stand behind."""
 
 
 class WaitingQueue:
@@ -45,3 +51,49 @@ class WaitingQueue:
         """Take this sequence out, because it runs now or has ended."""
         self._items.remove(sequence)
         self.tokens -= len(sequence.tokens)
+
+
+class Passed:
+    """Waiting requests that the step of this number, beside a long prompt, passes in search of short ones."""
+
+    __slots__ = ("_first", "_looks", "_step", "priority")
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+        self._first: Sequence | None = None
+        self._looks = 0
+        self.priority = -math.inf
+        """The highest of theirs: nobody passes who has less."""
+
+    @property
+    def any(self) -> bool:
+        """Whether anybody was passed."""
+        return self._first is not None
+
+    @property
+    def enough(self) -> bool:
+        """Whether to look no further."""
+        return self._looks >= LOOKS
+
+    def add(self, sequence: Sequence) -> None:
+        """Pass this one."""
+        self._first = sequence if self._first is None else self._first
+        self.priority = max(self.priority, sequence.request.priority)
+
+    def long(self, sequence: Sequence, *, pause: bool) -> None:
+        """Pass this one, whose cached prefix was looked up and is too short; with `pause` it is not looked up again at
+        once."""
+        self._looks += 1
+        sequence.long_until = self._step + PAUSE * pause
+        self.add(sequence)
+
+    def again(self, sequence: Sequence) -> bool:
+        """Pass this one if it was long at a look at most `PAUSE` steps ago."""
+        if self._step > sequence.long_until:
+            return False
+        self.add(sequence)
+        return True
+
+    def needs(self, block_tokens: int) -> int:
+        """Blocks of a full group that the first of them does not hold yet: it is the next to run."""
+        return self._first.needs(block_tokens) if self._first is not None else 0

@@ -167,7 +167,7 @@ BUGS = (
     Bug("a victim of this plan grows again", SCHEDULER, "        if sequence.state is not State.RUNNING:\n            return\n        start", "        start"),
     Bug("a victim of this plan keeps its row", SCHEDULER, "        work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}\n", ""),
     Bug("decode rows are not counted in the budget", SCHEDULER, "Room(self._step_tokens - len(work))", "Room(self._step_tokens)"),
-    Bug("one row too many", SCHEDULER, "len(self._running) + bool(passed) >= self._max_rows", "len(self._running) > self._max_rows"),
+    Bug("one row too many", SCHEDULER, "len(self._running) + passed.any >= self._max_rows", "len(self._running) > self._max_rows"),
     Bug("nobody joins while others run", SCHEDULER, "            if room.left < 1 or", "            if self._running or room.left < 1 or"),
     Bug("a small request overtakes one that does not fit", SCHEDULER, "                if covered is None:\n                    break\n", "                if covered is None:\n                    continue\n"),
     Bug("a long prompt leaves short ones no room", SCHEDULER, "            room.keep_half()\n", "            pass\n"),
@@ -197,6 +197,7 @@ BUGS = (
     Bug("logits are wanted in the middle of a prompt", SEQUENCE, "first = end - 1 if end == len(self.tokens) else None", "first = end - 1"),
     Bug("the queue is last in, first out", WAITING, "insort(self._items, sequence, key=Sequence.by_rank)", "self._items.insert(0, sequence)"),
     Bug("the queue takes one too many", WAITING, "if waiting < self._max_requests", "if waiting <= self._max_requests"),
+    Bug("what was long once is long for ever", WAITING, "if self._step > sequence.long_until:", "if sequence.long_until < 0:"),
     Bug("the queue does not count tokens", WAITING, "and (not waiting or queued + tokens <= self._max_tokens)", ""),
     # ------------------------------------------------------------------------------------------------- the engine
     Bug("the digest before is read one slot off", FAKE, "(row.start - 1) % size for row", "row.start % size for row"),

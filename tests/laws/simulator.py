@@ -26,6 +26,7 @@ from cairn.sampling import sample
 from cairn.scheduler import Limits, Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence, State
 from cairn.types import FinishReason, Output, Request, SamplingParams, TokenLogprob
+from cairn.waiting import PAUSE
 
 VOCAB = 24
 WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))
@@ -93,6 +94,8 @@ class Client:
     start: int | None = None
     overtaken: int = 0
     awaited: int = 0
+    long_at: int = -PAUSE - 1
+    """The last plan for which it took more than a whole step."""
 
     @property
     def deadline(self) -> float:
@@ -145,6 +148,8 @@ class World:
         self.steps = self.finished = 0
         self.orders = 0
         self.waits = 0
+        self.plans = 0
+        """Plans that let waiting requests run."""
         self.beside = 0
         """Times that somebody was overtaken beside a long prompt."""
         self.deaths = 0 if self.calm else chance.choice((0, 0, 0, 1, 2))
@@ -408,8 +413,10 @@ class World:
 
     def fairness(self, plan: Plan, before: dict[int, State], *, preempted: bool, running: int) -> None:
         """Nobody is overtaken but by rank, while waiting for a prefix, which is bounded, or beside a long prompt, which
-        gets half of the step, by short ones, which are whole in the other half."""
+        gets half of the step, by short ones, which are whole in the other half. One that took more than a whole step
+        may count as long for a few more."""
         sequences = self.scheduler._sequences
+        self.plans += not preempted
         waiting = sorted(
             (self.live[id] for id, s in sequences.items() if s.state is State.WAITING), key=lambda client: client.rank
         )
@@ -422,13 +429,15 @@ class World:
         for place, client in enumerate(waiting):
             past = [rows.get(other.request.id) for other in admitted if other.rank > client.rank]
             awaiting, missing = self.awaits(sequences[client.request.id]), self.missing(sequences[client.request.id])
-            beside = long and missing > half and all(row is None or row.end - row.start <= half for row in past)
+            client.long_at = self.plans if missing > self.limits.step_tokens else client.long_at
+            is_long = missing > half or self.plans - client.long_at <= PAUSE
+            beside = long and is_long and all(row is None or row.end - row.start <= half for row in past)
             law(awaiting or beside or not past, "a waiting request was overtaken")
             self.beside += beside and bool(past)
             client.overtaken += bool(past) and not beside
             client.awaited = client.awaited + 1 if awaiting else 0
             law(client.overtaken <= 12 * 48, "a request was overtaken without end")
-            if long and room and not place and not admitted and not awaiting and missing <= half:
+            if long and room and not place and not admitted and not awaiting and not is_long:
                 law(not self.fits(client, running), "a short prompt waits for a long one")
         head = next((c for c in waiting if not self.awaits(sequences[c.request.id])), None)
         used = sum(row.end - row.start for row in plan.rows)
