@@ -1,13 +1,15 @@
 """GGUF files with random weights of real shapes, for benchmarks and tests beside llama.cpp.
 
-The numbers never repeat, so that no two tokens have the same logits. The tokenizer is byte-level: each of the 256 bytes
-is a token, every other place of the vocabulary has a text of its own that no merge reaches. So a text of n ASCII
-letters is n tokens, and whatever is sampled has a text.
+The numbers never repeat, so that no two tokens have the same logits. The tokenizer is byte-level and as large as a real
+one: each of the 256 bytes is a token, and every other place of the vocabulary has a merge that makes it, of capitals
+and digits. So a text of n small letters is n tokens, and whatever is sampled has a text.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import string
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,30 +56,27 @@ def _drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocab: int) -> None:
-    """256 bytes, one pair of them that can merge (readers want at least one), other texts, and the end of an answer."""
-    tokens = list(_byte_letters())
-    tokens.append(tokens[0] + tokens[1])
-    kinds = [PLAIN] * vocab
-    while len(tokens) < vocab - 1:
-        tokens.append("Ġ" + _word(len(tokens)))
-    tokens.append("<|endoftext|>")
-    kinds[-1] = CONTROL
+    """256 bytes, merges of capitals and digits, and the end of an answer."""
+    merges = list(itertools.islice(_merges(), vocab - 257))
+    tokens = [*_byte_letters(), *(a + b for a, b in merges), "<|endoftext|>"]
+    kinds = [PLAIN] * (vocab - 1) + [CONTROL]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
+    writer.add_token_merges([f"{a} {b}" for a, b in merges])
     writer.add_eos_token_id(vocab - 1)
     writer.add_add_bos_token(False)
 
 
-def _word(number: int) -> str:
-    """Five letters, another word for each number."""
-    letters = ""
-    for _ in range(5):
-        number, rest = divmod(number, 26)
-        letters += chr(ord("a") + rest)
-    return letters
+def _merges() -> Iterator[tuple[str, str]]:
+    """Pairs that make ever longer words, each by one more letter."""
+    letters = string.ascii_uppercase + string.digits
+    words = list(letters)
+    for word in words:  # it grows meanwhile
+        for letter in letters:
+            yield word, letter
+            words.append(word + letter)
 
 
 def _byte_letters() -> Iterator[str]:

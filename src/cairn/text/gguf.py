@@ -1,7 +1,8 @@
 """The tokenizer and the chat templates inside a GGUF file.
 
 The file holds the vocabulary (texts, kinds, scores or merges) and a name for how text is split before it is merged.
-From these the tokenizer.json that the model came with is rebuilt, so that everything else in `text` works as with one.
+From these the tokenizer that the model came with is rebuilt. The library gets vocabulary and merges as they are: by way
+of a tokenizer.json, 150,000 of each would take twice as long.
 
     gpt2    byte-level BPE: merges are listed; `tokenizer.ggml.pre` names the split
     llama   SentencePiece BPE with byte fallback: pieces with scores, from which the merges follow
@@ -9,9 +10,13 @@ From these the tokenizer.json that the model came with is rebuilt, so that every
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import BPE
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.gguf import Gguf
@@ -71,8 +76,8 @@ NAMES = {
 }
 
 
-def load_tokenizer(gguf: Gguf) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a file says, as a tokenizer.json and a tokenizer_config.json.
+def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any]]:
+    """What a file says: the tokenizer, its decoder as a tokenizer.json has it, and a tokenizer_config.json.
 
     Raises `ModelFileError` for a broken vocabulary, `ModelError` naming a kind of tokenizer or split that is not built.
     """
@@ -80,10 +85,10 @@ def load_tokenizer(gguf: Gguf) -> tuple[dict[str, Any], dict[str, Any]]:
     tokens, kinds = _vocabulary(gguf)
     model = fields.text("tokenizer.ggml.model", "")
     if model == "gpt2":
-        rebuilt = _byte_bpe(gguf, tokens, kinds)
+        bpe, around = _byte_bpe(gguf, tokens, kinds)
         bos = fields.text("tokenizer.ggml.pre", "") in _WHOLE_WORDS
     elif model == "llama":
-        rebuilt = _sentencepiece(gguf, tokens, kinds)
+        bpe, around = _sentencepiece(gguf, tokens, kinds)
         bos = True
     else:
         raise ModelError(f"{gguf.paths[0]}: the tokenizer {model[:80]!r} is not supported; supported are gpt2, llama")
@@ -91,7 +96,15 @@ def load_tokenizer(gguf: Gguf) -> tuple[dict[str, Any], dict[str, Any]]:
     for name, key in NAMES.items():
         for i in fields.ids(f"tokenizer.ggml.{key}_token_id", len(tokens)):
             config[name] = tokens[i]
-    return rebuilt | {"version": "1.0", "added_tokens": _added(tokens, kinds), "post_processor": None}, config
+    empty: dict[str, Any] = {
+        "model": {"type": "BPE", "vocab": {}, "merges": []},
+        "added_tokens": [],
+        "post_processor": None,
+    }
+    rebuilt = Tokenizer.from_str(json.dumps({"version": "1.0", **around, **empty}))
+    rebuilt.model = bpe
+    rebuilt.add_tokens(_added(tokens, kinds))
+    return rebuilt, around["decoder"], config
 
 
 def load_templates(gguf: Gguf) -> dict[str, str]:
@@ -136,17 +149,17 @@ def _ranked(gguf: Gguf, tokens: list[str], kinds: list[int]) -> dict[str, int]:
     return found
 
 
-def _added(tokens: list[str], kinds: list[int]) -> list[dict[str, Any]]:
+def _added(tokens: list[str], kinds: list[int]) -> list[AddedToken]:
     """Tokens that are recognised as a whole, before anything is split."""
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
-        {"id": number, "content": token, **flags, "special": kind != USER}
-        for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
+        AddedToken(token, normalized=False, special=kind != USER)
+        for token, kind in zip(tokens, kinds, strict=True)
         if token and kind in (UNKNOWN, CONTROL, USER)
     ]
 
 
-def _byte_bpe(gguf: Gguf, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
+def _byte_bpe(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE, dict[str, Any]]:
+    """The model, and what a tokenizer.json has around it."""
     path, named = gguf.paths[0], gguf.fields.text("tokenizer.ggml.pre", "")
     if not named:
         raise ModelError(
@@ -160,24 +173,32 @@ def _byte_bpe(gguf: Gguf, tokens: list[str], kinds: list[int]) -> dict[str, Any]
     listed = gguf.metadata.get("tokenizer.ggml.merges")
     if not isinstance(listed, list):
         raise ModelFileError(f"{path}: tokenizer.ggml.merges must be a list of texts")
-    merges = []
-    for merge in listed:
+    try:
         # A token may begin with a space of its own only in the byte alphabet, where it is another character.
-        pair = merge.split(" ") if isinstance(merge, str) else []
-        if len(pair) != 2 or pair[0] not in vocab or pair[1] not in vocab or pair[0] + pair[1] not in vocab:
-            raise ModelFileError(
-                f"{path}: tokenizer.ggml.merges must hold two tokens that make one, found {merge!r:.80}"
-            )
-        merges.append(pair)
-    return {
+        pairs = [tuple(merge.split(" ")) for merge in listed]
+        model = BPE(vocab, pairs, ignore_merges=named in _WHOLE_WORDS)
+    except Exception as error:  # the library raises bare Exception
+        raise _bad_merge(path, vocab, listed) from error
+    return model, {
         "normalizer": {"type": "NFC"} if named in COMPOSED else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS[named]},
         "decoder": _byte_level(regex=True),
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": named in _WHOLE_WORDS},
     }
 
 
-def _sentencepiece(gguf: Gguf, tokens: list[str], kinds: list[int]) -> dict[str, Any]:
+def _bad_merge(path: Path, vocab: dict[str, int], merges: list[Any]) -> ModelFileError:
+    """What to say of the first merge that is none."""
+
+    def good(merge: object) -> bool:
+        pair = merge.split(" ") if isinstance(merge, str) else []
+        return len(pair) == 2 and {*pair, "".join(pair)} <= vocab.keys()
+
+    found = next((merge for merge in merges if not good(merge)), None)
+    return ModelFileError(f"{path}: tokenizer.ggml.merges must hold two tokens that make one, found {found!r:.80}")
+
+
+def _sentencepiece(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE, dict[str, Any]]:
+    """The model, and what a tokenizer.json has around it."""
     scores = _numbers(gguf, "tokenizer.ggml.scores", len(tokens))
     if scores is None:
         raise ModelFileError(f"{gguf.paths[0]}: tokenizer.ggml.scores must be a list of {len(tokens)} numbers")
@@ -196,21 +217,14 @@ def _sentencepiece(gguf: Gguf, tokens: list[str], kinds: list[int]) -> dict[str,
     ]
     if prefix:
         steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    return {
+    model = BPE(vocab, _merges(plain, scores), unk_token=unknown, byte_fallback=True, fuse_unk=True)
+    return model, {
         "normalizer": {
             "type": "Sequence",
             "normalizers": [*([{"type": "Prepend", "prepend": "▁"}] if prefix else []), spaces],
         },
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": steps},
-        "model": {
-            "type": "BPE",
-            "vocab": vocab,
-            "merges": _merges(plain, scores),
-            "unk_token": unknown,
-            "byte_fallback": True,
-            "fuse_unk": True,
-        },
     }
 
 

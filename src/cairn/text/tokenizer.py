@@ -75,8 +75,7 @@ class Tokenizer:
             from cairn.models.gguf import read_gguf  # it needs numpy, and nothing else here does
             from cairn.text import gguf
 
-            data, config = gguf.load_tokenizer(parsed or read_gguf(folder))
-            return cls(_library(msgspec.json.encode(data).decode(), folder), data["decoder"], config)
+            return cls(*gguf.load_tokenizer(parsed or read_gguf(folder)))
         path = folder / "tokenizer.json"
         try:
             text = path.read_bytes()
