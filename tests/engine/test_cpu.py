@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import dataclasses
 import gc
 import weakref
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import threadpoolctl
@@ -169,14 +169,14 @@ def test_broken_rows_are_refused_before_anything_is_written(tmp_path: Path) -> N
     row = Row(prompt(40), 0, 40, ([0, 1, 2],), 39, 40, GREEDY, 0)
     broken: list[list[Row]] = [
         [row, row],
-        [dataclasses.replace(row, end=1)] * 3,
-        [dataclasses.replace(row, end=41)],
-        [dataclasses.replace(row, start=40)],
-        [dataclasses.replace(row, tables=([0, NO_BLOCK, 2],))],
-        [dataclasses.replace(row, tables=([0, 1],))],
-        [dataclasses.replace(row, tables=([0, 1, 2], [0, 1, 2]))],
-        [dataclasses.replace(row, tokens=[160] * 40)],
-        [dataclasses.replace(row, tokens=[-1] * 40)],
+        [msgspec.structs.replace(row, end=1)] * 3,
+        [msgspec.structs.replace(row, end=41)],
+        [msgspec.structs.replace(row, start=40)],
+        [msgspec.structs.replace(row, tables=([0, NO_BLOCK, 2],))],
+        [msgspec.structs.replace(row, tables=([0, 1],))],
+        [msgspec.structs.replace(row, tables=([0, 1, 2], [0, 1, 2]))],
+        [msgspec.structs.replace(row, tokens=[160] * 40)],
+        [msgspec.structs.replace(row, tokens=[-1] * 40)],
     ]
     for rows in broken:
         with pytest.raises(ValueError):

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+import msgspec
+
 from cairn.types import CacheGroup, SamplingParams, TokenLogprob
 
 T_co = TypeVar("T_co", covariant=True)
@@ -18,8 +20,7 @@ NO_BLOCK = -1
 """In a window group's table: a block that the window has passed and nobody may read."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """A run of positions of one sequence: compute `tokens[start:end]`, reading and writing KV through `tables`.
 
     The KV of positions before `start` is already in the tables' blocks. Position p of group g lives in slot
@@ -48,8 +49,7 @@ class Row:
         return self.logits_from is not None and self.end == len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(msgspec.Struct, frozen=True):
     """What a step made of one row. At most one of `token` and `error` is set."""
 
     token: int | None = None

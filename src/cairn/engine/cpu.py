@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -199,7 +200,7 @@ class CpuEngine:
         pieces = [
             rows[row]
             if (low, high) == (rows[row].logits_from, rows[row].end)
-            else dataclasses.replace(rows[row], logits_from=low, end=high)
+            else msgspec.structs.replace(rows[row], logits_from=low, end=high)
             for row, low, high in slice_
         ]
         sampled = sample(pieces, self._buffers.logits[: len(wanted)], self._sampler)
@@ -209,7 +210,7 @@ class CpuEngine:
 
 def _joined(before: RowResult, result: RowResult) -> RowResult:
     """What two runs of a row's positions gave, in order."""
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         result,
         token=None if before.error else result.token,
         error=before.error or result.error,
