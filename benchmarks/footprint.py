@@ -96,7 +96,7 @@ def measure(path: Path, given: argparse.Namespace, home: Path) -> dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, metavar="FILE", help="a GGUF file of `random_models`: a letter is a token")
+    parser.add_argument("file", type=Path, metavar="FILE", help="a GGUF file of `random_models`")
     parser.add_argument("--kv-gb", type=float, default=1.0)
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)

@@ -187,7 +187,7 @@ class Storage:
     def audit(self) -> None:
         """Laws of the state between two steps."""
         behind = self.tiers.behind_pool
-        law(behind.bytes == sum(behind._copied.values()), "the queue's bytes do not add up")
+        law(behind.bytes == sum(size for size, _ in behind._copied.values()), "the queue's bytes do not add up")
         law(behind.bytes <= max(self.limits.queue_bytes, self.page), "the queue's bound was ignored")
         law(set(behind._outstanding) == set(behind._noted) | set(behind._copied), "a chunk waits nowhere or twice")
         for noted in behind._noted.values():

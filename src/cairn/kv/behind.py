@@ -72,10 +72,8 @@ class Behind:
         self._users: dict[bytes, list[bytes]] = {}
         """Which noted chunks a block, all by their keys, is a part of: contexts may part within a chunk."""
         self._noted_blocks = [0] * len(cache.pools)
-        self._copied: dict[bytes, int] = {}
-        """Bytes of every chunk that is queued or being written."""
-        self._extends: dict[bytes, bytes] = {}
-        """What each of those extends."""
+        self._copied: dict[bytes, tuple[int, bytes]] = {}
+        """Bytes of every chunk that is queued or being written, and what it extends."""
         self._outstanding: OrderedDict[bytes, int] = OrderedDict()
         """Serial of every chunk that is noted, queued or being written."""
         self._serial = 0
@@ -217,7 +215,7 @@ class Behind:
         key = chain.key(last, tokens)
         if key in self._outstanding or self._durable(key):
             return
-        if key in self._extends.values():
+        if any(key == parent for _, parent in self._copied.values()):
             return  # it left the store, which will not take what is queued; when that is lost both are noted again
         again = key in self._touched
         self._touched.add(key)
@@ -260,8 +258,7 @@ class Behind:
             return 0
         self._unnote(chunk.key)
         pages = b"".join(self._engine.read_blocks(chunk.group, found).wait())
-        self._copied[chunk.key] = len(pages)
-        self._extends[chunk.key] = chunk.parent
+        self._copied[chunk.key] = len(pages), chunk.parent
         self.bytes += len(pages)
         self._budget.spend(len(pages))
         self._writer.push(dataclasses.replace(chunk, pages=pages))
@@ -308,7 +305,6 @@ class Behind:
 
     def _written(self, key: bytes) -> tuple[int, int]:
         """The writer is done with a chunk; its bytes and serial."""
-        size = self._copied.pop(key)
-        del self._extends[key]
+        size, _ = self._copied.pop(key)
         self.bytes -= size
         return size, self._outstanding.pop(key)
