@@ -213,6 +213,20 @@ def test_what_a_used_chunk_extends_was_used_with_it(files: CrashFiles, time: Tim
     assert (held(files, long), held(files, chain(2, salt=b"x"))) == (0, 2)
 
 
+def test_a_use_that_a_dropped_chunk_left_behind_outlives_a_restart(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time, budget=(3 + 1) * 4096)
+    used, other = chain(2), chain(1, salt=b"o")
+    for one in (used, other):
+        assert store.keep(one) == len(one)
+        time.sleep(100)
+    assert store.leading(keys(used)) == 2
+    assert store.drop([used[1].key]) == 1
+    store.close()
+    store = open_store(files, time, budget=(3 + 1) * 4096)
+    store.keep(chain(2, salt=b"x"))
+    assert (held(files, used), held(files, other)) == (1, 0)
+
+
 def test_dear_chunks_outlast_cheap_ones(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time, budget=103 * 4096)
     deep = chain(100)
