@@ -166,6 +166,7 @@ def test_limits_hold_at_the_limit_and_beyond(option):
 def test_numbers_fit_the_wire():
     assert resolve({"max_queue": (1 << 63) - 1}, {}).config.max_queue == (1 << 63) - 1
     assert "64 bits" in refused({"max_queue": 1 << 63}, {})
+    assert "64 bits" in refused({}, {"CAIRN_MAX_QUEUE": "9" * 400})
 
 
 def test_a_file_has_types(elsewhere):

@@ -221,8 +221,10 @@ def _number(option: Option, given: _Given, value: object) -> int | float:
             raise _wrong(option, given, value, wanted) from None
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         raise _wrong(option, given, value, wanted)
-    if not math.isfinite(value) or abs(value) >= 1 << 63:
-        raise _wrong(option, given, value, f"{wanted} of at most 64 bits" if math.isfinite(value) else wanted)
+    if abs(value) >= 1 << 63 and abs(value) != math.inf:
+        raise _wrong(option, given, value, f"{wanted} of at most 64 bits")
+    if not math.isfinite(value):
+        raise _wrong(option, given, value, wanted)
     below = (option.above is not None and value <= option.above) or (option.least is not None and value < option.least)
     if below or (option.most is not None and value > option.most):
         raise _wrong(option, given, value, option.limits)

@@ -29,6 +29,18 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 10),
+    "top_k": (-1, 1 << 31),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 10),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+}
+"""Least and greatest value of what a request may ask and a model may suggest."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one token is chosen from the logits. Every default means "off" or "plain sampling".
 

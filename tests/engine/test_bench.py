@@ -39,6 +39,23 @@ def test_bytes_and_operations_are_those_of_the_shape(tmp_path: Path) -> None:
     assert prompt.arithmetic_fraction == pytest.approx(prompt.operations / 1e9)
 
 
+def test_a_step_without_logits_reads_no_head_and_a_window_bounds_what_is_read(tmp_path: Path) -> None:
+    spec = load_spec(write_model(tmp_path, "MistralForCausalLM", sliding_window=24, max_position_embeddings=4096))
+    assert [group.window for group in spec.groups] == [24]
+    config = Config(threads=1, kernels="reference")
+    load, ticks = Load(prompt=1030, decode=2, batch=(1,), depth=(0,)), count()
+    bench = open_bench(spec, open_weights(tmp_path, spec), config, load, Roofline(1, 1), lambda: float(next(ticks)))
+    most = bench.engine.info.max_tokens
+    prompt, one = bench.prefill(0), bench.decode(1, 0)
+    bench.engine.close()
+    weights, token = bench.weights, sum(bench.engine.info.block_bytes) // 16
+    steps = -(-1030 // most)
+    assert steps > 1 and weights.head == 4 * spec.vocab * spec.hidden
+    kept = [min(1030, start + most) - max(0, start - 23) for start in range(0, 1030, most)]
+    assert prompt.bytes == steps * weights.streamed + weights.head + token * sum(kept)
+    assert one.bytes == weights.streamed + weights.head + token * 2
+
+
 def test_a_load_beyond_the_context_is_refused_with_figures(tmp_path: Path) -> None:
     spec = load_spec(write_model(tmp_path))
     load = Load(prompt=500, depth=(20,))

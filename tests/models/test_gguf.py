@@ -200,6 +200,12 @@ KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "scaling": ({"llama.rope.scaling.type": "longrope"}, (), "rope scaling 'longrope' is not supported"),
     "not causal": ({"llama.attention.causal": False}, (), "such a model does not generate text"),
     "tokens": ({"tokenizer.ggml.tokens": ["x"] * 161}, (), "161 tokens, but the embedding has 160 rows"),
+    "hot": ({"general.sampling.temp": 20.0}, (), r"general\.sampling\.temp must be a number from 0 to 10"),
+    "layout": (
+        {"llama.tensor_data_layout": "reference"},
+        (),
+        r"llama\.tensor_data_layout is set, which is not supported",
+    ),
     "eos": ({"tokenizer.ggml.eos_token_id": 160}, (), r"eos_token_id must be a token id .*below 160"),
 }
 
@@ -221,10 +227,19 @@ def test_one_value_for_every_layer_and_settings_that_say_nothing_are_understood(
     folder = write_model(tmp_path / "model", "LlamaForCausalLM")
     extra = {"llama.attention.head_count_kv": [2, 2], "llama.expert_count": 0, "llama.attention.sliding_window": 24}
     extra |= {"general.sampling.temp": 0.5, "general.sampling.top_k": 7, "tokenizer.ggml.eot_token_id": 5}
-    extra |= {"tokenizer.ggml.eos_token_id": 3}
+    extra |= {"tokenizer.ggml.eos_token_id": 3, "tokenizer.ggml.eom_token_id": (1 << 32) - 1}
+    extra |= {"llama.tensor_data_layout": "Meta AI original pth"}
     spec = load_spec(write_gguf(folder, tmp_path / "m.gguf", extra=extra))
     assert (spec.kv_heads, spec.groups[0].window, spec.eos_ids) == (2, 24, (3, 5))
     assert spec.defaults == {"temperature": 0.5, "top_k": 7}
+
+
+def test_the_identity_of_a_file_is_its_content_not_its_name(tiny: Path, tmp_path: Path) -> None:
+    """Known failure 27: a file that was renamed, or is reached by a link, still has its KV."""
+    before = load_spec(tiny).identity
+    (tmp_path / "link.gguf").symlink_to(tiny)
+    assert load_spec(tmp_path / "link.gguf").identity == before
+    assert load_spec(tiny.rename(tmp_path / "renamed.gguf")).identity == before
 
 
 def test_the_identity_is_of_every_byte(tiny: Path) -> None:

@@ -485,6 +485,14 @@ def test_a_quantisation_is_pulled_alone_and_found_again(ggufs, env):
     assert [(one.name, one.folder, one.bytes) for one in found] == [("org/m:m-Q4_K_M", path, 1_200_000)]
 
 
+def test_models_that_only_their_folders_tell_apart_stay_beside_each_other(remote, env):
+    remote.files = {"Q4_0/model.gguf": b"four" * 100, "Q8_0/model.gguf": b"eight" * 100}
+    four, eight = (hub.pull(f"org/m:{one}", env=env) for one in ("Q4_0", "Q8_0"))
+    assert [hub.locate(f"org/m:{one}", env) for one in ("Q4_0", "Q8_0")] == [four, eight]
+    with pytest.raises(ModelError, match=r"org/m:model may be one of Q4_0, Q8_0; put its type after the colon"):
+        hub.locate("org/m:model", env)
+
+
 def test_the_parts_of_a_split_model_come_together_in_their_folder(ggufs, env):
     path = hub.pull("org/m:F16", env=env)
     assert path.parent.name == "F16" and path.name == "m-F16-00001-of-00002.gguf"

@@ -134,6 +134,8 @@ def test_sampling_defaults(tmp_path: Path) -> None:
     assert load_spec(folder).defaults == {}
     put(folder, "generation_config.json", {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_length": 9})
     assert load_spec(folder).defaults == {"temperature": 0.6, "top_k": 20.0, "top_p": 0.95}
+    put(folder, "generation_config.json", {"top_k": -1, "top_p": 0})
+    assert load_spec(folder).defaults == {"top_k": -1.0, "top_p": 0.0}
     put(folder, "generation_config.json", {"temperature": 0.6, "do_sample": False})
     assert load_spec(folder).defaults == {"temperature": 0.0}
 
@@ -250,7 +252,13 @@ def test_a_missing_or_broken_config(tmp_path: Path) -> None:
 
 def test_a_bad_sampling_default_is_named(tmp_path: Path) -> None:
     folder = write_config(tmp_path)
-    for name, value in [("temperature", -1), ("top_p", 0), ("top_k", "x"), ("repetition_penalty", 1e9)]:
+    for name, value in [
+        ("temperature", -1),
+        ("temperature", 20),
+        ("top_p", 1.1),
+        ("top_k", "x"),
+        ("repetition_penalty", 1e9),
+    ]:
         put(folder, "generation_config.json", {name: value})
         with pytest.raises(ModelFileError, match=rf"generation_config\.json: {name}"):
             load_spec(folder)

@@ -46,6 +46,12 @@ def test_a_tag_is_a_name_before_a_type_and_a_type_before_its_dynamic_twin():
     assert tags(found) == "Q8, Q4_K_M, UD-Q2_K, UD-Q4_K_M, Q8_0"
 
 
+def test_models_that_only_their_folders_tell_apart_are_several():
+    found = variants(["Q4_K_M/model.gguf", "Q8_0/model.gguf"])
+    assert [one.type for one in choose(found, "model")] == ["Q4_K_M", "Q8_0"]
+    assert [one.files for one in choose(found, "q8_0")] == [("Q8_0/model.gguf",)]
+
+
 def test_one_file_is_taken_before_the_parts_of_the_same():
     found = variants(["Q8_0/m-Q8_0-00001-of-00002.gguf", "Q8_0/m-Q8_0-00002-of-00002.gguf", "m-Q8_0.gguf"])
     assert [one.files for one in choose(found, "Q8_0")] == [("m-Q8_0.gguf",)]

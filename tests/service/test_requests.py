@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from cairn.errors import ContextTooLong, InvalidRequest
-from cairn.service.requests import RANGES, SamplingOptions, requests, sampling_params
-from cairn.types import CacheGroup, ModelSpec, OutputFormat
+from cairn.service.requests import SamplingOptions, requests, sampling_params
+from cairn.types import SAMPLING_RANGES, CacheGroup, ModelSpec, OutputFormat
 
 SPEC = ModelSpec(
     name="m",
@@ -98,10 +98,10 @@ FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penal
 
 @pytest.mark.parametrize("name", FLOATS)
 def test_numbers_hold_at_the_limit_and_not_beyond(name):
-    low, high = RANGES[name]
+    low, high = SAMPLING_RANGES[name]
     for value in (low, high):
         assert getattr(params(**{name: value}), name) == (value or (1e-9 if name == "top_p" else 0))
-    for value in (RANGES[name][0] - 0.01, high + 0.01, math.nan, math.inf, "1", True):
+    for value in (SAMPLING_RANGES[name][0] - 0.01, high + 0.01, math.nan, math.inf, "1", True):
         assert name in refusal(name, **{name: value})
 
 

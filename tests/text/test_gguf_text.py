@@ -76,7 +76,14 @@ def published(pre: str) -> str:
     made = Tokenizer(models.BPE(ignore_merges=pre in WHOLE))
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    patterns = {"qwen2": QWEN2, "tekken": TEKKEN, "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3}
+    patterns = {
+        "qwen2": QWEN2,
+        "deepseek-r1-qwen": QWEN2,
+        "tekken": TEKKEN,
+        "llama-bpe": LLAMA3,
+        "llama3": LLAMA3,
+        "llama-v3": LLAMA3,
+    }
     if pre in patterns:
         split = pre_tokenizers.Split(Regex(patterns[pre]), "isolated")
         made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_only])
@@ -84,7 +91,7 @@ def published(pre: str) -> str:
         made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
     else:
         made.pre_tokenizer = gpt2
-    if pre == "qwen2":
+    if pre in ("qwen2", "deepseek-r1-qwen"):
         made.normalizer = normalizers.NFC()
     made.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -228,6 +235,13 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "flag": ({"ggml__add_bos_token": 1}, r"tokenizer\.ggml\.add_bos_token must be true or false, found 1"),
     "template": ({"chat_template": 7}, r"tokenizer\.chat_template must be a string, found 7"),
 }
+
+
+def test_a_token_that_a_model_does_not_have_may_be_named_by_no_token(tmp_path: Path) -> None:
+    folder = text_models.write_model(tmp_path / "model", published("qwen2"), QWEN_CONFIG)
+    none = (1 << 32) - 1
+    path = write_tokenizer(folder, tmp_path / "m.gguf", ggml__seperator_token_id=none, ggml__padding_token_id=none)
+    assert Ours.load(path).special_tokens.keys().isdisjoint({"sep_token", "pad_token"})
 
 
 @pytest.mark.parametrize("name", BROKEN)

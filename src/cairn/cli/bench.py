@@ -130,7 +130,7 @@ def _measure(spec: ModelSpec, weights: Weights, config: Config, load: Load) -> M
                 figures.append(bench.decode(batch, depth))
     finally:
         bench.engine.close()
-    return Measured(load, limits, figures, bench.weights)
+    return Measured(load, limits, figures, bench.weights.held)
 
 
 def _print(spec: ModelSpec, weights: Weights, config: Config, measured: Measured, as_json: bool) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from cairn.config import Config
 from cairn.engine.base import Row
 from cairn.engine.cpu import CpuEngine
-from cairn.engine.memory import check_memory, weight_memory
+from cairn.engine.memory import WeightMemory, check_memory, weight_memory
 from cairn.errors import ConfigError
 from cairn.kernels.roofline import Roofline
 from cairn.models.weights import parameters
@@ -72,10 +72,8 @@ class _Work:
     tokens: int
     steps: int
     logits: int
-    kv: int
-    """Tokens of KV that were read in each layer."""
-    context: int
-    """Pairs of a query and a position that were computed in each layer."""
+    spans: list[tuple[int, int]]
+    """Of each sequence in each step, the positions of its queries: from, to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +83,7 @@ class Bench:
     spec: ModelSpec
     engine: CpuEngine
     load: Load
-    streamed: int
-    """Bytes of packed matrices that every step reads."""
-    weights: int
-    """Bytes of weights as they are held."""
+    weights: WeightMemory
     now: Callable[[], float]
     roofline: Roofline
 
@@ -107,9 +102,8 @@ class Bench:
 
         once()
         seconds = statistics.median(self._timed(once) for _ in range(ROUNDS))
-        context = sum(range(depth + 1, end + 1))
-        kv = sum(min(end, start + most) for start in starts)
-        work = _Work("prefill", 1, depth, load.prompt, len(starts), 1, kv, context)
+        spans = [(start, min(end, start + most)) for start in starts]
+        work = _Work("prefill", 1, depth, load.prompt, len(starts), 1, spans)
         return self._figure(work, seconds)
 
     def decode(self, batch: int, depth: int) -> Figure:
@@ -126,8 +120,8 @@ class Bench:
                 for known, table in zip(tokens, tables, strict=True)
             ]
             times.append(self._timed(partial(self._step, rows)))
-        middle = batch * (first + load.decode // 2)
-        work = _Work("decode", batch, depth, batch, 1, batch, middle, middle)
+        middle = first + load.decode // 2
+        work = _Work("decode", batch, depth, batch, 1, batch, [(middle - 1, middle)] * batch)
         return self._figure(work, statistics.median(times))
 
     def _step(self, rows: list[Row]) -> None:
@@ -143,10 +137,16 @@ class Bench:
 
     def _figure(self, work: _Work, seconds: float) -> Figure:
         spec = self.spec
-        read = work.steps * self.streamed + sum(self.engine.info.block_bytes) // BLOCK_TOKENS * work.kv
+        # One of the steps wants logits.
+        read, context = work.steps * self.weights.streamed + self.weights.head, 0
+        for group, size in zip(spec.groups, self.engine.info.block_bytes, strict=True):
+            window = group.window or spec.context
+            read += size // BLOCK_TOKENS * sum(stop - max(0, start + 1 - window) for start, stop in work.spans)
+            pairs = sum(min(at + 1, window) for start, stop in work.spans for at in range(start, stop))
+            context += len(group.layers) * pairs
         table = spec.vocab * spec.hidden
         inside = parameters(spec) - (table if spec.tied else 2 * table)
-        attention = 4 * spec.layers * spec.heads * spec.head_dim * work.context
+        attention = 4 * spec.heads * spec.head_dim * context
         operations = 2 * inside * work.tokens + 2 * table * work.logits + attention
         return Figure(
             work=work.name,
@@ -188,7 +188,7 @@ def open_bench(
         # Memory that was never written reads as one page of zeros, again and again, which costs next to nothing.
         page = memoryview(bytes(size))
         engine.write_blocks(group, range(blocks[group]), [page] * blocks[group]).wait()
-    return Bench(spec, engine, load, taken.streamed, taken.held, now, roofline)
+    return Bench(spec, engine, load, taken, now, roofline)
 
 
 def _blocks(tokens: int) -> int:

@@ -49,7 +49,9 @@ class WeightMemory:
     passing: int
     """Bytes beyond that which loading takes for a while, because a matrix is made before it is packed."""
     streamed: int = 0
-    """Bytes of matrices among those held: what every step reads."""
+    """Bytes of matrices among those held, but for the head: what every step reads."""
+    head: int = 0
+    """Bytes of the head, which a step reads that wants logits."""
 
 
 def weight_bytes(spec: ModelSpec) -> int:
@@ -60,8 +62,10 @@ def weight_bytes(spec: ModelSpec) -> int:
 def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> WeightMemory:
     """What the weights that `open_weights` gave take in the kernels that `config.kernels` names; reads none of them."""
     tally: Any = _Tally(chosen(kernels) != REFERENCE)
-    build(tally, spec, outlines(weights))
-    return WeightMemory(tally.held, tally.peak - tally.held, tally.streamed)
+    outlined = outlines(weights)
+    build(tally, spec, outlined)
+    head = tally.packed([outlined["model.embed_tokens.weight" if spec.tied else "lm_head.weight"]])
+    return WeightMemory(tally.held, tally.peak - tally.held, tally.streamed - head, head)
 
 
 class _Tally:
@@ -76,16 +80,16 @@ class _Tally:
 
     def table(self, source: Outline) -> None:
         if source.scale:
-            self._count(self._packed([source]), source.made)
+            self._count(self.packed([source]), source.made)
         else:
             self._count(math.prod(source.shape) * source.bits // 8, source.made)
 
     def matrix(self, weights: Sequence[Outline], biases: Sequence[Outline | None]) -> None:
-        held = self._packed(weights)
+        held = self.packed(weights)
         self._count(held, sum(one.made for one in weights))
         self.streamed += held
 
-    def _packed(self, parts: Sequence[Outline]) -> int:
+    def packed(self, parts: Sequence[Outline]) -> int:
         if self._native:
             return native.packed_bytes([(one.shape[0], one.shape[1], one.form) for one in parts])
         return sum(4 * math.prod(one.shape) for one in parts)

@@ -17,7 +17,7 @@ from cairn.errors import ModelError, ModelFileError
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
 from cairn.models.hub import model_name
-from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, CacheGroup, ModelSpec, RopeScaling
+from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, SAMPLING_RANGES, CacheGroup, ModelSpec, RopeScaling
 
 FACTORS = "rope_freqs.weight"
 """The tensor that divides the rotary frequencies, as models with llama3's scaling have it."""
@@ -59,13 +59,13 @@ _ENDS = frozenset(
 """Control tokens that end an answer. A file names one or two; a model may use another of them."""
 
 SAMPLING = {
-    "temperature": ("temp", 0.0, 100.0),
-    "top_k": ("top_k", 0, 1 << 24),
-    "top_p": ("top_p", 1e-9, 1.0),
-    "min_p": ("min_p", 0.0, 1.0),
-    "repetition_penalty": ("penalty_repeat", 1e-3, 100.0),
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
 }
-"""Sampling default -> its key below `general.sampling.` and its bounds."""
+"""Sampling default -> its key below `general.sampling.`."""
 
 _CONTROL = 3
 
@@ -88,7 +88,7 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     built.
     """
     family = architecture(gguf)
-    keys = _keys(gguf)
+    keys = _keys(gguf, family)
     hidden = keys.integer("embedding_length", 1, 1 << 20)
     heads = keys.integer("attention.head_count", 1, 1 << 14)
     layers = keys.integer("block_count", 1, 1 << 12)
@@ -129,8 +129,9 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     return spec
 
 
-def _keys(gguf: Gguf) -> Fields:
+def _keys(gguf: Gguf, family: Architecture) -> Fields:
     """The keys below the architecture's name. A list with one value for every layer is that value."""
+    done = {"tensor_data_layout": "Meta AI original pth" if family.interleaved else "reference"}
     prefix = gguf.metadata["general.architecture"] + "."
     found: dict[str, Any] = {}
     for key, value in gguf.metadata.items():
@@ -141,7 +142,7 @@ def _keys(gguf: Gguf) -> Fields:
             plain = value[0].item()
         if name in _KEYS:
             found[name] = plain
-        elif isinstance(plain, np.ndarray) or plain:
+        elif isinstance(plain, np.ndarray) or (plain and plain != done.get(name)):
             raise ModelError(f"{gguf.paths[0]}: {key[:120]} is set, which is not supported")
     keys = Fields(found, gguf.paths[0], prefix)
     if not keys.flag("attention.causal", True):
@@ -220,7 +221,9 @@ def _ids(gguf: Gguf, name: str, vocab: int) -> tuple[int, ...]:
 
 def _ends(gguf: Gguf, vocab: int) -> tuple[int, ...]:
     """Ids that end an answer: those that the file names, and control tokens that are known to."""
-    found = [i for name in ("eos", "eot", "eom") for i in _ids(gguf, f"{name}_token_id", vocab)]
+    found = list(_ids(gguf, "eos_token_id", vocab))
+    # Some files name a token that a model does not have by a number beyond all tokens.
+    found += [i for name in ("eot", "eom") for i in _ids(gguf, f"{name}_token_id", 1 << 32) if i < vocab]
     tokens, kinds = gguf.metadata.get("tokenizer.ggml.tokens"), gguf.metadata.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(kinds, np.ndarray) and len(kinds) == len(tokens):
         found += [int(i) for i in np.flatnonzero(kinds == _CONTROL) if tokens[i] in _ENDS]
@@ -230,7 +233,7 @@ def _ends(gguf: Gguf, vocab: int) -> tuple[int, ...]:
 def _defaults(fields: Fields) -> dict[str, float]:
     """Sampling defaults that newer files carry."""
     return {
-        name: fields.number(f"general.sampling.{key}", low, high)
-        for name, (key, low, high) in SAMPLING.items()
+        name: fields.number(f"general.sampling.{key}", *SAMPLING_RANGES[name])
+        for name, key in SAMPLING.items()
         if fields.has(f"general.sampling.{key}")
     }

@@ -149,8 +149,7 @@ def metadata(spec: ModelSpec, name: str) -> dict[str, Any]:
             found["rope.scaling.attn_factor"] = rope.attention_factor / (0.1 * math.log(rope.factor) + 1)
     whole = {f"{name}.{key}": value for key, value in found.items()} | {"general.name": spec.name}
     for option, value in spec.defaults.items():
-        key, low, _ = SAMPLING[option]
-        whole[f"general.sampling.{key}"] = int(value) if isinstance(low, int) else float(value)
+        whole[f"general.sampling.{SAMPLING[option]}"] = int(value) if option == "top_k" else float(value)
     return whole
 
 

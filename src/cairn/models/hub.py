@@ -168,7 +168,9 @@ def choose_one(model: str, found: Sequence[Variant], where: str, hint: str = "")
     name, tag = _parted(model)
     chosen = choose(found, tag)
     if len(chosen) > 1:
-        raise ModelError(f"{model} may be one of {', '.join(one.stem for one in chosen)}; put its name after the colon")
+        alike = len({one.stem for one in chosen}) == 1
+        names = tags(chosen) if alike else ", ".join(one.stem for one in chosen)
+        raise ModelError(f"{model} may be one of {names}; put its {'type' if alike else 'name'} after the colon")
     if not chosen:
         has = f"only {tags(found)}" if found else "no GGUF file at all"
         raise ModelError(f"{tag} of {name} is not {where}, {has}{hint}")

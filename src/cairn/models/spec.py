@@ -19,10 +19,10 @@ from cairn.errors import ModelError, ModelFileError
 from cairn.models.digests import file_digest
 from cairn.models.files import Fields, is_gguf, read_json, read_optional_json, reading
 from cairn.models.gguf import read_gguf
-from cairn.models.gguf_spec import gguf_spec
+from cairn.models.gguf_spec import SAMPLING, gguf_spec
 from cairn.models.hub import model_name
 from cairn.models.weights import weight_files
-from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, CacheGroup, ModelSpec, RopeScaling
+from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, SAMPLING_RANGES, CacheGroup, ModelSpec, RopeScaling
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -269,26 +269,23 @@ def _defaults(folder: Path) -> dict[str, float]:
     """Sampling defaults of generation_config.json. An explicit `do_sample: false` is temperature 0."""
     path = folder / "generation_config.json"
     fields = Fields(read_optional_json(path), path)
-    bounds = {
-        "temperature": (0.0, 100.0),
-        "top_k": (0, 1 << 24),
-        "top_p": (1e-9, 1.0),
-        "min_p": (0.0, 1.0),
-        "repetition_penalty": (1e-3, 100.0),
-    }
-    found = {name: fields.number(name, low, high) for name, (low, high) in bounds.items() if fields.has(name)}
+    found = {name: fields.number(name, *SAMPLING_RANGES[name]) for name in SAMPLING if fields.has(name)}
     if fields.has("do_sample") and not fields.flag("do_sample", True):
         found["temperature"] = 0.0
     return found
 
 
 def _identity(spec: ModelSpec, folder: Path) -> bytes:
-    """SHA-256 over the spec's facts, the weights and the tokenizer. Names, sampling defaults and EOS change no KV."""
+    """SHA-256 over the spec's facts, the weights and the tokenizer. Names, sampling defaults and EOS change no KV.
+
+    A folder's files have fixed names, which say what each holds; a GGUF file may be called anything.
+    """
     facts = msgspec.structs.replace(spec, name="", defaults={}, eos_ids=(), identity=b"")
     digest = hashlib.sha256(b"cairn-model-1\0")
     digest.update(hashlib.sha256(msgspec.json.encode(facts, order="sorted")).digest())
     tokenizer = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
-    for path in [*weight_files(folder), *tokenizer]:
+    for number, path in enumerate([*weight_files(folder), *tokenizer]):
         # The index only says which file holds a tensor, so the files themselves say everything.
-        digest.update(path.name.encode() + b"\0" + file_digest(path))
+        name = str(number) if is_gguf(folder) else path.name
+        digest.update(name.encode() + b"\0" + file_digest(path))
     return digest.digest()

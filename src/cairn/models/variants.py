@@ -57,8 +57,10 @@ def choose(found: Sequence[Variant], tag: str) -> list[Variant]:
         or [one for one in found if one.type == wanted]
         or [one for one in found if one.type == _DYNAMIC + wanted]
     )
+    if len({(one.stem, one.type) for one in chosen}) > 1:
+        return chosen
     # The same model in one file and in parts: the one file.
-    return chosen if len({one.stem for one in chosen}) > 1 else sorted(chosen, key=lambda one: len(one.files))[:1]
+    return sorted(chosen, key=lambda one: len(one.files))[:1]
 
 
 def tags(found: Iterable[Variant]) -> str:
@@ -71,7 +73,7 @@ def cached(repository: Path) -> list[tuple[Path, Variant]]:
 
     GGUF files of other commits stay where they are when one is pulled, so every snapshot is looked at.
     """
-    newest: dict[str, tuple[int, Path, Variant]] = {}
+    newest: dict[tuple[str, str], tuple[int, Path, Variant]] = {}
     for snapshot in sorted((repository / "snapshots").glob("*")):
         names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf") if path.is_file()]
         for one in variants(names):
@@ -79,9 +81,10 @@ def cached(repository: Path) -> list[tuple[Path, Variant]]:
                 continue
             # The time of the link, not of what it points at.
             pulled = (snapshot / one.files[-1]).lstat().st_mtime_ns
-            if one.stem not in newest or pulled > newest[one.stem][0]:
-                newest[one.stem] = pulled, snapshot, one
-    return [(snapshot, one) for _, snapshot, one in sorted(newest.values(), key=lambda entry: entry[2].stem)]
+            key = one.stem, one.type
+            if key not in newest or pulled > newest[key][0]:
+                newest[key] = pulled, snapshot, one
+    return [(snapshot, one) for _, (_, snapshot, one) in sorted(newest.items())]
 
 
 def _type(name: str) -> str:

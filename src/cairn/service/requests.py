@@ -15,7 +15,7 @@ from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.seams import Rng
 from cairn.sequence import MAX_PRIORITY
 from cairn.system import SystemRng
-from cairn.types import ModelSpec, OutputFormat, Request, SamplingParams
+from cairn.types import SAMPLING_RANGES, ModelSpec, OutputFormat, Request, SamplingParams
 
 MAX_STOP = 4
 MAX_STOP_BYTES = 256
@@ -25,16 +25,6 @@ MAX_STOP_TOKENS = 64
 ONE_TOKEN = 1e-9
 """What a top_p of 0 means: the likeliest token alone."""
 LEAST_SEED, MOST_SEED = -(1 << 63), (1 << 64) - 1
-
-RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, 10),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 10),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-}
-"""Least and greatest value of the options that are any number; for the others see `SamplingOptions`."""
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,7 +37,7 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     top_k: int | None = None
     """-1 or 0 is off."""
     top_p: float | None = None
-    """More than 0, at most 1."""
+    """0 to 1; 0 is the likeliest token alone."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -97,7 +87,7 @@ def sampling_params(
 
     max_tokens = _max_tokens(options.max_tokens, prompt_tokens, context, allow_empty)
     min_tokens = _count("min_tokens", options.min_tokens or 0, 0, max_tokens, "max_tokens")
-    top_k = options.top_k if options.top_k is not None else int(spec.defaults.get("top_k", 0))
+    top_k = int(spec.defaults.get("top_k", 0)) if options.top_k is None else options.top_k
     _flags(options)
     seed = (
         (rng or SystemRng()).bits64() if options.seed is None else _count("seed", options.seed, LEAST_SEED, MOST_SEED)
@@ -177,7 +167,7 @@ def requests(
 
 
 def _number(name: str, value: object) -> float:
-    low, high = RANGES[name]
+    low, high = SAMPLING_RANGES[name]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise InvalidRequest(f"{name} must be a finite number", field=name)
     if not low <= value <= high:

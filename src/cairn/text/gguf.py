@@ -47,6 +47,7 @@ def _byte_level(*, regex: bool) -> dict[str, Any]:
 
 
 _LLAMA3 = _split(rf"{_LETTERS}|\p{{N}}{{1,3}}{_TAIL}")
+_QWEN2 = _split(rf"{_LETTERS}|\p{{N}}{_TAIL}")
 _DIGITS = [{"type": "Digits", "individual_digits": True}, _byte_level(regex=True)]
 
 SPLITS: dict[str, list[dict[str, Any]]] = {
@@ -54,7 +55,8 @@ SPLITS: dict[str, list[dict[str, Any]]] = {
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
-    "qwen2": _split(rf"{_LETTERS}|\p{{N}}{_TAIL}"),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "tekken": _split(_TEKKEN),
@@ -62,7 +64,7 @@ SPLITS: dict[str, list[dict[str, Any]]] = {
 """`tokenizer.ggml.pre` -> the pre-tokenizers of the models that have it."""
 _WHOLE_WORDS = frozenset(("llama-bpe", "llama-v3", "llama3", "tekken"))
 """Splits of models that take a word that is a token as it is, and that start a text with BOS unless told otherwise."""
-COMPOSED = frozenset(("qwen2",))
+COMPOSED = frozenset(("qwen2", "deepseek-r1-qwen"))
 """Splits of models that normalise text to NFC."""
 
 NAMES = {
@@ -94,8 +96,11 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
         raise ModelError(f"{gguf.paths[0]}: the tokenizer {model[:80]!r} is not supported; supported are gpt2, llama")
     config: dict[str, Any] = {"add_bos_token": fields.flag("tokenizer.ggml.add_bos_token", bos)}
     for name, key in NAMES.items():
-        for i in fields.ids(f"tokenizer.ggml.{key}_token_id", len(tokens)):
-            config[name] = tokens[i]
+        # Some files name a token that a model does not have by a number beyond all tokens.
+        most = len(tokens) if name in ("bos_token", "eos_token", "unk_token") else 1 << 32
+        for i in fields.ids(f"tokenizer.ggml.{key}_token_id", most):
+            if i < len(tokens):
+                config[name] = tokens[i]
     empty: dict[str, Any] = {
         "model": {"type": "BPE", "vocab": {}, "merges": []},
         "added_tokens": [],
