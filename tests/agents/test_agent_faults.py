@@ -24,6 +24,7 @@ from tests.service.tiny import collect, request
 from cairn.agents.agents import Agents
 from cairn.agents.index import Kind
 from cairn.agents.info import Savings, TurnInfo
+from cairn.agents.ledger import LINES
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, SavingsRecord, TokensRecord
 from cairn.agents.segment import Record
@@ -583,6 +584,48 @@ async def test_upkeep_that_is_cut_off_knows_what_was_refused(folder: Path, monke
             tending.cancel()
             await asyncio.gather(tending, return_exceptions=True)
         assert book.refused() == [4711]
+
+
+async def test_what_the_disk_refused_although_nobody_waited_is_written_when_it_works_again(folder: Path) -> None:
+    """What ordinary requests saved, and that they used the agent."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", ttl=60)
+        done = await collect(at.service.generate(request(at.service, tuple(range(5, 105)), 2, salt=b"default")))
+        at.clock.ahead = 50
+        at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
+        at.agents.account("default", at.agents.named("default", "ada"), range(5, 105), done.done)
+        with pytest.raises(Unavailable):
+            await at.agents.writer.sync(at.agents.writer.record(Kind.SAVINGS, SavingsRecord(savings=Savings()), LINES))
+        at.files.heal()
+        await at.again(clean=True)
+        at.clock.ahead = 100
+        await at.agents.tend()
+        assert at.agents.get("default", "ada").savings.requests == at.agents.savings("default").requests == 1
+
+
+async def test_an_agent_that_is_deleted_while_a_branch_is_collected_takes_that_along(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        await at.say("ada", "left behind")
+        await at.agents.rollback("default", "ada", turn=0)
+        await at.say("ada", "kept")
+        collecting, go_on = asyncio.Event(), asyncio.Event()
+
+        async def collect(*_: object) -> None:
+            collecting.set()
+            await go_on.wait()
+
+        monkeypatch.setattr(at.agents.kv, "collect", collect)
+        at.clock.ahead = 8 * 86_400
+        tending = asyncio.create_task(at.agents.tend())
+        await collecting.wait()
+        assert b"left behind" in b"".join(at.files.files().values())
+        await at.agents.delete("default", "ada")
+        assert b"left behind" not in b"".join(at.files.files().values())
+        go_on.set()
+        await tending
 
 
 async def test_a_request_in_the_name_of_an_agent_that_is_deleted_meanwhile_leaves_nothing(

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from house import House, house
 from tests.service.tiny import collect, request
@@ -17,6 +19,7 @@ from cairn.agents.records import AgentRecord, TurnRecord
 from cairn.agents.tied import Tied
 from cairn.agents.tree import Agent, Turn
 from cairn.errors import Unavailable
+from cairn.figures import Placed
 from cairn.text.chat import Sampled
 from cairn.text.replay import Answer
 
@@ -249,6 +252,71 @@ async def test_the_kv_of_an_agent_deleted_without_a_worker_goes_when_there_is_on
             assert len(asked) > 1
         await asyncio.wait_for(at.agents.kv.settled(), 10)
         assert (await at.service.where(ids, b"default")).disk == 0
+
+
+async def test_turns_of_the_served_model_go_though_another_model_answered_the_last(
+    folder: Path, tmp_path: Path
+) -> None:
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await grown(at, "ada")
+        mine, ids = at.service.spec, await at.agents.context("default", "ada")
+        at.service.spec = msgspec.structs.replace(mine, identity=b"another model's")
+        await at.say("ada", "To another.")
+        at.service.spec = mine
+        await at.service.flush()
+        assert (await at.service.where(ids, b"default")).disk > 200
+        await at.agents.delete("default", "ada")
+        assert (await at.service.where(ids, b"default")).disk == 0
+
+
+async def test_a_context_that_does_not_go_keeps_no_other_from_going(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv, "RETRY_SECONDS", 0.01)
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await grown(at, "ada")
+        await at.agents.rollback("default", "ada", turn=0)
+        await at.say("ada", "Otherwise. " + LONG)
+        given: list[Sequence[int]] = []
+        evict = at.service.evict
+
+        async def refuse_first(ids: Sequence[int], *args: Any, **how: Any) -> Placed:
+            given.append(ids)
+            if len(given) == 1:
+                raise Unavailable("the disk does not let it go")
+            return await evict(ids, *args, **how)
+
+        monkeypatch.setattr(at.service, "evict", refuse_first)
+        await at.agents.delete("default", "ada")
+        assert len(given) == 2 and given[0] != given[1]
+        await at.agents.kv.settled()
+        assert given[2:] == given[:2]
+
+
+async def test_a_pin_waits_for_the_worker_and_leaves_alone_what_another_model_pinned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv, "RETRY_SECONDS", 0.01)
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", pinned=True)
+        await at.say("ada", LONG)
+        await at.agents.kv.settled()
+        calls: list[Sequence[int]] = []
+
+        async def pin(owner: str, tokens: Sequence[int], salt: bytes = b"") -> None:
+            calls.append(tokens)
+            if len(calls) == 1:
+                raise Unavailable("the worker is being replaced")
+
+        monkeypatch.setattr(at.service, "pin", pin)
+        ids = await at.agents.context("default", "ada")
+        for _ in range(2):  # the second takes the place of the first
+            at.agents.kv.pin_later(at.agents.named("default", "ada"))
+        await at.agents.kv.settled()
+        assert [tuple(one) for one in calls] == [ids, ids] and not at.agents.kv._pinning
+        at.service.spec = msgspec.structs.replace(at.service.spec, identity=b"another model's")
+        await at.agents.pin("default", "ada", True)
+        assert len(calls) == 2
 
 
 async def test_what_requests_in_an_agents_name_left_goes_with_it(folder: Path, tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 from house import FOLDER, House, file_of, hear, house
+from tests.agents.test_portable import forged, with_agent
 
 from cairn.agents.content import Content
+from cairn.agents.index import Kind
 from cairn.agents.records import TurnRecord, pack
 from cairn.agents.roster import Roster
 from cairn.agents.running import RunningTurn
@@ -363,6 +365,24 @@ async def test_what_follows_a_damaged_head_costs_no_turn_before_it(folder: Path)
         assert await at.say("ada", "more")
         await at.again(clean=True)
         assert at.agents.get("default", "ada").head == 3
+
+
+async def test_an_agent_whose_head_is_lost_never_stands_at_anothers_turn(folder: Path) -> None:
+    """Keys of another log say nothing here; those of a file do not come in, and a record's are checked."""
+    async with house(folder) as at:
+        await spoken(at)
+        theirs = at.agents._find("default", "bob").head
+        data = await file_of(at, "default", "ada")
+        await at.agents.take_in("other", forged(data, with_agent(under=theirs.key, pinned=True)), "eve")
+        await at.agents.fork("default", "ada", turn=2, new_id="fay")
+        for tenant, id, head in (("other", "eve", 3), ("default", "fay", 2)):
+            agent = at.agents._find(tenant, id)
+            assert (agent.record.under, agent.record.pinned, agent.head.number) == (agent.head.under, False, head)
+        eve = at.agents._find("other", "eve")
+        lost = msgspec.structs.replace(eve.record, head=1 << 40, under=theirs.key)
+        await at.agents.writer.sync(at.agents.writer.record(Kind.AGENT, lost, eve.key))
+        await at.again(clean=True)
+        assert at.agents.get("other", "eve").head == 0
 
 
 async def test_a_lost_agents_turns_stay_in_the_log_and_a_deleted_ones_do_not(folder: Path) -> None:

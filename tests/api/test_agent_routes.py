@@ -405,6 +405,26 @@ async def test_ordinary_requests_are_on_the_account_of_the_agent_they_name(folde
         assert without.status_code == 503
 
 
+async def test_a_request_that_ended_early_belongs_to_its_agent_all_the_same(folder: Path) -> None:
+    """Its KV goes with the agent: whoever deletes it is not told of chunks that stay."""
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi " * 40}], "ignore_eos": True, "stream": True}
+    async with home(folder) as (at, _, http):
+        await http.post("/v1/agents", json={"id": "ada"})
+        for more in ({}, {"X-Cairn-Resumable": "1"}):
+            body = chat | {"max_tokens": 1500}
+            headers = {"X-Cairn-Agent": "ada"} | more
+            async with http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as answer:
+                async for _ in answer.aiter_lines():
+                    break
+                if more:
+                    await http.post(f"/v1/requests/{answer.headers['x-request-id']}/cancel")
+            agent, kv = at.agents.named("default", "ada"), at.agents.kv
+            async with asyncio.timeout(10):
+                while not (left := kv._tied.take(agent)):
+                    await asyncio.sleep(0.01)
+            assert [len(ids) > 60 for ids in left] == [True]
+
+
 async def test_an_answer_that_must_not_be_stored_is_not(folder: Path) -> None:
     async with home(folder) as (at, _, http):
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **TURN}

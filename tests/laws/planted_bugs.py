@@ -338,8 +338,8 @@ BUGS = (
     Bug("turns of a deleted agent stay in the log", ROSTER, "[agent.key, *self._drop(agent.keeps() | lost, agent)]", "[agent.key]"),
     Bug("what was sampled in an agent's name outlives it", BOOK, "        keys = [*keys, *self._replays.take(agent.key)]\n", ""),
     Bug("a turn that the disk refused is listed", BOOK, "            self.roster.take_back(agent, turn)\n", ""),
-    Bug("chunks that another agent has go with a deleted one", AGENT_KV, "return longest // CHUNK_TOKENS * CHUNK_TOKENS", "return 0"),
-    Bug("chunks of a deleted agent stay", AGENT_KV, "keep=await self._shared(agent, ids, turn), disk=True)", "keep=await self._shared(agent, ids, turn), disk=False)"),
+    Bug("chunks that another agent has go with a deleted one", AGENT_KV, "return [length // CHUNK_TOKENS * CHUNK_TOKENS for length in longest]", "return [0] * len(longest)"),
+    Bug("chunks of a deleted agent stay", AGENT_KV, "keep=keep, disk=True)", "keep=keep, disk=False)"),
     Bug("chunks of a deleted agent's abandoned branches stay", AGENT_KV, "{agent.head, *agent.leaves()}", "{agent.head}"),
     # ---------------------------------------------------------------------------------------------------- sampling
     Bug("the draw forgets the choice", VOCABULARY, "for word in (seed, choice, position):", "for word in (seed, 0 * choice, position):"),

@@ -176,7 +176,11 @@ class Agents:
         with self._book.reading(tenant, id) as agent:
             await self._book.set_pinned(agent, pinned)
             if agent in self._book.roster:  # nobody deleted it meanwhile
-                await self.kv.pin(agent)
+                try:
+                    await self.kv.pin(agent)
+                except Unavailable:
+                    self.kv.pin_later(agent)
+                    raise
             return agent.info()
 
     async def prefetch(self, tenant: str, id: str) -> Placed:
@@ -205,18 +209,24 @@ class Agents:
             self.writer.append(record)
             self._replays.add(record, now, key)
 
+    def tie(self, agent: Agent, ids: Sequence[int]) -> None:
+        """An ordinary request in the agent's name is over, and this is its context: its KV goes with the agent."""
+        if agent in self._book.roster:
+            self.kv.tied(agent, ids)
+        else:
+            self.kv.drop_later(agent, ids)
+
     def account(self, tenant: str, agent: Agent | None, ids: Sequence[int], done: Done) -> None:
         """Count an ordinary request on its tenant's account, and on an agent's.
 
         `ids`: prompt and answer, whose KV is then pinned if the agent is, and given up if it is deleted.
         """
+        if agent is not None:
+            self.tie(agent, ids)
         if agent is None or agent not in self._book.roster:
             self._book.roster.ledger.count(tenant, done)
-            if agent is not None:
-                self.kv.drop_later(agent, ids)
             return
         agent.used = self._book.now()
-        self.kv.tied(agent, ids)
         with contextlib.suppress(Unavailable):
             self.writer.append(*self._book.count(agent, done), self._book.note(agent))
         if agent.record.pinned:

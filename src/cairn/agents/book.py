@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -44,6 +44,8 @@ class Book:
         """By kind and key: of these kinds only the newest counts."""
         self._refused: list[int] = []
         self._bytes = roster.ledger.bytes
+        self._dropped = 0
+        """Of `writer.dropped`, what was made good."""
 
     def now(self) -> float:
         """Seconds since 1970."""
@@ -123,6 +125,7 @@ class Book:
             used=now,
             base=at.key,
             head=at.key,
+            under=at.under,
             origin=old.id,
             pinned=False,
             left={},
@@ -183,7 +186,7 @@ class Book:
         on the disk: put back, it would lose later turns at the next start. `tend` goes on erasing.
         """
         keys = self.roster.remove(agent)  # before anything waits: from here on nobody finds it
-        keys = [*keys, *self._replays.take(agent.key)]
+        keys = [*keys, *self._replays.take(agent.key), *self.refused()]
         try:
             if agent.running is not None:
                 agent.running.discarded = True
@@ -216,16 +219,17 @@ class Book:
     def note(self, agent: Agent) -> Record:
         """The agent as it is now, to be written."""
         head = agent.head
-        under = head.parent.key if head.parent is not None else 0
-        agent.record = msgspec.structs.replace(agent.record, used=agent.used, head=head.key, under=under)
+        agent.record = msgspec.structs.replace(agent.record, used=agent.used, head=head.key, under=head.under)
         return self.writer.record(Kind.AGENT, agent.record, agent.key)
 
     def count(self, agent: Agent, done: Done) -> Sequence[Record]:
         """Add an answer to the agent's line and its tenant's; what is to be written of it."""
         speed = self.roster.ledger.count(agent.tenant, done)
         agent.savings = counted(agent.savings, done, speed)
-        line = SavingsRecord(savings=agent.savings)
-        return [self.writer.record(Kind.SAVINGS, line, agent.key), *self._totals()]
+        return [self._line(agent), *self._totals()]
+
+    def _line(self, agent: Agent) -> Record:
+        return self.writer.record(Kind.SAVINGS, SavingsRecord(savings=agent.savings), agent.key)
 
     def _totals(self) -> list[Record]:
         """The tenants' totals that are not written yet, and the bytes."""
@@ -259,10 +263,23 @@ class Book:
                     self.roster.release(record.key)
 
     async def settle(self) -> None:
-        """Write what is owed. Unavailable where the disk refuses it, and once the log is closed."""
+        """Write what is owed, and what the disk refused although nobody waited for it.
+
+        Unavailable where the disk refuses it, and once the log is closed.
+        """
+        if self._dropped != self.writer.dropped:
+            self._dropped = self.writer.dropped
+            self.roster.ledger.dirty.update(self.roster.ledger.totals)
+            for agent in self.roster:
+                if not agent.new:
+                    self.owe(self.note(agent), self._line(agent))
         self.owe(*self._totals())
         if self._owed:
             await self.sync()
+
+    def condemn(self, keys: Iterable[int]) -> None:
+        """Nobody finds what has these keys any more: erase it with the next that is erased."""
+        self._refused += keys
 
     def refused(self) -> list[int]:
         """Keys of records that are on the disk, or may be, and must not be; once."""

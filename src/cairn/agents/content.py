@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from cairn.agents.records import EndRecord, TokensRecord, TurnRecord, pack, unpack
@@ -119,6 +119,14 @@ class Branch:
     def known(self) -> list[int]:
         """The context, or what comes nearest to it."""
         return self.context() or [*self.prompt(), *self.last.tokens]
+
+    def contexts(self, identity: bytes) -> Iterator[tuple[int, list[int]]]:
+        """Of one model: the contexts along the branch that no later one extends, each with its turn's place here."""
+        for at, one in enumerate(self.contents):
+            after = self.contents[at + 1].began if one is not self.last else None
+            extended = after is not None and after.prefix and after.identity == identity
+            if one.began.number and one.began.identity == identity and not extended:
+                yield at, Branch(self.contents[: at + 1]).known()
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation up to here."""

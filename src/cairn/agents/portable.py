@@ -196,6 +196,8 @@ def plant(read: Portable, key: Callable[[], int], tenant: str, id: str, now: flo
         root=root.key,
         base=root.key,
         head=head.key,
+        under=head.under,
+        pinned=False,
         left={},
         moved=now,
     )

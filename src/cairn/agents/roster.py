@@ -262,6 +262,7 @@ class Roster:
             head = later[-1] if later else self._turns.get(record.head)
             if head is None:
                 head = self._turns.get(record.under, base)
+                head = head if root in head.path() else base  # never where another agent's turns are
                 # Nobody went away from what does not lie before it, so none of it is to be erased.
                 agent.straight = True
                 log.error("agent %s stands at turn %d: damage cost what came after it", record.id, head.number)

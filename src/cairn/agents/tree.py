@@ -48,6 +48,11 @@ class Turn:
         return self.parent.number if self.parent is not None else 0
 
     @property
+    def under(self) -> int:
+        """The key of the turn before it; 0 for none."""
+        return self.parent.key if self.parent is not None else 0
+
+    @property
     def held(self) -> Content:
         """The content of a turn that is not released."""
         assert self.content is not None

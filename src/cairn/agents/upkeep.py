@@ -52,16 +52,14 @@ class Upkeep:
         book = self._book
         await book.settle()
         now = book.now()
-        if refused := book.refused():
-            await book.erase(refused)  # which knows them again if it is cut off
-        gone = self._replays.over(now)
+        book.condemn(self._replays.over(now))
         for agent in book.roster:
             if not agent.busy and not _over(agent, now):
                 own, over = agent.own, set(book.roster.prune(agent, now - ABANDONED_SECONDS))
+                book.condemn(over)  # at once: who deletes the agent meanwhile is told when all of it is gone
                 await book.kv.collect(agent, [turn for turn in own if turn.key in over])
-                gone += over
-        if gone:
-            await book.erase(gone)
+        if refused := book.refused():
+            await book.erase(refused)  # which knows them again if it is cut off
         for agent in book.roster:
             if agent in book.roster and not agent.busy and _over(agent, now):
                 await book.remove(agent)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cairn.api.reply import Call
 from cairn.api.sse import ChatChunks, TextChunks, TextLogprobs, chat_logprobs, usage_object
 from cairn.api.ties import Tie
-from cairn.errors import Cancelled, DeadlineExceeded, GenerationFailed
+from cairn.errors import Cancelled, DeadlineExceeded, GenerationFailed, Overloaded
 from cairn.service.recent import Told
 from cairn.service.service import Service
 from cairn.text.said import Said
@@ -53,7 +54,7 @@ class ChatAnswer:
         self, call: Call, service: Service, choices: Sequence[Choice], include_usage: bool, tie: Tie | None = None
     ) -> None:
         self._service = service
-        self._tie = tie
+        self.tie = tie
         self._tenant = call.tenant
         self._choices = choices
         self._head = head(call, service, self.prefix, self.kind)
@@ -84,8 +85,8 @@ class ChatAnswer:
         """Keep the exact tokens of an answer, for when it comes back as history."""
         choice = self._choices[index]
         sampled = self._service.chat.remember(self._tenant, choice.request.prompt, choice.tokens, choice.said.message())
-        if self._tie is not None and choice.done is not None:
-            self._tie.done(choice.request, choice.tokens, choice.done, sampled)
+        if self.tie is not None and choice.done is not None:
+            self.tie.done(choice.request, choice.tokens, choice.done, sampled)
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The answer in one piece."""
@@ -117,7 +118,7 @@ class TextAnswer:
         tie: Tie | None = None,
     ) -> None:
         self._choices = choices
-        self._tie = tie
+        self.tie = tie
         self._echoes = echoes
         self._head = head(call, service, self.prefix, self.kind)
         self._chunks: TextChunks | None = None
@@ -155,8 +156,8 @@ class TextAnswer:
     def done(self, index: int) -> None:
         """Only what it cost is kept."""
         choice = self._choices[index]
-        if self._tie is not None and choice.done is not None:
-            self._tie.done(choice.request, choice.tokens, choice.done, None)
+        if self.tie is not None and choice.done is not None:
+            self.tie.done(choice.request, choice.tokens, choice.done, None)
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The answer in one piece."""
@@ -192,6 +193,21 @@ class TextAnswer:
 
 
 Answer = ChatAnswer | TextAnswer
+
+
+@contextlib.contextmanager
+def tied(choices: Sequence[Choice], answer: Answer) -> Iterator[None]:
+    """While choices are generated: however one ends, its KV belongs to the agent in whose name it was asked for."""
+    computed = True
+    try:
+        yield
+    except Overloaded:
+        computed = False
+        raise
+    finally:
+        for choice in choices:
+            if answer.tie is not None and choice.done is None and computed:
+                answer.tie.cut(choice.request, choice.tokens)
 
 
 def said(batch: Sequence[tuple[int, Event]], choices: Sequence[Choice], answer: Answer) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import msgspec
 
-from cairn.api.answers import Answer, ChatAnswer, Choice, TextAnswer, finished, said, usage_of
+from cairn.api.answers import Answer, ChatAnswer, Choice, TextAnswer, finished, said, tied, usage_of
 from cairn.api.checks import check_chat, check_stream
 from cairn.api.limits import read_json
 from cairn.api.parse import parse
@@ -146,11 +146,12 @@ class OpenAI:
             return
         self._registry.open(call.number, numbers)
         try:
-            async with Watch(call) as watch:
-                if stream:
-                    await self._stream(call, service, choices, answer, usage, watch)
-                else:
-                    await self._whole(call, service, choices, answer, watch)
+            with tied(choices, answer):
+                async with Watch(call) as watch:
+                    if stream:
+                        await self._stream(call, service, choices, answer, usage, watch)
+                    else:
+                        await self._whole(call, service, choices, answer, watch)
         finally:
             self._registry.close(call.number)
 
@@ -203,13 +204,14 @@ class OpenAI:
         asked = [choice.request for choice in choices]
         self._registry.open(number, [request.id for request in asked])
         try:
-            async with contextlib.aclosing(merge(partial(service.generate, told=answer.told), asked)) as found:
-                data = answer.begin()
-                async for batch in found:
-                    data += said(batch, choices, answer)
-                    if data:
-                        yield data
-                    data = b""
+            with tied(choices, answer):
+                async with contextlib.aclosing(merge(partial(service.generate, told=answer.told), asked)) as found:
+                    data = answer.begin()
+                    async for batch in found:
+                        data += said(batch, choices, answer)
+                        if data:
+                            yield data
+                        data = b""
             yield answer.usage(usage_of(choices)) + DONE if usage else DONE
         finally:
             self._registry.close(number)

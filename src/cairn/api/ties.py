@@ -78,6 +78,11 @@ class Tie:
     def __init__(self, agents: Agents, tenant: str, agent: Agent | None, store: bool) -> None:
         self._agents, self._tenant, self._agent, self._store = agents, tenant, agent, store
 
+    def cut(self, request: Request, tokens: list[int]) -> None:
+        """A choice has ended before its end, after these tokens."""
+        if self._agent is not None:
+            self._agents.tie(self._agent, [*request.prompt, *tokens])
+
     def done(self, request: Request, tokens: list[int], done: Done, sampled: Sampled | None) -> None:
         """A choice has ended. `sampled`: what exact replay needs of it, None where nothing is known."""
         if sampled is not None and self._store:
