@@ -103,7 +103,9 @@ def test_a_tally_counts_as_prometheus_does() -> None:
 def test_counters_of_stores_go_on_when_a_worker_is_replaced() -> None:
     metrics = Metrics("cairn", "m")
     metrics.kv = KvStats(disk=TierStats(chunks=7, budget=9, written=100), dropped=2, load_seconds=0.5)
+    metrics.running, metrics.waiting, metrics.kv_usage = 3, 2, 0.5
     metrics.worker_replaced()
+    assert (metrics.running, metrics.waiting, metrics.kv_usage) == (0, 0, 0.0)
     found = samples(metrics)
     assert found["cairn:kv_disk_written_bytes_total", ""] == 100
     assert found["cairn:kv_disk_chunks", ""] == found["cairn:kv_disk_up", ""] == 0

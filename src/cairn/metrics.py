@@ -141,7 +141,9 @@ class Metrics:
         self._registry.register(self)
 
     def worker_replaced(self) -> None:
-        """The counters of `kv` begin at zero again."""
+        """The counters of `kv` begin at zero again, and nothing runs."""
+        self.running = self.waiting = 0
+        self.kv_usage = 0.0
         self._ended = [old + new for old, (_, _, new) in zip(self._ended, self._kv_counts(), strict=True)]
         self.kv = KvStats()
 

@@ -166,6 +166,7 @@ class ScriptedService:
                     reason=None,
                     error="",
                     salt=stream.request.salt,
+                    choice=stream.request.choice,
                 )
         return None
 

@@ -75,6 +75,19 @@ async def test_a_request_can_be_seen_and_cancelled_by_either_id() -> None:
             assert (await http.get(f"/v1/requests/{id}")).status_code == 404
 
 
+async def test_a_report_counts_every_prompt_once_and_keeps_the_index_of_each_choice() -> None:
+    service = ScriptedService()
+    async with site(service) as at, at.http() as http:
+        body = {"model": "scripted", "prompt": ["abc", "defgh"], "n": 2}
+        response = await http.post("/v1/completions", json=body)
+        path = f"/v1/requests/{response.headers['x-request-id']}"
+        report = (await http.get(path)).json()
+        assert report["prompt_tokens"] == 8 and report["completion_tokens"] == 8
+        del service.streams[0]  # as one that ended long before the others
+        report = (await http.get(path)).json()
+        assert [choice["index"] for choice in report["choices"]] == [1, 2, 3]
+
+
 async def test_health_and_metrics() -> None:
     """Known failure 46: readiness is not always 200, and the metrics are the service's."""
     service = ScriptedService()

@@ -425,6 +425,24 @@ async def test_a_request_that_ended_early_belongs_to_its_agent_all_the_same(fold
             assert [len(ids) > 60 for ids in left] == [True]
 
 
+async def test_what_an_agent_is_told_first_is_checked_as_its_turns_will_be(folder: Path, tmp_path: Path) -> None:
+    """Some templates want a user's message, which an agent has not had yet; some know no tools."""
+    asked = "messages | selectattr('role', 'equalto', 'user') | list"
+    wants = "{% if not " + asked + " %}{{ raise_exception('no user') }}{% endif %}"
+    picky = talking_model(tmp_path / "tiny")
+    settings = json.loads((picky / "tokenizer_config.json").read_text())
+    (picky / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": wants + "{{ messages }}"}))
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    async with home(picky) as (_, _, http):
+        assert (await http.post("/v1/agents", json={"id": "ada", "system": "Be brief."})).status_code == 201
+        refused = await http.post("/v1/agents", json={"id": "eve", "tools": [tool]})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
+    async with home(folder) as (_, _, http):
+        body = {"system": "Be brief.", "messages": [{"role": "tool", "content": "y"}]}
+        refused = await http.post("/v1/agents", json=body)
+        assert refused.json()["error"]["param"] == "messages[0].tool_call_id"
+
+
 async def test_an_answer_that_must_not_be_stored_is_not(folder: Path) -> None:
     async with home(folder) as (at, _, http):
         chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **TURN}

@@ -9,7 +9,7 @@ from scripted import ScriptedService
 from sockets import Site, site
 
 from cairn.api.app import App
-from cairn.api.auth import OPEN, Access, check_exposure
+from cairn.api.auth import OPEN, Access, _same_address, check_exposure
 from cairn.config import Config, Secret, TenantKeys
 from cairn.errors import ConfigError
 
@@ -181,9 +181,15 @@ async def test_another_host_is_refused(host: str) -> None:
 
 
 async def test_hosts_can_be_allowed() -> None:
-    async with site(ScriptedService(), Config(allowed_hosts=("box.lan",))) as at:
-        assert (await call(at, "/v1/models", host="box.lan:9000")).status_code == 200
+    async with site(ScriptedService(), Config(allowed_hosts=("box.lan", "port.lan:9000", "[fd00::5]:9000"))) as at:
+        for host in ("box.lan:9000", "port.lan:9000", "[fd00::5]:9000", "[fd00::5]"):
+            assert (await call(at, "/v1/models", host=host)).status_code == 200
         assert (await call(at, "/v1/models", host="evil.example")).status_code == 403
+
+
+def test_a_socket_for_both_kinds_has_the_address_that_the_client_used() -> None:
+    assert _same_address("192.168.1.5", "::ffff:192.168.1.5") and _same_address("fd00::5", "fd00:0::5")
+    assert not _same_address("192.168.1.6", "::ffff:192.168.1.5") and not _same_address("box.lan", "fd00::5")
 
 
 async def test_two_host_headers_are_refused() -> None:

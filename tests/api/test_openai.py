@@ -12,7 +12,7 @@ from scripted import ScriptedService, done
 from sockets import Site, answer, events, request_bytes, site
 
 from cairn.config import Config
-from cairn.errors import GenerationFailed, Overloaded, Unavailable
+from cairn.errors import GenerationFailed, InvalidRequest, Overloaded, Unavailable
 from cairn.figures import CacheReport, Miss
 from cairn.types import Delta, Done, FinishReason, Request, TokenLogprob, ToolCallDelta, Usage
 
@@ -591,3 +591,16 @@ async def test_connections_are_reused() -> None:
             status, _, _ = await answer(reader)
             assert status == 200
         writer.close()
+
+
+@pytest.mark.parametrize(("stream", "headers"), [(False, {}), (True, {}), (True, {"X-Cairn-Resumable": "1"})])
+async def test_what_is_refused_late_names_the_field_that_the_client_sent(stream: bool, headers: dict[str, str]) -> None:
+    """A prompt beyond the KV pool is found when it is handed over; a chat has no field `prompt`."""
+
+    def refuse(request: Request) -> Any:
+        raise InvalidRequest("the prompt has 1808 tokens and the whole KV pool holds 608", field="prompt")
+
+    async with site(ScriptedService(refuse)) as at, at.http() as http:
+        for path, body, field in (("chat/completions", chat(), "messages"), ("completions", complete(), "prompt")):
+            response = await http.post(f"/v1/{path}", json=body | {"stream": stream}, headers=headers)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, field)

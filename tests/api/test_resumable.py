@@ -179,6 +179,15 @@ async def test_an_error_before_the_first_event_is_a_status() -> None:
         assert numbered((await follow(at, response.headers["x-request-id"], after=2)).text) == found[2:]
 
 
+async def test_an_error_after_a_heartbeat_and_before_the_first_event_is_an_event() -> None:
+    """The status has been sent by then, and an end without a word would look like an empty answer."""
+    broken = ScriptedService(lambda request: [0.3, Overloaded("no more")])
+    async with site(broken, Config(heartbeat=0.05)) as at, at.http() as http:
+        response = await http.post("/v1/chat/completions", json=chat(), headers=MARK)
+        assert response.status_code == 200 and response.text.startswith(":")
+        assert json.loads(response.text.split("data: ")[1])["error"]["message"] == "no more"
+
+
 async def test_another_tenants_request_does_not_exist() -> None:
     config = Config(api_key=(Secret("alpha"), Secret("beta")))
     async with site(ScriptedService(), config) as at, at.http() as http:

@@ -647,6 +647,23 @@ async def test_a_template_that_trims_answers_still_gets_them_whole(start: Start)
     assert again.tokens[: len(prompt.tokens) + len(tokens)] == (*prompt.tokens, *tokens)
 
 
+async def test_a_template_that_wants_the_answers_as_they_are_gets_them(start: Start) -> None:
+    """What stands in for an answer that was sampled here is not one that every template takes."""
+    other = "messages if m.role == 'assistant' and m.content != 'spaced out'"
+    wants = "{% for m in " + other + " %}{{ raise_exception('no') }}{% endfor %}"
+    chat = await start(text_models.byte_level("llama3"), text_models.LLAMA3_CONFIG, wants + text_models.LLAMA3_TEMPLATE)
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "q"}]
+    prompt = await chat.prompt(messages)
+    messages += [{"role": "assistant", "content": "spaced out"}, {"role": "user", "content": "r"}]
+    before = await chat.prompt(messages)
+    tokens = odd(chat, "spaced out")
+    chat.remember("default", prompt.tokens, tokens, messages[1])
+    assert (await chat.prompt(messages)).tokens == before.tokens
+    assert await chat.extend([*prompt.tokens, *tokens], messages[:2], messages[2:]) is None
+    with pytest.raises(InvalidRequest, match="no"):
+        await chat.prompt([messages[0], {"role": "assistant", "content": "else"}, messages[2]])
+
+
 # -- the bundled model ------------------------------------------------------------------------------------------------
 
 DEMO = Path(cairn.__file__).parent / "demo"

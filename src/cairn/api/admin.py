@@ -24,6 +24,7 @@ from cairn.api.schemas import (
 from cairn.config import Config
 from cairn.errors import InvalidRequest, NotFound
 from cairn.metrics import CONTENT_TYPE
+from cairn.service.flight import RequestStatus
 from cairn.service.service import SHUTTING_DOWN, Service
 from cairn.text.tokenizer import INLINE
 
@@ -164,22 +165,23 @@ class Admin:
             raise _unknown()
         return number
 
-    def _known(self, call: Call, service: Service, number: int) -> list[Any]:
-        """The status of each choice; NotFound also for another tenant's request."""
-        found = [service.status(id) for id in self._registry.ids(number)]
-        known = [status for status in found if status is not None and status.salt == call.salt]
+    def _known(self, call: Call, service: Service, number: int) -> dict[int, RequestStatus]:
+        """The status of each choice that is remembered, by its index; NotFound also for another tenant's request."""
+        found = enumerate(service.status(id) for id in self._registry.ids(number))
+        known = {at: status for at, status in found if status is not None and status.salt == call.salt}
         if not known:
             raise _unknown()
         return known
 
-    def _report(self, number: int, statuses: list[Any]) -> dict[str, Any]:
+    def _report(self, number: int, known: dict[int, RequestStatus]) -> dict[str, Any]:
+        statuses = known.values()
         states = [status.state for status in statuses]
         order = ("failed", "running", "waiting", "cancelled", "finished")
         return {
             "id": f"{number:016x}",
             "object": "request",
             "state": next(state for state in order if state in states),
-            "prompt_tokens": statuses[0].prompt_tokens,
+            "prompt_tokens": sum(status.prompt_tokens for status in statuses if not status.choice),
             "completion_tokens": sum(status.completion_tokens for status in statuses),
             "choices": [
                 {
@@ -191,7 +193,7 @@ class Admin:
                     "finish_reason": status.reason,
                     "error": status.error or None,
                 }
-                for index, status in enumerate(statuses)
+                for index, status in known.items()
             ],
         }
 

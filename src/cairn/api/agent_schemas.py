@@ -91,11 +91,11 @@ def check_portable(read: Portable, config: Config) -> None:
 def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
     """The messages that an agent begins with, checked."""
     messages = list(body.messages or ())
+    check_messages(messages, body.tools, config)
     if body.system is not None:
         if messages and messages[0].role in ("system", "developer"):
             raise InvalidRequest("give either system or a system message, not both", field="system")
         messages.insert(0, ChatMessage(role="system", content=body.system))
-    check_messages(messages, body.tools, config)
     if body.ttl is not None and not LEAST_TTL <= body.ttl <= MOST_TTL:
         raise InvalidRequest(f"ttl must be {LEAST_TTL:.0f} to {MOST_TTL:.0f} seconds, got {body.ttl:g}", field="ttl")
     metadata = body.metadata or {}

@@ -95,8 +95,10 @@ class AgentRoutes:
         tools = plain_tools(body.tools) or []
         await check_length(service, contents(messages, tools), "messages")
         plain = plain_messages(messages)
-        if plain:
-            await service.chat.prompt(plain, tools or None, tenant=call.tenant)  # what no turn could use is refused now
+        if plain or tools:  # what no turn could use is refused now; some templates want a user's message
+            asked = any(message["role"] == "user" for message in plain)
+            first = plain if asked else [*plain, {"role": "user", "content": "Hello."}]
+            await service.chat.prompt(first, tools or None, tenant=call.tenant)
         info = await agents.create(
             call.tenant,
             id=body.id,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from cairn.api.reply import Call
@@ -49,6 +49,8 @@ class ChatAnswer:
     kind = "chat.completion"
     told: Told = Told()
     """What its requests are told of the messages."""
+    names: Mapping[str, str] = {}
+    """What the route calls the fields of a request, where it has other names."""
 
     def __init__(
         self, call: Call, service: Service, choices: Sequence[Choice], include_usage: bool, tie: Tie | None = None
@@ -106,6 +108,7 @@ class TextAnswer:
     prefix = "cmpl-"
     kind = "text_completion"
     told: Told = Told()
+    names: Mapping[str, str] = {}
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ class Access:
         self._tenants = [(_digest(key), tenant) for key, tenant in _tenants(config)]
         self._admin = _digest(_bytes(config.admin_key)) if config.admin_key else None
         self._hosts = {"localhost", "127.0.0.1", "::1", _bare(config.host)}
-        self._hosts |= {_bare(host) for host in config.allowed_hosts}
+        self._hosts |= {_bare(_without_port(host)) for host in config.allowed_hosts}
         self._any_host = "*" in config.allowed_hosts
         self._origins = frozenset(config.cors_origins)
 
@@ -218,6 +218,12 @@ def _without_port(value: str) -> str:
 
 def _same_address(host: str, address: str) -> bool:
     try:
-        return ipaddress.ip_address(host) == ipaddress.ip_address(address)
+        return _ip(host) == _ip(address)
     except ValueError:
         return False
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An address; a socket for both kinds says ::ffff:1.2.3.4 where the client said 1.2.3.4."""
+    found = ipaddress.ip_address(text)
+    return (isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped) or found

@@ -56,7 +56,8 @@ class OpenAI:
         prompt = await service.chat.prompt(messages, tools, tenant=call.tenant, template_args=body.chat_template_kwargs)
         max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         options = body.options(max_tokens=max_tokens, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs)
-        with spelled(names_of(body.max_tokens)):
+        names = names_of(body.max_tokens)
+        with spelled(names):
             made = requests(
                 service.spec,
                 prompt.tokens,
@@ -72,7 +73,7 @@ class OpenAI:
             )
         choices = [Choice(request) for request in made]
         answer = ChatAnswer(call, service, choices, body.include_usage, tie)
-        answer.told = told_of(messages, store=body.store is not False)
+        answer.told, answer.names = told_of(messages, store=body.store is not False), names
         await self._run(call, service, choices, answer, bool(body.stream), body.include_usage)
 
     async def complete(self, call: Call, service: Service) -> None:
@@ -146,7 +147,7 @@ class OpenAI:
             return
         self._registry.open(call.number, numbers)
         try:
-            with tied(choices, answer):
+            with spelled(answer.names), tied(choices, answer):
                 async with Watch(call) as watch:
                     if stream:
                         await self._stream(call, service, choices, answer, usage, watch)
@@ -204,7 +205,7 @@ class OpenAI:
         asked = [choice.request for choice in choices]
         self._registry.open(number, [request.id for request in asked])
         try:
-            with tied(choices, answer):
+            with spelled(answer.names), tied(choices, answer):
                 async with contextlib.aclosing(merge(partial(service.generate, told=answer.told), asked)) as found:
                     data = answer.begin()
                     async for batch in found:

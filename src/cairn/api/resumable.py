@@ -198,7 +198,8 @@ class Follower:
                 return
             if tape.over and after == tape.last:
                 watch.stop()
-                await call.write(data, more=False)
+                # What fails before its first event, and after a heartbeat, can have no status any more.
+                await call.write(data if tape.failure is None else error_event(tape.failure), more=False)
                 return
             if data or not news:
                 await call.write(data or HEARTBEAT)

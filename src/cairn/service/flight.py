@@ -41,6 +41,8 @@ class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     salt: bytes = b""
     """The tenant's salt, so that a tenant is shown its own requests only."""
+    choice: int = 0
+    """Its place among the choices of one prompt."""
 
 
 class Flight:
@@ -224,6 +226,7 @@ class Flight:
             reason=self.reason,
             error=str(self.error or ""),
             salt=self.request.salt,
+            choice=self.request.choice,
         )
 
     def _state(self) -> State:

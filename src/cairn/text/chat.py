@@ -131,7 +131,12 @@ class Chat:
             stand_ins = zip(found, answers, strict=True)
             shown = dict(enumerate(chat.plain)) | {n: {"role": "assistant", "content": text} for n, text in stand_ins}
             conversations.append(list(shown.values()))
-        texts = await self._render(chat, conversations)
+        try:
+            texts = await self._render(chat, conversations)
+        except InvalidRequest:
+            if not found:
+                raise
+            texts = await self._render(chat, [chat.plain])  # the template wants the answers as they are
         await self._check_length(texts[0], chat.mark)
         if sum(map(len, texts)) > INLINE:
             tokens = await asyncio.to_thread(self._encode, texts, chat.mark, answers, tenant)
@@ -157,7 +162,10 @@ class Chat:
         answer = f"{chat.edge}0{chat.edge}"
         shown = list(chat.plain)
         shown[len(messages) - 1] = {"role": "assistant", "content": answer}
-        (text,) = await self._render(chat, [shown])
+        try:
+            (text,) = await self._render(chat, [shown])
+        except InvalidRequest:
+            return None
         _, found, added = text.partition(answer)
         if not found or answer in added or next(self.tokenizer.controls.find(added), None) is None:
             return None
