@@ -157,7 +157,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """What one step did to one request: the worker's side of an event.
 
     The last output of a request has `finish`; with `FinishReason.ERROR`, `error` is a sentence for the client. With
-    `FinishReason.STOP` the last of `tokens` is the stop token: it counts as a completion token and is never text.
+    `FinishReason.STOP` the last of `tokens` is the stop token: it counts as a completion token, and is no text if it is
+    one of the model's own.
     """
 
     id: int

@@ -22,7 +22,8 @@ from cairn.service.service import Service
 Contexts = Sequence[tuple[Sequence[int], Turn | None]]
 """Ids, and whose they are: None for an ordinary request's."""
 RETRY_SECONDS = 1.0
-"""Between two attempts at what the worker could not do."""
+MOST_RETRY_SECONDS = 30.0
+"""Between two attempts at what the worker could not do: twice as long each time."""
 
 
 class AgentKv:
@@ -193,6 +194,7 @@ class AgentKv:
         """Do this once the worker can; nobody waits for it."""
 
         async def run() -> None:
+            pause = RETRY_SECONDS
             while True:
                 try:
                     await work()
@@ -200,7 +202,8 @@ class AgentKv:
                 except Unreadable:  # damage does not pass
                     return
                 except Unavailable:
-                    await asyncio.sleep(RETRY_SECONDS)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, MOST_RETRY_SECONDS)
 
         task = asyncio.create_task(run())
         self._tasks.add(task)
