@@ -336,7 +336,7 @@ BUGS = (
     Bug("a fork begins where its origin stands", BOOK, "            head=at.key,\n", "            head=agent.head.key,\n"),
     Bug("a fork's history goes with its origin", ROSTER, "                keys -= needed\n", "                pass\n"),
     Bug("turns of a deleted agent stay in the log", ROSTER, "[agent.key, *self._drop(agent.keeps() | lost, agent)]", "[agent.key]"),
-    Bug("what was sampled in an agent's name outlives it", BOOK, "        keys = [*keys, *self._replays.take(agent.key)]\n", ""),
+    Bug("what was sampled in an agent's name outlives it", BOOK, "*self._replays.take(agent.key), ", ""),
     Bug("a turn that the disk refused is listed", BOOK, "            self.roster.take_back(agent, turn)\n", ""),
     Bug("chunks that another agent has go with a deleted one", AGENT_KV, "return [length // CHUNK_TOKENS * CHUNK_TOKENS for length in longest]", "return [0] * len(longest)"),
     Bug("chunks of a deleted agent stay", AGENT_KV, "keep=keep, disk=True)", "keep=keep, disk=False)"),
