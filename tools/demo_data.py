@@ -29,7 +29,7 @@ SYSTEMS = [
 ]
 
 # Shares in percent of conversations; tools carry the most because choosing among them is the hardest to learn.
-MIX = {"recall": 8, "acts": 49, "tools": 26, "about": 4, "sums": 2, "chat": 2, "untold": 4, "system": 1, "echo": 1}
+MIX = {"recall": 8, "acts": 46, "tools": 26, "about": 4, "sums": 2, "chat": 2, "untold": 7, "system": 1, "echo": 1}
 MIX |= {"long": 3}
 
 # What a fresh run reads first, for a few minutes: short texts in which copying pays at once. It makes the skill that
@@ -96,7 +96,7 @@ def _long(talk: Talk) -> None:
 _FILLERS = {
     "recall": lambda talk: recall.recall(talk, chat.between),
     "acts": lambda talk: acttalk.act_talk(talk, chat.between),
-    "tools": lambda talk: toolchat.tool_talk(talk, chat.between, real=0.36),
+    "tools": lambda talk: toolchat.tool_talk(talk, chat.between, real=0.42),
     "about": _about,
     "sums": chat.sums,
     "chat": _chat,

@@ -57,22 +57,29 @@ class Trainer:
         rest = [p for n, p in named.items() if n not in self.muon.parameters]
         self.adam = torch.optim.AdamW(rest, lr=VECTOR_RATE, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Mean loss of the places that count; only their logits are computed."""
+    def loss(self, batch: Batch, others: float) -> tuple[Tensor, float]:
+        """The losses of what the assistant says, and of what others say times `others`, as one sum; the former's alone.
+
+        Where only the assistant counts, only its logits are computed.
+        """
+        count = None if others else batch.said
+        places, targets = (tensor[:count].to(self.device) for tensor in (batch.places, batch.targets))
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=NARROW):
             row = (batch.ids, batch.branches, batch.positions)
             hidden = self.network(*(tensor.to(self.device) for tensor in row)).flatten(0, 1)
-            logits = self.network.logits(hidden[batch.places.to(self.device)])
-        return F.cross_entropy(logits.float(), batch.targets.to(self.device))
+            logits = self.network.logits(hidden[places])
+        losses = F.cross_entropy(logits.float(), targets, reduction="none")
+        said = losses[: batch.said].sum()
+        return said + others * losses[batch.said :].sum(), float(said.detach())
 
-    def step(self, batches: list[Batch], rate: float) -> float:
-        """One update over some micro-batches, each token weighing the same; returns the loss."""
-        total = sum(len(batch.targets) for batch in batches)
+    def step(self, batches: list[Batch], rate: float, others: float = 0.0) -> float:
+        """One update over some micro-batches; returns the mean loss of what the assistant says in them."""
+        total = sum(batch.said for batch in batches)
         value = 0.0
         for batch in batches:
-            loss = self.loss(batch) * (len(batch.targets) / total)
-            loss.backward()  # type: ignore[no-untyped-call]
-            value += float(loss.detach())
+            loss, said = self.loss(batch, others)
+            (loss / total).backward()  # type: ignore[no-untyped-call]
+            value += said / total
             self.state.tokens += batch.ids.numel()
         self.state.counted += total
         self.state.step += 1
@@ -201,7 +208,8 @@ def train(trainer: Trainer, source: Iterator[Batch], tokenizer: Tokenizer, argum
         while state.seconds < total:
             began = time.perf_counter()
             rate = arguments.rate * rate_at(state, total, decay)
-            value = trainer.step([next(source) for _ in range(arguments.batches)], rate)
+            others = arguments.others if total - state.seconds > decay else 0.0
+            value = trainer.step([next(source) for _ in range(arguments.batches)], rate, others)
             state.seconds += time.perf_counter() - began
             smooth = value if not smooth else 0.97 * smooth + 0.03 * value
             speed = state.tokens / max(state.seconds, 1e-9)
@@ -234,6 +242,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="layers of the network (default 8)")
     parser.add_argument("--ffn", type=int, default=608, help="width of its feed-forward layers (default 608)")
     parser.add_argument("--batches", type=int, default=1, help="batches of some 4,096 tokens an update (default 1)")
+    parser.add_argument(
+        "--others", type=float, default=0.0, help="weight of a token that the assistant did not write, until the decay"
+    )
     parser.add_argument("--copying", type=int, help="short copying texts to read first (default: 6000 from nothing)")
     parser.add_argument("--eager", action="store_true", help="do not compile the layers")
     arguments = parser.parse_args()

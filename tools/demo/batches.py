@@ -48,13 +48,15 @@ class Row:
 
 @dataclass(slots=True)
 class Batch:
-    """Token ids, their branches and positions (rows, length), and which place predicts which token, where it counts."""
+    """Token ids, their branches and positions (rows, length), and which place predicts which token: first those that
+    the assistant wrote (`said` of them), then those of the others."""
 
     ids: Tensor
     branches: Tensor
     positions: Tensor
     places: Tensor
     targets: Tensor
+    said: int
 
 
 class Batches:
@@ -107,17 +109,17 @@ class Batches:
         inputs = torch.full((len(rows), length), self._pad, dtype=torch.long)
         branches = torch.zeros((len(rows), length), dtype=torch.long)
         positions = torch.arange(length).repeat(len(rows), 1)
-        places, targets = [], []
+        said, others = list[tuple[int, int]](), list[tuple[int, int]]()
         for index, row in enumerate(rows):
             end = len(row.ids) - 1
             inputs[index, :end] = torch.tensor(row.ids[:-1])
             branches[index, :end] = torch.tensor(row.branches[:-1])
             positions[index, :end] = torch.tensor(_positions(row.branches))[:-1]
             for spot in range(1, len(row.ids)):
-                if row.counts[spot]:
-                    places.append(index * length + spot - 1)
-                    targets.append(row.ids[spot])
-        return Batch(inputs, branches, positions, torch.tensor(places), torch.tensor(targets))
+                if row.branches[spot - 1] in (0, row.branches[spot]):
+                    (said if row.counts[spot] else others).append((index * length + spot - 1, row.ids[spot]))
+        places, targets = torch.tensor(said + others).T
+        return Batch(inputs, branches, positions, places, targets, len(said))
 
 
 def _positions(branches: list[int]) -> list[int]:
