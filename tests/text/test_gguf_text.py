@@ -224,7 +224,7 @@ def test_templates_of_a_file(tmp_path: Path) -> None:
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"ggml__model": "rwkv"}, r"m\.gguf: the tokenizer 'rwkv' is not supported; supported are gpt2, llama"),
-    "split": ({"ggml__pre": "klingon"}, r"the tokenizer's split 'klingon' is not supported; supported are gpt-2, "),
+    "split": ({"ggml__pre": "klingon"}, r"split 'klingon' is not supported; supported are deepseek-r1-qwen, gpt-2, "),
     "no split": ({"ggml__pre": None}, r"does not say how text is split \(tokenizer\.ggml\.pre\)"),
     "no tokens": ({"ggml__tokens": None}, r"m\.gguf: tokenizer\.ggml\.tokens must be a list of texts"),
     "numbers": ({"ggml__tokens": [1, 2]}, r"tokenizer\.ggml\.tokens must be a list of texts"),
