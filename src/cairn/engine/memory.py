@@ -62,9 +62,7 @@ def weight_bytes(spec: ModelSpec) -> int:
 def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> WeightMemory:
     """What the weights that `open_weights` gave take in the kernels that `config.kernels` names; reads none of them."""
     tally: Any = _Tally(chosen(kernels) != REFERENCE)
-    outlined = outlines(weights)
-    build(tally, spec, outlined)
-    head = tally.packed([outlined["model.embed_tokens.weight" if spec.tied else "lm_head.weight"]])
+    head: Any = build(tally, spec, outlines(weights)).head
     return WeightMemory(tally.held, tally.peak - tally.held, tally.streamed - head, head)
 
 
@@ -80,16 +78,17 @@ class _Tally:
 
     def table(self, source: Outline) -> None:
         if source.scale:
-            self._count(self.packed([source]), source.made)
+            self._count(self._packed([source]), source.made)
         else:
             self._count(math.prod(source.shape) * source.bits // 8, source.made)
 
-    def matrix(self, weights: Sequence[Outline], biases: Sequence[Outline | None]) -> None:
-        held = self.packed(weights)
+    def matrix(self, weights: Sequence[Outline], biases: Sequence[Outline | None]) -> int:
+        held = self._packed(weights)
         self._count(held, sum(one.made for one in weights))
         self.streamed += held
+        return held
 
-    def packed(self, parts: Sequence[Outline]) -> int:
+    def _packed(self, parts: Sequence[Outline]) -> int:
         if self._native:
             return native.packed_bytes([(one.shape[0], one.shape[1], one.form) for one in parts])
         return sum(4 * math.prod(one.shape) for one in parts)

@@ -153,13 +153,17 @@ class Fields:
             raise self.error(name, "a string")
         return value
 
-    def ids(self, name: str, vocab: int) -> tuple[int, ...]:
-        """One token id or a list of them, each below `vocab`; empty if the field is not there."""
+    def ids(self, name: str, vocab: int, *, absent: bool = False) -> tuple[int, ...]:
+        """One token id or a list of them, each below `vocab`; empty if the field is not there.
+
+        With `absent`, ids beyond all tokens are left out: so some files name a token that their model does not have.
+        """
         value = self.values.get(name)
         found = [] if value is None else value if isinstance(value, list) else [value]
-        if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < vocab for one in found):
-            raise self.error(name, f"a token id or a list of token ids below {vocab}")
-        return tuple(dict.fromkeys(found))
+        most = 1 << 32 if absent else vocab
+        if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < most for one in found):
+            raise self.error(name, f"a token id or a list of token ids below {most}")
+        return tuple(one for one in dict.fromkeys(found) if one < vocab)
 
     def object(self, name: str) -> Fields:
         """A nested object; empty if the field is not there."""

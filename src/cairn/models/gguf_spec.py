@@ -216,14 +216,13 @@ def _groups(keys: Fields, layers: int, context: int) -> tuple[CacheGroup, ...]:
 
 
 def _ids(gguf: Gguf, name: str, vocab: int) -> tuple[int, ...]:
-    return Fields(gguf.metadata, gguf.paths[0]).ids(f"tokenizer.ggml.{name}", vocab)
+    absent = name in ("eot_token_id", "eom_token_id")
+    return Fields(gguf.metadata, gguf.paths[0]).ids(f"tokenizer.ggml.{name}", vocab, absent=absent)
 
 
 def _ends(gguf: Gguf, vocab: int) -> tuple[int, ...]:
     """Ids that end an answer: those that the file names, and control tokens that are known to."""
-    found = list(_ids(gguf, "eos_token_id", vocab))
-    # Some files name a token that a model does not have by a number beyond all tokens.
-    found += [i for name in ("eot", "eom") for i in _ids(gguf, f"{name}_token_id", 1 << 32) if i < vocab]
+    found = [i for name in ("eos", "eot", "eom") for i in _ids(gguf, f"{name}_token_id", vocab)]
     tokens, kinds = gguf.metadata.get("tokenizer.ggml.tokens"), gguf.metadata.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(kinds, np.ndarray) and len(kinds) == len(tokens):
         found += [int(i) for i in np.flatnonzero(kinds == _CONTROL) if tokens[i] in _ENDS]

@@ -96,7 +96,7 @@ def sampling_params(
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=number("temperature", 1.0),
-        top_k=max(_count("top_k", top_k, -1, 1 << 31), 0),
+        top_k=max(_count("top_k", top_k, *SAMPLING_RANGES["top_k"]), 0),
         top_p=number("top_p", 1.0) or ONE_TOKEN,
         min_p=number("min_p", 0.0),
         repetition_penalty=number("repetition_penalty", 1.0),
@@ -175,7 +175,7 @@ def _number(name: str, value: object) -> float:
     return float(value)
 
 
-def _count(name: str, value: object, low: int, high: int, limit: str = "") -> int:
+def _count(name: str, value: object, low: float, high: float, limit: str = "") -> int:
     """A whole number in [low, high]; `limit` names the option that `high` comes from."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} must be a whole number", field=name)

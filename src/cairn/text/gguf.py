@@ -96,11 +96,9 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
         raise ModelError(f"{gguf.paths[0]}: the tokenizer {model[:80]!r} is not supported; supported are gpt2, llama")
     config: dict[str, Any] = {"add_bos_token": fields.flag("tokenizer.ggml.add_bos_token", bos)}
     for name, key in NAMES.items():
-        # Some files name a token that a model does not have by a number beyond all tokens.
-        most = len(tokens) if name in ("bos_token", "eos_token", "unk_token") else 1 << 32
-        for i in fields.ids(f"tokenizer.ggml.{key}_token_id", most):
-            if i < len(tokens):
-                config[name] = tokens[i]
+        absent = name not in ("bos_token", "eos_token", "unk_token")
+        for i in fields.ids(f"tokenizer.ggml.{key}_token_id", len(tokens), absent=absent):
+            config[name] = tokens[i]
     empty: dict[str, Any] = {
         "model": {"type": "BPE", "vocab": {}, "merges": []},
         "added_tokens": [],
