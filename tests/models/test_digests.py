@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -10,6 +11,7 @@ import pytest
 from cairn.errors import ModelFileError
 from cairn.models import digests
 from cairn.models.digests import file_digest, memory_path
+from cairn.models.packed_file import prune
 
 
 @pytest.fixture
@@ -41,6 +43,10 @@ def test_a_changed_file_is_read_again(file: Path) -> None:
     os.utime(replaced, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     os.replace(replaced, file)
     assert file_digest(file) == hashlib.sha256(b"third").digest()
+    stat = file.stat()
+    file.write_bytes(b"4th..")  # in place, of the same length, with the old time
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert file_digest(file) == hashlib.sha256(b"4th..").digest()
     assert len(json.loads(memory_path().read_bytes())) == 1
 
 
@@ -67,3 +73,22 @@ def test_small_files_are_not_remembered(file: Path, monkeypatch: pytest.MonkeyPa
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ModelFileError, match="nothing: the file is missing"):
         file_digest(tmp_path / "nothing")
+
+
+def test_a_user_without_a_home_hashes_each_time(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nobody)
+    assert file_digest(file) == hashlib.sha256(b"first").digest()
+    assert prune() == (0, 0)
+
+
+def test_a_full_disk_keeps_no_half_of_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(digests.json, "dump", full)
+    assert file_digest(file) == hashlib.sha256(b"first").digest()
+    assert not list(memory_path().parent.iterdir())

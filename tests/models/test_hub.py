@@ -299,6 +299,39 @@ def test_no_network_is_one_sentence(remote, env):
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:1"),
+        ("HTTPS_PROXY", "ftp://127.0.0.1:1"),
+        ("SSL_CERT_FILE", "/there/is/none.pem"),
+    ],
+)
+def test_what_the_environment_names_and_cannot_be_used_is_one_sentence(remote, env, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ModelError, match="the proxy or the certificates that the environment names cannot be used"):
+        hub.pull("org/m", env=env)
+
+
+@pytest.mark.parametrize("address", ["http://host:abc", "http://..x"])
+def test_an_endpoint_that_is_no_address_is_one_sentence(env, address):
+    with pytest.raises(ModelError, match="cannot download org/m from"):
+        hub.pull("org/m", env=env | {"HF_ENDPOINT": address})
+
+
+def test_a_damaged_file_stays_until_there_is_a_better_one(remote, env):
+    """A pull that fails leaves the model as it was."""
+    folder = hub.pull("org/m", env=env)
+    blob = (folder / "model-1-of-2.safetensors").resolve()
+    damaged = bytes(len(blob.read_bytes()))
+    blob.write_bytes(damaged)
+    remote.cut["model-1-of-2.safetensors"] = [0] * 5
+    with pytest.raises(ModelError, match="run the same command again"):
+        hub.pull("org/m", env=env)
+    assert blob.read_bytes() == damaged
+    assert (hub.pull("org/m", env=env) / "model-1-of-2.safetensors").read_bytes() != damaged
+
+
+@pytest.mark.parametrize(
     ("status", "code", "words"),
     [
         (401, "RepoNotFound", "does not exist on .* or is private: check the name, or set HF_TOKEN"),

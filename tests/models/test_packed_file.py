@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
+from safetensors.numpy import load_file, save_file
 from tests.models.test_held import SIZES, packed_model
 from tests.tiny_models import KERNELS, MODELS, Driver, load, prompt, write_model
 
@@ -211,3 +212,35 @@ def test_what_a_killed_start_left_goes_at_once_and_what_is_being_written_stays(
     answer(model, monkeypatch)
     assert seen == [(0, 0), [".part"]] and not left.exists()
     assert [one.suffix for one in cache.iterdir()] == [".packed"]
+
+
+def test_a_weight_without_a_number_keeps_no_start_from_reading_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON has no NaN: an error of rounding that is none would make the file unreadable at every start."""
+    model = write_model(tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    unused = next(token for token in range(len(embedding)) if token not in prompt(20, len(embedding)))
+    embedding[unused, 2:4] = [np.inf, np.nan]
+    save_file(tensors, model / "model.safetensors")
+    first = answer(model, monkeypatch, weights="bf16")
+    assert first[2] > 0 and "nan" not in first[1] and "relative error" in first[1]
+    assert answer(model, monkeypatch, weights="bf16") == (*first[:2], 0)
+
+
+def test_a_model_that_is_replaced_while_it_is_packed_is_not_kept(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known failure 28: it was read for a key that the file which was there before had."""
+    model = a_model(tmp_path)
+    real = packed_file._Writing.finish
+
+    def late(self: Any, key: str) -> None:
+        real(self, key)
+        write_model(model, **MODELS["llama with biases, tied"], seed=9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_file._Writing, "finish", late)
+        answer(model, patch)
+    assert not list(cache.iterdir())

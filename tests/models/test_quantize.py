@@ -135,3 +135,10 @@ def test_slices_join_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     parts, again = rounded(lambda begin, end: x[begin:end], (100, 64), 4)
     assert parts.codes.tobytes() == whole.codes.tobytes() and parts.scale.tobytes() == whole.scale.tobytes()
     assert again == pytest.approx(error)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_error_of_numbers_whose_squares_overflow_is_a_number(bits: Any) -> None:
+    x: Any = 1e30 * np.random.default_rng(5).standard_normal((8, 64), dtype=np.float32)
+    _, error = rounded(lambda begin, end: x[begin:end], (8, 64), bits)
+    assert 0 < error < 0.1

@@ -9,7 +9,7 @@ from cairn.engine.base import Engine
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import pool_blocks
 from cairn.errors import ModelError
-from cairn.models.spec import load_spec
+from cairn.models.spec import identity_of, load_spec
 from cairn.types import ModelSpec
 
 
@@ -42,4 +42,8 @@ def load_engine(config: Config, folder: Path, expected: int = 0) -> tuple[ModelS
         return spec, engine
     from cairn.engine.cpu import CpuEngine
 
-    return spec, CpuEngine.load(spec, folder, config, expected)
+    loaded = CpuEngine.load(spec, folder, config, expected)
+    if identity_of(spec, folder) != spec.identity:  # its KV would be stored, and found, as the other model's
+        loaded.close()
+        raise ModelError(f"{folder} was changed while it was loaded; start again")
+    return spec, loaded

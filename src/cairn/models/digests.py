@@ -1,4 +1,8 @@
-"""SHA-256 of files, remembered by (path, size, mtime, inode) so that a start does not hash gigabytes again."""
+"""SHA-256 of files, remembered by path and what the system says of them, so that a start does not hash gigabytes again.
+
+The time of the last change (ctime) is the one that nobody can set: an archive or a copy may bring an old mtime, and an
+inode number is used again.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from cairn.errors import ConfigError
 from cairn.models.files import reading
 from cairn.paths import home
 
@@ -23,7 +28,7 @@ def file_digest(path: Path) -> bytes:
         if stat.st_size < REMEMBER_FROM:
             return hashlib.file_digest(file, "sha256").digest()
         place = f"{path.resolve()}|"
-        key = f"{place}{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ino}"
+        key = f"{place}{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_dev}:{stat.st_ino}"
         known = _load()
         if key in known:
             return bytes.fromhex(known[key])
@@ -44,16 +49,20 @@ def _load() -> dict[str, str]:
     try:
         known = json.loads(memory_path().read_bytes())
         return {key: value for key, value in known.items() if len(bytes.fromhex(value)) == 32}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, RuntimeError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, ConfigError):
         return {}
 
 
 def _save(known: dict[str, str]) -> None:
     """Best effort: a home that cannot be written costs a hash at every start and nothing else."""
-    with contextlib.suppress(OSError, RuntimeError):
+    with contextlib.suppress(OSError, ConfigError):
         path = memory_path()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, temporary = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            json.dump(known, file)
-        os.replace(temporary, path)
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(known, file)
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)  # of a disk that is full; otherwise it has its name by now

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -61,7 +62,12 @@ class Hub:
             headers["authorization"] = f"Bearer {token}"
         if not _is_address(self.endpoint):
             raise ModelError(f"HF_ENDPOINT is {self.endpoint!r} but must be an http or https address")
-        self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(30, connect=10), follow_redirects=True)
+        try:
+            self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(30, connect=10), follow_redirects=True)
+        except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
+            raise ModelError(
+                f"the proxy or the certificates that the environment names cannot be used: {error}"
+            ) from error
 
     def __enter__(self) -> Hub:
         return self
@@ -73,7 +79,7 @@ class Hub:
         """The newest commit of `main` and its files by name. A file that states no checksum is left out."""
         url = f"{self.endpoint}/api/models/{self.model}/revision/main?blobs=true"
         try:
-            with self._client.stream("GET", url) as response:
+            with self._stream(url) as response:
                 self._check(response)
                 body = b""
                 for chunk in response.iter_bytes(_CHUNK):
@@ -90,13 +96,13 @@ class Hub:
     def fetch(self, commit: str, file: RemoteFile, blob: Path, progress: Callable[[int], None]) -> None:
         """Make `blob` the verified file; `progress` gets the bytes that are there so far.
 
-        A blob that is there already is verified, not fetched. A part that an earlier attempt left in
-        `<blob>.incomplete` is continued. Raises ModelFileError if what the hub sent does not match its checksum.
+        A blob that is there already is verified, and fetched only where it is damaged. A part that an earlier attempt
+        left in `<blob>.incomplete` is continued. Raises ModelFileError if what the hub sent does not match its
+        checksum.
         """
-        if blob.is_file():
-            if blob.stat().st_size == file.size and _hash_of(file, blob, progress) == file.digest:
-                return
-            blob.unlink()
+        sized = blob.is_file() and blob.stat().st_size == file.size
+        if sized and _hash_of(file, blob, progress) == file.digest:
+            return
         part = blob.with_name(blob.name + ".incomplete")
         with part.open("a+b") as out:
             digest = self._fill(commit, file, out, progress)
@@ -144,11 +150,19 @@ class Hub:
         """The file's bytes from `start`; None first if the server sends the whole file instead."""
         url = f"{self.endpoint}/{self.model}/resolve/{commit}/{quote(file.name)}"
         headers = {"range": f"bytes={start}-"} if start else {}
-        with self._client.stream("GET", url, headers=headers) as response:
+        with self._stream(url, headers) as response:
             self._check(response)
             if start and response.status_code != 206:
                 yield None
             yield from response.iter_bytes()
+
+    @contextmanager
+    def _stream(self, url: str, headers: Mapping[str, str] | None = None) -> Iterator[httpx.Response]:
+        try:
+            with self._client.stream("GET", url, headers=headers) as response:
+                yield response
+        except (httpx.InvalidURL, UnicodeError) as error:  # of the endpoint, or of where it sends us
+            raise self._unreachable(error) from error
 
     def _check(self, response: httpx.Response) -> None:
         status = response.status_code

@@ -162,8 +162,9 @@ class HeldWeights(Mapping[str, Any]):
             for at in range(0, len(array), step):
                 rows, into = array[at : at + step].astype(np.float32), held[at : at + step]
                 into[:] = rows
-                wrong += float(np.square(rows - into.astype(np.float32)).sum(dtype=np.float64))
-                total += float(np.square(rows).sum(dtype=np.float64))
+                finite = np.isfinite(rows) & np.isfinite(into)
+                wrong += float(np.square(rows - into.astype(np.float32), dtype=np.float64)[finite].sum())
+                total += float(np.square(rows, dtype=np.float64)[finite].sum())
         if wrong:
             self.errors[name] = math.sqrt(wrong / total)
         return held

@@ -29,16 +29,18 @@ import msgspec
 import xxhash
 from numpy.typing import NDArray
 
+from cairn.errors import CairnError, ConfigError
 from cairn.kernels.native import NativeKernels, form_of
 from cairn.models import decoder, quantize
 from cairn.models.digests import memory_path
 from cairn.models.held import HeldWeights
 from cairn.models.outline import Outline
+from cairn.models.spec import identity_of
 from cairn.types import ModelSpec
 
 MAGIC = b"CAIRNPK1"
 VERSION = 2
-"""Of the file and of the order that kernels stream; a change of either gets a new one."""
+"""Of the file; the order that kernels stream is of their own version."""
 KEPT_FROM = 64 << 20
 """Bytes of packed weights from which a file is worth its room: smaller models are packed in some 100 ms."""
 SPARE = 1 << 30
@@ -92,7 +94,7 @@ def build(kernels: Any, spec: ModelSpec, weights: HeldWeights, place: Path, size
         if shutil.disk_usage(path.parent).free < size + SPARE:
             return decoder.build(kernels, spec, weights)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=_PART)
-    except (OSError, RuntimeError):
+    except (OSError, ConfigError):
         return decoder.build(kernels, spec, weights)
     try:
         with os.fdopen(handle, "wb", 0) as file:
@@ -100,7 +102,7 @@ def build(kernels: Any, spec: ModelSpec, weights: HeldWeights, place: Path, size
             writing = _Writing(kernels, weights, file)
             built = decoder.build(_kernels(writing), spec, _names(weights))
             writing.finish(key)
-        if writing.whole:
+        if writing.whole and _unchanged(spec, place):
             with contextlib.suppress(OSError):
                 os.replace(temporary, path)
     finally:
@@ -113,7 +115,7 @@ def prune() -> tuple[int, int]:
     """Remove files that no start has used for `UNUSED_DAYS`, and what an ended write left; (files, bytes) removed."""
     files = size = 0
     now = time.time()
-    with contextlib.suppress(OSError, RuntimeError):
+    with contextlib.suppress(OSError, ConfigError):
         for path in folder().iterdir():
             with contextlib.suppress(OSError):
                 stat = path.stat()
@@ -122,6 +124,13 @@ def prune() -> tuple[int, int]:
                     path.unlink()
                     files, size = files + 1, size + stat.st_size
     return files, size
+
+
+def _unchanged(spec: ModelSpec, place: Path) -> bool:
+    """Whether what was packed is what the key says: a model may be replaced while it is loaded."""
+    with contextlib.suppress(CairnError):
+        return identity_of(spec, place) == spec.identity
+    return False
 
 
 def _hold(handle: int) -> bool:

@@ -79,6 +79,7 @@ def rounded(rows: Rows, shape: tuple[int, int], bits: Literal[4, 8]) -> tuple[Qu
             np.empty(most.shape, _scale_type(most / np.float32(127 if bits == 8 else 8))),
         )
         wrong = total = 0.0
+        exact = np.float64 if held.scale.dtype == np.float32 else np.float32  # squares of large weights overflow
         for at in range(0, out, step):
             part = slice(at, at + step)
             groups = _groups(rows, at, at + step)
@@ -86,8 +87,8 @@ def rounded(rows: Rows, shape: tuple[int, int], bits: Literal[4, 8]) -> tuple[Qu
             held.codes[part] = (codes + (8 if bits == 4 else 0)).reshape(-1, inner)
             held.scale[part] = scale
             finite = np.isfinite(most[part])
-            wrong += float(np.square(groups - codes * scale[..., None])[finite].sum(dtype=np.float64))
-            total += float(np.square(groups)[finite].sum(dtype=np.float64))
+            wrong += float(np.square(groups - codes * scale[..., None], dtype=exact)[finite].sum(dtype=np.float64))
+            total += float(np.square(groups, dtype=exact)[finite].sum(dtype=np.float64))
     return held, math.sqrt(wrong / total) if total else 0.0
 
 

@@ -85,7 +85,7 @@ def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
     """
     with reading(folder):
         spec = gguf_spec(read_gguf(folder)) if is_gguf(folder) else _load(folder)
-        return msgspec.structs.replace(spec, identity=_identity(spec, folder)) if identify else spec
+        return msgspec.structs.replace(spec, identity=identity_of(spec, folder)) if identify else spec
 
 
 def _load(folder: Path) -> ModelSpec:
@@ -275,7 +275,7 @@ def _defaults(folder: Path) -> dict[str, float]:
     return found
 
 
-def _identity(spec: ModelSpec, folder: Path) -> bytes:
+def identity_of(spec: ModelSpec, folder: Path) -> bytes:
     """SHA-256 over the spec's facts, the weights and the tokenizer. Names, sampling defaults and EOS change no KV.
 
     A folder's files have fixed names, which say what each holds; a GGUF file may be called anything.
