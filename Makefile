@@ -19,9 +19,16 @@ NATIVE := $(addprefix src/cairn/kernels/csrc/,CMakeLists.txt *.cpp *.h)
 
 SOURCES := pyproject.toml constraints.txt $(wildcard $(NATIVE))
 
+# Kernels of other sources are worse than none, so old ones go first; pip tells nobody that there are none.
+STALE := rm -f src/cairn/kernels/_native.*
+SLOW := ls src/cairn/kernels/_native.* >/dev/null 2>&1 || echo "Cairn's kernels could not be compiled: it will run on \
+numpy, slowly. With g++ and Python's headers installed, 'make -B install' compiles them." >&2
+
 .venv/.installed: $(SOURCES)
 	$(PYTHON) -m venv .venv
+	@$(STALE)
 	$(PIP) --editable .
+	@$(SLOW)
 	@$(BIN)/python -c 'import cairn.cli, cairn.api.server, cairn.service.worker, cairn.engine.device, cairn.text.render'
 	@touch $@
 
@@ -30,7 +37,9 @@ SOURCES := pyproject.toml constraints.txt $(wildcard $(NATIVE))
 .venv/.test: $(SOURCES)
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
+	@$(STALE)
 	$(PIP) --editable '.[test]'
+	@$(SLOW)
 	@touch .venv/.installed $@
 
 test: check  ## all tests, at most 15 minutes on two cores

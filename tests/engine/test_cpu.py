@@ -26,6 +26,7 @@ from cairn.config import Config
 from cairn.engine import cpu
 from cairn.engine.base import NO_BLOCK, Row, RowResult
 from cairn.engine.cpu import CpuEngine
+from cairn.engine.device import load_engine
 from cairn.errors import ModelError
 from cairn.kernels import native, reference
 from cairn.models.spec import load_spec
@@ -250,3 +251,25 @@ def test_a_row_whose_first_slice_failed_has_failed(tmp_path: Path, monkeypatch: 
     row = Row(prompt(40), 0, 40, (list(range(3)),), 0, 40, SCORED, 0)
     assert engine.prefill([row]).wait() == [RowResult(error="broken")]
     assert answers == [RowResult(token=4)]
+
+
+def test_slow_kernels_are_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_model(tmp_path)
+    assert not load(folder).info.note or KERNELS == ["reference"]
+    monkeypatch.setattr(native, "variants", dict)
+    assert load(folder).info.note.startswith("reference kernels (numpy, slow: the native kernels were not compiled")
+    assert not load(folder, kernels="reference").info.note
+
+
+def test_a_model_that_changes_while_it_is_loaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 28: what it computes would be stored, and found, under the identity of the one before."""
+    folder = write_model(tmp_path)
+    real = cpu.open_weights
+
+    def replaced(*arguments: Any) -> Any:
+        write_model(tmp_path, seed=1)
+        return real(*arguments)
+
+    monkeypatch.setattr(cpu, "open_weights", replaced)
+    with pytest.raises(ModelError, match="was changed while it was loaded; start again"):
+        load_engine(Config(kv_gb=0.05, threads=1), folder)

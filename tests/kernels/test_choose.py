@@ -66,3 +66,12 @@ def test_the_engine_runs_what_was_asked_for(kind: str, tmp_path: Path) -> None:
     assert (engine._kernels.numerics[1] == kind) == (kind != "reference")
     assert type(engine._kernels).__name__ == ("ReferenceKernels" if kind == "reference" else "NativeKernels")
     engine.close()
+
+
+def test_kernels_of_other_sources_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they compute would be stored as what these sources compute: a pull without a build, or one that failed."""
+    if not native.variants():
+        pytest.skip("the native kernels were not compiled")
+    monkeypatch.setattr(native, "VERSION", "native-0")
+    with pytest.raises(ModelError, match="the compiled kernels are of another version"):
+        choose.chosen("auto")

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from tests.kernels.test_native import DTYPES, VARIANTS, laid_out, random
 from tests.kernels.test_quantized import quantized
+from tests.tiny_models import KERNELS
 
 from cairn.kernels.native import NativeKernels
+from cairn.kernels.reference import ReferenceKernels
 from cairn.types import BLOCK_TOKENS
 
 
@@ -18,19 +20,21 @@ def only_those_who_see_it(
     variant: str, dtype: Any, heads: int, start: int, tokens: int, window: int, bad: float, wrong: dict[int, int]
 ) -> None:
     """Tokens from `start` on: `wrong` values, position -> place, reach who sees them; all else is as without them."""
-    kernels, kv_heads, size = NativeKernels(variant, 2), 2, 24
+    kernels: Any = ReferenceKernels(2) if variant == "reference" else NativeKernels(variant, 2)
+    arranged = np.copy if variant == "reference" else laid_out
+    kv_heads, size = 2, 24
     blocks = (start + tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     pool = random(blocks, 1, 2, kv_heads, BLOCK_TOKENS, size).astype(dtype)
     table = np.random.default_rng(2).permutation(blocks).astype(np.int32)[None]
     query = random(tokens, heads, size, seed=1)
     for position, place in wrong.items():
         pool[table[0, position // BLOCK_TOKENS], 0, 1, :, position % BLOCK_TOKENS, place] = bad
-    kv, out = laid_out(pool), np.empty((tokens, heads * size), np.float32)
+    kv, out = arranged(pool), np.empty((tokens, heads * size), np.float32)
     rows = np.array([[0, tokens, start]], np.int32)
     kernels.attention(query, kv, 0, rows, table, window, 0.4, out)
     clean = np.where(np.isfinite(pool.astype(np.float32)), pool, 0).astype(dtype)
     want = np.empty_like(out)
-    kernels.attention(query, laid_out(clean), 0, rows, table, window, 0.4, want)
+    kernels.attention(query, arranged(clean), 0, rows, table, window, 0.4, want)
     for place in range(tokens):
         position = start + place
         seen = [at for at in wrong if at <= position and (not window or at > position - window)]
@@ -46,7 +50,7 @@ def only_those_who_see_it(
     kernels.close()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 1, 6, 33])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
@@ -57,7 +61,7 @@ def test_a_value_without_a_number_reaches_only_those_who_see_it(
     only_those_who_see_it(variant, dtype, 6, 30, 60, window, bad, {39: 3, 40: 3, 61: 0, 64: 23})
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [2, 4, 8])
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from cairn.engine.machine import cpu_count
 from cairn.engine.memory import block_bytes, check_memory, kv_dtype, pool_blocks, weight_memory
 from cairn.engine.pages import taken
 from cairn.kernels.base import Kernels
-from cairn.kernels.choose import load_kernels
+from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
 from cairn.kernels.program import Interpreted, Program
 from cairn.kernels.vocabulary import NUMPY, Sampler
 from cairn.models import decoder, packed_file, quantize
@@ -96,9 +96,12 @@ class CpuEngine:
         check_memory(spec, config, blocks, weights=taken)
         build = partial(packed_file.build, place=folder, size=taken.held) if config.keep_packed else decoder.build
         engine = cls(spec, weights, config, blocks, weights.form, expected, build)
+        notes = []
+        if config.kernels != REFERENCE and chosen(config.kernels) == REFERENCE:
+            notes.append(described(config.kernels))
         if line := error_line(weights.errors, len(weights)):
-            note = f"{spec.name}: weights are held in the form {weights.form}; {line}"
-            engine.info = dataclasses.replace(engine.info, note=note)
+            notes.append(f"{spec.name}: weights are held in the form {weights.form}; {line}")
+        engine.info = dataclasses.replace(engine.info, note="; ".join(notes))
         return engine
 
     def prefill(self, rows: Sequence[Row]) -> Ready[list[RowResult]]:

@@ -32,7 +32,9 @@ def described(wanted: str) -> str:
     if name != REFERENCE:
         return f"native kernels ({name})"
     why = (
-        "as asked" if wanted == REFERENCE else "the native kernels were not compiled; install again with a C++ compiler"
+        "as asked"
+        if wanted == REFERENCE
+        else "the native kernels were not compiled; install again with a C++ compiler and Python's headers"
     )
     return f"reference kernels (numpy, slow: {why})"
 

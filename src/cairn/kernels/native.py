@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.errors import ModelError
 from cairn.kernels.base import BLOCK, GROUP, Quantized
 from cairn.kernels.program import Call, Size, Slot, slots
 from cairn.kernels.rope import Rope, frequencies
@@ -27,7 +28,8 @@ from cairn.kernels.sampler import NativeSampler
 from cairn.types import RopeScaling
 
 VERSION = "native-5"
-"""Version of the order of operations and of the KV layout; a change that can move a bit gets a new one."""
+"""Version of the order of operations, of the KV layout and of packed matrices; a change that can move a bit gets a new
+one, here and in `csrc/module.cpp`."""
 
 _ALIGN = 64
 _LANES = 16
@@ -36,14 +38,20 @@ _BLOCK_BYTES = {"q4_k": 192 + 8 * 256, "q5_k": 192 + 8 * 320, "q6_k": 256 + 8 * 
 
 
 def _module() -> Any:
+    """The compiled module, None where there is none. ModelError where it is of other sources than these: what it
+    computes would be kept under a name that is not its own."""
     try:
-        return importlib.import_module("cairn.kernels._native")
+        module = importlib.import_module("cairn.kernels._native")
     except ImportError:
         return None
+    if getattr(module, "VERSION", None) != VERSION:
+        raise ModelError("the compiled kernels are of another version of Cairn; install it again (`make -B install`)")
+    return module
 
 
 def variants() -> dict[str, bool]:
-    """Compiled variants, the fastest first, and whether this CPU runs each; empty where none were compiled."""
+    """Compiled variants, the fastest first, and whether this CPU runs each; empty where none were compiled.
+    ModelError where they were compiled from other sources."""
     module = _module()
     return dict(module.variants()) if module is not None else {}
 

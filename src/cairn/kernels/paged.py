@@ -8,7 +8,7 @@ nor neighbours change a bit.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,8 @@ def attend(
     kv_heads = kv.shape[3]
     fan = heads // kv_heads
     tile = min(tile_rows(size, SPAN, transposed=True), tile_rows(SPAN, size))
-    for piece in _pieces(rows.tolist(), heads, window):
+
+    def compute(piece: _Piece) -> None:
         tokens = piece.tokens
         # [R, K, count * fan] query rows a key-value head, padded to whole tiles.
         rows_of = query[tokens].reshape(len(tokens), piece.count, kv_heads, fan, size).transpose(0, 2, 1, 3, 4)
@@ -48,6 +49,14 @@ def attend(
         got = got.reshape(len(tokens), kv_heads, -1, size)[:, :, : piece.count * fan]
         got = got.reshape(len(tokens), kv_heads, piece.count, fan, size).transpose(0, 2, 1, 3, 4)
         out[tokens] = got.reshape(len(tokens), piece.count, heads * size)
+
+    for piece in _pieces(rows.tolist(), heads, window):
+        compute(piece)
+        if piece.count > 1 and not np.isfinite(out[piece.tokens]).all():
+            # A weight of zero silences no value without a number that another token of the piece sees.
+            for at in range(piece.count):
+                token = piece.tokens[:, at : at + 1]
+                compute(replace(piece, tokens=token, starts=piece.starts + at, count=1))
 
 
 @dataclass(frozen=True, slots=True)
