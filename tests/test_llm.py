@@ -29,6 +29,7 @@ from cairn.errors import (
     Unavailable,
 )
 from cairn.figures import CacheReport
+from cairn.llm import _Loop
 from cairn.service.requests import SamplingOptions
 from cairn.types import Delta, Done, FinishReason, ToolCallDelta, Usage
 
@@ -450,3 +451,21 @@ def test_the_package_exports_it():
         cairn.LLMs  # noqa: B018
     names = set(inspect.signature(SamplingOptions).parameters)
     assert {"temperature", "max_tokens", "stop"} <= names
+
+
+def test_closing_ends_what_other_threads_wait_for():
+    """A thread that loads a model, or waits for a place, would wait for ever."""
+    loop, ended = _Loop(), []
+
+    def wait():
+        with pytest.raises(Cancelled):
+            loop.wait(asyncio.sleep(600))
+        ended.append(True)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    while not asyncio.all_tasks(loop._loop):
+        time.sleep(0.01)
+    loop.close()
+    waiting.join(20)
+    assert ended

@@ -187,6 +187,7 @@ class _Loop:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_SECONDS)
         if not self._thread.is_alive():
+            self._loop.run_until_complete(_end_tasks())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
@@ -220,6 +221,14 @@ def _close(loop: _Loop, llm: AsyncLLM) -> None:
         loop.wait(llm.close())
     finally:
         loop.close()
+
+
+async def _end_tasks() -> None:
+    """Cancel all others on this loop: somebody may wait for them in another thread."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def _next(stream: AsyncIterator[Delta]) -> Delta | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import socket
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator
@@ -28,9 +30,10 @@ from cairn.errors import (
     Overloaded,
     Unavailable,
 )
-from cairn.service import admission, history
+from cairn.service import admission, history, wire
 from cairn.service.service import Service
 from cairn.service.stream import Waker, merge
+from cairn.service.worker import serve
 from cairn.types import Delta, Done, FinishReason, OutputFormat, Request
 
 
@@ -657,3 +660,14 @@ async def test_a_question_to_a_worker_that_ends_is_unavailable(folder: Path, mon
         await service.close()
         with pytest.raises(Unavailable):
             await asked
+
+
+async def test_a_start_that_is_given_up_leaves_nothing_behind(folder: Path, tmp_path: Path) -> None:
+    """In the user's own process: threads, and the lock of the store, which a second start needs."""
+    settings = config(folder, kv_dir=str(tmp_path / "kv"))
+    ours, theirs = socket.socketpair()
+    ours.sendall(wire.encode(wire.Load(settings, str(folder))))
+    ours.close()
+    serve(theirs)
+    assert not [one for one in threading.enumerate() if one.name.startswith("cairn-kv")]
+    await (await Service.start(settings, in_process=True)).close()

@@ -462,6 +462,31 @@ async def test_a_package_that_was_changed_on_the_disk_gets_no_second_worker(
         assert service.unready() == [code.CHANGED]
 
 
+async def test_a_signal_without_a_name_is_a_death_like_any_other(folder: Path) -> None:
+    async with serving(folder) as service:
+        asked = request(service, "a long answer", 1000)
+        stream = service.generate(asked)
+        await until(lambda: service.stats().running == 1)
+        os.kill(pid_of(service), 40)
+        assert list((await collect(stream)).tokens) == oracle(service)(asked)
+        assert service.stats().worker_restarts == 1
+
+
+async def test_what_keeps_the_worker_from_being_replaced_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the task that replaces it: without a word every request would wait for its deadline."""
+
+    def none() -> bytes:
+        raise RuntimeError("can't start new thread")
+
+    async with serving(folder) as service:
+        monkeypatch.setattr(code, "digest", none)
+        stream = service.generate(request(service, "a long answer", 1000))
+        os.kill(pid_of(service), signal.SIGKILL)
+        with pytest.raises(GenerationFailed, match=r"the worker cannot be replaced \(RuntimeError\)"):
+            await collect(stream)
+        assert "cannot be replaced" in service.unready()[0]
+
+
 def test_the_digest_of_the_package_changes_with_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("__init__.py", "a/b.py", "a/native.so"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import cairn
 from cairn.config import Config
 from cairn.errors import ContextTooLong, InvalidRequest, ModelFileError, Overloaded, Unsupported
 from cairn.text import length
+from cairn.text import messages as plain
 from cairn.text.chat import Chat
+from cairn.text.messages import plain_message, unused_marks
 from cairn.text.stream import TextStream
 from cairn.text.templates import load_templates
 from cairn.text.tokenizer import INLINE
@@ -692,3 +695,33 @@ async def test_a_chat_with_the_bundled_model_keeps_its_very_ids(demo: Chat) -> N
         tokens = await talk.prompt("what <tool_call> now?", role)
         assert tokens[: len(talk.said)] == talk.said
         talk.answer(odd(demo, text.replace("<|im_end|>", "")))
+
+
+def test_an_open_thought_is_read_in_one_pass() -> None:
+    """Each line break was tried as the end of those before the thought: minutes for what is read here at once."""
+    thought = "<think>" + "\n" * 200_000
+    assert plain_message({"role": "assistant", "content": thought}, 0, thinks=True)["content"] == thought
+    closed = plain_message({"role": "assistant", "content": thought + "a\n\n</think>\n\nb"}, 0, thinks=True)
+    assert (closed["reasoning_content"], closed["content"]) == ("a\n", "b")
+
+
+def test_marks_are_characters_that_nothing_has() -> None:
+    first = unused_marks(["plain", "\u00e9"])
+    second = unused_marks(["plain " + first[0], first[1]])
+    assert not {*first} & {*second} and len({*first, *second}) == 4
+    with pytest.raises(InvalidRequest, match="every private character"):
+        unused_marks([*plain._MARKS[1:]])
+
+
+async def test_long_chats_are_read_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of reasoning, which most templates drop, there may be megabytes."""
+    seen = []
+
+    def read(self: Chat, *chat: object) -> None:
+        seen.append(threading.current_thread() is threading.main_thread())
+
+    monkeypatch.setattr(Chat, "_read", read)
+    chat = object.__new__(Chat)
+    for size in (10, INLINE + 1):
+        await chat._read_apart([{"role": "assistant", "content": "", "reasoning_content": "x" * size}], None, None)
+    assert seen == [True, False]

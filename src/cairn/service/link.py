@@ -136,7 +136,8 @@ class Link:
         code = await asyncio.to_thread(self._process.wait)
         if code >= 0:
             return f"its process ended with exit code {code}"
-        return f"its process was ended by {signal.Signals(-code).name}"
+        names = {number.value: number.name for number in signal.Signals}  # not every signal has a name
+        return f"its process was ended by {names.get(-code, f'signal {-code}')}"
 
     def _on_readable(self) -> None:
         try:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from cairn.errors import CairnError, GenerationFailed, ModelError, Unavailable, by_code
+from cairn.errors import CairnError, GenerationFailed, ModelError, Unavailable, by_code, trace
 from cairn.seams import Clock
 from cairn.service import code, wire
 from cairn.service.flight import Flight
@@ -159,6 +159,16 @@ class Supervisor:
 
     async def _keep(self, link: Link, first: First) -> None:
         """Keep a worker alive until cancelled or given up."""
+        try:
+            await self._replace(link, first)
+        except Exception as error:  # nobody waits for this task: without a word all would wait for ever
+            log.error("the worker cannot be replaced: %s", trace(error))
+            why = f"the worker cannot be replaced ({type(error).__name__})"
+            if self._loaded is not None and not self._loaded.done():
+                self._loaded.set_exception(ModelError(why))
+            self._give_up(why)
+
+    async def _replace(self, link: Link, first: First) -> None:
         why = await self._live(link)
         while self._carry_on(why):
             await asyncio.sleep(self._backoff())

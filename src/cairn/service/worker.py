@@ -210,6 +210,7 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
         loaded = _load(channel, first.config, Path(first.folder))
         if loaded is None:
             return
+        channel.send(loaded.ready)
         if process:
             gc.enable()
             gc.collect()
@@ -237,6 +238,7 @@ class Loaded:
     scheduler: Scheduler
     tiers: Tiers | None
     clock: Clock
+    ready: wire.Ready
 
 
 def _load(channel: wire.Channel, config: Config, folder: Path) -> Loaded | None:
@@ -267,7 +269,7 @@ def _load(channel: wire.Channel, config: Config, folder: Path) -> Loaded | None:
     limits = Limits(
         max_running=config.max_running,
         step_tokens=config.step_tokens,
-        max_queue=config.max_running + config.max_queue,
+        max_queue=1 << 62,
         max_queue_tokens=1 << 62,
     )
     scheduler = Scheduler(cache, limits, clock)
@@ -279,8 +281,7 @@ def _load(channel: wire.Channel, config: Config, folder: Path) -> Loaded | None:
         identity=known.identity,
         note=known.note,
     )
-    channel.send(wire.Ready(spec, info, trouble))
-    return Loaded(engine, cache, scheduler, tiers, clock)
+    return Loaded(engine, cache, scheduler, tiers, clock, wire.Ready(spec, info, trouble))
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import msgspec
 from cairn.config import Config
 from cairn.errors import InvalidRequest, ModelFileError, Unsupported
 from cairn.text.length import check_length
-from cairn.text.messages import plain_message, texts_in, with_texts
+from cairn.text.messages import length, plain_message, texts_in, unused_marks, with_texts
 from cairn.text.render_wire import Job, Setup
 from cairn.text.renderer import Renderer, launch
 from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
@@ -34,7 +34,6 @@ from cairn.types import OutputFormat
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 """Names in a template that are the server's to set, beside those of the special tokens."""
 
-_MARKS = [chr(code) for block in (range(0xFDE0, 0xFDF0), range(0x10F000, 0x10FF00)) for code in block]
 _OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
 
 
@@ -123,7 +122,7 @@ class Chat:
         `template_args` are variables of the template, such as enable_thinking. Raises InvalidRequest or Unsupported
         naming the field, ContextTooLong for a chat far beyond the context, Overloaded if too many wait to be rendered.
         """
-        chat = self._read(messages, tools, template_args)
+        chat = await self._read_apart(messages, tools, template_args)
         found = dict(self._answers(tenant, chat.clean))
         answers = {f"{chat.edge}{n}{chat.edge}": answer for n, answer in found.items()}
         conversations = [chat.plain]
@@ -158,7 +157,7 @@ class Chat:
         Only what the new messages add is encoded. None where the template does not tell what that is: `prompt` then
         renders and encodes the conversation as a whole. Raises as `prompt` does.
         """
-        chat = self._read([*messages, *new], tools, template_args)
+        chat = await self._read_apart([*messages, *new], tools, template_args)
         answer = f"{chat.edge}0{chat.edge}"
         shown = list(chat.plain)
         shown[len(messages) - 1] = {"role": "assistant", "content": answer}
@@ -174,6 +173,10 @@ class Chat:
         long = len(added) > INLINE
         ids = await asyncio.to_thread(encode, added, chat.mark) if long else encode(added, chat.mark)
         return self._prompt(added, [*before, *ids], bool(tools))
+
+    async def _read_apart(self, *chat: Any) -> _Read:
+        """`_read`, where it may take long in a thread: of what a template drops there may be megabytes."""
+        return await asyncio.to_thread(self._read, *chat) if length(chat) > INLINE else self._read(*chat)
 
     def _read(
         self,
@@ -192,7 +195,7 @@ class Chat:
         arguments = self._arguments(template_args or {})
         try:
             clean = [plain_message(message, n, thinks=self._thinks) for n, message in enumerate(messages)]
-            mark, edge = _unused([*texts_in([clean, tools or [], arguments]), *self._templates.values()])
+            mark, edge = unused_marks([*texts_in([clean, tools or [], arguments]), *self._templates.values()])
             plain, offered, given = with_texts([clean, tools or None, arguments], lambda text: self._broken(text, mark))
         except RecursionError:
             raise InvalidRequest("messages or tools are nested too deeply", field="messages") from None
@@ -290,16 +293,6 @@ class Chat:
             lambda before, answer: self._table.find(tenant, before, answer),
             lambda text: next(self.tokenizer.controls.find(text), None) is not None,
         )
-
-
-def _unused(texts: Iterable[str]) -> tuple[str, str]:
-    """Two characters that no text contains."""
-    seen = list(texts)
-    free = (mark for mark in _MARKS if not any(mark in text for text in seen))
-    try:
-        return next(free), next(free)
-    except StopIteration:
-        raise InvalidRequest("messages use every private character there is", field="messages") from None
 
 
 def _json(value: Any) -> bytes:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from cairn.errors import InvalidRequest, Unsupported
 
-_THOUGHT = re.compile(r"\s*<think>\n*(.*?)\n?</think>\n*", re.DOTALL)
+_THOUGHT = re.compile(r"\s*<think>\n*+(.*?)\n?</think>\n*", re.DOTALL)
 _NAMES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "text"}) | {
     "object", "array", "string", "integer", "number", "boolean", "null"
 }  # fmt: skip
 """Roles, and the types of parts, calls and schemas: a template compares with them, so they stay as they are."""
+
+
+_MARKS = [chr(code) for block in (range(0xFDE0, 0xFDF0), range(0x10F000, 0x10FF00)) for code in block]
 
 
 def plain_message(message: Mapping[str, Any], index: int, *, thinks: bool) -> dict[str, Any]:
@@ -60,6 +63,24 @@ def texts_in(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from texts_in(item)
+
+
+def length(value: Any) -> int:
+    """Characters of every text in a JSON value; 0 where it is nested too deeply."""
+    try:
+        return sum(map(len, texts_in(value)))
+    except RecursionError:
+        return 0
+
+
+def unused_marks(texts: Iterable[str]) -> tuple[str, str]:
+    """Two private characters that no text contains. InvalidRequest where there are none."""
+    used = {mark for text in texts if not text.isascii() for mark in set(text)}
+    free = (mark for mark in _MARKS if mark not in used)
+    try:
+        return next(free), next(free)
+    except StopIteration:
+        raise InvalidRequest("messages use every private character there is", field="messages") from None
 
 
 def with_texts(value: Any, change: Callable[[str], str]) -> Any:

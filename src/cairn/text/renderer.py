@@ -147,10 +147,10 @@ class Renderer:
         """Start a process, unless there is one, and wait until it has compiled the templates."""
         if self._closed:
             raise Unavailable("the server is shutting down")
-        process = process or launch()
-        self._process = process.popen
         started = False
         try:
+            process = process or launch()
+            self._process = process.popen
             self._reader, self._writer = await asyncio.open_connection(sock=process.sock)
             await asyncio.wait_for(self._receive(), START_TIMEOUT)
             await self._compile()
