@@ -321,6 +321,37 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_part(monkeypatch, capsys):
     assert "stopped" in capsys.readouterr().err
 
 
+def test_ctrl_c_at_any_time_ends_no_conversation(monkeypatch, capsys):
+    class Slow(Pieces):
+        def close(self):
+            super().close()
+            raise KeyboardInterrupt  # an impatient second one
+
+    def interrupted(text):
+        raise KeyboardInterrupt
+
+    model = Scripted(Slow("one", KeyboardInterrupt()), Pieces("three"))
+    monkeypatch.setattr(Conversation, "_save", lambda self, text: interrupted(text))
+    conversation = converse(monkeypatch, model, "count", "/save x", "go on")
+    assert [message["content"] for message in conversation.messages] == ["go on", "three"]
+    assert capsys.readouterr().err.count("(stopped)") == 2
+
+
+def test_prompts_are_talk_where_stdout_is_a_file(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda prompt="": asked.append(prompt) or "x")
+    assert Conversation._line("> ") == "x" and asked == [""]
+    assert capsys.readouterr() == ("", "> ")
+
+
+def test_what_stdout_cannot_write_is_replaced():
+    script = "from cairn.cli import _open_standard_streams; _open_standard_streams(); print('caf\\u00e9 \\udcff')"
+    for encoding, said in (("ascii", b"caf? ?\n"), ("latin-1", b"caf\xe9 ?\n"), ("utf-8", b"caf\xc3\xa9 \xff\n")):
+        env = os.environ | {"PYTHONIOENCODING": encoding}
+        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, check=True)
+        assert (done.stdout, done.stderr) == (said, b"")
+
+
 def test_a_failed_question_is_forgotten(monkeypatch, capsys):
     model = Scripted(
         CairnError("too long"), Pieces("a", GenerationFailed("broke")), Pieces(KeyboardInterrupt()), Pieces("ok")
@@ -512,6 +543,23 @@ def test_status_of_a_server(canned):
     assert rows["cache"].startswith("150 of 200 prompt tokens")
     assert canned.seen[-1][:2] == ("/metrics", "Bearer admin")
     assert canned.seen[-2][:2] == ("/v1/models", "Bearer k")
+
+
+def test_status_says_what_is_wrong_and_needs_no_key(canned):
+    canned.answers["/health/ready"] = (200, '{"status": "ready", "reasons": [], "troubles": ["the disk is full"]}')
+    canned.answers["/v1/models"] = (401, '{"error": {"message": "a key is needed", "code": "unauthorized"}}')
+    rows = dict(line.split("\t") for line in run("status", "--host", canned.url).stdout.splitlines())
+    assert rows["status"] == "ready" and rows["trouble"] == "the disk is full"
+    assert rows["load"].startswith("not shown: a key is needed")
+
+
+@pytest.mark.parametrize("command", ["cancel x", "status", "cache stats", "cache flush", "cache scrub"])
+def test_another_server_that_answers_everything_is_no_cairn_server(canned, command):
+    """Above all an order that it knows nothing of is not said to be done."""
+    said = '{"ok": true, "status": "ready", "reasons": null, "data": 5}'
+    for path in ("health/ready", "v1/requests/x/cancel", "v1/cache", "v1/cache/flush", "v1/cache/scrub"):
+        canned.answers["/" + path] = (200, said)
+    assert "is no Cairn server" in sentence(run(*command.split(), "--host", canned.url), 1)
 
 
 REPORT = {

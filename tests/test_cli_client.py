@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from cairn.cli.client import Client
+from cairn.cli.client import Client, connect
 from cairn.cli.http_stream import HttpStream
 from cairn.errors import (
     CairnError,
@@ -20,6 +20,7 @@ from cairn.errors import (
     NotFound,
     Unavailable,
 )
+from cairn.resolve import resolve
 
 SAID = "one\u2028two\u2029three\u0085four \u4f60\U0001f600"
 
@@ -140,3 +141,36 @@ def test_what_is_no_cairn_server_is_one_sentence(body: bytes, status: int) -> No
 def test_a_key_that_no_header_can_carry_is_refused() -> None:
     with pytest.raises(ConfigError, match="API key"):
         Client("http://h", "schl\u00fcssel")
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::", "http://127.0.0.1:8000"),
+        ("[::]", "http://127.0.0.1:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("[::1]", "http://[::1]:8000"),
+    ],
+)
+def test_a_client_reaches_what_a_server_binds(host: str, url: str) -> None:
+    with connect(resolve({"host": host}, {})) as made:
+        assert made.url == url
+
+
+@pytest.mark.parametrize("body", [{"ok": True}, {"deleted": False}])
+def test_a_deletion_is_done_when_the_server_says_so(body: object) -> None:
+    with (
+        pytest.raises(CairnError, match="no Cairn server"),
+        client(lambda _: httpx.Response(200, json=body)) as one,
+    ):
+        one.delete("/v1/agents/a")
+    with client(lambda _: httpx.Response(200, json={"deleted": True})) as one:
+        one.delete("/v1/agents/a")
+
+
+@pytest.mark.parametrize("host", ["..x", "x" * 70 + ".example"])
+def test_a_name_that_can_be_none_is_one_sentence(host: str) -> None:
+    with pytest.raises(Unavailable, match="no server answers at"):
+        Client(host).get("/v1/models")

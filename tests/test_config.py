@@ -132,6 +132,42 @@ def test_unknown_names_are_errors_with_a_suggestion(elsewhere):
     assert refused({}, {}).startswith("unknown key 'server' in cairn.toml")
 
 
+def test_a_list_of_nothing_is_no_list(elsewhere):
+    """`CAIRN_API_KEY="$A,$B"` with both unset would open the server, whatever keys the file has."""
+    Path("cairn.toml").write_text('api_key = "k"\n')
+    for option in options():
+        if option.many:
+            for text in (" ", ",", " , ,"):
+                assert refused({}, {option.variable: text}).startswith(f"{option.variable} has blanks and commas only")
+
+
+def test_what_containers_say_of_a_service_of_our_name_is_none_of_ours(elsewhere):
+    told = {
+        "CAIRN_PORT": "tcp://10.0.0.7:8000",
+        "CAIRN_SERVICE_HOST": "10.0.0.7",
+        "CAIRN_SERVICE_PORT": "8000",
+        "CAIRN_SERVICE_PORT_HTTP": "8000",
+        "CAIRN_PORT_8000_TCP": "tcp://10.0.0.7:8000",
+        "CAIRN_PORT_8000_TCP_PROTO": "tcp",
+        "CAIRN_PORT_8000_TCP_ADDR": "10.0.0.7",
+    }
+    assert resolve({}, told).config == Config()
+    assert "unknown environment variable CAIRN_PORTS" in refused({}, {"CAIRN_PORTS": "1"})
+
+
+def test_the_file_of_a_user_whose_home_is_not_in_the_environment_holds_too(elsewhere, monkeypatch):
+    home = elsewhere / "passwd"
+    (home / ".config" / "cairn").mkdir(parents=True)
+    (home / ".config" / "cairn" / "cairn.toml").write_text("port = 1\n")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(Path, "home", lambda: home)
+    assert resolve().config.port == 1
+
+
+def test_a_file_that_cannot_be_looked_at_is_one_sentence(elsewhere):
+    assert "File name too long" in refused({}, {"XDG_CONFIG_HOME": "/" + "x" * 300})
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -224,7 +224,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int, Meta(ge=0, description="Fewest bytes a second of a body that takes longer than body_timeout.")
     ] = 1024
     idle_timeout: Annotated[float, Meta(gt=0, description="Seconds that a connection may stay open unused.")] = 75.0
-    stream_buffer_kib: Annotated[int, Meta(ge=1, description="Most KiB kept for a client that reads slowly.")] = 256
+    stream_buffer_kib: Annotated[
+        int, Meta(ge=1, le=1 << 20, description="Most KiB kept for a client that reads slowly.")
+    ] = 256
     stream_stall: Annotated[
         float, Meta(gt=0, description="Seconds after which a client that does not read is cut.")
     ] = 30.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -15,10 +16,14 @@ import msgspec
 from cairn.config import KEY, PREFIX, Config, Secret, TenantKeys, is_key
 from cairn.errors import ConfigError
 from cairn.option import Option, closest, options
-from cairn.paths import expanded
+from cairn.paths import expanded, home
 
 FILE_VARIABLE = "CAIRN_CONFIG"
 """Names the file of options, as `--config` does."""
+
+
+_LINKED = re.compile(r"CAIRN_(SERVICE_(HOST|PORT)|PORT_\d+_|PORT=(tcp|udp|sctp)://).*")
+"""What Kubernetes and Docker set in every container beside a service that is called `cairn`: addresses, no options."""
 
 
 class Resolved(msgspec.Struct, frozen=True):
@@ -82,10 +87,14 @@ def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
         text = env[variable]
         if not variable.startswith(PREFIX) or variable == FILE_VARIABLE or not text:
             continue
+        if _LINKED.fullmatch(f"{variable}={text}"):
+            continue
         if variable not in known:
             raise ConfigError(f"unknown environment variable {variable}{closest(variable, known)}", field=variable)
         option = known[variable]
         parts = [part.strip() for part in text.split(",") if part.strip()]
+        if option.many and not parts:  # a list of keys that names none would open the server
+            raise ConfigError(f"{variable} has blanks and commas only; leave it empty where it says nothing")
         found[option.name] = _Given(parts if option.many else text, variable, True)
     return found
 
@@ -103,9 +112,7 @@ def _read(env: Mapping[str, str], file: Path | None) -> tuple[Path | None, dict[
     """The file that holds and what it says; (None, {}) if there is none."""
     path = file or (expanded(env[FILE_VARIABLE]) if env.get(FILE_VARIABLE) else None)
     if path is None:
-        home = env.get("XDG_CONFIG_HOME") or (env["HOME"] + "/.config" if env.get("HOME") else "")
-        places = [Path("cairn.toml")] + ([Path(home) / "cairn" / "cairn.toml"] if home else [])
-        path = next((place for place in places if place.is_file()), None)
+        path = next((place for place in _places(env) if _there(place)), None)
     if path is None:
         return None, {}
     try:
@@ -116,6 +123,22 @@ def _read(env: Mapping[str, str], file: Path | None) -> tuple[Path | None, dict[
         raise ConfigError(f"{path} cannot be read: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _places(env: Mapping[str, str]) -> list[Path]:
+    """Where a file is looked for that nobody named."""
+    folder = env.get("XDG_CONFIG_HOME") or (f"{env['HOME']}/.config" if env.get("HOME") else "")
+    if not folder and env is os.environ:  # as of a service that is started without HOME
+        with contextlib.suppress(ConfigError):
+            folder = str(home() / ".config")
+    return [Path("cairn.toml")] + ([Path(folder) / "cairn" / "cairn.toml"] if folder else [])
+
+
+def _there(place: Path) -> bool:
+    try:
+        return place.is_file()
+    except OSError as error:
+        raise ConfigError(f"whether there is a file {place} cannot be told: {error.strerror or error}") from None
 
 
 def _value(option: Option, given: _Given) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -330,3 +331,15 @@ async def test_prompts_are_not_logged() -> None:
         process.signal()
         assert process.wait(20) == 0
         assert "xyzzy" not in process.stderr()
+
+
+def test_a_log_that_nobody_reads_any_more_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ends `cairn serve 2>&1 | tee log` on both sides, and requests are to finish all the same."""
+    read, write = os.pipe()
+    os.close(read)
+    with contextlib.suppress(BrokenPipeError), open(write, "w") as broken:
+        monkeypatch.setattr("sys.stderr", broken)
+        lifetime._say("Finishing 2 requests")
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        lifetime._say("Finishing 2 requests")

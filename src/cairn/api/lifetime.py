@@ -169,6 +169,12 @@ def _announce(url: str, service: Service, config: Config) -> None:
         _say("[bold red]Everyone who can reach this address can use it: no API key is set.[/bold red]")
 
 
+class _Talk(Console):
+    def on_broken_pipe(self) -> None:
+        """Nobody reads any more: no reason to end the server, as rich would."""
+
+
 def _say(text: str) -> None:
     # No word here is an emoji, and their table would be loaded to know that.
-    Console(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(text)
+    with contextlib.suppress(OSError):  # a log on a full disk
+        _Talk(stderr=True, soft_wrap=True, highlight=False, emoji=False).print(text)

@@ -6,6 +6,7 @@ exit code: 2 for a model or an option that cannot be used, 1 for what failed lat
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -79,6 +80,10 @@ def _open_standard_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (open until the end)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # The bytes of a path as they are; what a terminal of another encoding has no sign for as a question mark.
+        unicode = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+        sys.stdout.reconfigure(errors="surrogateescape" if unicode else "replace")
 
 
 def _forget_stdout() -> None:

@@ -94,8 +94,8 @@ class AgentConversation(Conversation):
                 request = last["request"]
             self._cancel(request)
             self._undo("")
-        except CairnError as error:
-            self._say(f"{error}\n(your question is still to be taken back: /undo once the server answers)")
+        except (CairnError, KeyboardInterrupt) as error:
+            self._say(f"{error}\n(your question is still to be taken back: /undo once the server answers)".lstrip())
 
     def _lost(self, error: CairnError) -> None:
         if self._told.answering is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,19 +28,19 @@ def register(app: typer.Typer) -> None:
     @configured(_SERVER, model=False)
     def stats(resolved: Resolved, host: Host = None) -> None:
         """Show what is stored, where, and what became of it since the server's worker started."""
-        _print(_stats(_call(resolved, host, "GET", "")))
+        _print(_call(resolved, host, "GET", "", _stats))
 
     @cache.command()
     @configured(_SERVER, model=False)
     def flush(resolved: Resolved, host: Host = None) -> None:
         """Wait until all KV that is to be stored is durable."""
-        _print(_stats(_call(resolved, host, "POST", "/flush")))
+        _print(_call(resolved, host, "POST", "/flush", _stats))
 
     @cache.command()
     @configured(_SERVER, model=False)
     def scrub(resolved: Resolved, host: Host = None) -> None:
         """Read and check every stored chunk; damaged ones are removed."""
-        _print(_swept(_call(resolved, host, "POST", "/scrub")))
+        _print(_call(resolved, host, "POST", "/scrub", _swept))
 
     @cache.command()
     @configured(_SERVER, model=False)
@@ -52,7 +53,7 @@ def register(app: typer.Typer) -> None:
         files, size = prune_packed()
         # Told first: there may be no server, and they are gone all the same.
         _print([("packed weights", f"{files:,} files removed here, {amount(size)}")])
-        _print(_swept(_call(resolved, host, "POST", "/prune")))
+        _print(_call(resolved, host, "POST", "/prune", _swept))
 
     @cache.command(name="check-codec")
     @configured(_CHECK)
@@ -75,13 +76,13 @@ def register(app: typer.Typer) -> None:
 Rows = list[tuple[str, str]]
 
 
-def _call(resolved: Resolved, host: str | None, method: str, order: str) -> dict[str, Any]:
+def _call(
+    resolved: Resolved, host: str | None, method: str, order: str, told: Callable[[dict[str, Any]], Rows]
+) -> Rows:
     with server(resolved, host) as client:
         if method == "GET":
-            found: dict[str, Any] = client.get("/v1/cache" + order, admin=True)
-        else:
-            found = client.post("/v1/cache" + order, {}, admin=True)
-        return found
+            return told(client.get("/v1/cache" + order, admin=True))
+        return told(client.post("/v1/cache" + order, {}, admin=True))
 
 
 def _print(rows: Rows) -> None:

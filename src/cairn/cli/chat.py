@@ -115,10 +115,13 @@ class Conversation:
             word = line.split(maxsplit=1)[0] if line.strip() else ""
             if word in ("/exit", "/quit"):
                 return
-            if word.startswith("/"):
-                self._command(word, line.strip()[len(word) :].strip())
-            elif word:
-                self.ask(line)
+            try:
+                if word.startswith("/"):
+                    self._command(word, line.strip()[len(word) :].strip())
+                elif word:
+                    self.ask(line)
+            except KeyboardInterrupt:  # not in the middle of an answer, or once more
+                self._say("(stopped)")
 
     def ask(self, question: str) -> None:
         """Answer one question on the terminal and remember both; a failed one is forgotten."""
@@ -183,11 +186,18 @@ class Conversation:
         if prompt:
             self._say("")
         while True:
-            line = input(prompt)
+            line = self._line(prompt)
             if not line.endswith("\\"):
                 return "\n".join([*lines, line])
             lines.append(line[:-1])
             prompt = ". " if prompt else ""
+
+    @staticmethod
+    def _line(prompt: str) -> str:
+        if prompt and not sys.stdout.isatty():  # where `input` would write it among the answers
+            print(prompt, end="", file=sys.stderr, flush=True)
+            prompt = ""
+        return input(prompt)
 
     def _command(self, word: str, text: str) -> None:
         command = self._commands.get(word)

@@ -24,8 +24,9 @@ def connect(resolved: Resolved, url: str | None = None) -> Client:
     """
     config = resolved.config
     if url is None:
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else host
+        bare = config.host.strip("[]")
+        bare = "127.0.0.1" if bare in ("0.0.0.0", "::") else bare
+        host = f"[{bare}]" if ":" in bare else bare
         url = f"{host}:{config.port}"
     key = config.api_key[0].reveal() if config.api_key else ""
     model = config.model if resolved.source("model") == "MODEL" else ""
@@ -56,7 +57,7 @@ class Client:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         self.close()
-        if kind is KeyError:  # an answer in which something is missing that ours all have
+        if isinstance(error, KeyError | TypeError):  # something is missing, or another thing, than ours all have
             raise self._stranger() from error
 
     def close(self) -> None:
@@ -77,7 +78,8 @@ class Client:
 
     def delete(self, path: str) -> None:
         """DELETE."""
-        self._whole("DELETE", path)
+        if self._read(self._whole("DELETE", path))["deleted"] is not True:
+            raise self._stranger()
 
     def download(self, path: str, target: Path) -> None:
         """GET into a new file, which is removed again if it did not come whole. CairnError if it cannot be written."""
@@ -184,7 +186,7 @@ class Client:
             raise InvalidRequest(f"this cannot be sent: {error}") from None
         try:
             response = self._http.send(request, stream=True)
-        except httpx.ConnectError:
+        except (httpx.ConnectError, UnicodeError):  # or a name that cannot be one
             raise Unavailable(f"no server answers at {self.url}; start one with: cairn serve") from None
         except httpx.HTTPError as error:
             raise Unavailable(f"the server at {self.url} did not answer: {why(error)}") from None

@@ -42,9 +42,10 @@ def register(app: typer.Typer) -> None:
         """Cancel a request of a running server."""
         with server(resolved, host) as client:
             report = client.post(_path(request) + "/cancel", {})
-        if not report["cancelled"]:
-            raise CairnError(f"request {report['id']} had already ended ({report['state']})")
-        _print(_request(report))
+            if not report["cancelled"]:
+                raise CairnError(f"request {report['id']} had already ended ({report['state']})")
+            rows = _request(report)
+        _print(rows)
 
 
 Rows = list[tuple[str, str]]
@@ -67,9 +68,10 @@ def _server(client: Client) -> Rows:
     rows += [("because", reason) for reason in health["reasons"]]
     if health["status"] != "ready":
         return rows
-    for model in client.get("/v1/models")["data"]:
-        rows.append(("model", f"{model['id']}, context {model['max_model_len']} tokens"))
+    rows += [("trouble", one) for one in health.get("troubles", ())]
     try:
+        for model in client.get("/v1/models")["data"]:
+            rows.append(("model", f"{model['id']}, context {model['max_model_len']} tokens"))
         values = _metrics(client.text("/metrics", admin=True))
     except CairnError as error:
         return [*rows, ("load", f"not shown: {error}")]
