@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -163,6 +164,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=8, help="tokens of an answer")
     parser.add_argument("--round-seconds", type=float, default=8.0, help="a round begins no sooner after the last")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # no server outlives the run
     with tempfile.TemporaryDirectory(prefix="cairn-agents-") as name:
         folder = Path(name)
         last = given.tokens + given.turns * (given.answer + 24)

@@ -105,6 +105,13 @@ class Server:
         environment = {**os.environ, "XDG_DATA_HOME": str(home), "XDG_CACHE_HOME": str(home)}
         quiet = subprocess.DEVNULL
         self.process = subprocess.Popen(command, start_new_session=True, env=environment, stdout=quiet, stderr=quiet)
+        try:
+            self._wait()
+        except BaseException:
+            self.kill()  # nobody else knows of it yet
+            raise
+
+    def _wait(self) -> None:
         deadline = time.monotonic() + 300
         while True:
             try:
@@ -113,7 +120,6 @@ class Server:
                         return
             except OSError:
                 if time.monotonic() > deadline or self.process.poll() is not None:
-                    self.kill()
                     raise SystemExit("the server did not become ready") from None
                 time.sleep(0.1)
 
@@ -218,8 +224,9 @@ def measure(
         print(f"  {length:>6} {row:14} {seconds:8.3f} s", file=sys.stderr, flush=True)
 
     name, home = str(folder), folder.parent
-    plain, server = Server(name, home, "--kernels", kernels, "--no-kv-disk"), Server(name, home, *on)
+    plain = server = Server(name, home, "--kernels", kernels, "--no-kv-disk")
     try:
+        server = Server(name, home, *on)
         for one in (plain, server):
             one.first_token(model, [7] * 8)
         taken = server.flush()["bytes"]

@@ -241,9 +241,16 @@ class Server:
         else:
             flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
             command = [str(Path(sys.executable).with_name("cairn")), "serve", "demo", f"--port={self.port}", *flags]
-        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL if pace or not profile else None)
+        self.home = tempfile.TemporaryDirectory(prefix="cairn-overhead-")
+        home = {"XDG_DATA_HOME": self.home.name, "XDG_CACHE_HOME": self.home.name}
+        quiet = subprocess.DEVNULL if pace or not profile else None
+        self.process = subprocess.Popen(command, env=os.environ | home, stderr=quiet)
         self.base = f"http://127.0.0.1:{self.port}"
-        self.wait()
+        try:
+            self.wait()
+        except BaseException:
+            self.process.kill()  # nobody else knows of it yet
+            raise
 
     def wait(self) -> None:
         deadline = time.monotonic() + 60
@@ -277,6 +284,7 @@ class Server:
         self.process.send_signal(signal.SIGTERM)
         if self.process.wait(30) != 0:
             raise SystemExit(f"the server ended with exit code {self.process.returncode}")
+        self.home.cleanup()
 
 
 def ask(server: Server, route: str, streams: int, requests: int, tokens: int) -> dict[str, Any]:
