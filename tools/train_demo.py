@@ -92,7 +92,7 @@ class Trainer:
         return value
 
     def save(self, folder: Path) -> None:
-        """Write the checkpoint; the JSON goes last and names what it belongs to."""
+        """Write the checkpoint; the JSON goes last: a run that is killed between them counts some steps twice."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"weight.{n}": p.detach() for n, p in self.network.named_parameters()}
         tensors |= {f"muon.{n}": b for n, b in self.muon.buffers.items()}

@@ -97,7 +97,7 @@ def _value(values: Values, param: Param, role: Role) -> Value:
     """A value of the parameter's type, with its text as the user writes it."""
     rng = values.rng
     if param.type == "b":
-        told = not role.denials or rng.random() < 0.8
+        told = not role.denials or rng.random() < 0.65
         return Value("", told)
     if param.choices:
         choice = rng.choice(param.choices)
@@ -121,6 +121,8 @@ def _written(values: Values, text: str, data: str) -> Value:
         text = data = data[0].upper() + data[1:]
     if rng.random() < 0.22:
         mark = '"' if rng.random() < 0.75 or "'" in data else "'"
+        if data[-1].isalnum() and rng.random() < 0.25:
+            data += rng.choice("..!?")
         return Value(f"{mark}{data}{mark}", data)
     return Value(text, data)
 
