@@ -6,14 +6,16 @@ import errno
 import random
 import threading
 import time as machine_time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.files import CrashFiles, Fault
+from tests.files import CrashFile, CrashFiles, Fault
 from tests.kv.stored import FOLDER, SIZE, Time, chain, chunk_path, held, keys, on_disk, open_store
 
 from cairn.errors import ConfigError, Conflict
 from cairn.kv.codec import Raw
+from cairn.kv.shelf import Entry, Shelf
 from cairn.kv.store import OVERHEAD, Chunk
 from cairn.system import SystemFiles
 
@@ -180,6 +182,17 @@ def test_the_budget_holds_at_every_moment_and_after_a_restart(files: CrashFiles,
     assert small.stats().evicted > 0
 
 
+def test_the_budget_holds_where_the_disk_tells_late_what_a_file_takes(
+    files: CrashFiles, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZFS: next to nothing, until some seconds after the sync."""
+    monkeypatch.setattr(CrashFile, "disk", lambda file: 512)
+    store = open_store(files, time, budget=10 * 4096)
+    for number in range(6):
+        assert store.keep(chain(5, salt=bytes([number]))) == 5
+    assert store.stats().bytes == on_disk(files) <= 10 * 4096
+
+
 def test_leaves_go_first_the_oldest_of_them(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time, budget=(12 + 1) * 4096)
     deep, old, new = chain(10), chain(1, salt=b"old"), chain(1, salt=b"new")
@@ -293,6 +306,76 @@ def test_unpinning_reaches_other_models(files: CrashFiles, time: Time) -> None:
     assert open_store(files, time).stats().pinned == 1
 
 
+def test_unpinning_reaches_other_models_when_the_disk_is_back(files: CrashFiles, time: Time) -> None:
+    first = open_store(files, time, identity=b"first")
+    first.keep(chain(3))
+    first.pin("agent", keys(chain(3)))
+    first.pin("else", keys(chain(1)))
+    first.close()
+    files.fail(Fault(files.calls, errno.EIO, sticky=True))
+    store = open_store(files, time)
+    store.pin("agent", [])
+    store.pin("agent", keys(chain(2, salt=b"mine")))
+    files.heal()
+    time.sleep(2)
+    store.tend()
+    assert (store.stats().trouble, store.stats().pinned) == ("", 1)
+    assert store.keep(chain(2, salt=b"mine")) == 2
+    store.close()
+    assert open_store(files, time).stats().pinned == 1 + 2
+
+
+def test_a_pin_that_could_not_be_read_can_be_undone(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    store.keep(chain(2))
+    store.pin("agent", keys(chain(2)))
+    store.close()
+    files.log = []
+    open_store(files, time).close()
+    kinds = [kind for kind, _ in files.log]
+    last_read = len(kinds) - 1 - kinds[::-1].index("read")
+    files.fail(Fault(files.calls + last_read, only=frozenset({"read"})))
+    store = open_store(files, time)
+    assert (files.fired, store.stats().pinned) == (1, 0)
+    store.pin("agent", [])
+    assert not files.files(FOLDER / "pins") and store.stats().bytes == on_disk(files)
+    store.close()
+    assert open_store(files, time).stats().pinned == 0
+
+
+def test_what_is_pinned_is_counted_without_a_look_at_all_of_it(files: CrashFiles, time: Time) -> None:
+    """Figures are asked for between steps."""
+    walks = 0
+
+    class Watched(dict[bytes, int]):
+        def __iter__(self) -> Iterator[bytes]:
+            nonlocal walks
+            walks += 1
+            return super().__iter__()
+
+    store = open_store(files, time)
+    store._state.shelf._pinned = Watched()
+    chunks, late = chain(6), chain(3, salt=b"late")
+    store.keep(chunks)
+    store.pin("a", keys(chunks)[2:4])
+    assert [store.stats().pinned for _ in range(5)] == [4] * 5 and walks == 1
+    store.pin("a", keys(chunks))
+    store.pin("b", keys(late)[1:])
+    assert store.stats().pinned == 6
+    store.keep(late)
+    assert store.stats().pinned == 9
+    store.keep(chain(2, salt=b"free"))
+    store.drop(keys(chain(2, salt=b"free")))
+    assert store.stats().pinned == 9 and walks == 1
+    store.drop(keys(chunks)[5:])
+    assert store.stats().pinned == 8
+    store.pin("a", keys(chunks)[:2])
+    assert store.stats().pinned == 5
+    store.pin("a", [])
+    store.pin("b", [])
+    assert store.stats().pinned == 0
+
+
 def test_an_owner_is_never_a_file_name(files: CrashFiles, time: Time) -> None:
     """Known failure 29, its file side: what a client calls an agent is not on the disk."""
     store = open_store(files, time)
@@ -325,6 +408,47 @@ def test_a_wall_clock_that_jumps_makes_nothing_old(files: CrashFiles, time: Time
     time.sleep(700)
     store.tend()
     assert store.leading(keys(chain(3))) == 3
+
+
+def test_a_wall_clock_that_is_ahead_at_the_start_makes_nothing_old(files: CrashFiles, time: Time) -> None:
+    """So does one after a long rest; both are pruned when they were not used for the time to live since."""
+    store = open_store(files, time, ttl=1000.0)
+    older, newer = chain(2, salt=b"older"), chain(3)
+    store.keep(older)
+    time.sleep(900)
+    store.keep(newer)
+    store.close()
+    time.sleep(1)
+    time.wall = 1e6
+    store = open_store(files, time, ttl=1000.0)
+    store.tend()
+    assert (held(files, older), held(files, newer)) == (2, 3)
+    time.sleep(700)
+    store.tend()
+    assert (held(files, older), held(files, newer)) == (0, 3)
+    time.sleep(700)
+    store.tend()
+    assert held(files, newer) == 0
+
+
+def test_a_long_chain_is_pruned_with_one_look_at_the_index(
+    files: CrashFiles, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(files, time)
+    long, fork = chain(60), chain(20, salt=b"fork", after=chain(30)[-1])
+    store.keep(long + fork)
+    store.pin("a", keys(long)[4:5])
+    looks = 0
+    live = Shelf.live
+
+    def look(shelf: Shelf) -> list[Entry]:
+        nonlocal looks
+        looks += 1
+        return live(shelf)
+
+    monkeypatch.setattr(Shelf, "live", look)
+    time.sleep(31 * 86400)
+    assert store.prune() == 75 and held(files, long) == 5 and looks <= 2
 
 
 def test_pruning_others_leaves_this_model(files: CrashFiles, time: Time) -> None:
@@ -515,6 +639,93 @@ def test_a_disk_that_fails_at_the_start_is_opened_later(files: CrashFiles, time:
     assert open_store(files, time).stats().pinned == 1
 
 
+def test_what_was_given_a_name_and_never_indexed_lingers_too(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    chunks = chain(1)
+    files.fail(Fault(files.calls, only=frozenset({"sync_folder", "remove"}), sticky=True))
+    assert (store.keep(chunks), held(files, chunks)) == (0, 1)
+    files.heal()
+    assert store.drop(keys(chunks)) == 0
+    assert store.lingers(keys(chunks)) and not store.lingers(keys(chain(1, salt=b"other")))
+    time.sleep(2)
+    store.tend()
+    assert not store.lingers(keys(chunks)) and held(files, chunks) == 0
+
+
+def back(files: CrashFiles, chunks: list[Chunk]) -> bool:
+    """Whether a power cut may bring any of it back."""
+    return any(held(files.crash(files.rng), chunks) for _ in range(40))
+
+
+def test_what_was_dropped_lingers_until_a_power_cut_does_not_bring_it_back(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    chunks = chain(3)
+    store.keep(chunks)
+    files.fail(Fault(files.calls, only=frozenset({"sync_folder"})))
+    assert store.drop(keys(chunks)) == 3
+    assert back(files, chunks) and store.lingers(keys(chunks))
+    time.sleep(2)
+    store.tend()
+    assert not store.lingers(keys(chunks)) and not back(files, chunks)
+
+
+def test_what_was_removed_late_stays_gone_although_another_file_cannot_be_removed(
+    files: CrashFiles, time: Time
+) -> None:
+    store = open_store(files, time)
+    chunks, litter = chain(3), chain(1, salt=b"litter")
+    store.keep(chunks)
+    files.fail(Fault(files.calls, only=frozenset({"sync_folder", "remove"}), sticky=True))
+    store.keep(litter)
+    assert store.drop(keys(chunks)) == 0 and store.lingers(keys(chunks))
+    files.heal()
+    time.sleep(2)
+    removed = 0
+
+    def stop(kind: str) -> None:
+        nonlocal removed
+        removed += kind == "remove"
+        if removed == 1 + len(chunks):  # the file of the probe, and these
+            files.fail(Fault(files.calls, only=frozenset({"remove"}), sticky=True))
+
+    files.after_change = stop
+    store.tend()
+    assert (held(files, chunks), held(files, litter)) == (0, 1)
+    assert not store.lingers(keys(chunks)) and not back(files, chunks)
+    assert store.lingers(keys(litter))
+
+
+def said(identity: bytes) -> list[bytes]:
+    """The keys of a context for an engine."""
+    return keys(chain(30, salt=identity))
+
+
+@pytest.mark.parametrize("kind", ["read", "remove", "sync_folder", "list"])
+def test_what_the_disk_does_not_let_go_of_another_model_is_asked_for_again(
+    files: CrashFiles, time: Time, kind: str
+) -> None:
+    """`list`: the disk fails at the start already."""
+    other, theirs = open_store(files, time, identity=b"other"), chain(30, salt=b"other")
+    other.keep(theirs)
+    other.close()
+    fault = Fault(files.calls, only=frozenset({kind}), sticky=True)
+    if kind == "list":
+        files.fail(fault)
+    store = open_store(files, time)
+    files.fail(fault)
+    files.log = []
+    assert store.drop_others(said) == (30 if kind == "sync_folder" else 0)
+    assert [one for one, _ in files.log].count("read") <= 1, "a disk that fails was asked for each chunk"
+    assert store.lingers(said(b"model"))
+    assert kind == "sync_folder" or not store.lingers(keys(chain(1)))
+    files.heal()
+    time.sleep(2)
+    store.tend()
+    assert not store.lingers(said(b"model")) and not back(files, theirs)
+    asked = [name for one, name in files.log if one == "read" and name.count(".") == 4]
+    assert len(asked) == len(set(asked)), "the chunk that cannot be read was asked for again, not another"
+
+
 def test_a_disk_that_fails_for_good_can_be_closed(files: CrashFiles, time: Time) -> None:
     files.fail(Fault(0, errno.EROFS, sticky=True))
     store = open_store(files, time)
@@ -594,6 +805,19 @@ def test_a_folder_that_is_not_ours_is_refused_or_set_aside(files: CrashFiles, ti
     assert fresh.stats().chunks == 0
     aside = [path for path in files.files() if ".aside-" in str(path)]
     assert len(aside) == len(before)
+
+
+def test_a_folder_that_a_process_has_is_not_set_aside(files: CrashFiles, time: Time) -> None:
+    """It would go on by its path, in the new folder, beside the process that made that."""
+    store = open_store(files, time)
+    store.keep(chain(2))
+    strange_mode(files)
+    before = files.files()
+    with pytest.raises(Conflict, match="kv_dir: /kv is in use by another process"):
+        open_store(files, time, fresh=True)
+    assert files.files() == before
+    store.close()
+    assert open_store(files, time, fresh=True).stats().chunks == 0
 
 
 # ---------------------------------------------------------------------------------------------------- many threads

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from cairn.errors import ConfigError, Conflict
@@ -22,6 +22,7 @@ from cairn.kv.codec import Codec
 from cairn.kv.disk_state import DiskState
 from cairn.kv.intake import Intake
 from cairn.kv.pins import Pins, pin_bytes, pin_name
+from cairn.kv.shelf import Entry
 from cairn.kv.store import Chunk
 from cairn.kv.store_folder import StoreFolder, open_folder
 from cairn.kv.upkeep import Scrubbed
@@ -76,10 +77,16 @@ class DiskStore:
         """Pins that could not be written, by file."""
         self._forgotten: set[bytes] = set()
         """Ids of chunks that were dropped before the folder could be opened."""
+        self._unpinned: set[str] = set()
+        """How the files of owners begin that were unpinned before the folder could be opened."""
+        self._owed: dict[frozenset[bytes], Callable[[bytes], Sequence[bytes]]] = {}
+        """Orders of `drop_others` that the disk did not let be carried out, by what they say of this engine."""
         self._others: dict[bytes, bytes] = {}
         """Identities of the other engines whose chunks are here, by tag, as far as they were needed."""
         self._lock: Lock | None = None
         self._next_prune = 0.0
+        self._idle = 0.0
+        """Seconds that nothing had been used at the start, where that is longer than the time to live."""
         try:
             self._open(fresh=fresh, patience=patience, sleep=sleep)
         except OSError as error:
@@ -135,24 +142,57 @@ class DiskStore:
         return self._drop([self._tag + key for key in keys])
 
     def lingers(self, keys: Sequence[bytes]) -> bool:
-        """Whether a file of what was dropped is still there, since the disk did not let it go."""
-        ids = [self._tag + key for key in keys]
+        """Whether a file of what was dropped, by `drop_others` too, is still there or may come back in a power cut,
+        since the disk did not let it go."""
         with self._state.mutex:
-            return any(id in self._forgotten or self._state.shelf.known(id) for id in ids)
+            if any(not mine.isdisjoint(keys) for mine in self._owed):
+                return True
+        return self._remain({self._tag + key for key in keys})
 
-    def drop_others(self, keys: Callable[[bytes], Sequence[bytes]]) -> int:
-        """Drop what `keys` says of the identity of each other engine that has chunks here; how many went."""
+    def _remain(self, ids: Collection[bytes]) -> bool:
         state = self._state
         with state.mutex:
-            found = [entry for entry in state.shelf.live() if entry.name.tag != self._tag]
-        for entry in found:
-            if entry.name.tag not in self._others and (data := state.read(entry)) is not None:
-                try:
+            if any(id in self._forgotten or state.shelf.known(id) for id in ids):
+                return True
+        return state.folder.remains(ids) or state.owes({state.folder.digit(id[len(self._tag) :]) for id in ids})
+
+    def drop_others(self, keys: Callable[[bytes], Sequence[bytes]]) -> int:
+        """Drop what `keys` says of the identity of each other engine that has chunks here; how many went.
+
+        Where the disk does not tell whose chunks they are, or does not let them go, `tend` does it again.
+        """
+        state = self._state
+        with state.mutex:
+            opened, found = self._lock is not None, state.shelf.others(self._tag)
+        told = self._learn(found)
+        ids = {tag + key for tag, identity in self._others.items() for key in keys(identity)}
+        gone = self._drop(sorted(ids))
+        done = opened and told and not self._remain(ids)
+        if self._owed or not done:
+            mine = frozenset(keys(self._identity))
+            with state.mutex:
+                if done:
+                    self._owed.pop(mine, None)
+                elif mine:
+                    self._owed[mine] = keys
+        return gone
+
+    def _learn(self, entries: Sequence[Entry]) -> bool:
+        """Read from chunks of other engines whose they are; False where one stays that nothing is known of.
+
+        A disk that fails is asked once, not for each chunk; the next time another chunk is asked first.
+        """
+        state = self._state
+        for entry in sorted(entries, key=lambda one: one.faults):
+            if not entry.live or state.failing or entry.name.tag in self._others:
+                continue
+            try:
+                if (data := state.read(entry)) is not None:
                     self._others[entry.name.tag] = chunk_file.verify(data, entry.name)[0].identity
-                except Damaged:
-                    state.condemn(entry)
-        tags = {entry.name.tag for entry in found} & self._others.keys()
-        return self._drop([tag + key for tag in sorted(tags) for key in keys(self._others[tag])])
+            except Damaged:
+                state.condemn(entry)
+        with state.mutex:
+            return all(one.name.tag in self._others or not state.shelf.known(one.id) for one in entries)
 
     def _drop(self, ids: Sequence[bytes]) -> int:
         state = self._state
@@ -180,7 +220,9 @@ class DiskStore:
         state, name, keys = self._state, pin_name(owner, self._tag), tuple(dict.fromkeys(keys))
         with self._pinning, state.mutex:
             self._unsaved[name] = keys
-            if not keys:
+            if not keys and self._lock is None:
+                self._unpinned.add(pin_name(owner, b""))
+            elif not keys:
                 self._unsaved.update((other, ()) for other in self._pins.of(owner))
             for one in self._unsaved:
                 state.shelf.pin(one, [self._tag + key for key in self._unsaved[one]])
@@ -214,8 +256,15 @@ class DiskStore:
             upkeep.remember_uses(state)
             if state.clock.now() >= self._next_prune:
                 self._next_prune = state.clock.now() + _PRUNE_EVERY
-                self.prune()
+                # A start with a clock that is far ahead finds all of it old, as one after a long rest does: what was
+                # used last is young then, and the rest ages from there.
+                upkeep.prune(state, state.now() - self._idle - self._ttl)
             state.look_again()
+            with state.mutex:
+                owed = list(self._owed.values())
+            for keys in owed:
+                if not state.failing:
+                    self.drop_others(keys)
         finally:
             self._chores.release()
         self._save_pins()
@@ -240,12 +289,16 @@ class DiskStore:
             pins = self._pins.load(found)
             held = sum(disk for _, disk, _ in found.chunks)
             budget = upkeep.default_budget(state.folder.free(), held) if self._budget is None else self._budget
+            idle = state.now() - max((modified for _, _, modified in found.chunks), default=state.now())
         except BaseException:
             lock.release()
             raise
         with state.mutex:
-            state.budget = budget
+            state.budget, self._idle = budget, idle if idle > self._ttl else 0.0
             junk = upkeep.fill(state, found)
+            gone = [name for name in self._pins.sizes if name.startswith(tuple(self._unpinned))]
+            self._unsaved = dict.fromkeys(gone, ()) | self._unsaved
+            self._unpinned.clear()
             for name, ids in pins.items():
                 if name not in self._unsaved:
                     state.shelf.pin(name, ids)

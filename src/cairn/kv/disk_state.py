@@ -44,8 +44,8 @@ class DiskState:
         self.used: dict[bytes, Entry] = {}
         """Chunks whose last use is not yet remembered by their files."""
         self._reserve = reserve
-        self._unsynced: dict[Path, None] = {}
-        """Folders whose names have yet to be made durable."""
+        self._unsynced: dict[Path, object] = {}
+        """Folders that could not be made durable, each with a mark of its last failure."""
         self._counts = TierStats()
         self._trouble, self._full = "", ""
         self._next_try, self._backoff = 0.0, _BACKOFF[0]
@@ -193,17 +193,30 @@ class DiskState:
     def sync(self, folders: Iterable[Path]) -> bool:
         """Make names durable, with what earlier calls could not; whether they are."""
         with self.mutex:
-            self._unsynced.update(dict.fromkeys(folders))
-            waiting = list(self._unsynced)
-        for folder in waiting:
+            owed = dict(self._unsynced)
+        waiting = list(owed | dict.fromkeys(folders))
+        for at, folder in enumerate(waiting):
             try:
                 self.folder.files.sync_folder(folder)
             except OSError as error:
+                self.owe(waiting[at:])
                 self.fail("write", error)
                 return False
             with self.mutex:
-                self._unsynced.pop(folder, None)
+                # Where another thread failed meanwhile, this sync may have come before its change.
+                if self._unsynced.get(folder) is owed.get(folder):
+                    self._unsynced.pop(folder, None)
         return True
+
+    def owe(self, folders: Iterable[Path]) -> None:
+        """Names in these folders are not durable until a `sync` that begins now or later."""
+        with self.mutex:
+            self._unsynced.update((folder, object()) for folder in folders)
+
+    def owes(self, folders: Iterable[Path]) -> bool:
+        """Whether a power cut may bring back what was removed from one of these folders, since a sync failed."""
+        with self.mutex:
+            return any(folder in self._unsynced for folder in folders)
 
     # ------------------------------------------------------------------------------------------------------- reading
 

@@ -109,8 +109,14 @@ class Reader:
         self._loads: deque[Load] = deque()
         self.alive = -math.inf
         """When it last had something to read for anybody."""
+        self._fetching = False
         self._closing = False
         self._thread: threading.Thread | None = None
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a store has kept it for so long that nobody should queue behind it."""
+        return self._fetching and self._clock.now() - self.alive > STALL_SECONDS
 
     def begin(self, load: Load) -> None:
         """Read it after those that were begun before."""
@@ -147,11 +153,14 @@ class Reader:
             return False
         self.alive = self._clock.now()
         load.turn = min(load.turn, self.alive)
+        self._fetching = True
         try:
             arrival = self._fetch(load.wants[load.fetched])
         except Exception as error:  # a bug of ours; the context computes what is missing
             log.error("KV could not be read: %s", trace(error))
             arrival = None
+        finally:
+            self._fetching = False
         if arrival is not None:
             load.arrived.append(arrival)
             load.fetched += 1

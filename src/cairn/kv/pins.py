@@ -44,6 +44,7 @@ class Pins:
                 data = self._read(entry)
             except OSError:
                 found.other += entry.disk
+                self.sizes[entry.name] = entry.disk  # who unpins it must get rid of it all the same
                 continue
             ids = _parse(data, entry.name)
             if ids is None:

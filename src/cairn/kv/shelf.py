@@ -63,6 +63,8 @@ class Shelf:
         self._entries: dict[bytes, Entry] = {}
         self._pins: dict[str, frozenset[bytes]] = {}
         self._pinned: dict[bytes, int] = {}
+        self._protected: set[bytes] | None = None
+        """What `pinned` counts, while it is known: figures are asked for between steps."""
         self._order: list[tuple[float, bytes]] = []
         self._doomed: dict[bytes, Entry] = {}
 
@@ -73,12 +75,19 @@ class Shelf:
     @property
     def pinned(self) -> int:
         """Live chunks that a pin protects, directly or through what extends them."""
-        seen: set[bytes] = set()
-        for one in self._pinned:
-            while one in self._entries and one not in seen:
-                seen.add(one)
-                one = self._entries[one].parent
-        return sum(self._entries[one].live for one in seen)
+        if self._protected is None:
+            self._protected = set()
+            self._protect(self._pinned)
+        return len(self._protected)
+
+    def _protect(self, ids: Iterable[bytes]) -> None:
+        """Count these pinned chunks, as far as they are live, and what they extend, if that is counted at all."""
+        if self._protected is None:
+            return
+        for id in ids:
+            while id not in self._protected and (entry := self.get(id)) is not None:
+                self._protected.add(id)
+                id = entry.parent
 
     def get(self, id: bytes) -> Entry | None:
         """The chunk if it is live."""
@@ -103,6 +112,10 @@ class Shelf:
         """All live chunks."""
         return [entry for entry in self._entries.values() if entry.live]
 
+    def others(self, tag: bytes) -> list[Entry]:
+        """All chunks of other models, doomed ones too."""
+        return [entry for entry in self._entries.values() if entry.name.tag != tag]
+
     def add(self, entry: Entry) -> None:
         """A chunk whose parent, if it has one, is live."""
         assert entry.id not in self._entries, "a chunk is added twice"
@@ -112,6 +125,8 @@ class Shelf:
             parent.children.add(entry.id)
         self._entries[entry.id] = entry
         self.bytes += entry.disk
+        if entry.id in self._pinned:
+            self._protect([entry.id])
         self._rank(entry)
 
     def use(self, entry: Entry, now: float) -> None:
@@ -139,9 +154,15 @@ class Shelf:
             heapq.heappop(self._order)
         return None
 
-    def leaves(self, wanted: Callable[[Entry], bool]) -> list[Entry]:
-        """Evictable chunks of this kind."""
-        return [entry for entry in self.live() if self._evictable(entry) and wanted(entry)]
+    def leaves(self, wanted: Callable[[Entry], bool], among: Iterable[Entry] | None = None) -> list[Entry]:
+        """Evictable chunks of this kind, of all or of those given."""
+        among = self.live() if among is None else among
+        return [entry for entry in among if self._evictable(entry) and wanted(entry)]
+
+    def parents(self, entries: Iterable[Entry]) -> list[Entry]:
+        """The live chunks that these extend, each once."""
+        found = (self.get(id) for id in dict.fromkeys(entry.parent for entry in entries))
+        return [entry for entry in found if entry is not None]
 
     def family(self, ids: Iterable[bytes]) -> list[Entry]:
         """These live chunks and all that extend them, what extends before what is extended."""
@@ -158,6 +179,8 @@ class Shelf:
         """Nobody finds it any more; its bytes still count. The caller removes the file, and nobody else does."""
         entry.live, entry.going = False, True
         self._doomed[entry.id] = entry
+        if self._protected is not None and entry.id in self._protected:
+            self._protected = None
         parent = self._entries.get(entry.parent)
         if parent is not None:
             parent.children.discard(entry.id)
@@ -190,9 +213,11 @@ class Shelf:
             self._pinned[id] -= 1
             if not self._pinned[id]:
                 del self._pinned[id]
+                self._protected = None
                 entry = self.get(id)
                 if entry is not None:
                     self._rank(entry)
+        self._protect(ids)
 
     def _evictable(self, entry: Entry) -> bool:
         return entry.live and not entry.children and not entry.held and entry.id not in self._pinned

@@ -15,7 +15,7 @@ import contextlib
 import errno
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,15 +57,15 @@ def open_folder(
     """Hold the folder, made or checked.
 
     A folder that is not ours, that others may enter or that a newer Cairn wrote is a `ConfigError`; with `fresh` it is
-    set aside and a new one made. A folder that another process holds for `patience` seconds more is a `Conflict`.
+    set aside and a new one made. A folder that another process holds for `patience` seconds more is a `Conflict`, with
+    `fresh` too.
     """
     try:
         _check(files, folder)
     except ConfigError:
         if not fresh:
             raise
-        files.replace(folder, folder.with_name(f"{folder.name}.aside-{clock.time_ns()}"))
-        files.sync_folder(folder.parent)
+        _set_aside(files, folder, clock, patience, sleep)
     files.make_folder(folder)
     lock = _wait(files, folder, clock, patience, sleep)
     try:
@@ -77,6 +77,20 @@ def open_folder(
         lock.release()
         raise
     return lock
+
+
+def _set_aside(files: FileSystem, folder: Path, clock: Clock, patience: float, sleep: Callable[[float], None]) -> None:
+    """Give the folder another name, unless a process has it: that one would go on by its path, in the new folder."""
+    lock = None
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # what is no folder nobody holds
+        if files.owned(folder) and any(entry.name == LOCK_FILE for entry in files.list(folder)):
+            lock = _wait(files, folder, clock, patience, sleep)
+    try:
+        files.replace(folder, folder.with_name(f"{folder.name}.aside-{clock.time_ns()}"))
+        files.sync_folder(folder.parent)
+    finally:
+        if lock is not None:
+            lock.release()
 
 
 def _wait(files: FileSystem, folder: Path, clock: Clock, patience: float, sleep: Callable[[float], None]) -> Lock:
@@ -222,7 +236,11 @@ class StoreFolder:
             self.files.remove(self.path(name))
 
     def write(self, folder: Path, parts: list[bytes | memoryview]) -> tuple[Path, int]:
-        """A new durable file under a temporary name, and its bytes on the disk. Leaves nothing where it fails."""
+        """A new durable file under a temporary name, and its bytes on the disk. Leaves nothing where it fails.
+
+        ZFS says for some seconds after a sync that the file takes next to nothing, so no less is counted than was
+        written.
+        """
         with self._mutex:
             self._next += 1
             while (temporary := folder / f"{_TEMPORARY}{self._next}") in self._litter:
@@ -233,7 +251,7 @@ class StoreFolder:
                 for part in parts:
                     file.append(part)
                 file.sync()
-                return temporary, file.disk()
+                return temporary, max(file.disk(), blocks(sum(len(part) for part in parts)))
             finally:
                 file.close()
         except OSError:
@@ -250,21 +268,27 @@ class StoreFolder:
             with self._mutex:
                 self._litter[path] = blocks(size)
 
-    def tidy(self) -> list[Path]:
-        """Remove what could not be removed before; the folders that this changed. One thread at a time."""
+    def tidy(self) -> Iterator[Path]:
+        """Remove what could not be removed before; of each file the folder, just before. One thread at a time."""
         with self._mutex:
             paths = list(self._litter)
         for path in paths:
+            yield path.parent
             with contextlib.suppress(FileNotFoundError):
                 self.files.remove(path)
             with self._mutex:
                 del self._litter[path]
-        return [path.parent for path in paths]
 
     def is_litter(self, path: Path) -> bool:
         """Whether the name is taken by a file that should be gone."""
         with self._mutex:
             return path in self._litter
+
+    def remains(self, ids: Collection[bytes]) -> bool:
+        """Whether a chunk with one of these ids (tag and key) has a file that should be gone."""
+        with self._mutex:
+            names = [parse_name(path.name) for path in self._litter]
+        return any(name is not None and name.tag + name.key in ids for name in names)
 
     def probe(self) -> None:
         """Write, sync, read and remove a file."""

@@ -122,7 +122,7 @@ class Tiers:
             return False
         size = sum(self._sizes[want.group] for part in wants for want in part)
         ahead = sum(load.bytes_left for load, _ in self._loads.values())
-        if done is None and not self.gate.worth(saved, size, ahead):
+        if self.reader.hangs or (done is None and not self.gate.worth(saved, size, ahead)):
             context.declined = True
             return False
         if not self._cache.prepare(context, tokens, hit, stop, spare):

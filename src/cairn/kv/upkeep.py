@@ -54,11 +54,14 @@ def prune(state: DiskState, before: float, *, keep: bytes = b"") -> int:
     Never a pinned one, never one that a chunk which stays extends.
     """
     gone = 0
+    among: list[Entry] | None = None
     while True:
         with state.mutex:
-            stale = state.shelf.leaves(lambda entry: entry.used < before or not entry.id.startswith(keep))
+            stale = state.shelf.leaves(lambda entry: entry.used < before or not entry.id.startswith(keep), among)
             for entry in stale:
                 state.doom(entry)
+            # Only these may have become leaves: to look at all again for each step of depth takes seconds.
+            among = state.shelf.parents(stale)
         cleared = state.clear(stale)
         with state.mutex:
             state.count(evicted=cleared)
@@ -95,13 +98,15 @@ def clean(state: DiskState) -> None:
     """Remove for good what could not be removed before. One thread at a time."""
     with state.mutex:
         doomed = state.shelf.doomed()
+    # Owed before anything goes, so that whatever fails below, each folder that changed is synced some day.
+    state.owe(state.folder.digit(entry.name.key) for entry in doomed)
     state.clear(doomed)
     try:
-        folders = state.folder.tidy()
+        for folder in state.folder.tidy():
+            state.owe([folder])
     except OSError as error:
         state.fail("remove files from", error)
-        return
-    state.sync([*(state.folder.digit(entry.name.key) for entry in doomed), *folders])
+    state.sync(())
 
 
 def remember_uses(state: DiskState) -> None:
