@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import random
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +15,7 @@ import msgspec
 import pytest
 from house import FOLDER, House, file_of, hear, house
 from tests.agents.test_portable import forged, with_agent
+from tests.files import Fault
 
 from cairn.agents.content import Content
 from cairn.agents.index import Kind
@@ -347,7 +349,23 @@ async def test_turns_that_are_collected_while_they_are_listed_are_not_damaged(
 
 async def test_a_damaged_turn_is_a_conflict_and_a_disk_that_gives_nothing_is_unavailable(folder: Path) -> None:
     """One lasts, the other is over when the disk works again."""
-    assert issubclass(Damaged, Conflict) and not issubclass(Damaged, Unavailable)
+    async with house(folder) as at:
+        await spoken(at)
+        hurt(at, b"ada: the second message")
+        with pytest.raises(Conflict, match="damaged") as caught:
+            await at.agents.context("default", "ada")
+        lasting = caught.value
+        assert isinstance(lasting, Damaged) and not isinstance(lasting, Unavailable)
+        at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True, only=frozenset({"open", "read"})))
+        for id in ("ada", "bob"):
+            with pytest.raises(Unavailable) as refused:
+                await at.agents.context("default", id)
+            assert not isinstance(refused.value, Conflict)
+        at.files.heal()
+        assert await at.agents.context("default", "bob")
+        with pytest.raises(Damaged) as again:
+            await at.agents.context("default", "ada")
+        assert str(again.value) == str(lasting)
 
 
 async def test_what_follows_a_damaged_head_costs_no_turn_before_it(folder: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from tests.laws.planted_bugs import BUGS
 
 ROOT = Path(__file__).parents[2]
@@ -17,6 +18,36 @@ def test_every_planted_bug_still_fits_the_source() -> None:
     assert len({bug.name for bug in BUGS}) == len(BUGS)
     for bug in BUGS:
         ast.parse(bug.source())
+
+
+HARNESS = """
+from cairn.kv import blocks
+
+def run(seed):
+    if ALWAYS or "with a bug" in blocks.__spec__.loader.get_filename(blocks.__name__):
+        raise AssertionError(f"seed {seed}: a law")
+"""
+SCORE = """
+import sys
+from tests.laws import planted_bugs
+
+planted_bugs.SIMULATORS = ()
+planted_bugs.LAWS[planted_bugs.BLOCKS] = "harness"
+planted_bugs.SCHEDULES["harness"] = 3
+sys.exit(planted_bugs.main([planted_bugs.BUGS[0].name]))
+"""
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_bug_is_found_only_by_a_schedule_that_passes_without_it(tmp_path: Path, always: bool) -> None:
+    """A harness that breaks whatever it is run over would else find every bug."""
+    (tmp_path / "harness.py").write_text(HARNESS.replace("ALWAYS", str(always)))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-c", SCORE]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == always, done.stdout + done.stderr
+    assert f"planted bugs found: {1 - always} of 1 in " in done.stdout
+    assert ("NOT COUNTED, for without the bug: seed 0: a law" in done.stdout) == always
 
 
 def test_the_laws_find_planted_bugs(figure: Callable[[str, str], None]) -> None:

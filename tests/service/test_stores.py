@@ -85,15 +85,21 @@ async def test_the_users_own_folder_is_done_without_where_it_cannot_be_used(
 
 async def test_memory_for_kv_needs_an_engine_whose_pool_is_elsewhere(folder: Path, tmp_path: Path) -> None:
     """The fake engine stands for such a one."""
-    async with serving(folder, kv_ram_gb=0.1, kv_load="always") as service:
+    async with serving(folder, kv_gb=0.0001, kv_ram_gb=0.1, kv_load="always") as service:
         prompt = "a context " * 30
         tokens = service.tokenizer.encode(prompt)
         first = await collect(service.generate(request(service, prompt, 5)))
         await service.flush()
-        await service.evict(tokens, keep=len(tokens))
-        assert (await service.where(tokens)).ram == len(tokens) // 64 * 64
+        stored = len(tokens) // 64 * 64
+        for number in range(30):
+            if (await service.where(tokens)).pool == 0:
+                break
+            await collect(service.generate(request(service, f"{number} others " * 30, 5)))
+        placed = await service.where(tokens)
+        assert (placed.pool, placed.ram) == (0, stored), "others have pushed it out of the pool"
         again = await collect(service.generate(request(service, prompt, 5)))
         assert again.tokens == first.tokens
+        assert (again.cache.pool, again.cache.ram) == (0, stored)
     engine = FakeEngine(fake_spec(), blocks=4)
     on_cpu = dataclasses.replace(engine.info, device="cpu")
     with pytest.raises(ConfigError, match="kv_ram_gb is for engines whose pool is not in host memory"):
