@@ -21,8 +21,8 @@ from cairn.kv.chunk_file import Damaged
 from cairn.kv.codec import Codec
 from cairn.kv.disk_state import DiskState
 from cairn.kv.intake import Intake
+from cairn.kv.others import Others
 from cairn.kv.pins import Pins, pin_bytes, pin_name
-from cairn.kv.shelf import Entry
 from cairn.kv.store import Chunk
 from cairn.kv.store_folder import StoreFolder, open_folder
 from cairn.kv.upkeep import Scrubbed
@@ -79,10 +79,7 @@ class DiskStore:
         """Ids of chunks that were dropped before the folder could be opened."""
         self._unpinned: set[str] = set()
         """How the files of owners begin that were unpinned before the folder could be opened."""
-        self._owed: dict[frozenset[bytes], Callable[[bytes], Sequence[bytes]]] = {}
-        """Orders of `drop_others` that the disk did not let be carried out, by what they say of this engine."""
-        self._others: dict[bytes, bytes] = {}
-        """Identities of the other engines whose chunks are here, by tag, as far as they were needed."""
+        self._others = Others(self._state, self._tag, identity)
         self._lock: Lock | None = None
         self._next_prune = 0.0
         self._idle = 0.0
@@ -144,10 +141,7 @@ class DiskStore:
     def lingers(self, keys: Sequence[bytes]) -> bool:
         """Whether a file of what was dropped, by `drop_others` too, is still there or may come back in a power cut,
         since the disk did not let it go."""
-        with self._state.mutex:
-            if any(not mine.isdisjoint(keys) for mine in self._owed):
-                return True
-        return self._remain({self._tag + key for key in keys})
+        return self._others.owe(keys) or self._remain({self._tag + key for key in keys})
 
     def _remain(self, ids: Collection[bytes]) -> bool:
         state = self._state
@@ -161,38 +155,13 @@ class DiskStore:
 
         Where the disk does not tell whose chunks they are, or does not let them go, `tend` does it again.
         """
-        state = self._state
-        with state.mutex:
-            opened, found = self._lock is not None, state.shelf.others(self._tag)
-        told = self._learn(found)
-        ids = {tag + key for tag, identity in self._others.items() for key in keys(identity)}
+        with self._state.mutex:
+            opened = self._lock is not None
+        told = self._others.learn()
+        ids = self._others.ids(keys)
         gone = self._drop(sorted(ids))
-        done = opened and told and not self._remain(ids)
-        if self._owed or not done:
-            mine = frozenset(keys(self._identity))
-            with state.mutex:
-                if done:
-                    self._owed.pop(mine, None)
-                elif mine:
-                    self._owed[mine] = keys
+        self._others.note(keys, done=opened and told and not self._remain(ids))
         return gone
-
-    def _learn(self, entries: Sequence[Entry]) -> bool:
-        """Read from chunks of other engines whose they are; False where one stays that nothing is known of.
-
-        A disk that fails is asked once, not for each chunk; the next time another chunk is asked first.
-        """
-        state = self._state
-        for entry in sorted(entries, key=lambda one: one.faults):
-            if not entry.live or state.failing or entry.name.tag in self._others:
-                continue
-            try:
-                if (data := state.read(entry)) is not None:
-                    self._others[entry.name.tag] = chunk_file.verify(data, entry.name)[0].identity
-            except Damaged:
-                state.condemn(entry)
-        with state.mutex:
-            return all(one.name.tag in self._others or not state.shelf.known(one.id) for one in entries)
 
     def _drop(self, ids: Sequence[bytes]) -> int:
         state = self._state
@@ -260,9 +229,7 @@ class DiskStore:
                 # used last is young then, and the rest ages from there.
                 upkeep.prune(state, state.now() - self._idle - self._ttl)
             state.look_again()
-            with state.mutex:
-                owed = list(self._owed.values())
-            for keys in owed:
+            for keys in self._others.owed():
                 if not state.failing:
                     self.drop_others(keys)
         finally:
