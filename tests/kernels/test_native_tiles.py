@@ -16,6 +16,7 @@ from cairn.kernels.reference import ReferenceKernels
 from cairn.types import BLOCK_TOKENS
 
 
+@np.errstate(all="ignore")
 def only_those_who_see_it(
     variant: str, dtype: Any, heads: int, start: int, tokens: int, window: int, bad: float, wrong: dict[int, int]
 ) -> None:

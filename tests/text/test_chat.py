@@ -329,7 +329,7 @@ async def test_long_texts_are_encoded_off_the_event_loop(start: Start, monkeypat
     await chat.prompt([{"role": "user", "content": "short"}])
     assert threads == []
     await chat.prompt([{"role": "user", "content": "long " * INLINE}])
-    assert threads == [chat._encode]
+    assert threads == [chat._read, chat._encode]
 
 
 async def test_what_a_template_makes_far_too_long_is_not_encoded_whole(
