@@ -258,7 +258,8 @@ async def test_the_kv_of_a_damaged_agent_goes_as_far_as_it_can_be_read(
         hurt(at, b"ada: the third message")
         await at.agents.delete("default", "ada")
         await at.agents.kv.settled()
-        assert gone == [ids]
+        # And the first turn's context, where its random answer was rendered anew behind it.
+        assert gone[-1] == ids and len(gone) <= 2
 
 
 async def test_an_agent_whose_beginning_is_damaged_can_be_looked_at_and_deleted(folder: Path) -> None:
