@@ -30,7 +30,7 @@ from cairn.types import Delta
 
 SYSTEM = [{"role": "system", "content": "You remember."}]
 TEXTS = ("the first message", "the second message", "the third message")
-SEEDED = SamplingOptions(temperature=0.9, max_tokens=12, ignore_eos=True)
+SEEDED = SamplingOptions(temperature=0.9, max_tokens=12, ignore_eos=True, seed=1)
 
 
 async def spoken(at: House) -> None:
@@ -258,8 +258,7 @@ async def test_the_kv_of_a_damaged_agent_goes_as_far_as_it_can_be_read(
         hurt(at, b"ada: the third message")
         await at.agents.delete("default", "ada")
         await at.agents.kv.settled()
-        # And the first turn's context, where its random answer was rendered anew behind it.
-        assert gone[-1] == ids and len(gone) <= 2
+        assert gone == [ids]
 
 
 async def test_an_agent_whose_beginning_is_damaged_can_be_looked_at_and_deleted(folder: Path) -> None:
