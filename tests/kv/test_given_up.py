@@ -11,6 +11,7 @@ from cairn.kv.behind import WAIT_SECONDS, WriteLimits
 from cairn.kv.flushes import Flushes
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers import Tiers
+from cairn.types import FinishReason
 
 PROMPT = [(7 * n) % 61 for n in range(160)]
 CHUNK = 16
@@ -123,3 +124,82 @@ def test_an_end_says_what_was_not_stored(store: Between, caplog: pytest.LogCaptu
     assert [record.getMessage() for record in caplog.records] == [
         "10 chunks of KV were not stored before the end, and will be computed again"
     ]
+
+
+def stepped(rig: Rig, id: int, count: int) -> list[int]:
+    """Step until a request has `count` tokens; its tokens."""
+    while len(said := [token for output in rig.outputs[id] for token in output.tokens]) < count:
+        rig.step()
+    return said
+
+
+@pytest.mark.parametrize("heard", [12, 16, 23])
+def test_what_was_computed_ahead_of_a_deleted_context_is_no_loss(store: Between, heard: int) -> None:
+    """Who deletes has heard less than was computed: a chunk begins within what he deletes and ends beyond it."""
+    rig, tiers = rig_on(store)
+    prompt = PROMPT[:24]
+    id = rig.add(prompt, 60)
+    said = stepped(rig, id, 26)
+    rig.scheduler.drop(id, FinishReason.CANCELLED)
+    tiers.evict([*prompt, *said][: 24 + heard], b"", 0, True, lambda: None)
+    assert flushed(rig, tiers) == 0 and store.stats().chunks == 0
+
+
+def test_who_goes_on_over_a_beginning_that_was_deleted_is_stored_from_it_on(store: Between) -> None:
+    """The deletion was another's; without the beginning in the store nothing that extends it could be."""
+    rig, tiers = rig_on(store)
+    rig.ask(PROMPT[:24], 3)
+    id = rig.add(PROMPT[:24], 300)
+    stepped(rig, id, 4)
+    tiers.evict(PROMPT[:16], b"", 0, True, lambda: None)
+    rig.settle()
+    assert flushed(rig, tiers) == 0 and store.stats().chunks == (24 + 300 - 1) // CHUNK
+
+
+def test_who_begins_over_a_beginning_that_is_about_to_go_is_stored_from_it_on(store: Between) -> None:
+    """Also where his last token comes before the store has dropped anything."""
+    rig, tiers = rig_on(store)
+    rig.ask(PROMPT[:24], 3)
+    tiers.evict(PROMPT[:16], b"", 0, True, lambda: None)
+    id = rig.add(PROMPT[:24], 60)
+    stepped(rig, id, 60)
+    rig.settle()
+    assert flushed(rig, tiers) == 0 and store.stats().chunks == (24 + 60 - 1) // CHUNK
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_what_extends_a_chunk_that_goes_is_no_loss_where_the_pool_needs_its_blocks(
+    store: Between, dropped: bool
+) -> None:
+    """Whether or not the store has dropped already: what is computed meanwhile cannot be stored, and nobody lost it."""
+    rig = Rig({"disk": store}, blocks=24)
+    assert rig.tiers is not None
+    rig.ask(PROMPT[:24], 3)
+    id = rig.add(PROMPT[:24], 60)
+    stepped(rig, id, 4)
+    rig.tiers.evict(PROMPT[:16], b"", 0, True, lambda: None)
+    stepped(rig, id, 12)
+    if dropped:
+        rig.tiers.writer.work()
+    rig.scheduler.drop(id, FinishReason.CANCELLED)
+    rig.add([(5 * n) % 59 for n in range(80)], 3, stored=False)
+    rig.step()
+    assert flushed(rig, rig.tiers) == 0
+
+
+def test_what_was_noted_before_what_it_extends_goes_with_a_deletion_and_is_no_loss(store: Between) -> None:
+    rig, tiers = rig_on(store)
+    long = PROMPT[:40]
+    rig.ask(long[:34], 1)
+    id = rig.add([*long, *[1] * 10], 300)
+    stepped(rig, id, 3)
+    last, *_ = tiers.behind_pool._noted.values()
+    store.drop([last.chunk.parent])
+    rig.add(long, 1)
+    rig.step()
+    rig.step()
+    depths = [noted.chunk.depth for noted in tiers.behind_pool._noted.values()]
+    assert depths.index(32) < depths.index(16), "the later chunk was not noted first"
+    tiers.evict(long[:16], b"", 0, True, lambda: None)
+    rig.scheduler.drop(id, FinishReason.CANCELLED)
+    assert flushed(rig, tiers) == 0

@@ -471,6 +471,31 @@ def test_what_is_dropped_while_it_is_loaded_leaves_nothing() -> None:
     assert rig.ask(PROMPT).disk == 96
 
 
+def test_what_the_reader_has_in_hand_while_it_is_dropped_goes_to_no_other_store() -> None:
+    """It was read from the disk for the pool and for memory, where the drop had been before it."""
+    disk = RamStore(1 << 30)
+    Rig({"disk": disk}, blocks=200).ask(PROMPT)
+    slow = Between(disk)
+    rig = Rig({"ram": RamStore(1 << 30), "disk": slow}, blocks=200)
+    tiers = rig.tiers
+    assert tiers is not None
+    answers = list[str]()
+
+    def fetch(key: bytes, tokens: Sequence[int], buffer: memoryview | None = None) -> Chunk | None:
+        found = disk.fetch(key, tokens, buffer)
+        slow.fetch = disk.fetch
+        tiers.evict(PROMPT, b"", 0, True, lambda: answers.append("dropped"))
+        while tiers.writer.work():
+            pass
+        return found
+
+    slow.fetch = fetch
+    tiers.prefetch(PROMPT, b"", lambda: answers.append("loaded"))
+    tiers.reader.work()
+    rig.settle()
+    assert sorted(answers) == ["dropped", "loaded"] and tiers.where(PROMPT, b"") == Placed()
+
+
 def test_the_gate_loads_where_that_is_faster_as_measured() -> None:
     """Known failure 37."""
     clock = Time()

@@ -6,7 +6,8 @@ A chunk is noted when all its blocks can be found in the pool. That takes no mem
 it but the pool. Its pages are copied when the step loop has nothing better to do, when the pool is about to need its
 blocks, or when it has waited for long. The copies are bounded in bytes: while there is no room for more, chunks wait
 in the pool. One that the pool gives up meanwhile is not stored, nor is what extends it; those that were noted are
-counted. What a store refused is noted once more when its context goes on, at most every `WAIT_SECONDS`.
+counted. What a store refused, or dropped because it was told to, is noted once more when its context goes on, at most
+every `WAIT_SECONDS`.
 """
 
 from __future__ import annotations
@@ -82,6 +83,10 @@ class Behind:
         self._flushes = Flushes()
         self._drops = 0
         """Orders of `drop` that go on."""
+        self._going: set[bytes] = set()
+        """Chunks that stores are about to drop, and what would extend them."""
+        self._breaks = 0
+        """How often a chunk was lost or ordered away, which breaks the line of those that extend it."""
         self._budget = DayBudget(clock, limits.day_bytes)
         self.bytes = 0
         """Held outside the pool: of all chunks that are queued or being written."""
@@ -111,8 +116,10 @@ class Behind:
         if not context.stored:
             return
         now = self._clock.now()
-        if context.durable and context.lost != self.dropped and now - context.looked >= WAIT_SECONDS:
-            context.noted, context.lost, context.looked = [0] * len(context.noted), self.dropped, now
+        if context.breaks < 0:
+            context.breaks = self._breaks
+        if context.durable and context.breaks != self._breaks and now - context.looked >= WAIT_SECONDS:
+            context.noted, context.breaks, context.looked = [0] * len(context.noted), self._breaks, now
         for number, published in enumerate(context.published):
             while context.noted[number] < published // CHUNK_BLOCKS:
                 self._note(context, number, context.noted[number], tokens)
@@ -149,17 +156,26 @@ class Behind:
             del self._outstanding[key]
 
     def drop(self, keys: Collection[bytes]) -> None:
-        """Stores are about to drop these and all that extends them: until `drop_done` nothing is copied that might."""
+        """Stores are about to drop these and all that extends them: until `drop_done` nothing is copied that might.
+
+        Where somebody goes on with them in the pool, they are noted anew, to be stored once the stores are done.
+        """
         self._drops += 1
-        self.forget(keys)
+        self._breaks += 1
+        self._going.update(keys)
+        while more := {key for key, one in self._noted.items() if one.chunk.parent in self._going} - self._going:
+            self._going |= more  # more than once: what extends a chunk may have been noted before it
+        self.forget(self._going)
 
     def drop_done(self) -> None:
         """They have: what was noted to extend them is no loss."""
         self._drops -= 1
+        self._breaks += 1
+        if not self._drops:
+            self._going.clear()
         self._settle()
-        for noted in list(self._noted.values()):
-            if not self._has_parent(noted.chunk.parent):
-                self.forget((noted.chunk.key,))
+        while lone := [key for key, one in self._noted.items() if not self._has_parent(one.chunk.parent)]:
+            self.forget(lone)
 
     def finish(self, grace: float) -> None:
         """Copy all that is noted as the writer makes room, for `grace` seconds at most: the last turn."""
@@ -213,7 +229,7 @@ class Behind:
         """Decide about one whole chunk of a context: it is stored, outstanding, not wanted (yet), or noted now."""
         chain, last = context.chains[number], (index + 1) * CHUNK_BLOCKS - 1
         key = chain.key(last, tokens)
-        if key in self._outstanding or self._durable(key):
+        if key in self._outstanding or (self._durable(key) and key not in self._going):
             return
         if any(key == parent for _, parent in self._copied.values()):
             return  # it left the store, which will not take what is queued; when that is lost both are noted again
@@ -226,6 +242,9 @@ class Behind:
                 self.budget_spent += 1
                 return
         parent = chain.key(last - CHUNK_BLOCKS, tokens) if index else b""
+        if parent in self._going:
+            self._going.add(key)
+            return
         if not self._has_parent(parent):
             return
         width = CHUNK_BLOCKS * self._cache.info.block_tokens
@@ -234,6 +253,7 @@ class Behind:
         noted = _Noted(Chunk(key, parent, part, index * width, b"", number), blocks, self._clock.now())
         if self._find(noted) is None:
             return  # a window has left it behind, or it was counted when it was lost
+        self._going.discard(key)
         self._noted[key] = noted
         for block in blocks:
             self._users.setdefault(block, []).append(key)
@@ -301,6 +321,7 @@ class Behind:
 
     def _lose(self, serial: int) -> None:
         self.dropped += 1
+        self._breaks += 1
         self._flushes.lose(serial)
 
     def _written(self, key: bytes) -> tuple[int, int]:

@@ -35,6 +35,7 @@ class Context:
 
     __slots__ = (
         "awaited",
+        "breaks",
         "brought",
         "capacity",
         "chains",
@@ -44,7 +45,6 @@ class Context:
         "load_seconds",
         "loading",
         "looked",
-        "lost",
         "noted",
         "patience",
         "published",
@@ -66,8 +66,8 @@ class Context:
         """Leading blocks of each table that keys find, or that a window has passed."""
         self.noted = [0] * len(chains)
         """Leading chunks of each group about which was decided whether to store them."""
-        self.lost, self.looked = 0, -math.inf
-        """How many chunks were given up in all, and the time, when that was decided from the first chunk on."""
+        self.breaks, self.looked = -1, -math.inf
+        """How often a line of chunks had been broken, and the time, when that was decided anew from the first on."""
         self.capacity = 0
         """Positions that every table covers."""
         self.claimed = range(0)

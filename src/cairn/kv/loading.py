@@ -54,6 +54,8 @@ class Arrival(NamedTuple):
     """The lowest tier that any of them came from."""
     buffers: tuple[memoryview, ...] = ()
     """What the chunks' pages may lie in."""
+    copies: tuple[Chunk, ...] = ()
+    """Of those from the disk, for the store in memory: kept as they land, so that a drop meanwhile is not undone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -179,6 +181,7 @@ class Reader:
     def _fetch(self, wants: Sequence[Want]) -> Arrival | None:
         chunks: list[Chunk] = []
         buffers: list[memoryview] = []
+        copies: list[Chunk] = []
         # Where a window needs nothing, the stretch counts as the ones after it most likely will.
         lowest: TierName = "ram" if wants else tuple(self._stores)[-1]
         began = self._clock.now()
@@ -191,11 +194,11 @@ class Reader:
             if tier == "disk":
                 lowest = tier
                 if "ram" in self._stores:
-                    self._stores["ram"].keep((dataclasses.replace(chunk, pages=bytes(chunk.pages)),))
+                    copies.append(dataclasses.replace(chunk, pages=bytes(chunk.pages)))
             chunks.append(chunk)
         size = sum(len(memoryview(chunk.pages).cast("B")) for chunk in chunks)
         self._gate.read(size, self._clock.now() - began)
-        return Arrival(tuple(chunks), lowest, tuple(buffers))
+        return Arrival(tuple(chunks), lowest, tuple(buffers), tuple(copies))
 
     def _run(self) -> None:
         while True:

@@ -180,6 +180,8 @@ class Tiers:
             self._engine.write_blocks(chunk.group, blocks, pages[CHUNK_BLOCKS - len(blocks) :]).wait()
         self._cache.publish(context, tokens, end * size)
         context.bring(begin * size, end * size, arrival.tier)
+        if arrival.copies:
+            self._stores["ram"].keep(arrival.copies)
         load.landed += 1
         load.heard = self._clock.now()
         context.load_seconds = load.heard - load.started
