@@ -48,9 +48,12 @@ class Draw:
 
 
 class Clock(SystemClock):
-    """The machine's clock, ahead by so many seconds."""
+    """The machine's clock, on which so many seconds more have passed."""
 
     ahead = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead
 
     def time_ns(self) -> int:
         return super().time_ns() + int(self.ahead * 1e9)

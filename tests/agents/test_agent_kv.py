@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from house import House, house
+from tests.files import Fault
 from tests.service.tiny import collect, request
 
 from cairn.agents import kv, tied
@@ -288,9 +291,9 @@ async def test_a_context_that_does_not_go_keeps_no_other_from_going(
 
         monkeypatch.setattr(at.service, "evict", refuse_first)
         await at.agents.delete("default", "ada")
-        assert len(given) == 2 and given[0] != given[1]
         await at.agents.kv.settled()
-        assert given[2:] == given[:2]
+        first, second, *again = map(list, given)
+        assert first != second and again == [first], "only that one is tried again"
 
 
 async def test_a_pin_waits_for_the_worker_and_leaves_alone_what_another_model_pinned(
@@ -342,6 +345,182 @@ async def test_what_requests_in_an_agents_name_left_goes_with_it(folder: Path, t
         await at.again(clean=True)
         held = b"".join(at.files.files().values())
         assert b"ada" * 10 not in held and b"None" * 10 in held
+
+
+async def test_an_agent_of_a_tenant_that_is_no_longer_configured_takes_no_kv_along(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its salt is not known any more, and the default tenant's is the empty one: what is pinned goes, nothing else."""
+    async with house(folder, {"default": b"", "acme": b"acme"}, kv_dir=str(tmp_path / "kv")) as at:
+        await at.agents.create("default", id="ada", pinned=True)
+        await at.agents.create("acme", id="ada", ttl=60)
+        await at.agents.create("acme", id="bob")
+        for tenant, id in (("default", "ada"), ("acme", "ada"), ("acme", "bob")):
+            await at.say(id, LONG, tenant)
+        await at.agents.rollback("acme", "bob", turn=0)
+        await at.agents.kv.settled()
+        await at.service.flush()
+        before = await where(at, "ada")
+        assert before[1] > 200
+        at.salts = {"default": b""}
+        await at.again(clean=True)
+        unpinned: list[str] = []
+
+        async def unpin(owner: str) -> None:
+            unpinned.append(owner)
+
+        monkeypatch.setattr(at.service, "unpin", unpin)
+        at.clock.ahead = 8 * 86_400
+        await at.agents.tend()
+        assert [agent.id for agent in at.agents._book.roster.of("acme")] == ["bob"]
+        assert await where(at, "ada") == before
+        assert at.service.recent._tenants.keys() == {b"", b"acme"}, "and what says why a prompt is missed stays"
+        await at.agents.delete("acme", "bob")
+        assert await where(at, "ada") == before and len(unpinned) == 4
+
+
+async def test_a_deleted_agent_leaves_what_requests_in_the_names_of_others_share(folder: Path, tmp_path: Path) -> None:
+    """Both are fed by ordinary requests only; and what the agent's own requests need is not collected."""
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await at.agents.create("default", id="eve")
+        done = (await at.say("eve", LONG)).done
+        assert done is not None
+        contexts = {"ada": [*range(5, 261), *[7] * 100], "bob": [*range(5, 261), *[8] * 100]}
+        contexts["eve"] = [*(await at.agents.context("default", "eve"))[:192], *[9] * 100]
+        for id, ids in contexts.items():
+            if id != "eve":
+                await at.agents.create("default", id=id, pinned=id == "bob")
+            await collect(at.service.generate(request(at.service, tuple(ids), 2, salt=b"default", durable=True)))
+            at.agents.account("default", at.agents.named("default", id), ids, done)
+        await at.agents.kv.settled()
+        await at.service.flush()
+
+        async def disk(id: str) -> int:
+            return (await at.service.where(contexts[id], b"default")).disk
+
+        assert [await disk(id) for id in contexts] == [320, 320, 256]
+        await at.agents.delete("default", "ada")
+        assert [await disk(id) for id in contexts] == [256, 320, 256]
+        await at.agents.delete("default", "bob")
+        assert [await disk(id) for id in contexts] == [0, 0, 256]
+        await at.agents.rollback("default", "eve", turn=0)
+        at.clock.ahead = 8 * 86_400
+        await at.agents.tend()
+        assert await disk("eve") == 256
+
+
+def without_worker(at: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on no worker answers."""
+
+    async def gone(what: str, **fields: object) -> None:
+        raise Unavailable("the worker is being replaced", retry_after=1.0)
+
+    monkeypatch.setattr(at.service._supervisor, "ask", gone)
+
+
+@pytest.mark.parametrize("clean", [True, False])
+async def test_the_pins_of_an_agent_deleted_without_a_worker_go_at_the_next_start(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clean: bool
+) -> None:
+    """Nobody can name their owner any more: the log does, until they are gone."""
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await at.agents.create("default", id="ada", pinned=True)
+        await at.say("ada", LONG)
+        await at.agents.kv.settled()
+        pins = tmp_path / "kv" / "pins"
+        assert len(list(pins.iterdir())) == 1
+        with monkeypatch.context() as without:
+            without_worker(at, without)
+            await at.agents.delete("default", "ada")
+            await at.again(clean=clean)  # the next start finds no worker either
+            await at.agents.tend()
+            await at.agents.close()
+        await at.open()
+        await asyncio.wait_for(at.agents.kv.settled(), 10)
+        assert list(pins.iterdir()) == []
+        await at.agents.tend()
+        asked: list[str] = []
+
+        async def unpin(owner: str) -> None:
+            asked.append(owner)
+
+        monkeypatch.setattr(at.service, "unpin", unpin)
+        await at.again(clean=clean)
+        await at.agents.kv.settled()
+        assert asked == [], "the log has forgotten it"
+
+
+@pytest.mark.parametrize("calls", range(10))
+async def test_an_agent_is_unpinned_or_back_where_the_disk_refuses_its_deletion_and_the_power_goes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    """Without a worker: one that is back is pinned as before."""
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await at.agents.create("default", id="ada", pinned=True)
+        await at.say("ada", LONG)
+        await at.agents.kv.settled()
+        with monkeypatch.context() as without:
+            without_worker(at, without)
+            at.files.fail(Fault(at.files.calls + calls, errno.EIO, sticky=True))
+            with contextlib.suppress(Unavailable):
+                await at.agents.delete("default", "ada")
+            at.files.heal()
+            after = at.files.crash(random.Random(calls))
+            await at.agents.close()
+        at.files = after
+        await at.open()
+        await asyncio.wait_for(at.agents.kv.settled(), 10)
+        back = len(at.agents.page("default").agents)
+        assert len(list((tmp_path / "kv" / "pins").iterdir())) == back
+
+
+async def test_a_deletion_reads_of_other_agents_only_what_no_other_read_before_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many begin as it does."""
+    async with house(folder) as at:
+        for n in range(6):
+            await at.agents.create("default", id=f"a{n}", messages=[{"role": "system", "content": LONG}])
+            await at.say(f"a{n}", f"{n}: {LONG}")
+        read: list[int] = []
+        real = at.agents._archive.branch
+
+        async def branch(turn: Turn) -> Branch:
+            read.append(turn.key)
+            return await real(turn)
+
+        monkeypatch.setattr(at.agents._archive, "branch", branch)
+        for n in range(3):
+            await at.agents.delete("default", f"a{n}")
+        assert len(read) == 3 + 5 and len(set(read)) == 6
+        await at.say("a4", "More.")
+        read.clear()
+        await at.agents.delete("default", "a3")
+        assert len(read) == 2, "its own, and that whose head is another now"
+
+
+async def test_one_branch_after_another_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent may have a thousand of them, each as long as the model's context."""
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        for n in range(4):
+            await at.agents.rollback("default", "ada", turn=0)
+            await at.say("ada", f"{n}: {LONG}")
+        done: list[str] = []
+        read, evict = at.agents._archive.branch, at.service.evict
+
+        async def branch(turn: Turn) -> Branch:
+            done.append("read")
+            return await read(turn)
+
+        async def given_up(*args: Any, **how: Any) -> Placed:
+            done.append("given up")
+            return await evict(*args, **how)
+
+        monkeypatch.setattr(at.agents._archive, "branch", branch)
+        monkeypatch.setattr(at.service, "evict", given_up)
+        await at.agents.delete("default", "ada")
+        assert done == ["read", "given up"] * 4
 
 
 def named(key: int, tenant: str = "default", *, pinned: bool = False) -> Agent:

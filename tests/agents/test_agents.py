@@ -439,7 +439,7 @@ async def test_agents_are_listed_in_pages_newest_first(folder: Path) -> None:
         page = at.agents.page("default", limit=3, after="a3")
         assert [info.id for info in page.agents] == ["a2", "a1", "a0"] and not page.more
         assert page.next is None
-        for wrong in ("zzz", "x:a1", ":a1"):
+        for wrong in ("zzz", "x:a1", ":a1", "nan:a1", "inf:a1", "-inf:a1", "1e999:a1"):
             with pytest.raises(InvalidRequest, match="after"):
                 at.agents.page("default", after=wrong)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +148,30 @@ async def test_a_close_writes_what_waits_and_takes_no_more() -> None:
     with pytest.raises(Unavailable, match="closed"):
         writer.append(writer.record(Kind.TURN, Note("late")))
     assert texts(files.crash(files.rng)) == list(map(str, range(20)))
+
+
+async def test_a_close_on_a_disk_that_hangs_can_be_given_up_and_holds_nobody_up() -> None:
+    """Known failure 3: the end of the program waits for every thread that is no daemon."""
+    files, stuck, goes_on = CrashFiles(), threading.Event(), threading.Event()
+    writer = start(files)
+
+    def hang(kind: str) -> None:
+        stuck.set()
+        goes_on.wait()
+
+    files.after_change = hang
+    writer.append(writer.record(Kind.TURN, Note("never written")))
+    others = set(threading.enumerate())
+    closing = asyncio.create_task(writer.close())
+    try:
+        while not stuck.is_set():
+            await asyncio.sleep(0.01)
+        closing.cancel()
+        await asyncio.wait({closing})
+        assert [thread for thread in set(threading.enumerate()) - others if not thread.daemon] == []
+    finally:
+        goes_on.set()
+    await writer.close()
 
 
 async def test_a_waiter_that_gives_up_takes_nothing_along() -> None:

@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +22,15 @@ from process import FOLDERS, Served, alive, free_port, served
 from scripted import ScriptedService, done
 from sockets import answer, events, request_bytes
 
+from cairn.agents.log import Log
 from cairn.api import folders, lifetime, server
 from cairn.api.app import build_app
 from cairn.config import Config
 from cairn.errors import ConfigError, ModelFileError, Unavailable
+from cairn.service.launch import KILL_SECONDS
 from cairn.service.service import Service
+from cairn.service.supervisor import STORE_SECONDS
+from cairn.system import SystemFile
 from cairn.types import Delta
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
@@ -121,6 +126,65 @@ async def test_a_signal_while_the_model_loads_ends_the_server(monkeypatch: pytes
     assert (await running.get("/health/live")).status_code == 200
     os.kill(os.getpid(), signal.SIGINT)
     await running.end()
+
+
+async def joined(goes_on: threading.Event) -> None:
+    """What comes at the end of a program: it waits for the threads of the loop's pool, whatever they wait for."""
+    bound = threading.Timer(20, goes_on.set)
+    bound.start()
+    await asyncio.get_running_loop().shutdown_default_executor()
+    bound.cancel()
+    assert not goes_on.is_set()
+
+
+async def test_a_signal_while_the_token_log_is_opened_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 3: its disk may hang."""
+    began, goes_on = threading.Event(), threading.Event()
+
+    def hangs(*_: object) -> None:
+        began.set()
+        goes_on.wait()
+
+    monkeypatch.setattr(Log, "open", hangs)
+    running = Running(monkeypatch, SlowService(), Config())
+    running.service.load.set()
+    try:
+        await until(began.is_set)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await running.end()
+        await joined(goes_on)
+    finally:
+        goes_on.set()
+    assert running.service.closed
+
+
+async def test_a_disk_that_hangs_under_the_token_log_does_not_keep_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 3."""
+    stuck, goes_on = threading.Event(), threading.Event()
+
+    def hangs(file: SystemFile) -> None:
+        stuck.set()
+        goes_on.wait()
+
+    running = Running(monkeypatch, SlowService(), Config())
+    await running.ready()
+    monkeypatch.setattr(SystemFile, "sync", hangs)
+    monkeypatch.setattr(lifetime, "LOG_SECONDS", 0.2)
+    async with httpx.AsyncClient(base_url=running.url, trust_env=False, timeout=None) as http:
+        made = asyncio.create_task(http.post("/v1/agents", json={"id": "ada"}))
+        try:
+            await until(stuck.is_set)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await running.end()
+            await joined(goes_on)
+        finally:
+            goes_on.set()
+            await asyncio.gather(made, return_exceptions=True)
+    assert running.service.closed
+
+
+def test_a_close_has_the_time_that_a_worker_has_to_store_and_to_be_killed() -> None:
+    assert lifetime.CLOSE_SECONDS > STORE_SECONDS + KILL_SECONDS
 
 
 async def test_a_model_that_cannot_be_served_ends_the_server_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:

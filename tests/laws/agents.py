@@ -1,8 +1,10 @@
 """Agents on a disk that crashes and fails: turns, forks, rollbacks and deletions from one seed, and their laws.
 
-The real agents, token log and stores over the fake engine. Beside them a plain model of what every agent was told and
-has said. After every step and every loss of power the agents are what the model says; no text that nobody has any more
-is in a file; the KV of a context that somebody has stays, and that of one that nobody has is gone.
+The real agents, token log and stores over the fake engine, for two tenants. Beside them a plain model of what every
+agent was told and has said. After every step and every loss of power the agents are what the model says; no text that
+nobody has any more is in a file; the KV of a context that somebody has stays, and that of one that nobody has is gone.
+Many contexts begin alike, those of ordinary requests in the agents' names too, and one tenant may be not configured for
+a time.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ import errno
 import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.agents.house import FOLDER, House, hear, house, talking_model
 from tests.files import Fault
 from tests.laws.storage_world import law
+from tests.service.tiny import collect, request
 
 from cairn.agents.content import shared
 from cairn.agents.index import Kind
@@ -29,13 +33,17 @@ from cairn.text.chat import Sampled
 from cairn.text.replay import Answer
 from cairn.types import Delta
 
-TENANT = "default"
+TENANTS = {"default": b"", "acme": b"acme"}
+"""With their salts, as a server with keys has them."""
 STEPS = 30
 LONG = 1200
 """Tokens of a context beyond which an agent is rolled back."""
 WEEK = 8 * 86_400.0
 OPTIONS = SamplingOptions(temperature=0, max_tokens=12, ignore_eos=True)
 FILL = " and so on, until a chunk of sixty-four tokens is more than full."
+SYSTEM = {"role": "system", "content": "What many agents are told before anything else." + FILL}
+FIRST = tuple(range(5, 133))
+"""What many ordinary requests begin with."""
 
 
 @dataclass
@@ -51,6 +59,7 @@ class Fact:
 class Told:
     """What one agent was told and has said."""
 
+    tenant: str
     turns: dict[int, Fact] = field(default_factory=dict)
     head: int = 0
     base: int = 0
@@ -59,6 +68,13 @@ class Told:
     """Abandoned turns that are there only because a fork had them; they go when it goes."""
     tied: list[str] = field(default_factory=list)
     """What ordinary requests in its name left."""
+    contexts: list[list[int]] = field(default_factory=list)
+    """Of those since the server started."""
+
+    @property
+    def salt(self) -> bytes:
+        """Of its tenant."""
+        return TENANTS[self.tenant]
 
     def path(self, number: int) -> list[int]:
         """The turns up to this one."""
@@ -90,7 +106,7 @@ class Work:
         id = rng.choice(list(self.agents)) if self.agents else ""
         if not id or (len(self.agents) < 2 and rng.random() < 0.5):
             return await self.create()
-        if len(await self.at.agents.context(TENANT, id)) > LONG:
+        if len(await self.at.agents.context(self.agents[id].tenant, id)) > LONG:
             return await self.rollback(id)
         calls = [
             (7, self.say),
@@ -103,11 +119,18 @@ class Work:
             (1, self.pin),
             (1, self.tied),
             (2, self.week),
+            (1, self.unknown),
         ]
         [call] = rng.choices([call for _, call in calls], [weight for weight, _ in calls])
         await call(id)
         if rng.random() < 0.3:
-            await self.at.again(rng.getrandbits(32), clean=rng.random() < 0.2)
+            await self.again(clean=rng.random() < 0.2)
+
+    async def again(self, *, clean: bool) -> None:
+        """A restart, which forgets the contexts of ordinary requests."""
+        await self.at.again(self.rng.getrandbits(32), clean=clean)
+        for told in self.agents.values():
+            told.contexts.clear()
 
     # --------------------------------------------------------------------------------------------------------- steps
 
@@ -121,17 +144,23 @@ class Work:
         return f"a{self.names}"
 
     async def create(self) -> None:
+        tenant = self.rng.choice(("default", "default", "acme"))
+        await self.make(tenant, self.rng.choice(([], [SYSTEM])))
+
+    async def make(self, tenant: str, messages: Sequence[dict[str, str]]) -> str:
+        """An agent with a turn."""
         id = self.name()
-        await self.at.agents.create(TENANT, id=id)
-        self.agents[id] = Told()
+        await self.at.agents.create(tenant, id=id, messages=messages)
+        self.agents[id] = Told(tenant)
         await self.say(id)
+        return id
 
     async def say(self, id: str) -> None:
         """A turn, and its KV on the disk."""
         text, told = self.text(), self.agents[id]
-        heard = await self.at.say(id, text, TENANT, options=OPTIONS)
+        heard = await self.at.say(id, text, told.tenant, options=OPTIONS)
         law(heard.done is not None and heard.error is None, f"a turn fails: {heard.error}")
-        self.note(id, self.at.agents.get(TENANT, id).head, Fact(told.head, text, heard.text))
+        self.note(id, self.at.agents.get(told.tenant, id).head, Fact(told.head, text, heard.text))
         await self.at.service.flush()
 
     def note(self, id: str, number: int, fact: Fact) -> None:
@@ -144,7 +173,7 @@ class Work:
     async def cut(self, id: str) -> None:
         """The power goes while an answer is given out; the rest of it comes after that."""
         text, told, said = self.text(), self.agents[id], ""
-        running = await self.at.begin(id, text, TENANT, options=OPTIONS)
+        running = await self.at.begin(id, text, told.tenant, options=OPTIONS)
         async with contextlib.aclosing(running.batches()) as found:
             async for batch in found:
                 said += "".join(event.text for event in batch if isinstance(event, Delta))
@@ -154,13 +183,15 @@ class Work:
         await self.at.agents.close()
         self.at.files = after
         await self.at.open()
-        found = await self.at.agents.turns(TENANT, id)
+        for one in self.agents.values():
+            one.contexts.clear()
+        found = await self.at.agents.turns(told.tenant, id)
         turn = next((one for one in found if one.messages[0]["content"] == text), None)
         law(turn is not None, "a message is lost whose answer was given out")
         assert turn is not None
         if turn.state == "interrupted":
             number = self.at.service.next_id()
-            heard = await hear(await self.at.agents.resume(TENANT, id, request=number))
+            heard = await hear(await self.at.agents.resume(told.tenant, id, request=number))
             law(heard.done is not None and heard.text.startswith(said), "a resumed answer is another one")
             said = heard.text
         else:
@@ -170,45 +201,56 @@ class Work:
     async def fork(self, id: str) -> None:
         told, other = self.agents[id], self.name()
         number = self.rng.choice([0, told.head, *await self.numbers(id)])
-        await self.at.agents.fork(TENANT, id, turn=number, new_id=other)
-        self.agents[other] = Told({one: told.turns[one] for one in told.path(number)}, number, number)
+        await self.at.agents.fork(told.tenant, id, turn=number, new_id=other)
+        self.agents[other] = Told(told.tenant, {one: told.turns[one] for one in told.path(number)}, number, number)
 
     async def rollback(self, id: str) -> None:
         told = self.agents[id]
         told.head = self.rng.choice([0, *await self.numbers(id)])
-        await self.at.agents.rollback(TENANT, id, turn=told.head)
+        await self.at.agents.rollback(told.tenant, id, turn=told.head)
         await self.at.agents.tend()
 
     async def numbers(self, id: str) -> list[int]:
-        return [turn.number for turn in await self.at.agents.turns(TENANT, id)]
+        return [turn.number for turn in await self.at.agents.turns(self.agents[id].tenant, id)]
 
     async def pin(self, id: str) -> None:
         told = self.agents[id]
         told.pinned = not told.pinned
-        await self.at.agents.pin(TENANT, id, told.pinned)
+        await self.at.agents.pin(told.tenant, id, told.pinned)
 
     async def tied(self, id: str) -> None:
-        """An ordinary request in the agent's name, which leaves what it sampled in the log."""
-        text = self.text().encode()
-        self.at.agents.keep(
-            TENANT, Sampled(text, Answer(b"v" * 32, "because"), [1, 2, 3], 0), self.at.agents.named(TENANT, id)
-        )
+        """Ordinary requests in the names of two agents; what they sampled is in the log, and their KV on the disk."""
+        tenant = self.agents[id].tenant
+        others = [one for one, told in self.agents.items() if told.tenant == tenant and one != id]
+        begins = await self.at.agents.context(tenant, id)
+        first = FIRST if self.rng.random() < 0.7 else begins[:128]
+        for one in (id, *others[-1:]):
+            told, text, named = self.agents[one], self.text(), self.at.agents.named(tenant, one)
+            sampled = Sampled(text.encode(), Answer(b"v" * 32, "because"), [1, 2, 3], 0)
+            self.at.agents.keep(tenant, sampled, named)
+            told.tied.append(text)
+            ids = [*first, *self.at.service.tokenizer.encode(text)]
+            asked = request(self.at.service, tuple(ids), 2, salt=told.salt, durable=True)
+            answer = await collect(self.at.service.generate(asked))
+            assert answer.done is not None
+            told.contexts.append([*ids, *answer.tokens])
+            self.at.agents.account(tenant, named, told.contexts[-1], answer.done)
         await self.at.agents.writer.sync()
+        await self.at.service.flush()
         law(self.on_disk(self.texts[-1]), "what was sampled for a request is not in the log")
-        self.agents[id].tied.append(text.decode())
 
     async def refused(self, id: str) -> None:
         """The disk takes nothing: nothing has happened, also after a restart."""
-        files, agents = self.at.files, self.at.agents
+        files, agents, tenant = self.at.files, self.at.agents, self.agents[id].tenant
         files.fail(Fault(files.calls, self.rng.choice((errno.EIO, errno.ENOSPC, errno.EROFS)), sticky=True))
         what = self.rng.choice(("say", "fork", "rollback"))
         with contextlib.suppress(Unavailable):
             if what == "say":
-                await self.at.begin(id, self.text(), TENANT, options=OPTIONS)
+                await self.at.begin(id, self.text(), tenant, options=OPTIONS)
             elif what == "fork":
-                await agents.fork(TENANT, id, new_id=self.name())
+                await agents.fork(tenant, id, new_id=self.name())
             else:
-                await agents.rollback(TENANT, id, turn=0)
+                await agents.rollback(tenant, id, turn=0)
             law(False, f"a {what} that the disk refuses is acknowledged")
         files.heal()
         await agents.tend()
@@ -218,6 +260,10 @@ class Work:
         if self.rng.random() < 0.6:
             await self.fork(id)
             await self.rollback(id)
+        await self.collected()
+
+    async def collected(self) -> None:
+        """A week goes by."""
         self.at.clock.ahead += WEEK
         await self.at.agents.tend()
         held = {told.turns[number].text for told in self.agents.values() for number in told.path(told.base)}
@@ -226,26 +272,50 @@ class Work:
             kept = {number: fact for number, fact in told.turns.items() if number in path or fact.text in held}
             told.turns, told.tied, told.spare = kept, [], kept.keys() - path
 
+    async def unknown(self, id: str) -> None:
+        """One tenant is not configured for a time: what is collected and deleted of its agents takes no KV along."""
+        _, gone = [await self.make(tenant, [SYSTEM]) for tenant in ("default", "acme")]
+        self.at.salts = {"default": TENANTS["default"]}
+        await self.again(clean=True)
+        before = await self.places()
+        await self.collected()
+        await self.at.agents.delete("acme", gone)
+        del self.agents[gone]
+        self.at.salts = TENANTS
+        await self.again(clean=True)
+        await self.kept(before)
+
     async def delete(self, id: str) -> None:
-        contexts = await self.contexts(id)
-        others = {other: await self.place(other) for other in self.agents if other != id}
-        await self.at.agents.delete(TENANT, id)
+        if self.rng.random() < 0.4:
+            await self.tied(id)
+        told, before = self.agents[id], await self.places()
+        contexts = [*await self.contexts(id), *told.contexts]
+        await self.at.agents.delete(told.tenant, id)
         del self.agents[id]
-        left = [list(await self.at.agents.context(TENANT, other)) for other in self.agents]
+        left: list[list[int]] = []
+        for other, one in self.agents.items():
+            if one.tenant == told.tenant:
+                left += [list(await self.at.agents.context(one.tenant, other)), *one.contexts]
         for ids in contexts:
             most = max((shared(ids, one) // CHUNK_TOKENS * CHUNK_TOKENS for one in left), default=0)
-            placed = await self.at.service.where(ids, TENANT.encode())
+            placed = await self.at.service.where(ids, told.salt)
             law(placed.disk <= most and placed.pool <= most + CHUNK_TOKENS, f"KV of nobody: {placed}, shared {most}")
-        for other, before in others.items():
-            law(await self.place(other) >= before, "the KV of another agent goes with the one that is deleted")
+        await self.kept(before)
+
+    async def kept(self, before: dict[tuple[str, int], int]) -> None:
+        """Law: what was on the disk of agents that are there still, is."""
+        now = await self.places()
+        for name, size in before.items():
+            law(now.get(name, size) >= size, "the KV of another agent goes with the one that is deleted")
 
     async def delete_running(self, id: str) -> None:
         """While it answers."""
-        running = await self.at.begin(id, self.text(), TENANT, options=SamplingOptions(max_tokens=300, ignore_eos=True))
+        tenant, options = self.agents[id].tenant, SamplingOptions(max_tokens=300, ignore_eos=True)
+        running = await self.at.begin(id, self.text(), tenant, options=options)
         reading = asyncio.create_task(hear(running))
         for _ in range(self.rng.randrange(30)):
             await asyncio.sleep(0)
-        await self.at.agents.delete(TENANT, id)
+        await self.at.agents.delete(tenant, id)
         await reading
         await self.at.agents.writer.sync()
         [end] = self.at.agents._archive._log.read([(Kind.END, running.turn.key)])
@@ -254,23 +324,28 @@ class Work:
 
     async def contexts(self, id: str) -> list[list[int]]:
         """Of the ends of all branches that the agent made."""
-        agent = self.at.agents._find(TENANT, id)
+        agent = self.at.agents._find(self.agents[id].tenant, id)
         return [list(await self.at.agents.kv.ids(turn)) for turn in {agent.head, *agent.leaves()}]
 
-    async def place(self, id: str) -> int:
-        """Leading tokens of its context on the disk."""
-        return (await self.at.agents.where(TENANT, id)).disk
+    async def places(self) -> dict[tuple[str, int], int]:
+        """Leading tokens on the disk, of each agent's context and of those of ordinary requests in its name."""
+        found = {}
+        for id, told in self.agents.items():
+            contexts = [await self.at.agents.context(told.tenant, id), *told.contexts]
+            for at, ids in enumerate(contexts):
+                found[id, at] = (await self.at.service.where(ids, told.salt)).disk
+        return found
 
     # ---------------------------------------------------------------------------------------------------------- laws
 
     async def check(self) -> None:
         agents = self.at.agents
-        listed = sorted(info.id for info in agents.page(TENANT, limit=100).agents)
+        listed = sorted(info.id for tenant in TENANTS for info in agents.page(tenant, limit=100).agents)
         law(listed == sorted(self.agents), f"there are the agents {listed}, not {sorted(self.agents)}")
         for id, told in self.agents.items():
-            info, path = agents.get(TENANT, id), told.path(told.head)
+            info, path = agents.get(told.tenant, id), told.path(told.head)
             law((info.head, info.turns, info.pinned) == (told.head, len(path), told.pinned), f"{id} stands elsewhere")
-            found = await agents.turns(TENANT, id)
+            found = await agents.turns(told.tenant, id)
             there = {turn.number for turn in found}
             law(there <= told.turns.keys() <= there | told.spare, f"{id} has the turns {there}, not {[*told.turns]}")
             for turn in found:
@@ -293,7 +368,7 @@ class Work:
 async def schedule(seed: int) -> None:
     """One house, its agents and what becomes of them."""
     with tempfile.TemporaryDirectory() as place:
-        async with house(talking_model(Path(place) / "model"), kv_dir=str(Path(place) / "kv")) as at:
+        async with house(talking_model(Path(place) / "model"), TENANTS, kv_dir=str(Path(place) / "kv")) as at:
             await Work(at, seed).run()
 
 

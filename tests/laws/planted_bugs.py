@@ -339,7 +339,9 @@ BUGS = (
     Bug("turns of a deleted agent stay in the log", ROSTER, "[agent.key, *self._drop(agent.keeps() | lost, agent)]", "[agent.key]"),
     Bug("what was sampled in an agent's name outlives it", BOOK, "*self._replays.take(agent.key), ", ""),
     Bug("a turn that the disk refused is listed", BOOK, "            self.roster.take_back(agent, turn)\n", ""),
-    Bug("chunks that another agent has go with a deleted one", AGENT_KV, "return [length // CHUNK_TOKENS * CHUNK_TOKENS for length in longest]", "return [0] * len(longest)"),
+    Bug("chunks that another agent has go with a deleted one", AGENT_KV, "return [length * CHUNK_TOKENS for length in longest]", "return [0] * len(longest)"),
+    Bug("chunks of requests in another agent's name go with a deleted one", AGENT_KV, "longest = [max((common(one, theirs) for theirs in tied), default=0) for one in found]", "longest = [0] * len(found)"),
+    Bug("chunks of the default tenant go with an agent of none", ROSTER, "self._salts.get(agent.tenant, NOBODY)", "self._salts.get(agent.tenant, b\"\")"),
     Bug("chunks of a deleted agent stay", AGENT_KV, "keep=keep, disk=True)", "keep=keep, disk=False)"),
     Bug("chunks of a deleted agent's abandoned branches stay", AGENT_KV, "{agent.head, *agent.leaves()}", "{agent.head}"),
     # ---------------------------------------------------------------------------------------------------- sampling

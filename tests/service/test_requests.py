@@ -150,7 +150,9 @@ def test_top_logprobs_need_logprobs():
 def test_seeds_are_drawn_or_kept():
     assert params().seed == 42
     assert params(seed=5).seed == 5
-    assert params(seed=-1).seed == params(seed=(1 << 64) - 1).seed == (1 << 63) - 1
+    assert params(seed=-1).seed == params(seed=(1 << 64) - 1).seed == (1 << 64) - 1
+    assert params(seed=-(1 << 63)).seed == 1 << 63, "not that of seed 0"
+    assert params(seed=(1 << 63) - 1).seed == (1 << 63) - 1
 
 
 def test_the_context_bounds_prompt_and_answer():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tiny import Answer, collect, config, request, until
 
+from cairn.config import Config
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
 from cairn.errors import (
@@ -34,7 +36,7 @@ from cairn.service import admission, history, wire
 from cairn.service.service import Service
 from cairn.service.stream import Waker, merge
 from cairn.service.worker import serve
-from cairn.types import Delta, Done, FinishReason, OutputFormat, Request
+from cairn.types import Delta, Done, FinishReason, OutputFormat, Request, SamplingParams
 
 
 @contextlib.asynccontextmanager
@@ -202,6 +204,23 @@ async def test_the_queue_is_bounded_in_tokens_too(folder: Path) -> None:
             service.generate(request(service, (7,) * 10))
         first.close()
         waiting.close()
+
+
+def test_a_call_is_refused_for_good_exactly_where_an_empty_server_has_no_place_for_it() -> None:
+    for running, most, tokens, rows, size in itertools.product((1, 3), (1, 4), (5, 20, 60), (2, 8), (1, 7, 30)):
+        limits = Config(max_running=running, max_queue=most, max_queue_tokens=tokens)
+        for count in range(1, 10):
+            asked = [Request(id=n, prompt=(7,) * size, sampling=SamplingParams(max_tokens=1)) for n in range(count)]
+            queue, places = admission.Queue(limits), True
+            for one in asked:
+                try:
+                    queue.check(one, 0, rows, 0.0)
+                except Overloaded:
+                    places = False
+                    break
+                queue.enter(one)
+            with contextlib.nullcontext() if places else pytest.raises(InvalidRequest):
+                admission.check_together(asked, limits, rows)
 
 
 async def test_retry_after_follows_the_pace_of_the_queue() -> None:

@@ -7,6 +7,8 @@ import contextlib
 import os
 import random
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -17,12 +19,15 @@ import pytest
 from tiny import Answer, collect, config, request, until
 
 from cairn.engine.device import load_engine
-from cairn.engine.fake import FakeEngine
+from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import GenerationFailed, ModelError, Unavailable
-from cairn.service import code, launch, supervisor
+from cairn.seams import Clock
+from cairn.service import code, launch, supervisor, wire
+from cairn.service import link as link_module
 from cairn.service.link import Patience
 from cairn.service.service import Service
 from cairn.service.stream import Stream
+from cairn.system import SystemClock
 from cairn.types import Event, Request
 
 FAULTY = Path(__file__).parent / "faulty_worker.py"
@@ -189,6 +194,81 @@ async def test_a_step_that_stands_still_is_seen_although_the_process_lives(
             await collect(stuck)
 
 
+async def test_a_stopped_worker_that_owes_only_an_answer_is_replaced(folder: Path) -> None:
+    """Known failure 16: it had no request, so nobody looked, and whoever asked waited for ever."""
+    async with serving(folder) as service:
+        first = pid_of(service)
+        os.kill(first, signal.SIGSTOP)
+        with pytest.raises(Unavailable, match="ended before it answered"):
+            await asyncio.wait_for(service.where((1, 2, 3)), 30)
+        await until(lambda: service._supervisor.up)
+        assert pid_of(service) != first
+        assert (await service.where((1, 2, 3))).pool == 0
+
+
+class Hand:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.at = 1000.0
+
+    def now(self) -> float:
+        return self.at
+
+    def time_ns(self) -> int:
+        return int(self.at * 1e9)
+
+
+def watching(clock: Clock) -> supervisor.Supervisor:
+    """With nobody who wants to know."""
+    return supervisor.Supervisor(
+        patience=Patience(),
+        clock=clock,
+        on_ready=lambda ready: None,
+        on_end=lambda: None,
+        on_step=lambda step: None,
+        on_refused=lambda refused: None,
+        on_lost=lambda flight, error: None,
+    )
+
+
+async def test_who_owes_only_an_answer_is_watched_and_left_alone_while_its_loop_lives() -> None:
+    """Known failure 16: like a step, an answer may take for ever by computing or by waiting for a disk, but not if
+    nothing is heard."""
+    clock, (worker, theirs) = Hand(), undying()
+    process: Any = worker.process
+    load: Any = None
+    watch = watching(clock)
+    watch.start(launch.First(load, b"", worker))
+
+    async def say(message: wire.ToFront) -> None:
+        clock.at += 0.001  # so that it is seen to be heard
+        theirs.sendall(wire.encode(message))
+        link: Any = watch._link
+        await until(lambda: link._heard == clock.at)
+
+    def passes(seconds: float) -> int:
+        for _ in range(int(4 * seconds)):
+            clock.at += 0.25
+            watch.look()
+        return process.kills
+
+    with theirs:
+        await say(wire.Ready(fake_spec(), wire.Info(context=1, pool_tokens=1, vocab=1, max_rows=1)))
+        assert passes(3600) == 0, "it has nothing to do"
+        asked = asyncio.create_task(watch.ask("scrub"))
+        await asyncio.sleep(0)
+        for _ in range(600):
+            await say(wire.Beat(cpu=0.0))
+            await say(wire.Step(stats=wire.Stats()))
+            assert passes(5) == 0, "the disk is slow"
+        assert passes(1.25) == 1, "nothing is heard of it"
+        process.returncode, process.poll = -9, lambda: -9
+        with pytest.raises(Unavailable, match="ended before it answered"):
+            await asked
+        await watch.close()
+
+
 @pytest.mark.parametrize("mode", ["takes_long", "computes_long"])
 async def test_a_long_step_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Known failure 16: no false alarm while a step runs, whether it waits a little or computes."""
@@ -287,6 +367,52 @@ async def test_a_failing_worker_sends_new_requests_away(folder: Path, monkeypatc
         assert caught.value.retry_after == 30
 
 
+def none(*_: object) -> launch.Worker:
+    raise OSError("no process")
+
+
+async def test_gauges_fall_when_the_worker_ends_for_good(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing runs any more, and what was counted stays counted once."""
+    monkeypatch.setattr(supervisor, "launch", none)
+    given, patience = config(folder, kv_dir=str(tmp_path / "kv")), Patience(restarts=0, backoff=(0.0,))
+    service = await Service.start(given, in_process=True, patience=patience)
+    try:
+        await collect(service.generate(request(service, "a context " * 30, 20)))
+        await service.flush()
+        metrics, written = service.metrics, service.metrics.disk_bytes[1]
+        assert written > 0 and metrics.kv.disk is not None
+        stream = service.generate(request(service, "long", 1900))
+        await until(lambda: metrics.running == 1 and metrics.kv_usage > 0)
+        link: Any = service._supervisor._link
+        link.end("cut off")
+        with pytest.raises(GenerationFailed, match="in a row"):
+            await collect(stream)
+        assert (metrics.running, metrics.waiting, metrics.kv_usage) == (0, 0, 0)
+        assert metrics.kv.disk is None and service.stats().kv_usage == 0
+        assert metrics.disk_bytes[1] >= written
+        written = metrics.disk_bytes[1]
+        metrics.worker_replaced()
+        assert metrics.disk_bytes[1] == written
+    finally:
+        await service.close()
+
+
+async def test_gauges_fall_while_the_worker_is_replaced(folder: Path) -> None:
+    service = await Service.start(config(folder), in_process=True, patience=Patience(backoff=(3600.0,)))
+    try:
+        stream = service.generate(request(service, "long", 1900))
+        await until(lambda: service.metrics.running == 1)
+        link: Any = service._supervisor._link
+        link.end("cut off")
+        await until(lambda: (service.metrics.running, service.metrics.kv_usage) == (0, 0))
+        assert service.stats().running == 1, "it goes on with the next worker"
+        stream.close()
+    finally:
+        await service.close()
+
+
 async def test_an_engine_that_keeps_raising_is_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of its requests fails with an error, and the third such step ends the process."""
     faulty(monkeypatch, "raises")
@@ -357,6 +483,76 @@ async def test_an_idle_service_closes_at_once(folder: Path) -> None:
     await service.close()
     assert not os.path.exists(f"/proc/{pid}")
     assert time.monotonic() - started < supervisor.CLOSE_SECONDS
+
+
+class Undying:
+    """A process that waits for a device and does not even heed SIGKILL."""
+
+    pid, returncode, kills = 1, None, 0
+
+    def poll(self) -> None:
+        return None
+
+    def kill(self) -> None:
+        self.kills += 1
+
+    def wait(self, timeout: float | None = None) -> int:
+        if timeout is None:
+            raise AssertionError("waits for ever, on a thread that the end of the program waits for")
+        raise subprocess.TimeoutExpired("worker", timeout)
+
+
+def undying() -> tuple[launch.Worker, socket.socket]:
+    ours, theirs = socket.socketpair()
+    process: Any = Undying()
+    return launch.Worker(ours, process), theirs
+
+
+async def test_a_close_that_is_cut_off_kills_the_worker() -> None:
+    """Known failure 3: nobody else kills one that came in the place of another, and it would keep its folder."""
+    worker, theirs = undying()
+    process: Any = worker.process
+    load: Any = None
+    with theirs:
+        watch = watching(SystemClock())
+        watch.start(launch.First(load, b"", worker))
+        link: Any = watch._link
+        closing = asyncio.create_task(watch.close())
+        await until(link.ended.done)
+        await asyncio.sleep(0)
+        assert process.kills == 0, "it has its time to store what waits"
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert process.kills == 1
+
+
+async def test_the_end_does_not_wait_for_ever_for_a_worker_that_cannot_be_killed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(link_module, "KILL_SECONDS", 0.05)
+    worker, theirs = undying()
+    with theirs:
+        link = link_module.Link(worker, SystemClock(), lambda message: None)
+        link.end("closed")
+        assert "does not end" in await asyncio.wait_for(link.reap(0.01), 20)
+        caplog.clear()
+        # Two models might not fit into memory: another worker is started only once this one is gone.
+        replacing = asyncio.create_task(link.reap(0.01, surely=True))
+        process: Any = worker.process
+        await until(lambda: "does not end" in caplog.text)
+        assert not replacing.done() and process.kills == 2
+        process.returncode, process.poll = -9, lambda: -9
+        assert "SIGKILL" in await asyncio.wait_for(replacing, 20)
+
+
+def test_a_first_worker_that_cannot_be_killed_does_not_hold_up_the_end() -> None:
+    worker, theirs = undying()
+    load: Any = None
+    with theirs:
+        launch.First(load, b"", worker).end()
+    process: Any = worker.process
+    assert process.kills == 1
 
 
 async def test_sixteen_equal_prompts_at_once_compute_the_prefix_once(folder: Path, figure: Figure) -> None:

@@ -17,6 +17,7 @@ import msgspec
 
 from cairn.agents import listing, portable
 from cairn.agents.archive import Archive
+from cairn.agents.aside import aside
 from cairn.agents.book import Book, conflict
 from cairn.agents.founding import found, take_in
 from cairn.agents.index import Kind
@@ -62,11 +63,13 @@ class Agents:
         self._replays = Replays(service.spec.identity)
         for tenant, sampled in self._replays.load(log.recovered):
             service.chat.recall(tenant, sampled)
+        left = [record for record in log.recovered if record.kind == Kind.UNPIN]
         log.recovered = []
         self._archive = Archive(log)
         self.kv = AgentKv(service, roster, self._archive)
         self.writer = Writer(log)
         self._book = Book(roster, self.writer, self.kv, clock, rng, self._replays)
+        self._book.take_up(left)
         self._turns = Turns(service, self._book, self._archive, clock, config)
         self._upkeep = Upkeep(self._book, self._replays, orphans)
         self._find = self._book.find
@@ -91,7 +94,7 @@ class Agents:
         end = clock.now() + LOCK_SECONDS
         while True:
             try:
-                opened = await asyncio.to_thread(Log.open, files, folder, rng)
+                opened = await aside(Log.open, files, folder, rng)
             except OSError as error:
                 raise ConfigError(f"{folder}: the token log cannot be read: {error.strerror or error}") from error
             if opened is not None:

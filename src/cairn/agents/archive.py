@@ -3,9 +3,9 @@ memory but its place in the tree. An interrupted one, which may be resumed, keep
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
+from cairn.agents.aside import aside
 from cairn.agents.content import Branch, Content
 from cairn.agents.damage import Unreadable
 from cairn.agents.index import Kind
@@ -40,7 +40,7 @@ class Archive:
         away = [turn for turn in turns if turn.content is None]
         if away:
             try:
-                found |= await asyncio.to_thread(self._read, away)
+                found |= await aside(self._read, away)
             except OSError as error:
                 raise Unavailable(
                     f"the token log cannot be read: {error.strerror or error}", retry_after=10.0

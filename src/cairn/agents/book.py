@@ -6,18 +6,20 @@ was to be erased stays gone.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 
 from cairn.agents.damage import told
 from cairn.agents.index import Kind
 from cairn.agents.info import Savings
-from cairn.agents.kv import AgentKv
+from cairn.agents.kv import AgentKv, owners
 from cairn.agents.ledger import BYTES_KEY, LINES, counted, total_key
-from cairn.agents.records import SavingsRecord, TurnRecord
+from cairn.agents.records import SavingsRecord, TurnRecord, UnpinRecord, decode
 from cairn.agents.replays import Replays
 from cairn.agents.roster import Roster
 from cairn.agents.segment import Record
@@ -32,6 +34,10 @@ RESERVED = frozenset({"import"})
 """Ids that are routes."""
 MAX_AGENTS = 10_000
 """Of one tenant."""
+STEP_SECONDS = 10.0
+"""By more than this the wall clock does not run away from the other one by itself: it was set, or the machine slept."""
+BATCH = 32
+"""Agents that are looked at in a row before others get their turn on the event loop."""
 
 
 class Book:
@@ -44,12 +50,33 @@ class Book:
         """By kind and key: of these kinds only the newest counts."""
         self._refused: list[int] = []
         self._bytes = roster.ledger.bytes
-        self._dropped = 0
-        """Of `writer.dropped`, what was made good."""
+        self._lost: set[int] = set()
+        """Keys of what is to be written again."""
+        # What was written while the wall clock was ahead is no younger than what is written now.
+        self._epoch = clock.time_ns() / 1e9 - clock.now()
+        now = self.now()
+        self._replays.retime(lambda at: min(at, now))
+        for agent in roster:
+            _retime(agent, lambda at: min(at, now))
 
     def now(self) -> float:
-        """Seconds since 1970."""
-        return self._clock.time_ns() / 1e9
+        """Seconds since 1970. Goes on evenly: where the wall clock is set, nothing may grow old at once.
+
+        Only `settle` follows that clock, with all times that ages are told by.
+        """
+        return self._epoch + self._clock.now()
+
+    def _set_clock(self) -> None:
+        """If the wall clock was set, follow it with all times: ages stay as they are, also at the next start."""
+        step = self._clock.time_ns() / 1e9 - self.now()
+        if abs(step) < STEP_SECONDS:
+            return
+        self._epoch += step
+        self._replays.retime(lambda at: at + step)
+        for agent in self.roster:
+            _retime(agent, lambda at: at + step)
+            if agent.record.ttl is not None or agent.record.left or agent.record.moved:
+                self._lost.add(agent.key)
 
     # ---------------------------------------------------------------------------------------------------- to look up
 
@@ -144,6 +171,9 @@ class Book:
             agent.record = msgspec.structs.replace(agent.record, left=old.left)
             self.owe(self.note(agent))
             raise
+        except BaseException:  # nobody hears whether the disk takes it
+            self.owe(self.note(agent))
+            raise
         finally:
             agent.starting = False
         if agent.record.pinned:
@@ -157,6 +187,9 @@ class Book:
             await self.sync(self.note(agent))
         except Unavailable:  # the head may have moved meanwhile
             agent.record = msgspec.structs.replace(agent.record, pinned=before)
+            self.owe(self.note(agent))
+            raise
+        except BaseException:  # nobody hears whether the disk takes it
             self.owe(self.note(agent))
             raise
 
@@ -187,14 +220,18 @@ class Book:
         """
         keys = self.roster.remove(agent)  # before anything waits: from here on nobody finds it
         keys = [*keys, *self._replays.take(agent.key), *self.refused()]
+        unpinned = False
         try:
             if agent.running is not None:
                 agent.running.discarded = True
                 await agent.running.stop()
-            await self.kv.drop(agent)
+            unpinned = await self.kv.drop(agent)
         except BaseException:
             self._refused += keys
             raise
+        finally:
+            if not unpinned:
+                self._unpin_later(agent)
         try:
             await self.erase(keys)
         except Unavailable as error:
@@ -208,11 +245,31 @@ class Book:
         """Erase the records with these keys. What the disk refuses now is in `refused` after that."""
         gone = set(keys)
         self._owed = {name: record for name, record in self._owed.items() if record.key not in gone}
+        # Once an agent is erased nobody can name its pins, so those that are left are written down before.
+        pins = [record for record in self._owed.values() if record.kind == Kind.UNPIN]
         try:
-            await self.writer.erase(keys)
+            await self.writer.erase(keys, *pins)
         except BaseException:
             self._refused += keys
             raise
+        for record in pins:
+            self._owed.pop((record.kind, record.key), None)
+
+    def _unpin_later(self, agent: Agent) -> None:
+        """The stores have pins of an agent that is gone: the log knows their owners until they are given up."""
+        left = UnpinRecord(owners=owners(agent))
+        record = self.writer.record(Kind.UNPIN, left)
+        self._owed[record.kind, record.key] = record
+        self.kv.unpin_later(left.owners, partial(self.condemn, [record.key]))
+
+    def take_up(self, records: Iterable[Record]) -> None:
+        """Give up the pins that a process before this one could not; not those of an agent that is back since the disk
+        refused its erasure."""
+        for record in records:
+            if record.kind == Kind.UNPIN and (left := decode(record.payload, UnpinRecord)) is not None:
+                here = {owner for agent in self.roster for owner in owners(agent)}
+                gone = [owner for owner in left.owners if owner not in here]
+                self.kv.unpin_later(gone, partial(self.condemn, [record.key]))
 
     # ---------------------------------------------------------------------------------------------- to be written soon
 
@@ -267,12 +324,19 @@ class Book:
 
         Unavailable where the disk refuses it, and once the log is closed.
         """
-        if self._dropped != self.writer.dropped:
-            self._dropped = self.writer.dropped
-            self.roster.ledger.dirty.update(self.roster.ledger.totals)
-            for agent in self.roster:
-                if not agent.new:
-                    self.owe(self.note(agent), self._line(agent))
+        self._set_clock()
+        self._lost |= self.writer.lost()
+        looked = 0
+        while self._lost:
+            key = self._lost.pop()
+            agent = self.roster.keyed(key)
+            if key >= LINES:
+                self.roster.ledger.dirty.update(self.roster.ledger.totals)
+            elif agent is not None and not agent.new:
+                self.owe(self.note(agent), self._line(agent))
+            looked += 1
+            if looked % BATCH == 0:
+                await asyncio.sleep(0)
         self.owe(*self._totals())
         if self._owed:
             await self.sync()
@@ -285,6 +349,16 @@ class Book:
         """Keys of records that are on the disk, or may be, and must not be; once."""
         keys, self._refused = self._refused, []
         return keys
+
+
+def _retime(agent: Agent, change: Callable[[float], float]) -> None:
+    """Change the times that ages are told by; when it was made stays."""
+    agent.used = change(agent.used)
+    for turn in agent.own:
+        turn.at = change(turn.at)
+    record = agent.record
+    left, moved = {key: change(at) for key, at in record.left.items()}, record.moved and change(record.moved)
+    agent.record = msgspec.structs.replace(record, left=left, moved=moved)
 
 
 def check_id(id: str) -> None:

@@ -29,6 +29,8 @@ class Kind(enum.IntEnum):
     """Keys whose records are to be gone."""
     REPLAY = 6
     SAVINGS = 7
+    UNPIN = 8
+    """Pins in the stores that are to be given up: the agent that had them is erased."""
 
 
 NEWEST = frozenset({Kind.AGENT, Kind.END, Kind.SAVINGS})

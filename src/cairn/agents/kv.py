@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from cairn.agents.archive import Archive
-from cairn.agents.content import shared
 from cairn.agents.damage import Unreadable
+from cairn.agents.marks import MARK, Heads, common, marks
 from cairn.agents.records import pack
 from cairn.agents.roster import Roster
 from cairn.agents.tied import Tied
-from cairn.agents.tree import CHUNK_TOKENS, Agent, Turn
+from cairn.agents.tree import CHUNK_TOKENS, NOBODY, Agent, Turn
 from cairn.errors import Unavailable
 from cairn.figures import Placed
 from cairn.service.service import Service
 
-Contexts = Sequence[tuple[Sequence[int], Turn | None]]
+Context = tuple[Sequence[int], Turn | None]
 """Ids, and whose they are: None for an ordinary request's."""
 RETRY_SECONDS = 1.0
 MOST_RETRY_SECONDS = 30.0
@@ -35,6 +36,7 @@ class AgentKv:
         self._pinning: dict[str, asyncio.Task[None]] = {}
         """By owner, the last that was begun."""
         self._tied = Tied()
+        self._heads = Heads()
 
     async def ids(self, turn: Turn) -> Sequence[int]:
         """The context behind a turn, for the model that is served; none where another model answered it.
@@ -59,7 +61,7 @@ class AgentKv:
                 return None  # another model's: what is pinned of its KV stays pinned
             ids = await self.ids(head)
             if agent.head is head and agent.record.pinned and agent in self._roster:
-                return await self._service.pin(_owner(agent), ids, agent.salt)
+                return await self._service.pin(owners(agent)[0], ids, agent.salt)
 
     def tied(self, agent: Agent, ids: Sequence[int]) -> None:
         """An ordinary request in the agent's name is over, and this is its context: its KV goes with the agent."""
@@ -67,7 +69,7 @@ class AgentKv:
 
     def pin_later(self, agent: Agent, ids: Sequence[int] | None = None) -> None:
         """Pin the agent's context, or beside it that of the last request in its name; nobody waits for it."""
-        owner = _owner(agent, tied=ids is not None)
+        owner = owners(agent)[ids is not None]
         if (before := self._pinning.pop(owner, None)) is not None:
             before.cancel()
 
@@ -81,11 +83,11 @@ class AgentKv:
 
     async def _pin_tied(self, agent: Agent, ids: Sequence[int]) -> None:
         if agent.record.pinned and agent in self._roster:
-            await self._service.pin(_owner(agent, tied=True), ids, agent.salt)
+            await self._service.pin(owners(agent)[1], ids, agent.salt)
 
     def drop_later(self, agent: Agent, ids: Sequence[int]) -> None:
         """An ordinary request in the name of an agent that is deleted is over: give up what only it needs."""
-        self._later(partial(self._give_up, agent, [(ids, None)]))
+        self._later(partial(self._evict_rest, agent, [(array("I", ids), None)]))
 
     async def prefetch(self, agent: Agent) -> Placed:
         """Bring the context up into the pool; where it is then."""
@@ -97,35 +99,54 @@ class AgentKv:
         [keep] = await self._shared(agent, [(ids, agent.head)])
         return await self._service.evict(ids, agent.salt, keep=keep, disk=disk)
 
-    async def drop(self, agent: Agent) -> None:
-        """Give up what only this agent needs.
+    async def drop(self, agent: Agent) -> bool:
+        """Give up what only this agent needs; whether its pins are given up too. If not, call `unpin_later`.
 
-        Where there is no worker now it is done once there is one; where the server ends before, by the stores' time to
-        live.
+        KV that does not go now, since there is no worker, goes once there is one. Where the server ends before, it goes
+        by the stores' time to live, which spares what is pinned. So does that of an agent whose tenant is not
+        configured any more.
         """
-        contexts: list[tuple[Sequence[int], Turn | None]] = [(one, None) for one in self._tied.take(agent)]
+        tied = self._tied.take(agent)
+        self._heads.forget(agent)
         self._service.recent.forget(agent.salt)  # its text is shown to nobody any more
-        for turn in {agent.head, *agent.leaves()}:
-            contexts += await self._contexts(turn)
         await asyncio.sleep(0)  # a pin that was asked for before comes before
-        try:
-            await self._give_up(agent, contexts)
-        except Unavailable:
-            self._later(partial(self._give_up, agent, contexts))
+        unpinned = False
+        with contextlib.suppress(Unavailable):
+            await self._unpin(agent)
+            unpinned = True
+        if agent.salt == NOBODY:
+            return unpinned
+        rest = await self._evict_all(agent, [(ids, None) for ids in tied])
+        for turn in {agent.head, *agent.leaves()}:  # one after the other: all contexts together may be gigabytes
+            rest += await self._evict_all(agent, await self._contexts(turn))
+        if rest:
+            self._later(partial(self._evict_rest, agent, rest))
+        return unpinned
+
+    def unpin_later(self, owners: Sequence[str], done: Callable[[], None]) -> None:
+        """Give up the pins of an agent that is gone once the worker can, and call `done`."""
+
+        async def unpin() -> None:
+            for owner in owners:
+                await self._service.unpin(owner)
+            done()
+
+        self._later(unpin)
 
     async def collect(self, agent: Agent, turns: Sequence[Turn]) -> None:
         """Give up what nobody needs of turns that are the agent's no more.
 
         They are still in the log. What cannot be done now is left to the stores' time to live.
         """
+        if agent.salt == NOBODY:
+            return
         parents = {turn.parent for turn in turns}
         for turn in turns:
             if turn not in parents:
                 contexts = [(ids, one) for ids, one in await self._contexts(turn) if one in turns]
-                with contextlib.suppress(Unavailable):
-                    await self._evict_all(agent, contexts, own=True)
+                await self._evict_all(agent, contexts, own=True)
 
-    async def _contexts(self, end: Turn) -> list[tuple[Sequence[int], Turn]]:
+    async def _contexts(self, end: Turn) -> list[Context]:
         """Of the branch that ends there, for the model that is served: the contexts that no later one extends."""
         path = list(end.path())
         for at, one in enumerate(path):
@@ -135,20 +156,21 @@ class AgentKv:
                 return [(ids, turns[place]) for place, ids in branch.contexts(self._service.spec.identity)]
         return []
 
-    async def _give_up(self, agent: Agent, contexts: Contexts) -> None:
-        await self._unpin(agent)
-        await self._evict_all(agent, contexts)
-
-    async def _evict_all(self, agent: Agent, contexts: Contexts, *, own: bool = False) -> None:
-        """Give up these contexts but for what is shared. Unavailable where one does not go; the others do."""
-        failure = None
-        for (ids, _), keep in zip(contexts, await self._shared(agent, contexts, own=own), strict=True):
+    async def _evict_all(self, agent: Agent, contexts: Sequence[Context], *, own: bool = False) -> list[Context]:
+        """Give up these contexts but for what is shared; those that do not go now."""
+        rest: list[Context] = []
+        for (ids, turn), keep in zip(contexts, await self._shared(agent, contexts, own=own), strict=True):
             try:
                 await self._service.evict(ids, agent.salt, keep=keep, disk=True)
-            except Unavailable as error:
-                failure = error
-        if failure is not None:
-            raise failure
+            except Unavailable:
+                rest.append((array("I", ids), turn))  # the ids themselves: soon the log has them no more
+        return rest
+
+    async def _evict_rest(self, agent: Agent, rest: list[Context]) -> None:
+        """Try it again with those. Unavailable where one does not go; the others do."""
+        rest[:] = await self._evict_all(agent, rest)
+        if rest:
+            raise Unavailable(f"{len(rest)} contexts of agent {agent.id} do not go")
 
     async def settled(self) -> None:
         """Return when nothing is under way that nobody waits for."""
@@ -162,33 +184,45 @@ class AgentKv:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _unpin(self, agent: Agent) -> None:
-        await self._service.unpin(_owner(agent))
-        await self._service.unpin(_owner(agent, tied=True))
+        for owner in owners(agent):
+            await self._service.unpin(owner)
 
-    async def _shared(self, agent: Agent, contexts: Contexts, *, own: bool = False) -> list[int]:
+    async def _shared(self, agent: Agent, contexts: Sequence[Context], *, own: bool = False) -> list[int]:
         """How many leading tokens of each other agents of the tenant have too, in whole chunks.
 
-        `own`: what the agent's own head has counts as well.
+        `own`: what the agent's own head and ordinary requests have counts as well.
         """
-        longest = [0] * len(contexts)
+        found = [marks(ids) for ids, _ in contexts]
+        tied = self._tied.marks(agent, own=own)
+        longest = [max((common(one, theirs) for theirs in tied), default=0) for one in found]
         firsts = [turn.first if turn is not None else hash(pack(ids[:CHUNK_TOKENS])) for ids, turn in contexts]
         for other in self._roster.of(agent.tenant):
             near = [
                 at
-                for at, (ids, _) in enumerate(contexts)
-                if max(longest[at] + 1, CHUNK_TOKENS) <= len(ids)
-                and (not firsts[at] or other.head.first in (0, firsts[at]))
+                for at, one in enumerate(found)
+                if longest[at] * MARK < len(one) and (not firsts[at] or other.head.first in (0, firsts[at]))
             ]
             if (other is agent and not own) or not near:
                 continue
-            theirs: Sequence[int] = ()
-            with contextlib.suppress(Unavailable):  # it was deleted meanwhile, or damaged: what it shares is made anew
-                theirs = await self.ids(other.head)
+            theirs = await self._marks(other)
             for at in near:
-                ids, length = contexts[at][0], longest[at] + 1
-                if tuple(theirs[:length]) == tuple(ids[:length]):
-                    longest[at] = shared(ids, theirs)
-        return [length // CHUNK_TOKENS * CHUNK_TOKENS for length in longest]
+                longest[at] = max(longest[at], common(found[at], theirs))
+        return [length * CHUNK_TOKENS for length in longest]
+
+    async def _marks(self, agent: Agent) -> bytes:
+        """Of the context at the agent's head."""
+        head = agent.head
+        if head.identity != self._service.spec.identity:
+            return b""
+        if (known := self._heads.get(agent)) is not None:
+            return known
+        try:
+            found = marks(await self.ids(head))
+        except Unavailable:  # it was deleted meanwhile, or damaged: what it shares is made anew
+            return b""
+        if head.state == "finished" and agent.head is head and agent in self._roster:
+            self._heads.put(agent, head, found)
+        return found
 
     def _later(self, work: Callable[[], Awaitable[object]]) -> asyncio.Task[None]:
         """Do this once the worker can; nobody waits for it."""
@@ -211,8 +245,9 @@ class AgentKv:
         return task
 
 
-def _owner(agent: Agent, *, tied: bool = False) -> str:
-    """Of the pins of its context, or of an ordinary request's: the same for ever, whichever logs share a store."""
+def owners(agent: Agent) -> tuple[str, str]:
+    """Of the pins of its context, and of an ordinary request's: the same for ever, whichever logs share a store."""
     record = agent.record
-    text = f"{record.tenant}\0{record.id}\0{record.created!r}" + "\0tied" * tied
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    text = f"{record.tenant}\0{record.id}\0{record.created!r}"
+    context, tied = (hashlib.sha256(one.encode()).hexdigest()[:32] for one in (text, text + "\0tied"))
+    return context, tied

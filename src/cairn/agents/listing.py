@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 from cairn.agents.archive import Archive
 from cairn.agents.info import AgentPage, TurnInfo
@@ -39,7 +40,8 @@ def _named(roster: Roster, tenant: str, after: str) -> tuple[float, str]:
     created, mark, id = after.rpartition(":")
     if mark:
         with contextlib.suppress(ValueError):
-            return -float(created), id
+            if math.isfinite(time := float(created)):
+                return -time, id
     elif (agent := roster.find(tenant, id)) is not None:
         return _place(agent)
     raise InvalidRequest("after must be the id of an agent, or what `next` of a list said", field="after")

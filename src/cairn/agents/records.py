@@ -124,6 +124,13 @@ class SavingsRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     written: int = 0
 
 
+class UnpinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Pins that an agent left which was deleted while they could not be given up."""
+
+    owners: tuple[str, ...] = ()
+    """As the stores know them: digests, which tell nothing of the agent."""
+
+
 P = TypeVar("P", bound=msgspec.Struct)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from cairn.agents.index import Kind
@@ -92,6 +92,12 @@ class Replays:
             self._of[kept.agent].discard(key)
             if not self._of[kept.agent]:
                 del self._of[kept.agent]
+
+    def retime(self, change: Callable[[float], float]) -> None:
+        """Change all times: the wall clock was set, or had been wrong."""
+        for key, kept in self._kept.items():
+            self._kept[key] = kept._replace(at=change(kept.at))
+        self._erased_at = change(self._erased_at)
 
     def over(self, now: float) -> list[int]:
         """Keys of what is too old or too much; they are forgotten here. Mostly none: see `ERASE_SECONDS`."""

@@ -12,7 +12,7 @@ from cairn.agents.index import Kind
 from cairn.agents.ledger import BYTES_KEY, LINES, Ledger
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TokensRecord, TurnRecord, decode
 from cairn.agents.segment import Record
-from cairn.agents.tree import Agent, Turn, reach
+from cairn.agents.tree import NOBODY, Agent, Turn, reach
 from cairn.metrics import AgentFigures
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ class Roster:
         """`salts`: of the tenants that may call, by name; nobody reaches the agents of any other."""
         self._salts = salts or {}
         self._agents: dict[str, dict[str, Agent]] = {}
+        self._keyed: dict[int, Agent] = {}
         self._turns: dict[int, Turn] = {}
         self._identities: dict[bytes, bytes] = {}
         """One of each: a record that is read has its own."""
@@ -85,12 +86,17 @@ class Roster:
 
     def needs(self, key: int) -> bool:
         """Whether the records with this key are of an agent, or of a turn that one has."""
-        return key in self._turns or any(agent.key == key for agent in self)
+        return key in self._turns or self.keyed(key) is not None
+
+    def keyed(self, key: int) -> Agent | None:
+        """The agent with this key."""
+        agent = self._keyed.get(key)
+        return agent if agent is not None and agent in self else None
 
     def add(self, agent: Agent) -> None:
         """A new agent."""
-        self._agents.setdefault(agent.tenant, {})[agent.id] = agent
-        agent.salt = self._salts.get(agent.tenant, b"")
+        self._agents.setdefault(agent.tenant, {})[agent.id] = self._keyed[agent.key] = agent
+        agent.salt = self._salts.get(agent.tenant, NOBODY)
         self._turns.setdefault(agent.root.key, agent.root)
         for turn in agent.own:
             self._turns.setdefault(turn.key, turn)
@@ -117,7 +123,7 @@ class Roster:
 
     def remove(self, agent: Agent) -> list[int]:
         """Forget an agent; the keys of all that nobody needs any more."""
-        del self._agents[agent.tenant][agent.id]
+        del self._agents[agent.tenant][agent.id], self._keyed[agent.key]
         if not self._agents[agent.tenant]:
             del self._agents[agent.tenant]
         lost = self._lost.pop(agent.key, set())

@@ -39,6 +39,10 @@ class Keeper(Protocol):
     writer: Writer
     clock: Clock
 
+    def now(self) -> float:
+        """Seconds since 1970, by the clock that tells agents' ages."""
+        ...
+
     def ended(self, agent: Agent, done: Done | None, end: EndRecord) -> Sequence[Record]:
         """A turn is over: what is to be written with its end. `end` has happened in memory."""
         ...
@@ -183,7 +187,7 @@ class RunningTurn:
             message=message,
             reason=done.reason.value if done is not None else "",
             cache=_logged(done.cache) if done is not None else CacheReport(),
-            ended=self._keeper.clock.time_ns() / 1e9,
+            ended=self._keeper.now(),
             **self._kept(message if good else None),
         )
         return end, self._keeper.writer.record(Kind.END, end, self.turn.key)

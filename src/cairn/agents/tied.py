@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
+from cairn.agents.marks import marks
 from cairn.agents.tree import Agent
 
 MOST_CONTEXTS = 64
@@ -16,11 +18,16 @@ MOST_IDS = 1 << 24
 """Of all agents together, which takes 64 MiB; the KV of so many tokens takes a thousand times as much."""
 
 
+class _Context(NamedTuple):
+    ids: array[int]
+    marks: bytes
+
+
 class Tied:
     """All agents', the one that was longest without a request first. Of what is forgotten, only age takes the KV."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[Agent, list[array[int]]]] = {}
+        self._of: dict[int, tuple[Agent, list[_Context]]] = {}
         """By the agent's key, the oldest first; none that another of the agent begins with."""
         self._size = 0
 
@@ -28,10 +35,10 @@ class Tied:
         """One more context. Where it is one too many, others are forgotten: never the last of a pinned agent, which
         has its KV pinned too."""
         new = array("I", ids)
-        kept = [one for one in self.take(agent) if new[: len(one)] != one]
-        after = [*kept, new][-MOST_CONTEXTS:]
+        kept = [one for one in self._take(agent) if new[: len(one.ids)] != one.ids]
+        after = [*kept, _Context(new, marks(new))][-MOST_CONTEXTS:]
         self._of[agent.key] = agent, after
-        self._size += sum(map(len, after))
+        self._size += sum(len(one.ids) for one in after)
         if self._size > MOST_IDS:
             self._shrink(agent)
 
@@ -39,7 +46,7 @@ class Tied:
         for agent, contexts in [*self._of.values()]:
             spared = agent is latest or agent.record.pinned
             while self._size > MOST_IDS and len(contexts) > spared:
-                self._size -= len(contexts.pop(0))
+                self._size -= len(contexts.pop(0).ids)
             if not contexts:
                 del self._of[agent.key]
             if self._size <= MOST_IDS:
@@ -47,6 +54,18 @@ class Tied:
 
     def take(self, agent: Agent) -> list[array[int]]:
         """An agent's contexts, which are forgotten here."""
+        return [one.ids for one in self._take(agent)]
+
+    def _take(self, agent: Agent) -> list[_Context]:
         _, contexts = self._of.pop(agent.key, (agent, []))
-        self._size -= sum(map(len, contexts))
+        self._size -= sum(len(one.ids) for one in contexts)
         return contexts
+
+    def marks(self, agent: Agent, *, own: bool) -> list[bytes]:
+        """Of the contexts of all other agents of the tenant; `own`: of the agent's, too."""
+        return [
+            one.marks
+            for other, contexts in self._of.values()
+            if other.tenant == agent.tenant and (own or other is not agent)
+            for one in contexts
+        ]

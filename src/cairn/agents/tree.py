@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 4 * BLOCK_TOKENS
 """What the stores keep together: a chunk that is shared in part is not shared."""
+NOBODY = b"\0"
+"""Salt of agents whose tenant is not configured any more: no tenant's, so no KV is stored under it."""
 
 
 class Turn:
@@ -165,7 +167,7 @@ class Agent:
         self.new = False
         """It is not durable yet, so nothing may share what it holds."""
         self.salt = b""
-        """The tenant's, once the roster has the agent."""
+        """The tenant's or `NOBODY`, once the roster has the agent."""
 
     @property
     def id(self) -> str:

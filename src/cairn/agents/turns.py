@@ -33,7 +33,7 @@ class Turns:
 
     def __init__(self, service: Service, book: Book, archive: Archive, clock: Clock, config: Config) -> None:
         self.service, self.writer, self.clock = service, book.writer, clock
-        self.owe, self.sync = book.owe, book.sync
+        self.owe, self.sync, self.now = book.owe, book.sync, book.now
         self._book, self._archive, self._config = book, archive, config
 
     async def start(

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
-from cairn.agents.book import Book
+from cairn.agents.book import BATCH, Book
 from cairn.agents.replays import Replays
 from cairn.agents.tree import Agent
 from cairn.errors import Unavailable, trace
@@ -53,8 +53,10 @@ class Upkeep:
         await book.settle()
         now = book.now()
         book.condemn(self._replays.over(now))
-        for agent in book.roster:
-            if not agent.busy and not _over(agent, now):
+        for looked, agent in enumerate(book.roster, 1):
+            if looked % BATCH == 0:
+                await asyncio.sleep(0)
+            if agent in book.roster and not agent.busy and not _over(agent, now):
                 own, over = agent.own, set(book.roster.prune(agent, now - ABANDONED_SECONDS))
                 book.condemn(over)  # at once: who deletes the agent meanwhile is told when all of it is gone
                 await book.kv.collect(agent, [turn for turn in own if turn.key in over])

@@ -45,11 +45,15 @@ class Writer:
         self._waiting = 0
         """Bytes in `_jobs`."""
         self._closing = False
+        self._lost: set[int] = set()
         self._change = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="cairn-token-log", daemon=True)
-        self._thread.start()
+        self._over = asyncio.Event()
+        """Set by the thread at its end. To join it would take another thread, for which the interpreter waits at the
+        end of the program, however long the disk hangs."""
         self.dropped = 0
         """Records dropped because the disk was too slow, or refused them."""
+        self._thread = threading.Thread(target=self._run, name="cairn-token-log", daemon=True)
+        self._thread.start()
 
     @property
     def trouble(self) -> str:
@@ -73,9 +77,20 @@ class Writer:
     def append(self, *records: Record) -> None:
         """Write records when there is time; a crash may lose them. They are synced within seconds."""
         if self._waiting > BACKLOG_BYTES:
-            self.dropped += len(records)
+            self._lose(records)
             return
         self._give(_Job(records, (), None))
+
+    def lost(self) -> set[int]:
+        """Keys of records that were dropped and that nobody waited for, since this was last asked."""
+        with self._change:
+            lost, self._lost = self._lost, set()
+        return lost
+
+    def _lose(self, records: Sequence[Record]) -> None:
+        with self._change:
+            self.dropped += len(records)
+            self._lost.update(record.key for record in records)
 
     async def sync(self, *records: Record) -> None:
         """Return when these, and all before them, are durable. Raises Unavailable: then they do not count."""
@@ -107,15 +122,22 @@ class Writer:
             self._change.notify()
 
     async def close(self) -> None:
-        """Write what waits, close the log and end the thread."""
+        """Write what waits, close the log and end the thread. Who gives up waiting holds nobody up."""
         with self._change:
             self._closing = True
             self._change.notify()
-        await asyncio.to_thread(self._thread.join)
+        await self._over.wait()
 
     # --------------------------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop is gone, and so is whoever waited
+                self._loop.call_soon_threadsafe(self._over.set)
+
+    def _work(self) -> None:
         busy = True  # whether there may be something to compact
         while True:
             with self._change:
@@ -140,7 +162,8 @@ class Writer:
         try:
             self._log.write(records, sync=bool(waited))
         except OSError as error:
-            self.dropped += len(records)
+            self.dropped += sum(len(job.records) for job in waited)
+            self._lose([record for job in jobs if job.done is None for record in job.records])
             self._tell(waited, error)
             return False
         self._tell([job for job in waited if not job.keys], None)

@@ -23,8 +23,9 @@ from cairn.api.folders import agents_folder
 from cairn.api.listener import Listener
 from cairn.config import Config
 from cairn.errors import ConfigError
-from cairn.service.launch import ENDING, First
+from cairn.service.launch import ENDING, KILL_SECONDS, First
 from cairn.service.service import Service
+from cairn.service.supervisor import STORE_SECONDS
 from cairn.system import SystemClock, SystemFiles, SystemRng
 
 log = logging.getLogger("cairn.api")
@@ -33,7 +34,10 @@ FLUSH_SECONDS = 2.0
 """How long clients may take to read the end of their answers once everything has ended."""
 HASTY_FLUSH_SECONDS = 0.2
 """The same after a second signal."""
-CLOSE_SECONDS = 5.0
+LOG_SECONDS = 5.0
+"""How long the token log's disk may hold up the end."""
+CLOSE_SECONDS = STORE_SECONDS + KILL_SECONDS + 3.0
+"""How long a service's close may take: its worker has all its time to store, and is seen to be gone."""
 AGENTS_SECONDS = 10.0
 """Between two attempts to open the usual folder of agents."""
 
@@ -57,7 +61,9 @@ async def _serve(config: Config, sock: socket.socket, first: First) -> None:
         service = await _until(Service.start(config, first), stop.first)
         if service is None:
             return
-        opening = await _open_agents(app, service, config)
+        opening = await _until(_open_agents(app, service, config), stop.first)  # its disk may hang
+        if stop.first.is_set():
+            return
         app.service = service
         gc.enable()  # a command may have started without
         gc.collect()
@@ -70,10 +76,10 @@ async def _serve(config: Config, sock: socket.socket, first: First) -> None:
         if opening is not None:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
-        for one in (app.ties.agents, service):
+        for one, seconds in ((app.ties.agents, LOG_SECONDS), (service, CLOSE_SECONDS)):
             if one is not None:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(one.close(), CLOSE_SECONDS)
+                    await asyncio.wait_for(one.close(), seconds)
         stop.close()
 
 

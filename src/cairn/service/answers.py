@@ -18,9 +18,12 @@ class Answers:
         self._channel = channel
         self._cache = cache
         self._tiers = tiers
+        self.owed = 0
+        """How many questions have no answer yet."""
 
     def take(self, ask: wire.Ask) -> None:
         """Do what is asked for. Where there is no store below the pool there is nothing to wait for or look over."""
+        self.owed += 1
         if ask.what == "evict" and self._tiers is None:
             self._cache.forget(self._cache.context(ask.salt), ask.tokens, ask.keep)
         if self._tiers is None or ask.what == "where":
@@ -36,14 +39,14 @@ class Answers:
         else:
             job = _scrub if ask.what == "scrub" else _prune
             if not self._tiers.sweep(job, lambda swept: self._say_swept(ask, swept)):
-                self._channel.send(wire.Answer(ask.id))
+                self._send(wire.Answer(ask.id))
 
     def _say_where(self, ask: wire.Ask) -> None:
         if self._tiers is not None:
             placed = self._tiers.where(ask.tokens, ask.salt)
         else:
             placed = Placed(pool=self._cache.found(self._cache.context(ask.salt), ask.tokens))
-        self._channel.send(wire.Answer(ask.id, placed=placed))
+        self._send(wire.Answer(ask.id, placed=placed))
 
     def _say_evicted(self, ask: wire.Ask) -> None:
         assert self._tiers is not None
@@ -61,7 +64,11 @@ class Answers:
     def _say(self, ask: wire.Ask, swept: Swept = NOTHING, trouble: str = "") -> None:
         """Something about all that is stored was done: whoever asked finds the figures after it."""
         kv = None if self._tiers is None else self._tiers.stats()
-        self._channel.send(wire.Answer(ask.id, swept=swept, trouble=trouble, kv=kv))
+        self._send(wire.Answer(ask.id, swept=swept, trouble=trouble, kv=kv))
+
+    def _send(self, answer: wire.Answer) -> None:
+        self.owed -= 1
+        self._channel.send(answer)
 
 
 def _scrub(store: DiskStore) -> Swept:

@@ -25,6 +25,8 @@ from cairn.system import without_secrets
 
 WORKER = (sys.executable, "-m", "cairn.service.worker")
 """The worker's command line; the socket's number is added to it."""
+KILL_SECONDS = 2.0
+"""How long a worker that was killed may take to be gone, where nobody can wait for longer."""
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """What ends a server: a terminal sends it to every process at once, and only the front heeds it."""
 
@@ -52,7 +54,8 @@ class First:
         self.worker.sock.close()
         if self.worker.process is not None:
             self.worker.process.kill()
-            self.worker.process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk or a device holds it: nobody else need wait
+                self.worker.process.wait(KILL_SECONDS)
 
 
 def launch_first(config: Config, in_process: bool = False, folder: Path | None = None) -> First:

@@ -6,14 +6,13 @@ import asyncio
 import contextlib
 import logging
 import signal
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from cairn.errors import trace
 from cairn.seams import Clock
 from cairn.service import wire
-from cairn.service.launch import Worker
+from cairn.service.launch import KILL_SECONDS, Worker
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +28,10 @@ class Patience:
     load: float = 60.0
     """Without a sign of life while it loads (one is sent every second)."""
     silence: float = 6.0
-    """Without a sign of life while it has work."""
+    """Without a sign of life while it has work: a request, or a question to answer."""
     stall: float = 120.0
-    """In one step without using the CPU: a step may take long, but not by waiting."""
+    """In one step without using the CPU: a step may take long, but not by waiting. While an answer waits for a disk the
+    worker steps, and says so every second."""
     step: float = 1800.0
     """In one step at all."""
     restarts: int = 8
@@ -84,7 +84,7 @@ class Link:
         self._backlog += data
 
     def overdue(self, patience: Patience, working: bool) -> str:
-        """Why it has to be taken for dead; empty if it is well. `working`: whether it has a request."""
+        """Why it has to be taken for dead; empty if it is well. `working`: whether it has a request or a question."""
         now = self._clock.now()
         if self._process is None or self.ended.done():
             return ""
@@ -120,24 +120,40 @@ class Link:
         self._sock.close()
         self.ended.set_result(reason)
 
-    async def reap(self, grace: float) -> str:
+    async def reap(self, grace: float, *, surely: bool = False) -> str:
         """Wait until nothing is left of it; a process that is still there after `grace` seconds is killed.
 
+        One that does not end even then, because a disk or a device holds it, is given up, or with `surely` waited for.
         Returns how it ended, in words.
         """
         if self._process is None:
             if self._thread is not None:
                 await asyncio.to_thread(self._thread.join, 5.0 + grace)
             return "its thread ended"
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, grace)
-        if self._process.poll() is None:
+        if not await self._gone(grace):
             self._process.kill()
-        code = await asyncio.to_thread(self._process.wait)
+            if not await self._gone(KILL_SECONDS):
+                how = f"its process {self._process.pid} was killed and does not end: a disk or a device holds it"
+                log.error("a worker: %s", how)
+                if not surely:
+                    return how
+                await self._gone(None)
+        code = self._process.returncode
         if code >= 0:
             return f"its process ended with exit code {code}"
         names = {number.value: number.name for number in signal.Signals}  # not every signal has a name
         return f"its process was ended by {names.get(-code, f'signal {-code}')}"
+
+    async def _gone(self, seconds: float | None) -> bool:
+        """Wait for the process's end. Not on a thread, which the end of the program would wait for."""
+        assert self._process is not None
+        pause = 0.001
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._process.poll() is None:
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, 0.05)
+        return self._process.poll() is not None
 
     def _on_readable(self) -> None:
         try:

@@ -71,6 +71,7 @@ class Service:
             patience=patience or Patience(),
             clock=self._clock,
             on_ready=self._on_ready,
+            on_end=self._on_end,
             on_step=self._on_step,
             on_refused=lambda refused: self._traffic.refused(refused),
             on_lost=lambda flight, error: self._traffic.lost(flight, error),
@@ -291,7 +292,6 @@ class Service:
     # --------------------------------------------------------------------------------------- what the worker says
 
     def _on_ready(self, ready: wire.Ready) -> None:
-        self._stats = wire.Stats()
         self.spec, self.info, self._trouble = ready.spec, ready.info, ready.trouble
         if ready.info.note:
             log.info("%s", ready.info.note)
@@ -301,7 +301,12 @@ class Service:
             self.name = self._config.served_name or ready.spec.name
             self.metrics = self._traffic.metrics = Metrics(self._config.metrics_prefix, self.name)
         self.metrics.worker_restarts = self._supervisor.restarts
-        self.metrics.worker_replaced()
+
+    def _on_end(self) -> None:
+        """A worker has ended, and nothing runs until there is another, if there ever is."""
+        self._stats = wire.Stats()
+        if hasattr(self, "metrics"):  # it had loaded
+            self.metrics.worker_replaced()
 
     def _on_step(self, step: wire.Step) -> None:
         before, self._stats = self._stats, step.stats

@@ -9,7 +9,6 @@ worker dies again fails alone. After `Patience.restarts` deaths in a row without
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 from collections import deque
@@ -36,7 +35,8 @@ class Supervisor:
     """One model's worker, always the same to the service however often it is replaced.
 
     `flights` are the requests that have not ended. The callbacks are called on the event loop's thread: `on_ready`
-    for every worker that has loaded, `on_lost` for a request that its workers did not survive.
+    for every worker that has loaded, `on_end` for every one that has ended, `on_lost` for a request that its workers
+    did not survive.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Supervisor:
         patience: Patience,
         clock: Clock,
         on_ready: Callable[[wire.Ready], None],
+        on_end: Callable[[], None],
         on_step: Callable[[wire.Step], None],
         on_refused: Callable[[wire.Refused], None],
         on_lost: Callable[[Flight, CairnError], None],
@@ -52,6 +53,7 @@ class Supervisor:
         self._patience = patience
         self._clock = clock
         self._on_ready = on_ready
+        self._on_end = on_end
         self._on_step = on_step
         self._on_refused = on_refused
         self._on_lost = on_lost
@@ -127,7 +129,7 @@ class Supervisor:
             return
         if late > self._patience.silence / 2:
             self._link.rest()  # this process itself stood still: what the worker sent has not been read yet
-        elif why := self._link.overdue(self._patience, bool(self._sent)):
+        elif why := self._link.overdue(self._patience, bool(self._sent or self._asked)):
             self._link.kill(why)
 
     async def ask(self, what: wire.What, **fields: Any) -> wire.Answer:
@@ -144,16 +146,19 @@ class Supervisor:
             del self._asked[number]
 
     async def close(self) -> None:
-        """End the worker and wait until nothing of it is left."""
-        if self._keeper is not None:
-            self._keeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._keeper
-        if self._link is not None:
-            self._link.end("closed")
-            await self._link.reap(STORE_SECONDS)
-            self._link = None
-        self._leave_unanswered()
+        """End the worker and wait until nothing of it is left. If this is cut off, the worker is killed at once."""
+        try:
+            if self._keeper is not None:
+                self._keeper.cancel()
+                await asyncio.wait({self._keeper})
+            if self._link is not None:
+                self._link.end("closed")
+                await self._link.reap(STORE_SECONDS)
+        finally:
+            if self._link is not None:
+                self._link.kill("closed")
+                self._link = None
+            self._leave_unanswered()
 
     # --------------------------------------------------------------------------------------------- one life
 
@@ -189,7 +194,8 @@ class Supervisor:
         """Until a worker's end; returns why it ended."""
         why = await asyncio.shield(link.ended)
         self._leave_unanswered()
-        how = await link.reap(CLOSE_SECONDS)
+        self._on_end()
+        how = await link.reap(CLOSE_SECONDS, surely=True)  # memory may not have room for two models
         self._failures = 0 if link.progressed else self._failures + 1
         return f"{why}; {how}"
 

@@ -100,6 +100,8 @@ class Loop:
         self._stepped_at = -math.inf
         self._kv_at = -math.inf
         """When the stores were asked for their numbers."""
+        self._told_at = -math.inf
+        """When the front was last told of a step, if only one that had nothing to compute."""
 
     def run(self) -> None:
         """Serve. Raises `EOFError` or `OSError` when the front is gone, `WireError` when it sends nonsense."""
@@ -113,10 +115,18 @@ class Loop:
             plan = self._scheduler.plan()
             kv = self._kv_news()
             if plan is not None:
-                self._channel.send(self._step(plan, kv))
-            elif messages or kv is not None:
-                self._channel.send(wire.Step(stats=self._stats(kv)))
+                self._tell(self._step(plan, kv))
+            elif messages or kv is not None or self._overdue():
+                self._tell(wire.Step(stats=self._stats(kv)))
             wait = self._tend(plan is None)
+
+    def _tell(self, step: wire.Step) -> None:
+        self._channel.send(step)
+        self._told_at = self._clock.now()
+
+    def _overdue(self) -> bool:
+        """Whether the front, which waits for an answer, should hear that this loop lives although a disk is slow."""
+        return self._answers.owed > 0 and self._clock.now() - self._told_at >= BEAT_SECONDS
 
     def _tend(self, idle: bool) -> float | None:
         """Between two steps: what the tiers have to do; returns how long to wait for messages then."""
@@ -127,7 +137,9 @@ class Loop:
             return 0
         if (tiers is not None and tiers.loading) or not self._scheduler.idle:
             return LOOK_SECONDS
-        return REST_SECONDS if tiers is not None and not rested and tiers.behind_pool.chunks else None
+        if tiers is not None and not rested and tiers.behind_pool.chunks:
+            return REST_SECONDS
+        return BEAT_SECONDS if self._answers.owed else None
 
     def _take(self, message: wire.ToWorker) -> None:
         if isinstance(message, wire.Add):

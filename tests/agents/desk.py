@@ -1,0 +1,150 @@
+"""A book with its log on a disk of the test, and no model behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+from tests.files import CrashFiles
+
+from cairn.agents.archive import Archive
+from cairn.agents.book import Book
+from cairn.agents.founding import found
+from cairn.agents.index import Kind
+from cairn.agents.kv import AgentKv
+from cairn.agents.log import Log
+from cairn.agents.records import EndRecord, TurnRecord
+from cairn.agents.replays import Replays
+from cairn.agents.roster import Roster
+from cairn.agents.running import RunningTurn
+from cairn.agents.tree import Agent, Turn
+from cairn.agents.turns import Turns
+from cairn.agents.upkeep import Upkeep
+from cairn.agents.writer import Writer
+from cairn.text.chat import Sampled
+from cairn.text.replay import Answer
+from cairn.types import Request, SamplingParams
+
+FOLDER = Path("/agents")
+
+
+class Time:
+    """Time stands still but for `passed` seconds; the wall clock was set by `step` besides."""
+
+    def __init__(self) -> None:
+        self.passed = 0.0
+        self.step = 0.0
+
+    def now(self) -> float:
+        return 5000.0 + self.passed
+
+    def time_ns(self) -> int:
+        return int(self.wall * 1e9)
+
+    @property
+    def wall(self) -> float:
+        return 1.7e9 + self.passed + self.step
+
+
+class Draw:
+    """An `Rng` that repeats itself."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(1)
+
+    def bits64(self) -> int:
+        return self._rng.getrandbits(63)
+
+
+class NoKv:
+    """The KV of agents that have none."""
+
+    def pin_later(self, agent: Agent) -> None: ...
+
+    async def drop(self, agent: Agent) -> bool:
+        return True
+
+    async def collect(self, agent: Agent, turns: list[Turn]) -> None: ...
+
+
+class Desk:
+    """`again` opens the log as a restart does: after an orderly end, or after a loss of power at this moment."""
+
+    def __init__(self) -> None:
+        self.clock, self.files = Time(), CrashFiles()
+        self.open()
+
+    def open(self) -> None:
+        log = Log.open(self.files, FOLDER, Draw())
+        assert log is not None
+        roster, self.replays, kv = Roster(), Replays(b"model"), cast("AgentKv", NoKv())
+        orphans = roster.load(log.recovered)
+        self.replays.load(log.recovered)
+        self.writer = Writer(log)
+        self.book = Book(roster, self.writer, kv, self.clock, Draw(), self.replays)
+        self.turns = Turns(cast("Any", None), self.book, Archive(log), self.clock, cast("Any", None))
+        self.upkeep = Upkeep(self.book, self.replays, orphans)
+
+    async def close(self) -> None:
+        await self.upkeep.close()
+        await self.writer.close()
+
+    async def again(self, *, clean: bool = False) -> None:
+        if clean:
+            await self.book.settle()
+        after = self.files if clean else self.files.crash(random.Random(1))
+        await self.close()
+        self.files = after
+        self.open()
+
+    def agent(self, id: str) -> Agent:
+        return self.book.find("me", id)
+
+    @property
+    def ids(self) -> list[str]:
+        return sorted(agent.id for agent in self.book.roster)
+
+    def numbers(self, id: str) -> list[int]:
+        return [turn.number for turn in self.agent(id).turns()]
+
+    def on_disk(self, text: bytes) -> bool:
+        return any(text in data for data in self.files.files().values())
+
+    async def make(self, id: str, ttl: float | None = None) -> Agent:
+        return await found(self.book, "me", id, (), (), {}, ttl, False)
+
+    async def begin(self, id: str) -> RunningTurn:
+        agent = self.agent(id)
+        number, began = agent.next_number(), self.book.now()
+        record = TurnRecord(agent=agent.key, number=number, parent=agent.head.key, began=began)
+        turn = await self.book.begin(agent, record)
+        request = Request(id=number, prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=9))
+        return self.turns._run(agent, turn, request, None, ())
+
+    async def say(self, id: str) -> None:
+        """A turn from its beginning to its end."""
+        running = await self.begin(id)
+        end = EndRecord(state="finished", ids=b"", ended=self.book.now())
+        running.turn.end(end)
+        running.agent.running = None
+        await self.book.sync(self.writer.record(Kind.END, end, running.turn.key))
+        running.turn.release()
+
+    async def keep(self) -> None:
+        """An answer for exact replay."""
+        sampled, now = Sampled(b"b" * 32, Answer(b"v" * 32, "because"), [1, 2, 3], 1), self.book.now()
+        record = self.writer.record(Kind.REPLAY, self.replays.payload("me", sampled, now))
+        self.replays.add(record, now)
+        await self.writer.sync(record)
+
+
+@contextlib.asynccontextmanager
+async def desk() -> AsyncIterator[Desk]:
+    made = Desk()
+    try:
+        yield made
+    finally:
+        await made.close()

@@ -1,0 +1,105 @@
+"""Agents where the wall clock is set, or was wrong."""
+
+from __future__ import annotations
+
+import pytest
+from desk import Desk, desk
+
+from cairn.agents.replays import KEEP_SECONDS
+
+DAY = 86_400.0
+STEPS = pytest.mark.parametrize("step", [200 * DAY, -200 * DAY])
+
+
+async def begun(at: Desk) -> None:
+    """An agent that is kept for a day, with a turn that it was rolled back over, and a logged answer."""
+    await at.make("ada", ttl=DAY)
+    await at.say("ada")
+    await at.say("ada")
+    await at.book.move(at.agent("ada"), at.book.turn(at.agent("ada"), 1))
+    await at.keep()
+    await at.upkeep.tend()
+
+
+async def weeks(at: Desk, until: float) -> None:
+    """Time passes; the agent is in use."""
+    while at.clock.passed < until:
+        at.clock.passed = min(until, at.clock.passed + DAY / 2)
+        at.agent("ada").used = at.book.now()
+        await at.upkeep.tend()
+
+
+@STEPS
+async def test_nothing_grows_old_where_the_wall_clock_is_set(step: float) -> None:
+    """Nor at the next start, for the log has the right times then; what is over goes as if nothing had happened."""
+    async with desk() as at:
+        await begun(at)
+        at.clock.step = step
+        for restart in (False, True):
+            if restart:
+                await at.again()
+            await at.upkeep.tend()
+            assert at.ids == ["ada"] and at.numbers("ada") == [1, 2]
+            assert abs(at.agent("ada").info().last_used - at.clock.wall) < 60
+            assert restart or at.on_disk(b"because")
+        at.clock.passed = DAY - 60
+        await at.upkeep.tend()
+        assert at.ids == ["ada"]
+        at.clock.passed = DAY + 60
+        await at.upkeep.tend()
+        assert at.ids == []
+
+
+@STEPS
+async def test_what_is_a_week_old_goes_also_where_the_wall_clock_was_set(step: float) -> None:
+    async with desk() as at:
+        await begun(at)
+        at.clock.step = step
+        await weeks(at, KEEP_SECONDS - 60)
+        assert at.numbers("ada") == [1, 2] and at.on_disk(b"because")
+        await weeks(at, KEEP_SECONDS + 3700)
+        assert at.numbers("ada") == [1] and not at.on_disk(b"because")
+
+
+@STEPS
+async def test_a_turn_ends_by_the_clock_that_tells_its_agents_age(step: float) -> None:
+    """Also where the wall clock was set and nobody has noticed yet."""
+    async with desk() as at:
+        await at.make("ada", ttl=DAY)
+        running = await at.begin("ada")
+        at.clock.step = step
+        await running.close()
+        await at.upkeep.tend()
+        assert at.ids == ["ada"]
+        assert abs(at.agent("ada").info().last_used - at.clock.wall) < 60
+        at.clock.passed = DAY + 60
+        await at.upkeep.tend()
+        assert at.ids == []
+
+
+async def test_an_orderly_end_right_after_the_wall_clock_was_set_leaves_the_right_times() -> None:
+    async with desk() as at:
+        await at.make("ada", ttl=DAY)
+        at.clock.step = 200 * DAY
+        await at.again(clean=True)
+        await at.upkeep.tend()
+        assert at.ids == ["ada"]
+
+
+async def test_what_has_a_time_that_is_still_to_come_is_as_old_as_the_start() -> None:
+    """The clock was ahead when it was written: nothing is kept until that time has come."""
+    async with desk() as at:
+        at.clock.step = 200 * DAY
+        await at.again()
+        await begun(at)
+        await at.make("bob", ttl=DAY)
+        await at.say("bob")
+        at.clock.step = 0.0
+        await at.again()
+        await at.upkeep.tend()
+        assert at.ids == ["ada", "bob"] and at.numbers("ada") == [1, 2] and at.on_disk(b"because")
+        assert at.agent("bob").info().last_used <= at.clock.wall
+        await weeks(at, KEEP_SECONDS - 60)
+        assert at.ids == ["ada"] and at.numbers("ada") == [1, 2] and at.on_disk(b"because")
+        await weeks(at, KEEP_SECONDS + 3700)
+        assert at.numbers("ada") == [1] and not at.on_disk(b"because")

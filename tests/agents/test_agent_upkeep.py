@@ -1,0 +1,116 @@
+"""What upkeep does where there are many agents: counted, not timed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from desk import Desk, desk
+from tests.files import Fault
+
+from cairn.agents.book import Book
+from cairn.agents.roster import Roster
+from cairn.agents.segment import Record
+from cairn.agents.tree import Agent
+from cairn.errors import Unavailable
+from cairn.figures import CacheReport
+from cairn.types import Done, FinishReason, Usage
+
+MANY = 150
+DONE = Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=3, completion_tokens=1), cache=CacheReport())
+
+
+class Work:
+    """What is written of agents, by the turn of the event loop in which that is, and how many agents are looked at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.turn = self.looked = 0
+        self.noted: Counter[int] = Counter()
+        self.pruned: Counter[int] = Counter()
+        note, every, prune = Book.note, Roster.__iter__, Roster.prune
+
+        def noted(book: Book, agent: Agent) -> Record:
+            self.noted[self.turn] += 1
+            return note(book, agent)
+
+        def looked(roster: Roster) -> Iterator[Agent]:
+            for agent in every(roster):
+                self.looked += 1
+                yield agent
+
+        def pruned(roster: Roster, agent: Agent, before: float) -> list[int]:
+            self.pruned[self.turn] += 1
+            return prune(roster, agent, before)
+
+        monkeypatch.setattr(Book, "note", noted)
+        monkeypatch.setattr(Roster, "__iter__", looked)
+        monkeypatch.setattr(Roster, "prune", pruned)
+
+    async def tick(self) -> None:
+        while True:
+            self.turn += 1
+            await asyncio.sleep(0)
+
+
+async def many(at: Desk) -> None:
+    for n in range(MANY):
+        await at.make(f"a{n}")
+
+
+async def refuse(at: Desk, agents: list[Agent]) -> None:
+    """The disk takes nothing, of what ordinary requests in these agents' names saved neither."""
+    at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
+    for agent in agents:
+        at.writer.append(*at.book.count(agent, DONE), at.book.note(agent))
+    with pytest.raises(Unavailable):
+        await at.writer.sync(*at.book.count(agents[0], DONE))
+
+
+async def test_one_refused_record_is_no_work_for_every_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the disk refuses: what is owed is what was lost, and what was owed in vain is not lost again."""
+    async with desk() as at:
+        await many(at)
+        await refuse(at, [at.agent("a7")])
+        work = Work(monkeypatch)
+        for _ in range(3):
+            with pytest.raises(Unavailable):
+                await at.upkeep.tend()
+        assert work.noted.total() <= 1 and work.looked == 0
+        at.files.heal()
+        await at.upkeep.tend()
+        await at.again()
+        assert at.agent("a7").savings.requests == at.book.roster.ledger.totals["me"].requests == 2
+
+
+async def test_upkeep_of_many_agents_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To what else the event loop has to do."""
+    async with desk() as at:
+        await many(at)
+        await refuse(at, list(at.book.roster))
+        at.files.heal()
+        work = Work(monkeypatch)
+        ticking = asyncio.create_task(work.tick())
+        await at.upkeep.tend()
+        ticking.cancel()
+        assert work.noted.total() == work.pruned.total() == MANY
+        assert max(work.noted.values()) <= MANY / 2 and max(work.pruned.values()) <= MANY / 2
+
+
+async def test_a_change_whose_caller_went_away_is_in_the_log_as_it_is_here() -> None:
+    """Though the disk refused it, which nobody heard."""
+    async with desk() as at:
+        await at.make("ada")
+        at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
+        pinning = asyncio.create_task(at.book.set_pinned(at.agent("ada"), True))
+        await asyncio.sleep(0)
+        pinning.cancel()
+        await asyncio.gather(pinning, return_exceptions=True)
+        with pytest.raises(Unavailable):
+            await at.upkeep.tend()
+        at.files.heal()
+        await at.upkeep.tend()
+        await at.again()
+        assert at.agent("ada").record.pinned

@@ -1,0 +1,73 @@
+"""The worker's loop, with nothing around it that is real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cairn.figures import KvStats, SchedulerStats, Swept
+from cairn.service import wire
+from cairn.service.worker import BEAT_SECONDS, Loop
+
+
+class World:
+    """A clock, a channel on which the front asks one thing, and a store whose disk takes three beats for it."""
+
+    def __init__(self) -> None:
+        self.at = 100.0
+        self.waits: list[float | None] = []
+        self.busy: list[bool] = []
+        self.sent: list[object] = []
+        self.swept: Callable[[Swept | None], None] | None = None
+        self.pulse = SimpleNamespace(busy=True)
+
+    def now(self) -> float:
+        return self.at
+
+    def receive(self, wait: float | None) -> list[wire.ToWorker]:
+        self.waits.append(wait)
+        self.busy.append(self.pulse.busy)
+        if len(self.waits) == 1:
+            return [wire.Ask(7, "scrub")]
+        if wait is None:
+            raise EOFError
+        self.at += wait
+        if len(self.waits) == 5 and self.swept is not None:
+            self.swept(Swept(checked=3))
+        return []
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+    def sweep(self, job: object, done: Callable[[Swept | None], None]) -> bool:
+        self.swept = done
+        return True
+
+
+def test_while_an_answer_is_owed_the_front_hears_that_the_loop_lives() -> None:
+    """Known failure 16: else a worker that waits for a slow disk looks like one that has stopped."""
+    world = World()
+    figures = SchedulerStats(
+        running=0, waiting=0, waiting_tokens=0, groups=(), prefix_queries=0, prefix_hits=0, preemptions=0
+    )
+    scheduler = SimpleNamespace(plan=lambda: None, idle=True, stats=lambda: figures)
+    tiers = SimpleNamespace(
+        sweep=world.sweep,
+        turn=lambda idle: False,
+        news=lambda: None,
+        stats=KvStats,
+        loading=False,
+        behind_pool=SimpleNamespace(chunks=0),
+    )
+    loaded: Any = SimpleNamespace(engine=None, scheduler=scheduler, cache=None, tiers=tiers, clock=world)
+    channel: Any = world
+    pulse: Any = world.pulse
+    with pytest.raises(EOFError):
+        Loop(channel, loaded, pulse).run()
+    assert world.waits == [None, *4 * [BEAT_SECONDS], None]
+    assert world.busy == [False, *4 * [True], False]
+    kinds = [type(message) for message in world.sent]
+    assert kinds == [*4 * [wire.Step], wire.Answer]
