@@ -27,6 +27,7 @@ from cairn.engine.memory import (
 from cairn.errors import ModelError
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.quantized import Segments
+from cairn.kv.windows import longest
 from cairn.models.decoder import build
 from cairn.models.held import HeldWeights, form_of
 from cairn.models.spec import load_spec
@@ -93,6 +94,29 @@ def test_groups_hold_the_same_number_of_contexts(spec: ModelSpec) -> None:
     full, window = pool_blocks(two, Config(kv_gb=0.02, step_tokens=64))
     assert abs(full / 257 - window / 8) < 0.2
     assert pool_bytes(two, (full, window)) <= 0.02 * 10**9
+
+
+def test_a_window_pool_is_not_cut_below_what_the_longest_sequence_needs(tmp_path: Path) -> None:
+    """Shapes of Qwen2-7B with windows in every other layer, 4.7 GB of weights and 8 GB of free memory."""
+    layers = tuple(range(14))
+    groups = (
+        CacheGroup(kind="full", layers=layers),
+        CacheGroup(kind="window", layers=tuple(one + 14 for one in layers), window=4096),
+    )
+    sizes = {"layers": 28, "hidden": 3584, "heads": 28, "kv_heads": 4, "head_dim": 128, "ffn": 18944}
+    small = load_spec(write_config(tmp_path, "Qwen2ForCausalLM"))
+    spec = msgspec.structs.replace(small, **sizes, vocab=152_064, context=131_072, groups=groups)
+    weights = WeightMemory(4_700_000_000, 0)
+    blocks = pool_blocks(spec, Config(), 8 * 10**9, weights)
+    window = -(-(4096 + Config().step_tokens + 16) // 16) + 1
+    assert blocks[1] == window and longest(groups, blocks, 16) > 16_000
+    for gb in (0.04, 0.05, 0.1, 0.2, 0.5, 1, 2, 3.6, 3.7, 3.8, 3.9, 4, 5, 9):
+        full, window_blocks = found = pool_blocks(spec, Config(kv_gb=gb))
+        assert pool_bytes(spec, found) // 2 <= gb * 10**9
+        assert window_blocks >= min(full, window), "the window pool decides what the longest sequence is"
+        if gb < 3:
+            assert window_blocks <= window, "nor do windows take what the full layers need"
+            assert sum(found) * 16 > gb * 10**9 / (14 * 2 * 4 * 128 * 2) - 64, "and nothing is left over"
 
 
 def test_too_little_for_one_context_is_an_error_with_figures(spec: ModelSpec) -> None:

@@ -52,6 +52,19 @@ def test_without_a_compiler_the_reference_kernels_run_and_say_so(monkeypatch: py
     assert "as asked" in choose.described("reference")
 
 
+@pytest.mark.parametrize("error", [ImportError("libstdc++.so.6: version GLIBCXX_9 not found"), None])
+def test_kernels_that_cannot_be_loaded_say_why(monkeypatch: pytest.MonkeyPatch, error: ImportError | None) -> None:
+    def absent(name: str) -> None:
+        raise error or ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(native.importlib, "import_module", absent)
+    assert choose.chosen("auto") == "reference"
+    with pytest.raises(ModelError) as caught:
+        choose.chosen("avx2")
+    for said in (choose.described("auto"), str(caught.value)):
+        assert "libstdc++.so.6: version GLIBCXX_9 not found" in said if error else "not compiled" in said
+
+
 def test_kernels_that_cannot_run_are_an_error_with_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Known failure 50: an option is honoured or refused, never ignored."""
     found(monkeypatch, avx512=False, portable=True)

@@ -265,3 +265,46 @@ def test_a_file_that_shrank_is_an_error_not_a_crash(tiny: Path) -> None:
     with pytest.raises(ModelFileError, match="became shorter"):
         for name in weights:
             weights[name].sum()
+
+
+@pytest.mark.parametrize("kind", [3, 1])
+def test_sentencepiece_without_named_tokens_has_those_of_llama_cpp(kind: int, tmp_path: Path) -> None:
+    """Without an end of text an answer would go on for ever."""
+    folder = write_model(tmp_path / "model", "LlamaForCausalLM", tie_word_embeddings=True)
+    texts = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a"]}
+    texts |= {"tokenizer.ggml.token_type": [2, kind, kind, 1]}
+    spec = load_spec(write_gguf(folder, tmp_path / "m.gguf", extra=texts))
+    assert (spec.bos_id, spec.eos_ids) == ((1, (2,)) if kind == 3 else (None, ()))
+    texts |= {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 3}
+    spec = load_spec(write_gguf(folder, tmp_path / "m.gguf", extra=texts))
+    assert (spec.bos_id, spec.eos_ids) == (0, (3,))
+    spec = load_spec(write_gguf(folder, tmp_path / "m.gguf", extra=texts, without=tuple(texts)))
+    assert (spec.bos_id, spec.eos_ids) == (None, ())
+
+
+SCALINGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "linear": {"type": "linear", "factor": 4.0},
+    "yarn that stretches nothing": {"type": "yarn", "factor": 1.0},
+    "yarn that shrinks": {"type": "yarn", "factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_factor_on_attention_is_refused_where_it_would_be_ignored(name: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "LlamaForCausalLM")
+    extra = {f"llama.rope.scaling.{key}": value for key, value in SCALINGS[name].items()}
+    path = write_gguf(folder, tmp_path / "m.gguf", extra=extra | {"llama.rope.scaling.attn_factor": 1.0})
+    assert load_spec(path).rope_scaling.attention_factor is None
+    write_gguf(folder, path, extra=extra | {"llama.rope.scaling.attn_factor": 1.5})
+    with pytest.raises(ModelError, match=r"llama\.rope\.scaling\.attn_factor is 1\.5, .*not supported"):
+        load_spec(path)
+
+
+def test_a_factor_on_attention_of_yarn_is_used(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "LlamaForCausalLM")
+    extra = {"type": "yarn", "factor": 4.0, "attn_factor": 1.5}
+    path = write_gguf(
+        folder, tmp_path / "m.gguf", extra={f"llama.rope.scaling.{key}": value for key, value in extra.items()}
+    )
+    assert load_spec(path).rope_scaling.attention_factor == pytest.approx(1.5 * 1.13863, rel=1e-5)

@@ -135,3 +135,12 @@ def test_a_file_that_says_another_thing_is_seen(change: dict[str, Any], tmp_path
     check_written(spec, spec)
     with pytest.raises(ModelError, match="GGUF"):
         check_written(msgspec.structs.replace(spec, **change), msgspec.structs.replace(spec, eos_ids=(1,)))
+
+
+def test_a_default_that_is_off_is_written_as_one(tmp_path: Path) -> None:
+    """-1 means the same as 0, and the format's number has no sign."""
+    folder = write_model(tmp_path / "m", **SIZES)
+    (folder / "generation_config.json").write_text('{"top_k": -1, "temperature": 0.5}')
+    assert load_spec(folder).defaults["top_k"] == -1
+    written(folder, tmp_path / "m.gguf", "Q8_0")
+    assert load_spec(tmp_path / "m.gguf").defaults == {"top_k": 0, "temperature": 0.5}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cairn.errors import ModelError, ModelFileError
-from cairn.models import download, hub, install
+from cairn.models import download, files, hub, install
 from cairn.models.files import shards
 
 COMMIT = "a" * 40
@@ -42,6 +42,10 @@ class FakeHub:
         """Checksums that differ from the truth."""
         self.cut: dict[str, list[int]] = {}
         """Bytes after which the connection of the next answers for a file is cut."""
+        self.endless: set[str] = set()
+        """Files after which more is sent, for some seconds."""
+        self.over, self.left = threading.Event(), threading.Event()
+        """Whether the other side closed the connection meanwhile."""
         self.ranges = True
         self.token = ""
         self.status: tuple[int, str] | None = None
@@ -96,6 +100,9 @@ class FakeHub:
             start = int(asked.removeprefix("bytes=").removesuffix("-"))
         headers = {"content-range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
         body = data[start:]
+        if name in self.endless:
+            self.more(http, body)
+            return
         limit = self.cut.get(name, [])
         send = body[: limit.pop(0)] if limit else body
         self.served[name] += len(send)
@@ -110,6 +117,20 @@ class FakeHub:
         http.send_header("content-length", str(len(body) if length is None else length))
         http.end_headers()
         http.wfile.write(body)
+
+    def more(self, http: BaseHTTPRequestHandler, body: bytes) -> None:
+        http.send_response(200)
+        http.send_header("transfer-encoding", "chunked")
+        http.end_headers()
+        http.close_connection = True
+        try:
+            http.wfile.write(b"%x\r\n%s\r\n" % (len(body), body))
+            for _ in range(400):
+                http.wfile.write(b"4\r\nmore\r\n")
+                self.over.wait(0.01)
+            http.wfile.write(b"0\r\n\r\n")
+        except OSError:
+            self.left.set()
 
     def listing(self):
         siblings = []
@@ -404,6 +425,40 @@ def test_a_listing_that_is_none_is_one_sentence(remote, env):
         remote.commit = commit
         with pytest.raises(ModelError, match="does not answer as a model hub does"):
             hub.pull("org/m", env=env)
+
+
+def test_a_listing_that_is_nested_without_end_is_one_sentence(remote, env, monkeypatch):
+    monkeypatch.setattr(json, "dumps", lambda _: "[" * 200_000)
+    with pytest.raises(ModelError, match="does not answer as a model hub does"):
+        hub.pull("org/m", env=env)
+
+
+@pytest.mark.parametrize("index", [b"[" * 200_000, b'{"weight_map": ' + b'{"a":' * 100_000, b"\xff", b"{}"])
+def test_a_broken_index_in_the_cache_is_no_model_and_hides_none(remote, env, index):
+    folder = hub.pull("org/m", env=env)
+    other = folder.parent.parent.parent / "models--org--deep"
+    (other / "snapshots" / "abc").mkdir(parents=True)
+    (other / "refs").mkdir()
+    (other / "refs" / "main").write_text("abc")
+    (other / "snapshots" / "abc" / "model.safetensors.index.json").write_bytes(index)
+    assert [one.name for one in hub.downloaded(env)] == ["org/m"]
+    with pytest.raises(ModelFileError, match=r"model\.safetensors\.index\.json"):
+        hub.locate("org/deep", env)
+
+
+def test_an_index_beyond_every_models_is_not_read(remote, env, monkeypatch):
+    folder = hub.pull("org/m", env=env)
+    monkeypatch.setattr(files, "MAX_JSON_BYTES", len(INDEX) - 1)
+    with pytest.raises(ModelFileError, match="larger than"):
+        hub.index_shards(folder / "model.safetensors.index.json")
+
+
+def test_a_server_that_goes_on_after_the_end_is_left(remote, env):
+    """A pull would wait for it for ever."""
+    remote.endless.add("model-2-of-2.safetensors")
+    folder = hub.pull("org/m", env=env)
+    assert (folder / "model-2-of-2.safetensors").read_bytes() == b"second" * 1000
+    assert remote.left.wait(10), "the server was listened to until it ended"
 
 
 def test_one_pull_at_a_time(remote, env):

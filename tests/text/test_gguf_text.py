@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import random
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from tests.text.text_models import LLAMA2_CONFIG, LLAMA3_CONFIG, QWEN_CONFIG, TE
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from cairn.errors import ModelError, ModelFileError
-from cairn.text.gguf import SPLITS
+from cairn.text.gguf import CONTROL, SPLITS, UNKNOWN, _merges
 from cairn.text.templates import load_templates
 from cairn.text.tokenizer import Tokenizer as Ours
 
@@ -220,6 +221,71 @@ def test_templates_of_a_file(tmp_path: Path) -> None:
     assert load_templates(write_tokenizer(folder, path, chat_template=None)) == {}
     with pytest.raises(ModelFileError, match="none named 'default'"):
         load_templates(write_tokenizer(folder, path, chat_template=None, chat_template__rag="x"))
+
+
+def llama(path: Path, tokens: list[str] | None = None, **extra: Any) -> Path:
+    """A SentencePiece tokenizer of few pieces."""
+    folder = path.parent / "llama"
+    if not folder.exists():
+        text_models.write_model(folder, text_models.sentencepiece(), LLAMA2_CONFIG)
+    if tokens is not None:
+        texts = ["<unk>", "<s>", "</s>", *tokens]
+        ids = {"ggml__tokens": texts, "ggml__token_type": [UNKNOWN, CONTROL, CONTROL] + [1] * len(tokens)}
+        extra = ids | {"ggml__scores": [0.0] * len(texts)} | extra
+    return write_tokenizer(folder, path, **extra)
+
+
+def test_pieces_with_too_many_ways_to_make_them_are_refused(tmp_path: Path) -> None:
+    """A file of 136 KB took 144 MB so, and one ten times as large killed the process."""
+    long = llama(tmp_path / "long.gguf", ["a" * count for count in range(1, 513)])
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelFileError, match=r"long\.gguf: the merges of its tokens have more than \d+ characters"):
+            Ours.load(long)
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+    finally:
+        tracemalloc.stop()
+    assert Ours.load(llama(tmp_path / "m.gguf", ["▁", *("a" * count for count in range(1, 65))])).encode("a" * 63)
+
+
+def test_merges_hold_no_texts_of_their_own() -> None:
+    tokens = ["a" * count for count in range(1, 201)]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    made = _merges(vocab, [0.0] * 200, Path("m.gguf"))
+    known = {id(token) for token in tokens}
+    assert len(made) == 199 * 200 // 2 and all(id(one) in known for pair in made for one in pair)
+
+
+def test_sentencepiece_without_named_tokens_has_those_of_llama_cpp(tmp_path: Path) -> None:
+    unnamed = {f"ggml__{name}_token_id": None for name in ("bos", "eos", "unknown")}
+    named, ours = Ours.load(llama(tmp_path / "a.gguf")), Ours.load(llama(tmp_path / "b.gguf", **unnamed))
+    assert (
+        ours.special_tokens == named.special_tokens == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    )
+    assert ours.encode_prompt("a") == named.encode_prompt("a") and ours.encode_prompt("a")[0] == 1
+    # Where other tokens stand there, they are none.
+    texts = ["▁", "a", "b"]
+    odd = {"ggml__tokens": texts, "ggml__token_type": [1, 1, 1], "ggml__scores": [0.0] * 3}
+    assert Ours.load(llama(tmp_path / "c.gguf", **unnamed, **odd)).special_tokens == {}
+    short = {name: value[:1] for name, value in odd.items()}
+    assert Ours.load(llama(tmp_path / "d.gguf", **unnamed, **short)).special_tokens == {}
+
+
+PIECES_BROKEN: dict[str, dict[str, Any]] = {
+    "token_type": {"ggml__token_type": [2.0, 3.0, 3.0, float("nan"), 1.0]},
+    "token_type, infinite": {"ggml__token_type": [2.0, 3.0, 3.0, float("inf"), 1.0]},
+    "token_type, truth": {"ggml__token_type": [True] * 5},
+    "scores": {"ggml__scores": [0.0, 0.0, 0.0, float("nan"), 0.0]},
+    "scores, infinite": {"ggml__scores": [0.0, 0.0, 0.0, float("-inf"), 0.0]},
+    "scores, truth": {"ggml__scores": [True] * 5},
+}
+
+
+@pytest.mark.parametrize("name", PIECES_BROKEN)
+def test_kinds_and_scores_that_are_no_numbers_are_one_sentence(name: str, tmp_path: Path) -> None:
+    path = llama(tmp_path / "m.gguf", ["▁", "a"], **PIECES_BROKEN[name])
+    with pytest.raises(ModelFileError, match=rf"tokenizer\.ggml\.{name.split(',')[0]} must be a list of 5 "):
+        Ours.load(path)
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {

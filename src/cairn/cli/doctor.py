@@ -100,6 +100,7 @@ def _fit(name: str, config: Config) -> str:
     from cairn.cli.output import amount
     from cairn.engine import machine, memory
     from cairn.engine.device import check_context
+    from cairn.kv.windows import ANY, longest
     from cairn.models import hub
     from cairn.models.held import HeldWeights, form_of
     from cairn.models.spec import load_spec
@@ -119,9 +120,10 @@ def _fit(name: str, config: Config) -> str:
     sizes = memory.block_bytes(spec, memory.kv_dtype(spec, config))
     pool = sum(count * size for count, size in zip(blocks, sizes, strict=True))
     context = min(spec.context, config.context or spec.context)
-    tokens = min(blocks) * BLOCK_TOKENS
+    tokens = longest(spec.groups, blocks, BLOCK_TOKENS)
+    holds = "any context" if tokens == ANY else f"{tokens:,} tokens"
     return (
-        f"fits: {amount(weights.held)} of weights ({held.note()}); {amount(pool)} of KV pool holds {tokens:,} tokens, "
+        f"fits: {amount(weights.held)} of weights ({held.note()}); {amount(pool)} of KV pool holds {holds}, "
         f"context {context:,}"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +109,9 @@ def pool_blocks(
 
     `config.kv_gb`, or a quarter of the memory that is free beside the weights, at most what `max_running` full contexts
     need and at least one context of `LEAST_CONTEXT` tokens. Groups share the bytes so that each can hold the same
-    number of contexts. Raises `ModelError` with the figures for a `kv_gb` below that least.
+    number of contexts; where not one whole context fits, so that one sequence can be as long as possible: a window pool
+    below what it needs would bound every sequence, and what it does not need serves the full groups. Raises
+    `ModelError` with the figures for a `kv_gb` below that least.
     """
     context = min(spec.context, config.context or spec.context)
     needs = [_blocks_for(group, context, config) for group in spec.groups]
@@ -125,6 +128,14 @@ def pool_blocks(
                 f"{spec.name}: kv_gb is {config.kv_gb:g}, but {min(context, LEAST_CONTEXT)} tokens of context need "
                 f"{fewest / GB:.4f} GB"
             )
+    if budget < one:
+
+        def taken(tokens: int) -> int:
+            return _bytes(spec, config, [_blocks_for(group, tokens, config) for group in spec.groups])
+
+        shortest = min(context, LEAST_CONTEXT)
+        fits = shortest + bisect_right(range(shortest + 1, context), budget, key=taken)
+        return tuple(_blocks_for(group, fits, config) for group in spec.groups)
     return tuple(max(few, need * budget // one) for few, need in zip(least, needs, strict=True))
 
 

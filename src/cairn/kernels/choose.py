@@ -16,11 +16,12 @@ def chosen(wanted: str) -> str:
     if wanted == "auto":
         return next((name for name, runs in found.items() if runs), REFERENCE)
     if wanted != REFERENCE and not found.get(wanted, False):
-        why = (
-            "this CPU lacks their instructions"
-            if wanted in found
-            else "they were not compiled when Cairn was installed"
-        )
+        if wanted in found:
+            why = "this CPU lacks their instructions"
+        elif trouble := native.trouble():
+            why = f"they cannot be loaded ({trouble})"
+        else:
+            why = "they were not compiled when Cairn was installed"
         usable = ", ".join([*(name for name, runs in found.items() if runs), REFERENCE])
         raise ModelError(f"kernels is {wanted}, but {why}; here run {usable}")
     return wanted
@@ -31,11 +32,12 @@ def described(wanted: str) -> str:
     name = chosen(wanted)
     if name != REFERENCE:
         return f"native kernels ({name})"
-    why = (
-        "as asked"
-        if wanted == REFERENCE
-        else "the native kernels were not compiled; install again with a C++ compiler and Python's headers"
-    )
+    if wanted == REFERENCE:
+        why = "as asked"
+    elif trouble := native.trouble():
+        why = f"the native kernels cannot be loaded: {trouble}"
+    else:
+        why = "the native kernels were not compiled; install again with a C++ compiler and Python's headers"
     return f"reference kernels (numpy, slow: {why})"
 
 

@@ -31,6 +31,7 @@ VERSION = "native-5"
 """Version of the order of operations, of the KV layout and of packed matrices; a change that can move a bit gets a new
 one, here and in `csrc/module.cpp`."""
 
+_MODULE = "cairn.kernels._native"
 _ALIGN = 64
 _LANES = 16
 _BLOCK_BYTES = {"q4_k": 192 + 8 * 256, "q5_k": 192 + 8 * 320, "q6_k": 256 + 8 * 384}
@@ -41,12 +42,21 @@ def _module() -> Any:
     """The compiled module, None where there is none. ModelError where it is of other sources than these: what it
     computes would be kept under a name that is not its own."""
     try:
-        module = importlib.import_module("cairn.kernels._native")
+        module = importlib.import_module(_MODULE)
     except ImportError:
         return None
     if getattr(module, "VERSION", None) != VERSION:
         raise ModelError("the compiled kernels are of another version of Cairn; install it again (`make -B install`)")
     return module
+
+
+def trouble() -> str:
+    """What keeps the compiled module from being loaded; "" where it is loaded, or none was compiled."""
+    try:
+        importlib.import_module(_MODULE)
+    except ImportError as error:
+        return "" if isinstance(error, ModuleNotFoundError) and error.name == _MODULE else str(error)
+    return ""
 
 
 def variants() -> dict[str, bool]:

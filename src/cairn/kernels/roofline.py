@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cairn.kernels import native
 from cairn.kernels.choose import REFERENCE
@@ -34,7 +35,18 @@ class Roofline:
 def measure(kernels: str, threads: int, now: Callable[[], float], read_bytes: int = READ_BYTES) -> Roofline:
     """Probe with the instructions of `kernels`, a name that `choose.chosen` gave; `now` is a clock in seconds."""
     numbers = np.ones(read_bytes // 4, np.float32)
-    probe = _Numpy(threads) if kernels == REFERENCE else native.Probe(kernels, threads)
+    if kernels != REFERENCE:
+        return _measured(native.Probe(kernels, threads), numbers, now)
+    from cairn.kernels.blas import one_blas_thread  # which the native kernels have no use for
+
+    one_blas_thread.enter()
+    try:
+        return _measured(_Numpy(threads), numbers, now)
+    finally:
+        one_blas_thread.leave()
+
+
+def _measured(probe: native.Probe | _Numpy, numbers: NDArray[np.float32], now: Callable[[], float]) -> Roofline:
     return Roofline(_best(lambda: probe.read(numbers), now), _best(probe.multiply, now))
 
 
@@ -52,7 +64,7 @@ def _best(work: Callable[[], int], now: Callable[[], float]) -> float:
 
 
 class _Numpy:
-    """The same with BLAS, each thread for itself."""
+    """The same with BLAS, which must be held to one thread: each of ours works for itself."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads

@@ -22,7 +22,7 @@ from cairn.figures import GroupUse, Miss
 from cairn.kv.blocks import BlockPool, Copy
 from cairn.kv.context import PATIENCE, Below, Context, Memory
 from cairn.kv.prefix import Chain, root
-from cairn.kv.windows import first_read, window_blocks
+from cairn.kv.windows import first_read, longest, window_blocks
 from cairn.types import CacheGroup
 
 
@@ -45,10 +45,7 @@ class Cache:
     @property
     def longest(self) -> int:
         """The longest sequence that fits when it has every pool to itself, in tokens."""
-        spans = (window_blocks(group, self._block_tokens) for group in self._groups)
-        sizes = (pool.size for pool in self.pools)
-        limits = [size * self._block_tokens for size, span in zip(sizes, spans, strict=True) if not span or size < span]
-        return min(limits, default=1 << 62)
+        return longest(self._groups, [pool.size for pool in self.pools], self._block_tokens)
 
     def use(self) -> tuple[GroupUse, ...]:
         """Blocks free, cached and held, a group."""

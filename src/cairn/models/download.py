@@ -11,7 +11,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -90,7 +90,7 @@ class Hub:
             raise self._unreachable(error) from error
         try:
             return _parse(httpx.Response(200, content=body).json())
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ModelError(f"{self.endpoint} does not answer as a model hub does (listing of {self.model})") from None
 
     def fetch(self, commit: str, file: RemoteFile, blob: Path, progress: Callable[[int], None]) -> None:
@@ -124,16 +124,19 @@ class Hub:
         while have < file.size:
             before = have
             try:
-                for chunk in self._bytes(commit, file, have):
-                    if chunk is None:  # the server starts over
-                        hasher, have = file.hasher(), 0
-                        out.truncate(0)
-                        continue
-                    chunk = chunk[: file.size - have]
-                    out.write(chunk)
-                    hasher.update(chunk)
-                    have += len(chunk)
-                    progress(have)
+                with closing(self._bytes(commit, file, have)) as chunks:
+                    for chunk in chunks:
+                        if chunk is None:  # the server starts over
+                            hasher, have = file.hasher(), 0
+                            out.truncate(0)
+                            continue
+                        chunk = chunk[: file.size - have]
+                        out.write(chunk)
+                        hasher.update(chunk)
+                        have += len(chunk)
+                        progress(have)
+                        if have == file.size:  # and never wait for what a server sends beyond it
+                            break
             except httpx.HTTPError as error:
                 failures = 0 if have > before else failures + 1
                 if failures >= _TRIES:

@@ -67,7 +67,10 @@ SAMPLING = {
 }
 """Sampling default -> its key below `general.sampling.`."""
 
-_CONTROL = 3
+_UNKNOWN, _CONTROL = 2, 3
+
+_UNNAMED = {"unknown": 0, "bos": 1, "eos": 2}
+"""Token -> its id in a SentencePiece vocabulary whose file does not say so, as llama.cpp takes it."""
 
 
 def architecture(gguf: Gguf) -> Architecture:
@@ -116,7 +119,7 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         tied="output.weight" not in gguf.tensors,
         groups=_groups(keys, layers, context),
         eos_ids=_ends(gguf, vocab),
-        bos_id=next(iter(_ids(gguf, "bos_token_id", vocab)), None),
+        bos_id=next(iter(named_ids(gguf, "bos", vocab)), None),
         defaults=_defaults(gguf.fields),
     )
     if spec.heads % spec.kv_heads:
@@ -172,6 +175,12 @@ def _rope(keys: Fields, gguf: Gguf, head_dim: int) -> tuple[RopeScaling, int]:
         raise ModelError(f"{keys.path}: rope scaling {named[:80]!r} is not supported; supported are linear, yarn")
     if named != "none" and factor not in (0.0, 1.0):
         kind = "linear" if named == "linear" else "yarn"
+    weight = keys.number("rope.scaling.attn_factor", 1e-6, 1e6, 1.0)
+    if weight != 1 and (kind != "yarn" or factor <= 1):
+        raise ModelError(
+            f"{keys.path}: {keys.prefix}rope.scaling.attn_factor is {weight:g}, which without yarn's scaling by more "
+            "than 1 is not supported"
+        )
     factors = _factors(gguf, head_dim)
     if kind == "none":
         return RopeScaling(factors=factors), trained
@@ -180,7 +189,6 @@ def _rope(keys: Fields, gguf: Gguf, head_dim: int) -> tuple[RopeScaling, int]:
     original = (
         trained if kind == "linear" else keys.integer("rope.scaling.original_context_length", 1, 1 << 24, trained)
     )
-    weight = keys.number("rope.scaling.attn_factor", 1e-6, 1e6, 1.0)
     scaling = RopeScaling(
         kind=kind,
         factor=factor,
@@ -188,7 +196,7 @@ def _rope(keys: Fields, gguf: Gguf, head_dim: int) -> tuple[RopeScaling, int]:
         original_context=original,
         beta_fast=keys.number("rope.scaling.yarn_beta_fast", 0.0, 1e6, 32.0) or 32.0,
         beta_slow=keys.number("rope.scaling.yarn_beta_slow", 0.0, 1e6, 1.0) or 1.0,
-        attention_factor=weight * (0.1 * math.log(factor) + 1) if weight != 1 and factor > 1 else None,
+        attention_factor=weight * (0.1 * math.log(factor) + 1) if weight != 1 else None,
     )
     if kind == "yarn" and keys.number("rope.freq_base", 1.0, 1e15, 10000.0) <= 1:
         raise keys.error("rope.freq_base", "more than 1 for yarn")
@@ -215,14 +223,23 @@ def _groups(keys: Fields, layers: int, context: int) -> tuple[CacheGroup, ...]:
     return (CacheGroup(kind="full", layers=tuple(range(layers))),)
 
 
-def _ids(gguf: Gguf, name: str, vocab: int) -> tuple[int, ...]:
-    absent = name in ("eot_token_id", "eom_token_id")
-    return Fields(gguf.metadata, gguf.paths[0]).ids(f"tokenizer.ggml.{name}", vocab, absent=absent)
+def named_ids(gguf: Gguf, name: str, vocab: int, *, absent: bool = False) -> tuple[int, ...]:
+    """The ids of a special token such as "bos": those that the file names, else those that its kind of vocabulary has.
+
+    With `absent` as `Fields.ids`.
+    """
+    key, usual = f"tokenizer.ggml.{name}_token_id", _UNNAMED.get(name)
+    if gguf.fields.has(key) or usual is None or gguf.metadata.get("tokenizer.ggml.model") != "llama":
+        return gguf.fields.ids(key, vocab, absent=absent)
+    kinds = gguf.metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(kinds, np.ndarray) or usual >= min(len(kinds), vocab):
+        return ()
+    return (usual,) if kinds[usual] in (_UNKNOWN, _CONTROL) else ()
 
 
 def _ends(gguf: Gguf, vocab: int) -> tuple[int, ...]:
     """Ids that end an answer: those that the file names, and control tokens that are known to."""
-    found = [i for name in ("eos", "eot", "eom") for i in _ids(gguf, f"{name}_token_id", vocab)]
+    found = [i for name in ("eos", "eot", "eom") for i in named_ids(gguf, name, vocab, absent=name != "eos")]
     tokens, kinds = gguf.metadata.get("tokenizer.ggml.tokens"), gguf.metadata.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(kinds, np.ndarray) and len(kinds) == len(tokens):
         found += [int(i) for i in np.flatnonzero(kinds == _CONTROL) if tokens[i] in _ENDS]

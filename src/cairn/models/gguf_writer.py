@@ -149,7 +149,8 @@ def metadata(spec: ModelSpec, name: str) -> dict[str, Any]:
             found["rope.scaling.attn_factor"] = rope.attention_factor / (0.1 * math.log(rope.factor) + 1)
     whole = {f"{name}.{key}": value for key, value in found.items()} | {"general.name": spec.name}
     for option, value in spec.defaults.items():
-        whole[f"general.sampling.{SAMPLING[option]}"] = int(value) if option == "top_k" else float(value)
+        # -1 keeps every token, as 0 does, and the format's number has no sign.
+        whole[f"general.sampling.{SAMPLING[option]}"] = max(int(value), 0) if option == "top_k" else float(value)
     return whole
 
 

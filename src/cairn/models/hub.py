@@ -8,7 +8,6 @@ Never pickles (.bin, .pt), never code.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.errors import ModelError, ModelFileError
-from cairn.models.files import INDEX, WEIGHTS, is_gguf, stem
+from cairn.models.files import INDEX, WEIGHTS, is_gguf, read_json, stem
 from cairn.models.variants import Variant, cached, choose, tags
 from cairn.paths import expanded, home
 
@@ -179,11 +178,12 @@ def choose_one(model: str, found: Sequence[Variant], where: str, hint: str = "")
 
 def index_shards(index: Path) -> list[str]:
     """The weight files that an index names. Names that are not plain file names make it broken."""
+    found = read_json(index)
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(found["weight_map"].values()))
         if all(isinstance(name, str) and _NAME.fullmatch(name) and name.endswith(".safetensors") for name in names):
             return names
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+    except (KeyError, TypeError, AttributeError):
         pass
     raise ModelFileError(f"{index} is not an index of safetensors files")
 

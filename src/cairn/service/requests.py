@@ -103,7 +103,7 @@ def sampling_params(
         presence_penalty=number("presence_penalty", 0.0),
         frequency_penalty=number("frequency_penalty", 0.0),
         logit_bias=_bias(options.logit_bias or {}, spec.vocab),
-        seed=seed & ((1 << 63) - 1),
+        seed=seed & MOST_SEED,
         logprobs=options.logprobs,
         top_logprobs=_top_logprobs(options),
         prompt_logprobs=options.prompt_logprobs,

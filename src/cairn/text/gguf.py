@@ -1,8 +1,8 @@
 """The tokenizer and the chat templates inside a GGUF file.
 
 The file holds the vocabulary (texts, kinds, scores or merges) and a name for how text is split before it is merged.
-From these the tokenizer that the model came with is rebuilt. The library gets vocabulary and merges as they are: by way
-of a tokenizer.json, 150,000 of each would take twice as long.
+From these the tokenizer that the model came with is rebuilt, as far as a file tells (see `_sentencepiece`). The library
+gets vocabulary and merges as they are: by way of a tokenizer.json, 150,000 of each would take twice as long.
 
     gpt2    byte-level BPE: merges are listed; `tokenizer.ggml.pre` names the split
     llama   SentencePiece BPE with byte fallback: pieces with scores, from which the merges follow
@@ -20,12 +20,16 @@ from tokenizers.models import BPE
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.gguf import Gguf
+from cairn.models.gguf_spec import named_ids
 
 UNKNOWN, CONTROL, USER, UNUSED, BYTE = 2, 3, 4, 5, 6
 """Kinds of tokens other than plain ones, as `tokenizer.ggml.token_type` numbers them."""
 
 MAX_PIECE = 1024
 """Most characters of a SentencePiece piece; published ones have at most some hundred."""
+MAX_MERGED = 1 << 24
+"""Most characters of all merges of SentencePiece pieces together, or few long pieces would take memory without bound.
+Llama 2's 32,000 tokens have 61,249 merges of 329,061 characters, Gemma's 262,144 have 514,906 of 3,117,918."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
@@ -97,7 +101,7 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
     config: dict[str, Any] = {"add_bos_token": fields.flag("tokenizer.ggml.add_bos_token", bos)}
     for name, key in NAMES.items():
         absent = name not in ("bos_token", "eos_token", "unk_token")
-        for i in fields.ids(f"tokenizer.ggml.{key}_token_id", len(tokens), absent=absent):
+        for i in named_ids(gguf, key, len(tokens), absent=absent):
             config[name] = tokens[i]
     empty: dict[str, Any] = {
         "model": {"type": "BPE", "vocab": {}, "merges": []},
@@ -127,16 +131,15 @@ def _vocabulary(gguf: Gguf) -> tuple[list[str], list[int]]:
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(one, str) for one in tokens):
         raise ModelFileError(f"{path}: tokenizer.ggml.tokens must be a list of texts")
-    kinds = _numbers(gguf, "tokenizer.ggml.token_type", len(tokens))
-    if kinds is None:
-        raise ModelFileError(f"{path}: tokenizer.ggml.token_type must be a list of {len(tokens)} whole numbers")
-    return tokens, [int(one) for one in kinds]
+    return tokens, [int(one) for one in _numbers(gguf, "tokenizer.ggml.token_type", len(tokens), "iu", "whole numbers")]
 
 
-def _numbers(gguf: Gguf, key: str, count: int) -> list[float] | None:
+def _numbers(gguf: Gguf, key: str, count: int, types: str, what: str) -> list[float]:
+    """`count` finite numbers of the `types` that numpy has letters for."""
     values = gguf.metadata.get(key)
-    if not isinstance(values, np.ndarray) or values.shape != (count,):
-        return None
+    listable = isinstance(values, np.ndarray) and values.shape == (count,) and values.dtype.kind in types
+    if values is None or not listable or not np.isfinite(values).all():
+        raise ModelFileError(f"{gguf.paths[0]}: {key} must be a list of {count} {what}")
     listed: list[float] = values.tolist()
     return listed
 
@@ -201,10 +204,12 @@ def _bad_merge(path: Path, vocab: dict[str, int], merges: list[Any]) -> ModelFil
 
 
 def _sentencepiece(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE, dict[str, Any]]:
-    """The model, and what a tokenizer.json has around it."""
-    scores = _numbers(gguf, "tokenizer.ggml.scores", len(tokens))
-    if scores is None:
-        raise ModelFileError(f"{gguf.paths[0]}: tokenizer.ggml.scores must be a list of {len(tokens)} numbers")
+    """The model, and what a tokenizer.json has around it.
+
+    A file cannot tell whether the model came with "▁" before a whole text only or after control tokens too. It gets it
+    in both places, as with llama.cpp; a tokenizer.json that says "first" has one "▁" less there.
+    """
+    scores = _numbers(gguf, "tokenizer.ggml.scores", len(tokens), "iuf", "finite numbers")
     vocab = _ranked(gguf, tokens, kinds)
     plain = {token: vocab[token] for token in vocab if kinds[vocab[token]] not in (UNKNOWN, CONTROL, USER, BYTE)}
     long = next((token for token in plain if len(token) > MAX_PIECE), None)
@@ -220,7 +225,7 @@ def _sentencepiece(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE
     ]
     if prefix:
         steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    model = BPE(vocab, _merges(plain, scores), unk_token=unknown, byte_fallback=True, fuse_unk=True)
+    model = BPE(vocab, _merges(plain, scores, gguf.paths[0]), unk_token=unknown, byte_fallback=True, fuse_unk=True)
     return model, {
         "normalizer": {
             "type": "Sequence",
@@ -231,13 +236,24 @@ def _sentencepiece(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE
     }
 
 
-def _merges(vocab: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, the piece with the best score first."""
-    found = []
+def _merges(vocab: dict[str, int], scores: list[float], path: Path) -> list[tuple[str, str]]:
+    """Every way to make a piece of two others, the piece with the best score first.
+
+    Raises `ModelFileError` beyond `MAX_MERGED`.
+    """
+    found: list[tuple[float, int, int, int, str, str]] = []
+    own, characters = {piece: piece for piece in vocab}, 0
     for piece, number in vocab.items():
+        score = -scores[number]
         for cut in range(1, len(piece)):
-            left, right = piece[:cut], piece[cut:]
-            if left in vocab and right in vocab:
-                # Among ways of the same score the longer left part comes first, as where these models were converted.
-                found.append((-scores[number], -cut, cut - len(piece), number, left, right))
-    return [(left, right) for *_, left, right in sorted(found)]
+            # The vocabulary's own texts, not those that were cut out to look for them.
+            left, right = own.get(piece[:cut]), own.get(piece[cut:])
+            if left is None or right is None:
+                continue
+            characters += len(piece)
+            if characters > MAX_MERGED:
+                raise ModelFileError(f"{path}: the merges of its tokens have more than {MAX_MERGED} characters")
+            # Among ways of the same score the longer left part comes first, as where these models were converted.
+            found.append((score, -cut, cut - len(piece), number, left, right))
+    found.sort()
+    return [(left, right) for *_, left, right in found]
