@@ -73,7 +73,7 @@ def main() -> None:
     library = Library.from_file(str(DEMO / "tokenizer.json"))
     chance = random.Random(1)
     ordinary = [i for i in range(library.get_vocab_size()) if i not in tokenizer.control_ids]
-    words = [i for i in ordinary if tokenizer.token_text(i).isascii() and "<" not in tokenizer.token_text(i)]
+    words = [i for i in ordinary if (text := tokenizer.token_bytes(i)).isascii() and b"<" not in text]
     ids = [chance.choice(words) for _ in range(TOKENS)]
     whole = library.decode(ids)
     kinds = {

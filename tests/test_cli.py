@@ -495,6 +495,9 @@ def test_errors_of_a_server_are_its_own_sentences(canned):
     canned.answers["/v1/chat/completions"] = (502, "<html>")
     assert "502" in sentence(run("generate", "-p", "x", "--host", canned.url), 1)
     assert "start one with: cairn serve" in sentence(run("status", "--host", "127.0.0.1:1"), 1)
+    for model in ((), ("m",)):
+        done = run("chat", *model, "--host", "http://127.0.0.1:1")
+        assert "start one with: cairn serve" in sentence(done, 1)
 
 
 def test_an_error_in_a_stream_is_no_success(canned):

@@ -27,6 +27,7 @@ from cairn.errors import (
     InvalidRequest,
     ModelError,
     Unavailable,
+    Unsupported,
 )
 from cairn.figures import CacheReport
 from cairn.llm import _Loop
@@ -117,6 +118,30 @@ def test_a_chat_whole_and_streamed_is_the_same(llm):
     assert whole.message == {"role": "assistant", "content": whole.text}
 
 
+def test_messages_and_tools_may_come_from_a_generator(llm, monkeypatch):
+    asked, chat = [], llm._llm.service.chat
+    prompt = chat.prompt
+
+    async def seen(messages, tools=None, **more):
+        asked.append((messages, tools))
+        return await prompt(messages, tools, **more)
+
+    monkeypatch.setattr(chat, "prompt", seen)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    for tools in ([tool], []):
+        llm.chat((message for message in HELLO), (one for one in tools), max_tokens=1)
+        assert asked.pop() == (HELLO, tools or None)
+
+
+def test_only_what_continues_a_text_is_read_as_its_end(llm, monkeypatch):
+    seen, service = [], llm._llm.service
+    generate = service.generate
+    monkeypatch.setattr(service, "generate", lambda request, *told: seen.append(request) or generate(request, *told))
+    llm.generate("Once", max_tokens=1)
+    llm.chat(HELLO, max_tokens=1)
+    assert [request.output.continues for request in seen] == [True, False]
+
+
 def test_the_next_turn_computes_only_what_is_new(llm):
     """An answer that comes back as history is the exact tokens that were sampled, and they are in the cache."""
     question = {"role": "user", "content": "Tell me a long story about a cat, a dog and a very small horse."}
@@ -202,6 +227,16 @@ def test_misspelt_and_wrong_options_are_errors(llm):
     for tool in ("f", {"name": "f"}, {"type": "function", "function": {}}):
         with pytest.raises(InvalidRequest, match="tools"):
             llm.chat(HELLO, [tool])
+    with pytest.raises(Unsupported, match=r"tools\[0\]\.function\.strict"):
+        llm.chat(HELLO, [{"type": "function", "function": {"name": "f", "strict": True}}])
+    for wrong in ([1], "x", {1: 2}):
+        with pytest.raises(InvalidRequest, match="template_args"):
+            llm.chat(HELLO, template_args=wrong)
+    for prompt in (b"ab", bytearray(b"ab"), memoryview(b"ab"), None, 5):
+        with pytest.raises(InvalidRequest, match="prompt"):
+            llm.generate([prompt], max_tokens=1)
+        with pytest.raises(InvalidRequest, match="prompt"):
+            llm._loop.wait(llm._llm.stream_generate(prompt, max_tokens=1))
     with pytest.raises(ConfigError, match="port is an option of a server; there is none here"):
         LLM("demo", port=9)
     with pytest.raises(ConfigError, match="unknown option 'thread'; did you mean threads\\?"):

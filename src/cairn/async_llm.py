@@ -12,7 +12,7 @@ from cairn.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
 from cairn.option import closest, local_options, options
 from cairn.resolve import resolve
 from cairn.service.requests import SamplingOptions, requests
-from cairn.types import Request
+from cairn.types import OutputFormat, Request
 
 if TYPE_CHECKING:
     from cairn.service.service import Service
@@ -79,8 +79,8 @@ class AsyncLLM:
         objects = _objects("messages", messages)
         prompt = await service.chat.prompt(
             objects,
-            _tools(tools) if tools else None,
-            template_args=dict(template_args) if template_args else None,
+            None if tools is None else _tools(tools) or None,
+            template_args=None if template_args is None else _template_args(template_args),
         )
         answered = any(message.get("role") == "assistant" for message in objects)
         request = self._request(prompt.tokens, asked, output=prompt.output, durable=answered)
@@ -108,7 +108,8 @@ class AsyncLLM:
     async def stream_generate(self, prompt: Prompt, **sampling: Any) -> AsyncStream:
         """The continuation of one prompt, piece by piece."""
         asked = _sampling(sampling)
-        return AsyncStream(self.service, self._request(await self._tokens(prompt), asked), lambda _: None)
+        request = self._request(await self._tokens(prompt), asked, output=OutputFormat(continues=True))
+        return AsyncStream(self.service, request, lambda _: None)
 
     @overload
     async def generate(self, prompts: str, **sampling: Any) -> Answer: ...
@@ -153,6 +154,8 @@ class AsyncLLM:
 
     async def _tokens(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
+            if not _are_ids(prompt):
+                raise InvalidRequest("the prompt must be a text or a list of token ids", field="prompt")
             return prompt
         from cairn.text.tokenizer import INLINE
 
@@ -178,10 +181,14 @@ def _are_prompts(given: object) -> bool:
     """Whether it is a sequence of texts and of sequences of token ids."""
     if not isinstance(given, Sequence):
         return False
-    return all(
-        isinstance(prompt, str) or (isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt))
-        for prompt in given
-    )
+    return all(isinstance(prompt, str) or _are_ids(prompt) for prompt in given)
+
+
+def _are_ids(given: object) -> bool:
+    """Whether it is a sequence of whole numbers that are meant as token ids: bytes are text that was not decoded."""
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray | memoryview):
+        return False
+    return all(isinstance(token, int) for token in given)
 
 
 def _config(model: str | None, given: Mapping[str, object]) -> Config:
@@ -199,12 +206,15 @@ def _only(config: Config, model: str | None, given: Mapping[str, object]) -> Con
 
 def _objects(field: str, given: Sequence[Message]) -> list[dict[str, Any]]:
     listed = isinstance(given, Iterable) and not isinstance(given, str | Mapping)
-    if not listed or not all(isinstance(item, Mapping) for item in given):
+    items = list(given) if listed else []  # once: it may be a generator
+    if not listed or not all(isinstance(item, Mapping) for item in items):
         raise InvalidRequest(f"{field} must be a list of objects, as in OpenAI's chat format", field=field)
-    return [dict(item) for item in given]
+    return [dict(item) for item in items]
 
 
 def _tools(given: Sequence[Message]) -> list[dict[str, Any]]:
+    from cairn.text.messages import check_strict
+
     found = _objects("tools", given)
     for index, tool in enumerate(found):
         function = tool.get("function")
@@ -213,7 +223,14 @@ def _tools(given: Sequence[Message]) -> list[dict[str, Any]]:
             raise InvalidRequest(
                 f'tools[{index}] must look like {{"type": "function", "function": {{"name": ...}}}}', field="tools"
             )
+    check_strict(tool["function"].get("strict") for tool in found)
     return found
+
+
+def _template_args(given: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidRequest("template_args must be an object: names and their values", field="template_args")
+    return dict(given)
 
 
 def _sampling(given: Mapping[str, Any]) -> SamplingOptions:

@@ -50,7 +50,7 @@ class Bytes:
     def token_bytes(self, id: int) -> bytes:
         return bytes([id]) if id < 256 else b"<%d>" % id
 
-    def detokenizer(self) -> Any:
+    def detokenizer(self, *, after: Sequence[int] = ()) -> Any:
         return SimpleNamespace(push=lambda ids: self.decode(ids))
 
 
@@ -118,7 +118,8 @@ class ScriptedService:
         self.script = script or (lambda request: [Delta(text="hi", tokens=(104, 105)), done()])
         self.name = name
         self.spec = SPEC
-        self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab, identity=b"\x11\x12\x13\x14\x15\x16\x17")
+        identity = b"\x11\x12\x13\x14\x15\x16\x17"
+        self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab, max_rows=4096, identity=identity)
         self.tokenizer = Bytes()
         self.chat = self
         self.metrics = Metrics("cairn", "scripted")

@@ -270,6 +270,27 @@ async def test_an_upgrade_is_not_made_and_the_request_is_answered() -> None:
         assert (await send(at, data))[0] == 200
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("options", ["close, Upgrade", "Upgrade,close", "upgrade, HTTP2-Settings , Close"])
+async def test_what_else_a_client_wants_beside_an_upgrade_is_heard(options: str, version: str) -> None:
+    async with site(ScriptedService()) as at:
+        reader, writer = await at.raw()
+        data = request_bytes("POST", "/v1/chat/completions", CHAT, f"Connection: {options}", "Upgrade: h2c")
+        writer.write(data.replace(b"HTTP/1.1", f"HTTP/{version}".encode()))
+        status, headers, _ = await answer(reader)
+        assert (status, headers["connection"]) == (200, "close")
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+
+@pytest.mark.parametrize("options", ["Upgrade", "keep-alive, Upgrade"])
+async def test_an_old_client_that_offers_an_upgrade_is_an_old_client(options: str) -> None:
+    async with site(ScriptedService()) as at:
+        data = request_bytes("POST", "/v1/chat/completions", CHAT, f"Connection: {options}", "Upgrade: h2c")
+        status, headers, _ = await send(at, data.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert (status, headers["connection"]) == (200, "close")
+
+
 async def test_a_request_sent_before_the_answer_is_not_read() -> None:
     async with site(ScriptedService(lambda request: [0.2, Delta(text="a"), done()])) as at:
         reader, writer = await at.raw()
@@ -305,12 +326,24 @@ async def test_head_and_errors_have_request_ids() -> None:
         writer.close()
 
 
+async def old(at: Site, data: bytes) -> tuple[bytes, bytes]:
+    """Head and body of the answer to a client that speaks HTTP/1.0."""
+    reader, writer = await at.raw()
+    writer.write(data.replace(b"HTTP/1.1", b"HTTP/1.0"))
+    head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    writer.close()
+    assert b" 200 " in head and b"\r\nconnection: close" in head
+    return head, body
+
+
 async def test_stream_over_http_1_0_ends_with_the_connection() -> None:
-    async with site(ScriptedService()) as at:
-        reader, writer = await at.raw()
+    """RFC 9112, 6.1: such a client knows no chunks, and would take their sizes for a part of the answer."""
+    async with site(ScriptedService(lambda request: [Delta(text="a"), 0.05, Delta(text="b"), done()])) as at:
         body = json.dumps(json.loads(CHAT) | {"stream": True}).encode()
-        data = request_bytes("POST", "/v1/chat/completions", body).replace(b"HTTP/1.1", b"HTTP/1.0")
-        writer.write(data)
-        text = await asyncio.wait_for(reader.read(), 5)
-        writer.close()
-    assert text.count(b"data: [DONE]") == 1
+        head, text = await old(at, request_bytes("POST", "/v1/chat/completions", body))
+        assert b"transfer-encoding" not in head and text.count(b"data: [DONE]") == 1
+        assert all(line.startswith(b"data: ") or not line for line in text.split(b"\n"))
+        head, text = await old(at, request_bytes("POST", "/v1/chat/completions", CHAT))
+        assert b"content-length: %d" % len(text) in head and json.loads(text)["object"] == "chat.completion"
+        head, text = await old(at, request_bytes("HEAD", "/v1/models"))
+        assert text == b""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
-from scripted import ScriptedService, done
+from scripted import SPEC, ScriptedService, done
 from sockets import Site, answer, events, request_bytes, site
+from tests.text import text_models
 
 from cairn.config import Config
 from cairn.errors import GenerationFailed, InvalidRequest, Overloaded, Unavailable
 from cairn.figures import CacheReport, Miss
+from cairn.text.stream import TextStream
+from cairn.text.tokenizer import Tokenizer
 from cairn.types import Delta, Done, FinishReason, Request, TokenLogprob, ToolCallDelta, Usage
 
 HI = [{"role": "user", "content": "hi"}]
@@ -357,6 +362,31 @@ async def test_echo_with_logprobs() -> None:
     assert joined == wanted
 
 
+@pytest.mark.parametrize("echo", [False, True])
+async def test_a_completion_keeps_its_space_and_the_offsets_fit(echo: bool, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(
+        text_models.write_model(tmp_path, text_models.sentencepiece(), text_models.LLAMA2_CONFIG)
+    )
+    sampled = tokenizer.encode("The lazy dog")
+
+    def script(request: Request) -> list[Any]:
+        prompt = tuple(entry(token, -1.0) for token in request.prompt[1:]) if echo else ()
+        (said,) = TextStream(tokenizer, request).push(sampled)
+        scores = tuple(entry(token, -1.0) for token in sampled)
+        return [Delta(text=said.text, tokens=said.tokens, logprobs=scores, prompt_logprobs=prompt), done()]
+
+    service = ScriptedService(script)
+    service.tokenizer = tokenizer  # type: ignore[assignment]
+    service.spec = msgspec.structs.replace(SPEC, vocab=1000)
+    async with site(service) as at:
+        found = await post(at, complete(prompt="the quick", echo=echo, logprobs=1), "/v1/completions")
+    choice = found.json()["choices"][0]
+    assert choice["text"] == ("the quick The lazy dog" if echo else " The lazy dog")
+    ends = [*choice["logprobs"]["text_offset"][1:], len(choice["text"])]
+    for start, end, token in zip(choice["logprobs"]["text_offset"], ends, choice["logprobs"]["tokens"], strict=True):
+        assert choice["text"][start:end] in (token, token.lstrip(), "")
+
+
 async def test_echo_without_logprobs_and_scoring_only() -> None:
     service = ScriptedService(lambda request: [done(FinishReason.LENGTH, completion=0)])
     async with site(service) as at:
@@ -374,6 +404,29 @@ async def test_default_max_tokens_fits_the_context() -> None:
         assert (await post(at, complete(prompt="x" * 120), "/v1/completions")).status_code == 200
         assert (await post(at, complete(prompt="x" * 128), "/v1/completions")).status_code == 400
     assert service.streams[0].request.sampling.max_tokens == 8
+
+
+async def test_what_could_never_wait_together_is_refused_for_good() -> None:
+    """A 429 would have the client come back for ever."""
+    config = Config(max_running=2, max_queue=5, max_queue_tokens=40)
+    async with site(ScriptedService(), config) as at:
+        for prompts, length, status in (
+            (3, 60, 200),
+            (6, 20, 400),
+            (4, 10, 200),
+            (4, 11, 400),
+            (7, 1, 200),
+            (8, 1, 400),
+        ):
+            found = await post(at, complete(prompt=["x" * length] * prompts), "/v1/completions")
+            assert found.status_code == status, (prompts, length)
+            if status == 400:
+                assert found.json()["error"]["param"] == "prompt"
+                assert ("40" if prompts < 8 else "7") in found.json()["error"]["message"]
+        for n, text, status in ((3, "x" * 60, 200), (4, "x" * 60, 400), (7, "x", 200), (8, "x", 400)):
+            found = await post(at, chat(n=n, messages=[{"role": "user", "content": text}]))
+            assert found.status_code == status, n
+            assert status == 200 or found.json()["error"]["param"] == "n"
 
 
 # ----------------------------------------------------------------------------------------------- the openai client

@@ -280,6 +280,11 @@ async def test_a_truncated_call_in_the_history_does_not_spoil_later_turns(start:
             InvalidRequest,
         ),
         (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": {1: 2}}}}]}],
+            "messages",
+            InvalidRequest,
+        ),
+        (
             [{"role": "assistant", "content": "x", "reasoning_content": 5}],
             "messages[0].reasoning_content",
             InvalidRequest,

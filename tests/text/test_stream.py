@@ -36,7 +36,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def request(**fields: Any) -> Request:
     sampling = SamplingParams(max_tokens=1000, **fields.pop("sampling", {}))
-    return Request(id=77, prompt=(1,), sampling=sampling, **fields)
+    return Request(id=77, prompt=fields.pop("prompt", (1,)), sampling=sampling, **fields)
 
 
 def chunks(tokens: Sequence[int], rng: random.Random | None) -> Iterator[Sequence[int]]:
@@ -253,6 +253,25 @@ def test_tokens_generated_before_are_context_and_not_reported(tokenizer: Tokeniz
         after, _ = run(again, tokens[cut:])
         assert text_of(before) + text_of(after) == text_of(whole) == "Hello 😀 "
         assert reasoning_of(before) + reasoning_of(after) == "a"
+
+
+@pytest.mark.parametrize("kind", text_models.KINDS)
+def test_what_continues_a_text_keeps_its_space(kind: str, tmp_path: Path) -> None:
+    """A decoder may drop the space before a text's first word, which the first word of an answer need not be."""
+    made = Tokenizer.load(text_models.write_model(tmp_path, text_models.KINDS[kind](), {}))
+    ids = made.encode("the quick brown fox jumps over the lazy dog")
+    raw = OutputFormat(continues=True)
+    for cut in range(1, len(ids)):
+        before, after = ids[:cut], ids[cut:]
+        whole, rest = made.decode(before), made.decode(after)
+        said = text_of(run(TextStream(made, request(prompt=tuple(before), output=raw)), after)[0])
+        assert whole + said == made.decode(ids)
+        again = TextStream(made, request(prompt=tuple(before), output=raw, generated=tuple(after[:1])))
+        assert said.endswith(text_of(run(again, after[1:])[0]))
+        # A chat's answer is a text of its own, and so is what follows nothing but control tokens.
+        assert text_of(run(TextStream(made, request(prompt=tuple(before))), after)[0]) == rest
+        for nothing in sorted(made.special_ids)[:1]:
+            assert text_of(run(TextStream(made, request(prompt=(nothing,), output=raw)), after)[0]) == rest
 
 
 def test_other_endings_are_passed_on(tokenizer: Tokenizer) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.text import text_models
@@ -281,7 +282,7 @@ def test_decoding_leaves_special_tokens_out(qwen: Tokenizer) -> None:
     ids = qwen.encode("<|im_start|>hi<think><|im_end|>", special=True)
     assert qwen.decode(ids) == "hi<think>"
     assert qwen.decode(ids, skip_special=False) == "<|im_start|>hi<think><|im_end|>"
-    assert qwen.token_text(ids[0]) == "<|im_start|>"
+    assert qwen.token_bytes(ids[0]) == b"<|im_start|>"
     assert qwen.vocab_size == Library.from_str(text_models.byte_level()).get_vocab_size()
 
 
@@ -310,3 +311,10 @@ def test_the_longest_control_token_counts_and_the_leftmost_wins() -> None:
     assert controls.with_aliases("x>b<a>") == "x" + aliases[">b<"] + "a>"
     assert list(controls.find("<a>b<")) == [(0, 3), (2, 5)]
     assert list(Controls({}).find("<a>")) == []
+
+
+@pytest.mark.parametrize("listed", [{"1": "<x>"}, {"1": None}, {"1": ["<x>"]}, {"9" * 5000: {"content": "<x>"}}])
+def test_tokens_of_the_config_that_are_none_are_one_sentence(tmp_path: Path, listed: dict[str, Any]) -> None:
+    config = {**text_models.QWEN_CONFIG, "added_tokens_decoder": listed}
+    with pytest.raises(ModelFileError, match=r"tokenizer_config\.json: .* added_tokens_decoder"):
+        Tokenizer.load(text_models.write_model(tmp_path, text_models.byte_level(), config))

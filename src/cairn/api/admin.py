@@ -66,7 +66,7 @@ class Admin:
 
     async def tokenize(self, call: Call, service: Service) -> None:
         """POST /tokenize: {"prompt"} or {"messages"} -> {"tokens", "count", "max_model_len"}."""
-        body = parse(TokenizeBody, await read_json(call, self._config))
+        body = parse(TokenizeBody, await read_json(call, self._config), self._config)
         if body.model is not None:
             check_model(body.model, service)
         if (body.prompt is None) == (body.messages is None):
@@ -92,7 +92,7 @@ class Admin:
 
     async def detokenize(self, call: Call, service: Service) -> None:
         """POST /detokenize: {"tokens"} -> {"prompt"}, control tokens included."""
-        body = parse(DetokenizeBody, await read_json(call, self._config))
+        body = parse(DetokenizeBody, await read_json(call, self._config), self._config)
         if body.model is not None:
             check_model(body.model, service)
         vocab = service.spec.vocab

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
 from urllib.parse import parse_qsl
 
-from pydantic import Field
-
 from cairn.agents.portable import Portable
-from cairn.api.checks import check_messages, check_stream, check_template_args
+from cairn.api.checks import check_generation, check_messages
 from cairn.api.parse import parse
 from cairn.api.reply import Call, shown
-from cairn.api.schemas import Body, ChatMessage, Count, Generation, Number, Tool
+from cairn.api.schemas import Body, ChatGeneration, ChatMessage, Number, Several, Tool
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 
 PATH = "/v1/agents"
 MOST_LISTED = 100
-MAX_METADATA = 16
 MAX_METADATA_VALUE = 512
 LEAST_TTL = 1.0
 MOST_TTL = 10 * 365 * 86_400.0
@@ -30,8 +26,8 @@ class CreateBody(Body):
     model: str | None = None
     system: str | None = None
     """Short for a system message before all others."""
-    messages: list[ChatMessage] | None = None
-    tools: list[Tool] | None = None
+    messages: Several[ChatMessage] | None = None
+    tools: Several[Tool] | None = None
     metadata: dict[str, str] | None = None
     pin: bool | None = None
     """Keep its KV in the stores from eviction."""
@@ -39,15 +35,10 @@ class CreateBody(Body):
     """Seconds without use after which the agent is deleted."""
 
 
-class TurnBody(Generation):
+class TurnBody(ChatGeneration):
     """POST /v1/agents/{id}/turns: only what is new."""
 
     model: str | None = None  # type: ignore[assignment]
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Count = None
-    logprobs: bool | None = None
-    top_logprobs: Count = None
-    chat_template_kwargs: dict[str, Any] | None = None
     fork_on_conflict: bool | None = None
 
 
@@ -83,9 +74,9 @@ class RollbackBody(Body):
 def check_portable(read: Portable, config: Config) -> None:
     """Hold what a file says to the limits of what is said to the other routes."""
     agent = read.agent
-    beginning(parse(CreateBody, {"metadata": agent.metadata, "ttl": agent.ttl}), config)
+    beginning(parse(CreateBody, {"metadata": agent.metadata, "ttl": agent.ttl}, config), config)
     for _, began, _ in read.turns:
-        beginning(parse(CreateBody, {"messages": list(began.messages), "tools": list(began.tools)}), config)
+        beginning(parse(CreateBody, {"messages": list(began.messages), "tools": list(began.tools)}, config), config)
 
 
 def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
@@ -98,10 +89,7 @@ def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
         messages.insert(0, ChatMessage(role="system", content=body.system))
     if body.ttl is not None and not LEAST_TTL <= body.ttl <= MOST_TTL:
         raise InvalidRequest(f"ttl must be {LEAST_TTL:.0f} to {MOST_TTL:.0f} seconds, got {body.ttl:g}", field="ttl")
-    metadata = body.metadata or {}
-    if len(metadata) > MAX_METADATA:
-        raise InvalidRequest(f"metadata holds {len(metadata)} values; the limit is {MAX_METADATA}", field="metadata")
-    for name, value in metadata.items():
+    for name, value in (body.metadata or {}).items():
         if len(name) > MAX_METADATA_VALUE or len(value) > MAX_METADATA_VALUE:
             field = f"metadata.{shown(name)}"
             raise InvalidRequest(f"{field} is longer than {MAX_METADATA_VALUE} characters, the limit", field=field)
@@ -110,8 +98,7 @@ def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
 
 def check_turn(body: TurnBody, config: Config) -> None:
     """The limits of a turn, and combinations that mean nothing."""
-    check_stream(body)
-    check_messages(body.messages, None, config)
+    check_generation(body, None, config)
     for index, message in enumerate(body.messages):
         if message.role == "assistant":
             raise InvalidRequest(
@@ -122,12 +109,6 @@ def check_turn(body: TurnBody, config: Config) -> None:
         raise InvalidRequest("store cannot be false: the turns of an agent are kept", field="store")
     if body.n not in (None, 1):
         raise InvalidRequest("n must be 1: a turn has one answer; fork the agent for another", field="n")
-    both = body.max_tokens is not None and body.max_completion_tokens is not None
-    if both and body.max_tokens != body.max_completion_tokens:
-        raise InvalidRequest(
-            "max_tokens and max_completion_tokens mean the same; give one of them", field="max_completion_tokens"
-        )
-    check_template_args(body.chat_template_kwargs)
 
 
 def check_account(body: TurnBody, header: str | None, id: str) -> None:

@@ -88,7 +88,7 @@ class AgentRoutes:
     async def create(self, call: Call, service: Service) -> None:
         """POST /v1/agents."""
         agents = self._open()
-        body = parse(CreateBody, await read_nothing(call, self._config))
+        body = parse(CreateBody, await read_nothing(call, self._config), self._config)
         if body.model is not None:
             check_model(body.model, service)
         messages = beginning(body, self._config)
@@ -158,20 +158,20 @@ class AgentRoutes:
 
     async def _pin(self, call: Call, service: Service, pinned: bool) -> None:
         agents, id = self._open(), id_of(call)
-        parse(NoBody, await read_nothing(call, self._config))
+        parse(NoBody, await read_nothing(call, self._config), self._config)
         await call.json(agent_object(await agents.pin(call.tenant, id, pinned), service))
 
     async def prefetch(self, call: Call, service: Service) -> None:
         """POST /v1/agents/{id}/prefetch: bring its KV up before it is needed; answered when it is there."""
         agents, id = self._open(), id_of(call)
-        parse(NoBody, await read_nothing(call, self._config))
+        parse(NoBody, await read_nothing(call, self._config), self._config)
         placed = await agents.prefetch(call.tenant, id)
         await call.json({"id": id, "object": "agent.kv", "kv": msgspec.to_builtins(placed)})
 
     async def evict(self, call: Call, service: Service) -> None:
         """POST /v1/agents/{id}/evict: {"disk"}: give its KV up in the pool and in RAM, with `disk` everywhere."""
         agents, id = self._open(), id_of(call)
-        body = parse(EvictBody, await read_nothing(call, self._config))
+        body = parse(EvictBody, await read_nothing(call, self._config), self._config)
         if body.disk and agents.get(call.tenant, id).pinned:
             raise Conflict(f"agent {id} is pinned; unpin it first")
         placed = await agents.evict(call.tenant, id, disk=bool(body.disk))
@@ -180,14 +180,14 @@ class AgentRoutes:
     async def fork(self, call: Call, service: Service) -> None:
         """POST /v1/agents/{id}/fork: {"turn", "id"}, both optional."""
         agents, id = self._open(), id_of(call)
-        body = parse(ForkBody, await read_nothing(call, self._config))
+        body = parse(ForkBody, await read_nothing(call, self._config), self._config)
         info = await agents.fork(call.tenant, id, turn=body.turn, new_id=body.id)
         await call.json(agent_object(info, service), 201)
 
     async def rollback(self, call: Call, service: Service) -> None:
         """POST /v1/agents/{id}/rollback: {"turn"}."""
         agents, id = self._open(), id_of(call)
-        body = parse(RollbackBody, await read_json(call, self._config))
+        body = parse(RollbackBody, await read_json(call, self._config), self._config)
         await call.json(agent_object(await agents.rollback(call.tenant, id, turn=body.turn), service))
 
     async def export(self, call: Call, service: Service) -> None:

@@ -126,7 +126,7 @@ class TextAnswer:
         self._head = head(call, service, self.prefix, self.kind)
         self._chunks: TextChunks | None = None
         self._include_usage = include_usage
-        self._logprobs = None if top is None else [TextLogprobs(service.tokenizer, top) for _ in choices]
+        self._logprobs = None if top is None else [self._scores(choice, service, top) for choice in choices]
         self._echoed = [echoes is None] * len(choices)
 
     def begin(self) -> bytes:
@@ -176,6 +176,10 @@ class TextAnswer:
             text = (self._echoes[index] if self._echoes is not None else "") + choice.said.text
             found.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason(choice)})
         return self._head | {"choices": found, "usage": usage}
+
+    def _scores(self, choice: Choice, service: Service, top: int) -> TextLogprobs:
+        before = choice.request.prompt if self._echoes is None else ()
+        return TextLogprobs(service.tokenizer, top, after=before)
 
     def _echo(self, index: int) -> bytes:
         if self._echoed[index]:

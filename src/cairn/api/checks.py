@@ -1,4 +1,4 @@
-"""What a body of the right shape may still not say: more than the limits, and combinations that mean nothing."""
+"""What a body of the right shape may still not say, above all combinations that mean nothing."""
 
 from __future__ import annotations
 
@@ -6,24 +6,30 @@ from typing import Any
 
 from cairn.api.limits import has_more
 from cairn.api.reply import shown
-from cairn.api.schemas import ChatBody, ChatMessage, Generation, Tool
+from cairn.api.schemas import ChatBody, ChatGeneration, ChatMessage, Generation, Tool
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
 from cairn.text.chat import RESERVED
+from cairn.text.messages import check_strict
 
 MAX_TEMPLATE_ARGS = 16
 
 
 def check_chat(body: ChatBody, config: Config) -> None:
     """The limits of a chat, and combinations that mean nothing."""
-    check_stream(body)
-    check_messages(body.messages, body.tools, config)
+    check_generation(body, body.tools, config)
     if body.tool_choice is not None and body.tool_choice not in ("none", "auto"):
         if body.tool_choice == "required" or isinstance(body.tool_choice, dict):
             raise Unsupported("tool_choice can only be 'none' or 'auto' so far", field="tool_choice")
         raise InvalidRequest("tool_choice must be 'none' or 'auto'", field="tool_choice")
     if body.tool_choice == "auto" and not body.tools:
         raise InvalidRequest("tool_choice 'auto' needs tools", field="tool_choice")
+
+
+def check_generation(body: ChatGeneration, tools: list[Tool] | None, config: Config) -> None:
+    """What holds for a chat and for a turn."""
+    check_stream(body)
+    check_messages(body.messages, tools, config)
     both = body.max_tokens is not None and body.max_completion_tokens is not None
     if both and body.max_tokens != body.max_completion_tokens:
         raise InvalidRequest(
@@ -33,17 +39,8 @@ def check_chat(body: ChatBody, config: Config) -> None:
 
 
 def check_messages(messages: list[ChatMessage], tools: list[Tool] | None, config: Config) -> None:
-    """Counts, and what each role may carry."""
-    if len(messages) > config.max_messages:
-        raise InvalidRequest(
-            f"messages holds {len(messages)} messages; the limit is {config.max_messages}", field="messages"
-        )
-    if tools and len(tools) > config.max_tools:
-        raise InvalidRequest(f"tools holds {len(tools)} tools; the limit is {config.max_tools}", field="tools")
-    for index, tool in enumerate(tools or ()):
-        if tool.function.strict:
-            field = f"tools[{index}].function.strict"
-            raise Unsupported(f"{field} is not built yet: answers are not held to a schema; send false", field=field)
+    """What each role may carry, and how much its tool calls."""
+    check_strict(tool.function.strict for tool in tools or ())
     calls = [call.function.arguments for message in messages for call in message.tool_calls or ()]
     if has_more("\n".join(calls).encode("utf-8", "surrogatepass"), config.max_json_values):
         raise InvalidRequest(

@@ -15,10 +15,10 @@ close instead); the connection closes after that answer.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cairn.api.deadlines import Phase, Times, Verdict
 from cairn.api.output import WRITE_BUFFER, Output, refusal
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 CONNECTIONS_RETRY = 1.0
 IMPORT = b"/v1/agents/import"
 """The route whose bodies are files, with a limit of their own."""
+OFFERS = (b"upgrade", b"http2-settings")
+"""Headers that offer to switch protocols, and how Connection names them."""
 
 
 class Guard(HttpToolsProtocol):
@@ -99,9 +101,13 @@ class Guard(HttpToolsProtocol):
     def _feed_without_upgrade(self, rest: bytes) -> None:
         """Some clients (Java's) offer to switch protocols with every request. The parser then drops the body, so the
         same head is parsed again without the offer, which a server may ignore (RFC 9110, 7.8)."""
-        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/1.1"]
-        offers = (b"upgrade", b"connection", b"http2-settings")
-        lines += [name + b": " + value for name, value in self.headers if name not in offers]
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        for name, value in self.headers:
+            if name == b"connection":
+                value = b", ".join(option for option in value.split(b",") if option.strip().lower() not in OFFERS)
+            if name not in OFFERS:
+                lines.append(name + b": " + value)
         self.parser = httptools.HttpRequestParser(self)
         self.phase = Phase.HEAD
         self._feed(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
@@ -174,6 +180,9 @@ class Guard(HttpToolsProtocol):
         self.phase = Phase.BODY
         self._times.since = self._times.heard
         self._head_bytes = self._body_bytes = 0
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        super()._start_asgi_task(cycle, _unchunked(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
 
     def on_chunk_header(self) -> None:
         """A chunk begins."""
@@ -286,3 +295,25 @@ class Guard(HttpToolsProtocol):
                 self.output.raw.abort()
             case CairnError() as error:
                 self.refuse(error)
+
+
+def _unchunked(cycle: RequestResponseCycle, app: Any) -> Any:
+    """The application for a client that speaks HTTP/1.0. It knows no chunks (RFC 9112, 6.1), so an answer of unknown
+    length just ends with its connection, which uvicorn closes after each answer to such a client."""
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        endless = False
+
+        async def unchunked(message: Any) -> None:
+            nonlocal endless
+            if message["type"] == "http.response.start":
+                endless = all(name.lower() != b"content-length" for name, _ in message["headers"])
+                if endless:
+                    cycle.chunked_encoding = False
+            elif endless:  # to uvicorn it is an answer whose announced length each piece is
+                cycle.expected_content_length = len(message["body"])
+            await send(message)
+
+        await app(scope, receive, unchunked)
+
+    return run

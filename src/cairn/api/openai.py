@@ -23,13 +23,14 @@ from cairn.api.sse import DONE, EVENT_STREAM, HEARTBEAT, error_event
 from cairn.api.ties import Ties
 from cairn.config import Config
 from cairn.errors import CairnError, InvalidRequest, UnknownModel
+from cairn.service.admission import check_together
 from cairn.service.recent import Told, told_of
 from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.service.stream import merge
 from cairn.text import length
 from cairn.text.tokenizer import INLINE
-from cairn.types import Done
+from cairn.types import Done, OutputFormat
 
 COMPLETION_TOKENS = 16
 """max_tokens of a text completion that gives none, as in the OpenAI API."""
@@ -46,7 +47,7 @@ class OpenAI:
 
     async def chat(self, call: Call, service: Service) -> None:
         """POST /v1/chat/completions."""
-        body = parse(ChatBody, await read_json(call, self._config))
+        body = parse(ChatBody, await read_json(call, self._config), self._config)
         check_chat(body, self._config)
         check_model(body.model, service)
         tie = self._ties.tie(call, body)
@@ -54,14 +55,12 @@ class OpenAI:
         await check_length(service, contents(body.messages, tools), "messages")
         messages = plain_messages(body.messages)
         prompt = await service.chat.prompt(messages, tools, tenant=call.tenant, template_args=body.chat_template_kwargs)
-        max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-        options = body.options(max_tokens=max_tokens, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs)
         names = names_of(body.max_tokens)
         with spelled(names):
             made = requests(
                 service.spec,
                 prompt.tokens,
-                options,
+                body.chat_options(),
                 ids=ids(call, service),
                 context=service.info.context,
                 max_choices=self._config.max_choices,
@@ -71,6 +70,7 @@ class OpenAI:
                 durable=any(message.role == "assistant" for message in body.messages),
                 stored=body.store is not False,
             )
+        check_together(made, self._config, service.info.max_rows)
         choices = [Choice(request) for request in made]
         answer = ChatAnswer(call, service, choices, body.include_usage, tie)
         answer.told, answer.names = told_of(messages, store=body.store is not False), names
@@ -78,7 +78,7 @@ class OpenAI:
 
     async def complete(self, call: Call, service: Service) -> None:
         """POST /v1/completions."""
-        body = parse(CompletionBody, await read_json(call, self._config))
+        body = parse(CompletionBody, await read_json(call, self._config), self._config)
         check_stream(body)
         check_model(body.model, service)
         tie = self._ties.tie(call, body)
@@ -106,6 +106,7 @@ class OpenAI:
                     max_choices=self._config.max_choices,
                     salt=call.salt,
                     timeout=self._config.request_timeout,
+                    output=OutputFormat(continues=True),
                     allow_empty=echo,
                     stored=body.store is not False,
                 )
@@ -113,11 +114,7 @@ class OpenAI:
             if echo:
                 text = prompt if isinstance(prompt, str) else service.tokenizer.decode(tokens)
                 echoes += [text] * len(made)
-        most = self._config.max_running + self._config.max_queue
-        if len(choices) > most:
-            raise InvalidRequest(
-                f"prompt and n ask for {len(choices)} completions at once; this server takes {most}", field="prompt"
-            )
+        check_together([choice.request for choice in choices], self._config, service.info.max_rows)
         top = body.logprobs
         answer = TextAnswer(call, service, choices, body.include_usage, echoes if echo else None, top, tie)
         answer.told = Told(store=body.store is not False)

@@ -1,5 +1,5 @@
 """From a JSON object to a request body: the fields that are accepted without effect, those whose meaning is not built,
-and the sentence for what has the wrong shape."""
+what is too long to be looked at, and the sentence for what has the wrong shape."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pydantic import ValidationError
 
 from cairn.api.reply import shown
 from cairn.api.schemas import Body, Generation
+from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
+from cairn.service.requests import MAX_BIAS
 
 HARMLESS = frozenset(
     {
@@ -51,6 +53,8 @@ MESSAGE_OWN = frozenset({"parsed", "provider_specific_fields"})
 """Fields that clients add to a message for their own use (openai-python's parsed streams, litellm) and send back: they
 never have an effect."""
 
+MAX_METADATA = 16
+"""As in the OpenAI API."""
 _DROPPED = MESSAGE_NEUTRAL.keys() | MESSAGE_OWN
 _HIDDEN = "~"
 """First letter of the union tags, which are no part of a field's name."""
@@ -59,8 +63,11 @@ _HIDDEN = "~"
 B = TypeVar("B", bound=Body)
 
 
-def parse(kind: type[B], value: dict[str, Any]) -> B:
-    """The body as a model; InvalidRequest or Unsupported names the field and what was expected."""
+def parse(kind: type[B], value: dict[str, Any], config: Config) -> B:
+    """The body as a model; InvalidRequest or Unsupported names the field and what was expected.
+
+    All of it is read on the event loop, so what is too long is refused unread, and of what is wrong the first is told.
+    """
     fields = kind.model_fields
     kept = {}
     for name, item in value.items():
@@ -70,6 +77,7 @@ def parse(kind: type[B], value: dict[str, Any]) -> B:
             _outside(name, item)
         else:
             raise InvalidRequest(f"{shown(name)} is not a field of this route", field=shown(name))
+    _check_lengths(kept, config)
     if "messages" in kept:
         kept["messages"] = _strip_messages(kept["messages"])
     try:
@@ -77,6 +85,20 @@ def parse(kind: type[B], value: dict[str, Any]) -> B:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise _explain(first["type"], first["loc"], first["msg"]) from None
+
+
+def _check_lengths(fields: dict[str, Any], config: Config) -> None:
+    limits = {
+        "messages": config.max_messages,
+        "tools": config.max_tools,
+        "logit_bias": MAX_BIAS,
+        "metadata": MAX_METADATA,
+    }
+    for name, most in limits.items():
+        given = fields.get(name)
+        if isinstance(given, list | dict) and len(given) > most:
+            what = "entries" if isinstance(given, dict) else name
+            raise InvalidRequest(f"{name} holds {len(given)} {what}; the limit is {most}", field=name)
 
 
 def _strip_messages(messages: Any) -> Any:

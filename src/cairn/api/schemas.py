@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from cairn.api.reply import shown
 from cairn.errors import InvalidRequest
@@ -21,6 +22,21 @@ class Body(BaseModel):
     """Strict: no field but these, no number written as text."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, value: Any) -> Any:
+        """Every unknown field is an error of its own: no more of them are looked at than there are known ones."""
+        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+            raise PydanticCustomError(
+                "fields", "Holds more fields than the {most} known ones", {"most": len(cls.model_fields)}
+            )
+        return value
+
+
+T = TypeVar("T")
+Several = Annotated[list[T], Field(fail_fast=True)]
+"""A list that is read up to its first error: collecting those of a long one would hold everybody up."""
 
 
 class TextPart(Body):
@@ -36,7 +52,7 @@ def _text_or_list(value: Any) -> str | None:
 
 
 Content = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[TextPart], Tag("~list")],
+    Annotated[str, Tag("~text")] | Annotated[Several[TextPart], Tag("~list")],
     Discriminator(
         _text_or_list,
         custom_error_type="content",
@@ -69,7 +85,7 @@ class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Several[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -102,7 +118,7 @@ class StreamOptions(Body):
 Number = float | None
 Count = int | None
 Stop = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[str], Tag("~list")],
+    Annotated[str, Tag("~text")] | Annotated[Several[str], Tag("~list")],
     Discriminator(_text_or_list, custom_error_type="stop", custom_error_message="must be a text or a list of texts"),
 ]
 
@@ -124,7 +140,7 @@ class Generation(Body):
     logit_bias: dict[str, float] | None = None
     seed: Count = None
     stop: Stop | None = None
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    stop_token_ids: Several[int] | None = None
     min_tokens: Count = None
     ignore_eos: bool | None = None
     n: Count = None
@@ -162,16 +178,29 @@ class Generation(Body):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class ChatBody(Generation):
-    """POST /v1/chat/completions."""
+Messages = Annotated[Several[ChatMessage], Field(min_length=1)]
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    tools: list[Tool] | None = None
-    tool_choice: Any = None
+
+class ChatGeneration(Generation):
+    """What a chat and an agent's turn share."""
+
+    messages: Messages
     max_completion_tokens: Count = None
     logprobs: bool | None = None
     top_logprobs: Count = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def chat_options(self) -> SamplingOptions:
+        """The sampling options, `max_tokens` by either of its names."""
+        most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return self.options(max_tokens=most, logprobs=bool(self.logprobs), top_logprobs=self.top_logprobs)
+
+
+class ChatBody(ChatGeneration):
+    """POST /v1/chat/completions."""
+
+    tools: Several[Tool] | None = None
+    tool_choice: Any = None
 
 
 def _prompt_kind(value: Any) -> str | None:
@@ -187,9 +216,9 @@ def _prompt_kind(value: Any) -> str | None:
 
 Prompt = Annotated[
     Annotated[str, Tag("~text")]
-    | Annotated[list[str], Tag("~texts"), Field(fail_fast=True)]
-    | Annotated[list[int], Tag("~tokens"), Field(fail_fast=True)]
-    | Annotated[list[list[int]], Tag("~batch"), Field(fail_fast=True)],
+    | Annotated[Several[str], Tag("~texts")]
+    | Annotated[Several[int], Tag("~tokens")]
+    | Annotated[Several[Several[int]], Tag("~batch")],
     Discriminator(
         _prompt_kind,
         custom_error_type="prompt",
@@ -211,8 +240,8 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    messages: Messages | None = None
+    tools: Several[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -220,7 +249,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Several[int]
 
 
 def plain_messages(messages: Iterable[ChatMessage]) -> list[dict[str, Any]]:

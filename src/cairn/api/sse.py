@@ -46,8 +46,8 @@ class Vocabulary(Protocol):
         """The bytes that the token stands for."""
         ...
 
-    def detokenizer(self) -> Pieces:
-        """A detokenizer at the start of a text."""
+    def detokenizer(self, *, after: Sequence[int] = ()) -> Pieces:
+        """A detokenizer at the start of a text, or of what follows these tokens."""
         ...
 
 
@@ -123,12 +123,15 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> d
 
 
 class TextLogprobs:
-    """Collects the parallel lists of a text completion's `logprobs`; offsets are characters of the choice's text."""
+    """Collects the parallel lists of a text completion's `logprobs`; offsets are characters of the choice's text.
 
-    def __init__(self, vocabulary: Vocabulary, top: int) -> None:
+    `after`: the prompt, where it is no part of that text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, top: int, *, after: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
         self._top = top
-        self._pieces = vocabulary.detokenizer()
+        self._pieces = vocabulary.detokenizer(after=after)
         self._offset = 0
         self._tokens: list[str] = []
         self._logprobs: list[float | None] = []

@@ -55,7 +55,7 @@ class StoredRoutes:
         await call.json(_swept("prune", await service.prune()))
 
     async def _nothing(self, call: Call) -> None:
-        parse(NoBody, await read_nothing(call, self._config))
+        parse(NoBody, await read_nothing(call, self._config), self._config)
 
 
 def _swept(what: str, found: Swept) -> dict[str, Any]:

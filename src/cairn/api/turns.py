@@ -51,7 +51,7 @@ class TurnRoutes:
     async def turn(self, call: Call, service: Service) -> None:
         """POST /v1/agents/{id}/turns: new messages in, the answer out as of /v1/chat/completions."""
         agents, id = self._ties.open(), id_of(call)
-        body = parse(TurnBody, await read_json(call, self._config))
+        body = parse(TurnBody, await read_json(call, self._config), self._config)
         agents.get(call.tenant, id)
         check_turn(body, self._config)
         header = call.header(HEADER)
@@ -59,13 +59,12 @@ class TurnRoutes:
         if body.model is not None:
             check_model(body.model, service)
         await check_length(service, contents(body.messages), "messages")
-        max_tokens = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
         with spelled(names_of(body.max_tokens)):
             running = await agents.turn(
                 call.tenant,
                 id,
                 plain_messages(body.messages),
-                body.options(max_tokens=max_tokens, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs),
+                body.chat_options(),
                 request=call.number,
                 fork_on_conflict=bool(body.fork_on_conflict),
                 template_args=body.chat_template_kwargs,
@@ -78,7 +77,7 @@ class TurnRoutes:
         `logprobs` is null where a part of it was said before: what was computed then is not kept.
         """
         agents, id = self._ties.open(), id_of(call)
-        body = parse(ResumeBody, await read_nothing(call, self._config))
+        body = parse(ResumeBody, await read_nothing(call, self._config), self._config)
         running = await agents.resume(call.tenant, id, request=call.number)
         await self._answer(call, service, running, bool(body.stream), True)
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -23,6 +23,7 @@ from cairn.resolve import Resolved
 
 if TYPE_CHECKING:
     from cairn.answer import Answer
+    from cairn.cli.client import Client
 
 BUNDLED = """\
 It is the small model that comes with Cairn: ask it what Cairn is, or tell it your name.
@@ -64,6 +65,8 @@ def register(app: typer.Typer) -> None:
         with ExitStack() as opened:
             with talk().status("loading the model"):
                 model = opened.enter_context(source(resolved, host))
+                if host is not None:  # whether anybody is there is told now, not at the first question
+                    cast("Client", model).get("/v1/models")
             name = resolved.config.model if host is None else host
             talk().print(f"{name} is ready. /help lists the commands, Ctrl-D leaves.", style="dim", markup=False)
             if name == DEMO:

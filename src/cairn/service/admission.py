@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from cairn.config import Config
 from cairn.errors import ContextTooLong, InvalidRequest, Overloaded
@@ -84,6 +85,28 @@ class Queue:
     def retry_after(self, now: float) -> float:
         """Seconds until a place is free that nobody was promised yet."""
         return self._pace.book(now, self._limit)
+
+
+def check_together(requests: Sequence[Request], config: Config, rows: int) -> None:
+    """Raise InvalidRequest for the choices of one call that would not all get past `Queue.check` on an empty server.
+
+    They start together, so to come back later, as Overloaded asks for, would never help. `rows` as there.
+    """
+    count, tokens = len(requests), sum(len(request.prompt) for request in requests)
+    places = min(config.max_running, rows)
+    field = "prompt" if sum(request.choice == 0 for request in requests) > 1 else "n"
+    if count > places + config.max_queue:
+        raise InvalidRequest(
+            f"{field} asks for {count} answers at once; this server takes {places + config.max_queue} "
+            f"(max_running {config.max_running}, max_queue {config.max_queue})",
+            field=field,
+        )
+    if count > places + 1 and tokens > config.max_queue_tokens:
+        raise InvalidRequest(
+            f"{field} asks for {count} answers at once, with {tokens} prompt tokens together; this server takes more "
+            f"than {places + 1} with at most {config.max_queue_tokens} (max_queue_tokens)",
+            field=field,
+        )
 
 
 def check_tokens(request: Request, info: wire.Info) -> None:

@@ -114,12 +114,12 @@ class _PieceDetokenizer:
     __slots__ = ("_first", "_first_text", "_skip", "_table")
 
     def __init__(
-        self, first_text: Callable[[int], str], table: Mapping[int, str | None], skip: Collection[int]
+        self, first_text: Callable[[int], str], table: Mapping[int, str | None], skip: Collection[int], first: bool
     ) -> None:
         self._first_text = first_text
         self._table = table
         self._skip = skip
-        self._first = True
+        self._first = first
 
     def push(self, ids: Sequence[int]) -> str:
         text = ""
@@ -145,11 +145,11 @@ class _WindowDetokenizer:
 
     WINDOW = 8
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], skip: Collection[int]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], skip: Collection[int], after: Sequence[int]) -> None:
         self._decode = decode
         self._skip = skip
-        self._ids: list[int] = []
-        self._shown = 0
+        self._ids = [i for i in after if i not in skip][-self.WINDOW :]
+        self._shown = len(self._ids)
 
     def push(self, ids: Sequence[int]) -> str:
         self._ids += [i for i in ids if i not in self._skip]
@@ -186,15 +186,16 @@ class Decoding:
         self._runs = _Memo(self._run_piece)
         self._pieces = _Memo(self._inner_piece)
 
-    def stream(self, skip: Collection[int]) -> Detokenizer:
-        """A detokenizer that leaves out the ids in `skip`."""
+    def stream(self, skip: Collection[int], after: Sequence[int] = ()) -> Detokenizer:
+        """A detokenizer that leaves out the ids in `skip`; the text of those in `after` came before."""
         if self._kind == "bytes":
             return _ByteDetokenizer(self._bytes, skip)
         if self._kind == "runs":
-            return _RunDetokenizer(self._runs, skip, self._strip)
+            return _RunDetokenizer(self._runs, skip, 0 if _any_text(after, skip, self._runs) else self._strip)
         if self._kind == "pieces":
-            return _PieceDetokenizer(self._first_piece, self._pieces, skip)
-        return _WindowDetokenizer(lambda ids: str(self._library.decode(ids, skip_special_tokens=False)), skip)
+            first = not _any_text(after, skip, self._pieces)
+            return _PieceDetokenizer(self._first_piece, self._pieces, skip, first)
+        return _WindowDetokenizer(lambda ids: str(self._library.decode(ids, skip_special_tokens=False)), skip, after)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token in the middle of a text stands for; b"" for an unknown id."""
@@ -232,6 +233,11 @@ class Decoding:
     def _join(self, tokens: list[str]) -> str:
         decoder = self._library.decoder
         return " ".join(tokens) if decoder is None else str(decoder.decode(tokens))
+
+
+def _any_text(ids: Sequence[int], skip: Collection[int], table: Mapping[int, object]) -> bool:
+    """Whether any of the ids is text: neither skipped nor unknown."""
+    return any(i not in skip and table[i] is not None for i in ids)
 
 
 class _Memo(dict[int, V]):

@@ -53,11 +53,15 @@ def plain_message(message: Mapping[str, Any], index: int, *, thinks: bool) -> di
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, keys included."""
+    """Every text in a JSON value, keys included. InvalidRequest for a key that is none, as Python's dicts may have."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
+            if not isinstance(key, str):
+                raise InvalidRequest(
+                    f"messages or tools have the key {key!r:.40}; keys must be texts", field="messages"
+                )
             yield key
             yield from texts_in(item)
     elif isinstance(value, list | tuple):
@@ -71,6 +75,14 @@ def length(value: Any) -> int:
         return sum(map(len, texts_in(value)))
     except RecursionError:
         return 0
+
+
+def check_strict(flags: Iterable[object]) -> None:
+    """Unsupported where a tool wants its calls held to their schema: `flags` holds each tool's `strict`."""
+    for index, strict in enumerate(flags):
+        if strict:
+            field = f"tools[{index}].function.strict"
+            raise Unsupported(f"{field} is not built yet: answers are not held to a schema; send false", field=field)
 
 
 def unused_marks(texts: Iterable[str]) -> tuple[str, str]:

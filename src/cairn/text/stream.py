@@ -26,7 +26,9 @@ class TextStream:
         formats = output.reasoning or output.tools
         kept = {i for tag in TAGS if formats and (i := tokenizer.token_id(tag)) is not None}
         ends = tokenizer.control_ids.intersection(request.sampling.stop_token_ids)
-        self._detokenizer = tokenizer.detokenizer(skip=(tokenizer.special_ids | ends) - kept)
+        self._detokenizer = tokenizer.detokenizer(
+            skip=(tokenizer.special_ids | ends) - kept, after=request.prompt if output.continues else ()
+        )
         self._splitter = Splitter(output, request.id, request.choice) if formats else None
         self._stops = StopScanner(request.stop) if request.stop else None
         self._unstoppable = request.sampling.min_tokens

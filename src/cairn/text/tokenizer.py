@@ -134,17 +134,16 @@ class Tokenizer:
         """Text of `ids`; special tokens are left out unless told otherwise, unknown ids always."""
         return str(self._full.decode(list(ids), skip_special_tokens=skip_special))
 
-    def detokenizer(self, *, skip: Collection[int] | None = None) -> Detokenizer:
-        """Decode a stream: the pieces join to exactly `decode` of all ids. `skip` replaces the special ids."""
-        return self._decoding.stream(self.special_ids if skip is None else skip)
+    def detokenizer(self, *, skip: Collection[int] | None = None, after: Sequence[int] = ()) -> Detokenizer:
+        """Decode a stream: the pieces join to exactly `decode` of all ids. `skip` replaces the special ids.
+
+        `after`: ids whose text this one goes on. What the pieces join to is then what `decode` adds to that.
+        """
+        return self._decoding.stream(self.special_ids if skip is None else skip, after)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token in the middle of a text stands for; b"" for an unknown id."""
         return self._decoding.token_bytes(token)
-
-    def token_text(self, token: int) -> str:
-        """`token_bytes` as text, incomplete characters as U+FFFD."""
-        return self.token_bytes(token).decode("utf-8", "replace")
 
     def _encode(self, text: str) -> list[int]:
         """Ids by the plain tokenizer; aliases in `text` become the control tokens' ids."""
@@ -248,8 +247,10 @@ def _add_missing(library: Library, decoder: object, path: Path) -> None:
     """Add the tokens that only tokenizer_config.json lists (`added_tokens_decoder`: id -> token)."""
     if not isinstance(decoder, dict):
         return
-    if not all(str(key).isdecimal() for key in decoder):
+    if not all(key.isdecimal() and len(key) <= 10 for key in decoder):
         raise ModelFileError(f"{path}: the keys of added_tokens_decoder must be token ids")
+    if not all(isinstance(token, dict) for token in decoder.values()):
+        raise ModelFileError(f"{path}: the values of added_tokens_decoder must be objects")
     missing = []
     for key, token in sorted(decoder.items(), key=lambda item: int(item[0])):
         text = _content(token)
