@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeGuard, overload
 
 from cairn.answer import Answer, AsyncStream
 from cairn.config import Config
@@ -154,7 +154,7 @@ class AsyncLLM:
 
     async def _tokens(self, prompt: Prompt) -> Sequence[int]:
         if not isinstance(prompt, str):
-            if not _are_ids(prompt):
+            if not _is_list(prompt):
                 raise InvalidRequest("the prompt must be a text or a list of token ids", field="prompt")
             return prompt
         from cairn.text.tokenizer import INLINE
@@ -181,14 +181,15 @@ def _are_prompts(given: object) -> bool:
     """Whether it is a sequence of texts and of sequences of token ids."""
     if not isinstance(given, Sequence):
         return False
-    return all(isinstance(prompt, str) or _are_ids(prompt) for prompt in given)
+    return all(
+        isinstance(prompt, str) or (_is_list(prompt) and all(isinstance(token, int) for token in prompt))
+        for prompt in given
+    )
 
 
-def _are_ids(given: object) -> bool:
-    """Whether it is a sequence of whole numbers that are meant as token ids: bytes are text that was not decoded."""
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes | bytearray | memoryview):
-        return False
-    return all(isinstance(token, int) for token in given)
+def _is_list(given: object) -> TypeGuard[Sequence[Any]]:
+    """Whether it may be a list of token ids: bytes are text that was not decoded."""
+    return isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview)
 
 
 def _config(model: str | None, given: Mapping[str, object]) -> Config:

@@ -38,14 +38,16 @@ def test_threads_that_hang_are_few_and_no_other_is_started_while_one_is_idle() -
 
 
 async def test_who_gives_up_leaves_the_work_to_its_thread() -> None:
-    goes_on, done = threading.Event(), threading.Event()
+    begun, goes_on, done = threading.Event(), threading.Event(), threading.Event()
 
     def slow() -> None:
+        begun.set()
         goes_on.wait()
         done.set()
 
     waiting = asyncio.create_task(aside(slow))
-    await asyncio.sleep(0)
+    while not begun.is_set():
+        await asyncio.sleep(0.001)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

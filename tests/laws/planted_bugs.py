@@ -340,7 +340,7 @@ BUGS = (
     Bug("what was sampled in an agent's name outlives it", BOOK, "*self._replays.take(agent.key), ", ""),
     Bug("a turn that the disk refused is listed", BOOK, "            self.roster.take_back(agent, turn)\n", ""),
     Bug("chunks that another agent has go with a deleted one", AGENT_KV, "return [length * CHUNK_TOKENS for length in longest]", "return [0] * len(longest)"),
-    Bug("chunks of requests in another agent's name go with a deleted one", AGENT_KV, "longest = [max((common(one, theirs) for theirs in tied), default=0) for one in found]", "longest = [0] * len(found)"),
+    Bug("chunks of requests in another agent's name go with a deleted one", AGENT_KV, "for other in tied if other[:MARK] == one[:MARK])", "for other in tied[:0])"),
     Bug("chunks of the default tenant go with an agent of none", ROSTER, "self._salts.get(agent.tenant, NOBODY)", "self._salts.get(agent.tenant, b\"\")"),
     Bug("chunks of a deleted agent stay", AGENT_KV, "keep=keep, disk=True)", "keep=keep, disk=False)"),
     Bug("chunks of a deleted agent's abandoned branches stay", AGENT_KV, "{agent.head, *agent.leaves()}", "{agent.head}"),
@@ -415,13 +415,13 @@ def broken(run: Callable[[int], object], seed: int) -> str | None:
         raise TimeoutError("the schedule hangs")
 
     signal.signal(signal.SIGALRM, stuck)
-    signal.alarm(STUCK_SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, STUCK_SECONDS, 5)  # again and again: somebody may catch the first
     try:
         run(seed)
     except Exception as error:
         return str(error) or type(error).__name__
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
     return None
 
 

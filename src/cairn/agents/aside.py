@@ -60,5 +60,6 @@ _threads = Threads(MOST)
 
 
 async def aside(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `work` returns, done on another thread. If this is cancelled the work goes on, and nobody waits for it."""
+    """What `work` returns, done on another thread. If this is cancelled, work that has begun goes on,
+    and nobody waits for it."""
     return await asyncio.wrap_future(_threads.submit(work, *args, **kwargs))

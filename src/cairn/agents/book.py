@@ -67,7 +67,7 @@ class Book:
         return self._epoch + self._clock.now()
 
     def _set_clock(self) -> None:
-        """If the wall clock was set, follow it with all times: ages stay as they are, also at the next start."""
+        """If the wall clock was set, follow it with all times: agents' ages stay, also at the next start."""
         step = self._clock.time_ns() / 1e9 - self.now()
         if abs(step) < STEP_SECONDS:
             return
@@ -173,9 +173,13 @@ class Book:
             raise
         except BaseException:  # nobody hears whether the disk takes it
             self.owe(self.note(agent))
+            self._repin(agent)
             raise
         finally:
             agent.starting = False
+        self._repin(agent)
+
+    def _repin(self, agent: Agent) -> None:
         if agent.record.pinned:
             self.kv.pin_later(agent)
 
@@ -191,6 +195,7 @@ class Book:
             raise
         except BaseException:  # nobody hears whether the disk takes it
             self.owe(self.note(agent))
+            self.kv.pin_later(agent)
             raise
 
     async def begin(self, agent: Agent, began: TurnRecord) -> Turn:
@@ -262,12 +267,12 @@ class Book:
         self._owed[record.kind, record.key] = record
         self.kv.unpin_later(left.owners, partial(self.condemn, [record.key]))
 
-    def take_up(self, records: Iterable[Record]) -> None:
+    def take_up(self, records: Sequence[Record]) -> None:
         """Give up the pins that a process before this one could not; not those of an agent that is back since the disk
         refused its erasure."""
+        here = {owner for agent in self.roster for owner in owners(agent)} if records else set()
         for record in records:
-            if record.kind == Kind.UNPIN and (left := decode(record.payload, UnpinRecord)) is not None:
-                here = {owner for agent in self.roster for owner in owners(agent)}
+            if (left := decode(record.payload, UnpinRecord)) is not None:
                 gone = [owner for owner in left.owners if owner not in here]
                 self.kv.unpin_later(gone, partial(self.condemn, [record.key]))
 

@@ -168,6 +168,7 @@ class AgentKv:
 
     async def _evict_rest(self, agent: Agent, rest: list[Context]) -> None:
         """Try it again with those. Unavailable where one does not go; the others do."""
+        await self._service.where((), agent.salt)  # what is shared is much to find out where there is no worker
         rest[:] = await self._evict_all(agent, rest)
         if rest:
             raise Unavailable(f"{len(rest)} contexts of agent {agent.id} do not go")
@@ -194,7 +195,9 @@ class AgentKv:
         """
         found = [marks(ids) for ids, _ in contexts]
         tied = self._tied.marks(agent, own=own)
-        longest = [max((common(one, theirs) for theirs in tied), default=0) for one in found]
+        longest = [
+            max((common(one, other) for other in tied if other[:MARK] == one[:MARK]), default=0) for one in found
+        ]
         firsts = [turn.first if turn is not None else hash(pack(ids[:CHUNK_TOKENS])) for ids, turn in contexts]
         for other in self._roster.of(agent.tenant):
             near = [

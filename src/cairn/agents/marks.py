@@ -49,11 +49,13 @@ class Heads:
         return found if turn is agent.head else None
 
     def put(self, agent: Agent, turn: Turn, found: bytes) -> None:
-        """Remember those of a turn that is finished, whose context never changes, if there is room."""
+        """Remember those of a turn that is finished, whose context never changes; what was read long ago gives way."""
         self.forget(agent)
-        if self._bytes + len(found) <= MOST_BYTES:
-            self._of[agent.key] = turn, found
-            self._bytes += len(found)
+        self._of[agent.key] = turn, found
+        self._bytes += len(found)
+        while self._bytes > MOST_BYTES:
+            oldest = next(iter(self._of))
+            self._bytes -= len(self._of.pop(oldest)[1])
 
     def forget(self, agent: Agent) -> None:
         """The agent is gone."""

@@ -87,6 +87,11 @@ def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
         if messages and messages[0].role in ("system", "developer"):
             raise InvalidRequest("give either system or a system message, not both", field="system")
         messages.insert(0, ChatMessage(role="system", content=body.system))
+        if len(messages) > config.max_messages:  # or what is exported could not be imported
+            raise InvalidRequest(
+                f"messages holds {len(messages)} messages with system; the limit is {config.max_messages}",
+                field="messages",
+            )
     if body.ttl is not None and not LEAST_TTL <= body.ttl <= MOST_TTL:
         raise InvalidRequest(f"ttl must be {LEAST_TTL:.0f} to {MOST_TTL:.0f} seconds, got {body.ttl:g}", field="ttl")
     for name, value in (body.metadata or {}).items():

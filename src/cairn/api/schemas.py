@@ -1,7 +1,7 @@
 """Request bodies: their shapes. How a JSON object becomes one is in `parse`, what it may still not say in `checks`.
 
 Shapes follow the OpenAI API reference (platform.openai.com/docs/api-reference, as openai-python's `types` state them).
-Numbers are only typed here; their ranges, and the limits of lists, are checked in `service/requests.py`.
+Numbers are only typed here; their ranges are checked in `service/requests.py`, lengths of lists there and in `parse`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from cairn.api.reply import shown
 from cairn.errors import InvalidRequest
 from cairn.service.requests import SamplingOptions
 
+SPARE_FIELDS = 16
+"""Unknown fields of an object that are told by name."""
+
 
 class Body(BaseModel):
     """Strict: no field but these, no number written as text."""
@@ -26,10 +29,11 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few(cls, value: Any) -> Any:
-        """Every unknown field is an error of its own: no more of them are looked at than there are known ones."""
-        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+        """Every unknown field is an error of its own: of an object with many more than are known none is looked at."""
+        most = len(cls.model_fields) + SPARE_FIELDS
+        if isinstance(value, dict) and len(value) > most:
             raise PydanticCustomError(
-                "fields", "Holds more fields than the {most} known ones", {"most": len(cls.model_fields)}
+                "fields", "Holds {count} fields; the limit is {most}", {"count": len(value), "most": most}
             )
         return value
 

@@ -69,7 +69,7 @@ class Behind:
         self._limits = limits
         self._sizes = tuple(CHUNK_BLOCKS * size for size in cache.info.block_bytes)
         self._noted: OrderedDict[bytes, _Noted] = OrderedDict()
-        """Parents before children."""
+        """Parents before children, but for those that were lost and noted again."""
         self._users: dict[bytes, list[bytes]] = {}
         """Which noted chunks a block, all by their keys, is a part of: contexts may part within a chunk."""
         self._noted_blocks = [0] * len(cache.pools)
@@ -163,8 +163,10 @@ class Behind:
         self._drops += 1
         self._breaks += 1
         self._going.update(keys)
-        while more := {key for key, one in self._noted.items() if one.chunk.parent in self._going} - self._going:
-            self._going |= more  # more than once: what extends a chunk may have been noted before it
+        known = 0
+        while known < len(self._going):  # more than once, since what extends a chunk may have been noted before it
+            known = len(self._going)
+            self._going.update(key for key, one in self._noted.items() if one.chunk.parent in self._going)
         self.forget(self._going)
 
     def drop_done(self) -> None:
@@ -174,8 +176,12 @@ class Behind:
         if not self._drops:
             self._going.clear()
         self._settle()
-        while lone := [key for key, one in self._noted.items() if not self._has_parent(one.chunk.parent)]:
-            self.forget(lone)
+        known = -1
+        while known != len(self._noted):
+            known = len(self._noted)
+            for noted in list(self._noted.values()):
+                if not self._has_parent(noted.chunk.parent):
+                    self.forget((noted.chunk.key,))
 
     def finish(self, grace: float) -> None:
         """Copy all that is noted as the writer makes room, for `grace` seconds at most: the last turn."""

@@ -130,12 +130,13 @@ class Hub:
                             hasher, have = file.hasher(), 0
                             out.truncate(0)
                             continue
+                        beyond = have + len(chunk) > file.size
                         chunk = chunk[: file.size - have]
                         out.write(chunk)
                         hasher.update(chunk)
                         have += len(chunk)
                         progress(have)
-                        if have == file.size:  # and never wait for what a server sends beyond it
+                        if beyond:  # there may be no end of it
                             break
             except httpx.HTTPError as error:
                 failures = 0 if have > before else failures + 1

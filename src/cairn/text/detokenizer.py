@@ -148,7 +148,9 @@ class _WindowDetokenizer:
     def __init__(self, decode: Callable[[Sequence[int]], str], skip: Collection[int], after: Sequence[int]) -> None:
         self._decode = decode
         self._skip = skip
-        self._ids = [i for i in after if i not in skip][-self.WINDOW :]
+        ids = [i for i in after if i not in skip][-self.WINDOW :]
+        # Within a character that begins or ends there, nothing tells what was shown of it.
+        self._ids = [] if REPLACEMENT in decode(ids) else ids
         self._shown = len(self._ids)
 
     def push(self, ids: Sequence[int]) -> str:

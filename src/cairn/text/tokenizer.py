@@ -137,7 +137,8 @@ class Tokenizer:
     def detokenizer(self, *, skip: Collection[int] | None = None, after: Sequence[int] = ()) -> Detokenizer:
         """Decode a stream: the pieces join to exactly `decode` of all ids. `skip` replaces the special ids.
 
-        `after`: ids whose text this one goes on. What the pieces join to is then what `decode` adds to that.
+        `after`: ids whose text this one goes on. The pieces join to what `decode` adds to that, but that a
+        character that they began and did not end counts as broken.
         """
         return self._decoding.stream(self.special_ids if skip is None else skip, after)
 
