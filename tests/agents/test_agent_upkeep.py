@@ -114,3 +114,17 @@ async def test_a_change_whose_caller_went_away_is_in_the_log_as_it_is_here() -> 
         await at.upkeep.tend()
         await at.again()
         assert at.agent("ada").record.pinned
+
+
+async def test_the_stores_hear_of_a_change_whose_caller_went_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would keep what nobody keeps any more."""
+    async with desk() as at:
+        await at.make("ada")
+        told: list[bool] = []
+        monkeypatch.setattr(at.book.kv, "pin_later", lambda agent: told.append(agent.record.pinned))
+        for pinned in (True, False):
+            changing = asyncio.create_task(at.book.set_pinned(at.agent("ada"), pinned))
+            await asyncio.sleep(0)
+            changing.cancel()
+            await asyncio.gather(changing, return_exceptions=True)
+        assert told == [True, False]

@@ -53,6 +53,14 @@ def test_an_unknown_field_is_refused_by_name(field: str) -> None:
     refused(chat(**{field: 1}), field, "not a field")
 
 
+def test_unknown_fields_within_are_told_by_name_where_they_are_few() -> None:
+    tool = {"type": "function", "name": "f", "description": "d", "parameters": {}}
+    refused(chat(tools=[tool]), "tools[0].function", "missing")
+    with pytest.raises(Unsupported, match=r"tools\[0\]\.type"):
+        parse(ChatBody, chat(tools=[{"type": "web_search_preview", "search_context_size": "low", "x": 1}]), Config())
+    refused(chat(messages=[USER | {str(n): 1 for n in range(100)}]), "messages[0]", "fields; the limit is")
+
+
 @pytest.mark.parametrize("field", sorted(NEUTRAL))
 def test_what_is_not_built_is_refused_unless_it_asks_for_nothing(field: str) -> None:
     for value in NEUTRAL[field]:
@@ -234,6 +242,14 @@ def test_the_wrong_bodies_are_wrong_in_every_list() -> None:
     tried = [str(body)[:120] for body in spoilt(schema, schema["$defs"])]
     for wrong in ("'messages': [{", "'content': [{", "'tool_calls': [{", "'tools': [{", "'metadata': {"):
         assert any(wrong in body for body in tried), wrong
+
+
+def test_what_is_told_beside_system_counts_with_it() -> None:
+    """Or an agent that was made so could be exported and not imported."""
+    body = parse(agent_schemas.CreateBody, {"system": "Be brief.", "messages": [USER] * 2}, Config(max_messages=2))
+    assert len(agent_schemas.beginning(body, Config(max_messages=3))) == 3
+    with pytest.raises(InvalidRequest, match="3 messages with system; the limit is 2"):
+        agent_schemas.beginning(body, Config(max_messages=2))
 
 
 def test_what_a_client_library_sends_back_is_accepted() -> None:

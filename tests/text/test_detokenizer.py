@@ -114,3 +114,22 @@ def test_token_bytes_join_to_the_text(pair: tuple[Tokenizer, Library]) -> None:
     text = b"".join(ours.token_bytes(i) for i in ids).decode()
     assert text.strip() == library.decode(ids).strip()
     assert ours.token_bytes(10**6) == b""
+
+
+@pytest.mark.parametrize("said", ["你好吗", "a"])
+@pytest.mark.parametrize("cut", [0, 1])
+def test_an_answer_after_a_prompt_that_ends_within_a_character_loses_no_text(said: str, cut: int) -> None:
+    """A decoder of no usual kind looks at some ids before: what it cannot make out of those it does without."""
+    data = json.loads(text_models.sentencepiece())
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}
+    data["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, metaspace]}
+    library = Library.from_str(json.dumps(data))
+    ours = Tokenizer(library, data["decoder"], {})
+
+    def ids(data: bytes) -> list[int]:
+        return [library.token_to_id(f"<0x{byte:02X}>") for byte in data]
+
+    after, text = ids(f"{said}€".encode()[: len(said.encode()) + cut * 2]), ids("你".encode())
+    for pieces in ([text], [[one] for one in text]):
+        stream = ours.detokenizer(after=after)
+        assert "".join([*(stream.push(piece) for piece in pieces), stream.flush()]) == "你"

@@ -76,10 +76,11 @@ class Writer:
 
     def append(self, *records: Record) -> None:
         """Write records when there is time; a crash may lose them. They are synced within seconds."""
+        job = _Job(records, (), None)
         if self._waiting > BACKLOG_BYTES:
-            self._lose(records)
-            return
-        self._give(_Job(records, (), None))
+            self._lose([job])
+        else:
+            self._give(job)
 
     def lost(self) -> set[int]:
         """Keys of records that were dropped and that nobody waited for, since this was last asked."""
@@ -87,10 +88,10 @@ class Writer:
             lost, self._lost = self._lost, set()
         return lost
 
-    def _lose(self, records: Sequence[Record]) -> None:
+    def _lose(self, jobs: Sequence[_Job]) -> None:
         with self._change:
-            self.dropped += len(records)
-            self._lost.update(record.key for record in records)
+            self.dropped += sum(len(job.records) for job in jobs)
+            self._lost.update(record.key for job in jobs if job.done is None for record in job.records)
 
     async def sync(self, *records: Record) -> None:
         """Return when these, and all before them, are durable. Raises Unavailable: then they do not count."""
@@ -162,8 +163,7 @@ class Writer:
         try:
             self._log.write(records, sync=bool(waited))
         except OSError as error:
-            self.dropped += sum(len(job.records) for job in waited)
-            self._lose([record for job in jobs if job.done is None for record in job.records])
+            self._lose(jobs)
             self._tell(waited, error)
             return False
         self._tell([job for job in waited if not job.keys], None)
