@@ -23,7 +23,9 @@ sunset distance travel alarm random exchange synonyms showtimes account last one
 volume base64 grep ls new""".split()
 # Kinds that are put in quotes now and then.
 FREE = set("event message note query utterance word song film book subject content commitmsg issue post prompt".split())
-FREE |= {"notename", "pattern", "errand"}
+FREE |= set(
+    "notename pattern errand reviewx announce w2mailsay w2voicenote w3say w3opinion w4slackmsg w4thought".split()
+)
 # Roles that may be added to any tool.
 SPARE = """dayon city language limit priority format sort order tag category notify urgent private person assoc team
 deadline repeat room colour size units amount status when reason folder""".split()
