@@ -1,7 +1,8 @@
 """docs/performance.md and its charts, from what the benchmarks wrote.  `python benchmarks/report.py [--check]`
 
 `docs/performance/` holds the figures: `cpu.json` of vs_llama_cpp.py (and `cpu-avx2.json`, of another machine),
-`http.json` of serving.py, `footprint.json` of footprint.py, `overhead.json` of server_overhead.py (each with `--json`).
+`http.json` of serving.py, `footprint.json` of footprint.py (and `http-zen5.json` and `footprint-zen5.json`, of a third
+machine), `overhead.json` of server_overhead.py (each with `--json`).
 Everything above the mark in the page is made from them, so it cannot drift; what stands below it is written by hand and
 kept. The charts need matplotlib. `--check` only compares the page.
 """
@@ -15,6 +16,7 @@ import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +167,7 @@ def ceilings(found: Found) -> str:
 
 
 def http_text(found: Found) -> str:
-    parts = ["## Over HTTP", HTTP_METHOD]
-    load = f"{found['machine']['load']:.1f} before and {found['load_after']:.1f} after the run"
-    parts.append(f"qwen3-0.6b {found['type']}, rounds: {found['rounds']}. Processes that wanted a core: {load}.")
-    parts.append(load_table(found["load"]))
+    parts = ["## Over HTTP", HTTP_METHOD, run_text(found), load_table(found["load"])]
     parts.append(f"![Cairn's server beside llama-server, row by row]({HTTP_CHART})")
     parts += ["### A context that is known", KNOWN_METHOD, known_table(found)]
     if found.get("beside"):
@@ -181,6 +180,17 @@ def http_text(found: Found) -> str:
     peaks = "; ".join(f"{name} {size / 1e9:.2f}" for name, size in found["peak"].items())
     parts.append(f"Peak memory of all processes of a server after all of this, in GB: {peaks}.")
     return "\n\n".join(parts)
+
+
+def zen5_text(found: Found) -> str:
+    """The same on a machine where llama.cpp, too, is twice as fast."""
+    parts = ["## Over HTTP on Zen 5", machine_text(found), run_text(found), load_table(found["load"])]
+    return "\n\n".join((*parts, known_table(found)))
+
+
+def run_text(found: Found) -> str:
+    load = f"{found['machine']['load']:.1f} before and {found['load_after']:.1f} after the run"
+    return f"qwen3-0.6b {found['type']}, rounds: {found['rounds']}. Processes that wanted a core: {load}."
 
 
 GOALS = {1: (1.5, 0.4), 4: (4.0, 0.3), 16: (5.0, 0.2)}
@@ -269,14 +279,14 @@ BESIDE_GOAL, START_GOAL = 150e6, 1.5
 """Bytes of a worker beside its weights and its pool; seconds until a model is served again."""
 
 
-def footprint_text(found: Found) -> str:
+def footprint_text(found: Found, heading: str = "## Start and memory") -> str:
     worker, again = found["processes"]["worker"], statistics.median(found["starts"])
     both = found["weights"] + found["pool"]
     beside, most = worker["own"] + worker["files"] - both, worker["peak"] - both
     others = ", ".join(f"{name} {one['own'] / 1e6:,.0f} MB" for name, one in found["processes"].items())
     return "\n\n".join(
         (
-            "## Start and memory",
+            heading,
             f"`cairn serve` of {found['file']}: ready after {found['first_start']:.1f} s the first time, when the "
             f"weights are packed and kept; after {again:.2f} s from then on (median of {len(found['starts'])} starts, "
             f"file in the page cache; goal {START_GOAL:g} s: {'reached' if again <= START_GOAL else 'missed'}). "
@@ -324,6 +334,8 @@ def page(folder: Path, by_hand: str) -> str:
         "cpu-avx2": avx2_text,
         "http": http_text,
         "footprint": footprint_text,
+        "http-zen5": zen5_text,
+        "footprint-zen5": partial(footprint_text, heading="## Start and memory on Zen 5"),
         "overhead": overhead_text,
     }
     parts = ["# Performance", METHOD]
