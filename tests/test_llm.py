@@ -504,3 +504,48 @@ def test_closing_ends_what_other_threads_wait_for():
     loop.close()
     waiting.join(20)
     assert ended
+
+
+def test_a_call_that_comes_while_the_loop_closes_is_refused():
+    """It comes after the loop's last turn, so nobody would run it or say so."""
+    run, said = _Loop(), []
+    close = run._loop.close
+
+    def call():
+        with pytest.raises(Unavailable, match="the model was closed"):
+            run.wait(asyncio.sleep(0))
+        said.append(True)
+
+    caller = threading.Thread(target=call, daemon=True)
+
+    def late():
+        caller.start()
+        time.sleep(0.3)
+        close()
+
+    run._loop.close = late
+    run.close()
+    caller.join(5)
+    assert said and not caller.is_alive()
+
+
+def test_a_thread_may_close_the_loop_while_it_asks_something_of_it(monkeypatch):
+    """The garbage collector and signal handlers run anywhere, also there."""
+    run, submit, said = _Loop(), asyncio.run_coroutine_threadsafe, []
+
+    def interrupted(work, loop):
+        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", submit)
+        future = submit(work, loop)
+        run.close()
+        return future
+
+    def call():
+        with pytest.raises(Cancelled):
+            run.wait(asyncio.sleep(600))
+        said.append(True)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(20)
+    assert said and run.closed

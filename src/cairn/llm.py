@@ -152,6 +152,10 @@ class _Loop:
     """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
+        self._shut = False
+        # What comes in behind the loop's last turn would never be run, nor its caller told. The lock may be taken
+        # again by its holder: a signal handler, or the garbage collector, may close the model in the midst of a call.
+        self._door = threading.RLock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="cairn-llm", daemon=True)
         self._thread.start()
@@ -163,15 +167,16 @@ class _Loop:
 
     @property
     def closed(self) -> bool:
-        """Whether it has ended."""
-        return self._loop.is_closed()
+        """Whether it takes nothing more."""
+        return self._shut
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait for it here. An interrupt here cancels it there."""
-        if self.closed:
-            work.close()
-            raise Unavailable("the model was closed")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._door:
+            if self._shut:
+                work.close()
+                raise Unavailable("the model was closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except concurrent.futures.CancelledError:
@@ -182,7 +187,9 @@ class _Loop:
 
     def close(self) -> None:
         """Stop the loop and end the thread."""
-        if self.closed:
+        with self._door:
+            self._shut = True
+        if self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_SECONDS)

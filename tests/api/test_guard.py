@@ -10,6 +10,7 @@ import pytest
 from scripted import ScriptedService, done
 from sockets import Site, answer, request_bytes, site
 
+from cairn.api.guard import Guard
 from cairn.config import Config
 from cairn.types import Delta
 
@@ -252,6 +253,8 @@ GARBAGE = [
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"CONNECT example.com:443 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"CONNECT http://a/b HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"CONNECT /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n",
 ]
 
 
@@ -262,6 +265,29 @@ async def test_garbage_gets_a_typed_answer(data: bytes) -> None:
         assert 400 <= status < 500
         in_shape(status, headers, body)
         assert (await send(at, request_bytes("GET", "/health/live")))[0] == 200
+
+
+@pytest.mark.parametrize("target", ["example.com:443", "/health/live", "http://localhost/health/live", "*"])
+async def test_connect_never_reaches_the_application(
+    target: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It asks for a tunnel, and the parser offers no way to read it as anything else."""
+    async with site(ScriptedService()) as at:
+        seen: list[str] = []
+        start = Guard._start_asgi_task
+
+        def watched(guard: Guard, cycle: Any, app: Any) -> None:
+            seen.append(cycle.scope["method"])
+            start(guard, cycle, app)
+
+        monkeypatch.setattr(Guard, "_start_asgi_task", watched)
+        reader, writer = await at.raw()
+        writer.write(request_bytes("CONNECT", target) + b"what goes through the tunnel")
+        status, headers, body = await asyncio.wait_for(answer(reader), 10)
+        assert status == 400
+        in_shape(status, headers, json.loads(body))
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        assert not seen and not caplog.records
 
 
 async def test_an_upgrade_is_not_made_and_the_request_is_answered() -> None:

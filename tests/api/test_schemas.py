@@ -104,6 +104,16 @@ def test_what_is_not_built_yet(more: dict[str, Any], field: str) -> None:
         ({"messages": [{"role": "user", "content": [1]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
+        ({"messages": [{"role": "user", "content": "x", "~y": 1}]}, "messages[0].~y"),
+        ({"messages": [{"role": "user", "content": "x", "~text": 1}]}, "messages[0].~text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "~list": 1}]}]},
+            "messages[0].content[0].~list",
+        ),
+        ({"metadata": {"~x": 1}}, "metadata.~x"),
+        ({"metadata": {"~text": 1}}, "metadata.~text"),
+        ({"logit_bias": {"~tokens": "x"}}, "logit_bias.~tokens"),
+        ({"stop": ["a", 5]}, "stop[1]"),
         (
             {"messages": [USER | {"tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]},
             "messages[0].tool_calls",
@@ -233,6 +243,7 @@ def test_a_wrong_body_costs_an_error_however_much_of_it_is_wrong(kind: type[Body
     for body in spoilt(schema, schema.get("$defs", {})):
         with pytest.raises(InvalidRequest) as caught:
             parse(kind, body, Config())
+        assert "~" not in (caught.value.field or ""), "a union's tag"
         found = caught.value.__context__
         assert not isinstance(found, ValidationError) or found.error_count() <= 2, str(body)[:200]
 

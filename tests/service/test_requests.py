@@ -129,8 +129,11 @@ def test_limits(field, good, bad):
         assert field.split("_")[0] in refusal(field, **{field: value})
 
 
-def test_a_huge_number_is_not_repeated_to_its_sender():
-    assert "a number of 3001 bits" in refusal("max_tokens", max_tokens=1 << 3000)
+@pytest.mark.parametrize("name", ("max_tokens", *FLOATS))
+def test_a_huge_number_is_not_repeated_to_its_sender(name):
+    for sign in (1, -1):
+        assert "it is a number of 3001 bits" in refusal(name, **{name: sign << 3000})
+    assert refusal(name, **{name: -11}).endswith("it is -11")
 
 
 def test_logit_bias_has_a_limit():

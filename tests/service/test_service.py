@@ -32,11 +32,12 @@ from cairn.errors import (
     Overloaded,
     Unavailable,
 )
+from cairn.figures import CacheReport
 from cairn.service import admission, history, wire
 from cairn.service.service import Service
 from cairn.service.stream import Waker, merge
 from cairn.service.worker import serve
-from cairn.types import Delta, Done, FinishReason, OutputFormat, Request, SamplingParams
+from cairn.types import Delta, Done, Event, FinishReason, OutputFormat, Request, SamplingParams, Usage
 
 
 @contextlib.asynccontextmanager
@@ -449,6 +450,41 @@ async def test_a_choice_that_is_refused_takes_the_others_with_it(service: Servic
     with pytest.raises(ContextTooLong):
         await anext(merge(service.generate, asked))
     assert states(service, asked) == ["cancelled"]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+async def test_what_the_other_choices_have_said_comes_before_the_error(service: Service, failing: int) -> None:
+    """All of it is there in one round, whichever of them is asked first."""
+    said: list[Event] = [
+        Delta(text="text"),
+        Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=1, completion_tokens=1), cache=CacheReport()),
+    ]
+
+    class Scripted:
+        over = closed = False
+
+        def __init__(self, choice: int) -> None:
+            self.choice = choice
+
+        def wake_with(self, waker: Waker) -> None:
+            pass
+
+        def take(self) -> list[Event]:
+            self.over = True
+            if self.choice == failing:
+                raise GenerationFailed("this choice failed")
+            return said
+
+        def close(self) -> None:
+            self.closed = True
+
+    streams: list[Any] = [Scripted(choice) for choice in range(2)]
+    asked = [request(service, "x", 1, choice=choice) for choice in range(2)]
+    events = merge(lambda one: streams[one.choice], asked)
+    assert await anext(events) == [(1 - failing, event) for event in said]
+    with pytest.raises(GenerationFailed, match="this choice failed"):
+        await anext(events)
+    assert all(stream.closed for stream in streams)
 
 
 @pytest.mark.usefixtures("slow_engine")

@@ -158,6 +158,9 @@ class Guard(HttpToolsProtocol):
         """All headers are there: check their size and the announced body, then start the application."""
         if self._deaf:
             return
+        if self.parser.get_method() == b"CONNECT":  # a tunnel, for proxies; to the parser it is always an upgrade
+            self._garbage()
+            return
         # Exactly the bytes of the request line, the headers and the empty line, written with one space each.
         size = len(self.parser.get_method()) + len(self.url) + 14
         announced = 0
@@ -174,7 +177,7 @@ class Guard(HttpToolsProtocol):
         if announced > self._max_body:
             self.refuse(too_large(self._max_body))
             return
-        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+        if self.parser.should_upgrade():
             return
         super().on_headers_complete()
         self.phase = Phase.BODY

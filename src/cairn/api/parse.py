@@ -4,6 +4,7 @@ what is too long to be looked at, and the sentence for what has the wrong shape.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -56,8 +57,10 @@ never have an effect."""
 MAX_METADATA = 16
 """As in the OpenAI API."""
 _DROPPED = MESSAGE_NEUTRAL.keys() | MESSAGE_OWN
+_UNIONS = frozenset({"content", "prompt", "stop"})
+"""Fields of several shapes. Behind one's name stands the tag of the shape, which is no part of a field's name."""
 _HIDDEN = "~"
-"""First letter of the union tags, which are no part of a field's name."""
+"""First letter of these tags. A client's own field may begin so too, but stands nowhere behind such a name."""
 
 
 B = TypeVar("B", bound=Body)
@@ -131,10 +134,10 @@ def _outside(name: str, value: Any) -> None:
 
 def _explain(kind: str, loc: tuple[int | str, ...], message: str) -> InvalidRequest:
     field = ""
-    for part in loc:
+    for before, part in pairwise(("", *loc)):
         if isinstance(part, int):
             field += f"[{part}]"
-        elif not part.startswith(_HIDDEN):
+        elif before not in _UNIONS or not part.startswith(_HIDDEN):
             field += ("." if field else "") + shown(part)
     if kind == "missing":
         return InvalidRequest(f"{field} is missing", field=field)

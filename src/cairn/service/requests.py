@@ -168,10 +168,12 @@ def requests(
 
 def _number(name: str, value: object) -> float:
     low, high = SAMPLING_RANGES[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidRequest(f"{name} must be a finite number", field=name)
+    if isinstance(value, float) and not math.isfinite(value):  # whole numbers are, also those that no float can hold
         raise InvalidRequest(f"{name} must be a finite number", field=name)
     if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be from {low:g} to {high:g}; it is {value:g}", field=name)
+        raise InvalidRequest(f"{name} must be from {low:g} to {high:g}; it is {_said(value)}", field=name)
     return float(value)
 
 
@@ -181,9 +183,15 @@ def _count(name: str, value: object, low: float, high: float, limit: str = "") -
         raise InvalidRequest(f"{name} must be a whole number", field=name)
     if not low <= value <= high:
         named = f" ({limit})" if limit else ""
-        said = value if abs(value) < 1 << 64 else f"a number of {value.bit_length()} bits"
-        raise InvalidRequest(f"{name} must be from {low} to {high}{named}; it is {said}", field=name)
+        raise InvalidRequest(f"{name} must be from {low} to {high}{named}; it is {_said(value)}", field=name)
     return value
+
+
+def _said(value: float) -> str:
+    """A number as its sender is told of it: of a huge one only how huge it is."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value) if abs(value) < 1 << 64 else f"a number of {value.bit_length()} bits"
 
 
 def _max_tokens(asked: int | None, prompt_tokens: int, context: int, allow_empty: bool) -> int:

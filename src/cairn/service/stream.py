@@ -163,8 +163,9 @@ async def merge(
 ) -> AsyncGenerator[list[tuple[int, Event]], None]:
     """Start all requests, the choices of one call, and give (index, event) as they come, all that is there at once.
 
-    An empty list says that nothing came for `heartbeat` seconds. The first error of any of them is raised. However
-    this ends - all are done, an error, `aclose`, a cancelled task - every request is closed.
+    An empty list says that nothing came for `heartbeat` seconds. The first error of any of them is raised, after what
+    the others had said by then. However this ends - all are done, an error, `aclose`, a cancelled task - every request
+    is closed.
     """
     waker = Waker()
     streams: list[Stream] = []
@@ -175,11 +176,19 @@ async def merge(
             stream.wake_with(waker)
         alive = list(enumerate(streams))
         while alive:
-            found = [(index, event) for index, stream in alive for event in stream.take()]
+            found: list[tuple[int, Event]] = []
+            failed: Exception | None = None
+            for index, stream in alive:
+                try:
+                    found += [(index, event) for event in stream.take()]
+                except Exception as error:
+                    failed = failed or error
             alive = [pair for pair in alive if not pair[1].over]
             if found:
                 yield found
-            elif alive and not await waker.sleep(heartbeat):
+            if failed is not None:
+                raise failed
+            if not found and alive and not await waker.sleep(heartbeat):
                 yield []
     finally:
         for stream in streams:
