@@ -75,6 +75,8 @@ def put(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
             writer.add_bool(key, value)
         elif isinstance(value, str):
             writer.add_string(key, value)
+        elif isinstance(value, np.float64):
+            writer.add_float64(key, float(value))
         elif isinstance(value, float):
             writer.add_float32(key, value)
         elif isinstance(value, int):

@@ -26,7 +26,7 @@ NASTY: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1, 2, 3, 7, 1 << 31, 1 << 62, 1 << 63, 1 << 70, 10**4000),
     *(0.5, -0.0, 1e-320, 1e308, -1e308, float("nan"), float("inf")),
     *("", "x", "F32", "BF16", "I64", "../../etc/passwd", "model.safetensors", "\u0000", "é" * 5000),
-    *([], [0], [1, 2, 3], [1 << 61, 1 << 61], {}, {"a": {}}, [[[[]]]]),
+    *([], [0], [1, 2, 3], [1 << 61, 1 << 61], [0, 1 << 61, 1 << 61], {}, {"a": {}}, [[[[]]]]),
 )
 TINY: dict[str, Any] = {
     "hidden_size": 8,
@@ -43,6 +43,7 @@ ROPES: tuple[Any, ...] = (
     LLAMA3,
     {"rope_type": "linear", "factor": 2.0},
     {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.5},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 16.0, "beta_slow": 2.0},
 )
 
 

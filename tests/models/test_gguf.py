@@ -200,6 +200,12 @@ KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "scaling": ({"llama.rope.scaling.type": "longrope"}, (), "rope scaling 'longrope' is not supported"),
     "not causal": ({"llama.attention.causal": False}, (), "such a model does not generate text"),
     "tokens": ({"tokenizer.ggml.tokens": ["x"] * 161}, (), "161 tokens, but the embedding has 160 rows"),
+    "tokens in tokens": (
+        {"tokenizer.ggml.tokens": [["a"], ["b"]], "tokenizer.ggml.token_type": [3, 3]},
+        (),
+        r"tokenizer\.ggml\.tokens must be a list of texts, found \[\['a'\], \['b'\]\]",
+    ),
+    "tokenizers": ({"tokenizer.ggml.model": [1, 2]}, (), r"tokenizer\.ggml\.model must be a string, found array"),
     "hot": ({"general.sampling.temp": 20.0}, (), r"general\.sampling\.temp must be a number from 0 to 10"),
     "layout": (
         {"llama.tensor_data_layout": "reference"},
@@ -299,6 +305,24 @@ def test_a_factor_on_attention_is_refused_where_it_would_be_ignored(name: str, t
     write_gguf(folder, path, extra=extra | {"llama.rope.scaling.attn_factor": 1.5})
     with pytest.raises(ModelError, match=r"llama\.rope\.scaling\.attn_factor is 1\.5, .*not supported"):
         load_spec(path)
+
+
+@pytest.mark.parametrize("name", ["yarn_beta_fast", "yarn_beta_slow"])
+def test_turns_of_yarn_are_none_or_in_range(name: str, tmp_path: Path) -> None:
+    """What is nearly 0 and not 0 has no logarithm as a wave."""
+    folder = write_model(tmp_path / "model", "LlamaForCausalLM")
+    key = f"llama.rope.scaling.{name}"
+    extra = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+    path = write_gguf(folder, tmp_path / "m.gguf", extra=extra)
+    plain = load_spec(path).rope_scaling
+    write_gguf(folder, path, extra=extra | {key: 0.0})
+    assert load_spec(path).rope_scaling == plain
+    write_gguf(folder, path, extra=extra | {key: 1e-6})
+    assert getattr(load_spec(path).rope_scaling, name.removeprefix("yarn_")) == 1e-6
+    for value in (1e-320, 2e6, -1.0):
+        write_gguf(folder, path, extra=extra | {key: np.float64(value)})
+        with pytest.raises(ModelFileError, match=rf"{name} must be 0, or a number from 1e-06 to 1e\+06"):
+            load_spec(path)
 
 
 def test_a_factor_on_attention_of_yarn_is_used(tmp_path: Path) -> None:

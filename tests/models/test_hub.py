@@ -446,6 +446,24 @@ def test_a_broken_index_in_the_cache_is_no_model_and_hides_none(remote, env, ind
         hub.locate("org/deep", env)
 
 
+@pytest.mark.parametrize(("commit", "error"), [("abc", ModelFileError), ("a" * 256, ModelError)])
+def test_a_name_that_no_file_can_have_hides_no_model(remote, env, commit, error):
+    """Such a name is not missing, it is an error of the system: ENAMETOOLONG."""
+    folder = hub.pull("org/m", env=env)
+    other = folder.parent.parent.parent / "models--org--long"
+    snapshot = other / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (other / "refs").mkdir()
+    (other / "refs" / "main").write_text(commit)
+    for name in hub.NEEDED:
+        (snapshot / name).write_text("{}")
+    index = {"weight_map": {"w": "x" * 244 + ".safetensors"}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert [one.name for one in hub.downloaded(env)] == ["org/m"]
+    with pytest.raises(error):
+        hub.locate("org/long", env)
+
+
 def test_an_index_beyond_every_models_is_not_read(remote, env, monkeypatch):
     folder = hub.pull("org/m", env=env)
     monkeypatch.setattr(files, "MAX_JSON_BYTES", len(INDEX) - 1)

@@ -140,6 +140,15 @@ def test_sampling_defaults(tmp_path: Path) -> None:
     assert load_spec(folder).defaults == {"temperature": 0.0}
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+def test_turns_of_yarn_that_are_0_are_the_usual_ones(tmp_path: Path) -> None:
+    zero = YARN | {"beta_fast": 0, "beta_slow": 0.0}
+    assert load_spec(write_config(tmp_path, rope_scaling=zero)).rope_scaling.beta_fast == RopeScaling().beta_fast
+    assert load_spec(tmp_path).rope_scaling.beta_slow == RopeScaling().beta_slow
+
+
 def test_identity_changes_with_everything_that_can_change_a_number(tmp_path: Path) -> None:
     """Known failure 28: two models of one shape never share KV."""
     rope = {"rope_type": "linear", "factor": 2.0}
@@ -195,6 +204,9 @@ def test_identity_is_the_content_not_the_place(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling.factor", "nothing"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling.low_freq_factor"]),
         ({"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_theta", "more than 1"]),
+        ({"rope_scaling": YARN | {"beta_fast": 1e-320}}, ["rope_scaling.beta_fast", "0, or a number from 1e-06"]),
+        ({"rope_scaling": YARN | {"beta_slow": 1e-320}}, ["rope_scaling.beta_slow", "0, or a number from 1e-06"]),
+        ({"rope_scaling": YARN | {"beta_fast": 2e6}}, ["rope_scaling.beta_fast", "to 1e+06, found 2000000.0"]),
         ({"rope_scaling": [1]}, ["rope_scaling", "an object"]),
         ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "true or false"]),
         ({"eos_token_id": 160}, ["eos_token_id", "below 160"]),

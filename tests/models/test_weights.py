@@ -134,6 +134,10 @@ def test_a_truncated_or_extended_file(tmp_path: Path) -> None:
         open_folder(tmp_path)
 
 
+def empty(shape: list[int]) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+
+
 def rewrite_header(folder: Path, edit: Any) -> None:
     whole = (folder / WEIGHTS).read_bytes()
     size = int.from_bytes(whole[:8], "little")
@@ -151,6 +155,9 @@ def rewrite_header(folder: Path, edit: Any) -> None:
         (lambda h: h["model.norm.weight"].update(data_offsets=[0.0, 192.0]), ["whole numbers"]),
         (lambda h: h["model.norm.weight"].update(shape=[-48]), ["whole numbers"]),
         (lambda h: h["model.norm.weight"].update(shape=[1 << 40, 1 << 40]), ["bytes, expected F32"]),
+        (lambda h: h.update(x=empty([0, 1 << 61])), ["'x'", "no numbers"]),
+        (lambda h: h.update(x=empty([0, 1 << 61, 1 << 61])), ["'x'", "no numbers"]),
+        (lambda h: h.update(x=empty([1 << 61, 0, 4])), ["'x'", "no numbers"]),
         (lambda h: h["model.norm.weight"].update(shape="48"), ["whole numbers"]),
         (lambda h: h["model.norm.weight"].update(shape=[True]), ["whole numbers"]),
         (lambda h: h["model.norm.weight"].update(dtype="F8_E4M3"), ["F8_E4M3"]),
@@ -179,6 +186,9 @@ def test_a_header_that_lies(edit: Any, words: list[str], tmp_path: Path) -> None
         (lambda folder, index: index.update({"lm_head.weight": "../x.safetensors"}), [INDEX, "../x.safetensors"]),
         (lambda folder, index: index.update({"lm_head.weight": "/etc/passwd"}), [INDEX, "/etc/passwd"]),
         (lambda folder, index: index.update({"lm_head.weight": 5}), [INDEX, "5"]),
+        (lambda folder, index: index.update({"lm_head.weight": "x" * 244 + ".safetensors"}), [INDEX, "weight_map"]),
+        # 212 characters, but 412 bytes.
+        (lambda folder, index: index.update({"lm_head.weight": "é" * 200 + ".safetensors"}), [INDEX, "weight_map"]),
         (
             lambda folder, index: index.update({"model.norm.weight": index["lm_head.weight"]}),
             ["model.norm.weight", "which"],

@@ -22,6 +22,9 @@ MAX_SPLITS = 1 << 10
 """Most parts of a split GGUF model."""
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
+MAX_NAME_BYTES = 255
+"""Longer file names exist nowhere: to look for one is an error of the system."""
+
 MAX_JSON_BYTES = 32 << 20
 """Larger configs and indexes are refused: the index of the largest models has about 10 MB."""
 
@@ -138,6 +141,13 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise self.error(name, f"a number from {low:g} to {high:g}")
         return float(value)
+
+    def number_or_zero(self, name: str, low: float, high: float, default: float) -> float:
+        """A finite number in [low, high], where `low` is more than 0; a 0 says the same as no field."""
+        value = self.values[name] if self.has(name) else 0
+        if isinstance(value, bool) or not isinstance(value, int | float) or not (value == 0 or low <= value <= high):
+            raise self.error(name, f"0, or a number from {low:g} to {high:g}")
+        return float(value) or default
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false."""

@@ -162,6 +162,8 @@ def _vocab(gguf: Gguf, hidden: int) -> int:
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) > tensor.shape[0]:
         raise ModelFileError(f"{gguf.paths[0]}: {len(tokens)} tokens, but the embedding has {tensor.shape[0]} rows")
+    if isinstance(tokens, list) and not set(map(type, tokens)) <= {str}:
+        raise gguf.fields.error("tokenizer.ggml.tokens", "a list of texts")
     return tensor.shape[0]
 
 
@@ -194,8 +196,8 @@ def _rope(keys: Fields, gguf: Gguf, head_dim: int) -> tuple[RopeScaling, int]:
         factor=factor,
         factors=factors,
         original_context=original,
-        beta_fast=keys.number("rope.scaling.yarn_beta_fast", 0.0, 1e6, 32.0) or 32.0,
-        beta_slow=keys.number("rope.scaling.yarn_beta_slow", 0.0, 1e6, 1.0) or 1.0,
+        beta_fast=keys.number_or_zero("rope.scaling.yarn_beta_fast", 1e-6, 1e6, 32.0),
+        beta_slow=keys.number_or_zero("rope.scaling.yarn_beta_slow", 1e-6, 1e6, 1.0),
         attention_factor=weight * (0.1 * math.log(factor) + 1) if weight != 1 else None,
     )
     if kind == "yarn" and keys.number("rope.freq_base", 1.0, 1e15, 10000.0) <= 1:
@@ -229,7 +231,7 @@ def named_ids(gguf: Gguf, name: str, vocab: int, *, absent: bool = False) -> tup
     With `absent` as `Fields.ids`.
     """
     key, usual = f"tokenizer.ggml.{name}_token_id", _UNNAMED.get(name)
-    if gguf.fields.has(key) or usual is None or gguf.metadata.get("tokenizer.ggml.model") != "llama":
+    if gguf.fields.has(key) or usual is None or gguf.fields.text("tokenizer.ggml.model", "") != "llama":
         return gguf.fields.ids(key, vocab, absent=absent)
     kinds = gguf.metadata.get("tokenizer.ggml.token_type")
     if not isinstance(kinds, np.ndarray) or usual >= min(len(kinds), vocab):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.errors import ModelError, ModelFileError
-from cairn.models.files import INDEX, WEIGHTS, is_gguf, read_json, stem
+from cairn.models.files import INDEX, MAX_NAME_BYTES, WEIGHTS, is_gguf, read_json, stem
 from cairn.models.variants import Variant, cached, choose, tags
 from cairn.paths import expanded, home
 
@@ -23,7 +23,7 @@ DEMO = "demo"
 NEEDED = ("config.json", "tokenizer.json")
 """A model without these cannot be served."""
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_BYTES - 1}}}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
-from cairn.models.files import INDEX, WEIGHTS, Fields, is_gguf, parse_object, read_json, reading, shards
+from cairn.models.files import INDEX, MAX_NAME_BYTES, WEIGHTS, Fields, is_gguf, parse_object, read_json, reading, shards
 from cairn.models.gguf import read_gguf
 from cairn.models.gguf_weights import GgufWeights
 from cairn.types import ModelSpec
@@ -157,7 +157,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not homes:
         raise ModelFileError(f"{path}: weight_map must be an object from tensor names to file names")
     for home in homes.values():
-        if not isinstance(home, str) or not re.fullmatch(r"[\w.-]+\.safetensors", home):
+        plain = isinstance(home, str) and re.fullmatch(r"[\w.-]+\.safetensors", home)
+        if not plain or len(home.encode()) > MAX_NAME_BYTES:
             raise ModelFileError(f"{path}: weight_map must name .safetensors files in its folder, found {home!r:.80}")
     for name in set(homes.values()):
         if not (folder / name).is_file():
@@ -215,6 +216,8 @@ def _entry(path: Path, name: str, entry: object) -> _Entry:
         raise ModelFileError(f"{where} has the type {dtype!r:.40}; supported are {', '.join(DTYPES)}")
     if not _counts(shape) or len(shape) > 8 or not _counts(offsets) or len(offsets) != 2:
         raise ModelFileError(f"{where} needs a shape and two data_offsets of whole numbers")
+    if 0 in shape:  # no model has such a tensor, and its other dimensions may be more than numpy has room for.
+        raise ModelFileError(f"{where} has the shape {shape}, which holds no numbers")
     begin, end = offsets
     if end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ModelFileError(f"{where} has {end - begin} bytes, expected {dtype} of shape {shape}")
