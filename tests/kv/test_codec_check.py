@@ -100,6 +100,16 @@ def test_a_check_is_remembered_for_its_model_and_codec() -> None:
     again.close()
 
 
+def test_a_check_that_was_killed_does_not_keep_the_next_one_from_being_remembered() -> None:
+    """Its temporary file had the first name that the next one tried, every time."""
+    files = store()
+    for number in range(1, 4):
+        files.put(FOLDER / f"tmp-{number}", b"half")
+    remember(files, FOLDER, b"model", FOUND)
+    assert recall(files, FOLDER, b"model", "q8") == FOUND
+    assert not [path for path in files.files(FOLDER) if path.name.startswith("tmp-")]
+
+
 def test_a_memory_that_is_damaged_is_none() -> None:
     """Every bit, every length; and the memory of another model under this one's name."""
     files = store()

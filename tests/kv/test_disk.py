@@ -15,8 +15,10 @@ from tests.kv.stored import FOLDER, SIZE, Time, chain, chunk_path, held, keys, o
 
 from cairn.errors import ConfigError, Conflict
 from cairn.kv.codec import Raw
+from cairn.kv.ram import RamStore
 from cairn.kv.shelf import Entry, Shelf
 from cairn.kv.store import OVERHEAD, Chunk
+from cairn.kv.writing import Writer
 from cairn.system import SystemFiles
 
 
@@ -141,6 +143,20 @@ def test_models_share_a_folder_and_nothing_else(files: CrashFiles, time: Time, h
     assert other.stats().chunks == 3
     assert other.keep(chunks) == 3
     assert other.stats().chunks == (3 if mine else 6)
+
+
+def test_what_is_handed_over_again_after_a_refusal_is_refused_once(files: CrashFiles, time: Time) -> None:
+    """A batch is offered anew without what was refused: 10 refusals were said to be 105."""
+    store, memory = open_store(files, time), RamStore(1 << 20)
+    lost = [chunk for number in range(5) for chunk in chain(3, salt=bytes([number]))[1:]]
+    whole = [chunk for number in range(5) for chunk in chain(1, salt=b"whole%d" % number)]
+    writer = Writer((memory, store), time, lambda: None, lambda: None)
+    for chunk in [*lost, *whole]:
+        writer.push(chunk)
+    assert writer.work() and not writer.work()
+    assert list(writer.finished) == [(key, False) for key in keys(lost)] + [(key, True) for key in keys(whole)]
+    for stats in (store.stats(), memory.stats()):
+        assert (stats.chunks, stats.refused) == (5, 10)
 
 
 def test_pages_of_another_size_are_refused_and_not_read(files: CrashFiles, time: Time) -> None:

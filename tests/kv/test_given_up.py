@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 
 import pytest
 from tiered import Between, Rig
@@ -11,7 +12,8 @@ from cairn.kv.behind import WAIT_SECONDS, WriteLimits
 from cairn.kv.flushes import Flushes
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers import Tiers
-from cairn.types import FinishReason
+from cairn.scheduler import Limits
+from cairn.types import FinishReason, SamplingParams
 
 PROMPT = [(7 * n) % 61 for n in range(160)]
 CHUNK = 16
@@ -133,16 +135,71 @@ def stepped(rig: Rig, id: int, count: int) -> list[int]:
     return said
 
 
-@pytest.mark.parametrize("heard", [12, 16, 23])
-def test_what_was_computed_ahead_of_a_deleted_context_is_no_loss(store: Between, heard: int) -> None:
-    """Who deletes has heard less than was computed: a chunk begins within what he deletes and ends beyond it."""
+@pytest.mark.parametrize(
+    ("length", "heard", "keep"), [(24, 12, 0), (24, 16, 0), (24, 23, 0), (8, 6, 0), (1, 2, 0), (40, 6, 32), (33, 2, 32)]
+)
+@pytest.mark.parametrize("queued", [False, True])
+def test_what_was_computed_ahead_of_a_deleted_context_is_no_loss(
+    store: Between, length: int, heard: int, keep: int, queued: bool
+) -> None:
+    """Who deletes has heard less than was computed: a chunk begins within what he deletes and ends beyond it.
+
+    Where that is the first to go, what he knows has no key of it, nor of anything that it extends.
+    """
     rig, tiers = rig_on(store)
-    prompt = PROMPT[:24]
+    if keep:
+        rig.ask(PROMPT[: keep + 1], 1)
+    shared = store.stats().chunks
+    prompt = PROMPT[:length]
     id = rig.add(prompt, 60)
     said = stepped(rig, id, 26)
     rig.scheduler.drop(id, FinishReason.CANCELLED)
-    tiers.evict([*prompt, *said][: 24 + heard], b"", 0, True, lambda: None)
-    assert flushed(rig, tiers) == 0 and store.stats().chunks == 0
+    if queued:
+        tiers.turn(True)
+    assert tiers.behind_pool.chunks
+    tiers.evict([*prompt, *said][: length + heard], b"", keep, True, lambda: None)
+    assert flushed(rig, tiers) == 0 and store.stats().chunks == shared == keep // CHUNK
+
+
+@pytest.mark.parametrize("heard", [2, 6])
+def test_what_begins_otherwise_or_is_another_tenants_is_stored_although_a_context_is_deleted(
+    store: Between, heard: int
+) -> None:
+    """The deleted one ends within a chunk: what has the same tokens under another salt is not of it."""
+    rig, tiers = rig_on(store)
+    for salt, prompt in ((b"", PROMPT[:1]), (b"other", PROMPT[:1]), (b"", PROMPT[1:2])):
+        id = rig.add(prompt, 20, salt=salt)
+        stepped(rig, id, 20)
+    assert tiers.behind_pool.chunks == 3
+    known = [*PROMPT[:1], *rig.engine.oracle(PROMPT[:1], SamplingParams(max_tokens=20), 20)][: 1 + heard]
+    tiers.evict(known, b"", 0, True, lambda: None)
+    rig.settle()
+    assert store.stats().chunks == 2
+    for salt, prompt in ((b"other", PROMPT[:1]), (b"", PROMPT[1:2])):
+        whole = [*prompt, *rig.engine.oracle(prompt, SamplingParams(max_tokens=20), 20)]
+        assert tiers.where(whole, salt).disk == CHUNK
+
+
+def test_a_long_line_that_leaves_the_pool_costs_no_more_than_the_queue_holds(store: Between) -> None:
+    """For each of its chunks all noted ones before it were looked at: 4,096 of them stopped the loop for 5 seconds."""
+    long = [(7 * n * n + n) % 61 for n in range(400 * CHUNK)]
+    limits, scheduling = WriteLimits(queue_bytes=8 * PAGES), Limits(step_tokens=4096)
+    rig = Rig({"disk": store}, blocks=len(long) // 4 + 8, context=8192, limits=limits, scheduling=scheduling)
+    assert rig.tiers is not None
+    behind, looked = rig.tiers.behind_pool, list[object]()
+
+    class Noted(OrderedDict):  # type: ignore[type-arg]
+        def __contains__(self, key: object) -> bool:
+            looked.append(key)
+            return super().__contains__(key)
+
+    run(rig, long, 1)
+    behind._noted = Noted(behind._noted)
+    assert behind.chunks == 400
+    rig.add([(5 * n + 1) % 59 for n in range(len(long) - 8)], 1, stored=False)
+    rig.scheduler.plan()
+    assert len(behind._noted) < 20 and behind.dropped > 300
+    assert len(looked) < 400 * 16
 
 
 def test_who_goes_on_over_a_beginning_that_was_deleted_is_stored_from_it_on(store: Between) -> None:

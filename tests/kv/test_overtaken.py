@@ -83,6 +83,60 @@ def test_loads_that_wait_for_each_other_are_not_late(mode: Literal["auto", "alwa
     assert rig.tiers.stats().abandoned == 0
 
 
+@pytest.mark.parametrize("queue", [1, 2])
+def test_a_request_does_not_wait_for_what_was_prefetched_where_to_compute_it_is_faster(queue: int) -> None:
+    """Not even where it is read after something else: until a request came nobody had asked which is faster."""
+    rng = random.Random(1)
+    prompts = [tokens(rng, 400) for _ in range(queue)]
+    store = known(*prompts, blocks=800)
+    slow = Between(store)
+    rig = Rig({"disk": slow}, blocks=800, load="auto")
+    assert rig.tiers is not None
+
+    def fetch(key: bytes, tokens: Sequence[int], buffer: memoryview | None = None) -> Chunk | None:
+        for _ in range(10):  # the loop goes on meanwhile
+            rig.clock.time += 0.1
+            rig.step()
+        return store.fetch(key, tokens, buffer)
+
+    slow.fetch = fetch
+    rig.tiers.gate.computed(1000, 1.0)
+    ended = list[int]()
+    for number, prompt in enumerate(prompts):
+        rig.tiers.prefetch(prompt, b"", lambda number=number: ended.append(number))
+    rig.threads()
+    assert not ended
+    id = rig.add(prompts[-1])
+    while not rig.outputs[id]:
+        rig.step()
+        rig.threads()
+    rig.settle()
+    assert rig.check(id, prompts[-1], 3).computed > 300
+    timing = rig.outputs[id][-1].timing
+    assert timing is not None and timing.queue < 3, timing
+    assert sorted(ended) == list(range(queue)) and rig.tiers.stats().abandoned == 1
+
+
+def test_what_was_prefetched_is_waited_for_where_to_load_it_is_faster() -> None:
+    """And read to its end, however long that takes, where nobody waits."""
+    rng = random.Random(1)
+    prompts = [tokens(rng, 400) for _ in range(2)]
+    slow = Between(known(*prompts, blocks=800))
+    rig = Rig({"disk": slow}, blocks=800, load="auto")
+    assert rig.tiers is not None
+    rig.tiers.gate.computed(100, 1.0)
+    slowly(rig, slow, 1.0)
+    rig.tiers.prefetch(prompts[0], b"", lambda: None)
+    rig.settle()
+    slowly(rig, slow, 0.1)
+    rig.tiers.prefetch(prompts[1], b"", lambda: None)
+    rig.threads()
+    id = rig.add(prompts[1])
+    rig.settle()
+    assert rig.check(id, prompts[1], 3).pool == 399 and rig.tiers.where(prompts[0], b"").pool == 400
+    assert rig.tiers.stats().abandoned == 0
+
+
 @pytest.mark.parametrize("fetched", [1, 4])
 def test_a_context_that_is_deleted_while_it_is_loaded_does_not_come_back(fetched: int) -> None:
     prompt = [(7 * n) % 61 for n in range(160)]
@@ -172,6 +226,27 @@ def test_what_the_disk_does_not_let_go_is_told_until_it_does() -> None:
         store.tend()
     assert not rig.tiers.lingers(prompt, b"", 0)
     assert not [path for path in files.files(stored.FOLDER) if len(path.parent.name) == 1]
+
+
+def test_what_another_request_stored_again_after_a_deletion_does_not_linger() -> None:
+    """It went on with that context before the writer came to the drop: a healthy disk was said not to let it go."""
+    prompt = [(7 * n) % 61 for n in range(100)]
+    ended, files, info = list[bool](), CrashFiles(), Rig(None).engine.info
+    store = stored.open_store(files, stored.Time(), identity=info.identity, codec=Raw(info.block_bytes))
+    rig = Rig({"disk": store}, blocks=40)
+    assert rig.tiers is not None
+    rig.ask(prompt)
+    rig.tiers.evict(prompt, b"", 0, True, lambda: ended.append(rig.tiers.lingers(prompt, b"", 0)))
+    again = rig.add(prompt, 3)
+    while not rig.outputs[again] or rig.outputs[again][-1].finish is None:
+        rig.step()
+    rig.add([(5 * n) % 59 for n in range(120)], 3, stored=False)  # needs its blocks
+    rig.step()
+    while rig.tiers.writer.work():
+        pass
+    assert store.stats().chunks and not ended, "nothing was stored between the drop and its answer"
+    rig.tiers.turn(False)
+    assert ended == [False]
 
 
 def reading(long: list[int], stored: list[int]) -> tuple[Rig, int]:

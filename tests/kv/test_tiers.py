@@ -13,10 +13,11 @@ import stored
 from tests.files import CrashFiles
 from tiered import SIZE, Between, Rig, Time
 
-from cairn.figures import Miss, Placed
+from cairn.figures import Miss, Placed, Swept
 from cairn.kv.behind import WriteLimits
 from cairn.kv.codec import Raw
 from cairn.kv.context import TierName
+from cairn.kv.disk import DiskStore
 from cairn.kv.loading import Gate
 from cairn.kv.prefix import numerics
 from cairn.kv.ram import RamStore
@@ -545,6 +546,26 @@ def test_a_miss_says_why() -> None:
     assert rig.ask(PROMPT).miss is None
 
 
+def test_a_load_that_was_declined_and_is_worth_it_later_is_no_reason_for_a_miss() -> None:
+    """What it finds nothing of was never seen."""
+    store = disk()
+    Rig({"disk": store}).ask(PROMPT)
+    rig = Rig({"disk": store}, blocks=40, load="auto")
+    assert rig.tiers is not None
+    gate, prompt = rig.tiers.gate, [*PROMPT[:96], *[1] * 30]
+    gate.computed(1000, 1.0)
+    gate.read(1, 1.0)
+    rig.add([(11 * n) % 59 for n in range(60)], 30)  # has the blocks meanwhile
+    rig.step()
+    id = rig.add(prompt)
+    rig.step()
+    assert not rig.tiers.loading and not rig.outputs[id]
+    rig.clock.time += 61
+    rig.settle()
+    report = rig.check(id, prompt, 3)
+    assert report.disk == 96 and report.miss == Miss(position=96, reason="never seen")
+
+
 def test_a_context_can_be_brought_up_before_it_is_needed() -> None:
     store = disk()
     Rig({"disk": store}).ask(PROMPT)
@@ -555,6 +576,40 @@ def test_a_context_can_be_brought_up_before_it_is_needed() -> None:
     rig.settle()
     assert answers == [Placed(pool=96, disk=96)]
     assert rig.ask(PROMPT).pool == 96
+
+
+def test_who_asks_for_a_sweep_that_runs_shares_it() -> None:
+    """Each scrub is a thread that reads the whole store; one who asked fifty times got fifty."""
+    info = Rig(None).engine.info
+    store = stored.open_store(CrashFiles(), stored.Time(), identity=info.identity, codec=Raw(info.block_bytes))
+    rig, said, blocked, began = Rig({"disk": store}), list[Swept | None](), threading.Event(), list[str]()
+    tiers = rig.tiers
+    assert tiers is not None
+
+    def scrub(store: DiskStore) -> Swept:
+        began.append("scrub")
+        assert blocked.wait(60)
+        return Swept(checked=began.count("scrub"))
+
+    def prune(store: DiskStore) -> Swept:
+        began.append("prune")
+        raise ValueError
+
+    def answered(count: int) -> list[Swept | None]:
+        """What was said, when so many are answered."""
+        until = time.monotonic() + 60
+        while len(said) < count and time.monotonic() < until:
+            tiers.turn(False)
+            time.sleep(0.001)
+        return said
+
+    assert all(tiers.sweep(scrub, said.append) for _ in range(3))
+    assert tiers.sweep(prune, said.append)
+    assert answered(1) == [None], "another kind of sweep waits for it"
+    blocked.set()
+    assert answered(4) == [None, *3 * [Swept(checked=1)]] and sorted(began) == ["prune", "scrub"]
+    assert tiers.sweep(scrub, said.append)
+    assert answered(5)[4:] == [Swept(checked=2)]
 
 
 def test_what_is_given_up_goes_also_where_other_kernels_left_it() -> None:

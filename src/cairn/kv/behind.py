@@ -23,6 +23,8 @@ from cairn.kv.budget import DayBudget
 from cairn.kv.cache import Cache
 from cairn.kv.context import Context, Memory
 from cairn.kv.flushes import Flushes
+from cairn.kv.lookup import Tail
+from cairn.kv.prefix import extend
 from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store
 from cairn.kv.writing import Writer
 from cairn.seams import Clock
@@ -73,8 +75,8 @@ class Behind:
         self._users: dict[bytes, list[bytes]] = {}
         """Which noted chunks a block, all by their keys, is a part of: contexts may part within a chunk."""
         self._noted_blocks = [0] * len(cache.pools)
-        self._copied: dict[bytes, tuple[int, bytes]] = {}
-        """Bytes of every chunk that is queued or being written, and what it extends."""
+        self._copied: dict[bytes, tuple[int, _Noted]] = {}
+        """Bytes of every chunk that is queued or being written, and what was noted of it."""
         self._outstanding: OrderedDict[bytes, int] = OrderedDict()
         """Serial of every chunk that is noted, queued or being written."""
         self._serial = 0
@@ -155,19 +157,34 @@ class Behind:
             self._unnote(key)
             del self._outstanding[key]
 
-    def drop(self, keys: Collection[bytes]) -> None:
+    def drop(self, keys: Collection[bytes], tails: Collection[Tail]) -> list[bytes]:
         """Stores are about to drop these and all that extends them: until `drop_done` nothing is copied that might.
 
-        Where somebody goes on with them in the pool, they are noted anew, to be stored once the stores are done.
+        So is what begins with one of `tails`, as far as it is not stored yet: returns the keys of that, which whoever
+        has not heard of all its tokens cannot know. Where somebody goes on with any of it in the pool, it is noted
+        anew, to be stored once the stores are done.
         """
         self._drops += 1
         self._breaks += 1
-        self._going.update(keys)
+        ahead = self._begun(tails)
+        self._going.update(keys, ahead)
         known = 0
         while known < len(self._going):  # more than once, since what extends a chunk may have been noted before it
             known = len(self._going)
             self._going.update(key for key, one in self._noted.items() if one.chunk.parent in self._going)
         self.forget(self._going)
+        return ahead
+
+    def _begun(self, tails: Collection[Tail]) -> list[bytes]:
+        """Chunks that are noted, queued or being written and begin with one of these."""
+        size = self._cache.info.block_tokens
+        return [
+            one.chunk.key
+            for one in (*self._noted.values(), *(one for _, one in self._copied.values()))
+            for tail in tails
+            if one.chunk.tokens[: len(tail.tokens)] == tail.tokens
+            and one.blocks[0] == extend(tail.before, one.chunk.tokens[:size])
+        ]
 
     def drop_done(self) -> None:
         """They have: what was noted to extend them is no loss."""
@@ -213,7 +230,8 @@ class Behind:
     def _leaving(self, block: bytes) -> None:
         """The pool is about to give up a block: copy its chunks, after all noted ones they extend, or give them up."""
         for key in tuple(self._users.get(block, ())):
-            line = self._line(self._noted[key])
+            room = (self._limits.queue_bytes - self.bytes) // self._sizes[self._noted[key].chunk.group]
+            line = self._line(self._noted[key], max(1, room) + 1)  # one more than fit is as good as all of a long one
             if self._fits(*line):
                 for one in reversed(line):
                     self._copy(one)
@@ -237,7 +255,7 @@ class Behind:
         key = chain.key(last, tokens)
         if key in self._outstanding or (self._durable(key) and key not in self._going):
             return
-        if any(key == parent for _, parent in self._copied.values()):
+        if any(key == one.chunk.parent for _, one in self._copied.values()):
             return  # it left the store, which will not take what is queued; when that is lost both are noted again
         again = key in self._touched
         self._touched.add(key)
@@ -284,7 +302,7 @@ class Behind:
             return 0
         self._unnote(chunk.key)
         pages = b"".join(self._engine.read_blocks(chunk.group, found).wait())
-        self._copied[chunk.key] = len(pages), chunk.parent
+        self._copied[chunk.key] = len(pages), noted
         self.bytes += len(pages)
         self._budget.spend(len(pages))
         self._writer.push(dataclasses.replace(chunk, pages=pages))
@@ -294,10 +312,10 @@ class Behind:
         """What to copy next: the first noted, or what it extends, if that left the store and was noted again since."""
         return self._line(next(iter(self._noted.values())))[-1]
 
-    def _line(self, noted: _Noted) -> list[_Noted]:
-        """A noted chunk, and after it the noted ones that it extends, nearest first."""
+    def _line(self, noted: _Noted, most: float = math.inf) -> list[_Noted]:
+        """A noted chunk, and after it the noted ones that it extends, nearest first; `most` in all."""
         line = [noted]
-        while line[-1].chunk.parent in self._noted:
+        while len(line) < most and line[-1].chunk.parent in self._noted:
             line.append(self._noted[line[-1].chunk.parent])
         return line
 

@@ -79,6 +79,7 @@ class Cache:
             context.tried = self.below.load(context, tokens, self._hit(context, tokens), spare, most)
             return context.tried
         if owner.loading:
+            owner.wanted = True
             return True
         if owner.published[0] != context.seen:
             context.seen, context.patience = owner.published[0], PATIENCE

@@ -93,7 +93,9 @@ def compare(engine: Engine, codec: Codec, tokens: Sequence[int]) -> Comparison:
 def remember(files: FileSystem, folder: Path, identity: bytes, found: Comparison) -> None:
     """Durably, in a store's folder that this process holds. Raises `OSError`."""
     data = msgspec.msgpack.encode(_Remembered(identity, found))
-    temporary, _ = StoreFolder(files, folder).write(folder, [_MAGIC + xxhash.xxh3_128_digest(data), data])
+    store = StoreFolder(files, folder)
+    store.remove_leftovers()
+    temporary, _ = store.write(folder, [_MAGIC + xxhash.xxh3_128_digest(data), data])
     try:
         files.replace(temporary, _path(folder, identity))
     except OSError:

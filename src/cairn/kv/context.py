@@ -52,6 +52,7 @@ class Context:
         "stored",
         "tables",
         "tried",
+        "wanted",
     )
 
     def __init__(self, chains: tuple[Chain, ...], durable: bool = False, stored: bool = True) -> None:
@@ -79,6 +80,8 @@ class Context:
         self.patience = PATIENCE
         self.loading = False
         """Its tables are being filled from below."""
+        self.wanted = False
+        """Whether a sequence has waited for what is being loaded into its tables."""
         self.tried = False
         """Whether a load was thought about since it was open last."""
         self.declined = False

@@ -146,7 +146,9 @@ class DiskStore:
     def _remain(self, ids: Collection[bytes]) -> bool:
         state = self._state
         with state.mutex:
-            if any(id in self._forgotten or state.shelf.known(id) for id in ids):
+            # One that is found was written after the drop, by a request that went on with the context.
+            doomed = (id for id in ids if state.shelf.known(id) and state.shelf.get(id) is None)
+            if any(doomed) or not self._forgotten.isdisjoint(ids):
                 return True
         return state.folder.remains(ids) or state.owes({state.folder.digit(id[len(self._tag) :]) for id in ids})
 

@@ -16,7 +16,7 @@ from cairn.kv.chunk_file import Name
 from cairn.kv.codec import Codec
 from cairn.kv.disk_state import DiskState
 from cairn.kv.shelf import Entry
-from cairn.kv.store import Chunk
+from cairn.kv.store import Chunk, spared
 from cairn.kv.store_folder import blocks
 
 
@@ -74,8 +74,9 @@ class Intake:
                 self._landed.notify_all()
         done = plan.done.union(id(chunk) for chunk in plan.work[:kept])
         count = next((at for at, chunk in enumerate(chunks) if id(chunk) not in done), len(chunks))
+        left = chunks[count:]
         with state.mutex:
-            state.count(refused=len(chunks) - count)
+            state.count(refused=len(left) - len(spared(left)))
         return count
 
     def wait(self, ids: Collection[bytes]) -> None:

@@ -80,7 +80,11 @@ class Load:
     """Nothing more will arrive."""
     cancelled: bool = False
     forced: bool = False
-    """Asked for: never given up because computing would be faster."""
+    """Asked for: not given up because computing would be faster, until a request waits for it."""
+    wanted: float = math.inf
+    """Since when one does; only of what was asked for."""
+    had: int = 0
+    """Stretches that had landed by then."""
     done: Callable[[], None] | None = None
     """What to do at its end."""
 
@@ -88,6 +92,11 @@ class Load:
     def bytes_left(self) -> int:
         """What is still to be read, about."""
         return self.bytes * (len(self.wants) - self.fetched) // len(self.wants)
+
+    def want(self, now: float) -> None:
+        """A request waits for it."""
+        if self.forced and self.wanted == math.inf:
+            self.wanted, self.had = now, self.landed
 
 
 class Reader:
@@ -250,15 +259,17 @@ class Gate:
         """Whether to give a load up: it stands still, or by now computing would have got further.
 
         Others are read before it, which `worth` knew: until it is its turn only a reader that gives no sign of life,
-        the last one at `alive`, is a reason.
+        the last one at `alive`, is a reason. It was not asked about a load that is `forced`: that one gets the time
+        since a request waits for it, which then may begin a load of its own.
         """
         now = self._clock.now()
         if now - max(load.started, load.heard, alive) > STALL_SECONDS:
             return True
-        if self._mode != "auto" or load.forced or self._prefill is None:
+        if self._mode != "auto" or self._prefill is None:
             return False
-        saved = load.tokens * (load.landed + 1) / len(load.wants)
-        return now - load.turn > _HEAD_START + saved / self._prefill
+        saved = load.tokens * (load.landed + 1 - load.had) / len(load.wants)
+        since = load.wanted if load.forced else load.turn
+        return now - since > _HEAD_START + saved / self._prefill
 
 
 def _blend(old: float | None, new: float) -> float:

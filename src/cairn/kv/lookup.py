@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from cairn.kv.cache import Cache
 from cairn.kv.context import Context, TierName
@@ -11,6 +12,14 @@ from cairn.kv.loading import Want
 from cairn.kv.prefix import Chain, root
 from cairn.kv.store import CHUNK_BLOCKS, Store
 from cairn.kv.windows import first_read
+
+
+class Tail(NamedTuple):
+    """The beginning of a chunk of which no more is known."""
+
+    before: bytes
+    """The key that its first block extends."""
+    tokens: tuple[int, ...]
 
 
 class Lookup:
@@ -58,6 +67,13 @@ class Lookup:
         """Keys of all whole chunks from number `first` on, of every group."""
         stop = len(tokens) // self.chunk_tokens
         return [key for number in range(len(self._groups)) for key in self.keys(context, number, tokens, first, stop)]
+
+    def tails(self, context: Context, tokens: Sequence[int], first: int = 0) -> list[Tail]:
+        """For every group what follows the last whole chunk, where that is known at all from number `first` on."""
+        index = max(first, len(tokens) // self.chunk_tokens)
+        if not (rest := tuple(tokens[index * self.chunk_tokens :])):
+            return []
+        return [Tail(chain.before(index * CHUNK_BLOCKS, tokens), rest) for chain in context.chains]
 
     def drop(self, store: Store, keys: Sequence[bytes], salt: bytes, tokens: Sequence[int], first: int) -> None:
         """Drop what `all_keys` said from a store; from the disk also what other kernels, or another codec, left of it.

@@ -66,3 +66,7 @@ class Chain:
             at = len(keys) * size
             keys.append(extend(keys[-1] if keys else self._root, tokens[at : at + size]))
         return keys[index]
+
+    def before(self, index: int, tokens: Sequence[int]) -> bytes:
+        """The key that block `index` extends."""
+        return self.key(index - 1, tokens) if index else self._root

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from cairn.figures import TierStats
-from cairn.kv.store import Chunk
+from cairn.kv.store import Chunk, spared
 
 _CHUNK_OVERHEAD = 1024
 """Bytes that a chunk takes beside its pages, about: 64 tokens, keys and the index."""
@@ -55,7 +55,8 @@ class RamStore:
                     continue
                 orphan = bool(chunk.parent) and chunk.parent not in self._chunks
                 if orphan or not self._make_room(_size(chunk), chunk.parent):
-                    self._count(refused=len(chunks) - count)
+                    left = chunks[count:]
+                    self._count(refused=len(left) - len(spared(left)))
                     return count
                 self._chunks[chunk.key] = chunk
                 self._children.setdefault(chunk.parent, set()).add(chunk.key)

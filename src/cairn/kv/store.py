@@ -37,6 +37,18 @@ class Chunk:
     """Number of its cache group: what the pages are made of. The key already tells groups apart."""
 
 
+def spared(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """What may be kept although the first of these is refused: all but that one and what extends it."""
+    gone = {chunk.key for chunk in chunks[:1]}
+    rest = []
+    for chunk in chunks[1:]:
+        if chunk.parent in gone:
+            gone.add(chunk.key)
+        else:
+            rest.append(chunk)
+    return rest
+
+
 class Store(Protocol):
     """A tier. Any thread may call; no call raises for what a disk or a network does: it is a miss, counted."""
 
@@ -53,7 +65,10 @@ class Store(Protocol):
         ...
 
     def keep(self, chunks: Sequence[Chunk]) -> int:
-        """Keep these, parents before children; how many leading ones are kept now. Returns when they are durable."""
+        """Keep these, parents before children; how many leading ones are kept now. Returns when they are durable.
+
+        The next one was refused, and counts with what extends it: the caller may offer the others (`spared`) again.
+        """
         ...
 
     def drop(self, keys: Sequence[bytes]) -> int:

@@ -235,6 +235,15 @@ class StoreFolder:
         with contextlib.suppress(FileNotFoundError):
             self.files.remove(self.path(name))
 
+    def remove_leftovers(self) -> None:
+        """Remove what a process that was killed left beside the chunks' folders. For who has written nothing yet and
+        does not `scan`: `write` would try the same name."""
+        found = Found()
+        for _ in self._sift(self.folder, found):
+            pass
+        for path, _ in found.junk:
+            self.files.remove(path)
+
     def write(self, folder: Path, parts: list[bytes | memoryview]) -> tuple[Path, int]:
         """A new durable file under a temporary name, and its bytes on the disk. Leaves nothing where it fails.
 

@@ -34,6 +34,7 @@ TURN_BYTES = 32 << 20
 """Put into the pool between two steps for one load, about."""
 
 Done = Callable[[], None]
+Sweep = Callable[[DiskStore], Swept]
 
 
 class Tiers:
@@ -64,6 +65,8 @@ class Tiers:
         self._loads: dict[Context, tuple[Load, Sequence[int]]] = {}
         self._answers: deque[Done] = deque()
         """What to do in the next turn, on the worker's thread."""
+        self._sweeping: dict[Sweep, list[Callable[[Swept | None], None]]] = {}
+        """What runs on threads of its own, and who waits for it."""
         self._loaded = self._abandoned = 0
         self._load_seconds = 0.0
         self._wake = wake
@@ -115,6 +118,7 @@ class Tiers:
         """Begin a load, whose end calls `done`; one with a `done` was asked for and is always worth it."""
         if self.behind_pool.dropping:  # what is found now may be gone when it would lie in the pool
             return False
+        context.declined = False  # what was thought of an earlier load says nothing of what this one finds
         wants = self._lookup.wants(context, tokens, hit)
         stop = self._lookup.usable(tokens, hit // CHUNK_BLOCKS + len(wants))
         saved = (stop - hit) * self._cache.info.block_tokens
@@ -156,6 +160,8 @@ class Tiers:
         if not over and load.arrived:
             return True
         # What lands is slow only as the steps between are; the reader has more.
+        if context.wanted:
+            load.want(self._clock.now())
         if load.landed == before and self.gate.late(load, self.reader.alive) and not load.over:
             context.declined = over = True
         if over or (load.over and not load.arrived):
@@ -228,7 +234,7 @@ class Tiers:
             for context, (load, wanted) in tuple(self._loads.items()):
                 if any(want.key in going for part in load.wants for want in part):
                     self._cache.close(context, wanted)
-            self.behind_pool.drop(going)
+            keys += self.behind_pool.drop(going, self._lookup.tails(self._cache.context(salt), tokens, first))
             give_up()
         else:
             self.behind_pool.flush(lambda lost: give_up(), told=False)
@@ -263,14 +269,22 @@ class Tiers:
 
         self.writer.push(work)
 
-    def sweep(self, job: Callable[[DiskStore], Swept], done: Callable[[Swept | None], None]) -> bool:
+    def sweep(self, job: Sweep, done: Callable[[Swept | None], None]) -> bool:
         """Do something long to the disk store on a thread of its own; False where there is no such store.
 
-        `done` gets what came of it, None where it failed.
+        `done` gets what came of it, None where it failed. Who asks for a job that runs already shares it: each reads
+        all that is stored.
         """
         store = self._stores.get("disk")
         if not isinstance(store, DiskStore):
             return False
+        if job in self._sweeping:
+            self._sweeping[job].append(done)
+            return True
+
+        def answer(swept: Swept | None) -> None:
+            for one in self._sweeping.pop(job):
+                one(swept)
 
         def work() -> None:
             swept = None
@@ -278,10 +292,11 @@ class Tiers:
                 swept = job(store)
             except Exception as error:  # a bug of ours; whoever asked must hear of it all the same
                 log.error("the KV store could not be looked over: %s", trace(error))
-            self._answers.append(lambda: done(swept))
+            self._answers.append(lambda: answer(swept))
             self._wake()
 
         threading.Thread(target=work, name="cairn-kv-sweep", daemon=True).start()
+        self._sweeping[job] = [done]
         return True
 
     def news(self) -> KvStats | None:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from cairn.errors import trace
-from cairn.kv.store import Chunk, Store
+from cairn.kv.store import Chunk, Store, spared
 from cairn.seams import Clock
 
 log = logging.getLogger(__name__)
@@ -118,13 +118,7 @@ def _keep(store: Store, batch: Sequence[Chunk]) -> set[bytes]:
     while rest:
         count = store.keep(rest)
         kept.update(chunk.key for chunk in rest[:count])
-        gone = {chunk.key for chunk in rest[count : count + 1]}
-        waiting, rest = rest[count + 1 :], []
-        for chunk in waiting:
-            if chunk.parent in gone:
-                gone.add(chunk.key)
-            else:
-                rest.append(chunk)
+        rest = spared(rest[count:])
     return kept
 
 
