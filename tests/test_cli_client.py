@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import json
+import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import httpx
 import pytest
 
+from cairn.cli import client as client_module
+from cairn.cli import main
 from cairn.cli.client import Client, connect
 from cairn.cli.http_stream import HttpStream
 from cairn.errors import (
@@ -174,3 +181,52 @@ def test_a_deletion_is_done_when_the_server_says_so(body: object) -> None:
 def test_a_name_that_can_be_none_is_one_sentence(host: str) -> None:
     with pytest.raises(Unavailable, match="no server answers at"):
         Client(host).get("/v1/models")
+
+
+class Late(http.server.BaseHTTPRequestHandler):
+    """Answers everything after a while, as a server that first reads a disk full of KV."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        time.sleep(0.6)
+        body = {"model": "m", "ram": None, "disk": None, "checked": 7, "removed": 0, "removed_bytes": 0, "queued": 0}
+        body |= dict.fromkeys(("dropped", "deferred", "loaded", "load_seconds", "abandoned"), 0)
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        with contextlib.suppress(OSError):  # who asked may be gone
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def late() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Late)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(("order", "code"), [("scrub", 0), ("flush", 0), ("prune", 0), ("stats", 1)])
+def test_only_what_reads_a_whole_store_may_take_as_long_as_it_takes(
+    order: str,
+    code: int,
+    late: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(client_module, "_TIMEOUT", httpx.Timeout(10, read=0.2))
+    with pytest.raises(SystemExit) as ended:
+        main(["cache", order, "--host", late])
+    told = capsys.readouterr()
+    assert ended.value.code == code, told.err
+    assert ("did not answer" in told.err) == bool(code)

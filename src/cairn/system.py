@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import secrets
 import stat
+import sys
 import time
 from pathlib import Path
 from typing import Literal
@@ -19,6 +21,13 @@ from cairn.seams import LOCK_FILE, Entry
 def without_secrets() -> dict[str, str]:
     """The environment for a process that needs none of Cairn's variables and no keys: those come in a frame."""
     return {name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name != "HF_TOKEN"}
+
+
+def log_to_stderr(level: str) -> None:
+    """What a process of the server has to tell, from this level on. Only our own loggers become talkative: libraries
+    might log what passes through them."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("cairn").setLevel(level.upper())
 
 
 class SystemClock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -53,8 +54,13 @@ def paced(rows: Sequence[Row]) -> None:
     time.sleep(0.005)
 
 
+def warns(rows: Sequence[Row]) -> None:
+    """Every step warns of a store."""
+    logging.getLogger("cairn.kv.tiers").warning("a slow disk")
+
+
 MODES: dict[str, Callable[[Sequence[Row]], None]] = {
-    mode.__name__: mode for mode in (dies, stops, takes_long, computes_long, raises, paced)
+    mode.__name__: mode for mode in (dies, stops, takes_long, computes_long, raises, paced, warns)
 }
 
 

@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny import collect, config, request
 
 from cairn.api import server
 from cairn.config import Config
 from cairn.errors import CairnError, ConfigError, ModelError
-from cairn.service import launch
+from cairn.service import code, launch
+from cairn.service.service import Service
 from cairn.system import without_secrets
 from cairn.text import chat
 from cairn.text.chat import Chat
@@ -102,6 +104,35 @@ def test_a_worker_that_cannot_be_started_is_a_model_error(monkeypatch: pytest.Mo
     monkeypatch.setattr(launch, "WORKER", ("/no/such/program",))
     with pytest.raises(ModelError, match=r"could not be started.*No such file"):
         launch.launch_first(Config(model="demo"))
+
+
+async def test_no_process_runs_what_lies_in_the_working_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A folder that was downloaded may hold Python files too, and servers are started in it."""
+    for name in ("ml_dtypes", "jinja2"):
+        text = "import pathlib\npathlib.Path(__file__ + '.ran').touch()\nraise SystemExit\n"
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    try:
+        service = await Service.start(config(folder))
+        try:
+            prompt = await service.chat.prompt([{"role": "user", "content": "hello"}])
+            assert (await collect(service.generate(request(service, prompt.tokens, 4)))).tokens
+        finally:
+            await service.close()
+    finally:
+        assert not [*tmp_path.rglob("*.ran")]
+
+
+def test_files_that_cannot_be_read_keep_no_first_worker_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable() -> bytes:
+        raise PermissionError("no")
+
+    monkeypatch.setattr(code, "digest", unreadable)
+    first = launch.launch_first(Config(model="demo", engine="fake"))
+    first.end()
+    assert first.code == b""
 
 
 async def test_a_tokenizer_that_cannot_be_read_leaves_no_rendering_process(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import random
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +18,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tiny import Answer, collect, config, request, until
 
 from cairn.engine.device import load_engine
@@ -658,6 +663,60 @@ async def test_a_package_that_was_changed_on_the_disk_gets_no_second_worker(
         assert service.unready() == [code.CHANGED]
 
 
+async def test_a_model_that_was_changed_on_the_disk_is_not_served(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half an answer of one model and half of another is the answer of none."""
+    faulty(monkeypatch, "paced")
+    model = shutil.copytree(folder, tmp_path / "model")
+    async with serving(model) as service:
+        spec, info = service.spec, service.info
+        stream = service.generate(request(service, "a long answer", 1000))
+        await anext(stream)
+        save_file({"model.norm.weight": np.zeros(16, dtype=np.float32)}, model / "model.safetensors")
+        os.kill(pid := pid_of(service), signal.SIGKILL)
+        with pytest.raises(GenerationFailed, match="the model's files were changed"):
+            await collect(stream)
+        with pytest.raises(Unavailable, match="restart it"):
+            service.generate(request(service))
+        assert service.unready() == [supervisor.CHANGED]
+        assert (service.spec, service.info) == (spec, info)
+        await until(lambda: pid_of(service) != pid and not os.path.exists(f"/proc/{pid_of(service)}"))
+        assert service.stats().worker_restarts == 1  # and no third one
+
+
+async def test_a_package_that_cannot_be_read_now_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known failure 2: without file descriptors for a moment nothing is known to have changed."""
+    digest, looks = code.digest, []
+
+    def fails_once() -> bytes:
+        looks.append(None)
+        if len(looks) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return digest()
+
+    async with serving(folder) as service:
+        monkeypatch.setattr(code, "digest", fails_once)
+        asked = request(service, "a long answer", 1000)
+        stream = service.generate(asked)
+        os.kill(pid_of(service), signal.SIGKILL)
+        assert list((await collect(stream)).tokens) == oracle(service)(asked)
+        assert len(looks) == 2 and not service._supervisor.gave_up
+        assert service.stats().worker_restarts == 1
+
+
+@pytest.mark.parametrize(("level", "told"), [("warning", True), ("error", False)])
+async def test_the_worker_logs_as_the_server_does(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], level: str, told: bool
+) -> None:
+    faulty(monkeypatch, "warns")
+    async with serving(folder, log_level=level) as service:
+        await collect(service.generate(request(service)))
+    seen = capfd.readouterr().err
+    assert bool(re.search(r"^\d{4}-\d\d-\d\d [\d:,]+ WARNING cairn\.kv\.tiers: a slow disk$", seen, re.M)) == told
+    assert ("a slow disk" in seen) == told
+
+
 async def test_a_signal_without_a_name_is_a_death_like_any_other(folder: Path) -> None:
     async with serving(folder) as service:
         asked = request(service, "a long answer", 1000)
@@ -696,3 +755,18 @@ def test_the_digest_of_the_package_changes_with_any_file(tmp_path: Path, monkeyp
     (tmp_path / "a/b.py").rename(tmp_path / "a/c.py")
     seen.add(code.digest())
     assert len(seen) == 4 and code.digest() in seen
+
+
+def test_a_package_that_cannot_be_read_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be another one than before, as if the files had been changed."""
+    monkeypatch.setattr(code.cairn, "__file__", str(tmp_path / "__init__.py"))
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError):
+        code.digest()
+
+    def no_more(path: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "scandir", no_more)
+    with pytest.raises(OSError, match="Too many open files"):
+        code.digest()

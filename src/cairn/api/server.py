@@ -12,13 +12,13 @@ import os
 import resource
 import signal
 import socket
-import sys
 
 from cairn.api.auth import check_exposure
 from cairn.api.folders import check_folders
 from cairn.config import Config
 from cairn.errors import ConfigError
 from cairn.service.launch import ENDING, launch_first
+from cairn.system import log_to_stderr
 
 log = logging.getLogger("cairn.api")
 
@@ -35,7 +35,7 @@ def serve(config: Config) -> None:
     """
     check_exposure(config)
     check_folders(config, os.environ)
-    _log_to_stderr(config.log_level)
+    log_to_stderr(config.log_level)
     raise_file_limit(config.max_connections)
     # A signal waits until the loop takes it (`lifetime.Signals`): what it raised now could leave a worker behind, or be
     # lost in the middle of an import.
@@ -85,9 +85,3 @@ def raise_file_limit(connections: int) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < connections + SPARE_FILES:
         log.warning("this system allows %d open files, too few for max_connections %d", soft, connections)
-
-
-def _log_to_stderr(level: str) -> None:
-    # Only our own loggers become talkative: libraries might log what passes through them.
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("cairn").setLevel(level.upper())

@@ -15,6 +15,7 @@ from cairn.errors import CairnError, ConfigError, InvalidRequest, Unavailable, b
 from cairn.resolve import Resolved
 
 _TIMEOUT = httpx.Timeout(10, read=600)
+_PATIENT = httpx.Timeout(10, read=None)
 
 
 def connect(resolved: Resolved, url: str | None = None) -> Client:
@@ -72,9 +73,9 @@ class Client:
         """GET text."""
         return self._whole("GET", path, admin=admin).text
 
-    def post(self, path: str, body: Mapping[str, Any], *, admin: bool = False) -> dict[str, Any]:
-        """POST JSON, get JSON."""
-        return self._read(self._whole("POST", path, body, admin=admin))
+    def post(self, path: str, body: Mapping[str, Any], *, admin: bool = False, patient: bool = False) -> dict[str, Any]:
+        """POST JSON, get JSON. `patient`: however long the server says nothing."""
+        return self._read(self._whole("POST", path, body, admin=admin, patient=patient))
 
     def delete(self, path: str) -> None:
         """DELETE."""
@@ -173,6 +174,7 @@ class Client:
         *,
         file: BinaryIO | None = None,
         admin: bool = False,
+        patient: bool = False,
         fine: int = 200,
     ) -> httpx.Response:
         """An answer whose body is still to be read: a success, or of status `fine`. The caller closes it."""
@@ -181,7 +183,14 @@ class Client:
         if file is not None:
             headers["content-type"] = "application/octet-stream"
         try:
-            request = self._http.build_request(method, self.url + path, json=body, content=file, headers=headers)
+            request = self._http.build_request(
+                method,
+                self.url + path,
+                json=body,
+                content=file,
+                headers=headers,
+                timeout=_PATIENT if patient else _TIMEOUT,
+            )
         except ValueError as error:  # half a surrogate pair, or a number that JSON has not
             raise InvalidRequest(f"this cannot be sent: {error}") from None
         try:

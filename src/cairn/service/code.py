@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import NoReturn
 
 import xxhash
 
@@ -12,13 +14,16 @@ CHANGED = "Cairn's own files were changed since this server started, so it canno
 
 
 def digest() -> bytes:
-    """Of the names and contents of the package's modules as they are now; empty where they cannot be read."""
+    """Of the names and contents of the package's modules as they are now. Raises OSError where one cannot be read."""
     folder = Path(cairn.__file__).parent
     found = xxhash.xxh3_128()
-    try:
-        for path in sorted((*folder.rglob("*.py"), *folder.rglob("*.so"))):
+    walk = os.walk(folder, onerror=_refuse)  # `rglob` leaves out what it cannot read
+    for path in sorted(Path(place, name) for place, _, names in walk for name in names):
+        if path.suffix in (".py", ".so"):
             found.update(str(path.relative_to(folder)).encode() + b"\0")
             found.update(path.read_bytes())
-    except OSError:
-        return b""
     return found.digest()
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise error

@@ -23,8 +23,9 @@ from cairn.models.hub import locate
 from cairn.service import code, wire
 from cairn.system import without_secrets
 
-WORKER = (sys.executable, "-m", "cairn.service.worker")
-"""The worker's command line; the socket's number is added to it."""
+WORKER = (sys.executable, "-P", "-m", "cairn.service.worker")
+"""The worker's command line; the socket's number is added to it. Without -P it would import the Python files of the
+working directory, which may be a model's folder."""
 KILL_SECONDS = 2.0
 """How long a worker that was killed may take to be gone, where nobody can wait for longer."""
 ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -46,7 +47,8 @@ class First:
 
     load: wire.Load
     code: bytes
-    """`code.digest` of the package when it was started; empty in-process."""
+    """`code.digest` of the package when it was started; empty in-process, and where the package could not be read:
+    then later workers are not held against it."""
     worker: Worker
 
     def end(self) -> None:
@@ -65,7 +67,10 @@ def launch_first(config: Config, in_process: bool = False, folder: Path | None =
     """
     found = folder or locate(config.model)
     load = wire.Load(msgspec.structs.replace(config, api_key=(), tenants=(), admin_key=None), str(found))
-    seen = b"" if in_process else code.digest()
+    seen = b""
+    if not in_process:
+        with contextlib.suppress(OSError):  # one file that cannot be read is no reason not to serve
+            seen = code.digest()
     try:
         return First(load, seen, launch(load, in_process))
     except OSError as error:

@@ -25,6 +25,7 @@ from cairn.types import FinishReason, Request
 
 log = logging.getLogger(__name__)
 
+CHANGED = "the model's files were changed since this server started; restart it"
 CLOSE_SECONDS = 2.0
 """How long a worker whose socket was closed may take to end before it is killed."""
 STORE_SECONDS = 5.0
@@ -67,6 +68,8 @@ class Supervisor:
         self._link: Link | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._loaded: asyncio.Future[None] | None = None
+        self._model = b""
+        """The identity of the model that the first worker loaded."""
         self._failures = 0
         self._looked = clock.now()
         self.restarts = 0
@@ -177,13 +180,13 @@ class Supervisor:
         why = await self._live(link)
         while self._carry_on(why):
             await asyncio.sleep(self._backoff())
-            in_process = first.worker.process is None
-            if not in_process and await asyncio.to_thread(code.digest) != first.code:
-                self._give_up(code.CHANGED)
-                return
-            self.restarts += 1
             try:
-                link = self._link = Link(launch(first.load, in_process), self._clock, self._receive)
+                if first.code and await asyncio.to_thread(code.digest) != first.code:
+                    self._give_up(code.CHANGED)
+                    return
+                self.restarts += 1
+                worker = launch(first.load, first.worker.process is None)
+                link = self._link = Link(worker, self._clock, self._receive)
             except OSError as error:
                 self._failures += 1
                 why = f"it could not be started: {error}"
@@ -224,15 +227,24 @@ class Supervisor:
             self._sent.discard(message.id)
             self._on_refused(message)
         elif isinstance(message, wire.Ready):
-            link.ready = True
-            self._on_ready(message)
-            if self._loaded is not None and not self._loaded.done():
-                self._loaded.set_result(None)
-            self._next_trial()
+            self._welcome(link, message)
         elif isinstance(message, wire.LoadFailed):
             if self._loaded is not None and not self._loaded.done():
                 self._loaded.set_exception(by_code(message.code, message.message))
             link.end(message.message)
+
+    def _welcome(self, link: Link, ready: wire.Ready) -> None:
+        """Give a worker that has loaded what there is to do, unless it has loaded another model than the first one."""
+        self._model = self._model or ready.spec.identity
+        if ready.spec.identity != self._model:
+            link.end("it loaded another model")
+            self._give_up(CHANGED)
+            return
+        link.ready = True
+        self._on_ready(ready)
+        if self._loaded is not None and not self._loaded.done():
+            self._loaded.set_result(None)
+        self._next_trial()
 
     # ------------------------------------------------------------------------------------- after a worker's death
 
@@ -256,7 +268,7 @@ class Supervisor:
         """Account for a death. Returns whether to start another worker."""
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_exception(ModelError(f"the worker ended while loading the model: {why}"))
-        if self._loaded is not None and self._loaded.exception() is not None:
+        if self.gave_up or (self._loaded is not None and self._loaded.exception() is not None):
             return False
         log.error("the worker is replaced: %s", why)
         self._blame()

@@ -33,7 +33,7 @@ from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.answers import Answers
 from cairn.service.stores import GB, keyed, open_stores, stored_bytes
-from cairn.system import SystemClock, SystemFiles
+from cairn.system import SystemClock, SystemFiles, log_to_stderr
 from cairn.types import Output
 
 BEAT_SECONDS = 1.0
@@ -219,6 +219,8 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
         (first, *rest) = channel.receive(None)
         if not isinstance(first, wire.Load) or rest:
             raise wire.WireError("the first frame must say what to load, and nothing may follow before the answer")
+        if process:
+            log_to_stderr(first.config.log_level)
         loaded = _load(channel, first.config, Path(first.folder))
         if loaded is None:
             return

@@ -37,7 +37,7 @@ def launch() -> Process:
     ours, theirs = socket.socketpair()
     with theirs:
         popen = subprocess.Popen(
-            [sys.executable, "-m", "cairn.text.render"],
+            [sys.executable, "-P", "-m", "cairn.text.render"],  # -P: nothing from the working directory
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
