@@ -221,7 +221,8 @@ class World:
         if self.done is not None:
             law(self.done.reason is answer.reason, "ended for another reason")
             law(self.done.usage.completion_tokens == len(self.tokens), "tokens are counted wrongly")
-            law(self.flight.status().text == self.text, "the status shows another text")
+            law(self.flight.status().completion_tokens == len(answer.counted), "the status counts other tokens")
+            law(self.flight.status().text == answer.text, "the status shows another text")
 
 
 def run(seed: int) -> World:

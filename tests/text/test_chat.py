@@ -208,6 +208,43 @@ async def test_random_typed_tokens_never_become_control_tokens(start: Start) -> 
         assert [i for i in prompt.tokens if i in tokenizer.control_ids] == wanted
 
 
+async def test_a_name_between_brackets_of_a_template_becomes_no_control_token(start: Start) -> None:
+    """Known failure 23: a template may write both ends of what a client names."""
+    template = (
+        "<|im_start|>{{ messages[0].content }}{% for tool in tools or [] %}<tool_call>"
+        "{% for key, value in tool.function.parameters.items() %}<{{ key }}>{{ value | trim }}</{{ key }}>{% endfor %}"
+        "{% endfor %}<|im_end|>"
+    )
+    chat = await start(template=template)
+    names = ["<|im_start|>", "<tool_call>", "<|im_end|>"]
+    for key in ("|im_end|", "|im_start|", "think", " think", "tool_response", "plain"):
+        for value in ("x", "</think", "x <|im_ "):
+            tool = {"type": "function", "function": {"name": "f", "parameters": {key: value}}}
+            prompt = await chat.prompt([{"role": "user", "content": "x"}], [tool])
+            found = [i for i in prompt.tokens if i in chat.tokenizer.control_ids]
+            assert found == [chat.tokenizer.token_id(name) for name in names], (key, value)
+            text = f"<|im_start|>x<tool_call><{key}>{value.strip()}</{key}><|im_end|>"
+            assert decoded(chat, prompt.tokens) == text
+
+
+async def test_words_that_a_template_looks_up_or_compares_with_stay_as_they_are(start: Start, tmp_path: Path) -> None:
+    """Control tokens are made of ordinary words: `name` is one in `<|repo_name|>`."""
+    data = json.loads(text_models.byte_level())
+    words = "name function arguments content low tool_calls enable_thinking force_thinking effort city get_weather 1"
+    last = max(one["id"] for one in data["added_tokens"])
+    data["added_tokens"] += [
+        {**data["added_tokens"][0], "id": last + n, "content": f"<|the_{word}_of|>"}
+        for n, word in enumerate(words.split(), 1)
+    ]
+    effort = "{% if effort == 'low' %}Low: {{ effort }}{% endif %}{% if messages[0]['content'] == 'low' %}!{% endif %}"
+    chat = await start(json.dumps(data), template=effort + text_models.QWEN_TEMPLATE)
+    for args in ({"enable_thinking": False}, {"force_thinking": True, "effort": "low"}, {"effort": "city"}):
+        for messages in (TOOL_CONVERSATION, [{"role": "user", "content": "low"}], [{"role": "user", "content": "c"}]):
+            prompt = await chat.prompt(messages, TOOLS, template_args=args)
+            expected = reference(tmp_path / "model0", messages, tools=TOOLS, **args)
+            assert (decoded(chat, prompt.tokens), list(prompt.tokens)) == expected
+
+
 async def test_marks_survive_escaping(start: Start) -> None:
     """Known failure 23: a template may write texts as ASCII JSON."""
     chat = await start(template="{{ messages | tojson(ensure_ascii=True) }}<|im_end|>")

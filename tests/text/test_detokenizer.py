@@ -9,7 +9,7 @@ import pytest
 from tests.text import text_models
 from tokenizers import Tokenizer as Library
 
-from cairn.text.detokenizer import Detokenizer
+from cairn.text.detokenizer import Detokenizer, _WindowDetokenizer
 from cairn.text.tokenizer import Tokenizer
 
 
@@ -106,6 +106,27 @@ def test_an_unusual_decoder_streams_ordinary_text(tmp_path: Path) -> None:
     stream = ours.detokenizer()
     pieces = [stream.push((i,)) for i in ids]
     assert "".join([*pieces, stream.flush()]).split() == Library.from_str(text).decode(ids).split()
+
+
+def test_bytes_that_are_no_text_are_not_decoded_ever_again() -> None:
+    """A decoder of no usual kind: what is held back is bounded, and a character that comes behind it is whole."""
+    data = json.loads(text_models.byte_level())
+    replace = {"type": "Replace", "pattern": {"String": "\0"}, "content": "0"}
+    data["decoder"] = {"type": "Sequence", "decoders": [data["decoder"], replace]}
+    library = Library.from_str(json.dumps(data))
+    ours = Tokenizer(library, data["decoder"], {})
+    bad, *character = (library.token_to_id(one) for one in "ĢðŁĺĢ")  # the byte 0x80, the four of U+1F600
+    stream = ours.detokenizer()
+    pieces = []
+    for _ in range(4000):
+        pieces.append(stream.push((bad,)))
+        assert isinstance(stream, _WindowDetokenizer)
+        assert len(stream._ids) <= 64
+    assert "".join([*pieces, stream.flush()]) == library.decode([bad] * 4000) == "\ufffd" * 4000
+    for count in range(40):
+        ids = [bad] * count + character
+        stream = ours.detokenizer()
+        assert "".join([*(stream.push((i,)) for i in ids), stream.flush()]) == library.decode(ids)
 
 
 def test_token_bytes_join_to_the_text(pair: tuple[Tokenizer, Library]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.text import text_models
-from tokenizers import AddedToken
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from cairn.errors import ModelFileError
@@ -219,6 +220,39 @@ def test_two_texts_side_by_side_cannot_spell_a_control_token(qwen: Tokenizer) ->
             assert qwen.control_ids.isdisjoint(qwen.encode_rendered(left + right, MARK)), (control, cut)
 
 
+def test_two_texts_that_a_template_trims_cannot_spell_a_control_token(qwen: Tokenizer) -> None:
+    for control in CONTROLS:
+        for cut in range(1, len(control)):
+            left = qwen.controls.break_up(f"x{control[:cut]} \n", MARK).strip()
+            right = qwen.controls.break_up(f"\t {control[cut:]}y", MARK).strip()
+            assert qwen.control_ids.isdisjoint(qwen.encode_rendered(left + right, MARK)), (control, cut)
+
+
+def test_a_text_whose_ends_a_template_writes_cannot_spell_a_control_token(
+    qwen: Tokenizer, llama3: Tokenizer, llama2: Tokenizer
+) -> None:
+    """Known failure 23: '<' ~ key ~ '>'."""
+    for made in (qwen, llama3, llama2):
+        for control in made.controls.ids:
+            for a, b in itertools.combinations(range(1, len(control)), 2):
+                inside = control[a:b]
+                for text in (inside, f" {inside}\n"):
+                    broken = made.controls.break_up(text, MARK)
+                    assert broken.replace(MARK, "") == text
+                    ids = made.encode_rendered(control[:a] + broken.strip() + control[b:], MARK)
+                    assert made.control_ids.isdisjoint(ids), (control, text)
+                    assert ids == made.encode(control)
+
+
+def test_what_only_stands_within_a_token_can_be_left_as_it_is() -> None:
+    controls = Controls({"<|im_end|>": 1, "<s>": 2})
+    assert controls.break_up("s", MARK) == f"s{MARK}"
+    assert controls.break_up(" im_end ", MARK) == f" im_en{MARK}d "
+    assert controls.break_up("im_end", MARK, whole=False) == "im_end"
+    assert controls.break_up("x<s>", MARK, whole=False) == f"x<{MARK}s>"
+    assert controls.break_up("word", MARK) == "word"
+
+
 def test_marks_never_stand_at_an_end() -> None:
     controls = Controls({"<|im_end|>": 1, "<s>": 2})
     for text in ["<|im_end|>", "<s>", "<|im_", "end|>", "<", ">", "", "<s", "s>", "x<|", "|>x"]:
@@ -246,6 +280,33 @@ def test_lone_surrogates_do_no_harm(qwen: Tokenizer) -> None:
     """Known failure 19."""
     assert qwen.decode(qwen.encode("a\ud800b")) == "a\ufffdb"
     assert qwen.decode(qwen.encode("\ud83d\ude00")) == "😀"
+
+
+def in_vocabulary(folder: Path, config: dict[str, Any]) -> Tokenizer:
+    """A tokenizer of bytes whose vocabulary has tokens that tokenizer.json does not list as added ones."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<s>", "<|im_end|>", "<think>"]
+    library = Library(models.BPE({word: n for n, word in enumerate(words)}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    return Tokenizer.load(text_models.write_model(folder, library.to_str(), config))
+
+
+def test_tokens_of_the_vocabulary_that_only_the_config_marks_as_special(tmp_path: Path) -> None:
+    end = {"257": {"content": "<|im_end|>", "special": True}, "258": {"content": "<think>", "special": False}}
+    config = {"bos_token": "<s>", "pad_token": "!", "sep_token": "<sep>", "added_tokens_decoder": end}
+    made = in_vocabulary(tmp_path, config)
+    assert made.special_ids == made.control_ids == {256, 257}
+    assert made.encode("<s>a<|im_end|>", special=True) == made.encode_rendered("<s>a<|im_end|>") == [256, 64, 257]
+    assert made.control_ids.isdisjoint(made.encode("<s>a<|im_end|>"))
+    assert made.decode([256, 64, 257]) == "a"
+    assert made.vocab_size == 259
+    assert made.decode(made.encode("hi!")) == "hi!"  # a padding of one character is text
+
+
+def test_a_special_token_of_the_vocabulary_keeps_its_id(tmp_path: Path) -> None:
+    listed = {"256": {"content": "<|im_end|>", "special": True}}
+    with pytest.raises(ModelFileError, match=r"'<\|im_end\|>' the id 256"):
+        in_vocabulary(tmp_path, {"added_tokens_decoder": listed})
 
 
 # -- BOS ------------------------------------------------------------------------------------------------------

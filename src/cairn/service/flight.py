@@ -104,8 +104,8 @@ class Flight:
         self._logprobs = PackedLogprobs()
         """Of the tokens that the consumer has not read: a delta gets its own when it is taken."""
         self._events: list[Event] = []
-        self._parts: list[str] = []
-        self._reasoning: list[str] = []
+        self._parts = [delta.text for delta in text.before]
+        self._reasoning = [delta.reasoning for delta in text.before]
 
     # -------------------------------------------------------------------------------------- what the worker says
 
@@ -214,13 +214,14 @@ class Flight:
         )
 
     def status(self) -> RequestStatus:
-        """What to tell somebody who asks for this request."""
+        """What to tell somebody who asks for this request: all that was said, also before it was resumed."""
         self.read()
+        before = sum(len(delta.tokens) for delta in self.text.before)
         return RequestStatus(
             id=self.request.id,
             state=self._state(),
             prompt_tokens=len(self.request.prompt),
-            completion_tokens=self.text.completion_tokens,
+            completion_tokens=before + self.text.completion_tokens,
             text="".join(self._parts),
             reasoning="".join(self._reasoning),
             reason=self.reason,

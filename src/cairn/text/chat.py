@@ -34,6 +34,8 @@ from cairn.types import OutputFormat
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 """Names in a template that are the server's to set, beside those of the special tokens."""
 
+_NAMED = re.compile(r"""\.([^\W\d]\w*)|(['"])([\w-]+)\2""")
+"""A field that a template looks up, or a word that it compares with."""
 _OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
 
 
@@ -77,6 +79,7 @@ class Chat:
         """Tokens that the engine takes, once it has told."""
         self.tokenizer = tokenizer
         self._templates = templates
+        self._named = {match[1] or match[3] for text in templates.values() for match in _NAMED.finditer(text)}
         self._thinks = any(tag in text for tag in (THINK, END_THINK) for text in templates.values())
         self._keep_reasoning = config.reasoning_history == "keep"
         self._table = ReplayTable()
@@ -196,7 +199,9 @@ class Chat:
         try:
             clean = [plain_message(message, n, thinks=self._thinks) for n, message in enumerate(messages)]
             mark, edge = unused_marks([*texts_in([clean, tools or [], arguments]), *self._templates.values()])
-            plain, offered, given = with_texts([clean, tools or None, arguments], lambda text: self._broken(text, mark))
+            broken = partial(self._broken, mark=mark)
+            plain, offered = with_texts([clean, tools or None], broken)
+            given = {valid_text(name): with_texts(value, broken) for name, value in arguments.items()}
         except RecursionError:
             raise InvalidRequest("messages or tools are nested too deeply", field="messages") from None
         return _Read(name, clean, plain, offered, given, mark, edge)
@@ -271,7 +276,8 @@ class Chat:
         return found
 
     def _broken(self, text: str, mark: str) -> str:
-        return self.tokenizer.controls.break_up(valid_text(text), mark)
+        """What a template looks up or compares with stays as it is where that is a part of a control token only."""
+        return self.tokenizer.controls.break_up(valid_text(text), mark, whole=text not in self._named)
 
     def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         taken = sorted(given.keys() & (RESERVED | self.tokenizer.special_tokens.keys()))

@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping
 
 from tokenizers import AddedToken
 
+_SAME_DIGITS = str.maketrans("123456789", "000000000")
+"""Thousands of reserved tokens differ in their numbers alone: looked at without those, they are few to search."""
+
 
 def is_control(token: AddedToken) -> bool:
     """Whether an added token is a control token: a special one, or a bracketed word such as `<think>` or `[INST]`.
@@ -35,6 +38,7 @@ class Controls:
         self._prefixes = {text[:size] for text in self.ids for size in range(2, len(text))}
         self._suffixes = {text[-size:] for text in self.ids for size in range(2, len(text))}
         self._pairs = {text[at : at + 2] for text in self.ids for at in range(1, len(text) - 1)}
+        self._insides = "\n".join(sorted({text[1:-1].translate(_SAME_DIGITS) for text in self.ids}))
         self._longest = max(map(len, self.ids), default=0)
 
     def find(self, text: str) -> Iterator[tuple[int, int]]:
@@ -57,17 +61,31 @@ class Controls:
                 end = stop
         return "".join([*pieces, text[end:]]) if pieces else text
 
-    def break_up(self, text: str, mark: str) -> str:
+    def break_up(self, text: str, mark: str, *, whole: bool = True) -> str:
         """`text` with `mark` inside whatever is a control token or could become part of one beside other text.
 
-        Ends are covered so that two texts that a template puts side by side cannot spell one together. A mark stands
-        between two characters of `text`, never at an end, so trimming a text works as before.
+        Ends are covered so that two texts that a template puts side by side, trimmed or not, cannot spell one together;
+        and so is a text that stands within a token, for a template that writes both of its ends (`'<' ~ key ~ '>'`),
+        unless `whole` is False. A mark stands between two characters of `text`, or behind a text that is only one, and
+        is no blank: trimming a text works as before.
         """
         cuts = {start + 1 for start, _ in self.find(text)}
+        cuts |= self._at_ends(text)
+        core, at = text.strip(), len(text) - len(text.lstrip())
+        if len(core) < len(text):
+            cuts.update(at + cut for cut in self._at_ends(core))
+        if whole and 0 < len(core) <= self._longest - 2 and core.translate(_SAME_DIGITS) in self._insides:
+            # As far behind as can be: names that a template sorts then mostly keep their order.
+            cuts.add(at + max(len(core) - 1, 1))
+        edges = [0, *sorted(cuts), len(text)]
+        return mark.join(text[a:b] for a, b in itertools.pairwise(edges)) if cuts else text
+
+    def _at_ends(self, text: str) -> set[int]:
+        """Where to cut `text` so that its ends begin or end no control token."""
+        cuts: set[int] = set()
         longest = min(self._longest, len(text))
         if self._heads is not None and self._heads.search(text, len(text) - longest):
             cuts.update(len(text) - size + 1 for size in range(2, longest + 1) if text[-size:] in self._prefixes)
         if text[:2] in self._pairs and any(text[:size] in self._suffixes for size in range(2, longest + 1)):
             cuts.add(1)
-        edges = [0, *sorted(cuts), len(text)]
-        return mark.join(text[a:b] for a, b in itertools.pairwise(edges)) if cuts else text
+        return cuts

@@ -163,12 +163,26 @@ class _WindowDetokenizer:
     def _new(self, *, final: bool) -> str:
         before = self._decode(self._ids[: self._shown])
         text = self._decode(self._ids)
+        end = len(self._ids)
         if text.endswith(REPLACEMENT) and not final:
-            return ""
+            if end - self._shown <= self.WINDOW:
+                return ""
+            # So many tokens are no beginning of a character: without this, all of them would be decoded ever again.
+            end = self._certain(text)
+            text = self._decode(self._ids[:end])
         if self._shown > 4 * self.WINDOW:
-            del self._ids[: self._shown - self.WINDOW]
-        self._shown = len(self._ids)
+            cut = self._shown - self.WINDOW
+            del self._ids[:cut]
+            end -= cut
+        self._shown = end
         return text[len(before) :]
+
+    def _certain(self, text: str) -> int:
+        """How many of the ids, whose text is `text`, stand before a character that may be incomplete: it has at most
+        three bytes yet, and no character is cut."""
+        size = len(self._ids)
+        cuts = range(size - 3, size)
+        return next((n for n in cuts if self._decode(self._ids[:n]) + self._decode(self._ids[n:]) == text), size)
 
 
 class Decoding:

@@ -34,8 +34,10 @@ class TextStream:
         self._unstoppable = request.sampling.min_tokens
         self.tokens: list[int] = []
         """Every token that counts: those after the one that completed a stop string do not."""
+        self.before: list[Delta] = []
+        """What `request.generated` says."""
         if request.generated:
-            self.push(request.generated)
+            self.before = self.push(request.generated)
             self._unstoppable -= len(self.tokens)
             self.tokens = []
 

@@ -91,6 +91,7 @@ class Tokenizer:
         }
         library = _library(text.decode(), path)
         _add_missing(library, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
+        _add_named(library, config)
         return cls(library, decoder, config)
 
     @property
@@ -245,7 +246,11 @@ def _content(token: object) -> str:
 
 
 def _add_missing(library: Library, decoder: object, path: Path) -> None:
-    """Add the tokens that only tokenizer_config.json lists (`added_tokens_decoder`: id -> token)."""
+    """Add the tokens that only tokenizer_config.json lists (`added_tokens_decoder`: id -> token).
+
+    One that is in the model's vocabulary keeps its id there; it is added if it is special, because as a piece of the
+    vocabulary it is ordinary text.
+    """
     if not isinstance(decoder, dict):
         return
     if not all(key.isdecimal() and len(key) <= 10 for key in decoder):
@@ -253,15 +258,29 @@ def _add_missing(library: Library, decoder: object, path: Path) -> None:
     if not all(isinstance(token, dict) for token in decoder.values()):
         raise ModelFileError(f"{path}: the values of added_tokens_decoder must be objects")
     missing = []
+    added = {token.content for token in library.get_added_tokens_decoder().values()}
     for key, token in sorted(decoder.items(), key=lambda item: int(item[0])):
         text = _content(token)
-        if text and library.token_to_id(text) is None:
+        if text and text not in added and (token.get("special") or library.token_to_id(text) is None):
             flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
             missing.append((int(key), AddedToken(text, **{name: bool(token.get(name)) for name in flags})))
     library.add_tokens([token for _, token in missing])
     for i, token in missing:
         if library.token_to_id(token.content) != i:
             raise ModelFileError(f"{path}: gives {token.content!r} the id {i}, which does not follow tokenizer.json")
+
+
+def _add_named(library: Library, config: Mapping[str, Any]) -> None:
+    """Add the special tokens that tokenizer_config.json names (`bos_token`, ...) and the model's vocabulary has."""
+    added = {token.content for token in library.get_added_tokens_decoder().values()}
+    texts = dict.fromkeys(_content(config.get(name)) for name in SPECIAL_NAMES)
+    tokens = [
+        AddedToken(text, special=True, normalized=False)
+        for text in texts
+        if text not in added and library.token_to_id(text) is not None
+    ]
+    # One character, as a padding that some models name, is also text.
+    library.add_tokens([token for token in tokens if is_control(token)])
 
 
 def _without_pieces(library: Library, texts: Collection[str]) -> Library:

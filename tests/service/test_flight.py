@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.text import text_models
+
+from cairn.service.flight import Flight
+from cairn.text.stream import TextStream
+from cairn.text.tokenizer import Tokenizer
+from cairn.types import FinishReason, OutputFormat, Request, SamplingParams
+
+
+@pytest.mark.parametrize("stop", [(), ("stop",)])
+def test_the_status_of_what_was_resumed_tells_what_was_said_before(tmp_path: Path, stop: tuple[str, ...]) -> None:
+    tokenizer = Tokenizer.load(text_models.write_model(tmp_path, text_models.byte_level(), text_models.QWEN_CONFIG))
+    ids = tokenizer.encode("<think>Hm, well</think>Hello 😀 there", special=True)
+    for cut in range(len(ids)):
+        request = Request(
+            id=1,
+            prompt=(1,),
+            sampling=SamplingParams(max_tokens=100),
+            generated=tuple(ids[:cut]),
+            stop=stop,
+            output=OutputFormat(reasoning=True),
+        )
+        flight = Flight(request, TextStream(tokenizer, request), 0.0)
+        assert flight.status().completion_tokens == cut
+        for token in ids[cut:]:
+            flight.accept_token(token)
+        flight.end(FinishReason.LENGTH, None, None)
+        status = flight.status()
+        assert (status.reasoning, status.text) == ("Hm, well", "Hello 😀 there")
+        assert status.completion_tokens == len(ids)
+        assert flight.usage.completion_tokens == len(ids) - cut
