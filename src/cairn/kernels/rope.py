@@ -54,7 +54,7 @@ def _yarn(plain: Floats, head_dim: int, theta: float, scaling: RopeScaling) -> F
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
+        low, high = float(math.floor(low)), float(math.ceil(high))  # as whole numbers they may be too large for numpy
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001
