@@ -1,8 +1,8 @@
 """docs/performance.md and its charts, from what the benchmarks wrote.  `python benchmarks/report.py [--check]`
 
-`docs/performance/` holds the figures: `cpu.json` of vs_llama_cpp.py (and `cpu-avx2.json`, of another machine),
-`http.json` of serving.py, `footprint.json` of footprint.py (and `http-zen5.json` and `footprint-zen5.json`, of a third
-machine), `overhead.json` of server_overhead.py (each with `--json`).
+`docs/performance/` holds the figures: `cpu.json` of vs_llama_cpp.py, `http.json` of serving.py, `footprint.json` of
+footprint.py, `overhead.json` of server_overhead.py (each with `--json`); `*-avx2.json` and `*-zen5.json` are of two other
+machines.
 Everything above the mark in the page is made from them, so it cannot drift; what stands below it is written by hand and
 kept. The charts need matplotlib. `--check` only compares the page.
 """
@@ -109,11 +109,7 @@ def summary(found: Found) -> str:
 
 
 def cpu_text(found: Found) -> str:
-    parts = ["## Computing", CPU_METHOD, peer_text(found)]
-    rows = [(*speeds(row), verdict(row["ratio"], row["goal"]), f"{row['goal']:g}x") for row in found["rows"]]
-    parts.append(table((*SPEEDS, "goal"), rows))
-    reached = sum(row["ratio"] >= row["goal"] for row in found["rows"])
-    parts.append(f"{reached} rows reach their goal, {summary(found)}.")
+    parts = ["## Computing", CPU_METHOD, peer_text(found), goals_text(found)]
     parts.append(f"![Cairn's speed divided by llama.cpp's, row by row]({CHART})")
     parts += ["### What was read at most", ceilings(found), "### The same answers, memory and loading"]
     parts.append(
@@ -136,6 +132,18 @@ def cpu_text(found: Found) -> str:
     head = ("file", "difference", "equal", "peak GB: Cairn / llama.cpp", "seconds to load")
     parts.append(table(head, files))
     return "\n\n".join(parts)
+
+
+def goals_text(found: Found) -> str:
+    """Every row and its goal."""
+    rows = [(*speeds(row), verdict(row["ratio"], row["goal"]), f"{row['goal']:g}x") for row in found["rows"]]
+    reached = sum(row["ratio"] >= row["goal"] for row in found["rows"])
+    return f"{table((*SPEEDS, 'goal'), rows)}\n\n{reached} rows reach their goal, {summary(found)}."
+
+
+def zen5_text(found: Found) -> str:
+    """The same on the kind of machine that the goals were set on."""
+    return "\n\n".join(("## Computing on Zen 5", machine_text(found), peer_text(found), goals_text(found)))
 
 
 def avx2_text(found: Found) -> str:
@@ -182,9 +190,8 @@ def http_text(found: Found) -> str:
     return "\n\n".join(parts)
 
 
-def zen5_text(found: Found) -> str:
-    """The same on a machine where llama.cpp, too, is twice as fast."""
-    parts = ["## Over HTTP on Zen 5", machine_text(found), run_text(found), load_table(found["load"])]
+def zen5_http_text(found: Found) -> str:
+    parts = ["## Over HTTP on Zen 5", run_text(found), load_table(found["load"])]
     return "\n\n".join((*parts, known_table(found)))
 
 
@@ -334,7 +341,8 @@ def page(folder: Path, by_hand: str) -> str:
         "cpu-avx2": avx2_text,
         "http": http_text,
         "footprint": footprint_text,
-        "http-zen5": zen5_text,
+        "cpu-zen5": zen5_text,
+        "http-zen5": zen5_http_text,
         "footprint-zen5": partial(footprint_text, heading="## Start and memory on Zen 5"),
         "overhead": overhead_text,
     }

@@ -26,6 +26,7 @@ FREE = set("event message note query utterance word song film book subject conte
 FREE |= set(
     "notename pattern errand reviewx announce w2mailsay w2voicenote w3say w3opinion w4slackmsg w4thought".split()
 )
+FREE |= set("w4err wktext x1jot x2say x2line x3imgidea".split())
 # Roles that may be added to any tool.
 SPARE = """dayon city language limit priority format sort order tag category notify urgent private person assoc team
 deadline repeat room colour size units amount status when reason folder""".split()
