@@ -1,8 +1,8 @@
 """docs/performance.md and its charts, from what the benchmarks wrote.  `python benchmarks/report.py [--check]`
 
 `docs/performance/` holds the figures: `cpu.json` of vs_llama_cpp.py, `http.json` of serving.py, `footprint.json` of
-footprint.py, `overhead.json` of server_overhead.py (each with `--json`); `*-avx2.json` and `*-zen5.json` are of two other
-machines.
+footprint.py, `overhead.json` of server_overhead.py (each with `--json`); `*-avx2.json` and `*-zen5.json` are of two
+other machines.
 Everything above the mark in the page is made from them, so it cannot drift; what stands below it is written by hand and
 kept. The charts need matplotlib. `--check` only compares the page.
 """

@@ -14,7 +14,7 @@ from .toolbox import Tool, realistic, synthetic
 from .values import Values
 
 TOOLS = Path(__file__).parent.with_name("demo_realistic_tools.json")
-PRACTICE = TOOLS.with_name("demo_practice_tools.json")
+PRACTICE = TOOLS.with_name("demo_practice_tools.json"), TOOLS.with_name("demo_practice_tools_2.json")
 """Written by hand as well, apart from the training text; what training is decided by, so that `TOOLS` need not be."""
 
 # Wordings written for the evaluation alone: statement, question, kind of value.
