@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import stored
 from tests.files import CrashFiles
-from tiered import SIZE, Between, Rig, Time
+from tests.laws.simulator import VirtualClock
+from tiered import SIZE, Between, Rig
 
 from cairn.figures import Miss, Placed, Swept
 from cairn.kv.behind import WriteLimits
@@ -499,7 +500,7 @@ def test_what_the_reader_has_in_hand_while_it_is_dropped_goes_to_no_other_store(
 
 def test_the_gate_loads_where_that_is_faster_as_measured() -> None:
     """Known failure 37."""
-    clock = Time()
+    clock = VirtualClock()
     gate = Gate("auto", clock)
     assert gate.worth(100, 1_000_000, 0)  # never measured: try
     gate.computed(1000, 1.0)

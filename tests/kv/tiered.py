@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
+from tests.laws.simulator import VirtualClock
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.figures import CacheReport, TierStats
@@ -19,19 +20,6 @@ from cairn.types import FinishReason, Output, Request, SamplingParams
 
 SIZE = 4
 """Tokens in a block; a chunk is 16."""
-
-
-class Time:
-    """A clock that moves when told."""
-
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def now(self) -> float:
-        return self.time
-
-    def time_ns(self) -> int:
-        return int(self.time * 1e9)
 
 
 class Between:
@@ -77,7 +65,7 @@ class Rig:
         size: int = SIZE,
     ) -> None:
         spec = msgspec.structs.replace(fake_spec(64, context, windows), identity=identity)
-        self.clock = Time()
+        self.clock = VirtualClock()
         self.engine = FakeEngine(spec, blocks=blocks, block_tokens=size)
         self.cache = Cache(self.engine.info)
         self.tiers = Tiers(self.cache, self.engine, self.clock, stores, load=load, limits=limits) if stores else None

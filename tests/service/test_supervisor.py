@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.laws.simulator import VirtualClock
 from tiny import Answer, collect, config, request, until
 
 from cairn.engine.device import load_engine
@@ -211,19 +212,6 @@ async def test_a_stopped_worker_that_owes_only_an_answer_is_replaced(folder: Pat
         assert (await service.where((1, 2, 3))).pool == 0
 
 
-class Hand:
-    """A clock that is moved by hand."""
-
-    def __init__(self) -> None:
-        self.at = 1000.0
-
-    def now(self) -> float:
-        return self.at
-
-    def time_ns(self) -> int:
-        return int(self.at * 1e9)
-
-
 def watching(clock: Clock) -> supervisor.Supervisor:
     """With nobody who wants to know."""
     return supervisor.Supervisor(
@@ -240,21 +228,21 @@ def watching(clock: Clock) -> supervisor.Supervisor:
 async def test_who_owes_only_an_answer_is_watched_and_left_alone_while_its_loop_lives() -> None:
     """Known failure 16: like a step, an answer may take for ever by computing or by waiting for a disk, but not if
     nothing is heard."""
-    clock, (worker, theirs) = Hand(), undying()
+    clock, (worker, theirs) = VirtualClock(), undying()
     process: Any = worker.process
     load: Any = None
     watch = watching(clock)
     watch.start(launch.First(load, b"", worker))
 
     async def say(message: wire.ToFront) -> None:
-        clock.at += 0.001  # so that it is seen to be heard
+        clock.time += 0.001  # so that it is seen to be heard
         theirs.sendall(wire.encode(message))
         link: Any = watch._link
-        await until(lambda: link._heard == clock.at)
+        await until(lambda: link._heard == clock.time)
 
     def passes(seconds: float) -> int:
         for _ in range(int(4 * seconds)):
-            clock.at += 0.25
+            clock.time += 0.25
             watch.look()
         return process.kills
 

@@ -22,11 +22,11 @@ BARE = """weather time timer directions route flights hotels recipe news lights 
 sunset distance travel alarm random exchange synonyms showtimes account last one a in we navigate email mail it's
 volume base64 grep ls new""".split()
 # Kinds that are put in quotes now and then.
-FREE = set("event message note query utterance word song film book subject content commitmsg issue post prompt".split())
-FREE |= set(
-    "notename pattern errand reviewx announce w2mailsay w2voicenote w3say w3opinion w4slackmsg w4thought".split()
+FREE = set(
+    """event message note query utterance word song film book subject content commitmsg issue post prompt notename pattern
+    errand reviewx announce w2mailsay w2voicenote w3say w3opinion w4slackmsg w4thought w4err wktext x1jot x2say x2line
+    x3imgidea""".split()
 )
-FREE |= set("w4err wktext x1jot x2say x2line x3imgidea".split())
 # Roles that may be added to any tool.
 SPARE = """dayon city language limit priority format sort order tag category notify urgent private person assoc team
 deadline repeat room colour size units amount status when reason folder""".split()
