@@ -29,7 +29,7 @@ SYSTEMS = [
 ]
 
 # Shares in percent of conversations; tools carry the most because choosing among them is the hardest to learn.
-MIX = {"recall": 9, "acts": 44, "tools": 26, "about": 4, "sums": 2, "chat": 2, "untold": 8, "system": 1, "echo": 1}
+MIX = {"recall": 8, "acts": 52, "tools": 20, "about": 4, "sums": 2, "chat": 2, "untold": 7, "system": 1, "echo": 1}
 MIX |= {"long": 3}
 
 # What a fresh run reads first, for a few minutes: short texts in which copying pays at once. It makes the skill that

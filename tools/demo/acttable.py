@@ -4,7 +4,7 @@ A role is a kind of argument with its schema names, descriptions and the little 
 "called {}", "for {} people"). An act is what a tool does, with its roles and some request templates: ``(a/b)`` is a
 choice, ``{slot}`` the bare value, ``{^slot}`` the value behind an article that is not part of it, ``<slot>`` the value
 with one of its role's little words, ``@`` the tool's verb and ``~`` its noun (where the tools of an act do different
-things).
+things). A head that begins with ``*`` is of a tool that is met again and again: such acts are drawn more often.
 """
 
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ class Act:
     roles: tuple[tuple[Role, bool], ...]
     requests: tuple[str, ...]
     returns: tuple[tuple[str, str], ...] = (("status", "ok"),)
+    popular: bool = False
 
     @property
     def words(self) -> set[str]:
@@ -72,13 +73,23 @@ def acts(evaluation: bool) -> tuple[Act, ...]:
     return tuple(act for act in map(_parsed, blocks) if held_out(act.descriptions[-1], 16) == evaluation)
 
 
+@cache
+def popular_acts(evaluation: bool) -> tuple[Act, ...]:
+    """Those of one side's acts that are met again and again."""
+    return tuple(act for act in acts(evaluation) if act.popular)
+
+
 def _parsed(block: str) -> Act:
     head, *lines = block.strip().splitlines()
-    verbs, nouns, descriptions, params = head.split(" | ", 3)
+    verbs, nouns, descriptions, params = head.removeprefix("* ").split(" | ", 3)
     requests = tuple(line[2:] for line in lines if line.startswith("> "))
     returns = tuple(tuple(pair.split(":")) for line in lines if line.startswith("< ") for pair in line[2:].split())
     parsed = tuple(_role(text.strip()) for text in params.split(" ; "))
-    return Act(tuple(verbs.split()), tuple(nouns.split()), tuple(descriptions.split("/")), parsed, requests, returns)  # type: ignore[arg-type]
+    return Act(
+        tuple(verbs.split()), tuple(nouns.split()), tuple(descriptions.split("/")), parsed, requests,
+        returns,  # type: ignore[arg-type]
+        head.startswith("* "),
+    )  # fmt: skip
 
 
 def _role(text: str) -> tuple[Role, bool]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from .acttable import Act, acts
+from .acttable import Act, acts, popular_acts
 from .compose import Composed, random_act, tool_of
 from .dialogue import AS_IS, Talk
 from .things import thing
@@ -10,12 +10,18 @@ from .toolbox import Tool
 from .toolchat import NO_TOOL, offered, result
 from .values import Values
 
+POPULAR = 0.45
+"""How often a popular act is drawn."""
+
 AGAIN = ("And {}?", "What about {}?", "And what about {}?", "The same {}, please.", "Now {}.", "and {}")
 
 
 def any_act(values: Values) -> Act:
-    """An act of this side, or one made up on the spot."""
-    return values.rng.choice(acts(values.evaluation)) if values.rng.random() < 0.84 else random_act(values)
+    """An act of this side, half the time a popular one, or one made up on the spot."""
+    roll = values.rng.random()
+    if roll < 0.86:
+        return values.rng.choice((popular_acts if roll < POPULAR else acts)(values.evaluation))
+    return random_act(values)
 
 
 def rival(values: Values, act: Act) -> Act:
