@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from collections.abc import Sequence as Tokens
 
 import pytest
 
 from cairn.engine.base import RowResult
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import Conflict, ContextTooLong, InvalidRequest, Overloaded
+from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
 from cairn.plan import ENOUGH_TOKENS, Plan
 from cairn.scheduler import Limits, Scheduler
@@ -207,6 +209,55 @@ def test_equal_prompts_compute_their_prefix_once() -> None:
     assert [rig.outputs[id][0].cache.pool for id in range(16)] == [0] + [shared] * 15  # type: ignore[union-attr]
     stats = rig.scheduler.stats()
     assert (stats.prefix_queries, stats.prefix_hits) == (16_000, 15 * shared)
+
+
+@pytest.fixture
+def finds(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The keys that pools were asked for."""
+    keys, find = list[bytes](), BlockPool.find
+
+    def counting(pool: BlockPool, key: bytes, tokens: Tokens) -> int | None:
+        keys.append(key)
+        return find(pool, key, tokens)
+
+    monkeypatch.setattr(BlockPool, "find", counting)
+    return keys
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 8)])
+def test_those_that_wait_for_an_equal_prompt_do_not_search_it_in_every_step(
+    windows: tuple[int, ...], finds: list[bytes]
+) -> None:
+    """Sixteen of 200 blocks beside each other: each block was looked up at each of 50 steps."""
+    rig = Rig(blocks=600, context=1000, windows=windows, step_tokens=16)
+    prompt = tuple(n * 7 % VOCAB for n in range(800))
+    requests = [rig.add(id, (*prompt, id), max_tokens=1) for id in range(16)]
+    rig.run()
+    assert [rig.tokens(request.id) for request in requests] == [rig.oracle(request) for request in requests]
+    assert [rig.outputs[id][0].cache.pool for id in range(16)] == [0, *[800] * 15]  # type: ignore[union-attr]
+    assert len(rig.plans) >= 50
+    assert len(finds) < 16 * 200 * len(windows) * 4
+
+
+def test_a_head_without_room_is_not_searched_in_every_step(finds: list[bytes]) -> None:
+    """Its prefix of 100 blocks is in the pool and room for the rest is not: everybody's next token waited for that."""
+    rig = Rig(blocks=120, context=600)
+    prompt = tuple(n * 7 % VOCAB for n in range(400))
+    rig.add(1, prompt, max_tokens=1)
+    rig.run()
+    rig.add(2, (5,) * 24, max_tokens=40)
+    rig.step()
+    head = rig.add(3, prompt + (1,) * 50)
+    finds.clear()
+    for _ in range(20):
+        rig.step()
+    assert rig.running() == {2} and 300 <= len(finds) < 1000
+    while not rig.finish(2):
+        rig.step()
+    rig.step()
+    assert rig.running() == {3}, "there is room, and it still waits"
+    rig.run()
+    assert rig.tokens(3) == rig.oracle(head) and rig.outputs[3][0].cache.pool == 400  # type: ignore[union-attr]
 
 
 def test_a_waiter_takes_over_from_a_cancelled_request() -> None:

@@ -112,9 +112,8 @@ class Scheduler:
             raise RuntimeError("the last plan was not committed")
         now = self._clock.now()
         ended, started = self._expire(now), list[int]()
-        preemptions = self._preemptions
+        prompts, preemptions = list[Sequence](), self._preemptions
         work: dict[Sequence, int] = {}
-        prompts = []
         for sequence in tuple(self._running):
             if sequence.missing > 1:
                 prompts.append(sequence)
@@ -147,8 +146,7 @@ class Scheduler:
         if plan is not self._planned:
             raise RuntimeError("this is not the plan that was made last")
         self._planned = None
-        now = self._clock.now()
-        outputs = list(plan.ended)
+        now, outputs = self._clock.now(), list(plan.ended)
         if not isinstance(results, Exception) and len(results) != len(plan.rows):
             results = RuntimeError(f"{len(results)} results for {len(plan.rows)} rows")
         if isinstance(results, Exception):
@@ -219,6 +217,8 @@ class Scheduler:
             reuse = sequence.scored >= sequence.to_score
             if finish is None:
                 spare, kept = len(self._running), room.kept
+                if self._waiting.full(sequence, passed, spare, kept):
+                    break
                 if reuse and self._cache.awaits(sequence.kv, sequence.tokens, spare, kept or None):
                     if kept:
                         passed.add(sequence)
@@ -232,6 +232,7 @@ class Scheduler:
                         break
                     spare += passed.needs(self._cache.info.block_tokens)
                 covered = self._cache.open(sequence.kv, sequence.tokens, reuse=reuse, spare=spare)
+                self._waiting.opened(sequence, covered, passed, len(self._running), kept)
                 if covered is None:
                     break
                 sequence.computed = covered
@@ -285,8 +286,7 @@ class Scheduler:
         )
 
     def _fail(self, sequence: Sequence, now: float, reason: FinishReason, error: str = "") -> Output:
-        id, timing = sequence.request.id, self._end(sequence, State.FAILED, now)
-        return Output(id=id, finish=reason, error=error, timing=timing)
+        return Output(id=sequence.request.id, finish=reason, error=error, timing=self._end(sequence, State.FAILED, now))
 
     def _end(self, sequence: Sequence, state: State, now: float) -> Timing:
         """The one way out: nothing of the request stays here, its blocks are given back."""

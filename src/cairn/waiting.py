@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from cairn.errors import Overloaded
 from cairn.sequence import Sequence
@@ -13,6 +14,9 @@ LOOKS = 8
 """Waiting requests that are found to be long before a step looks no further for short ones: to know is not free."""
 PAUSE = 4
 """Steps for which such a one then counts as long unseen: with `LOOKS` it says how many a short one may stand behind."""
+AGAIN = 16
+"""Steps after which one that did not fit is looked at again, although no more room is seen: somebody may have published
+what it needs."""
 
 
 class WaitingQueue:
@@ -22,6 +26,7 @@ class WaitingQueue:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._items: list[Sequence] = []
+        self._refused: Refused | None = None
         self.tokens = 0
         """Tokens of all waiting requests; a request's do not change while it waits."""
 
@@ -51,6 +56,22 @@ class WaitingQueue:
         """Take this sequence out, because it runs now or has ended."""
         self._items.remove(sequence)
         self.tokens -= len(sequence.tokens)
+        if self._refused is not None and self._refused.sequence is sequence:
+            self._refused = None
+
+    def opened(self, sequence: Sequence, covered: int | None, passed: Passed, running: int, kept: int) -> None:
+        """Remember, where a sequence was not opened (`covered` is None), what there was then."""
+        if covered is None and (short := sequence.kv.short) is not None:
+            self._refused = Refused(sequence, passed, running, kept > 0, short.available)
+
+    def full(self, sequence: Sequence, passed: Passed, running: int, kept: int) -> bool:
+        """Whether there was no room for this one a few steps ago and there is no more now: to find out anew is as dear
+        as its cached prefix is long. Only beside others that run, so that something happens meanwhile."""
+        last, short = self._refused, sequence.kv.short
+        if last is None or last.sequence is not sequence or short is None or not running:
+            return False
+        same = passed.near(last.passed) and (kept > 0) == last.beside
+        return same and running >= last.running and short.available <= last.available
 
 
 class Passed:
@@ -94,6 +115,22 @@ class Passed:
         self.add(sequence)
         return True
 
+    def near(self, other: Passed) -> bool:
+        """Whether that was a few steps ago, and room is left for the same sequence."""
+        return self._step < other._step + AGAIN and self._first is other._first
+
     def needs(self, block_tokens: int) -> int:
         """Blocks of a full group that the first of them does not hold yet: it is the next to run."""
         return self._first.needs(block_tokens) if self._first is not None else 0
+
+
+class Refused(NamedTuple):
+    """What there was when a sequence did not fit."""
+
+    sequence: Sequence
+    passed: Passed
+    running: int
+    beside: bool
+    """Whether it would have run beside a long prompt."""
+    available: int
+    """Blocks of the pool that had too few."""

@@ -266,6 +266,27 @@ def test_a_waiter_takes_over_when_the_other_ends() -> None:
     assert kv.awaits(third, tokens)
 
 
+def test_a_waiter_goes_its_own_way_where_the_prompts_part_or_the_other_begins_anew() -> None:
+    kv = cache((60, 0), (60, 6))
+    first, second, third = (kv.context(b"") for _ in range(3))
+    one, other = TOKENS[:33], [*TOKENS[:16], *range(1, 18)]
+    assert kv.open(first, one) == 0 and kv.grow(first, 33)
+    assert kv.awaits(second, other) and kv.awaits(third, one)
+    for computed in (8, 12):
+        kv.publish(first, one, computed)
+        assert kv.awaits(second, other) and kv.awaits(third, one)
+        assert second.awaited == second.chains[0].key(computed // SIZE, other)
+    kv.publish(first, one, 16)
+    assert not kv.awaits(second, other) and kv.awaits(third, one)
+    assert kv.open(second, other) == 16 and second.owner is None
+    kv.close(first, one)
+    assert kv.open(first, one) == 16 and kv.grow(first, 33)
+    assert kv.awaits(third, one) and third.owner is first
+    kv.publish(first, one, 32)
+    assert not kv.awaits(third, one)
+    assert kv.open(third, one) == 32
+
+
 def test_waiting_is_bounded_where_the_other_makes_no_progress() -> None:
     """Known failure 7."""
     kv = cache((40, 0))

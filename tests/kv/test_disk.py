@@ -8,6 +8,7 @@ import threading
 import time as machine_time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.files import CrashFile, CrashFiles, Fault
@@ -633,6 +634,75 @@ def test_a_full_disk_is_said_and_the_store_lives_on_its_own_bytes(time: Time) ->
     assert store.keep(chain(1)) == 1
 
 
+class LateFiles(CrashFiles):
+    """A disk that shows only after some seconds of the clock that something was removed, as ZFS and btrfs do."""
+
+    late = 5.0
+
+    def __init__(self, time: Time, capacity: int) -> None:
+        super().__init__(now=time.now, capacity=capacity)
+        self._removed: list[tuple[float, int]] = []
+
+    def remove(self, path: Path) -> None:
+        before = self.used()
+        super().remove(path)
+        self._removed.append((self.now() + self.late, before - self.used()))
+
+    def free(self, path: Path) -> int:
+        return super().free(path) - sum(size for shown, size in self._removed if self.now() < shown)
+
+
+def test_a_disk_that_shows_late_what_was_removed_costs_only_what_others_need(time: Time) -> None:
+    """The store gave way until it was empty, and said that the disk was full."""
+    files = LateFiles(time, 200 * 4096)
+    store = open_store(files, time, budget=1 << 30, reserve=40 * 4096)
+    for number in range(50):
+        assert store.keep(chain(1, salt=bytes([number]))) == 1
+    files.put(Path("/others"), bytes(files.free(FOLDER) - 8 * 4096))
+    store.tend()
+    assert (store.stats().chunks, store.stats().trouble) == (48, ""), "two blocks were lacking"
+    for _ in range(3):
+        time.sleep(1)
+        store.tend()
+    assert store.stats().chunks == 48, "they were given once more, before the disk showed them"
+    files.put(Path("/more"), bytes(3 * 4096))
+    store.tend()
+    assert store.stats().chunks == 45, "others took more meanwhile"
+    for _ in range(20):
+        time.sleep(1)
+        store.tend()
+    assert (store.stats().chunks, store.stats().trouble, files.free(FOLDER)) == (45, "", 10 * 4096)
+    files.put(Path("/most"), bytes(4096))
+    store.tend()
+    assert store.stats().chunks == 44, "what has shown is not counted twice"
+
+
+def test_what_was_given_and_has_shown_is_not_counted_twice(time: Time) -> None:
+    """All that the store has is less than what others need: the disk is full, and that is said."""
+    files = CrashFiles(now=time.now, capacity=200 * 4096)
+    store = open_store(files, time, budget=1 << 30, reserve=40 * 4096)
+    for number in range(8):
+        assert store.keep(chain(1, salt=bytes([number]))) == 1
+    files.put(Path("/others"), bytes(files.free(FOLDER)))
+    store.tend()
+    assert (store.stats().chunks, files.free(FOLDER)) == (0, 8 * 4096)
+    assert store.stats().trouble == "the KV store cannot write /kv: the disk is full"
+
+
+def test_a_disk_that_never_shows_what_was_removed_is_given_a_little_each_minute(time: Time) -> None:
+    """Snapshots hold it."""
+    files = LateFiles(time, 200 * 4096)
+    files.late = 1e9
+    store = open_store(files, time, budget=1 << 30, reserve=40 * 4096)
+    for number in range(50):
+        assert store.keep(chain(1, salt=bytes([number]))) == 1
+    files.put(Path("/others"), bytes(files.free(FOLDER) - 9 * 4096))
+    for _ in range(130):
+        time.sleep(1)
+        store.tend()
+    assert store.stats().chunks == 47
+
+
 def test_a_disk_that_fails_at_the_start_is_opened_later(files: CrashFiles, time: Time) -> None:
     store = open_store(files, time)
     chunks, gone = chain(3), chain(2, salt=b"gone")
@@ -740,6 +810,29 @@ def test_what_the_disk_does_not_let_go_of_another_model_is_asked_for_again(
     assert not store.lingers(said(b"model")) and not back(files, theirs)
     asked = [name for one, name in files.log if one == "read" and name.count(".") == 4]
     assert len(asked) == len(set(asked)), "the chunk that cannot be read was asked for again, not another"
+
+
+def test_a_deletion_looks_at_no_chunk_of_another_model_that_is_known(files: CrashFiles, time: Time) -> None:
+    """With 100,000 of them each deletion, and each eviction, held the store up for 50 milliseconds."""
+    for name in (b"other", b"third"):
+        other = open_store(files, time, identity=name)
+        for number in range(500):
+            other.keep(chain(1, salt=name + number.to_bytes(2, "little")))
+        other.close()
+    store = open_store(files, time)
+    state, visited = store._state, list[bytes]()
+
+    class Entries(dict[bytes, Entry]):
+        def values(self) -> Any:
+            return (visited.append(entry.id) or entry for entry in super().values())
+
+    state.shelf._entries = Entries(state.shelf._entries)
+    theirs = keys(chain(1, salt=b"other" + bytes(2)))
+    wanted = {b"other": theirs, b"third": []}
+    assert store.drop_others(lambda identity: wanted.get(identity, [])) == 1 and len(visited) == 1000
+    visited.clear()
+    theirs[:] = keys(chain(1, salt=b"other" + bytes([1, 0])))
+    assert store.drop_others(lambda identity: wanted.get(identity, [])) == 1 and not visited
 
 
 def test_a_disk_that_fails_for_good_can_be_closed(files: CrashFiles, time: Time) -> None:

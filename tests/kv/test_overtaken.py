@@ -137,6 +137,68 @@ def test_what_was_prefetched_is_waited_for_where_to_load_it_is_faster() -> None:
     assert rig.tiers.stats().abandoned == 0
 
 
+@pytest.mark.parametrize(("mode", "most"), [("auto", 40), ("always", 80)])
+def test_a_request_does_not_wait_for_a_prefetch_of_something_else(mode: Literal["auto", "always"], most: int) -> None:
+    """The disk is slow, which nobody knows yet, and nobody waits for what it reads: 500 seconds of it."""
+    rng = random.Random(1)
+    prompts = [tokens(rng, 1600), tokens(rng, 160)]
+    how = {"blocks": 1000, "context": 2000}
+    slow = Between(known(*prompts, **how))
+    rig = Rig({"disk": slow}, load=mode, **how)
+    assert rig.tiers is not None
+    rig.tiers.gate.computed(1000, 1.0)
+    ended = list[str]()
+    rig.tiers.prefetch(prompts[0], b"", lambda: ended.append("prefetch"))
+    rig.threads()
+    slowly(rig, slow, 5.0)
+    id, began = rig.add(prompts[1]), rig.clock.now()
+    while not (rig.outputs[id] and rig.outputs[id][-1].finish):
+        rig.step()
+        rig.threads()
+        rig.tiers.turn(False)
+    assert rig.clock.now() - began < most and not ended
+    rig.settle()
+    report = rig.check(id, prompts[1], 3)
+    assert ended and (0 < report.disk < 64 if mode == "auto" else report.disk > 140)
+    assert rig.tiers.where(prompts[0], b"").pool == 1600
+
+
+def test_a_load_waits_for_its_turn_no_longer_than_computing_takes() -> None:
+    """Of a disk that nobody has measured both were thought fast; it keeps up with computing, and the first is long."""
+    rng = random.Random(1)
+    prompts = [tokens(rng, 1600), tokens(rng, 160)]
+    how = {"blocks": 1000, "context": 2000}
+    slow = Between(known(*prompts, **how))
+    rig = Rig({"disk": slow}, load="auto", **how)
+    assert rig.tiers is not None
+    rig.tiers.gate.computed(1000, 1.0)
+    slowly(rig, slow, 0.005)
+    long, short = (rig.add(prompt) for prompt in prompts)
+    rig.settle()
+    assert rig.check(short, prompts[1], 3).computed == 160 and rig.check(long, prompts[0], 3).disk >= 1584
+    timing = rig.outputs[short][-1].timing
+    assert timing is not None and timing.queue < 0.5, timing
+
+
+def test_what_is_read_is_read_to_its_end_although_a_prefetch_is_waited_for_meanwhile() -> None:
+    """It would be late through no fault of its own."""
+    rng = random.Random(1)
+    prompts = [tokens(rng, 160) for _ in range(2)]
+    slow, fetched = Between(known(*prompts, blocks=200)), list[tuple[int, ...]]()
+    rig = Rig({"disk": slow}, blocks=200)
+    assert rig.tiers is not None
+    slow.fetch = lambda key, tokens, buffer=None: fetched.append(tuple(tokens)) or slow.inner.fetch(key, tokens, buffer)
+    rig.tiers.prefetch(prompts[0], b"", lambda: None)
+    for prompt in reversed(prompts):
+        rig.add(prompt)
+        for _ in range(3):
+            rig.step()
+            rig.threads()
+    rig.settle()
+    chunks = [tuple(prompt[at : at + 16]) for prompt in reversed(prompts) for at in range(0, 160, 16)]
+    assert fetched == chunks
+
+
 @pytest.mark.parametrize("fetched", [1, 4])
 def test_a_context_that_is_deleted_while_it_is_loaded_does_not_come_back(fetched: int) -> None:
     prompt = [(7 * n) % 61 for n in range(160)]

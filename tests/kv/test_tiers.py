@@ -579,6 +579,41 @@ def test_a_context_can_be_brought_up_before_it_is_needed() -> None:
     assert rig.ask(PROMPT).pool == 96
 
 
+@pytest.mark.parametrize(
+    ("windows", "lengths"),
+    [*(((0,), lengths) for lengths in ([100] * 10, [64, 100, 100, 48], [100, 64, 30], [100, 8])), ((0, 5), [100] * 10)],
+)
+def test_who_asks_for_what_is_brought_up_already_waits_for_that(windows: tuple[int, ...], lengths: list[int]) -> None:
+    """Ten who asked for one context had it read ten times."""
+    store = disk()
+    Rig({"disk": store}, windows=windows).ask(PROMPT)
+    counting, fetched, answers = Between(store), list[bytes](), list[int]()
+    counting.fetch = lambda key, tokens, buffer: fetched.append(key) or store.fetch(key, tokens, buffer)
+    rig = Rig({"disk": counting}, windows=windows)
+    assert rig.tiers is not None
+    for number, length in enumerate(lengths):
+        rig.tiers.prefetch(PROMPT[:length], b"", lambda number=number: answers.append(number))
+        if number == 1:  # some of it has landed when the next one asks
+            rig.threads()
+            rig.step()
+    rig.settle()
+    assert sorted(answers) == list(range(len(lengths))) and len(fetched) == len(set(fetched)) >= 6
+    assert rig.tiers.where(PROMPT, b"").pool == 96
+
+
+def test_who_waits_for_what_is_brought_up_hears_that_it_was_given_up() -> None:
+    """And nothing is tried again for each of them: a request may have waited for it."""
+    store = disk()
+    Rig({"disk": store}).ask(PROMPT)
+    rig, answers = Rig({"disk": store}), list[int]()
+    assert rig.tiers is not None
+    for number in range(3):
+        rig.tiers.prefetch(PROMPT, b"", lambda number=number: answers.append(number))
+    assert rig.tiers.yield_blocks()
+    rig.step()
+    assert answers == [0, 1, 2] and not rig.tiers.loading
+
+
 def test_who_asks_for_a_sweep_that_runs_shares_it() -> None:
     """Each scrub is a thread that reads the whole store; one who asked fifty times got fifty."""
     info = Rig(None).engine.info

@@ -213,7 +213,7 @@ BUGS = (
     Bug("a buffer is read into while its chunk waits", LOADING, "        return Arrival(tuple(chunks)", "        self._buffers += buffers\n        return Arrival(tuple(chunks)"),
     Bug("the store in memory keeps what lies in a buffer", LOADING, "dataclasses.replace(chunk, pages=bytes(chunk.pages))", "chunk"),
     Bug("a load that stands still is never late", LOADING, "        if now - max(load.started, load.heard, alive) > STALL_SECONDS:\n            return True\n", ""),
-    Bug("nobody hears that a load has ended", TIERS, "        if load.done is not None:\n            self._answers.append(load.done)\n", ""),
+    Bug("nobody hears that a load has ended", TIERS, "        self._answers += load.done\n", ""),
     Bug("a load goes on for a sequence that has ended", CACHE, "            self.below.stop(context)\n", "            pass\n"),
     Bug("a sequence runs while it is loaded", CACHE, "        if context.loading:\n            return True\n", ""),
     Bug("a load takes blocks that are not there", CACHE, "        if any(more > self.pools[number].available for number in groups):\n            return False\n", ""),

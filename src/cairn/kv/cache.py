@@ -67,13 +67,14 @@ class Cache:
         if context.loading:
             return True
         if context.awaited is None or context.awaited not in self._computing:
-            hit = self._hit(context, tokens)
-            if hit >= (len(tokens) - 1) // self._block_tokens:
+            last = (len(tokens) - 1) // self._block_tokens
+            hit = context.followed(tokens, last, self._computing) or self._hit(context, tokens)
+            if hit >= last:
                 return False
             context.awaited = context.chains[0].key(hit, tokens)
-        owner = self._computing.get(context.awaited)
+        owner = context.owner = self._computing.get(context.awaited)
         if owner is None:
-            context.awaited = None
+            context.awaited = context.owner = None
             if self.below is None or context.tried:
                 return False
             context.tried = self.below.load(context, tokens, self._hit(context, tokens), spare, most)
@@ -104,7 +105,7 @@ class Cache:
                 table.extend(pool.take(wanted))
         self._measure(context)
         self._claim(context, tokens, hit, len(tokens) // size)
-        context.awaited = None
+        context.awaited = context.owner = None
         if self.below is not None and hit:
             self.below.findable(context, tokens)
         if reuse and len(tokens) == (hit + 1) * size and self._copy_last(context, tokens, hit):
@@ -181,7 +182,7 @@ class Cache:
         context.tables = tuple([] for _ in self.pools)
         context.published = [0] * len(self.pools)
         context.capacity = 0
-        context.awaited = None
+        context.awaited = context.owner = None
         if context.loading and self.below is not None:
             context.loading = False
             self.below.stop(context)
@@ -244,6 +245,7 @@ class Cache:
             held = hit - first_read(group, hit * self._block_tokens, self._block_tokens)
             span = window_blocks(group, self._block_tokens)
             if (min(wanted, span - held) if span else wanted) + spare > pool.available:
+                context.short = pool
                 self.close(context, tokens)
                 return False
         return True

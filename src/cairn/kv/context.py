@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
+from cairn.kv.blocks import BlockPool
 from cairn.kv.prefix import Chain
 
 PATIENCE = 32
@@ -46,9 +47,11 @@ class Context:
         "loading",
         "looked",
         "noted",
+        "owner",
         "patience",
         "published",
         "seen",
+        "short",
         "stored",
         "tables",
         "tried",
@@ -75,9 +78,13 @@ class Context:
         """Blocks that this sequence is computing or loading: others that need one of them may wait for it."""
         self.awaited: bytes | None = None
         """Key of the block that this sequence waits for."""
+        self.owner: Context | None = None
+        """Who computed, or loaded, that block at the last look."""
         self.seen = -1
         """How far the sequence that computes that block had got at the last look."""
         self.patience = PATIENCE
+        self.short: BlockPool | None = None
+        """The pool that had too few blocks when it was to be opened in vain last."""
         self.loading = False
         """Its tables are being filled from below."""
         self.wanted = False
@@ -89,6 +96,14 @@ class Context:
         self.brought: list[Brought] = []
         self.load_seconds = 0.0
         """From the decision to load until the last stretch lay in the pool."""
+
+    def followed(self, tokens: Sequence[int], last: int, computing: Mapping[bytes, Context]) -> int:
+        """Blocks that the one waited for has published, if it brings the next one for this sequence, too; else 0.
+
+        It holds all before that one, so nothing needs to be searched, which everybody who waits would do at each step.
+        """
+        done = self.owner.published[0] if self.owner is not None else 0
+        return done if done < last and computing.get(self.chains[0].key(done, tokens)) is self.owner else 0
 
     def bring(self, begin: int, end: int, tier: TierName) -> None:
         """A load has brought tokens `begin` to `end` up. What an earlier one brought from there on was lost again."""

@@ -20,6 +20,9 @@ from cairn.seams import Clock
 _USE_STEP = 60.0
 """Seconds: how exactly the time of the last use is remembered."""
 _BACKOFF = (1.0, 60.0)
+_LATE_SECONDS = 60.0
+"""How long a disk may take to show that something was removed. ZFS and btrfs take seconds; where a snapshot holds it,
+it never shows."""
 _MOST_FAULTS = 2
 """Reads of one chunk that the disk may fail, one after the other, while it works otherwise; then the chunk is given
 up."""
@@ -44,6 +47,8 @@ class DiskState:
         self.used: dict[bytes, Entry] = {}
         """Chunks whose last use is not yet remembered by their files."""
         self._reserve = reserve
+        self._low, self._gave, self._gave_at = 0, 0, 0.0
+        """What was free when the store gave way to others, the bytes that it gave since, and when it gave last."""
         self._unsynced: dict[Path, object] = {}
         """Folders that could not be made durable, each with a mark of its last failure."""
         self._counts = TierStats()
@@ -141,13 +146,17 @@ class DiskState:
                 over = self.shelf.bytes + self.folder.littered + self.reserved + need - self.budget
                 # On a disk that others fill the store does not grow, but what it has itself it may use again.
                 lack = need - max(free - self._reserve, freed) if need else 0
-                lack = max(lack, self._reserve // 4 - free)
+                owed = self._owed_to_others(free)
+                lack = max(lack, owed)
                 if over <= 0 and lack <= 0:
                     self.reserved += need if reserve else 0
                     if need:
                         self._full = ""
                     return True
                 victims = [] if need > self.budget else self._doom_victims(max(over, lack))
+                if victims and owed > 0:
+                    self._gave += min(owed, sum(one.disk for one in victims))
+                    self._gave_at = self.clock.now()
             cleared = self.clear(victims)
             freed += sum(one.disk for one in victims)
             with self.mutex:
@@ -156,6 +165,16 @@ class DiskState:
                     if lack > 0:
                         self._full = f"the KV store cannot write {self.folder.folder}: the disk is full"
                     return False
+
+    def _owed_to_others(self, free: int) -> int:
+        """How far the disk is below a quarter of the reserve. With the lock held.
+
+        What was given for that and does not show yet counts as free: else all would be given before the first shows.
+        """
+        mark = self._reserve // 4
+        if free >= mark or not self._gave or self.clock.now() - self._gave_at > _LATE_SECONDS:
+            self._low, self._gave = free, 0
+        return mark - free - min(self._gave, max(0, self._low + self._gave - free))
 
     def look_again(self) -> None:
         """If the disk was full: is it still?"""

@@ -85,7 +85,7 @@ class Load:
     """Since when one does; only of what was asked for."""
     had: int = 0
     """Stretches that had landed by then."""
-    done: Callable[[], None] | None = None
+    done: list[Callable[[], None]] = field(default_factory=list)
     """What to do at its end."""
 
     @property
@@ -93,14 +93,19 @@ class Load:
         """What is still to be read, about."""
         return self.bytes * (len(self.wants) - self.fetched) // len(self.wants)
 
+    @property
+    def ahead_of_need(self) -> bool:
+        """Asked for, and no request waits for it."""
+        return self.forced and self.wanted == math.inf
+
     def want(self, now: float) -> None:
         """A request waits for it."""
-        if self.forced and self.wanted == math.inf:
+        if self.ahead_of_need:
             self.wanted, self.had = now, self.landed
 
 
 class Reader:
-    """Loads, first come first served."""
+    """Loads, first come first served; those that nobody waits for come after all others."""
 
     def __init__(
         self, stores: Mapping[TierName, Store], size: int, gate: Gate, clock: Clock, wake: Callable[[], None]
@@ -130,7 +135,7 @@ class Reader:
         return self._fetching and self._clock.now() - self.alive > STALL_SECONDS
 
     def begin(self, load: Load) -> None:
-        """Read it after those that were begun before."""
+        """Read it after those that were begun before, as far as somebody waits for them."""
         with self._changed:
             self._loads.append(load)
             self._changed.notify()
@@ -183,8 +188,11 @@ class Reader:
     def _next(self) -> Load | None:
         """The load to go on with. Those that are over or cancelled are forgotten."""
         with self._changed:
-            while self._loads and (self._loads[0].over or self._loads[0].cancelled):
-                self._loads.popleft()
+            self._loads = deque(load for load in self._loads if not (load.over or load.cancelled))
+            load = next((load for load in self._loads if not load.ahead_of_need), None)
+            if load is not None:  # in front: what is waited for later must not come between what it reads
+                self._loads.remove(load)
+                self._loads.appendleft(load)
             return self._loads[0] if self._loads and len(self._loads[0].arrived) < AHEAD else None
 
     def _fetch(self, wants: Sequence[Want]) -> Arrival | None:
@@ -258,18 +266,21 @@ class Gate:
     def late(self, load: Load, alive: float) -> bool:
         """Whether to give a load up: it stands still, or by now computing would have got further.
 
-        Others are read before it, which `worth` knew: until it is its turn only a reader that gives no sign of life,
-        the last one at `alive`, is a reason. It was not asked about a load that is `forced`: that one gets the time
-        since a request waits for it, which then may begin a load of its own.
+        Others are read before it, which `worth` knew as far as the bandwidth was known: until it is its turn it gets
+        the time that computing all of it takes, and a reader that gives no sign of life, the last one at `alive`, is
+        a reason. `worth` was not asked about a load that is `forced`: that one gets the time since a request waits for
+        it, which then may begin a load of its own.
         """
         now = self._clock.now()
         if now - max(load.started, load.heard, alive) > STALL_SECONDS:
             return True
         if self._mode != "auto" or self._prefill is None:
             return False
-        saved = load.tokens * (load.landed + 1 - load.had) / len(load.wants)
+        part = (load.landed + 1 - load.had) / len(load.wants)
         since = load.wanted if load.forced else load.turn
-        return now - since > _HEAD_START + saved / self._prefill
+        if since == math.inf and not load.forced:
+            part, since = 1.0, load.started
+        return now - since > _HEAD_START + part * load.tokens / self._prefill
 
 
 def _blend(old: float | None, new: float) -> float:

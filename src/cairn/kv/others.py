@@ -30,7 +30,7 @@ class Others:
         """
         state = self._state
         with state.mutex:
-            entries = state.shelf.others(self._tag)
+            entries = state.shelf.others({self._tag, *self._identities})
         for entry in sorted(entries, key=lambda one: one.faults):
             if not entry.live or state.failing or entry.name.tag in self._identities:
                 continue

@@ -67,6 +67,8 @@ class Shelf:
         """What `pinned` counts, while it is known: figures are asked for between steps."""
         self._order: list[tuple[float, bytes]] = []
         self._doomed: dict[bytes, Entry] = {}
+        self._tags: dict[bytes, int] = {}
+        """How many chunks each model has, doomed ones too."""
 
     def __len__(self) -> int:
         """Live chunks."""
@@ -112,9 +114,11 @@ class Shelf:
         """All live chunks."""
         return [entry for entry in self._entries.values() if entry.live]
 
-    def others(self, tag: bytes) -> list[Entry]:
-        """All chunks of other models, doomed ones too."""
-        return [entry for entry in self._entries.values() if entry.name.tag != tag]
+    def others(self, tags: Collection[bytes]) -> list[Entry]:
+        """All chunks of models that are none of these, doomed ones too. Quick where there are none: each drop asks."""
+        if all(tag in tags for tag in self._tags):
+            return []
+        return [entry for entry in self._entries.values() if entry.name.tag not in tags]
 
     def add(self, entry: Entry) -> None:
         """A chunk whose parent, if it has one, is live."""
@@ -124,6 +128,7 @@ class Shelf:
             assert parent is not None, "a chunk without its parent"
             parent.children.add(entry.id)
         self._entries[entry.id] = entry
+        self._tags[entry.name.tag] = self._tags.get(entry.name.tag, 0) + 1
         self.bytes += entry.disk
         if entry.id in self._pinned:
             self._protect([entry.id])
@@ -200,6 +205,9 @@ class Shelf:
         if self._doomed.pop(entry.id, None) is not entry:
             return
         del self._entries[entry.id]
+        self._tags[entry.name.tag] -= 1
+        if not self._tags[entry.name.tag]:
+            del self._tags[entry.name.tag]
         self.bytes -= entry.disk
 
     def pin(self, owner: str, ids: Collection[bytes]) -> None:

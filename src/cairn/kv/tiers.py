@@ -101,8 +101,7 @@ class Tiers:
             self._abandoned += 1
         if load.landed:
             self._load_seconds += load.heard - load.started
-        if load.done is not None:
-            self._answers.append(load.done)
+        self._answers += load.done
 
     def yield_blocks(self) -> bool:
         """See `context.Below`: the youngest load goes first."""
@@ -125,13 +124,13 @@ class Tiers:
         if saved <= 0 or (most is not None and len(tokens) - stop * self._cache.info.block_tokens > most):
             return False
         size = sum(self._sizes[want.group] for part in wants for want in part)
-        ahead = sum(load.bytes_left for load, _ in self._loads.values())
+        ahead = sum(load.bytes_left for load, _ in self._loads.values() if not load.ahead_of_need)
         if self.reader.hangs or (done is None and not self.gate.worth(saved, size, ahead)):
             context.declined = True
             return False
         if not self._cache.prepare(context, tokens, hit, stop, spare):
             return False
-        load = Load(wants, saved, size, self._clock.now(), forced=done is not None, done=done)
+        load = Load(wants, saved, size, self._clock.now(), forced=done is not None, done=[done] if done else [])
         self._loads[context] = load, tokens
         self.reader.begin(load)
         return True
@@ -206,10 +205,33 @@ class Tiers:
         self.do(lambda store: store.pin(owner, keys), tuple(self._stores.values()), done)
 
     def prefetch(self, tokens: Sequence[int], salt: bytes, done: Done) -> None:
-        """Bring a context up into the pool."""
+        """Bring a context up into the pool. What is being brought up for another who asked is not read once more."""
         context = self._cache.context(salt)
         hit = self._cache.found(context, tokens) // self._cache.info.block_tokens
-        if not self._begin(context, tokens, hit, 0, done):
+        load = self._asked_for(context, tokens, hit)
+        if load is not None:
+            load.done.append(lambda: self._after(load, tokens, salt, done))
+        elif not self._begin(context, tokens, hit, 0, done):
+            done()
+
+    def _asked_for(self, context: Context, tokens: Sequence[int], hit: int) -> Load | None:
+        """A load that was asked for and brings more than `hit` blocks of this context, and perhaps what extends it."""
+        blocks = len(tokens) // self._cache.info.block_tokens
+        for other, (load, wanted) in self._loads.items():
+            last = min(other.claimed.stop, blocks) - 1
+            brings = load.forced and last >= hit and last in other.claimed
+            if brings and other.chains[0].key(last, wanted) == context.chains[0].key(last, tokens):
+                return load
+        return None
+
+    def _after(self, load: Load, tokens: Sequence[int], salt: bytes, done: Done) -> None:
+        """The end of what `prefetch` found to be asked for already: what may be left of a longer context is next.
+
+        Not where it was given up: so would the next one be, and each of them could hold up a request once more.
+        """
+        if load.landed == len(load.wants):
+            self.prefetch(tokens, salt, done)
+        else:
             done()
 
     def evict(self, tokens: Sequence[int], salt: bytes, keep: int, disk: bool, done: Done) -> None:
