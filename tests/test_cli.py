@@ -728,6 +728,18 @@ class Terminal:
         os.close(self.master)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (("pull", "a[/b]c"), "cairn: a[/b]c is not a hub id"),
+        (("quantize", "none/none", "a[b]c.gguf"), "a[b]c.gguf"),
+    ],
+)
+def test_brackets_of_a_name_are_no_markup_of_the_progress_bar(arguments, shown):
+    with Terminal(*arguments) as terminal:
+        terminal.expect(shown)
+
+
 def test_ctrl_c_in_a_terminal_stops_the_answer_and_the_conversation_goes_on(slow, elsewhere):
     with Terminal("chat", "--host", slow.url) as terminal:
         terminal.expect("is ready")

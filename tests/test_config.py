@@ -226,6 +226,9 @@ def test_a_file_has_types(elsewhere):
 def test_broken_files_are_one_sentence(elsewhere):
     Path("cairn.toml").write_text("port = = 1")
     assert refused({}, {}).startswith("cairn.toml is not valid TOML: ")
+    for endless in ("port = " + "1" * 5000, "model = " + "[" * 5000 + "]" * 5000):
+        Path("cairn.toml").write_text(endless)
+        assert refused({}, {}).startswith("cairn.toml is not valid TOML: ")
     Path("cairn.toml").write_bytes(b"host = '\xff'")
     assert refused({}, {}).startswith("cairn.toml cannot be read: ")
     assert refused({}, {}, Path("absent.toml")) == "there is no file absent.toml"
@@ -292,6 +295,18 @@ def test_keys_come_from_a_file(elsewhere):
     keys.write_text("\n")
     assert f"the key file {keys} is empty" in refused({"api_key": [f"@{keys}"]}, {})
     assert "cannot be read" in refused({"api_key": ["@absent"]}, {})
+
+
+def test_a_key_in_a_file_is_no_name_of_another(elsewhere):
+    """It would be quoted in the message that this file cannot be read."""
+    keys = elsewhere / "keys"
+    keys.write_text("first\n@second\n")
+    config = resolve({"api_key": [f"@{keys}"], "tenants": [f"ada=@{keys}"]}, {}).config
+    assert [key.reveal() for key in config.api_key] == ["first", "@second"]
+    assert keys_of(config) == {"ada": ["first", "@second"]}
+    keys.write_text("@second\n")
+    config = resolve({"api_key": [f"@{keys}"], "admin_key": f"@{keys}"}, {}).config
+    assert [key.reveal() for key in (*config.api_key, config.admin_key)] == ["@second", "@second"]
 
 
 def keys_of(config: Config) -> dict[str, list[str]]:

@@ -35,6 +35,7 @@ from cairn.service.requests import SamplingOptions
 from cairn.types import Delta, Done, FinishReason, ToolCallDelta, Usage
 
 SMALL = {"engine": "cpu", "kv_gb": 0.1, "threads": 1}
+NINE = {"max_tokens": 9, "ignore_eos": True}
 HELLO = [{"role": "user", "content": "Hello, who are you?"}]
 
 
@@ -357,6 +358,17 @@ def test_letting_go_of_it_closes_it():
     assert children() == before
 
 
+def test_a_stream_holds_its_model():
+    before = children()
+    for ask in (lambda llm: llm.chat(HELLO, stream=True, **NINE), lambda llm: llm.generate("x", stream=True, **NINE)):
+        stream = ask(LLM("demo", **SMALL))
+        gc.collect()
+        assert sum(len(piece.tokens) for piece in stream) == 9
+    del stream
+    gc.collect()
+    assert children() == before
+
+
 def script(code: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -378,6 +390,39 @@ def test_a_script_may_just_end():
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
     assert out.split() and not [pid for pid in out.split() if os.path.exists(f"/proc/{pid}")]
+
+
+def test_a_forked_child_ends_and_is_told_that_the_model_is_not_its_own():
+    """The model's thread is not there: to wait for it is to wait for ever."""
+    process = script(
+        """
+        import multiprocessing
+        from cairn import LLM
+        from cairn.errors import Unavailable
+
+        def child(llm, stream):
+            for call in (lambda: llm.generate("x", max_tokens=2), lambda: next(stream)):
+                try:
+                    call()
+                except Unavailable as error:
+                    print(error, flush=True)
+            stream.close()
+            llm.close()
+
+        with LLM("demo", kv_gb=0.1, threads=1) as llm:
+            stream = llm.generate("x", stream=True, max_tokens=9, ignore_eos=True)
+            for target, given in ((child, (llm, stream)), (print, ("idle",))):
+                fork = multiprocessing.get_context("fork").Process(target=target, args=given)
+                fork.start()
+                fork.join(20)
+                print(fork.exitcode, flush=True)
+                fork.kill()
+            print(sum(len(piece.tokens) for piece in stream))
+        """
+    )
+    out, err = process.communicate(timeout=60)
+    told = "the model belongs to the process that loaded it\n"
+    assert (process.returncode, out, err) == (0, told * 2 + "0\nidle\n0\n9\n", "")
 
 
 def test_ctrl_c_cancels_the_request_and_the_model_goes_on():

@@ -16,6 +16,7 @@ import asyncio
 import atexit
 import concurrent.futures
 import concurrent.futures.thread  # registers its end before ours, see _close_at_exit
+import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -37,8 +38,9 @@ _CLOSE_SECONDS = 10.0
 class Stream:
     """The pieces of one answer as they come: `AsyncStream` without asyncio. Leaving the `with` block cancels it."""
 
-    def __init__(self, run: _Loop, stream: AsyncStream) -> None:
-        self._run = run
+    def __init__(self, llm: LLM, stream: AsyncStream) -> None:
+        self._llm = llm  # one that nobody holds is closed
+        self._run = llm._loop
         self._stream = stream
 
     @property
@@ -71,8 +73,12 @@ class LLM:
     """A model in this process. Use it with `with`, or call `close`; at the end of the program it closes itself.
 
     `model` is a folder, a .gguf file, a hub id that was pulled, or 'demo'; keywords are the options of `Config` that
-    matter without a server, or a complete `config`. Any thread may call it. Ctrl-C while it waits cancels the request
-    and raises KeyboardInterrupt.
+    matter without a server, or a complete `config`. Ctrl-C while it waits cancels the request and raises
+    KeyboardInterrupt.
+
+    Any thread may call it, but the program ends where the main thread does: what others still ask then is refused
+    with `Unavailable`, so join them first. A process that was forked from this one has no part in it: there every
+    call is refused.
     """
 
     def __init__(self, model: str | None = None, *, config: Config | None = None, **options: object) -> None:
@@ -128,7 +134,7 @@ class LLM:
     ) -> Answer | Stream:
         """The answer to a conversation, whole or as a stream of `Delta`s; see `AsyncLLM.chat`."""
         if stream:
-            return Stream(self._loop, self._loop.wait(self._llm.stream_chat(messages, tools, **sampling)))
+            return Stream(self, self._loop.wait(self._llm.stream_chat(messages, tools, **sampling)))
         return self._loop.wait(self._llm.chat(messages, tools, **sampling))
 
     @overload
@@ -145,7 +151,7 @@ class LLM:
             return self._loop.wait(self._llm.generate(prompts, **sampling))
         if not isinstance(prompts, str):
             raise InvalidRequest("stream=True takes one prompt, not a list", field="stream")
-        return Stream(self._loop, self._loop.wait(self._llm.stream_generate(prompts, **sampling)))
+        return Stream(self, self._loop.wait(self._llm.stream_generate(prompts, **sampling)))
 
 
 class _Loop:
@@ -153,6 +159,7 @@ class _Loop:
 
     def __init__(self) -> None:
         self._shut = False
+        self._pid = os.getpid()
         # What comes in behind the loop's last turn would never be run, nor its caller told. The lock may be taken
         # again by its holder: a signal handler, or the garbage collector, may close the model in the midst of a call.
         self._door = threading.RLock()
@@ -168,10 +175,18 @@ class _Loop:
     @property
     def closed(self) -> bool:
         """Whether it takes nothing more."""
-        return self._shut
+        return self._shut or self.elsewhere
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this is a fork of its process: that has no such thread, and may have its lock as somebody held it."""
+        return os.getpid() != self._pid
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine there and wait for it here. An interrupt here cancels it there."""
+        if self.elsewhere:
+            work.close()
+            raise Unavailable("the model belongs to the process that loaded it")
         with self._door:
             if self._shut:
                 work.close()
@@ -187,6 +202,8 @@ class _Loop:
 
     def close(self) -> None:
         """Stop the loop and end the thread."""
+        if self.elsewhere:
+            return
         with self._door:
             self._shut = True
         if self._loop.is_closed():
@@ -207,7 +224,9 @@ def _close_at_exit(llm: LLM) -> None:
     """Have it closed at the end of the program, while threads can still be used.
 
     `atexit` is too late: it comes after concurrent.futures has closed its pools, which asyncio needs. Threading's own
-    hook is run before that, newest first; where a Python has it no more, `atexit` has to do.
+    hook is run before that, newest first; where a Python has it no more, `atexit` has to do. The hook comes before
+    other threads are joined, and must not do that itself: one that waits for the main thread to end would wait for
+    ever.
     """
     if not _alive:
         hook: Callable[..., object] = getattr(threading, "_register_atexit", atexit.register)
@@ -221,6 +240,8 @@ def _close_all() -> None:
 
 
 def _close(loop: _Loop, llm: AsyncLLM) -> None:
+    if loop.elsewhere:
+        return
     if loop.here:  # the garbage collector ran there
         threading.Thread(target=_close, args=(loop, llm), name="cairn-llm-close").start()
         return

@@ -121,7 +121,7 @@ def _read(env: Mapping[str, str], file: Path | None) -> tuple[Path | None, dict[
         raise ConfigError(f"there is no file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not only TOMLDecodeError: also of endless digits and brackets
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
@@ -153,7 +153,7 @@ def _value(option: Option, given: _Given) -> Any:
     if option.kind != "secret":
         return tuple(_one(option, given, item) for item in written)
     keys = [key for item in written for key in (_lines(given, item) if _is_file(item) else [item])]
-    return tuple(_one(option, given, key) for key in keys)
+    return tuple(_secret(option, given, key) for key in keys)
 
 
 def _one(option: Option, given: _Given, value: object) -> Any:
@@ -163,9 +163,7 @@ def _one(option: Option, given: _Given, value: object) -> Any:
                 (value, *more) = _lines(given, value)
                 if more:
                     raise ConfigError(f"{given.source}: the file must hold one key", field=option.name)
-            if not isinstance(value, str) or not is_key(value.strip()):
-                raise ConfigError(f"{given.source} must be a key: {KEY}", field=option.name)
-            return Secret(value.strip())
+            return _secret(option, given, value)
         case "str":
             if not isinstance(value, str) or not value:
                 raise _wrong(option, given, value, "a text that is not empty")
@@ -180,6 +178,13 @@ def _one(option: Option, given: _Given, value: object) -> Any:
             return _number(option, given, value)
         case "tenant":
             raise AssertionError("tenants are read by _tenants")
+
+
+def _secret(option: Option, given: _Given, key: object) -> Secret:
+    """A key as it stands: one in a file may begin with @ and names no other."""
+    if not isinstance(key, str) or not is_key(key.strip()):
+        raise ConfigError(f"{given.source} must be a key: {KEY}", field=option.name)
+    return Secret(key.strip())
 
 
 TENANT_NAME = re.compile(r"(?!key-)[a-z0-9][a-z0-9_.-]{0,62}")

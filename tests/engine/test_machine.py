@@ -45,7 +45,12 @@ def test_a_control_group_of_version_2_limits_memory_at_any_level(tmp_path: Path)
         "sys/fs/cgroup/pod/memory.current": "2500000\n",
         "sys/fs/cgroup/pod/memory.stat": "anon 5\ninactive_file 40000\nactive_file 7\n",
     }
-    assert memory_available(put(tmp_path, files)) == 540_000
+    assert memory_available(put(tmp_path, files)) == 540_007
+    dirty = "anon 5\nfile_dirty 300\nfile_writeback 20\ninactive_file 1000\nactive_file 40000\n"
+    put(tmp_path, {"sys/fs/cgroup/pod/memory.stat": dirty})
+    assert memory_available(tmp_path) == 500_000 + 41_000 - 320
+    put(tmp_path, {"sys/fs/cgroup/pod/memory.stat": "file_dirty 300\ninactive_file 10\nactive_file 10\n"})
+    assert memory_available(tmp_path) == 500_000
     put(tmp_path, {"sys/fs/cgroup/pod/memory.current": "9000000"})
     assert memory_available(tmp_path) == 0
 
@@ -60,6 +65,10 @@ def test_a_control_group_of_version_1_limits_memory(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/memory.usage_in_bytes": "500000\n",
     }
     assert memory_available(put(tmp_path, files)) == 600_000
+    own = "dirty 1\nwriteback 2\ninactive_file 4\nactive_file 8\n"
+    below = "total_dirty 10\ntotal_writeback 20\ntotal_inactive_file 4000\ntotal_active_file 8000\n"
+    put(tmp_path, {"sys/fs/cgroup/memory/box/memory.stat": own + below})
+    assert memory_available(tmp_path) == 600_000 + 12_000 - 30
 
 
 def test_without_procfs_half_of_the_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,13 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.tiny_models import write_model
 
+from cairn.config import Config
+from cairn.engine.device import load_engine
 from cairn.errors import ModelFileError
 from cairn.models import digests
 from cairn.models.digests import file_digest, memory_path
@@ -92,3 +96,25 @@ def test_a_full_disk_keeps_no_half_of_it(file: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(digests.json, "dump", full)
     assert file_digest(file) == hashlib.sha256(b"first").digest()
     assert not list(memory_path().parent.iterdir())
+
+
+def test_where_nothing_can_be_remembered_a_start_hashes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start asks before it loads and after."""
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(digests, "REMEMBER_FROM", 1)
+    folder = write_model(tmp_path / "m")
+    real, read = hashlib.file_digest, []
+
+    def count(file: Any, name: str) -> Any:
+        read.append(Path(file.name).name)
+        return real(file, name)
+
+    monkeypatch.setattr(digests.hashlib, "file_digest", count)
+    _, engine = load_engine(Config(kv_gb=0.01, threads=1), folder)
+    engine.close()
+    assert read and len(read) == len(set(read))
+    (folder / "model.safetensors").touch()
+    read.clear()
+    file_digest(folder / "model.safetensors")
+    assert read == ["model.safetensors"]

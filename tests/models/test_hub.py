@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import itertools
 import json
@@ -485,6 +486,64 @@ def test_one_pull_at_a_time(remote, env):
     with install.locked(home, "org/m"), pytest.raises(ModelError, match="being downloaded by another process"):
         hub.pull("org/m", env=env)
     hub.pull("org/m", env=env)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
+def test_a_file_system_without_locks_takes_a_pull_too(remote, env, monkeypatch, code):
+    def refuse(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(install.fcntl, "flock", refuse)
+    if code == errno.EIO:  # this says nothing of locks
+        with pytest.raises(ModelError, match="cannot be written to"):
+            hub.pull("org/m", env=env)
+    else:
+        assert {file.name for file in hub.pull("org/m", env=env).iterdir()} == WANTED
+
+
+@pytest.mark.parametrize("model", ["x" * 300, "org/" + "x" * 250, "org/" + "x" * 250 + ":Q4_K_M", "secret"])
+def test_a_place_that_cannot_be_looked_at_is_one_sentence(env, monkeypatch, model):
+    hub.cache_folder(env).mkdir(parents=True)
+    is_dir = Path.is_dir
+
+    def closed(path):
+        if path.name == "secret":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", closed)
+    with pytest.raises(ModelError, match=f"^{model}: cannot be looked for "):
+        hub.locate(model, env)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "m-Q4_K_M.gguf", "notes"])
+def test_a_snapshot_that_cannot_be_read_hides_no_model(remote, env, name):
+    folder = hub.pull("org/m", env=env)
+    other = folder.parent.parent.parent / "models--org--a"
+    shutil.copytree(folder.parent.parent, other, symlinks=True)
+    place = other / "snapshots" / COMMIT / name
+    place.unlink(missing_ok=True)
+    place.symlink_to("x" * 300)  # ENAMETOOLONG, for root too
+    assert [one.name for one in hub.downloaded(env)] == ["org/m"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "file", "cache"])
+def test_a_name_that_is_not_utf_8_is_one_sentence(remote, env, tmp_path, kind):
+    """Names go to the worker, to callers and into metrics as UTF-8."""
+    latin = Path(os.fsdecode(os.fsencode(tmp_path) + b"/mod\xe8le"))
+    latin.mkdir()
+    model = str(latin)
+    if kind == "link":
+        model = str(tmp_path / "link")
+        Path(model).symlink_to(latin)
+    elif kind == "file":
+        model = str(latin / "m.gguf")
+        Path(model).write_bytes(b"")
+    elif kind == "cache":
+        model, env = "org/m", env | {"HF_HOME": str(latin)}
+        hub.pull(model, env=env)
+    with pytest.raises(ModelError, match=r"^the name of the model .*mod\ufffdle.* is not UTF-8; rename the"):
+        hub.locate(model, env)
 
 
 def test_an_incomplete_snapshot_names_the_missing_file(remote, env):

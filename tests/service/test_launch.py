@@ -167,3 +167,10 @@ async def test_a_model_without_a_template_needs_no_rendering_process(monkeypatch
     (process,) = started
     assert process.popen.returncode is not None
     await made.close()
+
+
+def test_an_option_that_is_not_utf_8_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home whose name was made with another encoding is in the names of the folders below it."""
+    monkeypatch.setattr(launch, "_process", lambda _: pytest.fail("a worker was started"))
+    with pytest.raises(ConfigError, match=r"^'/mod.udce8le/kv' is not UTF-8"):
+        launch.launch_first(Config(model="demo", kv_dir="/mod\udce8le/kv"))

@@ -42,7 +42,7 @@ def _pull(model: str) -> Path:
 
     if not sys.stderr.isatty():
         return hub.pull(model)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bar(*columns, TimeRemainingColumn(), console=talk(), transient=True) as bar:
         task = bar.add_task(model, total=None)
 

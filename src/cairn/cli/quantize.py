@@ -34,11 +34,12 @@ def register(app: typer.Typer) -> None:
 
         Needs the gguf package: pip install gguf.
         """
-        from rich.progress import Progress
+        from rich.progress import Progress, TextColumn
 
         from cairn.cli.output import table, talk
 
-        with Progress(console=talk(), transient=True, disable=not sys.stderr.isatty()) as bar:
+        columns = TextColumn("{task.description}", markup=False), *Progress.get_default_columns()[1:]
+        with Progress(*columns, console=talk(), transient=True, disable=not sys.stderr.isatty()) as bar:
             task = bar.add_task(destination.name, total=None)
 
             def show(done: int, total: int) -> None:

@@ -63,12 +63,19 @@ def memory_available(root: Path = ROOT) -> int:
         limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
         used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
         if limit.isdecimal() and used.isdecimal():
-            # Clean file pages count as used and are given back on demand.
-            cached = [
-                line.split()[1] for line in _read(folder / "memory.stat").splitlines() if "inactive_file " in line
-            ]
-            available = min(available, max(0, int(limit) - int(used) + int(cached[-1] if cached else 0)))
+            available = min(available, max(0, int(limit) - int(used) + _clean_file_pages(folder)))
     return available
+
+
+def _clean_file_pages(folder: Path) -> int:
+    """Bytes that count as used in a control group and are given back on demand, whether they were read once or more."""
+    lines = (line.split() for line in _read(folder / "memory.stat").splitlines())
+    stat = {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdecimal()}
+    if "total_inactive_file" in stat:  # version 1, where only these count the groups below it
+        cached, dirty = ("total_active_file", "total_inactive_file"), ("total_dirty", "total_writeback")
+    else:
+        cached, dirty = ("active_file", "inactive_file"), ("file_dirty", "file_writeback")
+    return max(0, sum(stat.get(name, 0) for name in cached) - sum(stat.get(name, 0) for name in dirty))
 
 
 def peak_memory(root: Path = ROOT) -> int:

@@ -20,6 +20,9 @@ from cairn.paths import home
 REMEMBER_FROM = 64 << 20
 """Bytes: smaller files are hashed each time, which takes at most some 30 ms."""
 
+_hashed: dict[str, tuple[str, bytes]] = {}
+"""By path, what this process hashed, with its key: a start asks twice, and the cache folder may not be writable."""
+
 
 def file_digest(path: Path) -> bytes:
     """SHA-256 of a file's bytes. Raises `ModelFileError` if it cannot be read."""
@@ -29,10 +32,14 @@ def file_digest(path: Path) -> bytes:
             return hashlib.file_digest(file, "sha256").digest()
         place = f"{path.resolve()}|"
         key = f"{place}{stat.st_size}|{stat.st_mtime_ns}|{stat.st_ctime_ns}|{stat.st_dev}:{stat.st_ino}"
+        mine, digest = _hashed.get(place, ("", b""))
+        if mine == key:
+            return digest
         known = _load()
         if key in known:
             return bytes.fromhex(known[key])
         digest = hashlib.file_digest(file, "sha256").digest()
+    _hashed[place] = key, digest
     # What was in this place before will not come back, and would be kept for ever.
     _save({old: known[old] for old in known if not old.startswith(place)} | {key: digest.hex()})
     return digest
@@ -54,7 +61,7 @@ def _load() -> dict[str, str]:
 
 
 def _save(known: dict[str, str]) -> None:
-    """Best effort: a home that cannot be written costs a hash at every start and nothing else."""
+    """Best effort: a home that cannot be written costs one hash at every start and nothing else."""
     with contextlib.suppress(OSError, ConfigError):
         path = memory_path()
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

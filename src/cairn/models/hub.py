@@ -8,9 +8,10 @@ Never pickles (.bin, .pt), never code.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +85,28 @@ def locate(model: str, env: Mapping[str, str] | None = None) -> Path:
     For org/name:TYPE, or org/name:FILE without its ending, it is the GGUF file, of a split model the first one.
     Raises ModelError that says what to do: for a hub id that is not here, the `cairn pull` to run.
     """
+    try:
+        place = _locate(model, env)
+        names = str(place), model_name(place)
+    except OSError as error:
+        raise ModelError(f"{model}: cannot be looked for ({error.strerror or error})") from None
+    for name in names:  # they go to other processes, to callers and into metrics, all of it in UTF-8
+        if not _is_utf8(name):
+            shown = os.fsencode(name).decode(errors="replace")
+            raise ModelError(f"the name of the model {shown} is not UTF-8; rename the folder or the file")
+    return place
+
+
+def _is_utf8(name: str) -> bool:
+    """Whether a name of the file system is UTF-8; the bytes of others stand in it as surrogates."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _locate(model: str, env: Mapping[str, str] | None) -> Path:
     if model == DEMO:
         return demo_folder()
     path = expanded(model)
@@ -122,16 +145,21 @@ def locate(model: str, env: Mapping[str, str] | None = None) -> Path:
 
 def downloaded(env: Mapping[str, str] | None = None) -> list[Downloaded]:
     """The complete models in the download cache, by name."""
-    found = []
+    found: list[Downloaded] = []
     for repository in sorted(cache_folder(env).glob("models--*--*")):
-        snapshot = snapshot_of(repository)
-        if snapshot is not None and _is_complete(snapshot):
-            size = sum(file.stat().st_size for file in snapshot.iterdir() if file.is_file() and not is_gguf(file))
-            found.append(Downloaded(model_name(snapshot), snapshot, size))
-        for place, one in cached(repository):
-            size = sum((place / name).stat().st_size for name in one.files)
-            found.append(Downloaded(model_name(place / one.files[0]), place / one.files[0], size))
+        with contextlib.suppress(OSError):  # one that cannot be read hides no other
+            found += _models_in(repository)
     return found
+
+
+def _models_in(repository: Path) -> Iterator[Downloaded]:
+    snapshot = snapshot_of(repository)
+    if snapshot is not None and _is_complete(snapshot):
+        size = sum(file.stat().st_size for file in snapshot.iterdir() if file.is_file() and not is_gguf(file))
+        yield Downloaded(model_name(snapshot), snapshot, size)
+    for place, one in cached(repository):
+        size = sum((place / name).stat().st_size for name in one.files)
+        yield Downloaded(model_name(place / one.files[0]), place / one.files[0], size)
 
 
 def pull(
@@ -219,7 +247,7 @@ def _is_complete(snapshot: Path) -> bool:
     """Whether it is a whole model of ours; other programs keep models of all kinds in the cache."""
     try:
         return not missing_from(snapshot)
-    except ModelFileError:
+    except (ModelFileError, OSError):
         return False
 
 

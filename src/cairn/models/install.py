@@ -5,6 +5,7 @@ Only data: safetensors, JSON and the chat template, or GGUF. Never pickles (.bin
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -117,14 +118,21 @@ def _check_room(model: str, blobs: Path, files: list[RemoteFile]) -> None:
         raise ModelError(f"{model} needs {missing / 1e9:.2f} GB more, but {blobs} has only {free / 1e9:.2f} GB free")
 
 
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""What file systems say that have no locks, such as some that are reached over a network."""
+
+
 @contextmanager
 def locked(repository: Path, model: str) -> Iterator[None]:
-    """One pull of a model at a time; the lock goes with the process."""
+    """One pull of a model at a time, where the file system has locks; the lock goes with the process."""
     with (repository / ".cairn.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ModelError(f"{model} is being downloaded by another process; wait for it") from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
         yield
 
 

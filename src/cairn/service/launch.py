@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from cairn.config import Config
-from cairn.errors import ModelError
+from cairn.errors import ConfigError, ModelError
 from cairn.models.hub import locate
 from cairn.service import code, wire
 from cairn.system import without_secrets
@@ -63,7 +63,7 @@ class First:
 def launch_first(config: Config, in_process: bool = False, folder: Path | None = None) -> First:
     """Start a worker that loads the model, which is in `folder` where that is known already.
 
-    Raises ModelError where the model or a worker cannot be had.
+    Raises ModelError where the model or a worker cannot be had, ConfigError for an option that cannot be told to it.
     """
     found = folder or locate(config.model)
     load = wire.Load(msgspec.structs.replace(config, api_key=(), tenants=(), admin_key=None), str(found))
@@ -75,10 +75,13 @@ def launch_first(config: Config, in_process: bool = False, folder: Path | None =
         return First(load, seen, launch(load, in_process))
     except OSError as error:
         raise ModelError(f"the process that loads the model could not be started: {error}") from error
+    except UnicodeEncodeError as error:  # a folder of the options or HOME, made with another encoding
+        raise ConfigError(f"{error.object!a} is not UTF-8, as folders and other options must be") from None
 
 
 def launch(load: wire.Load, in_process: bool = False) -> Worker:
-    """Start a worker and send it its first frame. Raises OSError."""
+    """Start a worker and send it its first frame. Raises OSError, or before that UnicodeEncodeError."""
+    first = wire.encode(load)
     ours, theirs = socket.socketpair()
     if in_process:
         thread = threading.Thread(target=_serve_quietly, args=(theirs,), name="cairn-worker", daemon=True)
@@ -92,7 +95,7 @@ def launch(load: wire.Load, in_process: bool = False) -> Worker:
             ours.close()
             raise
     with contextlib.suppress(OSError):  # one that is gone already is noticed by who reads
-        ours.sendall(wire.encode(load))  # some hundred bytes: it need not read yet
+        ours.sendall(first)  # some hundred bytes: it need not read yet
     return worker
 
 
