@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cairn.api.sse import usage_object
 from cairn.cli import client as client_module
 from cairn.cli import main
 from cairn.cli.client import Client, connect
@@ -27,7 +28,9 @@ from cairn.errors import (
     NotFound,
     Unavailable,
 )
+from cairn.figures import CacheReport, Miss
 from cairn.resolve import resolve
+from cairn.types import Done, FinishReason, Usage
 
 SAID = "one\u2028two\u2029three\u0085four \u4f60\U0001f600"
 
@@ -55,6 +58,15 @@ def test_only_a_line_feed_ends_a_line_wherever_the_bytes_are_cut(ending: bytes) 
         assert [delta.text for delta in answering] == [SAID, "!"]
     single = stream(*(data[at : at + 1] for at in range(len(data))))
     assert "".join(delta.text for delta in single) == single.answer.text == SAID + "!"
+
+
+@pytest.mark.parametrize("miss", [None, Miss(position=16, reason="evicted")])
+def test_the_cache_report_is_read_as_servers_write_it(miss: Miss | None) -> None:
+    report = CacheReport(computed=3, pool=16, ram=1, disk=2, load=0.5, miss=miss)
+    done = Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=22, completion_tokens=1), cache=report)
+    told = json.dumps({"usage": usage_object([(done, True)])})
+    answering = stream(f"data: {told}\n\ndata: [DONE]\n\n".encode())
+    assert list(answering) == [] and answering.answer.cache == report
 
 
 @pytest.mark.parametrize(

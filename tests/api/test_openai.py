@@ -64,7 +64,7 @@ async def test_chat_object() -> None:
         "completion_tokens": 2,
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 2},
-        "cairn": {"computed": 1, "pool": 2, "ram": 0, "disk": 0, "load_seconds": 0.0, "miss": None},
+        "cairn": {"computed": 1, "pool": 2, "ram": 0, "disk": 0, "load_seconds": 0.0, "miss": []},
     }
 
 
@@ -103,7 +103,7 @@ SHOWN = {
     "ram": 32,
     "disk": 64,
     "load_seconds": 0.25,
-    "miss": {"position": 112, "reason": "evicted"},
+    "miss": [{"position": 112, "reason": "evicted"}],
 }
 
 

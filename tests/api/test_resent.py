@@ -160,8 +160,8 @@ def test_a_tool_call_may_be_written_otherwise_and_an_edited_answer_counts(demo: 
     assert cached(reference) == 0
     assert told["usage"]["prompt_tokens"] == reference["usage"]["prompt_tokens"]
     assert wording(told) == wording(reference)
-    miss = told["usage"]["cairn"]["miss"]
-    assert miss is not None and "Xanadu" in json.dumps(miss), "what was edited is read, and the report shows it"
+    (miss,) = told["usage"]["cairn"]["miss"]
+    assert "Xanadu" in json.dumps(miss), "what was edited is read, and the report shows it"
 
 
 def test_reasoning_that_a_client_leaves_out_is_put_back(tmp_path: Path) -> None:

@@ -285,6 +285,23 @@ def test_arguments_in_history_hold_no_more_values_than_a_body() -> None:
     check_chat(checked(chat(messages=[message | {"tool_calls": [{"function": prose}]}])), Config(max_json_values=100))
 
 
+def test_values_in_each_call_are_counted_by_themselves() -> None:
+    """Joined, a call that was cut inside of a text turned the texts of the next one inside out."""
+
+    def check(*arguments: str) -> None:
+        calls = [{"function": {"name": "f", "arguments": each}} for each in arguments]
+        message = {"role": "assistant", "content": "a", "tool_calls": calls}
+        check_chat(checked(chat(messages=[message])), Config(max_json_values=1000))
+
+    check('{"text": "cut here', json.dumps({"text": "a, " * 1100}))
+    with pytest.raises(InvalidRequest, match="more than 1000 JSON values"):
+        check('"', '{"a":[' + "[]," * 1100 + "0]}")
+    whole = '{"a":[' + "[]," * 498 + "0]}"  # 2 + 498 brackets, 498 commas
+    check(whole, '{"text": "[[')
+    with pytest.raises(InvalidRequest, match="more than 1000 JSON values"):
+        check(whole, '{"text": "[[', "[[")
+
+
 def test_completion_prompts() -> None:
     for prompt in ("", "a", ["a"], [1], [[1], [2]]):
         parse(CompletionBody, {"model": "m", "prompt": prompt}, Config())

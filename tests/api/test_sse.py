@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import Bytes, done
 from sockets import events
 
-from cairn.api.sse import DONE, HEARTBEAT, ChatChunks, TextChunks, TextLogprobs, chat_logprobs, error_event
+from cairn.api.sse import (
+    DONE,
+    HEARTBEAT,
+    ChatChunks,
+    TextChunks,
+    TextLogprobs,
+    chat_logprobs,
+    error_event,
+    usage_object,
+)
 from cairn.errors import InvalidRequest, Overloaded, Unauthorized
+from cairn.figures import CacheReport, Differs, Miss
 from cairn.types import Delta, TokenLogprob, ToolCallDelta
 
 HEAD = {"id": 'a"b', "object": "chat.completion", "created": 1, "model": "m\u2028\n\n", "system_fingerprint": None}
@@ -77,6 +89,29 @@ def test_tokens_that_read_alike_do_not_hide_each_other() -> None:
     logprobs.add(unlikely, TokenLogprob(unlikely, -5.0, ((likely, -0.1), (104, -2.0), (0xC4, -3.0))))
     logprobs.add(104, TokenLogprob(104, -2.0, ((likely, -0.1), (unlikely, -5.0), (104, -2.0))))
     assert logprobs.take()["top_logprobs"] == [{"\ufffd": -5.0, "h": -2.0}, {"\ufffd": -0.1, "h": -2.0}]
+
+
+def merged(one: Any, other: Any) -> Any:
+    """Two usages as LangChain's ChatOpenAI adds them up (`_update_token_usage`): numbers are added, objects entered,
+    and what one of them lacks is 0; of anything else the later one counts."""
+    if isinstance(other, int):
+        assert isinstance(one, int), (one, other)
+        return one + other
+    if isinstance(other, dict):
+        assert isinstance(one, dict), (one, other)
+        return {name: merged(one.get(name, 0), value) for name, value in other.items()}
+    return other
+
+
+def test_clients_that_add_up_usages_can_add_up_any_two() -> None:
+    """ChatOpenAI.generate([a, b]) failed where one answer's miss was null and the next one's an object."""
+    differs = Differs(position=20, known="cat", given="dog")
+    misses = [None, Miss(position=16, reason="evicted"), Miss(position=16, reason="template", differs=differs)]
+    reports = [CacheReport(computed=3, pool=16, load=load, miss=miss) for miss in misses for load in (0.0, 0.5)]
+    usages = [usage_object([(msgspec.structs.replace(done(), cache=report), True)]) for report in reports]
+    for one, other in itertools.product(usages, usages):
+        total = merged(one, other)
+        assert total["cairn"]["computed"] == 6 and total["cairn"]["miss"] == other["cairn"]["miss"]
 
 
 def test_error_events() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from cairn.errors import ContextTooLong, InvalidRequest, ModelFileError, Overloa
 from cairn.text import length
 from cairn.text import messages as plain
 from cairn.text.chat import Chat
+from cairn.text.json_scan import MAX_DEPTH
 from cairn.text.messages import plain_message, unused_marks
 from cairn.text.stream import TextStream
 from cairn.text.templates import load_templates
@@ -767,3 +768,71 @@ async def test_long_chats_are_read_beside_the_loop(monkeypatch: pytest.MonkeyPat
     for size in (10, INLINE + 1):
         await chat._read_apart([{"role": "assistant", "content": "", "reasoning_content": "x" * size}], None, None)
     assert seen == [True, False]
+
+
+async def test_many_values_without_text_are_read_beside_the_loop(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no characters, so they were read on the loop, and each cost its depth: it stood still for seconds."""
+    chat = await start(context=131_072)
+    seen = []
+    real = chat._read
+
+    def read(*given: Any) -> Any:
+        seen.append(threading.current_thread() is threading.main_thread())
+        return real(*given)
+
+    monkeypatch.setattr(chat, "_read", read)
+    values = json.loads("[" * 55 + ",".join(['""'] * 60_000) + "]" * 55)
+    function = {"name": "f", "parameters": {"type": "object", "enum": values}}
+    await chat.prompt([{"role": "user", "content": "x"}], [{"type": "function", "function": function}])
+    assert seen == [False]
+
+
+@pytest.mark.parametrize("value", ["", None, 1, [], {}])
+def test_what_has_no_characters_counts_too(value: object) -> None:
+    assert plain.length([value] * 5000) > INLINE
+    assert plain.length([value] * 5) == 6
+
+
+def test_counting_ends_where_there_is_more_than_enough() -> None:
+    read = []
+
+    class Told(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            for n in range(10 * INLINE):
+                read.append(n)
+                yield "abc"
+
+    assert plain.length({"key": Told()}) > INLINE
+    assert len(read) < INLINE // 2
+
+
+def test_texts_are_those_of_keys_and_values() -> None:
+    value = {"a": ["b", ("c", 1, None), {"d": "e"}], "f": {}, "g": [[]]}
+    assert sorted(plain.texts_in(value)) == ["a", "b", "c", "d", "e", "f", "g"]
+    with pytest.raises(InvalidRequest, match="the key 1"):
+        list(plain.texts_in([{"a": {1: "b"}}]))
+
+
+def test_a_list_that_holds_itself_is_refused() -> None:
+    """JSON has none; a caller of the Python API may."""
+    endless: list[Any] = ["a"]
+    endless.append(endless)
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        list(plain.texts_in(endless))
+
+
+@pytest.mark.parametrize(("depth", "read"), [(MAX_DEPTH, True), (MAX_DEPTH + 1, False), (400, False), (100_000, False)])
+def test_arguments_deeper_than_a_call_may_be_stay_a_text(depth: int, read: bool) -> None:
+    """Or a call that a client made up, or edited, would spoil every later turn."""
+    arguments = '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+    call = {"function": {"name": "f", "arguments": arguments}}
+    message = plain_message({"role": "assistant", "content": "", "tool_calls": [call]}, 0, thinks=True)
+    assert message["tool_calls"][0]["function"]["arguments"] == (json.loads(arguments) if read else arguments)
+
+
+async def test_a_chat_goes_on_behind_a_deep_call(start: Start) -> None:
+    chat = await start()
+    deep = '{"a":' + "[" * 600 + "]" * 600 + "}"
+    call = {"function": {"name": "f", "arguments": deep}}
+    said = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "y"}]
+    assert "[" * 600 in decoded(chat, (await chat.prompt(said)).tokens)

@@ -42,7 +42,7 @@ def check_messages(messages: list[ChatMessage], tools: list[Tool] | None, config
     """What each role may carry, and how much its tool calls."""
     check_strict(tool.function.strict for tool in tools or ())
     calls = [call.function.arguments for message in messages for call in message.tool_calls or ()]
-    if has_more("\n".join(calls).encode("utf-8", "surrogatepass"), config.max_json_values):
+    if has_more([arguments.encode("utf-8", "surrogatepass") for arguments in calls], config.max_json_values):
         raise InvalidRequest(
             f"the arguments of the messages' tool calls hold more than {config.max_json_values} JSON values, the limit",
             field="messages",

@@ -57,7 +57,8 @@ def error_event(error: CairnError) -> bytes:
 
 
 def cache_object(report: CacheReport) -> dict[str, Any]:
-    """Where the KV of a prompt came from: tokens by source, and the first block that nothing gave."""
+    """Where the KV of a prompt came from: tokens by source, and the first block that nothing gave. That is a list of
+    none or one: clients that add up usages (LangChain's ChatOpenAI) fail at what is null here and an object there."""
     miss = report.miss
     return {
         "computed": report.computed,
@@ -65,7 +66,7 @@ def cache_object(report: CacheReport) -> dict[str, Any]:
         "ram": report.ram,
         "disk": report.disk,
         "load_seconds": round(report.load, 6),
-        "miss": None if miss is None else miss_object(miss),
+        "miss": [] if miss is None else [miss_object(miss)],
     }
 
 

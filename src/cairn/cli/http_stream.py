@@ -110,14 +110,14 @@ def _report(given: Mapping[str, Any] | None, usage: Usage) -> CacheReport:
     """Where the prompt's KV came from; of a server that does not say, the counts of its usage."""
     if not given:
         return CacheReport(computed=usage.prompt_tokens - usage.cached_tokens, pool=usage.cached_tokens)
-    miss = given.get("miss")
+    misses = msgspec.convert(given.get("miss") or [], list[Miss])
     return CacheReport(
         computed=given["computed"],
         pool=given["pool"],
         ram=given["ram"],
         disk=given["disk"],
         load=given["load_seconds"],
-        miss=msgspec.convert(miss, Miss) if miss else None,
+        miss=misses[0] if misses else None,
     )
 
 

@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from cairn.errors import InvalidRequest, Unsupported
+from cairn.text.json_scan import MAX_DEPTH
+from cairn.text.tokenizer import INLINE
 
 _THOUGHT = re.compile(r"\s*<think>\n*+(.*?)\n?</think>\n*", re.DOTALL)
 _NAMES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "text"}) | {
     "object", "array", "string", "integer", "number", "boolean", "null"
 }  # fmt: skip
 """Roles, and the types of parts, calls and schemas: a template compares with them, so they stay as they are."""
+_DEEPEST = 1000
+"""Values are walked through so deep, which is deeper than they can be rendered: a list of Python's may hold itself."""
 
 
 _MARKS = [chr(code) for block in (range(0xFDE0, 0xFDF0), range(0x10F000, 0x10FF00)) for code in block]
@@ -53,28 +57,47 @@ def plain_message(message: Mapping[str, Any], index: int, *, thinks: bool) -> di
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, keys included. InvalidRequest for a key that is none, as Python's dicts may have."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise InvalidRequest(
-                    f"messages or tools have the key {key!r:.40}; keys must be texts", field="messages"
-                )
-            yield key
-            yield from texts_in(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from texts_in(item)
+    """Every text in a JSON value, keys included. InvalidRequest for a key that is none, as Python's dicts may have, and
+    for values nested more than 1000 deep."""
+    return (item for item in _values_in(value) if isinstance(item, str))
 
 
 def length(value: Any) -> int:
-    """Characters of every text in a JSON value; 0 where it is nested too deeply."""
-    try:
-        return sum(map(len, texts_in(value)))
-    except RecursionError:
-        return 0
+    """How much there is to read in a JSON value: characters of texts, and one for all that has none, which takes its
+    time too. Counted until it is more than INLINE. Raises as `texts_in` does."""
+    count = 0
+    for item in _values_in(value):
+        count += max(len(item), 1) if isinstance(item, str) else 1
+        if count > INLINE:
+            break
+    return count
+
+
+def _values_in(value: Any) -> Iterator[Any]:
+    """All there is in a JSON value, itself and keys included. Without recursion, by which each would cost its depth."""
+    levels: list[Iterator[Any]] = [iter((value,))]
+    while levels:
+        if len(levels) > _DEEPEST:
+            raise InvalidRequest("messages or tools are nested too deeply", field="messages")
+        for item in levels[-1]:
+            yield item
+            if isinstance(item, str):
+                continue
+            if isinstance(item, Mapping):
+                yield from map(_key, item)
+                levels.append(iter(item.values()))
+                break
+            if isinstance(item, list | tuple):
+                levels.append(iter(item))
+                break
+        else:
+            levels.pop()
+
+
+def _key(key: object) -> str:
+    if not isinstance(key, str):
+        raise InvalidRequest(f"messages or tools have the key {key!r:.40}; keys must be texts", field="messages")
+    return key
 
 
 def check_strict(flags: Iterable[object]) -> None:
@@ -129,8 +152,8 @@ def _content(content: Any, field: str) -> str:
 
 
 def _call(call: Any, field: str) -> dict[str, Any]:
-    """A tool call with its arguments as an object. Arguments that are no JSON object stay as they are: an answer that
-    was cut in the middle of a call must not spoil every later turn."""
+    """A tool call with its arguments as an object. Arguments that are no JSON object, or one deeper than a call may be,
+    stay as they are: an answer that was cut in the middle of a call must not spoil every later turn."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{field}.function.name must be a text", field=f"{field}.function.name")
@@ -140,6 +163,15 @@ def _call(call: Any, field: str) -> dict[str, Any]:
             parsed = json.loads(arguments)
         except (ValueError, RecursionError):
             parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
+        arguments = parsed if isinstance(parsed, dict) and not _is_deep(parsed) else arguments
     plain = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
     return {**plain, "id": call["id"]} if isinstance(call.get("id"), str) else plain
+
+
+def _is_deep(value: dict[str, Any]) -> bool:
+    """Whether it is nested deeper than MAX_DEPTH."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        items = (item for each in level for item in (each.values() if isinstance(each, dict) else each))
+        level = [item for item in items if isinstance(item, dict | list)]
+    return bool(level)
