@@ -21,7 +21,7 @@ from cairn.agents.content import Branch
 from cairn.agents.records import AgentRecord, TurnRecord
 from cairn.agents.tied import Tied
 from cairn.agents.tree import Agent, Turn
-from cairn.errors import Unavailable
+from cairn.errors import Conflict, Unavailable
 from cairn.figures import Placed
 from cairn.text.chat import Sampled
 from cairn.text.replay import Answer
@@ -231,6 +231,33 @@ async def test_a_pin_whose_context_is_read_slowly_does_not_outlive_its_reason(
         await pinning
         left = [list(await at.agents.context("default", "ada"))] if what == "rollback" else []
         assert list(pins.values()) == left
+
+
+async def test_what_is_pinned_meanwhile_is_not_given_up(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finding out what others share takes long."""
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await grown(at, "ada")
+        before = await where(at, "ada")
+        waiting, go = asyncio.Event(), asyncio.Event()
+        shared = at.agents.kv._shared
+
+        async def slow(*args: Any, **how: Any) -> list[int]:
+            waiting.set()
+            await go.wait()
+            return await shared(*args, **how)
+
+        monkeypatch.setattr(at.agents.kv, "_shared", slow)
+        evicting = asyncio.create_task(at.agents.evict("default", "ada", disk=True))
+        await waiting.wait()
+        assert (await at.agents.pin("default", "ada", True)).pinned
+        go.set()
+        with pytest.raises(Conflict, match="unpin it first"):
+            await evicting
+        assert await where(at, "ada") == before
+        await at.agents.evict("default", "ada")
+        assert await where(at, "ada") == (0, before[1])
 
 
 async def test_the_kv_of_an_agent_deleted_without_a_worker_goes_when_there_is_one(
@@ -448,6 +475,50 @@ async def test_the_pins_of_an_agent_deleted_without_a_worker_go_at_the_next_star
         await at.again(clean=clean)
         await at.agents.kv.settled()
         assert asked == [], "the log has forgotten it"
+
+
+@pytest.mark.parametrize("clean", [True, False])
+@pytest.mark.parametrize("pinned", [True, False])
+async def test_the_stores_hear_at_the_next_start_what_they_could_not_be_told(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: bool, clean: bool
+) -> None:
+    """An agent that says it is pinned is, and one that says it is not leaves no pin for ever."""
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await grown(at, "ada")
+        await at.agents.pin("default", "ada", not pinned)
+        pins = tmp_path / "kv" / "pins"
+        assert len(list(pins.glob("*"))) == (not pinned)
+        with monkeypatch.context() as without:
+            without_worker(at, without)
+            for _ in range(2):
+                with pytest.raises(Unavailable):
+                    await at.agents.pin("default", "ada", pinned)
+            await at.agents.tend()
+            await at.again(clean=clean)  # the next start finds no worker either
+            await at.agents.close()
+        at.salts, before = {}, at.salts  # nor does the one after it find the tenant
+        await at.open()
+        await at.agents.kv.settled()
+        await at.agents.close()
+        at.salts = before
+        await at.open()
+        await asyncio.wait_for(at.agents.kv.settled(), 10)
+        assert at.agents.get("default", "ada").pinned is pinned
+        found = {path.name: path.read_bytes() for path in pins.glob("*")}
+        assert len(found) == pinned
+        await at.agents.pin("default", "ada", pinned)
+        assert {path.name: path.read_bytes() for path in pins.glob("*")} == found
+        await at.agents.tend()
+        told: list[str] = []
+
+        async def tell(owner: str, *context: object) -> None:
+            told.append(owner)
+
+        monkeypatch.setattr(at.service, "pin", tell)
+        monkeypatch.setattr(at.service, "unpin", tell)
+        await at.again(clean=clean)
+        await at.agents.kv.settled()
+        assert told == [], "the log has forgotten it"
 
 
 @pytest.mark.parametrize("calls", range(10))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tests.agents.house import house
 
 from cairn.agents import portable
-from cairn.agents.content import digest
+from cairn.agents.content import Content, digest
 from cairn.agents.index import Kind
 from cairn.agents.info import Savings
 from cairn.agents.portable import read
@@ -18,7 +21,7 @@ from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnReco
 from cairn.agents.roster import Roster
 from cairn.agents.segment import Header, Record, encode_header, encode_record
 from cairn.agents.tree import Agent, Turn
-from cairn.errors import InvalidRequest
+from cairn.errors import ContextTooLong, InvalidRequest
 
 TURNS = 300
 NOW = 1e9
@@ -123,18 +126,30 @@ def test_a_start_looks_at_each_turn_of_a_family_once(steps: list[int]) -> None:
 # ------------------------------------------------------------------------------------------------------------- import
 
 
-def exported(turns: int) -> bytes:
-    """A file of an agent whose every turn extends the context of the one before it."""
+def exported(turns: int, identity: bytes = b"", *, anew: bool = False) -> bytes:
+    """A file of an agent whose every turn extends the context of the one before it, or begins `anew`; with `anew` what
+    follows the last does, too."""
     agent = AgentRecord(id="ada", tenant="", created=NOW, used=NOW, root=2, base=2, head=2 + turns)
     values: list[tuple[Kind, int, Any]] = [(Kind.AGENT, 1, agent), (Kind.TURN, 2, TurnRecord(agent=0, number=0))]
     ids: list[int] = []
     for number in range(1, turns + 1):
-        prefix, key = len(ids), 2 + number
+        ids, key = [] if anew else ids, 2 + number
+        prefix = len(ids)
         ids += range(20)
         began = TurnRecord(
-            agent=1, number=number, parent=key - 1, prefix=prefix, ids=pack(range(20)), digest=digest(ids), began=NOW
+            agent=1,
+            number=number,
+            parent=key - 1,
+            messages=({"role": "user", "content": "a"},),
+            prefix=prefix,
+            ids=pack(range(20)),
+            digest=digest(ids),
+            identity=identity,
+            began=NOW,
         )
-        end = EndRecord(state="finished", ids=pack(range(9)), keep=7, more=pack([5]), ended=NOW)
+        keep = -1 if anew and number == turns else 7
+        said = {"role": "assistant", "content": "b"}
+        end = EndRecord(state="finished", ids=pack(range(9)), message=said, keep=keep, more=pack([5]), ended=NOW)
         ids += [*range(7), 5]
         values += [(Kind.TURN, key, began), (Kind.END, key, end)]
     values.append((Kind.SAVINGS, 1, SavingsRecord(savings=Savings())))
@@ -180,3 +195,29 @@ def test_a_file_of_too_many_turns_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(InvalidRequest, match="holds 6 turns; the limit is 5") as caught:
         read(exported(6), 100, b"")
     assert caught.value.field == "turns"
+
+
+async def test_turns_that_begin_anew_are_each_looked_at_a_few_times(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next turn, which cannot extend the last, and by the deletion: the event loop waits for both."""
+    looked = 0
+    slot: Any = Content.__dict__["began"]
+
+    def began(content: Content) -> object:
+        nonlocal looked
+        looked += 1
+        return slot.__get__(content)
+
+    monkeypatch.setattr(Content, "began", property(began, slot.__set__))
+    found: dict[int, list[int]] = {}
+    async with house(folder) as at:
+        for turns in (200, 400):
+            await at.agents.take_in("default", exported(turns, at.service.spec.identity, anew=True))
+            found[turns] = []
+            for work in (at.say("ada", "more"), at.agents.delete("default", "ada")):
+                looked = 0
+                with contextlib.suppress(ContextTooLong):
+                    await work
+                found[turns].append(looked)
+    assert all(few > 400 and many < 2.2 * few for few, many in zip(found[200], found[400], strict=True)), found

@@ -128,3 +128,30 @@ async def test_the_stores_hear_of_a_change_whose_caller_went_away(monkeypatch: p
             changing.cancel()
             await asyncio.gather(changing, return_exceptions=True)
         assert told == [True, False]
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+async def test_two_changes_that_the_disk_refuses_at_once_leave_what_was(pinned: bool) -> None:
+    async with desk() as at:
+        ada = await at.make("ada")
+        await at.book.set_pinned(ada, pinned)
+        at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
+        changes = [at.book.set_pinned(ada, value) for value in (not pinned, pinned)]
+        refused = await asyncio.gather(*changes, return_exceptions=True)
+        assert [type(one) for one in refused] == [Unavailable, Unavailable]
+        assert ada.record.pinned is pinned
+        at.files.heal()
+        await at.upkeep.tend()
+        await at.again()
+        assert at.agent("ada").record.pinned is pinned
+
+
+async def test_a_change_that_waits_for_another_writes_nothing_of_an_agent_deleted_meanwhile() -> None:
+    async with desk() as at:
+        ada = await at.make("ada")
+        changes = [asyncio.create_task(at.book.set_pinned(ada, value)) for value in (True, False)]
+        await asyncio.sleep(0)
+        await at.book.remove(ada)
+        await asyncio.gather(*changes)
+        await at.again(clean=True)
+        assert at.ids == [] and not at.on_disk(b"ada")

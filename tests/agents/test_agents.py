@@ -158,6 +158,29 @@ async def test_a_turn_is_resumed_only_by_what_began_it(folder: Path, other: str,
         assert resumed.done is not None
 
 
+@pytest.mark.parametrize(("bound", "more"), [("context", 100), ("context", 0), ("pool_tokens", 100)])
+async def test_a_turn_goes_on_where_there_is_less_room_as_far_as_that_goes(folder: Path, bound: str, more: int) -> None:
+    """Begun without `max_tokens` it asked for all the context there was, and who resumes it cannot ask for less."""
+    options = SamplingOptions(temperature=0, ignore_eos=True)
+    async with house(folder) as at, house(folder) as undisturbed:
+        for one in (at, undisturbed):
+            await one.agents.create("default", id="ada")
+        whole = (await undisturbed.say("ada", "Tell me a story.", options=options)).tokens
+        await hear(await at.begin("ada", "Tell me a story.", options=options), stop_after=20)
+        await at.again(clean=True)
+        service, mine = at.service, at.service.info
+        said = (await at.agents.turns("default", "ada"))[0].completion_tokens
+        least = mine.context - len(whole) + said
+        service.info = msgspec.structs.replace(mine, **{bound: least - 1})
+        with pytest.raises(Conflict, match=f"needs {least} tokens.* room for {least - 1}; roll back to turn 0"):
+            await at.agents.resume("default", "ada", request=service.next_id())
+        service.info = msgspec.structs.replace(mine, **{bound: least + more})
+        resumed = await hear(await at.agents.resume("default", "ada", request=service.next_id()))
+        assert resumed.tokens == whole[: said + more]
+        assert resumed.done is not None and resumed.done.reason == "length"
+        assert resumed.done.usage.completion_tokens == said + more
+
+
 async def test_a_turn_that_was_whole_when_the_server_was_killed_is_only_concluded(folder: Path) -> None:
     """All tokens were on disk, and the record of the end was not."""
     async with house(folder) as at:

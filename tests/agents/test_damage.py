@@ -275,6 +275,21 @@ async def test_an_agent_whose_beginning_is_damaged_can_be_looked_at_and_deleted(
         assert at.agents.page("default").agents == ()
 
 
+@pytest.mark.parametrize("before", [False, True])
+async def test_a_pin_that_is_refused_for_damage_changes_nothing(folder: Path, before: bool) -> None:
+    """Nor do two of them at once; an agent that was pinned before stays so, and can be unpinned."""
+    async with house(folder) as at:
+        await spoken(at)
+        await at.agents.pin("default", "ada", before)
+        hurt(at, b"ada: the second message")
+        pins = (at.agents.pin("default", "ada", True) for _ in range(2))
+        assert [type(one) for one in await asyncio.gather(*pins, return_exceptions=True)] == [Damaged, Damaged]
+        assert at.agents.get("default", "ada").pinned is before
+        await at.again(clean=True)
+        assert at.agents.get("default", "ada").pinned is before
+        assert not (await at.agents.pin("default", "ada", False)).pinned
+
+
 async def test_what_a_disk_gives_out_again_is_no_longer_damaged(folder: Path) -> None:
     async with house(folder) as at:
         await spoken(at)

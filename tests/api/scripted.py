@@ -73,6 +73,11 @@ class ScriptedStream:
     _queue: list[Event | CairnError] = field(default_factory=list)
     _task: asyncio.Task[None] | None = None
 
+    @property
+    def tokens(self) -> list[int]:
+        steps = [event for step in self.steps for event in (step if isinstance(step, list) else [step])]
+        return [token for event in steps if isinstance(event, Delta) for token in event.tokens]
+
     def wake_with(self, waker: Any) -> None:
         self.waker = waker
         self._task = asyncio.ensure_future(self._play())

@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from sockets import Site, site
+from sockets import Site, request_bytes, site
 from tests.agents.house import House, house, talking_model
 from tests.agents.test_portable import forged, with_agent, with_turn
 
 from cairn.agents.book import Book
 from cairn.api.auth import salts
 from cairn.config import Config, Secret, TenantKeys
+from cairn.engine.fake import FakeEngine
 from cairn.kv.chunk_file import parse_name
 
 TURN = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -39,6 +42,18 @@ async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site,
 
 def chunk_files(store: Path) -> list[Path]:
     return [path for path in store.rglob("*") if parse_name(path.name) is not None]
+
+
+def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Steps of the engine take 20 ms until this is set."""
+    quick, prefill = threading.Event(), FakeEngine.prefill
+
+    def slow(self: FakeEngine, rows: Any) -> Any:
+        quick.wait(0.02)
+        return prefill(self, rows)
+
+    monkeypatch.setattr(FakeEngine, "prefill", slow)
+    return quick
 
 
 def ask(text: str, **more: Any) -> dict[str, Any]:
@@ -425,6 +440,111 @@ async def test_a_request_that_ended_early_belongs_to_its_agent_all_the_same(fold
             assert [len(ids) > 60 for ids in left] == [True]
 
 
+async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_the_agent(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a stream has sent before its client left may be much less than what the worker has computed and stored."""
+    quick = held_back(monkeypatch)
+    asked = {"model": "tiny", "prompt": "hello", "max_tokens": 300, "n": 8, "logprobs": 20, "stream": True}
+    body = json.dumps(asked | {"ignore_eos": True, "temperature": 0}).encode()
+    async with (
+        house(folder, salts(Config()), kv_dir=str(tmp_path / "kv"), stream_buffer_kib=4) as at,
+        site(at.service, at.config) as web,
+        web.http() as http,
+    ):
+        web.app.ties.agents = at.agents
+        await http.post("/v1/agents", json={"id": "ada"})
+        agent, kv = at.agents.named("default", "ada"), at.agents.kv
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect(("127.0.0.1", web.port))
+            slow.sendall(request_bytes("POST", "/v1/completions", body, "X-Cairn-Agent: ada"))
+            async with asyncio.timeout(30):
+                for count in (20, 300):  # 20 of each choice are far more than what is sent to who reads none
+                    while at.service.metrics.generation_tokens < 8 * count:
+                        await asyncio.sleep(0.01)
+                    quick.set()
+        async with asyncio.timeout(10):
+            while agent.key not in kv._tied._of:
+                await asyncio.sleep(0.01)
+        await at.service.flush()
+        assert len(chunk_files(tmp_path / "kv")) == 4
+        assert (await http.delete("/v1/agents/ada")).status_code == 200
+        await kv.settled()
+        await at.service.flush()
+        assert chunk_files(tmp_path / "kv") == []
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_the_text_of_a_deleted_agent_is_shown_to_nobody_though_a_request_in_its_name_went_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, cut: bool
+) -> None:
+    """Why a prompt was not found is told from the last contexts of the tenant, and this one ends after the deletion."""
+    quick = held_back(monkeypatch)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Code: SWORDFISH"}], "max_tokens": 1000}
+    async with home(folder) as (at, _, http):
+        await http.post("/v1/agents", json={"id": "ada"})
+        agent = at.agents.named("default", "ada")
+        more = {"stream": True, "ignore_eos": True}
+        headers = {"X-Cairn-Agent": "ada"}
+        async with http.stream("POST", "/v1/chat/completions", json=body | more, headers=headers) as answer:
+            lines = answer.aiter_lines()
+            while "content" not in await anext(lines):
+                pass
+            assert (await http.delete("/v1/agents/ada")).status_code == 200
+            assert at.service.stats().running == 1
+            if not cut:
+                quick.set()
+                assert [line async for line in lines if line][-1] == "data: [DONE]"
+        quick.set()
+        async with asyncio.timeout(10):
+            while agent.ties:
+                await asyncio.sleep(0.01)
+        await at.agents.kv.settled()
+        body |= {"messages": [{"role": "user", "content": "Code: which one?"}], "max_tokens": 1}
+        asked = await http.post("/v1/chat/completions", json=body)
+        assert asked.status_code == 200 and "SWORDFISH" not in asked.text, asked.text
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+async def test_an_agents_time_is_not_over_while_a_request_in_its_name_runs(folder: Path, resumable: bool) -> None:
+    """However long that takes, and however it ends; then its time begins anew."""
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "ignore_eos": True, "stream": True}
+    headers = {"X-Cairn-Agent": "ada"} | ({"X-Cairn-Resumable": "1"} if resumable else {})
+    async with home(folder) as (at, _, http):
+
+        def named() -> list[str]:
+            return [agent.id for agent in at.agents.page("default").agents]
+
+        await http.post("/v1/agents", json={"id": "ada", "ttl": 60})
+        ada = at.agents._find("default", "ada")
+        path, body = "/v1/chat/completions", chat | {"max_tokens": 1500}
+        refused = await http.post(path, json=body | {"max_tokens": 10**6}, headers=headers)
+        assert refused.status_code == 400 and ada.ties == 0
+        async with http.stream("POST", path, json=body, headers=headers) as answer:
+            async for _ in answer.aiter_lines():
+                break
+            assert ada.ties == 1
+            at.clock.ahead += 61
+            await at.agents.tend()
+            assert named() == ["ada"]
+            if resumable:
+                await http.post(f"/v1/requests/{answer.headers['x-request-id']}/cancel")
+        async with asyncio.timeout(10):
+            while ada.ties:
+                await asyncio.sleep(0.01)
+        await at.agents.tend()
+        assert named() == ["ada"]
+        at.clock.ahead += 59
+        assert (await http.post(path, json=body | {"max_tokens": 1}, headers=headers)).status_code == 200
+        at.clock.ahead += 59
+        await at.agents.tend()
+        assert named() == ["ada"] and ada.ties == 0
+        at.clock.ahead += 2
+        await at.agents.tend()
+        assert named() == []
+
+
 async def test_what_an_agent_is_told_first_is_checked_as_its_turns_will_be(folder: Path, tmp_path: Path) -> None:
     """Some templates want a user's message, which an agent has not had yet; some know no tools."""
     asked = "messages | selectattr('role', 'equalto', 'user') | list"
@@ -485,9 +605,8 @@ async def test_a_chat_that_was_changed_is_told_where(folder: Path) -> None:
             body = {"model": at.service.name, "messages": messages, "max_tokens": 2, **more}
             response = await http.post("/v1/chat/completions", json=body, headers={"authorization": f"Bearer {key}"})
             assert response.status_code == 200, response.text
-            if more.get("stream"):
-                return chunks(response.text)[-1]["cairn"]["miss"]
-            return response.json()["usage"]["cairn"]["miss"]
+            told = chunks(response.text)[-1] if more.get("stream") else response.json()["usage"]
+            return next(iter(told["cairn"]["miss"]), None)
 
         assert (await ask(said, store=False))["reason"] == "never seen"
         await ask(said)

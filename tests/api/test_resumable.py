@@ -21,9 +21,11 @@ from sockets import Site, request_bytes, site
 
 from cairn.api.reply import Call
 from cairn.api.resumable import Tapes
+from cairn.api.sse import HEARTBEAT
 from cairn.api.tape import PAGE, Tape
 from cairn.config import Config, Secret
 from cairn.errors import NotFound, Overloaded
+from cairn.service.stream import Waker
 from cairn.types import Delta, Request
 
 MARK = {"X-Cairn-Resumable": "1"}
@@ -186,6 +188,23 @@ async def test_an_error_after_a_heartbeat_and_before_the_first_event_is_an_event
         response = await http.post("/v1/chat/completions", json=chat(), headers=MARK)
         assert response.status_code == 200 and response.text.startswith(":")
         assert json.loads(response.text.split("data: ")[1])["error"]["message"] == "no more"
+
+
+async def test_the_first_heartbeat_comes_when_its_time_has_passed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the head with it: a proxy may give up a connection on which nothing comes for twice as long."""
+    times = iter([False])
+
+    async def sleep(self: Waker, timeout: float | None = None) -> bool:
+        for passed in times:
+            return passed
+        await asyncio.sleep(60)
+        return True
+
+    monkeypatch.setattr(Waker, "sleep", sleep)
+    async with site(ScriptedService(lambda request: [60.0, done()])) as at, asyncio.timeout(20):
+        reader, writer = await at.raw()
+        writer.write(request_bytes("POST", "/v1/chat/completions", json.dumps(chat()).encode(), "X-Cairn-Resumable: 1"))
+        assert (await reader.readuntil(HEARTBEAT)).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_another_tenants_request_does_not_exist() -> None:

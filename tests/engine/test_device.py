@@ -37,6 +37,22 @@ def test_fake_takes_the_same_spec_and_limits(tmp_path: Path) -> None:
     assert fake.prefill([row]).wait()[0].token is not None
 
 
+@pytest.mark.parametrize("name", ["cpu", "fake"])
+def test_a_pool_of_a_given_size_does_not_follow_the_memory_that_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A worker that takes another's place has the same pool, or says that it has no room for it."""
+    folder, config = write_model(tmp_path), Config(engine=name, threads=1, max_running=8)  # type: ignore[arg-type]
+    for free in (10**9, 40_000_000):
+        monkeypatch.setattr("cairn.engine.memory.memory_available", lambda free=free: free)
+        _, engine = load_engine(config, folder, blocks=(77,))
+        assert engine.info.blocks == (77,)
+        engine.close()
+    if name == "cpu":
+        with pytest.raises(ModelError, match=r"KV pool, .* buffers\), 0\.04 GB are free"):
+            load_engine(config, folder, blocks=(1 << 16,))
+
+
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"expected a \.gguf file, or a folder"):
         load_engine(Config(), tmp_path / "nothing")

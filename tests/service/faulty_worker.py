@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cairn.engine import memory
 from cairn.engine.base import Row
 from cairn.engine.fake import FakeEngine
 from cairn.service import worker
@@ -59,8 +60,13 @@ def warns(rows: Sequence[Row]) -> None:
     logging.getLogger("cairn.kv.tiers").warning("a slow disk")
 
 
+def short(rows: Sequence[Row]) -> None:
+    """Every step takes 5 ms, and no memory was free when the model was loaded."""
+    paced(rows)
+
+
 MODES: dict[str, Callable[[Sequence[Row]], None]] = {
-    mode.__name__: mode for mode in (dies, stops, takes_long, computes_long, raises, paced, warns)
+    mode.__name__: mode for mode in (dies, stops, takes_long, computes_long, raises, paced, warns, short)
 }
 
 
@@ -71,6 +77,9 @@ def main() -> int:
     if mode == "nonsense":
         os.write(int(sys.argv[1]), b"\x00\x00\x00\x03abc")
         time.sleep(60)
+
+    if mode == "short":
+        memory.memory_available = lambda *_: 0  # type: ignore[attr-defined]
 
     def prefill(self: FakeEngine, rows: Sequence[Row]) -> Any:
         MODES[mode](rows)

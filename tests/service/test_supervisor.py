@@ -124,6 +124,24 @@ async def test_streams_survive_death_after_death(folder: Path, monkeypatch: pyte
         assert service.stats().worker_restarts == 3
 
 
+async def test_the_next_worker_has_the_same_pool_whatever_memory_is_free_then(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests were let in by the size of the first one's: a smaller pool would cut some, and refuse others."""
+    faulty(monkeypatch, "paced")
+    async with serving(folder, kv_gb=None, max_running=8) as service:
+        info, truth = service.info, oracle(service)
+        asked = [request(service, (7,) * 50, 1500, stop_token_ids=()), request(service, (9,) * 1500, 200)]
+        readers = [asyncio.create_task(collect(service.generate(one))) for one in asked]
+        await until(lambda: service.metrics.generation_tokens > 60)
+        faulty(monkeypatch, "short")
+        os.kill(pid_of(service), signal.SIGKILL)
+        for one, reader in zip(asked, readers, strict=True):
+            assert list((await reader).tokens) == truth(one)
+        assert service.info == info
+        assert service.stats().worker_restarts == 1
+
+
 async def test_prompt_logprobs_are_sent_once_though_the_worker_dies_between_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from cairn.agents import listing, portable
 from cairn.agents.archive import Archive
 from cairn.agents.aside import aside
 from cairn.agents.book import Book, conflict
+from cairn.agents.damage import Unreadable
 from cairn.agents.founding import found, take_in
 from cairn.agents.index import Kind
 from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo
@@ -177,12 +178,16 @@ class Agents:
     async def pin(self, tenant: str, id: str, pinned: bool) -> AgentInfo:
         """Keep the KV of the agent's context in the stores from eviction, now and after every turn; or no longer."""
         with self._book.reading(tenant, id) as agent:
-            await self._book.set_pinned(agent, pinned)
+            changed = await self._book.set_pinned(agent, pinned)
             if agent in self._book.roster:  # nobody deleted it meanwhile
                 try:
                     await self.kv.pin(agent)
+                except Unreadable:  # damage does not pass: it is as it was before
+                    if changed and agent in self._book.roster:
+                        await self._book.set_pinned(agent, not pinned)
+                    raise
                 except Unavailable:
-                    self.kv.pin_later(agent)
+                    self._book.pin_later(agent)
                     raise
             return agent.info()
 
@@ -192,15 +197,31 @@ class Agents:
             return await self.kv.prefetch(agent)
 
     async def evict(self, tenant: str, id: str, *, disk: bool = False) -> Placed:
-        """Give up the KV of the context, except what other agents of the tenant share; where it is then."""
+        """Give up the KV of the context, except what other agents of the tenant share; where it is then. With `disk`
+        Conflict while the agent is pinned."""
         with self._book.reading(tenant, id) as agent:
             return await self.kv.evict(agent, disk=disk)
 
     # ---------------------------------------------------------------------------------- requests in an agent's name
 
     def named(self, tenant: str, id: str) -> Agent:
-        """The agent in whose name a request is made, for `keep` and `account`; it may be deleted before they are."""
-        return self._find(tenant, id)
+        """The agent in whose name a request is made, for `keep` and `account`; it may be deleted before they are.
+
+        It is used now, and as long as the request is computed in `using`.
+        """
+        agent = self._find(tenant, id)
+        agent.used = self._book.now()
+        return agent
+
+    @contextlib.contextmanager
+    def using(self, agent: Agent) -> Iterator[None]:
+        """While an ordinary request in the agent's name is computed, however long: its time to live does not run."""
+        agent.ties += 1
+        try:
+            yield
+        finally:
+            agent.ties -= 1
+            agent.used = self._book.now()
 
     def keep(self, tenant: str, sampled: Sampled, agent: Agent | None = None) -> None:
         """Keep what was sampled for an ordinary request in the log, where that is wanted."""

@@ -11,6 +11,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -23,7 +24,7 @@ from cairn.agents.records import SavingsRecord, TurnRecord, UnpinRecord, decode
 from cairn.agents.replays import Replays
 from cairn.agents.roster import Roster
 from cairn.agents.segment import Record
-from cairn.agents.tree import Agent, Turn
+from cairn.agents.tree import NOBODY, Agent, Turn
 from cairn.agents.writer import Writer
 from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
 from cairn.seams import Clock, Rng
@@ -52,6 +53,10 @@ class Book:
         self._bytes = roster.ledger.bytes
         self._lost: set[int] = set()
         """Keys of what is to be written again."""
+        self._untold: dict[int, Record] = {}
+        """By the agent's key: what the log has of agents of which the stores do not know whether they are pinned."""
+        self._pinning: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
+        """By the agent's key, while `set_pinned` is at work on it: one change after the other."""
         # What was written while the wall clock was ahead is no younger than what is written now.
         self._epoch = clock.time_ns() / 1e9 - clock.now()
         now = self.now()
@@ -183,20 +188,25 @@ class Book:
         if agent.record.pinned:
             self.kv.pin_later(agent)
 
-    async def set_pinned(self, agent: Agent, pinned: bool) -> None:
-        """The agent's context is to be kept in the stores, or not."""
-        before = agent.record.pinned
-        agent.record = msgspec.structs.replace(agent.record, pinned=pinned)
-        try:
-            await self.sync(self.note(agent))
-        except Unavailable:  # the head may have moved meanwhile
-            agent.record = msgspec.structs.replace(agent.record, pinned=before)
-            self.owe(self.note(agent))
-            raise
-        except BaseException:  # nobody hears whether the disk takes it
-            self.owe(self.note(agent))
-            self.kv.pin_later(agent)
-            raise
+    async def set_pinned(self, agent: Agent, pinned: bool) -> bool:
+        """The agent's context is to be kept in the stores, or not; whether that was otherwise before."""
+        lock = self._pinning.setdefault(agent.key, asyncio.Lock())
+        async with lock:  # what one change goes back to is never what another is about to be refused
+            before = agent.record.pinned
+            if agent not in self.roster:  # nothing is written of what is erased
+                return False
+            agent.record = msgspec.structs.replace(agent.record, pinned=pinned)
+            try:
+                await self.sync(self.note(agent))
+            except Unavailable:  # the head may have moved meanwhile
+                agent.record = msgspec.structs.replace(agent.record, pinned=before)
+                self.owe(self.note(agent))
+                raise
+            except BaseException:  # nobody hears whether the disk takes it
+                self.owe(self.note(agent))
+                self.kv.pin_later(agent)
+                raise
+        return pinned != before
 
     async def begin(self, agent: Agent, began: TurnRecord) -> Turn:
         """The next turn at the agent's head."""
@@ -267,14 +277,36 @@ class Book:
         self._owed[record.kind, record.key] = record
         self.kv.unpin_later(left.owners, partial(self.condemn, [record.key]))
 
+    def pin_later(self, agent: Agent) -> None:
+        """The stores could not be told whether the agent is pinned: the log knows that until they are."""
+        record = self._untold.get(agent.key)
+        if record is None:
+            record = self.writer.record(Kind.UNPIN, UnpinRecord(owners=owners(agent)))
+            self._owed[record.kind, record.key] = record
+        self._tell(agent, record)
+
+    def _tell(self, agent: Agent, record: Record) -> None:
+        def told() -> None:
+            del self._untold[agent.key]
+            self.condemn([record.key])
+
+        self._untold[agent.key] = record
+        self.kv.pin_later(agent, done=told)
+
     def take_up(self, records: Sequence[Record]) -> None:
-        """Give up the pins that a process before this one could not; not those of an agent that is back since the disk
-        refused its erasure."""
-        here = {owner for agent in self.roster for owner in owners(agent)} if records else set()
+        """Tell the stores what a process before this one could not: the pins of an agent that is gone are given up,
+        and one that is here, or back since the disk refused its erasure, is pinned or not as it says."""
+        here = {owner: agent for agent in self.roster for owner in owners(agent)} if records else {}
         for record in records:
-            if (left := decode(record.payload, UnpinRecord)) is not None:
-                gone = [owner for owner in left.owners if owner not in here]
-                self.kv.unpin_later(gone, partial(self.condemn, [record.key]))
+            if (left := decode(record.payload, UnpinRecord)) is None:
+                continue
+            agent = next((here[owner] for owner in left.owners if owner in here), None)
+            if agent is None:
+                self.kv.unpin_later(left.owners, partial(self.condemn, [record.key]))
+            elif agent.key in self._untold:
+                self.condemn([record.key])  # another one says the same
+            elif agent.salt != NOBODY:  # else once its tenant is configured again: without its salt it pins nothing
+                self._tell(agent, record)
 
     # ---------------------------------------------------------------------------------------------- to be written soon
 

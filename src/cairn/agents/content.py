@@ -77,6 +77,18 @@ class Content:
             prompt += self.tokens[: end.keep]
             prompt += unpack(end.more)
 
+    def context(self, prompt: list[int]) -> list[int] | None:
+        """What the next turn's begins with, behind the prompt of this one; None where that cannot be told exactly."""
+        if self.ended is None or self.ended.keep < 0 or digest(prompt) != self.began.digest:
+            return None  # damage may have cost a turn before this one
+        ids = prompt[:]
+        self.follow(ids)
+        return ids
+
+    def known(self, prompt: list[int]) -> list[int]:
+        """The same, or what comes nearest to it."""
+        return self.context(prompt) or [*prompt, *self.tokens]
+
 
 class Branch:
     """A turn and all before it."""
@@ -106,27 +118,30 @@ class Branch:
                 content.follow(ids)
         return ids
 
+    def prompts(self) -> Iterator[tuple[Content, list[int]]]:
+        """Every turn with the ids that it answered, in one pass: the list is the same one all along, and grows on."""
+        ids: list[int] = []
+        for content in self.contents:
+            del ids[content.began.prefix :]
+            ids += unpack(content.began.ids)
+            yield content, ids
+            content.follow(ids)
+
     def context(self) -> list[int] | None:
         """The ids that the next turn begins with; None where the answer cannot be put behind its prompt exactly."""
-        if self.last.ended is None or self.last.ended.keep < 0:
-            return None
-        ids = self.prompt()
-        if digest(ids) != self.last.began.digest:
-            return None  # damage cost a turn before this one
-        self.last.follow(ids)
-        return ids
+        return self.last.context(self.prompt())
 
     def known(self) -> list[int]:
         """The context, or what comes nearest to it."""
-        return self.context() or [*self.prompt(), *self.last.tokens]
+        return self.last.known(self.prompt())
 
     def contexts(self, identity: bytes) -> Iterator[tuple[int, list[int]]]:
         """Of one model: the contexts along the branch that no later one extends, each with its turn's place here."""
-        for at, one in enumerate(self.contents):
+        for at, (one, prompt) in enumerate(self.prompts()):
             after = self.contents[at + 1].began if one is not self.last else None
             extended = after is not None and after.prefix and after.identity == identity
             if one.began.number and one.began.identity == identity and not extended:
-                yield at, Branch(self.contents[: at + 1]).known()
+                yield at, one.known(prompt)
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation up to here."""

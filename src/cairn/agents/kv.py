@@ -16,7 +16,7 @@ from cairn.agents.records import pack
 from cairn.agents.roster import Roster
 from cairn.agents.tied import Tied
 from cairn.agents.tree import CHUNK_TOKENS, NOBODY, Agent, Turn
-from cairn.errors import Unavailable
+from cairn.errors import Conflict, Unavailable
 from cairn.figures import Placed
 from cairn.service.service import Service
 
@@ -25,6 +25,8 @@ Context = tuple[Sequence[int], Turn | None]
 RETRY_SECONDS = 1.0
 MOST_RETRY_SECONDS = 30.0
 """Between two attempts at what the worker could not do: twice as long each time."""
+BATCH = 32
+"""Contexts that are put together in a row before others get their turn on the event loop."""
 
 
 class AgentKv:
@@ -67,8 +69,11 @@ class AgentKv:
         """An ordinary request in the agent's name is over, and this is its context: its KV goes with the agent."""
         self._tied.add(agent, ids)
 
-    def pin_later(self, agent: Agent, ids: Sequence[int] | None = None) -> None:
-        """Pin the agent's context, or beside it that of the last request in its name; nobody waits for it."""
+    def pin_later(
+        self, agent: Agent, ids: Sequence[int] | None = None, *, done: Callable[[], None] | None = None
+    ) -> None:
+        """Pin the agent's context, or beside it that of the last request in its name; nobody waits for it. `done` is
+        called once the stores were told, unless another pin takes the place of this one before."""
         owner = owners(agent)[ids is not None]
         if (before := self._pinning.pop(owner, None)) is not None:
             before.cancel()
@@ -77,7 +82,11 @@ class AgentKv:
             if self._pinning.get(owner) is task:
                 del self._pinning[owner]
 
-        work = partial(self.pin, agent) if ids is None else partial(self._pin_tied, agent, ids)
+        async def work() -> None:
+            await (self.pin(agent) if ids is None else self._pin_tied(agent, ids))
+            if done is not None:
+                done()
+
         self._pinning[owner] = self._later(work)
         self._pinning[owner].add_done_callback(over)
 
@@ -87,6 +96,7 @@ class AgentKv:
 
     def drop_later(self, agent: Agent, ids: Sequence[int]) -> None:
         """An ordinary request in the name of an agent that is deleted is over: give up what only it needs."""
+        self._service.recent.forget(agent.salt)  # its end has put its text there
         self._later(partial(self._evict_rest, agent, [(array("I", ids), None)]))
 
     async def prefetch(self, agent: Agent) -> Placed:
@@ -94,9 +104,12 @@ class AgentKv:
         return await self._service.prefetch(await self.ids(agent.head), agent.salt)
 
     async def evict(self, agent: Agent, *, disk: bool) -> Placed:
-        """Give up the context, except what other agents of the tenant share; where it is then."""
+        """Give up the context, except what other agents of the tenant share; where it is then. Conflict where it is
+        pinned and was to go from the disk too."""
         ids = await self.ids(agent.head)
         [keep] = await self._shared(agent, [(ids, agent.head)])
+        if disk and agent.record.pinned:  # now, for it may have been pinned meanwhile
+            raise Conflict(f"agent {agent.id} is pinned; unpin it first")
         return await self._service.evict(ids, agent.salt, keep=keep, disk=disk)
 
     async def drop(self, agent: Agent) -> bool:
@@ -140,10 +153,10 @@ class AgentKv:
         """
         if agent.salt == NOBODY:
             return
-        parents = {turn.parent for turn in turns}
+        parents, gone = {turn.parent for turn in turns}, set(turns)
         for turn in turns:
             if turn not in parents:
-                contexts = [(ids, one) for ids, one in await self._contexts(turn) if one in turns]
+                contexts = [(ids, one) for ids, one in await self._contexts(turn) if one in gone]
                 await self._evict_all(agent, contexts, own=True)
 
     async def _contexts(self, end: Turn) -> list[Context]:
@@ -153,7 +166,12 @@ class AgentKv:
             with contextlib.suppress(Unavailable):  # the log cannot be read: only age takes the KV of what follows
                 branch = await self._archive.branch(one)
                 turns = path[at:][::-1]
-                return [(ids, turns[place]) for place, ids in branch.contexts(self._service.spec.identity)]
+                contexts: list[Context] = []
+                for place, ids in branch.contexts(self._service.spec.identity):
+                    contexts.append((array("I", ids), turns[place]))  # not as a list: there may be many, all long
+                    if len(contexts) % BATCH == 0:
+                        await asyncio.sleep(0)
+                return contexts
         return []
 
     async def _evict_all(self, agent: Agent, contexts: Sequence[Context], *, own: bool = False) -> list[Context]:

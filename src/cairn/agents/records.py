@@ -125,7 +125,8 @@ class SavingsRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class UnpinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Pins that an agent left which was deleted while they could not be given up."""
+    """Pins of an agent that was deleted while they could not be given up, or of one that was pinned or unpinned while
+    the stores could not be told."""
 
     owners: tuple[str, ...] = ()
     """As the stores know them: digests, which tell nothing of the agent."""

@@ -149,6 +149,7 @@ class Agent:
         "savings",
         "starting",
         "straight",
+        "ties",
         "used",
     )
 
@@ -162,6 +163,8 @@ class Agent:
         self.running: RunningTurn | None = None
         self.starting = False
         """A turn is about to run."""
+        self.ties = 0
+        """Ordinary requests in its name that are computed now."""
         self.straight = False
         """Every turn of its own is known to lie on the path to its head, so none is abandoned."""
         self.new = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 
 from cairn.agents.archive import Archive
-from cairn.agents.book import Book, conflict
+from cairn.agents.book import BATCH, Book, conflict
 from cairn.agents.content import Branch, Content, digest
 from cairn.agents.damage import Unreadable, answerable
 from cairn.agents.index import Kind
@@ -116,16 +117,17 @@ class Turns:
             if extended is not None:
                 return extended, len(before), told
         elif not changed:
-            self._recall(agent, branch)
+            await self._recall(agent, branch)
         return await chat.prompt(whole, tools, tenant=agent.tenant, template_args=template_args), 0, told
 
-    def _recall(self, agent: Agent, branch: Branch) -> None:
+    async def _recall(self, agent: Agent, branch: Branch) -> None:
         """Let the answers of a branch be put back as they were sampled although the last cannot: the whole is rendered
         again."""
-        for at, content in enumerate(branch.contents[1:], 1):
+        for looked, (content, prompt) in enumerate(branch.prompts(), 1):
             if content.ended is not None and content.ended.keep >= 0 and content.answer is not None:
-                prompt = Branch(branch.contents[: at + 1]).prompt()
                 self.service.chat.remember(agent.tenant, prompt, content.tokens, content.answer)
+            if looked % BATCH == 0:
+                await asyncio.sleep(0)
 
     def _record(self, agent: Agent, messages: Sequence[dict[str, Any]], prefix: int, request: Request) -> TurnRecord:
         """All that is needed to go on with the turn after a restart."""
@@ -191,7 +193,7 @@ class Turns:
             raise
 
     def _again(self, agent: Agent, branch: Branch, number: int) -> Request:
-        """What was asked at the head when it began.
+        """What was asked at the head when it began, as much of it as this server has room for.
 
         No log-probabilities where something was said: the log has none, and a part of them would be read as
         those of the first tokens.
@@ -213,7 +215,14 @@ class Turns:
             )
         if digest(prompt) != began.digest:
             raise Conflict(f"damage to the log cost what came before {named}; {back}")
-        sampling = began.sampling
+        holds = min(self.service.info.context, self.service.info.pool_tokens)
+        least = len(prompt) + max(1, len(branch.last.tokens))
+        if least > holds:
+            raise Conflict(
+                f"{named} needs {least} tokens of context at least, and this server has room for {holds}; {back}"
+            )
+        limit = min(began.sampling.max_tokens, holds - len(prompt))
+        sampling = msgspec.structs.replace(began.sampling, max_tokens=limit)
         if branch.last.tokens:
             sampling = msgspec.structs.replace(sampling, logprobs=False, top_logprobs=0)
         return Request(

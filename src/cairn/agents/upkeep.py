@@ -68,5 +68,5 @@ class Upkeep:
 
 
 def _over(agent: Agent, now: float) -> bool:
-    """Whether it was not used for longer than it is to be kept."""
-    return agent.record.ttl is not None and now - agent.used > agent.record.ttl
+    """Whether it was not used for longer than it is to be kept; it is in use while a request in its name runs."""
+    return not agent.ties and agent.record.ttl is not None and now - agent.used > agent.record.ttl

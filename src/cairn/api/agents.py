@@ -44,7 +44,7 @@ from cairn.api.schemas import contents, plain_messages, plain_tools
 from cairn.api.ties import Ties
 from cairn.api.turns import TurnRoutes
 from cairn.config import Config
-from cairn.errors import Conflict, Damaged, InvalidRequest, Unavailable, UnsupportedMedia
+from cairn.errors import Damaged, InvalidRequest, Unavailable, UnsupportedMedia
 from cairn.service.service import Service
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
@@ -172,8 +172,6 @@ class AgentRoutes:
         """POST /v1/agents/{id}/evict: {"disk"}: give its KV up in the pool and in RAM, with `disk` everywhere."""
         agents, id = self._open(), id_of(call)
         body = parse(EvictBody, await read_nothing(call, self._config), self._config)
-        if body.disk and agents.get(call.tenant, id).pinned:
-            raise Conflict(f"agent {id} is pinned; unpin it first")
         placed = await agents.evict(call.tenant, id, disk=bool(body.disk))
         await call.json({"id": id, "object": "agent.kv", "kv": msgspec.to_builtins(placed)})
 

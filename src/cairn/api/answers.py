@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cairn.api.reply import Call
@@ -13,6 +13,7 @@ from cairn.api.ties import Tie
 from cairn.errors import Cancelled, DeadlineExceeded, GenerationFailed, Overloaded
 from cairn.service.recent import Told
 from cairn.service.service import Service
+from cairn.service.stream import Stream
 from cairn.text.said import Said
 from cairn.types import Delta, Done, Event, FinishReason, Request, TokenLogprob
 
@@ -20,7 +21,7 @@ from cairn.types import Delta, Done, Event, FinishReason, Request, TokenLogprob
 class Choice:
     """What one choice has said so far."""
 
-    __slots__ = ("done", "logprobs", "prompt_logprobs", "request", "said", "tokens")
+    __slots__ = ("done", "logprobs", "prompt_logprobs", "request", "said", "stream", "tokens")
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -29,6 +30,13 @@ class Choice:
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
         self.done: Done | None = None
+        self.stream: Stream | None = None
+        """Where it comes from, once it was started with `starting`."""
+
+    @property
+    def computed(self) -> Sequence[int]:
+        """Its tokens, and those that a client which reads slowly has kept from being taken."""
+        return self.tokens if self.stream is None else self.stream.tokens
 
     def add(self, delta: Delta) -> None:
         """Take a piece of an answer that is sent whole."""
@@ -204,17 +212,30 @@ Answer = ChatAnswer | TextAnswer
 
 @contextlib.contextmanager
 def tied(choices: Sequence[Choice], answer: Answer) -> Iterator[None]:
-    """While choices are generated: however one ends, its KV belongs to the agent in whose name it was asked for."""
+    """While choices are generated: the agent in whose name they were asked for is in use, and however one ends, its KV
+    belongs to that agent."""
     computed = True
     try:
-        yield
+        with answer.tie.using() if answer.tie is not None else contextlib.nullcontext():
+            yield
     except Overloaded:
         computed = False
         raise
     finally:
         for choice in choices:
             if answer.tie is not None and choice.done is None and computed:
-                answer.tie.cut(choice.request, choice.tokens)
+                answer.tie.cut(choice.request, choice.computed)
+
+
+def starting(service: Service, choices: Sequence[Choice], answer: Answer) -> Callable[[Request], Stream]:
+    """What starts the choices' requests; each choice has its stream then."""
+    of = {choice.request.id: choice for choice in choices}
+
+    def start(request: Request) -> Stream:
+        of[request.id].stream = stream = service.generate(request, answer.told)
+        return stream
+
+    return start
 
 
 def said(batch: Sequence[tuple[int, Event]], choices: Sequence[Choice], answer: Answer) -> bytes:

@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import msgspec
 
-from cairn.api.answers import Answer, ChatAnswer, Choice, TextAnswer, finished, said, tied, usage_of
+from cairn.api.answers import Answer, ChatAnswer, Choice, TextAnswer, finished, said, starting, tied, usage_of
 from cairn.api.checks import check_chat, check_stream
 from cairn.api.limits import read_json
 from cairn.api.parse import parse
@@ -157,7 +156,7 @@ class OpenAI:
         self, call: Call, service: Service, choices: Sequence[Choice], answer: Answer, watch: Watch
     ) -> None:
         asked = [choice.request for choice in choices]
-        async with contextlib.aclosing(merge(partial(service.generate, told=answer.told), asked)) as found:
+        async with contextlib.aclosing(merge(starting(service, choices, answer), asked)) as found:
             async for batch in found:
                 for index, event in batch:
                     if isinstance(event, Done):
@@ -174,7 +173,7 @@ class OpenAI:
     ) -> None:
         try:
             asked = [choice.request for choice in choices]
-            events = merge(partial(service.generate, told=answer.told), asked, heartbeat=self._config.heartbeat)
+            events = merge(starting(service, choices, answer), asked, heartbeat=self._config.heartbeat)
             async with contextlib.aclosing(events) as found:
                 async for batch in found:
                     data = b"" if call.started else await self._begin(call, answer)
@@ -203,7 +202,7 @@ class OpenAI:
         self._registry.open(number, [request.id for request in asked])
         try:
             with spelled(answer.names), tied(choices, answer):
-                async with contextlib.aclosing(merge(partial(service.generate, told=answer.told), asked)) as found:
+                async with contextlib.aclosing(merge(starting(service, choices, answer), asked)) as found:
                     data = answer.begin()
                     async for batch in found:
                         data += said(batch, choices, answer)

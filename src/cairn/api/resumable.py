@@ -188,7 +188,7 @@ class Follower:
 
     async def _send(self, call: Call, after: int, watch: Watch) -> None:
         tape = self._tape
-        news = True
+        news = after < tape.last  # else the time of a heartbeat has passed already
         while True:
             try:
                 data, after = tape.read(after)

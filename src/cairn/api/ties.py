@@ -6,6 +6,9 @@ the id of one. Nothing of this changes an answer.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
+
 import msgspec
 
 from cairn.agents.agents import Agents
@@ -78,7 +81,13 @@ class Tie:
     def __init__(self, agents: Agents, tenant: str, agent: Agent | None, store: bool) -> None:
         self._agents, self._tenant, self._agent, self._store = agents, tenant, agent, store
 
-    def cut(self, request: Request, tokens: list[int]) -> None:
+    @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        """While its choices are computed the agent is in use."""
+        with self._agents.using(self._agent) if self._agent is not None else contextlib.nullcontext():
+            yield
+
+    def cut(self, request: Request, tokens: Sequence[int]) -> None:
         """A choice has ended before its end, after these tokens."""
         if self._agent is not None:
             self._agents.tie(self._agent, [*request.prompt, *tokens])

@@ -88,11 +88,16 @@ class CpuEngine:
         )
 
     @classmethod
-    def load(cls, spec: ModelSpec, folder: Path, config: Config, expected: int = 0) -> CpuEngine:
-        """The whole model, or an exception: memory and files are checked before anything is built."""
+    def load(
+        cls, spec: ModelSpec, folder: Path, config: Config, expected: int = 0, blocks: tuple[int, ...] = ()
+    ) -> CpuEngine:
+        """The whole model, or an exception: memory and files are checked before anything is built.
+
+        `blocks`: of the pool of each group; none: as many as `pool_blocks` says.
+        """
         weights = HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
         taken = weight_memory(spec, weights, config.kernels)
-        blocks = pool_blocks(spec, config, weights=taken)
+        blocks = blocks or pool_blocks(spec, config, weights=taken)
         check_memory(spec, config, blocks, weights=taken)
         build = partial(packed_file.build, place=folder, size=taken.held) if config.keep_packed else decoder.build
         engine = cls(spec, weights, config, blocks, weights.form, expected, build)

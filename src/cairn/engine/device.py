@@ -19,10 +19,13 @@ def check_context(spec: ModelSpec, config: Config) -> None:
         raise ModelError(f"context is {config.context}, but {spec.name} was made for at most {spec.context} tokens")
 
 
-def load_engine(config: Config, folder: Path, expected: int = 0) -> tuple[ModelSpec, Engine]:
+def load_engine(
+    config: Config, folder: Path, expected: int = 0, blocks: tuple[int, ...] = ()
+) -> tuple[ModelSpec, Engine]:
     """The model in `folder`, loaded into the engine that `config.engine` names: whole, or a `ModelError`.
 
-    `expected`: bytes of stored KV that may be brought up into its pool soon.
+    `expected`: bytes of stored KV that may be brought up into its pool soon. `blocks`: how many the pool of each group
+    must have, whatever memory is free; none: as many as `pool_blocks` says.
     """
     spec = load_spec(folder)
     check_context(spec, config)
@@ -33,7 +36,7 @@ def load_engine(config: Config, folder: Path, expected: int = 0) -> tuple[ModelS
 
         engine = FakeEngine(
             spec,
-            blocks=pool_blocks(spec, config),
+            blocks=blocks or pool_blocks(spec, config),
             context=config.context,
             max_rows=min(config.max_running, config.step_tokens),
             max_tokens=config.step_tokens,
@@ -42,7 +45,7 @@ def load_engine(config: Config, folder: Path, expected: int = 0) -> tuple[ModelS
         return spec, engine
     from cairn.engine.cpu import CpuEngine
 
-    loaded = CpuEngine.load(spec, folder, config, expected)
+    loaded = CpuEngine.load(spec, folder, config, expected, blocks)
     if identity_of(spec, folder) != spec.identity:  # its KV would be stored, and found, as the other model's
         loaded.close()
         raise ModelError(f"{folder} was changed while it was loaded; start again")

@@ -96,6 +96,11 @@ class Stream:
         return self._flight.request.id
 
     @property
+    def tokens(self) -> Sequence[int]:
+        """Every token of the answer so far, read or not."""
+        return self._flight.tokens
+
+    @property
     def over(self) -> bool:
         """Whether everything was read."""
         return self._over

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from cairn.errors import CairnError, GenerationFailed, ModelError, Unavailable, by_code, trace
 from cairn.seams import Clock
 from cairn.service import code, wire
@@ -70,6 +72,8 @@ class Supervisor:
         self._loaded: asyncio.Future[None] | None = None
         self._model = b""
         """The identity of the model that the first worker loaded."""
+        self._blocks: tuple[int, ...] = ()
+        """Those of its pools. Later ones get as many, whatever memory is free then: requests were let in by them."""
         self._failures = 0
         self._looked = clock.now()
         self.restarts = 0
@@ -185,7 +189,8 @@ class Supervisor:
                     self._give_up(code.CHANGED)
                     return
                 self.restarts += 1
-                worker = launch(first.load, first.worker.process is None)
+                load = msgspec.structs.replace(first.load, blocks=self._blocks)
+                worker = launch(load, first.worker.process is None)
                 link = self._link = Link(worker, self._clock, self._receive)
             except OSError as error:
                 self._failures += 1
@@ -241,6 +246,7 @@ class Supervisor:
             self._give_up(CHANGED)
             return
         link.ready = True
+        self._blocks = ready.info.blocks
         self._on_ready(ready)
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_result(None)

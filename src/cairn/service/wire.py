@@ -41,6 +41,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
     config: Config
     folder: str
+    blocks: tuple[int, ...] = ()
+    """In the pool of each group, as the worker before had them; none: as many as the configuration gives."""
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
@@ -92,6 +94,8 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     vocab: int
     max_rows: int
     """Most rows in one step."""
+    blocks: tuple[int, ...] = ()
+    """In the pool of each group."""
     identity: bytes = b""
     """Changes with everything that could change a number: weights, tokenizer, kernels, how KV is stored."""
     note: str = ""

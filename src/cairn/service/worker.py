@@ -20,7 +20,6 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from cairn.config import Config
 from cairn.engine.base import Engine
 from cairn.errors import CairnError
 from cairn.figures import KvStats
@@ -221,7 +220,7 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
             raise wire.WireError("the first frame must say what to load, and nothing may follow before the answer")
         if process:
             log_to_stderr(first.config.log_level)
-        loaded = _load(channel, first.config, Path(first.folder))
+        loaded = _load(channel, first)
         if loaded is None:
             return
         channel.send(loaded.ready)
@@ -255,13 +254,13 @@ class Loaded:
     ready: wire.Ready
 
 
-def _load(channel: wire.Channel, config: Config, folder: Path) -> Loaded | None:
+def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
     """All that is needed to step, or None after telling the front why not."""
-    clock, files, engine = SystemClock(), SystemFiles(), None
+    config, clock, files, engine = load.config, SystemClock(), SystemFiles(), None
     try:
         from cairn.engine.device import load_engine
 
-        spec, engine = load_engine(config, folder, stored_bytes(config, files))
+        spec, engine = load_engine(config, Path(load.folder), stored_bytes(config, files), load.blocks)
         known = keyed(engine.info, config.kv_codec)
         stores, trouble = open_stores(config, spec, known, clock, files, os.environ)
     except Exception as error:
@@ -292,6 +291,7 @@ def _load(channel: wire.Channel, config: Config, folder: Path) -> Loaded | None:
         pool_tokens=cache.longest,
         vocab=known.vocab,
         max_rows=known.max_rows,
+        blocks=known.blocks,
         identity=known.identity,
         note=known.note,
     )
