@@ -50,7 +50,8 @@ def test_a_preempted_sequence_is_never_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", ["none", "room", "fewer run", "a long prompt", "one is passed", "later", "nobody runs"]
+    "change",
+    ["none", "room", "fewer run", "a long prompt", "one is passed", "later", "nobody runs", "it loads", "another pool"],
 )
 def test_what_did_not_fit_is_looked_at_again_when_something_has_changed(change: str) -> None:
     cache = Cache(FakeEngine(fake_spec(), blocks=4).info)
@@ -64,6 +65,10 @@ def test_what_did_not_fit_is_looked_at_again_when_something_has_changed(change: 
     queue.opened(waits, None, now, running, 0)
     if change == "room":
         pool.release(taken[1:])
+    if change == "it loads":
+        waits.kv.loading = True
+    if change == "another pool":
+        waits.kv.short = Cache(FakeEngine(fake_spec(), blocks=4).info).pools[0]
     if change == "one is passed":
         later.add(sequence(2))
     kept, running = 8 * (change == "a long prompt"), running - (change == "fewer run")

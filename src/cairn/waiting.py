@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from cairn.errors import Overloaded
+from cairn.kv.blocks import BlockPool
 from cairn.sequence import Sequence
 
 LOOKS = 8
@@ -62,16 +63,16 @@ class WaitingQueue:
     def opened(self, sequence: Sequence, covered: int | None, passed: Passed, running: int, kept: int) -> None:
         """Remember, where a sequence was not opened (`covered` is None), what there was then."""
         if covered is None and (short := sequence.kv.short) is not None:
-            self._refused = Refused(sequence, passed, running, kept > 0, short.available)
+            self._refused = Refused(sequence, passed, running, kept > 0, short, short.available)
 
     def full(self, sequence: Sequence, passed: Passed, running: int, kept: int) -> bool:
         """Whether there was no room for this one a few steps ago and there is no more now: to find out anew is as dear
         as its cached prefix is long. Only beside others that run, so that something happens meanwhile."""
-        last, short = self._refused, sequence.kv.short
-        if last is None or last.sequence is not sequence or short is None or not running:
+        last, kv = self._refused, sequence.kv
+        if last is None or last.sequence is not sequence or kv.loading or kv.short is not last.short or not running:
             return False
         same = passed.near(last.passed) and (kept > 0) == last.beside
-        return same and running >= last.running and short.available <= last.available
+        return same and running >= last.running and last.short.available <= last.available
 
 
 class Passed:
@@ -132,5 +133,7 @@ class Refused(NamedTuple):
     running: int
     beside: bool
     """Whether it would have run beside a long prompt."""
+    short: BlockPool
+    """The pool that had too few blocks."""
     available: int
-    """Blocks of the pool that had too few."""
+    """How many that were."""

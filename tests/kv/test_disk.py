@@ -634,6 +634,39 @@ def test_a_full_disk_is_said_and_the_store_lives_on_its_own_bytes(time: Time) ->
     assert store.keep(chain(1)) == 1
 
 
+class SharedFiles(CrashFiles):
+    """A disk on which others write while the store removes: a block at every third removal."""
+
+    removed = wrote = refused = 0
+
+    def remove(self, path: Path) -> None:
+        super().remove(path)
+        self.removed += 1
+        if self.removed % 3 == 0:
+            self.others(1)
+
+    def others(self, blocks: int) -> None:
+        found = max(0, min(blocks, self.free(FOLDER) // 4096))
+        self.refused += blocks - found
+        self.wrote += 1
+        self.put(Path(f"/other{self.wrote}"), bytes(found * 4096))
+
+
+def test_others_that_write_all_the_time_are_given_way_all_the_time(time: Time) -> None:
+    """What they took since looked like what the disk did not show yet, and the store stayed while they had nothing."""
+    files = SharedFiles(now=time.now, capacity=600 * 4096)
+    store = open_store(files, time, budget=1 << 30, reserve=40 * 4096)
+    for number in range(300):
+        assert store.keep(chain(1, salt=number.to_bytes(2, "big"))) == 1
+    files.put(Path("/others"), bytes(files.free(FOLDER) - 12 * 4096))
+    for _ in range(50):
+        time.sleep(1)
+        files.others(2)
+        store.tend()
+        assert files.free(FOLDER) >= 10 * 4096
+    assert files.refused == 0
+
+
 class LateFiles(CrashFiles):
     """A disk that shows only after some seconds of the clock that something was removed, as ZFS and btrfs do."""
 

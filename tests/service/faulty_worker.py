@@ -8,11 +8,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from cairn.engine import memory
+from cairn.config import Config
+from cairn.engine import device, memory
 from cairn.engine.base import Row
 from cairn.engine.fake import FakeEngine
+from cairn.errors import ModelError
 from cairn.service import worker
 
 PREFILL = FakeEngine.prefill
@@ -65,8 +68,13 @@ def short(rows: Sequence[Row]) -> None:
     paced(rows)
 
 
+def tight(rows: Sequence[Row]) -> None:
+    """Every step takes 5 ms, and there was no memory for a pool as large as the one before."""
+    paced(rows)
+
+
 MODES: dict[str, Callable[[Sequence[Row]], None]] = {
-    mode.__name__: mode for mode in (dies, stops, takes_long, computes_long, raises, paced, warns, short)
+    mode.__name__: mode for mode in (dies, stops, takes_long, computes_long, raises, paced, warns, short, tight)
 }
 
 
@@ -77,6 +85,16 @@ def main() -> int:
     if mode == "nonsense":
         os.write(int(sys.argv[1]), b"\x00\x00\x00\x03abc")
         time.sleep(60)
+
+    if mode == "tight":
+        load = device.load_engine
+
+        def fewer(config: Config, folder: Path, expected: int = 0, blocks: tuple[int, ...] = ()) -> Any:
+            if blocks:
+                raise ModelError("it needs 2 GB of memory, 1 GB are free")
+            return load(config, folder, expected)
+
+        device.load_engine = fewer
 
     if mode == "short":
         memory.memory_available = lambda *_: 0  # type: ignore[attr-defined]

@@ -142,6 +142,20 @@ async def test_the_next_worker_has_the_same_pool_whatever_memory_is_free_then(
         assert service.stats().worker_restarts == 1
 
 
+async def test_where_there_is_no_memory_for_as_large_a_pool_a_worker_with_a_smaller_one_serves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty(monkeypatch, "paced")
+    async with serving(folder, kv_gb=None, max_running=8) as service:
+        truth, one = oracle(service), request(service, (7,) * 50, 300, stop_token_ids=())
+        reader = asyncio.create_task(collect(service.generate(one)))
+        await until(lambda: service.metrics.generation_tokens > 20)
+        faulty(monkeypatch, "tight")
+        os.kill(pid_of(service), signal.SIGKILL)
+        assert list((await reader).tokens) == truth(one)
+        assert service.stats().worker_restarts == 2
+
+
 async def test_prompt_logprobs_are_sent_once_though_the_worker_dies_between_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

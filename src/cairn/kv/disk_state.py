@@ -48,7 +48,8 @@ class DiskState:
         """Chunks whose last use is not yet remembered by their files."""
         self._reserve = reserve
         self._low, self._gave, self._gave_at = 0, 0, 0.0
-        """What was free when the store gave way to others, the bytes that it gave since, and when it gave last."""
+        """What was free when the store gave way to others, the bytes given since that may not show yet, and since when
+        there are such."""
         self._unsynced: dict[Path, object] = {}
         """Folders that could not be made durable, each with a mark of its last failure."""
         self._counts = TierStats()
@@ -135,7 +136,7 @@ class DiskState:
 
     def make_room(self, need: int, *, reserve: bool = False) -> bool:
         """Evict until `need` more bytes are within the budget and the disk; reserve them. False where it cannot be."""
-        freed = 0
+        freed = given = before = 0
         while True:
             try:
                 free = self.folder.free()
@@ -146,6 +147,8 @@ class DiskState:
                 over = self.shelf.bytes + self.folder.littered + self.reserved + need - self.budget
                 # On a disk that others fill the store does not grow, but what it has itself it may use again.
                 lack = need - max(free - self._reserve, freed) if need else 0
+                if given and free > before:  # this disk shows at once what was removed
+                    self._gave = max(0, self._gave - given)
                 owed = self._owed_to_others(free)
                 lack = max(lack, owed)
                 if over <= 0 and lack <= 0:
@@ -154,9 +157,9 @@ class DiskState:
                         self._full = ""
                     return True
                 victims = [] if need > self.budget else self._doom_victims(max(over, lack))
-                if victims and owed > 0:
-                    self._gave += min(owed, sum(one.disk for one in victims))
-                    self._gave_at = self.clock.now()
+                given, before = min(max(0, owed), sum(one.disk for one in victims)), free
+                self._gave_at = self._gave_at if self._gave else self.clock.now()
+                self._gave += given
             cleared = self.clear(victims)
             freed += sum(one.disk for one in victims)
             with self.mutex:

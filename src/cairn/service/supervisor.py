@@ -73,7 +73,7 @@ class Supervisor:
         self._model = b""
         """The identity of the model that the first worker loaded."""
         self._blocks: tuple[int, ...] = ()
-        """Those of its pools. Later ones get as many, whatever memory is free then: requests were let in by them."""
+        """Those of its pools. Later ones get as many, where there is memory: requests were let in by them."""
         self._failures = 0
         self._looked = clock.now()
         self.restarts = 0
@@ -236,6 +236,7 @@ class Supervisor:
         elif isinstance(message, wire.LoadFailed):
             if self._loaded is not None and not self._loaded.done():
                 self._loaded.set_exception(by_code(message.code, message.message))
+            self._blocks = ()  # there may be no memory for as many: fewer are better than no worker
             link.end(message.message)
 
     def _welcome(self, link: Link, ready: wire.Ready) -> None:
