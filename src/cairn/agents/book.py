@@ -18,7 +18,7 @@ import msgspec
 from cairn.agents.damage import told
 from cairn.agents.index import Kind
 from cairn.agents.info import Savings
-from cairn.agents.kv import AgentKv, owners
+from cairn.agents.kv import BATCH, AgentKv, owners
 from cairn.agents.ledger import BYTES_KEY, LINES, counted, total_key
 from cairn.agents.records import SavingsRecord, TurnRecord, UnpinRecord, decode
 from cairn.agents.replays import Replays
@@ -37,8 +37,6 @@ MAX_AGENTS = 10_000
 """Of one tenant."""
 STEP_SECONDS = 10.0
 """By more than this the wall clock does not run away from the other one by itself: it was set, or the machine slept."""
-BATCH = 32
-"""Agents that are looked at in a row before others get their turn on the event loop."""
 
 
 class Book:

@@ -26,7 +26,7 @@ RETRY_SECONDS = 1.0
 MOST_RETRY_SECONDS = 30.0
 """Between two attempts at what the worker could not do: twice as long each time."""
 BATCH = 32
-"""Contexts that are put together in a row before others get their turn on the event loop."""
+"""Agents, turns or contexts that are looked at in a row before others get their turn on the event loop."""
 
 
 class AgentKv:

@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 
 from cairn.agents.archive import Archive
-from cairn.agents.book import BATCH, Book, conflict
+from cairn.agents.book import Book, conflict
 from cairn.agents.content import Branch, Content, digest
 from cairn.agents.damage import Unreadable, answerable
 from cairn.agents.index import Kind
+from cairn.agents.kv import BATCH
 from cairn.agents.records import EndRecord, TurnRecord, check, pack
 from cairn.agents.running import RunningTurn, said_before
 from cairn.agents.segment import Record

@@ -7,7 +7,8 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
-from cairn.agents.book import BATCH, Book
+from cairn.agents.book import Book
+from cairn.agents.kv import BATCH
 from cairn.agents.replays import Replays
 from cairn.agents.tree import Agent
 from cairn.errors import Unavailable, trace
