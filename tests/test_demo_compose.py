@@ -4,17 +4,19 @@ import random
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 TOOLS = Path(__file__).parents[1] / "tools"
 sys.path.insert(0, str(TOOLS))
 
-from demo import acttable, acttalk, compose, things  # noqa: E402
+from demo import acttable, acttalk, compose, grounded, things  # noqa: E402
 from demo.acttable import Act  # noqa: E402
 from demo.compose import Composed  # noqa: E402
 from demo.dialogue import AS_IS, Talk  # noqa: E402
-from demo.toolbox import TYPES  # noqa: E402
+from demo.grounded import Grounded  # noqa: E402
+from demo.toolbox import TYPES, Tool  # noqa: E402
 from demo.values import Values  # noqa: E402
 
 ACTS = acttable.acts(False) + acttable.acts(True)
@@ -127,3 +129,41 @@ def test_a_talk_calls_only_what_is_offered() -> None:
         for message in talk.messages:
             assert AS_IS not in message["content"]
             assert all(call["function"]["name"] in names for call in message.get("tool_calls", ()))
+
+
+def _grounded(count: int) -> list[tuple[list[Tool], Grounded, str, dict[str, Any], Values]]:
+    values, found = Values(random.Random(6)), []
+    while len(found) < count:
+        tools = grounded.offer(values, 3)
+        for tool in tools:
+            if isinstance(tool, Grounded):
+                text, arguments = tool.request(values)
+                found.append((tools, tool, text.removeprefix(AS_IS), arguments, values))
+    return found
+
+
+def test_grounded_calls_fit_their_schemas_and_are_read_off_the_request() -> None:
+    """What a call passes on has the type of its argument and stands in the request, but for switches and numbers."""
+    for _, tool, text, arguments, values in _grounded(600):
+        parameters = tool.schema(values)["function"]["parameters"]
+        assert set(parameters.get("required", ())) <= set(arguments) <= set(parameters["properties"]), text
+        for name, value in arguments.items():
+            entry = parameters["properties"][name]
+            assert isinstance(value, JSON_TYPES[entry["type"]]), f"{text}: {name} is {value!r}"
+            assert value in entry.get("enum", [value])
+            said = text.lower() if "enum" in entry else text
+            assert not isinstance(value, str) or (value.lower() if "enum" in entry else value) in said, (
+                f"{text}: {name} is {value!r}"
+            )
+
+
+def test_a_grounded_request_says_which_tool_is_meant() -> None:
+    """It says the last word of the noun, or one that no other tool has; and the verb where two tools share the noun."""
+    for tools, tool, text, _, _ in _grounded(600):
+        said = text.lower()
+        assert tool.noun[-1].lower() in said or (tool.short and tool.short[0].lower() in said), text
+        twins = [t for t in tools if isinstance(t, Grounded) and t is not tool and set(t.noun) == set(tool.noun)]
+        assert tool.by_verb == bool(twins)
+        assert not twins or tool.verb.replace("_", " ") in said, text
+        others = {word for other in tools if other is not tool for word in grounded._told(other)}
+        assert not others & {word.lower() for word in tool.short}

@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 
-from demo import acttalk, chat, facts, recall, toolchat
+from demo import acttalk, chat, facts, grounded, recall, toolchat
 from demo.dialogue import Talk
 from demo.values import Values
 
@@ -29,8 +29,8 @@ SYSTEMS = [
 ]
 
 # Shares in percent of conversations; tools carry the most because choosing among them is the hardest to learn.
-MIX = {"recall": 8, "acts": 52, "tools": 20, "about": 4, "sums": 2, "chat": 2, "untold": 7, "system": 1, "echo": 1}
-MIX |= {"long": 3}
+MIX = {"recall": 8, "acts": 36, "grounded": 28, "tools": 10, "about": 4, "sums": 2, "chat": 2, "untold": 5, "system": 1}
+MIX |= {"echo": 1, "long": 3}
 
 # What a fresh run reads first, for a few minutes: short texts in which copying pays at once. It makes the skill that
 # everything else rests on appear early.
@@ -96,6 +96,7 @@ def _long(talk: Talk) -> None:
 _FILLERS = {
     "recall": lambda talk: recall.recall(talk, chat.between),
     "acts": lambda talk: acttalk.act_talk(talk, chat.between),
+    "grounded": lambda talk: acttalk.act_talk(talk, chat.between, grounded.offer),
     "tools": lambda talk: toolchat.tool_talk(talk, chat.between, real=0.42),
     "about": _about,
     "sums": chat.sums,

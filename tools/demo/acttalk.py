@@ -13,6 +13,8 @@ from .values import Values
 POPULAR = 0.45
 """How often a popular act is drawn."""
 
+Offer = Callable[[Values, int], list[Tool]]
+
 AGAIN = ("And {}?", "What about {}?", "And what about {}?", "The same {}, please.", "Now {}.", "and {}")
 
 
@@ -53,10 +55,10 @@ def offer(values: Values, count: int) -> list[Tool]:
     return tools
 
 
-def act_talk(talk: Talk, between: Callable[[Talk], None]) -> None:
+def act_talk(talk: Talk, between: Callable[[Talk], None], offering: Offer = offer) -> None:
     """Some requests over one to four tools: mostly each by itself, or one after the other with other talk."""
     rng, values = talk.rng, talk.values
-    tools = offer(values, rng.choices((1, 2, 3, 4), (18, 28, 50, 4))[0])
+    tools = offering(values, rng.choices((1, 2, 3, 4), (18, 28, 50, 4))[0])
     talk.tools = [tool.schema(values) for tool in tools]
     talk.separate = rng.random() < 0.75
     for _ in range(rng.randint(4, 8) if talk.separate else rng.randint(1, 6)):
@@ -66,7 +68,8 @@ def act_talk(talk: Talk, between: Callable[[Talk], None]) -> None:
             continue
         if roll < 0.07 and _nothing_fits(talk, tools):
             continue
-        tool = rng.choice([t for t in tools if isinstance(t, Composed)])
+        # A tool of the catalogue is there to be mixed up with the others.
+        tool = rng.choice([t for t in tools if type(t) is not Tool])
         text, arguments = tool.request(values)
         talk.user(text)
         talk.call(tool.name, arguments)
@@ -74,7 +77,7 @@ def act_talk(talk: Talk, between: Callable[[Talk], None]) -> None:
             continue
         if rng.random() < 0.15:
             talk.tool_result(*result(values, tool))
-        if rng.random() < 0.1:
+        if isinstance(tool, Composed) and rng.random() < 0.1:
             _again(talk, tool, arguments)
 
 

@@ -5,13 +5,14 @@ A request starts from one of the act's templates; what the template leaves out i
 
 import re
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from . import words
 from .acttable import Act, Role, roles
 from .dialogue import AS_IS, ASKS, OPENERS, TAILS, lower_first
 from .things import thing
-from .toolbox import Param, Tool
+from .toolbox import LITTLE, Param, Tool
 from .values import Value, Values
 
 CHOICE = re.compile(r"\(([^()]*/[^()]*)\)")
@@ -182,6 +183,9 @@ def tool_of(values: Values, act: Act) -> Composed:
     if rng.random() < 0.08:
         spare = roles()[rng.choice(SPARE)]
         listed += [(spare, False)] if all(spare.slot != role.slot for role, _ in listed) else []
+    requests = _plain(act) if not act.popular and rng.random() < 0.6 else act.requests
+    if not _fit(requests, listed):
+        requests, listed = act.requests, listed if _fit(act.requests, listed) else list(act.roles)
     if rng.random() < 0.25:
         rng.shuffle(listed)
     params: list[Param] = []
@@ -212,8 +216,25 @@ def tool_of(values: Values, act: Act) -> Composed:
         )
     return Composed(
         f"act {act.nouns[0]}", _name(values, verb, noun), description, _cameled(values, params),
-        tuple(_owned(request, own) for request in act.requests), act.returns, tuple(role for role, _ in listed), act,
+        tuple(_owned(request, own) for request in requests), act.returns, tuple(role for role, _ in listed), act,
     )  # fmt: skip
+
+
+def _fit(requests: tuple[str, ...], listed: list[tuple[Role, bool]]) -> bool:
+    """Whether one of the requests says nothing that is not listed."""
+    return any(_places(request) <= {role.slot for role, _ in listed} for request in requests)
+
+
+@cache
+def _plain(act: Act) -> tuple[str, ...]:
+    """Those of an act's requests that share a word with its tools: what the others ask for carries over to no other."""
+    names = (name for role, _ in act.roles for name in role.names)
+    known = _stems(" ".join((*act.verbs, *act.nouns, *act.descriptions, *names)))
+    return tuple(r for r in act.requests if "@" in r or "~" in r or known & _stems(PLACE.sub("", r)))
+
+
+def _stems(text: str) -> set[str]:
+    return {word[:4] for word in re.findall(r"[a-z]{3,}", text.lower())} - LITTLE
 
 
 def _described(values: Values, text: str, kind: str, type_: str, *, needed: bool) -> str:

@@ -26,7 +26,7 @@ POPULAR = (
     "call_contact",
 )
 # First letters of words that say nothing about a tool.
-_LITTLE = set("the for and with from this that what whic who when how all one are".split())
+LITTLE = set("the for and with from this that what whic who when how all one are".split())
 TYPES = {"s": "string", "i": "integer", "n": "number", "b": "boolean", "e": "string"}
 
 
@@ -191,7 +191,7 @@ def realistic(evaluation: bool) -> tuple[Tool, ...]:
 def _plainer(tool: Tool) -> Tool:
     """The tool with those requests alone that share a word with it: the others teach nothing that carries over."""
     told = " ".join((tool.name, tool.description, *(f"{p.name} {p.description}" for p in tool.params)))
-    known = {word[:4] for word in re.findall(r"[a-z]{3,}", re.sub(r"([A-Z])", r" \1", told).lower())} - _LITTLE
+    known = {word[:4] for word in re.findall(r"[a-z]{3,}", re.sub(r"([A-Z])", r" \1", told).lower())} - LITTLE
     kept = [r for r in tool.requests if known & {w[:4] for w in re.findall(r"[a-z]{3,}", _bare(r))}]
     return replace(tool, requests=tuple(kept)) if kept else tool
 
