@@ -16,6 +16,7 @@ from cairn.agents.founding import found
 from cairn.agents.index import Kind
 from cairn.agents.kv import AgentKv
 from cairn.agents.log import Log
+from cairn.agents.outbox import Outbox
 from cairn.agents.records import EndRecord, TurnRecord
 from cairn.agents.replays import Replays
 from cairn.agents.roster import Roster
@@ -84,7 +85,9 @@ class Desk:
         orphans = roster.load(log.recovered)
         self.replays.load(log.recovered)
         self.writer = Writer(log)
-        self.book = Book(roster, self.writer, kv, self.clock, Draw(), self.replays)
+        self.book = Book(
+            roster, self.writer, Outbox(roster, self.writer, self.clock, self.replays), kv, Draw(), self.replays
+        )
         self.turns = Turns(cast("Any", None), self.book, Archive(log), self.clock, cast("Any", None))
         self.upkeep = Upkeep(self.book, self.replays, orphans)
 
@@ -94,7 +97,7 @@ class Desk:
 
     async def again(self, *, clean: bool = False) -> None:
         if clean:
-            await self.book.settle()
+            await self.book.outbox.settle()
         after = self.files if clean else self.files.crash(random.Random(1))
         await self.close()
         self.files = after
@@ -118,7 +121,7 @@ class Desk:
 
     async def begin(self, id: str) -> RunningTurn:
         agent = self.agent(id)
-        number, began = agent.next_number(), self.book.now()
+        number, began = agent.next_number(), self.book.outbox.now()
         record = TurnRecord(agent=agent.key, number=number, parent=agent.head.key, began=began)
         turn = await self.book.begin(agent, record)
         request = Request(id=number, prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=9))
@@ -127,15 +130,15 @@ class Desk:
     async def say(self, id: str) -> None:
         """A turn from its beginning to its end."""
         running = await self.begin(id)
-        end = EndRecord(state="finished", ids=b"", ended=self.book.now())
+        end = EndRecord(state="finished", ids=b"", ended=self.book.outbox.now())
         running.turn.end(end)
         running.agent.running = None
-        await self.book.sync(self.writer.record(Kind.END, end, running.turn.key))
+        await self.book.outbox.sync(self.writer.record(Kind.END, end, running.turn.key))
         running.turn.release()
 
     async def keep(self) -> None:
         """An answer for exact replay."""
-        sampled, now = Sampled(b"b" * 32, Answer(b"v" * 32, "because"), [1, 2, 3], 1), self.book.now()
+        sampled, now = Sampled(b"b" * 32, Answer(b"v" * 32, "because"), [1, 2, 3], 1), self.book.outbox.now()
         record = self.writer.record(Kind.REPLAY, self.replays.payload("me", sampled, now))
         self.replays.add(record, now)
         await self.writer.sync(record)

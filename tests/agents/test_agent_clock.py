@@ -25,7 +25,7 @@ async def weeks(at: Desk, until: float) -> None:
     """Time passes; the agent is in use."""
     while at.clock.passed < until:
         at.clock.passed = min(until, at.clock.passed + DAY / 2)
-        at.agent("ada").used = at.book.now()
+        at.agent("ada").used = at.book.outbox.now()
         await at.upkeep.tend()
 
 

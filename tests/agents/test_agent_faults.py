@@ -349,11 +349,11 @@ async def test_a_rollback_that_the_disk_refuses_undoes_nothing_that_began_meanwh
             await gate.wait()
             raise Unavailable("refused")
 
-        began, gate, sync = asyncio.Event(), asyncio.Event(), at.agents._book.sync
-        at.agents._book.sync = refuse  # type: ignore[method-assign]
+        began, gate, sync = asyncio.Event(), asyncio.Event(), at.agents._book.outbox.sync
+        at.agents._book.outbox.sync = refuse  # type: ignore[method-assign]
         task = asyncio.create_task(at.agents.pin("default", "ada", True))  # type: ignore[arg-type]
         await began.wait()
-        at.agents._book.sync = sync  # type: ignore[method-assign]
+        at.agents._book.outbox.sync = sync  # type: ignore[method-assign]
         await at.say("ada", "two")
         gate.set()
         with pytest.raises(Unavailable):
@@ -570,7 +570,7 @@ async def test_upkeep_that_is_cut_off_knows_what_was_refused(folder: Path, monke
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
         book = at.agents._book
-        book._refused.append(4711)
+        book.outbox._condemned.append(4711)
         stuck = asyncio.Event()
 
         async def erase(keys: object) -> None:
@@ -583,7 +583,7 @@ async def test_upkeep_that_is_cut_off_knows_what_was_refused(folder: Path, monke
             await stuck.wait()
             tending.cancel()
             await asyncio.gather(tending, return_exceptions=True)
-        assert book.refused() == [4711]
+        assert book.outbox.condemned() == [4711]
 
 
 async def test_what_the_disk_refused_although_nobody_waited_is_written_when_it_works_again(folder: Path) -> None:

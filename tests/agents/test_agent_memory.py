@@ -148,7 +148,7 @@ async def test_an_end_that_was_owed_leaves_memory_when_it_is_written(
             full.setattr(at.agents.writer, "sync", refuse)
             assert isinstance((await hear(turn)).error, Unavailable)
         assert agent.head.content is not None
-        await at.agents._book.settle()
+        await at.agents._book.outbox.settle()
         assert agent.head.content is None
         (info,) = await at.agents.turns("default", "ada")
         assert info.state == "finished" and info.answer is not None

@@ -11,7 +11,7 @@ import pytest
 from desk import Desk, desk
 from tests.files import Fault
 
-from cairn.agents.book import Book
+from cairn.agents.outbox import Outbox
 from cairn.agents.roster import Roster
 from cairn.agents.segment import Record
 from cairn.agents.tree import Agent
@@ -30,11 +30,11 @@ class Work:
         self.turn = self.looked = 0
         self.noted: Counter[int] = Counter()
         self.pruned: Counter[int] = Counter()
-        note, every, prune = Book.note, Roster.__iter__, Roster.prune
+        note, every, prune = Outbox.note, Roster.__iter__, Roster.prune
 
-        def noted(book: Book, agent: Agent) -> Record:
+        def noted(outbox: Outbox, agent: Agent) -> Record:
             self.noted[self.turn] += 1
-            return note(book, agent)
+            return note(outbox, agent)
 
         def looked(roster: Roster) -> Iterator[Agent]:
             for agent in every(roster):
@@ -45,7 +45,7 @@ class Work:
             self.pruned[self.turn] += 1
             return prune(roster, agent, before)
 
-        monkeypatch.setattr(Book, "note", noted)
+        monkeypatch.setattr(Outbox, "note", noted)
         monkeypatch.setattr(Roster, "__iter__", looked)
         monkeypatch.setattr(Roster, "prune", pruned)
 
@@ -64,9 +64,9 @@ async def refuse(at: Desk, agents: list[Agent]) -> None:
     """The disk takes nothing, of what ordinary requests in these agents' names saved neither."""
     at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
     for agent in agents:
-        at.writer.append(*at.book.count(agent, DONE), at.book.note(agent))
+        at.writer.append(*at.book.outbox.count(agent, DONE), at.book.outbox.note(agent))
     with pytest.raises(Unavailable):
-        await at.writer.sync(*at.book.count(agents[0], DONE))
+        await at.writer.sync(*at.book.outbox.count(agents[0], DONE))
 
 
 async def test_one_refused_record_is_no_work_for_every_agent(monkeypatch: pytest.MonkeyPatch) -> None:

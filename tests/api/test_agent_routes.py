@@ -17,7 +17,7 @@ from sockets import Site, request_bytes, site
 from tests.agents.house import House, house, talking_model
 from tests.agents.test_portable import forged, with_agent, with_turn
 
-from cairn.agents.book import Book
+from cairn.agents.outbox import Outbox
 from cairn.api.auth import salts
 from cairn.config import Config, Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
@@ -178,15 +178,15 @@ async def test_a_client_that_waits_for_a_whole_answer_and_leaves_cancels_nothing
 
 
 async def test_a_turn_that_is_being_written_down_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, sync = asyncio.Event(), Book.sync
+    held, sync = asyncio.Event(), Outbox.sync
 
-    async def late(book: Book, *records: Any) -> None:
+    async def late(outbox: Outbox, *records: Any) -> None:
         await held.wait()
-        await sync(book, *records)
+        await sync(outbox, *records)
 
     async with home(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
-        monkeypatch.setattr(Book, "sync", late)
+        monkeypatch.setattr(Outbox, "sync", late)
         waiting = asyncio.create_task(http.post("/v1/agents/ada/turns", json=ask("x", max_tokens=4)))
         while not (turns := (await http.get("/v1/agents/ada/turns")).json()["data"]):
             await asyncio.sleep(0.01)

@@ -324,10 +324,10 @@ BUGS = (
     Bug("an erasure is told before the names are synced", LOG, "        self._folder.sync()\n        self._index.forget", "        self._index.forget"),
     Bug("what is erased is written anew", REWRITING, "if key not in erasing}", "}"),
     # -------------------------------------------------------------------------------------------------------- agents
-    Bug("a message is not on the disk before its answer", BOOK, "            await self.sync(record)\n", "            self.writer.append(record)\n"),
+    Bug("a message is not on the disk before its answer", BOOK, "            await self.outbox.sync(record)\n", "            self.writer.append(record)\n"),
     Bug("a turn's end is told before it is on the disk", RUNNING, "            await self._keeper.sync()\n", ""),
     Bug("the log's thread never syncs", WRITER, "sync=bool(waited)", "sync=False"),
-    Bug("a rollback is not on the disk", BOOK, "replace(old, left={**old.left, before.key: self.now()})\n        try:\n            await self.sync(self.note(agent))\n", "replace(old, left={**old.left, before.key: self.now()})\n        try:\n            pass\n"),
+    Bug("a rollback is not on the disk", BOOK, "replace(old, left={**old.left, before.key: self.outbox.now()})\n        try:\n            await self.outbox.sync(self.outbox.note(agent))\n", "replace(old, left={**old.left, before.key: self.outbox.now()})\n        try:\n            pass\n"),
     Bug("a rollback is undone by a restart", ROSTER, "[turn for turn in agent.own if turn.key > lsn]", "list(agent.own)"),
     Bug("after a restart an agent stands where it was noted last", ROSTER, "head = later[-1] if later else self._turns.get(record.head)", "head = self._turns.get(record.head)"),
     Bug("a rollback that the disk refuses moves the head", BOOK, "            agent.head = before\n", ""),

@@ -25,6 +25,7 @@ from cairn.agents.index import Kind
 from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo
 from cairn.agents.kv import AgentKv
 from cairn.agents.log import Log
+from cairn.agents.outbox import Outbox
 from cairn.agents.replays import Replays
 from cairn.agents.roster import Roster
 from cairn.agents.running import RunningTurn
@@ -69,7 +70,8 @@ class Agents:
         self._archive = Archive(log)
         self.kv = AgentKv(service, roster, self._archive)
         self.writer = Writer(log)
-        self._book = Book(roster, self.writer, self.kv, clock, rng, self._replays)
+        self._outbox = Outbox(roster, self.writer, clock, self._replays)
+        self._book = Book(roster, self.writer, self._outbox, self.kv, rng, self._replays)
         self._book.take_up(left)
         self._turns = Turns(service, self._book, self._archive, clock, config)
         self._upkeep = Upkeep(self._book, self._replays, orphans)
@@ -115,9 +117,9 @@ class Agents:
             if not turn.over.is_set():
                 await turn.close()
         with contextlib.suppress(Unavailable):
-            await self._book.settle()
-            if refused := self._book.refused():
-                await self._book.erase(refused)
+            await self._outbox.settle()
+            if condemned := self._outbox.condemned():
+                await self._outbox.erase(condemned)
         with contextlib.suppress(Unavailable):
             await self.writer.close()
 
@@ -210,7 +212,7 @@ class Agents:
         It is used now, and as long as the request is computed in `using`.
         """
         agent = self._find(tenant, id)
-        agent.used = self._book.now()
+        agent.used = self._outbox.now()
         return agent
 
     @contextlib.contextmanager
@@ -221,13 +223,13 @@ class Agents:
             yield
         finally:
             agent.ties -= 1
-            agent.used = self._book.now()
+            agent.used = self._outbox.now()
 
     def keep(self, tenant: str, sampled: Sampled, agent: Agent | None = None) -> None:
         """Keep what was sampled for an ordinary request in the log, where that is wanted."""
         if not self._config.log or (agent is not None and agent not in self._book.roster):
             return
-        now, key = self._book.now(), agent.key if agent is not None else 0
+        now, key = self._outbox.now(), agent.key if agent is not None else 0
         record = self.writer.record(Kind.REPLAY, self._replays.payload(tenant, sampled, now, key))
         with contextlib.suppress(Unavailable):  # the log is closed
             self.writer.append(record)
@@ -250,9 +252,9 @@ class Agents:
         if agent is None or agent not in self._book.roster:
             self._book.roster.ledger.count(tenant, done)
             return
-        agent.used = self._book.now()
+        agent.used = self._outbox.now()
         with contextlib.suppress(Unavailable):
-            self.writer.append(*self._book.count(agent, done), self._book.note(agent))
+            self.writer.append(*self._outbox.count(agent, done), self._outbox.note(agent))
         if agent.record.pinned:
             self.kv.pin_later(agent, ids)
 

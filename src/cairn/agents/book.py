@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -17,69 +17,34 @@ import msgspec
 
 from cairn.agents.damage import told
 from cairn.agents.index import Kind
-from cairn.agents.info import Savings
-from cairn.agents.kv import BATCH, AgentKv, owners
-from cairn.agents.ledger import BYTES_KEY, LINES, counted, total_key
-from cairn.agents.records import SavingsRecord, TurnRecord, UnpinRecord, decode
+from cairn.agents.kv import AgentKv, owners
+from cairn.agents.outbox import Outbox
+from cairn.agents.records import TurnRecord, UnpinRecord, decode
 from cairn.agents.replays import Replays
 from cairn.agents.roster import Roster
 from cairn.agents.segment import Record
 from cairn.agents.tree import NOBODY, Agent, Turn
 from cairn.agents.writer import Writer
 from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
-from cairn.seams import Clock, Rng
-from cairn.types import Done
+from cairn.seams import Rng
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED = frozenset({"import"})
 """Ids that are routes."""
 MAX_AGENTS = 10_000
 """Of one tenant."""
-STEP_SECONDS = 10.0
-"""By more than this the wall clock does not run away from the other one by itself: it was set, or the machine slept."""
 
 
 class Book:
     """The roster and the log of one server."""
 
-    def __init__(self, roster: Roster, writer: Writer, kv: AgentKv, clock: Clock, rng: Rng, replays: Replays) -> None:
-        self.roster, self.writer, self.kv, self._replays = roster, writer, kv, replays
-        self.rng, self._clock = rng, clock
-        self._owed: dict[tuple[int, int], Record] = {}
-        """By kind and key: of these kinds only the newest counts."""
-        self._refused: list[int] = []
-        self._bytes = roster.ledger.bytes
-        self._lost: set[int] = set()
-        """Keys of what is to be written again."""
+    def __init__(self, roster: Roster, writer: Writer, outbox: Outbox, kv: AgentKv, rng: Rng, replays: Replays) -> None:
+        self.roster, self.writer, self.outbox, self.kv, self.rng = roster, writer, outbox, kv, rng
+        self._replays = replays
         self._untold: dict[int, Record] = {}
         """By the agent's key: what the log has of agents of which the stores do not know whether they are pinned."""
         self._pinning: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         """By the agent's key, while `set_pinned` is at work on it: one change after the other."""
-        # What was written while the wall clock was ahead is no younger than what is written now.
-        self._epoch = clock.time_ns() / 1e9 - clock.now()
-        now = self.now()
-        self._replays.retime(lambda at: min(at, now))
-        for agent in roster:
-            _retime(agent, lambda at: min(at, now))
-
-    def now(self) -> float:
-        """Seconds since 1970. Goes on evenly: where the wall clock is set, nothing may grow old at once.
-
-        Only `settle` follows that clock, with all times that ages are told by.
-        """
-        return self._epoch + self._clock.now()
-
-    def _set_clock(self) -> None:
-        """If the wall clock was set, follow it with all times: agents' ages stay, also at the next start."""
-        step = self._clock.time_ns() / 1e9 - self.now()
-        if abs(step) < STEP_SECONDS:
-            return
-        self._epoch += step
-        self._replays.retime(lambda at: at + step)
-        for agent in self.roster:
-            _retime(agent, lambda at: at + step)
-            if agent.record.ttl is not None or agent.record.left or agent.record.moved:
-                self._lost.add(agent.key)
 
     # ---------------------------------------------------------------------------------------------------- to look up
 
@@ -132,9 +97,9 @@ class Book:
         agent.starting = agent.new = True
         self.roster.add(agent)
         try:
-            await self.sync(*more, written)
+            await self.outbox.sync(*more, written)
         except BaseException:
-            self._refused += {*self.roster.remove(agent), *(record.key for record in more)}
+            self.outbox.condemn({*self.roster.remove(agent), *(record.key for record in more)})
             raise
         finally:
             agent.starting = agent.new = False
@@ -146,7 +111,7 @@ class Book:
         """A new agent with this one's history up to a turn. Conflict while that is not durable."""
         if agent.new:
             raise Conflict(f"agent {agent.id} is being made; fork it once that is answered")
-        now = self.now()
+        now = self.outbox.now()
         old = agent.record
         record = msgspec.structs.replace(
             old,
@@ -166,16 +131,16 @@ class Book:
     async def move(self, agent: Agent, head: Turn) -> None:
         """Another turn is the agent's head; what is pinned follows. Nothing may begin meanwhile."""
         before, old, agent.starting, agent.straight = agent.head, agent.record, True, False
-        agent.head, agent.record = head, msgspec.structs.replace(old, left={**old.left, before.key: self.now()})
+        agent.head, agent.record = head, msgspec.structs.replace(old, left={**old.left, before.key: self.outbox.now()})
         try:
-            await self.sync(self.note(agent))
+            await self.outbox.sync(self.outbox.note(agent))
         except Unavailable:
             agent.head = before
             agent.record = msgspec.structs.replace(agent.record, left=old.left)
-            self.owe(self.note(agent))
+            self.outbox.owe(self.outbox.note(agent))
             raise
         except BaseException:  # nobody hears whether the disk takes it
-            self.owe(self.note(agent))
+            self.outbox.owe(self.outbox.note(agent))
             self._repin(agent)
             raise
         finally:
@@ -195,13 +160,13 @@ class Book:
                 return False
             agent.record = msgspec.structs.replace(agent.record, pinned=pinned)
             try:
-                await self.sync(self.note(agent))
+                await self.outbox.sync(self.outbox.note(agent))
             except Unavailable:  # the head may have moved meanwhile
                 agent.record = msgspec.structs.replace(agent.record, pinned=before)
-                self.owe(self.note(agent))
+                self.outbox.owe(self.outbox.note(agent))
                 raise
             except BaseException:  # nobody hears whether the disk takes it
-                self.owe(self.note(agent))
+                self.outbox.owe(self.outbox.note(agent))
                 self.kv.pin_later(agent)
                 raise
         return pinned != before
@@ -213,11 +178,11 @@ class Book:
         turn.state = "running"  # while it is being synced, too
         self.roster.add_turn(agent, turn)
         try:
-            await self.sync(record)
+            await self.outbox.sync(record)
         except BaseException:
             self.roster.take_back(agent, turn)
-            self._refused.append(turn.key)
-            self.owe(self.note(agent))  # what was noted of the agent meanwhile names the turn
+            self.outbox.condemn([turn.key])
+            self.outbox.owe(self.outbox.note(agent))  # what was noted of the agent meanwhile names the turn
             raise
         agent.used = began.began
         return turn
@@ -232,7 +197,7 @@ class Book:
         on the disk: put back, it would lose later turns at the next start. `tend` goes on erasing.
         """
         keys = self.roster.remove(agent)  # before anything waits: from here on nobody finds it
-        keys = [*keys, *self._replays.take(agent.key), *self.refused()]
+        keys = [*keys, *self._replays.take(agent.key), *self.outbox.condemned()]
         unpinned = False
         try:
             if agent.running is not None:
@@ -240,13 +205,13 @@ class Book:
                 await agent.running.stop()
             unpinned = await self.kv.drop(agent)
         except BaseException:
-            self._refused += keys
+            self.outbox.condemn(keys)
             raise
         finally:
             if not unpinned:
                 self._unpin_later(agent)
         try:
-            await self.erase(keys)
+            await self.outbox.erase(keys)
         except Unavailable as error:
             raise Unavailable(
                 f"agent {agent.id} is deleted, but its bytes are on the disk until that works again, and if the server "
@@ -254,39 +219,25 @@ class Book:
                 retry_after=10.0,
             ) from error
 
-    async def erase(self, keys: Sequence[int]) -> None:
-        """Erase the records with these keys. What the disk refuses now is in `refused` after that."""
-        gone = set(keys)
-        self._owed = {name: record for name, record in self._owed.items() if record.key not in gone}
-        # Once an agent is erased nobody can name its pins, so those that are left are written down before.
-        pins = [record for record in self._owed.values() if record.kind == Kind.UNPIN]
-        try:
-            await self.writer.erase(keys, *pins)
-        except BaseException:
-            self._refused += keys
-            raise
-        for record in pins:
-            self._owed.pop((record.kind, record.key), None)
-
     def _unpin_later(self, agent: Agent) -> None:
         """The stores have pins of an agent that is gone: the log knows their owners until they are given up."""
         left = UnpinRecord(owners=owners(agent))
         record = self.writer.record(Kind.UNPIN, left)
-        self._owed[record.kind, record.key] = record
-        self.kv.unpin_later(left.owners, partial(self.condemn, [record.key]))
+        self.outbox.keep(record)
+        self.kv.unpin_later(left.owners, partial(self.outbox.condemn, [record.key]))
 
     def pin_later(self, agent: Agent) -> None:
         """The stores could not be told whether the agent is pinned: the log knows that until they are."""
         record = self._untold.get(agent.key)
         if record is None:
             record = self.writer.record(Kind.UNPIN, UnpinRecord(owners=owners(agent)))
-            self._owed[record.kind, record.key] = record
+            self.outbox.keep(record)
         self._tell(agent, record)
 
     def _tell(self, agent: Agent, record: Record) -> None:
         def told() -> None:
             del self._untold[agent.key]
-            self.condemn([record.key])
+            self.outbox.condemn([record.key])
 
         self._untold[agent.key] = record
         self.kv.pin_later(agent, done=told)
@@ -300,100 +251,11 @@ class Book:
                 continue
             agent = next((here[owner] for owner in left.owners if owner in here), None)
             if agent is None:
-                self.kv.unpin_later(left.owners, partial(self.condemn, [record.key]))
+                self.kv.unpin_later(left.owners, partial(self.outbox.condemn, [record.key]))
             elif agent.key in self._untold:
-                self.condemn([record.key])  # another one says the same
+                self.outbox.condemn([record.key])  # another one says the same
             elif agent.salt != NOBODY:  # else once its tenant is configured again: without its salt it pins nothing
                 self._tell(agent, record)
-
-    # ---------------------------------------------------------------------------------------------- to be written soon
-
-    def note(self, agent: Agent) -> Record:
-        """The agent as it is now, to be written."""
-        head = agent.head
-        agent.record = msgspec.structs.replace(agent.record, used=agent.used, head=head.key, under=head.under)
-        return self.writer.record(Kind.AGENT, agent.record, agent.key)
-
-    def count(self, agent: Agent, done: Done) -> Sequence[Record]:
-        """Add an answer to the agent's line and its tenant's; what is to be written of it."""
-        speed = self.roster.ledger.count(agent.tenant, done)
-        agent.savings = counted(agent.savings, done, speed)
-        return [self._line(agent), *self._totals()]
-
-    def _line(self, agent: Agent) -> Record:
-        return self.writer.record(Kind.SAVINGS, SavingsRecord(savings=agent.savings), agent.key)
-
-    def _totals(self) -> list[Record]:
-        """The tenants' totals that are not written yet, and the bytes."""
-        ledger = self.roster.ledger
-        lines = [(name, SavingsRecord(savings=ledger.totals[name], tenant=name)) for name in sorted(ledger.dirty)]
-        ledger.dirty.clear()
-        records = [self.writer.record(Kind.SAVINGS, line, total_key(name)) for name, line in lines]
-        if ledger.bytes != self._bytes:
-            self._bytes = read, written = ledger.bytes
-            line = SavingsRecord(savings=Savings(), read=read, written=written)
-            records.append(self.writer.record(Kind.SAVINGS, line, BYTES_KEY))
-        return records
-
-    def owe(self, *records: Record) -> None:
-        """Write these as soon as the disk takes them, unless they are about what is being erased."""
-        for record in records:
-            if record.key >= LINES or self.roster.needs(record.key):
-                self._owed[record.kind, record.key] = record
-
-    async def sync(self, *records: Record) -> None:
-        """Return when these are durable, and before them all that is owed: they may follow from it.
-
-        Unavailable where the disk refuses it; what is owed stays so.
-        """
-        owed = dict(self._owed)
-        await self.writer.sync(*owed.values(), *records)
-        for name, record in owed.items():
-            if self._owed.get(name) is record:
-                del self._owed[name]
-                if record.kind == Kind.END:
-                    self.roster.release(record.key)
-
-    async def settle(self) -> None:
-        """Write what is owed, and what the disk refused although nobody waited for it.
-
-        Unavailable where the disk refuses it, and once the log is closed.
-        """
-        self._set_clock()
-        self._lost |= self.writer.lost()
-        looked = 0
-        while self._lost:
-            key = self._lost.pop()
-            agent = self.roster.keyed(key)
-            if key >= LINES:
-                self.roster.ledger.dirty.update(self.roster.ledger.totals)
-            elif agent is not None and not agent.new:
-                self.owe(self.note(agent), self._line(agent))
-            looked += 1
-            if looked % BATCH == 0:
-                await asyncio.sleep(0)
-        self.owe(*self._totals())
-        if self._owed:
-            await self.sync()
-
-    def condemn(self, keys: Iterable[int]) -> None:
-        """Nobody finds what has these keys any more: erase it with the next that is erased."""
-        self._refused += keys
-
-    def refused(self) -> list[int]:
-        """Keys of records that are on the disk, or may be, and must not be; once."""
-        keys, self._refused = self._refused, []
-        return keys
-
-
-def _retime(agent: Agent, change: Callable[[float], float]) -> None:
-    """Change the times that ages are told by; when it was made stays."""
-    agent.used = change(agent.used)
-    for turn in agent.own:
-        turn.at = change(turn.at)
-    record = agent.record
-    left, moved = {key: change(at) for key, at in record.left.items()}, record.moved and change(record.moved)
-    agent.record = msgspec.structs.replace(record, left=left, moved=moved)
 
 
 def check_id(id: str) -> None:

@@ -32,7 +32,7 @@ async def found(
     check(tools, "tools")
     check(metadata, "metadata")
     id = book.new_id(tenant, id)
-    now = book.now()
+    now = book.outbox.now()
     root = book.writer.record(Kind.TURN, TurnRecord(agent=0, number=0, messages=tuple(messages), tools=tuple(tools)))
     beginning = Turn(root.key, msgspec.msgpack.decode(root.payload, type=TurnRecord), None)
     record = AgentRecord(
@@ -67,7 +67,7 @@ async def take_in(
     if accept is not None:
         await asyncio.to_thread(accept, read)
     id = book.new_id(tenant, read.agent.id if id is None else id)
-    agent = portable.plant(read, writer.key, tenant, id, book.now())
+    agent = portable.plant(read, writer.key, tenant, id, book.outbox.now())
     records = [writer.record(Kind.TURN, agent.root.held.began, agent.root.key)]
     for turn in agent.own:
         content = turn.held

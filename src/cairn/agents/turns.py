@@ -35,7 +35,7 @@ class Turns:
 
     def __init__(self, service: Service, book: Book, archive: Archive, clock: Clock, config: Config) -> None:
         self.service, self.writer, self.clock = service, book.writer, clock
-        self.owe, self.sync, self.now = book.owe, book.sync, book.now
+        self.owe, self.sync, self.now = book.outbox.owe, book.outbox.sync, book.outbox.now
         self._book, self._archive, self._config = book, archive, config
 
     async def start(
@@ -145,7 +145,7 @@ class Turns:
             sampling=request.sampling,
             stop=request.stop,
             output=request.output,
-            began=self._book.now(),
+            began=self.now(),
             request=request.id,
         )
 
@@ -187,7 +187,7 @@ class Turns:
         turn.state, turn.content = "interrupted", lost
         try:
             yield await self._archive.branch(turn)
-            end = EndRecord(state="interrupted", ids=b"", ended=self._book.now())
+            end = EndRecord(state="interrupted", ids=b"", ended=self.now())
             await self.sync(self.writer.record(Kind.END, end, turn.key))
         except BaseException:
             turn.state, turn.content = "finished", None
@@ -249,4 +249,4 @@ class Turns:
         agent.used = end.ended
         if agent.record.pinned and end.state == "finished":
             self._book.kv.pin_later(agent)
-        return self._book.count(agent, done) if done is not None else ()
+        return self._book.outbox.count(agent, done) if done is not None else ()

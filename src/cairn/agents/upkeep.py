@@ -35,7 +35,7 @@ class Upkeep:
 
     async def _run(self, orphans: Sequence[int]) -> None:
         with contextlib.suppress(Unavailable):
-            await self._book.erase(orphans)
+            await self._book.outbox.erase(orphans)
         while True:
             await asyncio.sleep(TEND_SECONDS)
             try:
@@ -50,19 +50,19 @@ class Upkeep:
 
         The KV of both goes with them.
         """
-        book = self._book
-        await book.settle()
-        now = book.now()
-        book.condemn(self._replays.over(now))
+        book, outbox = self._book, self._book.outbox
+        await outbox.settle()
+        now = outbox.now()
+        outbox.condemn(self._replays.over(now))
         for looked, agent in enumerate(book.roster, 1):
             if looked % BATCH == 0:
                 await asyncio.sleep(0)
             if agent in book.roster and not agent.busy and not _over(agent, now):
                 own, over = agent.own, set(book.roster.prune(agent, now - ABANDONED_SECONDS))
-                book.condemn(over)  # at once: who deletes the agent meanwhile is told when all of it is gone
+                outbox.condemn(over)  # at once: who deletes the agent meanwhile is told when all of it is gone
                 await book.kv.collect(agent, [turn for turn in own if turn.key in over])
-        if refused := book.refused():
-            await book.erase(refused)  # which knows them again if it is cut off
+        if condemned := outbox.condemned():
+            await outbox.erase(condemned)  # which knows them again if it is cut off
         for agent in book.roster:
             if agent in book.roster and not agent.busy and _over(agent, now):
                 await book.remove(agent)
