@@ -161,7 +161,8 @@ def test_a_grounded_request_says_which_tool_is_meant() -> None:
     """It says the last word of the noun, or one that no other tool has; and the verb where two tools share the noun."""
     for tools, tool, text, _, _ in _grounded(600):
         said = text.lower()
-        assert tool.noun[-1].lower() in said or (tool.short and tool.short[0].lower() in said), text
+        nouns = tool.noun, tool.alias, tool.short
+        assert any(noun[-1].lower() in said for noun in nouns if noun), text
         twins = [t for t in tools if isinstance(t, Grounded) and t is not tool and set(t.noun) == set(tool.noun)]
         assert tool.by_verb == bool(twins)
         assert not twins or tool.verb.replace("_", " ") in said, text

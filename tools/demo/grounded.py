@@ -8,15 +8,14 @@ been read off the schema. Their words are nouns, made-up words and abbreviations
 import random
 import re
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 from . import words
-from .acttable import acts
 from .acttalk import any_act
 from .compose import asked, tool_of
 from .dialogue import AS_IS
-from .things import number, thing
+from .extras import SUBJECTS, Extra, described, drawn, upper, word
+from .things import thing
 from .toolbox import Param, Tool
 from .toolwords import CONTEXT, SYNONYMS
 from .values import Values
@@ -44,36 +43,6 @@ COMMANDS = ("{v}", "give", "show", "check", "tell", "let", "get", "use", "turn")
 READING = "get show find check fetch list read lookup query view retrieve".split()
 DOING = """create add send start stop open close book order set make generate update delete remove cancel run post log
 schedule convert calculate compute submit request reserve play build search save move copy print lock assign""".split()
-SUBJECTS = """city person label word id email file brand noun fullname title phrase topic path url phrase word title host
-label city person topic date room country food""".split()
-LABELS = [kind for kind in SUBJECTS if kind != "topic"]
-MEASURED = "length size distance weight height duration limit amount price width age level depth speed budget".split()
-COUNTED = """minutes hours days weeks people guests pages pixels copies rows euros percent kilometres kilograms
-centimetres grams litres seats nights rooms questions items points lines steps seconds months years dollars""".split()
-OPTIONS = "type mode style kind priority format quality order view status unit category group shape".split()
-MARKS = "force overwrite notify verbose recursive confirm repeat dry_run urgent shuffle archive sync".split()
-LABELLED = """{p} {0}|with {p} {0}|{p}: {0}|{p} = {0}|with the {p} {0}|, the {p} is {0}|{0} as the {p}|{0} as {p}|
-for {p} {0}|, use {0} as {p}|in the {0} {p}|in {p} {0}|, {p} should be {0}|under the {p} {0}|the {0} {p}|{0} {p}""".replace(
-    "\n", ""
-).split("|")
-UNITED = "{0} {u}|with {0} {u}|for {0} {u}|{0} {u}|, {0} {u}|{u}: {0}|of {0} {u}|{u} {0}|at {0} {u}".split("|")
-MEASURES = """{q} {0}|{q} of {0}|with {q} {0}|{q}: {0}|at {q} {0}|{q} {0} {u}|{0} {u} {q}|{0} {u}|{0} {u}|with a {q} of {0}|
-, the {q} is {0} {u}|{0} as {q}""".replace("\n", "").split("|")
-CHOSEN = "^{0}|^{0}|^{0}|{p} {0}|{0} {p}|as {0}|in {0}|, {0}|{p}: {0}|, make it {0}|with {p} {0}|in {0} {p}|{0}".split(
-    "|"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Extra:
-    """An argument beside the main one, with the ways to say it; for a switch, those that say yes and those that say no.
-
-    ``^`` begins what stands before the noun, a comma what takes no other joint.
-    """
-
-    param: Param
-    ways: tuple[str, ...]
-    denials: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +52,8 @@ class Grounded(Tool):
     verb: str = ""
     noun: tuple[str, ...] = ()
     extras: tuple[Extra, ...] = ()
+    alias: tuple[str, ...] = ()
+    """Another noun, which only the description has."""
     short: tuple[str, ...] = ()
     by_verb: bool = field(default=False)
     """Whether another tool on offer has the same noun, so that the verb must be said."""
@@ -95,32 +66,32 @@ class Grounded(Tool):
         drawn: dict[str, Any] = {}
         fronts, tails = list[str](), list[str]()
         for extra in rng.sample(self.extras, len(self.extras)):
-            if not extra.param.required and rng.random() < 0.5:
+            if not extra.required and rng.random() < 0.5:
                 continue
-            said, drawn[extra.param.name] = _said(values, extra)
+            said, arguments = extra.said(values)
+            drawn |= arguments
             (fronts if said.startswith("^") else tails).append(said.removeprefix("^"))
-        noun = " ".join([*fronts[:1], _spoken(rng, self.short if self.short and rng.random() < 0.25 else self.noun)])
+        noun = self.short if self.short and rng.random() < 0.25 else self.noun
+        noun = self.alias if self.alias and rng.random() < 0.6 else noun
+        named = " ".join([*fronts[:1], _spoken(rng, noun)])
         tails += fronts[1:]
         main = ""
         if "{0}" in head:
             value = thing(values, self.params[0].kind)
-            main = value.text
+            label = self.params[0].name.replace("_", " ")
+            main = f"{label} {value.text}" if rng.random() < 0.12 else value.text
             drawn[self.params[0].name] = value.data if self.params[0].type != "s" else str(value.data)
         verb = self.verb.replace("_", " ")
         if not self.by_verb and verb in SYNONYMS and rng.random() < 0.25:
             verb = rng.choice(SYNONYMS[verb])
-        text = _joined(rng, head.format(main, v=verb, n=noun), tails)
-        if head.split(" ")[0] in COMMANDS:
-            text = asked(values, text, free=not tails)
-        elif not head.startswith("{0}"):
-            text = _upper(text) if rng.random() < 0.65 else text
+        text, command = head.format(main, v=verb, n=named), head.split(" ")[0] in COMMANDS
+        if not command and not head.startswith("{0}"):
+            text = upper(text) if rng.random() < 0.65 else text
             text = text.rstrip("?") if rng.random() < 0.15 else text
+        text = _joined(rng, text, tails, first=not command and rng.random() < 0.12)
+        text = asked(values, text, free=not tails) if command else text
         text = _beside(values, text)
         return AS_IS + text, {p.name: drawn[p.name] for p in self.params if p.name in drawn}
-
-
-def _upper(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _spoken(rng: random.Random, noun: tuple[str, ...]) -> str:
@@ -129,10 +100,11 @@ def _spoken(rng: random.Random, noun: tuple[str, ...]) -> str:
     return f"{said}s" if rng.random() < 0.08 else said
 
 
-def _joined(rng: random.Random, text: str, tails: list[str]) -> str:
+def _joined(rng: random.Random, text: str, tails: list[str], *, first: bool) -> str:
+    """The tails behind the text; `first`: one of them before it."""
     mark = text[-1] if text[-1] in "?." else ""
     body = text[:-1] if mark else text
-    if tails and rng.random() < 0.1 and not tails[0].startswith(","):
+    if first and tails and not tails[0].startswith(","):
         body, tails = f"{tails[0]}{rng.choice((', ', ': ', ' - '))}{body}", tails[1:]
     for tail in tails:
         body += tail if tail.startswith(",") else rng.choice((" ", " ", ", ", " and ")) + tail
@@ -159,41 +131,6 @@ def _beside(values: Values, text: str) -> str:
     return text + ("" if text[-1] in ".?!" else ".") + " " + aside
 
 
-def _said(values: Values, extra: Extra) -> tuple[str, Any]:
-    rng, param = values.rng, extra.param
-    if param.type == "b":
-        yes = not extra.denials or rng.random() < 0.6
-        return rng.choice(extra.ways if yes else extra.denials), yes
-    if param.choices:
-        choice = rng.choice(param.choices)
-        return rng.choice(extra.ways).replace("{0}", choice), choice
-    value = thing(values, param.kind)
-    if param.type in "in" and isinstance(value.data, int | float):
-        value = number(values, value.data if param.type == "n" else int(value.data))
-    data = value.data if param.type in "in" else str(value.data)
-    way = rng.choice(extra.ways)
-    return way.replace("{0}", value.text), data
-
-
-@cache
-def _common() -> tuple[str, ...]:
-    """The words that the acts of training are named with."""
-    named = {word for act in acts(False) for text in act.nouns for word in text.split("_")}
-    return tuple(sorted(word for word in named if word.isalpha() and len(word) > 3))
-
-
-def word(values: Values) -> str:
-    """A noun, a word of the acts, a made-up word or an abbreviation (in capitals)."""
-    rng, roll = values.rng, values.rng.random()
-    if roll < 0.4:
-        return values.noun()
-    if roll < 0.64:
-        return rng.choice(_common())
-    if roll < 0.87:
-        return values.made_up(rng.choice((1, 1, 2, 2)))
-    return "".join(rng.choice("ABCDEFGHIJKLMNOPQRSTUVWXYZ") for _ in range(rng.choice((2, 2, 3, 3, 4))))
-
-
 def made(values: Values, verb: str = "", first: str = "", noun: tuple[str, ...] = ()) -> Grounded:
     """A tool, with the verb, the first word of its noun, or the noun given."""
     rng = values.rng
@@ -201,19 +138,20 @@ def made(values: Values, verb: str = "", first: str = "", noun: tuple[str, ...] 
     verb = verb or rng.choice(READING if reads else DOING if rng.random() < 0.8 else words.VERBS)
     if not noun:
         count = 2 if first else rng.choices((1, 2, 3), (45, 50, 5))[0]
-        drawn = [word(values) for _ in range(count)]
-        noun = (first, *drawn[1:]) if first else tuple(drawn)
-    extras = _extras(values, set(noun))
-    names = {extra.param.name for extra in extras}
+        noun = tuple(word(values) for _ in range(count))
+        noun = (first, *noun[1:]) if first else noun
+    extras = drawn(values, set(noun))
+    names = {param.name for extra in extras for param in extra.params}
     subject = _subject(values, noun, names)
+    alias = tuple(word(values) for _ in range(rng.choice((1, 2)))) if rng.random() < 0.13 else ()
     bare = not subject
     templates = (BARE_READS if bare else READS) if reads else (BARE_DEEDS if bare else DEEDS)
-    params = [*([subject] if subject else []), *(extra.param for extra in extras)]
+    params = [*([subject] if subject else []), *(param for extra in extras for param in extra.params)]
     if len(params) > 1 and rng.random() < 0.2 and bare:
         rng.shuffle(params)
     return Grounded(
-        "-".join(noun).lower(), _name(rng, verb, noun, reads=reads), _described(rng, verb, noun, subject, reads=reads),
-        tuple(params), tuple(templates), (("status", "ok"),), verb, noun, tuple(extras),
+        "-".join(noun).lower(), _name(rng, verb, noun, reads=reads), _described(rng, verb, alias or noun, subject, reads=reads),
+        tuple(params), tuple(templates), (("status", "ok"),), verb, noun, extras, alias,
     )  # fmt: skip
 
 
@@ -223,23 +161,10 @@ def _subject(values: Values, noun: tuple[str, ...], names: set[str]) -> Param | 
         return None
     kind = rng.choice(SUBJECTS)
     own = noun[-1].lower()
-    choices = [
-        kind if kind.isalpha() else "name",
-        "name",
-        "target",
-        "query",
-        own,
-        f"{own}_name",
-        f"{own}_id",
-        "text",
-        "value",
-    ]
-    choices += [word(values).lower(), f"{word(values).lower()}_name", kind]
-    name = next(n for n in iter(lambda: rng.choice([*choices, "subject", "item", "input"]), "") if n not in names)
-    plain = name.replace("_", " ")
-    text = rng.choice(
-        (f"The {plain}", _upper(plain), f"Which {plain}", f"{_upper(plain)} to use", f"Name of the {plain}")
-    )
+    choices = [kind, "name", "target", "query", own, f"{own}_name", f"{own}_id", "text", "value", "subject", "item"]
+    choices += [word(values).lower(), f"{word(values).lower()}_name", "input"]
+    name = next(n for n in iter(lambda: rng.choice(choices), "") if n not in names)
+    text = described(values, name.replace("_", " "))
     return Param("0", name, "s", kind, text)
 
 
@@ -251,107 +176,25 @@ def _name(rng: random.Random, verb: str, noun: tuple[str, ...], *, reads: bool) 
     style = rng.random()
     if style < 0.82:
         return "_".join(parts)
-    return parts[0] + "".join(map(_upper, parts[1:])) if style < 0.95 else "-".join(parts)
+    return parts[0] + "".join(map(upper, parts[1:])) if style < 0.95 else "-".join(parts)
 
 
 def _described(rng: random.Random, verb: str, noun: tuple[str, ...], subject: Param | None, *, reads: bool) -> str:
     said, verb = " ".join(noun), verb.replace("_", " ")
     of = subject.name.replace("_", " ") if subject else ""
     choices = [
-        f"{_upper(verb)} a {said}",
-        f"{_upper(verb)} the {said}",
-        f"{_upper(verb)}s a {said}",
-        f"{_upper(verb)} {said}",
+        f"{upper(verb)} a {said}",
+        f"{upper(verb)} the {said}",
+        f"{upper(verb)}s a {said}",
+        f"{upper(verb)} {said}",
     ]
     if reads:
         choices += [f"Returns the {said}", f"Current {said}", f"The {said}" + (f" of a {of}" if of else "")]
     if of:
         choices += [
-            f"{_upper(verb)} the {said} {rng.choice(('of', 'for'))} {rng.choice(('a', 'the', 'a given'))} {of}"
+            f"{upper(verb)} the {said} {rng.choice(('of', 'for'))} {rng.choice(('a', 'the', 'a given'))} {of}"
         ] * 3
     return rng.choice(choices) + rng.choice((".", ".", ""))
-
-
-def _extras(values: Values, used: set[str]) -> list[Extra]:
-    rng = values.rng
-    found: list[Extra] = []
-    for _ in range(rng.choices((0, 1, 2, 3), (28, 36, 26, 10))[0]):
-        extra = rng.choice((_amount, _amount, _labelled, _labelled, _choice, _choice, _switch))(values)
-        if extra.param.name not in {e.param.name for e in found} | used:
-            found.append(extra)
-    return found
-
-
-def _required(rng: random.Random) -> bool:
-    return rng.random() < 0.45
-
-
-def _amount(values: Values) -> Extra:
-    """A number with its unit, or with what it measures."""
-    rng = values.rng
-    unit = rng.choice(COUNTED) if rng.random() < 0.6 else f"{word(values).lower()}s"
-    type_, kind = rng.choice((("i", "int9"), ("i", "int9"), ("i", "small"), ("n", "float"), ("i", "int9k")))
-    needed = _required(rng)
-    if rng.random() < 0.55:
-        name = rng.choice(
-            (unit, f"num_{unit}", f"max_{unit}", f"{unit[:-1]}_count", unit, f"number_of_{unit}", "count")
-        )
-        text = rng.choice(
-            (f"Number of {unit}", f"How many {unit}", _upper(unit) if name != "count" else f"Count of {unit}")
-        )
-        return Extra(Param(name, name, type_, kind, text, needed), tuple(way.replace("{u}", unit) for way in UNITED))
-    measured = rng.choice(MEASURED) if rng.random() < 0.6 else word(values).lower()
-    name = rng.choice((measured, f"{measured}_{unit}", f"{measured}_in_{unit}", measured))
-    text = rng.choice((f"{_upper(measured)} in {unit}", f"The {measured} in {unit}", f"{_upper(measured)} ({unit})"))
-    ways = tuple(way.replace("{u}", unit).replace("{q}", measured) for way in MEASURES)
-    return Extra(Param(name, name, type_, kind, text, needed), ways)
-
-
-def _labelled(values: Values) -> Extra:
-    """A text that stands beside the name of its argument."""
-    rng = values.rng
-    label = word(values)
-    name = rng.choice((label, label, f"{label}_name", f"{label}_id")).lower()
-    said = rng.choice(
-        (f"The {label}", _upper(label), f"Which {label}", f"{_upper(label)} to use", f"Name of the {label}")
-    )
-    ways = tuple(way.replace("{p}", label if rng.random() < 0.8 else label.lower()) for way in LABELLED)
-    return Extra(Param(name, name, "s", rng.choice(LABELS), said, _required(rng)), ways)
-
-
-def _choice(values: Values) -> Extra:
-    """One of some words, mostly said in passing."""
-    rng = values.rng
-    label = rng.choice(OPTIONS) if rng.random() < 0.6 else word(values).lower()
-    listed = {rng.choice(words.ADJECTIVES) if rng.random() < 0.5 else word(values) for _ in range(rng.randint(2, 5))}
-    choices = sorted(listed) if rng.random() < 0.3 else list(dict.fromkeys(rng.sample(sorted(listed), len(listed))))
-    ways = tuple(way.replace("{p}", label) for way in CHOSEN)
-    text = rng.choice((f"The {label}", _upper(label), f"Which {label}", f"{_upper(label)} to use"))
-    return Extra(Param(label, label, "e", ",".join(choices), text, _required(rng)), ways)
-
-
-def _switch(values: Values) -> Extra:
-    """True or false: a quality of the noun, something that goes with it, or something to be done beside."""
-    rng, roll = values.rng, values.rng.random()
-    if roll < 0.4:
-        quality = rng.choice(words.ADJECTIVES) if rng.random() < 0.7 else word(values).lower()
-        name = rng.choice((f"is_{quality}", quality, f"make_{quality}", f"{quality}_only"))
-        text = f"Whether it is {quality}" if rng.random() < 0.6 else f"{_upper(quality)} or not"
-        yes = f"^{quality}|^{quality}|^{quality}|, make it {quality}|, {quality}|, it should be {quality}"
-        no = f", not {quality}|^non-{quality}|, it should not be {quality}|^not {quality}"
-    elif roll < 0.75:
-        part = f"{word(values)}s"
-        name = f"{rng.choice(('include', 'with', 'use', 'show', 'add', 'has'))}_{part.lower()}"
-        text = rng.choice((f"Whether to include {part}", f"With {part}", f"Include {part}"))
-        yes = f"with {part}|including {part}|and {part}|plus {part}|, {part} too|with the {part}"
-        no = f"without {part}|, no {part}|without the {part}|, leave out the {part}|but no {part}|minus {part}"
-    else:
-        deed = rng.choice(MARKS) if rng.random() < 0.6 else rng.choice(words.VERBS)
-        name, said = deed, deed.replace("_", " ")
-        text = rng.choice((f"{_upper(said)} or not", f"Whether to {said}", _upper(said)))
-        yes = f"^{said}|and {said}|, {said} it|, {said}|with {said}|, {said} please"
-        no = f", do not {said}|without {said}|, don't {said}|, no {said}"
-    return Extra(Param(name, name, "b", "", text, rng.random() < 0.15), tuple(yes.split("|")), tuple(no.split("|")))
 
 
 def offer(values: Values, count: int) -> list[Tool]:
