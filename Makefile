@@ -17,7 +17,19 @@ install: .venv/.installed
 
 NATIVE := $(addprefix src/cairn/kernels/csrc/,CMakeLists.txt *.cpp *.h)
 
-SOURCES := pyproject.toml constraints.txt $(wildcard $(NATIVE))
+# A .venv whose Python is gone is made anew.
+GONE := $(shell test -x $(BIN)/python || echo gone)
+.PHONY: gone
+SOURCES := pyproject.toml constraints.txt $(wildcard $(NATIVE)) $(GONE)
+
+# What an environment was made with it keeps, so one of another Python goes first.
+OLD := Cairn needs Python 3.11 or newer, this is %d.%d: make serve PYTHON=python3.12
+VERSION := -c 'import sys; print(sys.version_info[:2])'
+define VENV
+@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(OLD)" % sys.version_info[:2])'
+@[ "$$($(BIN)/python $(VERSION) 2>&1)" = "$$($(PYTHON) $(VERSION))" ] || rm -rf .venv
+$(PYTHON) -m venv .venv
+endef
 
 # Kernels of other sources are worse than none, so old ones go first; pip tells nobody that there are none.
 STALE := rm -f src/cairn/kernels/_native.*
@@ -25,7 +37,7 @@ SLOW := ls src/cairn/kernels/_native.* >/dev/null 2>&1 || echo "Cairn's kernels 
 numpy, slowly. With g++ and Python's headers installed, 'make -B install' compiles them." >&2
 
 .venv/.installed: $(SOURCES)
-	$(PYTHON) -m venv .venv
+	$(VENV)
 	@$(STALE)
 	$(PIP) --editable .
 	@$(SLOW)
@@ -35,7 +47,7 @@ numpy, slowly. With g++ and Python's headers installed, 'make -B install' compil
 # Not after .installed: the kernels would be compiled twice. torch first and pinned: a plain dependency on torch would
 # pull gigabytes of GPU libraries.
 .venv/.test: $(SOURCES)
-	$(PYTHON) -m venv .venv
+	$(VENV)
 	$(PIP) torch
 	@$(STALE)
 	$(PIP) --editable '.[test]'

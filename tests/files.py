@@ -563,6 +563,10 @@ class CrashLock:
     def __init__(self, files: CrashFiles, path: Path) -> None:
         self._files, self._path = files, path
 
+    def held(self) -> bool:
+        with self._files._mutex:
+            return self._files._locks.get(self._path) is self and self._path / LOCK_FILE in self._files._names
+
     def release(self) -> None:
         with self._files._mutex:
             if self._files._locks.get(self._path) is self:

@@ -42,7 +42,7 @@ class House:
         order = f"{request.method} {request.url.path}"
         self.orders.append(order)
         if self.down:
-            raise httpx.ConnectError("refused")
+            raise httpx.ConnectError("refused") from ConnectionRefusedError()
         if order.startswith("POST /v1/requests/"):
             return httpx.Response(200, json={})
         found: dict[str, Any] = {

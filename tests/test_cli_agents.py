@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -191,25 +192,43 @@ def test_ctrl_c_takes_the_question_back(server: Served) -> None:
     assert only[3] == "abandoned"
 
 
-def test_the_tree_shows_branches_and_the_head() -> None:
-    def one(number: int, parent: int, current: bool) -> dict[str, object]:
-        messages = [{"role": "user", "content": f"question {number} " + "x" * 99 + "\x1b[31m"}]
-        answer = {"role": "assistant", "content": f"answer {number}"}
-        return {
-            "number": number,
-            "parent": parent,
-            "current": current,
-            "state": "finished" if current else "interrupted",
-            "messages": messages,
-            "answer": answer,
-        }
+def one(number: int, parent: int, current: bool) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"question {number} " + "x" * 99 + "\x1b[31m"}]
+    answer = {"role": "assistant", "content": f"answer {number}"}
+    return {
+        "number": number,
+        "parent": parent,
+        "current": current,
+        "state": "finished" if current else "interrupted",
+        "messages": messages,
+        "answer": answer,
+    }
 
-    console = Console(file=io.StringIO(), width=120, color_system=None)
-    console.print(tree({"id": "ada", "head": 3}, [one(1, 0, True), one(2, 1, False), one(3, 1, True)]))
+
+def drawn(head: int, turns: list[dict[str, Any]], width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(tree({"id": "ada", "head": head}, turns))
     assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
+    return console.file.getvalue()
+
+
+def test_the_tree_shows_branches_and_the_head() -> None:
+    text = drawn(3, [one(1, 0, True), one(2, 1, False), one(3, 1, True)], 120)
     assert "\x1b" not in text and text.count("...") == 3 and "(interrupted)" in text
     lines = text.splitlines()
     assert [line for line in lines if "<- head" in line] == [line for line in lines if "answer 3" in line]
     indents = [next(line.index(f"question {n}") for line in lines if f"question {n}" in line) for n in (1, 2, 3)]
     assert indents[0] < indents[1] == indents[2]
+
+
+def test_a_long_conversation_is_shown_to_its_end() -> None:
+    """On a narrow terminal, also after a branch, whose turns are told from what follows."""
+    side = [one(100, 30, False), one(101, 100, False)]
+    lines = drawn(60, [*(one(n, n - 1, True) for n in range(1, 61)), *side], 80).splitlines()
+    for number in (1, 29, 30, 31, 59, 60, 100, 101):
+        assert any(f"question {number} " in line for line in lines), number
+    (last,) = [line for line in lines if "<- head" in line]
+    assert "answer 60" in last
+    indent = {n: next(line.index("question") for line in lines if f"{n} question {n} " in line) for n in (30, 31, 60)}
+    assert indent[30] < indent[31] == indent[60]
+    assert [line.split("answer ")[1] for line in lines if "follows" in line] == ["31  (follows 30)"]

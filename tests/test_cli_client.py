@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -193,6 +194,59 @@ def test_a_deletion_is_done_when_the_server_says_so(body: object) -> None:
 def test_a_name_that_can_be_none_is_one_sentence(host: str) -> None:
     with pytest.raises(Unavailable, match="no server answers at"):
         Client(host).get("/v1/models")
+
+
+PRIVATE_CA = """\
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQg5MdwHTC35Cg9unjp
+e6FKOTn8t0ewnfjf2JTlxivwbzuhRANCAAQDjbFsa7rLydfY4S7JXJAyJBya++ZT
+15Px6EW5cMt+iCIcIrEocyfrby2UYoQ8rLVHNCQnWwTDYb1EC8+9eDWP
+-----END PRIVATE KEY-----
+-----BEGIN CERTIFICATE-----
+MIIBbDCCARKgAwIBAgIBATAKBggqhkjOPQQDAjAUMRIwEAYDVQQDDAlsb2NhbGhv
+c3QwIBcNMjAwMTAxMDAwMDAwWhgPMjEyMDAxMDEwMDAwMDBaMBQxEjAQBgNVBAMM
+CWxvY2FsaG9zdDBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABAONsWxrusvJ19jh
+LslckDIkHJr75lPXk/HoRblwy36IIhwisShzJ+tvLZRihDystUc0JCdbBMNhvUQL
+z714NY+jUzBRMA8GA1UdEwEB/wQFMAMBAf8wDgYDVR0PAQH/BAQDAgKEMB0GA1Ud
+DgQWBBTo0FPFKFXos0uH6Le1+amZiFQGizAPBgNVHREECDAGhwR/AAABMAoGCCqG
+SM49BAMCA0gAMEUCIECPcm0ErOHiQpUTGdWSQlwNaq/uSGvzS9FPfXI7BQaDAiEA
+vE2M+a/k+VmxduiiRXSw3qgPKJL6iOu9fMdhtG1WMrk=
+-----END CERTIFICATE-----
+"""
+"""For 127.0.0.1, until 2120, with its key; made for this test alone."""
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A server whose certificate only its own CA vouches for, and the file of that."""
+    file = tmp_path / "ca.pem"
+    file.write_text(PRIVATE_CA)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(file)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Late)
+    server.socket = tls.wrap_socket(server.socket, server_side=True)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a client that does not trust it hangs up
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    yield f"https://127.0.0.1:{server.server_address[1]}", file
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_private_authority_is_trusted_where_the_environment_names_it(
+    private: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that cannot be verified is there: to start one would not help."""
+    url, authority = private
+    with Client(url) as one, pytest.raises(Unavailable, match=f"the server at {url} did not answer: .*CERTIFICATE"):
+        one.get("/v1/cache")
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority))
+    with Client(url) as one:
+        assert one.get("/v1/cache")["model"] == "m"
+    monkeypatch.setenv("SSL_CERT_FILE", "/there/is/none.pem")
+    with pytest.raises(ConfigError, match="the certificates that the environment names cannot be used: "):
+        Client(url)
+    with Client("http://127.0.0.1:1") as one, pytest.raises(Unavailable, match="start one with: cairn serve"):
+        one.get("/v1/cache")
 
 
 class Late(http.server.BaseHTTPRequestHandler):

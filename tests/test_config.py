@@ -150,8 +150,18 @@ def test_what_containers_say_of_a_service_of_our_name_is_none_of_ours(elsewhere)
         "CAIRN_PORT_8000_TCP": "tcp://10.0.0.7:8000",
         "CAIRN_PORT_8000_TCP_PROTO": "tcp",
         "CAIRN_PORT_8000_TCP_ADDR": "10.0.0.7",
+        "CAIRN_LLM_PORT": "tcp://10.0.0.7:8000",
+        "CAIRN_LLM_SERVICE_HOST": "10.0.0.7",
+        "CAIRN_LLM_SERVICE_PORT_HTTP": "8000",
+        "CAIRN_LLM_2_PORT_8000_TCP_ADDR": "10.0.0.7",
+        "CAIRN_NAME": "/web/cairn",
+        "CAIRN_ENV_PATH": "/usr/bin:/bin",
+        "CAIRN_ENV_MOTD": "two\nlines",
     }
     assert resolve({}, told).config == Config()
+    assert resolve({}, {"CAIRN_SERVED_NAME": "/web/cairn"}).config.served_name == "/web/cairn"
+    for variable in ("CAIRN_NAME", "CAIRN_LLM_PORT"):
+        assert f"unknown environment variable {variable}" in refused({}, {variable: "1"})
     assert "unknown environment variable CAIRN_PORTS" in refused({}, {"CAIRN_PORTS": "1"})
 
 

@@ -111,6 +111,20 @@ def test_a_folder_is_held_once(place: tuple[FileSystem, Path]) -> None:
     again.release()
 
 
+def test_a_lock_tells_whether_its_folder_is_still_where_it_was(place: tuple[FileSystem, Path]) -> None:
+    files, root = place
+    files.make_folder(root / "b")
+    lock = files.lock(root / "b")
+    assert lock is not None and lock.held()
+    files.replace(root / "b", root / "c")
+    assert not lock.held()
+    files.make_folder(root / "b")
+    other = files.lock(root / "b")
+    assert other is not None and other.held() and not lock.held()
+    files.remove(root / "b" / LOCK_FILE)
+    assert not other.held()
+
+
 def test_a_link_is_never_followed(tmp_path: Path) -> None:
     files = SystemFiles()
     (tmp_path / "secret").write_bytes(b"x")
@@ -139,6 +153,33 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
         lock = files.lock(tmp_path)
         assert lock is not None
         lock.release()
+
+
+@pytest.mark.parametrize("code", [0, errno.ENOTSUP, errno.EINVAL, errno.ENOTTY, errno.EIO])
+def test_a_drive_that_cannot_be_flushed_to_the_end_is_synced_as_far_as_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """macOS: volumes over a network, and some drives, refuse the call of its own."""
+    called: list[str] = []
+
+    def full(handle: int, order: int) -> int:
+        called.append(f"full {order}")
+        if code:
+            raise OSError(code, "no")
+        return 0
+
+    file = SystemFiles().open(tmp_path / "x", "create")
+    with monkeypatch.context() as patch:
+        patch.setattr("cairn.system.fcntl.F_FULLFSYNC", 51, raising=False)
+        patch.setattr("cairn.system.fcntl.fcntl", full)
+        patch.setattr("cairn.system.os.fsync", lambda handle: called.append("fsync"))
+        if code == errno.EIO:
+            with pytest.raises(OSError, match="no"):
+                file.sync()
+        else:
+            file.sync()
+    assert called == (["full 51"] if code in (0, errno.EIO) else ["full 51", "fsync"])
+    file.close()
 
 
 def test_a_sync_that_failed_fails_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -425,6 +425,30 @@ def test_a_forked_child_ends_and_is_told_that_the_model_is_not_its_own():
     assert (process.returncode, out, err) == (0, told * 2 + "0\nidle\n0\n9\n", "")
 
 
+def test_a_fork_that_outlives_the_model_keeps_nothing_of_it(tmp_path):
+    """It has a copy of every socket: the worker would wait for its end, and keep the model and the folder of KV."""
+    process = script(
+        f"""
+        import multiprocessing, threading, time
+        from cairn import LLM
+        options = {{"kv_gb": 0.1, "threads": 1, "kv_dir": {str(tmp_path / "kv")!r}}}
+        llm = LLM("demo", **options)
+        fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        fork.start()
+        try:
+            llm.close()
+            print([thread.name for thread in threading.enumerate()])
+            with LLM("demo", **options) as llm:
+                print(llm._llm.service.troubles(), fork.is_alive())
+        finally:
+            fork.kill()
+            fork.join()
+        """
+    )
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "['MainThread']\n[] True\n", "")
+
+
 def test_ctrl_c_cancels_the_request_and_the_model_goes_on():
     process = script(
         """
@@ -487,6 +511,65 @@ def test_threads_share_one_model(llm):
     assert len(found) == 6 and len(set(found.values())) == 1
 
 
+def test_threads_share_one_stream(llm):
+    """Each piece goes to one of them, and both come to the end."""
+    stream, seen = llm.generate("x", stream=True, max_tokens=300, ignore_eos=True), []
+
+    def read():
+        seen.append(sum(len(piece.tokens) for piece in stream))
+
+    threads = [threading.Thread(target=read, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(seen) == 2 and sum(seen) == 300
+
+
+def test_a_stream_may_be_closed_while_another_thread_reads_it(llm):
+    stream = llm.generate("x", stream=True, max_tokens=1900, ignore_eos=True)
+    next(stream)
+    reader = threading.Thread(target=list, args=(stream,), daemon=True)
+    reader.start()
+    closer = threading.Thread(target=stream.close, daemon=True)
+    closer.start()
+    for thread in (closer, reader):
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def joined(work, seconds=60):
+    """What `work` gives, on a thread that may hang."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(work()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, "it hangs, or has failed"
+    return found[0]
+
+
+def test_a_generator_of_messages_may_ask_the_model(llm):
+    """It would run on the model's own thread, which waits for nobody else."""
+
+    def messages():
+        yield {"role": "user", "content": llm.generate("Say", max_tokens=3, ignore_eos=True).text}
+
+    assert joined(lambda: llm.chat(messages(), max_tokens=2, ignore_eos=True)).usage.completion_tokens == 2
+    assert joined(lambda: len(list(llm.chat(messages(), stream=True, max_tokens=2)))) > 0
+
+
+def test_a_call_from_the_loops_own_thread_is_refused():
+    run = _Loop()
+
+    async def inside():
+        with pytest.raises(RuntimeError, match="from its own thread"):
+            run.wait(asyncio.sleep(0))
+        return True
+
+    assert joined(lambda: run.wait(inside()))
+    run.close()
+
+
 # --------------------------------------------------------------------------------------------------------- asyncio
 
 
@@ -516,6 +599,49 @@ async def test_the_async_twin():
         assert llm.service.stats().running == 0
     with pytest.raises(Unavailable):
         await llm.chat(HELLO)
+
+
+def workers() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "cairn-worker"}
+
+
+async def test_two_starts_at_once_load_one_model():
+    """Nothing would close the other."""
+    before, llm = workers(), AsyncLLM("demo", **SMALL)
+    assert await asyncio.gather(llm.__aenter__(), llm.__aenter__()) == [llm, llm]
+    assert len(workers() - before) == 1
+    await llm.close()
+    assert workers() <= before
+
+
+async def test_a_close_while_it_is_loaded_ends_the_start():
+    """The model would be there after its end, and nothing would close it."""
+    before, llm = workers(), AsyncLLM("demo", **SMALL)
+    starting = asyncio.create_task(llm.__aenter__())
+    while not workers() - before:
+        await asyncio.sleep(0)
+    await llm.close()
+    assert workers() <= before
+    with pytest.raises(Unavailable, match="closed while it was loaded"):
+        await starting
+    with pytest.raises(Unavailable):
+        await llm.chat(HELLO)
+    async with llm:
+        assert (await llm.generate("x", max_tokens=2, ignore_eos=True)).tokens
+    assert workers() <= before
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing():
+    before, llm = workers(), AsyncLLM("demo", **SMALL)
+    starting = asyncio.create_task(llm.__aenter__())
+    while not workers() - before:
+        await asyncio.sleep(0)
+    starting.cancel()
+    await asyncio.sleep(0)
+    await llm.close()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert workers() <= before
 
 
 async def test_start_without_with():

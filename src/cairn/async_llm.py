@@ -36,6 +36,10 @@ class AsyncLLM:
     def __init__(self, model: str | None = None, *, config: Config | None = None, **options: object) -> None:
         self.config = _config(model, options) if config is None else _only(config, model, options)
         self._service: Service | None = None
+        self._turn = asyncio.Lock()
+        """Of those that start or close it."""
+        self._starting: asyncio.Task[Any] | None = None
+        """Who starts it now, unless `close` has cut that off."""
 
     @classmethod
     async def start(cls, model: str | None = None, *, config: Config | None = None, **options: object) -> AsyncLLM:
@@ -43,11 +47,23 @@ class AsyncLLM:
         return await cls(model, config=config, **options).__aenter__()
 
     async def __aenter__(self) -> AsyncLLM:
+        async with self._turn:
+            if self._service is None:
+                self._service = await self._start()
+        return self
+
+    async def _start(self) -> Service:
         from cairn.service.service import Service
 
-        if self._service is None:
-            self._service = await Service.start(self.config, in_process=True)
-        return self
+        task = self._starting = asyncio.current_task()
+        try:
+            return await Service.start(self.config, in_process=True)
+        except asyncio.CancelledError:
+            if task is None or self._starting is task or task.uncancel():
+                raise
+            raise Unavailable("the model was closed while it was loaded") from None
+        finally:
+            self._starting = None
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -60,10 +76,15 @@ class AsyncLLM:
         return self._service
 
     async def close(self) -> None:
-        """Cancel what runs and free everything. Does nothing the second time."""
-        service, self._service = self._service, None
-        if service is not None:
-            await service.close()
+        """Cancel what runs, or the start, and free everything. Does nothing the second time."""
+        starting = self._starting
+        if starting is not None and not starting.cancelling():  # else it is freeing what it has
+            self._starting = None
+            starting.cancel()
+        async with self._turn:
+            service, self._service = self._service, None
+            if service is not None:
+                await service.close()
 
     async def stream_chat(
         self,
@@ -76,13 +97,13 @@ class AsyncLLM:
         """The answer to a conversation in OpenAI's message format, piece by piece. See `chat`."""
         service = self.service
         asked = _sampling(sampling)
-        objects = _objects("messages", messages)
+        conversation = objects("messages", messages)
         prompt = await service.chat.prompt(
-            objects,
+            conversation,
             None if tools is None else _tools(tools) or None,
             template_args=None if template_args is None else _template_args(template_args),
         )
-        answered = any(message.get("role") == "assistant" for message in objects)
+        answered = any(message.get("role") == "assistant" for message in conversation)
         request = self._request(prompt.tokens, asked, output=prompt.output, durable=answered)
 
         def remember(answer: Answer) -> None:
@@ -205,7 +226,8 @@ def _only(config: Config, model: str | None, given: Mapping[str, object]) -> Con
     return config
 
 
-def _objects(field: str, given: Sequence[Message]) -> list[dict[str, Any]]:
+def objects(field: str, given: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages or tools, read once. Raises InvalidRequest for what is no list of objects."""
     listed = isinstance(given, Iterable) and not isinstance(given, str | Mapping)
     items = list(given) if listed else []  # once: it may be a generator
     if not listed or not all(isinstance(item, Mapping) for item in items):
@@ -216,7 +238,7 @@ def _objects(field: str, given: Sequence[Message]) -> list[dict[str, Any]]:
 def _tools(given: Sequence[Message]) -> list[dict[str, Any]]:
     from cairn.text.messages import check_strict
 
-    found = _objects("tools", given)
+    found = objects("tools", given)
     for index, tool in enumerate(found):
         function = tool.get("function")
         named = isinstance(function, Mapping) and isinstance(function.get("name"), str) and function["name"]

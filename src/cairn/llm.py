@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequen
 from typing import Any, Literal, TypeVar, overload
 
 from cairn.answer import Answer, AsyncStream
-from cairn.async_llm import AsyncLLM, Message, Prompt
+from cairn.async_llm import AsyncLLM, Message, Prompt, objects
 from cairn.config import Config
 from cairn.errors import Cancelled, InvalidRequest, Unavailable
 from cairn.types import Delta
@@ -42,6 +42,9 @@ class Stream:
         self._llm = llm  # one that nobody holds is closed
         self._run = llm._loop
         self._stream = stream
+        # Threads that share it take turns. The lock may be taken again by its holder: what a signal handler asks in
+        # the midst of a call is refused below, and must not wait for it.
+        self._turn = threading.RLock()
 
     @property
     def answer(self) -> Answer:
@@ -52,7 +55,8 @@ class Stream:
         return self
 
     def __next__(self) -> Delta:
-        piece = self._run.wait(_next(self._stream))
+        with self._turn:
+            piece = self._run.wait(_next(self._stream))
         if piece is None:
             raise StopIteration
         return piece
@@ -133,6 +137,8 @@ class LLM:
         **sampling: Any,
     ) -> Answer | Stream:
         """The answer to a conversation, whole or as a stream of `Delta`s; see `AsyncLLM.chat`."""
+        # Here, and not on the loop's thread: a generator may call the model.
+        messages, tools = objects("messages", messages), None if tools is None else objects("tools", tools)
         if stream:
             return Stream(self, self._loop.wait(self._llm.stream_chat(messages, tools, **sampling)))
         return self._loop.wait(self._llm.chat(messages, tools, **sampling))
@@ -187,6 +193,9 @@ class _Loop:
         if self.elsewhere:
             work.close()
             raise Unavailable("the model belongs to the process that loaded it")
+        if self.here:
+            work.close()
+            raise RuntimeError("the model was called from its own thread, which would wait for itself")
         with self._door:
             if self._shut:
                 work.close()

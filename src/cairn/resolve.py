@@ -22,8 +22,11 @@ FILE_VARIABLE = "CAIRN_CONFIG"
 """Names the file of options, as `--config` does."""
 
 
-_LINKED = re.compile(r"CAIRN_(SERVICE_(HOST|PORT)|PORT_\d+_|PORT=(tcp|udp|sctp)://).*")
-"""What Kubernetes and Docker set in every container beside a service that is called `cairn`: addresses, no options."""
+_LINKED = re.compile(
+    r"CAIRN_(([A-Z0-9_]+_)?(SERVICE_(HOST|PORT)|PORT_\d+_|PORT=(tcp|udp|sctp)://)|NAME=/|ENV_).*", re.DOTALL
+)
+"""What Kubernetes and Docker set in every container beside a service that is called `cairn` or `cairn-...`: addresses,
+and of a linked container its name and its environment; no options."""
 
 
 class Resolved(msgspec.Struct, frozen=True):

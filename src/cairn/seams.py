@@ -86,6 +86,10 @@ class File(Protocol):
 class Lock(Protocol):
     """A folder held by this process."""
 
+    def held(self) -> bool:
+        """Whether the folder's path still leads to what is held. False once it was removed, moved or replaced."""
+        ...
+
     def release(self) -> None:
         """Let others have it. The end of the process does the same."""
         ...

@@ -144,7 +144,7 @@ class SystemFiles:
         except BaseException:
             os.close(handle)
             raise
-        return SystemLock(handle)
+        return SystemLock(handle, path / LOCK_FILE)
 
 
 class SystemFile:
@@ -220,22 +220,42 @@ class SystemFile:
 class SystemLock:
     """A `flock`, held while its descriptor is open."""
 
-    __slots__ = ("_handle",)
+    __slots__ = ("_handle", "_path")
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self, handle: int, path: Path) -> None:
+        self._handle, self._path = handle, path
+
+    def held(self) -> bool:
+        """Whether the path has the open file. A disk that does not tell has not taken it away."""
+        try:
+            return os.path.samestat(os.lstat(self._path), os.fstat(self._handle))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
 
     def release(self) -> None:
         """A second call does nothing."""
         if self._handle >= 0:
             handle, self._handle = self._handle, -1
+            # A fork of this process has the file open still, and would keep the lock.
+            with contextlib.suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)
             os.close(handle)
+
+
+_NO_FULL_SYNC = (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY)
+"""What volumes say that do not have macOS' call, such as some that are reached over a network."""
 
 
 def _sync(handle: int) -> None:
     """`fsync` as far as the drive: macOS needs its own call for that."""
     full = getattr(fcntl, "F_FULLFSYNC", None)
     if full is not None:
-        fcntl.fcntl(handle, full)
-    else:
-        os.fsync(handle)
+        try:
+            fcntl.fcntl(handle, full)
+            return
+        except OSError as error:
+            if error.errno not in _NO_FULL_SYNC:
+                raise
+    os.fsync(handle)

@@ -17,7 +17,7 @@ from tests.files import Fault
 from tests.service.tiny import collect, request
 
 from cairn.agents import kv, tied
-from cairn.agents.content import Branch
+from cairn.agents.content import Branch, Content
 from cairn.agents.records import AgentRecord, TurnRecord
 from cairn.agents.tied import Tied
 from cairn.agents.tree import Agent, Turn
@@ -74,6 +74,24 @@ async def test_deleting_an_agent_takes_its_kv_along_but_not_what_others_share(fo
         assert (await where(at, "bob"))[1] > 200
         await at.agents.delete("default", "eve")
         assert (await at.service.where(ids, b"default")).disk == 0
+
+
+async def test_a_fork_takes_along_the_kv_of_what_it_has_left_of_an_agent_that_is_gone(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Neither its head nor a branch of its own leads there, only the turn where it was forked off."""
+    async with house(folder, kv_dir=str(tmp_path / "kv")) as at:
+        await grown(at, "ada")
+        await at.say("ada", "more: " + LONG)
+        await at.service.flush()
+        ids = await at.agents.context("default", "ada")
+        await at.agents.fork("default", "ada", new_id="bob")
+        await at.agents.delete("default", "ada")
+        await at.agents.rollback("default", "bob", turn=0)
+        assert (await at.service.where(ids, b"default")).disk > 400
+        await at.agents.delete("default", "bob")
+        left = await at.service.where(ids, b"default")
+        assert (left.pool, left.disk) == (0, 0)
 
 
 async def test_an_agent_whose_time_is_over_takes_its_kv_along_though_nobody_named_it_since_the_start(
@@ -554,13 +572,13 @@ async def test_a_deletion_reads_of_other_agents_only_what_no_other_read_before_i
             await at.agents.create("default", id=f"a{n}", messages=[{"role": "system", "content": LONG}])
             await at.say(f"a{n}", f"{n}: {LONG}")
         read: list[int] = []
-        real = at.agents._archive.branch
+        real = at.agents._archive.readable
 
-        async def branch(turn: Turn) -> Branch:
-            read.append(turn.key)
-            return await real(turn)
+        async def readable(turns: Sequence[Turn]) -> list[Content | None]:
+            read.append(turns[-1].key)
+            return await real(turns)
 
-        monkeypatch.setattr(at.agents._archive, "branch", branch)
+        monkeypatch.setattr(at.agents._archive, "readable", readable)
         for n in range(3):
             await at.agents.delete("default", f"a{n}")
         assert len(read) == 3 + 5 and len(set(read)) == 6
@@ -578,17 +596,17 @@ async def test_one_branch_after_another_is_given_up(folder: Path, monkeypatch: p
             await at.agents.rollback("default", "ada", turn=0)
             await at.say("ada", f"{n}: {LONG}")
         done: list[str] = []
-        read, evict = at.agents._archive.branch, at.service.evict
+        read, evict = at.agents._archive.readable, at.service.evict
 
-        async def branch(turn: Turn) -> Branch:
+        async def readable(turns: Sequence[Turn]) -> list[Content | None]:
             done.append("read")
-            return await read(turn)
+            return await read(turns)
 
         async def given_up(*args: Any, **how: Any) -> Placed:
             done.append("given up")
             return await evict(*args, **how)
 
-        monkeypatch.setattr(at.agents._archive, "branch", branch)
+        monkeypatch.setattr(at.agents._archive, "readable", readable)
         monkeypatch.setattr(at.service, "evict", given_up)
         await at.agents.delete("default", "ada")
         assert done == ["read", "given up"] * 4

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from tests.agents.house import house
 
 from cairn.agents import portable
-from cairn.agents.content import Content, digest
+from cairn.agents.archive import Archive
+from cairn.agents.content import Branch, Content, digest
 from cairn.agents.index import Kind
 from cairn.agents.info import Savings
+from cairn.agents.log import Log
 from cairn.agents.portable import read
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, pack
 from cairn.agents.roster import Roster
 from cairn.agents.segment import Header, Record, encode_header, encode_record
 from cairn.agents.tree import Agent, Turn
+from cairn.agents.writer import Writer
 from cairn.errors import ContextTooLong, InvalidRequest
+from cairn.figures import Placed
 
 TURNS = 300
 NOW = 1e9
@@ -123,6 +130,16 @@ def test_a_start_looks_at_each_turn_of_a_family_once(steps: list[int]) -> None:
     assert all(agent.head.number == TURNS for agent in again)
 
 
+def test_what_is_told_of_an_agent_is_no_walk_through_its_turns(steps: list[int]) -> None:
+    roster = Roster()
+    ada = agent_of(roster, "ada", 1000)
+    grow(roster, ada, TURNS)
+    fork = agent_of(roster, "fork", 5000, ada.root, ada.own[TURNS // 2])
+    assert [ada.info().turns, fork.info().turns] == [TURNS, TURNS // 2 + 1] and steps == []
+    ada.head = ada.root
+    assert ada.info().turns == 0
+
+
 # ------------------------------------------------------------------------------------------------------------- import
 
 
@@ -152,12 +169,37 @@ def exported(turns: int, identity: bytes = b"", *, anew: bool = False) -> bytes:
         end = EndRecord(state="finished", ids=pack(range(9)), message=said, keep=keep, more=pack([5]), ended=NOW)
         ids += [*range(7), 5]
         values += [(Kind.TURN, key, began), (Kind.END, key, end)]
-    values.append((Kind.SAVINGS, 1, SavingsRecord(savings=Savings())))
+    return file_of(values)
+
+
+def file_of(values: list[tuple[Kind, int, Any]]) -> bytes:
     header = Header(0, 77)
     out = bytearray(encode_header(header))
-    for lsn, (kind, key, value) in enumerate(values, 1):
+    for lsn, (kind, key, value) in enumerate([*values, (Kind.SAVINGS, 1, SavingsRecord(savings=Savings()))], 1):
         out += encode_record(header, len(out), Record(lsn, kind, key, msgspec.msgpack.encode(value)))
     return bytes(out)
+
+
+def broom(depth: int, leaves: int, identity: bytes) -> bytes:
+    """A file of an agent with a long branch, and many at the end of it. Each turn adds its number."""
+    agent = AgentRecord(id="ada", tenant="", created=NOW, used=NOW, root=2, base=2, head=2 + depth)
+    values: list[tuple[Kind, int, Any]] = [(Kind.AGENT, 1, agent), (Kind.TURN, 2, TurnRecord(agent=0, number=0))]
+    end = EndRecord(state="finished", ids=b"", message={"role": "assistant", "content": "b"}, keep=0, ended=NOW)
+    for number in range(1, depth + leaves + 1):
+        before = [*range(1, min(number, depth + 1))]
+        began = TurnRecord(
+            agent=1,
+            number=number,
+            parent=2 + len(before),
+            messages=({"role": "user", "content": "a"},),
+            prefix=len(before),
+            ids=pack([number]),
+            digest=digest([*before, number]),
+            identity=identity,
+            began=NOW,
+        )
+        values += [(Kind.TURN, 2 + number, began), (Kind.END, 2 + number, end)]
+    return file_of(values)
 
 
 class Counting:
@@ -221,3 +263,130 @@ async def test_turns_that_begin_anew_are_each_looked_at_a_few_times(
                     await work
                 found[turns].append(looked)
     assert all(few > 400 and many < 2.2 * few for few, many in zip(found[200], found[400], strict=True)), found
+
+
+class Asked:
+    """What a service is asked about contexts, and keys that the log is asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, service: Any) -> None:
+        self.evicted: list[list[int]] = []
+        self.where: list[int] = []
+        self.keys = 0
+        read = Log.read
+
+        async def evict(tokens: Sequence[int], *args: Any, **how: Any) -> Placed:
+            self.evicted.append(list(tokens))
+            return Placed()
+
+        async def where(tokens: Sequence[int], *args: Any) -> Placed:
+            self.where.append(len(tokens))
+            return Placed()
+
+        def counted(log: Log, wanted: Sequence[tuple[int, int]]) -> list[Record | None]:
+            self.keys += len(wanted)
+            return read(log, wanted)
+
+        monkeypatch.setattr(service, "evict", evict)
+        monkeypatch.setattr(service, "where", where)
+        monkeypatch.setattr(Log, "read", counted)
+
+
+@pytest.mark.parametrize("how", ["deleted", "abandoned", "another model's"])
+async def test_branches_that_have_much_in_common_are_read_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    depth, leaves = 60, 60
+    async with house(folder) as at:
+        mine = at.service.spec.identity
+        await at.agents.take_in("default", broom(depth, leaves, b"other" if how == "another model's" else mine))
+        asked = Asked(monkeypatch, at.service)
+        if how == "abandoned":
+            await at.agents.rollback("default", "ada", turn=depth // 2)
+            at.clock.ahead = 2 * WEEK
+            await at.agents.tend()
+            assert at.agents.get("default", "ada").turns == depth // 2
+        else:
+            await at.agents.delete("default", "ada")
+        await at.agents.kv.settled()
+        ends = [] if how == "another model's" else [*range(depth + 1, depth + leaves + 1)]
+        assert sorted(asked.evicted) == [[*range(1, depth + 1), end] for end in ends]
+        assert asked.keys <= (4 * (depth + leaves) if ends else 0)
+
+
+async def test_no_more_of_a_context_is_told_than_the_model_can_have(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with house(folder) as at:
+        most = at.service.spec.context
+        values: list[tuple[Kind, int, Any]] = [
+            (Kind.AGENT, 1, AgentRecord(id="ada", tenant="", created=NOW, used=NOW, root=2, base=2, head=3)),
+            (Kind.TURN, 2, TurnRecord(agent=0, number=0)),
+        ]
+        ids, mine = [n % 50 for n in range(most + 100)], at.service.spec.identity
+        began = TurnRecord(agent=1, number=1, parent=2, ids=pack(ids), digest=digest(ids), identity=mine, began=NOW)
+        said = {"role": "assistant", "content": "b"}
+        end = EndRecord(state="finished", ids=pack(ids), message=said, keep=len(ids), ended=NOW)
+        await at.agents.take_in("default", file_of([*values, (Kind.TURN, 3, began), (Kind.END, 3, end)]))
+        asked = Asked(monkeypatch, at.service)
+        await at.agents.where("default", "ada")
+        await at.agents.delete("default", "ada")
+        await at.agents.kv.settled()
+        assert asked.where == [most] and asked.evicted == [ids[:most]]
+
+
+def grove(rng: random.Random) -> list[Turn]:
+    """A tree of turns of two models, most of which extend the context before them."""
+    turns = [Turn(1, TurnRecord(agent=0, number=0), None)]
+    for number in range(1, rng.randrange(2, 25)):
+        parent = rng.choice([turns[-1], rng.choice(turns)])
+        before = Branch([one.held for one in parent.path()][::-1]).known() if parent.number else []
+        prefix = rng.choice([len(before), len(before), 0])
+        ids = [*before[:prefix], *(rng.randrange(9) for _ in range(rng.randrange(4)))]
+        model = rng.choice([parent.identity or b"one", b"one", b"two"])
+        began = TurnRecord(
+            agent=1, number=number, prefix=prefix, ids=pack(ids[prefix:]), digest=digest(ids), identity=model
+        )
+        turn = Turn(1 + number, began, parent)
+        said, keep = [rng.randrange(9) for _ in range(5)], rng.randrange(6)
+        if rng.random() < 0.9:
+            turn.end(EndRecord(state="finished", ids=pack(said), keep=keep, more=pack(range(rng.randrange(3)))))
+        turns.append(turn)
+    return turns
+
+
+async def test_contexts_put_together_in_one_walk_are_those_of_each_branch(prove: bool) -> None:
+    archive = Archive(cast("Log", None))
+    for seed in range(3000 if prove else 300):
+        rng = random.Random(seed)
+        turns, most = grove(rng), rng.choice([1000, rng.randrange(1, 40)])
+        mine = [turn for turn in turns if turn.identity == b"one"]
+        found = [one async for some in archive.contexts(mine, most) for one in some]
+        extended = {turn.parent for turn in mine if turn.held.began.prefix}
+        wanted = [turn for turn in mine if turn not in extended]
+        assert {turn.key for _, turn in found} == {turn.key for turn in wanted} and len(found) == len(wanted)
+        for ids, turn in found:
+            assert list(ids) == Branch([one.held for one in turn.path()][::-1]).known()[:most], seed
+
+
+async def test_the_event_loop_does_not_wait_for_an_import(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for two of one id, of which one is refused."""
+    threads: list[bool] = []
+    record, plant, both_there = Writer.record, portable.plant, threading.Barrier(2)
+
+    def together(*args: Any) -> Agent:
+        both_there.wait(30)
+        return plant(*args)
+
+    def noted(writer: Writer, kind: Kind, value: msgspec.Struct, key: int = 0) -> Record:
+        if kind in (Kind.TURN, Kind.END):
+            threads.append(threading.current_thread() is threading.main_thread())
+        return record(writer, kind, value, key)
+
+    monkeypatch.setattr(Writer, "record", noted)
+    monkeypatch.setattr(portable, "plant", together)
+    async with house(folder) as at:
+        both = [at.agents.take_in("default", exported(TURNS)) for _ in range(2)]
+        done = await asyncio.gather(*both, return_exceptions=True)
+        assert sorted(type(one).__name__ for one in done) == ["AgentInfo", "Conflict"]
+        assert len(threads) == 2 * (2 * TURNS + 1) and not any(threads)
+        assert [one.turns for one in at.agents.page("default").agents] == [TURNS]

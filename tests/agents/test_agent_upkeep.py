@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from desk import Desk, desk
-from tests.files import Fault
+from tests.files import CrashFile, Fault
 
 from cairn.agents.outbox import Outbox
 from cairn.agents.roster import Roster
@@ -97,6 +97,54 @@ async def test_upkeep_of_many_agents_gives_way(monkeypatch: pytest.MonkeyPatch) 
         ticking.cancel()
         assert work.noted.total() == work.pruned.total() == MANY
         assert max(work.noted.values()) <= MANY / 2 and max(work.pruned.values()) <= MANY / 2
+
+
+async def test_agents_whose_time_is_over_are_erased_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many they are, the log is written anew once for all of them."""
+    written: list[int] = []
+    synced: list[int] = []
+    append, sync = CrashFile.append, CrashFile.sync
+
+    def appended(file: CrashFile, data: bytes | bytearray) -> None:
+        written[-1] += len(data)
+        append(file, data)
+
+    def counted(file: CrashFile) -> None:
+        synced[-1] += 1
+        sync(file)
+
+    for count in (20, 80):
+        async with desk() as at:
+            for n in range(count):
+                await at.make(f"a{n}", ttl=10.0)
+            await at.make("stays")
+            at.clock.passed = 20.0
+            with monkeypatch.context() as patch:
+                patch.setattr(CrashFile, "append", appended)
+                patch.setattr(CrashFile, "sync", counted)
+                written.append(0)
+                synced.append(0)
+                before = at.writer.bytes
+                await at.upkeep.tend()
+                assert written[-1] <= 4 * before
+            assert at.ids == ["stays"] and not at.on_disk(b"a7")
+    assert max(synced) < 12, "a few, of which some are of a compaction beside it"
+
+
+async def test_agents_whose_time_is_over_are_erased_later_where_the_disk_refuses_it() -> None:
+    async with desk() as at:
+        for n in range(3):
+            await at.make(f"a{n}", ttl=10.0)
+        at.clock.passed = 20.0
+        at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
+        with pytest.raises(Unavailable):
+            await at.upkeep.tend()
+        assert at.ids == []
+        at.files.heal()
+        await at.upkeep.tend()
+        assert not any(at.on_disk(b"a%d" % n) for n in range(3))
+        await at.again()
+        assert at.ids == []
 
 
 async def test_a_change_whose_caller_went_away_is_in_the_log_as_it_is_here() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from tests.files import CrashFiles, Fault
@@ -63,6 +64,34 @@ def test_a_sync_that_fails_keeps_what_was_accepted_before_it() -> None:
         again = Log.open(files.crash(random.Random(seed)), FOLDER, Draw(1))
         assert again is not None
         assert again.recovered == [first, second, third]
+
+
+def test_what_a_start_could_not_make_durable_goes_only_once_what_supersedes_it_is() -> None:
+    """The process was killed, the disk was full at the next start, and then there is room again."""
+    old, new = b"version 1", b"version 2"
+    for seed in range(40):
+        files = CrashFiles(seed=seed)
+        log = Log.open(files, FOLDER, Draw(1))
+        assert log is not None
+        log.write([Record(log.next_lsn(), Kind.AGENT, 1000, old)], sync=True)
+        files = files.kill()
+        files.fail(Fault(files.calls, errno.ENOSPC, sticky=True, only=frozenset({"append"})))
+        log = Log.open(files, FOLDER, Draw(2))
+        assert log is not None and log.trouble
+        files.heal()
+        log.write([Record(log.next_lsn(), Kind.AGENT, 1000, new)], sync=False)
+        crashed = list[CrashFiles]()
+        files.after_change = partial(_cut_power, files, crashed, random.Random(seed))
+        log.write([Record(log.next_lsn(), Kind.REPLAY, 7, b"x")], sync=True)
+        assert len(crashed) > 3
+        for after in crashed:
+            again = Log.open(after, FOLDER, Draw(3))
+            assert again is not None
+            assert [record.payload for record in again.recovered if record.key == 1000] in ([old], [new]), seed
+
+
+def _cut_power(files: CrashFiles, crashed: list[CrashFiles], rng: random.Random, _: str) -> None:
+    crashed.append(files.crash(rng))
 
 
 def test_corruption_is_never_read_as_data(prove: bool, figure: Figure) -> None:

@@ -75,6 +75,29 @@ async def test_a_request_can_be_seen_and_cancelled_by_either_id() -> None:
             assert (await http.get(f"/v1/requests/{id}")).status_code == 404
 
 
+async def test_a_cancellation_takes_no_body_and_none_from_a_foreign_page() -> None:
+    """Any page may send a request without a body, and one that says what is not built must not be half obeyed."""
+    service = ScriptedService(lambda request: [Delta(text="hi", tokens=(1,)), 60.0])
+    async with site(service) as at, at.http() as http:
+        running = asyncio.create_task(http.post("/v1/chat/completions", json=CHAT))
+        while not service.streams:
+            await asyncio.sleep(0.01)
+        path = f"/v1/requests/{service.streams[0].request.id:016x}"
+        json_type = {"content-type": "application/json"}
+        for status, sent in (
+            (403, {"headers": {"origin": "https://evil.example"}}),
+            (400, {"json": {"choice": 0}}),
+            (400, {"content": b"{{{", "headers": json_type}),
+            (400, {"content": b"[]", "headers": json_type}),
+        ):
+            assert (await http.post(f"{path}/cancel", **sent)).status_code == status, sent
+            assert (await http.get(path)).json()["state"] == "running"
+        unknown = await http.post("/v1/requests/0000000000000bad/cancel", json={})
+        assert unknown.status_code == 404
+        assert (await http.post(f"{path}/cancel", json={})).json()["cancelled"] is True
+        assert (await running).status_code == 499
+
+
 async def test_a_report_counts_every_prompt_once_and_keeps_the_index_of_each_choice() -> None:
     service = ScriptedService()
     async with site(service) as at, at.http() as http:

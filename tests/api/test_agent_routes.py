@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from sockets import Site, request_bytes, site
 from tests.agents.house import House, house, talking_model
 from tests.agents.test_portable import forged, with_agent, with_turn
 
 from cairn.agents.outbox import Outbox
+from cairn.agents.tied import MOST_CONTEXTS
 from cairn.api.auth import salts
 from cairn.config import Config, Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
@@ -414,10 +416,29 @@ async def test_ordinary_requests_are_on_the_account_of_the_agent_they_name(folde
             assert await counted() == count, (more, headers)
         unknown = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "nobody"})
         assert unknown.status_code == 404
+        bad = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "no id"})
+        assert bad.status_code == 400
+        assert [one.json()["error"]["param"] for one in (unknown, bad)] == ["X-Cairn-Agent"] * 2
         web.app.ties.agents = None
         assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
         without = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "ada"})
         assert without.status_code == 503
+
+
+async def test_requests_that_were_refused_take_no_place_from_those_that_were_computed(folder: Path) -> None:
+    """Of an agent so many are remembered: the KV of those that no longer are does not go with it."""
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
+    async with home(folder) as (at, _, http):
+        await http.post("/v1/agents", json={"id": "ada"})
+        named = {"X-Cairn-Agent": "ada"}
+        assert (await http.post("/v1/chat/completions", json=chat, headers=named)).status_code == 200
+        at.service.info = msgspec.structs.replace(at.service.info, pool_tokens=16)
+        for n in range(MOST_CONTEXTS):
+            for more in ({}, {"stream": True}):
+                body = chat | {"messages": [{"role": "user", "content": f"{n}: " + "hi " * 40}]} | more
+                assert (await http.post("/v1/chat/completions", json=body, headers=named)).status_code == 400
+        left = at.agents.kv._tied.take(at.agents.named("default", "ada"))
+        assert len(left) == 1
 
 
 async def test_a_request_that_ended_early_belongs_to_its_agent_all_the_same(folder: Path) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import ChatCompletionContentPartTextParam
+from openai.types.chat import completion_create_params as chat_params
 from pydantic import ValidationError
 from scripted import SPEC, ScriptedService
 from sockets import site
@@ -14,7 +17,7 @@ from sockets import site
 from cairn.api import agent_schemas
 from cairn.api.checks import check_chat
 from cairn.api.parse import HARMLESS, MESSAGE_NEUTRAL, NEUTRAL, parse
-from cairn.api.schemas import Body, ChatBody, CompletionBody
+from cairn.api.schemas import Body, ChatBody, CompletionBody, TextPart
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
 
@@ -46,6 +49,25 @@ def refused(body: dict[str, Any], field: str, *words: str, config: Config | None
 def test_harmless_fields_are_accepted(field: str) -> None:
     for value in ("x", None, True, {"a": 1}):
         checked(chat(**{field: value}))
+
+
+def test_every_field_of_openais_client_is_known() -> None:
+    """Some it sends unasked; one without effect must not end in a 400."""
+    for kind, theirs in ((ChatBody, chat_params), (CompletionBody, completion_params)):
+        known = kind.model_fields.keys() | HARMLESS | NEUTRAL.keys()
+        assert theirs.CompletionCreateParamsBase.__annotations__.keys() <= known
+    part = TextPart.model_fields.keys()
+    assert ChatCompletionContentPartTextParam.__annotations__.keys() <= part
+
+
+async def test_hints_about_caching_have_no_effect() -> None:
+    part = {"type": "text", "text": "hi", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    body = chat(model="scripted", messages=[{"role": "user", "content": [part]}])
+    body |= {"prompt_cache_options": {"ttl": "30m"}, "moderation": None}
+    async with site(ScriptedService()) as at, at.http() as http:
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+        wrong = await http.post("/v1/chat/completions", json=body | {"moderation": {"model": "m"}})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "moderation"
 
 
 @pytest.mark.parametrize("field", ["temprature", "Temperature", "max_token", "guided_json", "__class__", "logprob", ""])

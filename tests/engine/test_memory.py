@@ -125,6 +125,26 @@ def test_too_little_for_one_context_is_an_error_with_figures(spec: ModelSpec) ->
     assert caught.value.exit_code == 2
 
 
+def test_only_the_reference_kernels_hold_the_scores_of_a_whole_context(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model with a context of a million tokens fits where its weights and one shorter context do."""
+    sizes = {"layers": 28, "hidden": 3584, "heads": 28, "kv_heads": 4, "head_dim": 128, "ffn": 18944}
+    groups = (CacheGroup(kind="full", layers=tuple(range(28))),)
+    large = msgspec.structs.replace(spec, **sizes, vocab=152_064, context=1_010_000, groups=groups)
+    many = msgspec.structs.replace(spec, heads=64, context=200_000)
+    config, free, weights = Config(), 7_300_000_000, WeightMemory(4_700_000_000, 0)
+    monkeypatch.setattr(memory, "chosen", lambda wanted: "avx2")
+    assert memory._buffers(many, config) < 20e6
+    blocks = pool_blocks(large, config, free, weights)
+    assert 16 * blocks[0] > 4 * memory.LEAST_CONTEXT
+    check_memory(large, config, blocks, free, weights)
+    monkeypatch.setattr(memory, "chosen", lambda wanted: "reference")
+    assert memory._buffers(many, config) > 4 * 3 * 64 * 200_000 * 8
+    with pytest.raises(ModelError, match="buffers"):
+        check_memory(large, config, pool_blocks(large, config, free, weights), free, weights)
+
+
 def test_a_model_that_does_not_fit_is_an_error_with_figures(spec: ModelSpec) -> None:
     def fits(free: int, **options: Any) -> bool:
         config = Config(max_running=2, step_tokens=16, **options)

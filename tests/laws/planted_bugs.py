@@ -268,7 +268,7 @@ BUGS = (
     Bug("a chunk is evicted before what extends it", SHELF, "entry.live and not entry.children and", "entry.live and"),
     Bug("uses are not noted", SHELF, "        if now > entry.used:\n", "        if False:\n"),
     Bug("a use that was inherited is forgotten at a restart", STATE, "            self._note_use(parent)\n", "            pass\n"),
-    Bug("uses are forgotten at a restart", UPKEEP, "                state.folder.files.touch(state.folder.path(entry.name), entry.used)\n", "                pass\n"),
+    Bug("uses are forgotten at a restart", UPKEEP, "                state.folder.files.touch(state.folder.path(entry.name), entry.used + ahead)\n", "                pass\n"),
     Bug("what lost its last extension never becomes a leaf", SHELF, "            parent.children.discard(entry.id)\n", ""),
     Bug("the bytes of removed chunks are counted for ever", SHELF, "        self.bytes -= entry.disk\n", ""),
     Bug("dropping leaves what extends a chunk", SHELF, "                waiting += entry.children\n", ""),
@@ -343,7 +343,7 @@ BUGS = (
     Bug("chunks of requests in another agent's name go with a deleted one", AGENT_KV, "for other in tied if other[:MARK] == one[:MARK])", "for other in tied[:0])"),
     Bug("chunks of the default tenant go with an agent of none", ROSTER, "self._salts.get(agent.tenant, NOBODY)", "self._salts.get(agent.tenant, b\"\")"),
     Bug("chunks of a deleted agent stay", AGENT_KV, "keep=keep, disk=True)", "keep=keep, disk=False)"),
-    Bug("chunks of a deleted agent's abandoned branches stay", AGENT_KV, "{agent.head, *agent.leaves()}", "{agent.head}"),
+    Bug("chunks of a deleted agent's abandoned branches stay", AGENT_KV, "[*agent.turns(), *agent.head.path()]", "[*agent.head.path()]"),
     # ---------------------------------------------------------------------------------------------------- sampling
     Bug("the draw forgets the choice", VOCABULARY, "for word in (seed, choice, position):", "for word in (seed, 0 * choice, position):"),
     Bug("top-k keeps one token more", VOCABULARY, "kept = _ranked(scaled, params.top_k)", "kept = _ranked(scaled, min(params.top_k + 1, vocab))"),

@@ -48,6 +48,8 @@ class FakeHub:
         self.over, self.left = threading.Event(), threading.Event()
         """Whether the other side closed the connection meanwhile."""
         self.ranges = True
+        self.broken: list[int] = []
+        """What the next requests for a file's bytes are answered with."""
         self.token = ""
         self.status: tuple[int, str] | None = None
         self.served: Counter[str] = Counter()
@@ -95,6 +97,9 @@ class FakeHub:
             self.bytes(http, name)
 
     def bytes(self, http: BaseHTTPRequestHandler, name: str) -> None:
+        if self.broken:
+            self.send(http, self.broken.pop(0), b"{}")
+            return
         data, start = self.files[name], 0
         asked = http.headers.get("range", "")
         if asked and self.ranges:
@@ -205,6 +210,22 @@ def test_a_cut_connection_goes_on_where_it_stopped(remote, env):
     assert remote.served[name] == size
     ranges = [asked for path, asked in remote.requests if path == f"/cdn/{name}"]
     assert ranges == ["", "bytes=1500000-", "bytes=2200000-"]
+
+
+@pytest.mark.parametrize("status", [500, 502, 503, 504])
+def test_a_server_that_is_broken_for_a_while_is_asked_again(remote, env, status):
+    name = "model-1-of-2.safetensors"
+    remote.cut[name] = [1_500_000]
+    remote.broken = [status] * 4
+    assert (hub.pull("org/m", env=env) / name).read_bytes() == remote.files[name]
+    assert remote.served[name] == len(remote.files[name])
+    shutil.rmtree(env["HF_HOME"])
+    remote.broken = [status] * 5
+    with pytest.raises(ModelError, match=f": it answered {status}; run the same command again to go on$"):
+        hub.pull("org/m", env=env)
+    remote.broken = [418]
+    with pytest.raises(ModelError, match="answered 418 for org/m"):
+        hub.pull("org/m", env=env)
 
 
 def test_a_pull_that_was_given_up_resumes_in_the_next_process(remote, env):
@@ -380,6 +401,23 @@ def test_a_token_opens_a_gated_model_and_stays_at_home(remote, env):
     hub.pull("org/m", env=env)
 
 
+def test_a_token_that_opens_nothing_may_be_what_is_wrong(remote, env):
+    """The hub answers an old token with 401 even where none is needed."""
+    places = f"HF_TOKEN, or {env['HF_HOME']}/token"
+    with_token = env | {"HF_TOKEN": "old"}
+    remote.status = (401, "")
+    with pytest.raises(ModelError) as caught:
+        hub.pull("org/m", env=with_token)
+    assert f"or the token ({places}) is not valid or has no access: check the name, renew or remove" in str(
+        caught.value
+    )
+    for remote.status in ((401, "GatedRepo"), (403, "")):
+        with pytest.raises(ModelError, match=r"is gated on .*: accept its terms there") as caught:
+            hub.pull("org/m", env=with_token)
+        assert f"the token ({places}) is not valid or has no access" in str(caught.value)
+        assert "set HF_TOKEN" not in str(caught.value)
+
+
 def test_a_full_disk_is_found_before_the_download(remote, env, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(install.shutil, "disk_usage", lambda _: usage)
@@ -445,6 +483,11 @@ def test_a_broken_index_in_the_cache_is_no_model_and_hides_none(remote, env, ind
     assert [one.name for one in hub.downloaded(env)] == ["org/m"]
     with pytest.raises(ModelFileError, match=r"model\.safetensors\.index\.json"):
         hub.locate("org/deep", env)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model.safetensors.index.json").write_bytes(index)
+    remote.files |= GGUFS
+    path = hub.pull("org/m:Q8_0", env=env)
+    assert hub.locate("org/m:Q8_0", env) == path and path.read_bytes() == GGUFS["m-Q8_0.gguf"]
 
 
 @pytest.mark.parametrize(("commit", "error"), [("abc", ModelFileError), ("a" * 256, ModelError)])
@@ -472,6 +515,26 @@ def test_an_index_beyond_every_models_is_not_read(remote, env, monkeypatch):
         hub.index_shards(folder / "model.safetensors.index.json")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "config.json"])
+def test_a_json_file_beyond_every_models_is_not_fetched(remote, env, monkeypatch, name):
+    monkeypatch.setattr(install, "MAX_JSON_BYTES", 2 << 20)
+    remote.files[name] = bytes((2 << 20) + 1)
+    with pytest.raises(ModelFileError, match=f"^{name} of org/m: larger than 2 MiB, which no model's JSON file is"):
+        hub.pull("org/m", env=env)
+    assert not remote.served
+
+
+@pytest.mark.parametrize("size", [pytest.param(10**400, id="huge"), 1 << 62, -1, True, 1.0, "1", None])
+def test_a_size_that_no_file_has_leaves_the_file_out(remote, env, monkeypatch, size):
+    listing = remote.listing()
+    for entry in listing["siblings"]:
+        if entry["rfilename"] == "model-1-of-2.safetensors":
+            entry["lfs"]["size"] = size
+    monkeypatch.setattr(remote, "listing", lambda: listing)
+    with pytest.raises(ModelFileError, match=r"names model-1-of-2\.safetensors, which the hub does not have"):
+        hub.pull("org/m", env=env)
+
+
 def test_a_server_that_goes_on_after_the_end_is_left(remote, env):
     """A pull would wait for it for ever."""
     remote.endless.add("model-2-of-2.safetensors")
@@ -488,7 +551,7 @@ def test_one_pull_at_a_time(remote, env):
     hub.pull("org/m", env=env)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
+@pytest.mark.parametrize("code", sorted({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EIO}))
 def test_a_file_system_without_locks_takes_a_pull_too(remote, env, monkeypatch, code):
     def refuse(*_):
         raise OSError(code, os.strerror(code))
@@ -499,6 +562,39 @@ def test_a_file_system_without_locks_takes_a_pull_too(remote, env, monkeypatch, 
             hub.pull("org/m", env=env)
     else:
         assert {file.name for file in hub.pull("org/m", env=env).iterdir()} == WANTED
+
+
+@pytest.mark.parametrize("hard", [True, False])
+def test_a_file_system_without_links_takes_a_pull_too(remote, env, monkeypatch, hard):
+    def refuse(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    if not hard:
+        monkeypatch.setattr(install.os, "link", refuse)
+    for _ in range(2):
+        folder = hub.pull("org/m", env=env)
+        assert {file.name for file in folder.iterdir()} == WANTED and hub.locate("org/m", env) == folder
+        assert all((folder / name).read_bytes() == remote.files[name] for name in WANTED)
+        assert all((folder / name).stat().st_nlink == 1 + hard for name in WANTED)
+    assert all(remote.served[name] == len(remote.files[name]) for name in WANTED), "nothing is downloaded twice"
+
+
+def test_a_copy_that_does_not_fit_leaves_no_half(remote, env, monkeypatch):
+    def half(source, target):
+        target.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    monkeypatch.setattr(install.os, "link", refuse)
+    monkeypatch.setattr(install.shutil, "copyfile", half)
+    with pytest.raises(ModelError, match=r"cannot be written to .*No space left"):
+        hub.pull("org/m", env=env)
+    (folder,) = Path(env["HF_HOME"]).rglob(COMMIT)
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("model", ["x" * 300, "org/" + "x" * 250, "org/" + "x" * 250 + ":Q4_K_M", "secret"])

@@ -293,6 +293,20 @@ async def test_leaving_the_loop_or_cancelling_the_task_cancels(service: Service)
     await until(lambda: service._stats.running == 0)
 
 
+async def test_a_stream_that_is_being_read_refuses_a_second_reader(service: Service, folder: Path) -> None:
+    """Only one of two could be woken, and the other would wait for ever."""
+    asked = request(service, "two readers", 30, stop_token_ids=())
+    stream = service.generate(asked)
+    first, second = await asyncio.wait_for(
+        asyncio.gather(anext(stream), anext(stream), return_exceptions=True), timeout=60
+    )
+    assert isinstance(second, RuntimeError) and "is being read already" in str(second)
+    assert isinstance(first, Delta)
+    answer = Answer()
+    answer.add(first)
+    assert len((await collect(stream, answer)).tokens) == 30
+
+
 async def test_abort_raises_to_the_reader_after_what_was_said(service: Service) -> None:
     stream = service.generate(request(service, "x", 1900))
     answer = Answer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import signal
 from pathlib import Path
@@ -81,6 +82,28 @@ async def test_the_users_own_folder_is_done_without_where_it_cannot_be_used(
     with pytest.raises(ConfigError, match="kv_dir"):
         await Service.start(config(folder, kv_dir=str(tmp_path)), in_process=True)
     assert with_folder(config(folder, kv_disk=False), os.environ).kv_dir is None
+
+
+async def test_a_folder_that_cannot_be_used_is_logged_once_and_so_is_that_it_works_again(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From the start, before there was any request."""
+    caplog.set_level(logging.INFO, "cairn.service.service")
+    (tmp_path / "in the way").write_text("")
+    async with serving(folder, kv_dir=str(tmp_path / "in the way" / "kv")) as service:
+
+        def logged() -> list[tuple[str, str]]:
+            return [(one.levelname, one.message) for one in caplog.records if "the KV store" in one.message]
+
+        await until(lambda: bool(service.troubles()), 20)
+        (trouble,) = service.troubles()
+        assert logged() == [("WARNING", trouble)] and str(tmp_path / "in the way" / "kv") in trouble
+        for _ in range(3):  # each has the same figures again
+            await service.flush()
+        assert logged() == [("WARNING", trouble)]
+        (tmp_path / "in the way").unlink()
+        await until(lambda: not service.troubles(), 20)
+        assert logged() == [("WARNING", trouble), ("INFO", "the KV store on the disk works again")]
 
 
 async def test_memory_for_kv_needs_an_engine_whose_pool_is_elsewhere(folder: Path, tmp_path: Path) -> None:

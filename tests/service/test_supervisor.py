@@ -34,7 +34,7 @@ from cairn.service.link import Patience
 from cairn.service.service import Service
 from cairn.service.stream import Stream
 from cairn.system import SystemClock
-from cairn.types import Event, Request
+from cairn.types import Event, FinishReason, Request
 
 FAULTY = Path(__file__).parent / "faulty_worker.py"
 FRONT = Path(__file__).parent / "front.py"
@@ -154,6 +154,36 @@ async def test_where_there_is_no_memory_for_as_large_a_pool_a_worker_with_a_smal
         os.kill(pid_of(service), signal.SIGKILL)
         assert list((await reader).tokens) == truth(one)
         assert service.stats().worker_restarts == 2
+
+
+async def test_an_answer_that_has_no_room_in_a_smaller_pool_is_an_error_and_no_short_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known failure 15: it was let in for more tokens than the next worker can compute."""
+    faulty(monkeypatch, "paced")
+    async with serving(folder, kv_gb=None, max_running=8) as service:
+        truth = oracle(service)
+        fits = request(service, (7,) * 50, 300, stop_token_ids=())
+        grows = request(service, (8,) * 50, 1900, stop_token_ids=())
+        large = request(service, (9,) * 700, 100, stop_token_ids=())
+        readers = [asyncio.create_task(collect(service.generate(one), Answer())) for one in (fits, grows, large)]
+        stream = service.generate(full := request(service, (7,) * 620, 20, stop_token_ids=()))
+        await until(lambda: all(flight.tokens for flight in service._flights.values()))
+        faulty(monkeypatch, "small")
+        os.kill(pid_of(service), signal.SIGKILL)
+        answer, *lost = await asyncio.gather(*readers, return_exceptions=True)
+        assert isinstance(answer, Answer) and list(answer.tokens) == truth(fits)
+        assert service.info.pool_tokens == 640
+        for error in lost:
+            assert isinstance(error, GenerationFailed) and "less memory for KV" in str(error)
+        assert service.status(large.id).completion_tokens < 100
+        seen = service.status(grows.id)
+        assert seen is not None and seen.reason is FinishReason.ERROR and seen.completion_tokens == 640 - 50
+        whole = await collect(stream)
+        assert list(whole.tokens) == truth(full) and whole.done is not None
+        assert whole.done.reason is FinishReason.LENGTH
+        again = await collect(service.generate(request(service, (8,) * 50, 1900, stop_token_ids=())))
+        assert again.done is not None and again.done.reason is FinishReason.LENGTH, "it is told of the pool of today"
 
 
 async def test_prompt_logprobs_are_sent_once_though_the_worker_dies_between_them(
@@ -380,6 +410,55 @@ async def test_restarts_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatc
             service.generate(request(service))
         assert caught.value.retry_after
         assert "in a row" in service.unready()[0]
+
+
+async def test_deaths_far_apart_of_a_worker_that_answers_are_not_in_a_row(folder: Path) -> None:
+    """Known failure 2: an idle server whose worker is ended now and then would end for good one night."""
+    async with serving(folder, Patience(restarts=3, backoff=(0.0,))) as service:
+        for _ in range(5):
+            await until(lambda: service._supervisor.up)
+            await service.where((1, 2, 3))
+            os.kill(pid_of(service), signal.SIGKILL)
+            await until(lambda: not service._supervisor.up)
+        asked = request(service, "after")
+        assert list((await collect(service.generate(asked))).tokens) == oracle(service)(asked)
+        assert service._supervisor.gave_up == ""
+
+
+@pytest.mark.parametrize(("seconds", "failures"), [(300, 0), (5, 1)])
+async def test_a_worker_that_was_idle_for_long_dies_for_the_first_time(seconds: int, failures: int) -> None:
+    """Known failure 2."""
+    clock, (worker, theirs) = VirtualClock(), undying()
+    process: Any = worker.process
+    load: Any = None
+    watch = watching(clock)
+    watch.start(launch.First(load, b"", worker))
+    with theirs:
+        theirs.sendall(wire.encode(wire.Ready(fake_spec(), wire.Info(context=1, pool_tokens=1, vocab=1, max_rows=1))))
+        await until(lambda: watch.up)
+        for _ in range(4 * seconds):
+            clock.time += 0.25
+            watch.look()
+        process.returncode, process.poll = -9, lambda: -9
+    await until(lambda: watch.gave_up)  # there is nothing to load
+    assert watch._failures == failures
+    await watch.close()
+
+
+async def test_a_worker_that_could_not_be_started_is_no_restart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, tries = supervisor.launch, []
+
+    def third(*given: Any) -> launch.Worker:
+        tries.append(given)
+        if len(tries) < 3:
+            raise OSError(errno.EAGAIN, "no process")
+        return real(*given)
+
+    async with serving(folder) as service:
+        monkeypatch.setattr(supervisor, "launch", third)
+        os.kill(pid_of(service), signal.SIGKILL)
+        await until(lambda: len(tries) == 3 and service._supervisor.up)
+        assert service.stats().worker_restarts == service.metrics.worker_restarts == 1
 
 
 async def test_a_failing_worker_sends_new_requests_away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

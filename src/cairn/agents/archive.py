@@ -3,16 +3,21 @@ memory but its place in the tree. An interrupted one, which may be resumed, keep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 from cairn.agents.aside import aside
-from cairn.agents.content import Branch, Content
+from cairn.agents.content import Branch, Content, Descent
 from cairn.agents.damage import Unreadable
 from cairn.agents.index import Kind
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, TurnRecord, decode
 from cairn.agents.tree import Turn
 from cairn.errors import Unavailable
+
+SOME = 32
+"""Contexts that are held at once, and turns that are put together before others get their turn on the event loop."""
 
 
 class Archive:
@@ -24,6 +29,56 @@ class Archive:
     async def branch(self, turn: Turn) -> Branch:
         """A turn and all before it. Unreadable for the first that cannot be read."""
         return Branch(await self.contents(list(turn.path())[::-1]))
+
+    async def contexts(self, turns: Iterable[Turn], most: int) -> AsyncGenerator[list[tuple[array[int], Turn]], None]:
+        """The contexts of these turns that no later one extends, each up to `most` ids, some at a time.
+
+        What cannot be read is left out, with what follows it. Each turn is read once, however many branches have it.
+        """
+        wanted = dict.fromkeys(turns)
+        after = _following(wanted)
+        todo, path = after.get(None, [])[::-1], list[Turn]()
+        descent = Descent(most)
+        found: list[tuple[array[int], Turn]] = []
+        while True:
+            while path and not (todo and todo[-1].parent is path[-1]):
+                turn = path.pop()
+                if (ids := descent.up(told=turn in wanted)) is not None:
+                    found.append((array("I", ids), turn))  # not as a list: it may be long
+                if len(found) == SOME:
+                    yield found
+                    found = []
+            if found:
+                yield found
+                found = []
+            if not todo:
+                return
+            run = [todo.pop()]
+            while run[-1] in after:
+                run.append(after[run[-1]][0])
+            for turn, content in zip(run, await self._until_lost(run), strict=False):
+                descent.down(content)
+                path.append(turn)
+                todo += after.get(turn, [])[:0:-1]
+                if len(path) % SOME == 0:
+                    await asyncio.sleep(0)
+
+    async def _until_lost(self, turns: Sequence[Turn]) -> list[Content]:
+        """What turns that follow each other hold, up to the first that cannot be read."""
+        contents: list[Content] = []
+        try:
+            found = await self.readable(turns)
+        except Unavailable:  # the disk may give out some
+            for turn in turns if len(turns) > 1 else ():
+                if not (one := await self._until_lost([turn])):
+                    break
+                contents += one
+            return contents
+        for content in found:
+            if content is None or content.lost:
+                break
+            contents.append(content)
+        return contents
 
     async def contents(self, turns: Sequence[Turn]) -> list[Content]:
         """What these turns hold. Unreadable for the first that is damaged, or was erased meanwhile."""
@@ -62,3 +117,16 @@ class Archive:
                 else:
                     content.end(end)
         return found
+
+
+def _following(turns: Iterable[Turn]) -> dict[Turn | None, list[Turn]]:
+    """These turns and all before them, by the one that each follows."""
+    after: dict[Turn | None, list[Turn]] = {}
+    seen = set[Turn]()
+    for end in turns:
+        for turn in end.path():
+            if turn in seen:
+                break
+            seen.add(turn)
+            after.setdefault(turn.parent, []).append(turn)
+    return after

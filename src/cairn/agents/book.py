@@ -196,8 +196,23 @@ class Book:
         Unavailable where the disk refuses that. The agent is gone all the same, for nobody knows what of the refusal is
         on the disk: put back, it would lose later turns at the next start. `tend` goes on erasing.
         """
+        keys = await self.let_go(agent, self.outbox.condemned())
+        try:
+            await self.outbox.erase(keys)
+        except Unavailable as error:
+            raise Unavailable(
+                f"agent {agent.id} is deleted, but its bytes are on the disk until that works again, and if the server "
+                f"ends before, the agent may be back: {error}",
+                retry_after=10.0,
+            ) from error
+
+    async def let_go(self, agent: Agent, others: Sequence[int] = ()) -> list[int]:
+        """Interrupt what runs, and forget an agent and its KV; the keys that are to be erased, with these `others`.
+
+        If it is cut off they are condemned.
+        """
         keys = self.roster.remove(agent)  # before anything waits: from here on nobody finds it
-        keys = [*keys, *self._replays.take(agent.key), *self.outbox.condemned()]
+        keys = [*keys, *self._replays.take(agent.key), *others]
         unpinned = False
         try:
             if agent.running is not None:
@@ -210,14 +225,7 @@ class Book:
         finally:
             if not unpinned:
                 self._unpin_later(agent)
-        try:
-            await self.outbox.erase(keys)
-        except Unavailable as error:
-            raise Unavailable(
-                f"agent {agent.id} is deleted, but its bytes are on the disk until that works again, and if the server "
-                f"ends before, the agent may be back: {error}",
-                retry_after=10.0,
-            ) from error
+        return keys
 
     def _unpin_later(self, agent: Agent) -> None:
         """The stores have pins of an agent that is gone: the log knows their owners until they are given up."""

@@ -6,6 +6,7 @@ The tokens of a context are put together when they are asked for, from what each
 from __future__ import annotations
 
 import hashlib
+import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -70,24 +71,34 @@ class Content:
         unpack(record.ids)
         self.answer, self.ended, self._growing = record.message, record, None
 
-    def follow(self, prompt: list[int]) -> None:
-        """Put what of the answer the next turn's context holds behind the prompt."""
+    def ask(self, ids: list[int], most: int = sys.maxsize) -> list[int]:
+        """Make the prompt of this turn of the context before it, both cut to `most` ids; what is taken away for it."""
+        began = self.began
+        gone = ids[began.prefix :]
+        del ids[began.prefix :]
+        ids += unpack(began.ids)[: most - len(ids)]
+        return gone
+
+    def follow(self, prompt: list[int], most: int = sys.maxsize) -> None:
+        """Put what of the answer the next turn's context holds behind the prompt, up to `most` ids in all."""
         end = self.ended
         if end is not None and end.keep >= 0:
-            prompt += self.tokens[: end.keep]
-            prompt += unpack(end.more)
+            prompt += self.tokens[: min(end.keep, most - len(prompt))]
+            prompt += unpack(end.more)[: most - len(prompt)]
 
-    def context(self, prompt: list[int]) -> list[int] | None:
+    def context(self, prompt: list[int], most: int = sys.maxsize) -> list[int] | None:
         """What the next turn's begins with, behind the prompt of this one; None where that cannot be told exactly."""
         if self.ended is None or self.ended.keep < 0 or digest(prompt) != self.began.digest:
             return None  # damage may have cost a turn before this one
         ids = prompt[:]
-        self.follow(ids)
+        self.follow(ids, most)
         return ids
 
-    def known(self, prompt: list[int]) -> list[int]:
-        """The same, or what comes nearest to it."""
-        return self.context(prompt) or [*prompt, *self.tokens]
+    def known(self, prompt: list[int], most: int = sys.maxsize) -> list[int]:
+        """The same, or what comes nearest to it; its first `most` ids, and as many of the prompt will do."""
+        if len(prompt) >= most:
+            return prompt[:most]
+        return self.context(prompt, most) or [*prompt, *self.tokens[: most - len(prompt)]]
 
 
 class Branch:
@@ -107,23 +118,21 @@ class Branch:
         """Of the turn that the branch ends with."""
         return self.contents[-1]
 
-    def prompt(self) -> list[int]:
-        """The ids that the last turn answered."""
+    def prompt(self, most: int = sys.maxsize) -> list[int]:
+        """The ids that the last turn answered, or the first `most` of them."""
         start = max(at for at, one in enumerate(self.contents) if not one.began.prefix)
         ids: list[int] = []
         for content in self.contents[start:]:
-            del ids[content.began.prefix :]
-            ids += unpack(content.began.ids)
+            content.ask(ids, most)
             if content is not self.last:
-                content.follow(ids)
+                content.follow(ids, most)
         return ids
 
     def prompts(self) -> Iterator[tuple[Content, list[int]]]:
         """Every turn with the ids that it answered, in one pass: the list is the same one all along, and grows on."""
         ids: list[int] = []
         for content in self.contents:
-            del ids[content.began.prefix :]
-            ids += unpack(content.began.ids)
+            content.ask(ids)
             yield content, ids
             content.follow(ids)
 
@@ -131,17 +140,9 @@ class Branch:
         """The ids that the next turn begins with; None where the answer cannot be put behind its prompt exactly."""
         return self.last.context(self.prompt())
 
-    def known(self) -> list[int]:
-        """The context, or what comes nearest to it."""
-        return self.last.known(self.prompt())
-
-    def contexts(self, identity: bytes) -> Iterator[tuple[int, list[int]]]:
-        """Of one model: the contexts along the branch that no later one extends, each with its turn's place here."""
-        for at, (one, prompt) in enumerate(self.prompts()):
-            after = self.contents[at + 1].began if one is not self.last else None
-            extended = after is not None and after.prefix and after.identity == identity
-            if one.began.number and one.began.identity == identity and not extended:
-                yield at, one.known(prompt)
+    def known(self, most: int = sys.maxsize) -> list[int]:
+        """The context, or what comes nearest to it, or the first `most` ids of that."""
+        return self.last.known(self.prompt(most), most)
 
     def messages(self) -> list[dict[str, Any]]:
         """The conversation up to here."""
@@ -151,6 +152,48 @@ class Branch:
             if content.began.number:
                 messages.append(content.answer or {"role": "assistant", "content": ""})
         return messages
+
+
+class _Step:
+    """A turn on the way down."""
+
+    __slots__ = ("content", "extended", "gone", "size", "start")
+
+    def __init__(self, content: Content, start: int, size: int, gone: list[int]) -> None:
+        """`start`: where its own part of its prompt begins. `size`: of its prompt. `gone`: of the context before it,
+        what its prompt does not have."""
+        self.content, self.start, self.size, self.gone = content, start, size, gone
+        self.extended = False
+
+
+class Descent:
+    """A way down a tree of turns, and up again to go down elsewhere: what branches have in common is put together
+    once."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: how many ids of a context are told."""
+        self._most = most
+        self._ids: list[int] = []
+        self._steps: list[_Step] = []
+
+    def down(self, content: Content) -> None:
+        """Go to a turn that follows the one where this stands."""
+        began, before = content.began, len(self._ids)
+        if began.prefix and self._steps and self._steps[-1].content.began.identity == began.identity:
+            self._steps[-1].extended = True
+        gone = content.ask(self._ids, self._most)
+        self._steps.append(_Step(content, before - len(gone), len(self._ids), gone))
+        content.follow(self._ids, self._most)
+
+    def up(self, *, told: bool) -> list[int] | None:
+        """Leave a turn for the one before it. If it is to be `told`: its context, unless one of the same model that
+        followed it has all of that."""
+        step, ids = self._steps.pop(), self._ids
+        del ids[step.size :]
+        context = step.content.known(ids, self._most) if told and not step.extended else None
+        del ids[step.start :]
+        ids += step.gone
+        return context
 
 
 def digest(ids: Sequence[int]) -> bytes:

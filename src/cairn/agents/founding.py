@@ -12,7 +12,9 @@ from cairn.agents import portable
 from cairn.agents.book import Book
 from cairn.agents.index import Kind
 from cairn.agents.records import AgentRecord, SavingsRecord, TurnRecord, check
+from cairn.agents.segment import Record
 from cairn.agents.tree import Agent, Turn
+from cairn.agents.writer import Writer
 from cairn.types import ModelSpec
 
 
@@ -62,17 +64,23 @@ async def take_in(
 
     Raises as `portable.read`, `Book.new_id` and `Book.add` do.
     """
-    writer = book.writer
     read = await asyncio.to_thread(portable.read, data, spec.vocab, spec.identity)
     if accept is not None:
         await asyncio.to_thread(accept, read)
     id = book.new_id(tenant, read.agent.id if id is None else id)
-    agent = portable.plant(read, writer.key, tenant, id, book.outbox.now())
+    agent, records = await asyncio.to_thread(_plant, book.writer, read, tenant, id, book.outbox.now())
+    book.new_id(tenant, id)  # another may have taken it meanwhile
+    return await book.add(agent, *records)
+
+
+def _plant(writer: Writer, read: portable.Portable, tenant: str, id: str, now: float) -> tuple[Agent, list[Record]]:
+    """An agent of what a file holds, and the records that it needs. Any thread may call."""
+    agent = portable.plant(read, writer.key, tenant, id, now)
     records = [writer.record(Kind.TURN, agent.root.held.began, agent.root.key)]
     for turn in agent.own:
         content = turn.held
         records.append(writer.record(Kind.TURN, content.began, turn.key))
         if content.ended is not None:
             records.append(writer.record(Kind.END, content.ended, turn.key))
-    line = writer.record(Kind.SAVINGS, SavingsRecord(savings=agent.savings), agent.key)
-    return await book.add(agent, *records, line)
+    records.append(writer.record(Kind.SAVINGS, SavingsRecord(savings=agent.savings), agent.key))
+    return agent, records

@@ -26,7 +26,7 @@ RETRY_SECONDS = 1.0
 MOST_RETRY_SECONDS = 30.0
 """Between two attempts at what the worker could not do: twice as long each time."""
 BATCH = 32
-"""Agents, turns or contexts that are looked at in a row before others get their turn on the event loop."""
+"""Agents or turns that are looked at in a row before others get their turn on the event loop."""
 
 
 class AgentKv:
@@ -47,7 +47,7 @@ class AgentKv:
         """
         if not turn.number or turn.identity != self._service.spec.identity:
             return ()
-        return (await self._archive.branch(turn)).known()
+        return (await self._archive.branch(turn)).known(self._service.spec.context)  # there is no KV beyond it
 
     async def where(self, agent: Agent) -> Placed:
         """How many leading tokens each tier has."""
@@ -130,8 +130,7 @@ class AgentKv:
         if agent.salt == NOBODY:
             return unpinned
         rest = await self._evict_all(agent, [(ids, None) for ids in tied])
-        for turn in {agent.head, *agent.leaves()}:  # one after the other: all contexts together may be gigabytes
-            rest += await self._evict_all(agent, await self._contexts(turn))
+        rest += await self._evict_turns(agent, [*agent.turns(), *agent.head.path()])
         if rest:
             self._later(partial(self._evict_rest, agent, rest))
         return unpinned
@@ -153,26 +152,17 @@ class AgentKv:
         """
         if agent.salt == NOBODY:
             return
-        parents, gone = {turn.parent for turn in turns}, set(turns)
-        for turn in turns:
-            if turn not in parents:
-                contexts = [(ids, one) for ids, one in await self._contexts(turn) if one in gone]
-                await self._evict_all(agent, contexts, own=True)
+        await self._evict_turns(agent, turns, own=True)
 
-    async def _contexts(self, end: Turn) -> list[Context]:
-        """Of the branch that ends there, for the model that is served: the contexts that no later one extends."""
-        path = list(end.path())
-        for at, one in enumerate(path):
-            with contextlib.suppress(Unavailable):  # the log cannot be read: only age takes the KV of what follows
-                branch = await self._archive.branch(one)
-                turns = path[at:][::-1]
-                contexts: list[Context] = []
-                for place, ids in branch.contexts(self._service.spec.identity):
-                    contexts.append((array("I", ids), turns[place]))  # not as a list: there may be many, all long
-                    if len(contexts) % BATCH == 0:
-                        await asyncio.sleep(0)
-                return contexts
-        return []
+    async def _evict_turns(self, agent: Agent, turns: Sequence[Turn], *, own: bool = False) -> list[Context]:
+        """Give up the contexts of those that the served model answered; see `_evict_all`. Of what the log does not give
+        back only age takes the KV."""
+        spec, rest = self._service.spec, list[Context]()
+        mine = [turn for turn in turns if turn.number and turn.identity == spec.identity]
+        async with contextlib.aclosing(self._archive.contexts(mine, spec.context)) as found:
+            async for contexts in found:  # all of them together may be gigabytes
+                rest += await self._evict_all(agent, contexts, own=own)
+        return rest
 
     async def _evict_all(self, agent: Agent, contexts: Sequence[Context], *, own: bool = False) -> list[Context]:
         """Give up these contexts but for what is shared; those that do not go now."""
@@ -217,7 +207,9 @@ class AgentKv:
             max((common(one, other) for other in tied if other[:MARK] == one[:MARK]), default=0) for one in found
         ]
         firsts = [turn.first if turn is not None else hash(pack(ids[:CHUNK_TOKENS])) for ids, turn in contexts]
-        for other in self._roster.of(agent.tenant):
+        for looked, other in enumerate(self._roster.of(agent.tenant), 1):
+            if looked % BATCH == 0:
+                await asyncio.sleep(0)
             near = [
                 at
                 for at, one in enumerate(found)

@@ -143,6 +143,7 @@ class Log:
         for last in (False, True):
             try:
                 if sync and self._doubtful:
+                    self._confirm()
                     self._finish()
                 if self._active is not None and self._active.size >= SEGMENT_BYTES:
                     self._seal()
@@ -175,6 +176,13 @@ class Log:
             data += encode_record(segment.header, segment.size + len(data), record)
         self._file.append(data)
         segment.size += len(data)
+
+    def _confirm(self) -> None:
+        """Make durable what was accepted: it may supersede what is about to be left out."""
+        if self._file is None:
+            self._append(self._unsynced)
+            self._place(self._unsynced)
+        self._sync()
 
     def _place(self, records: Sequence[Record]) -> None:
         """These are the last that were appended."""

@@ -27,12 +27,14 @@ NOBODY = b"\0"
 class Turn:
     """One turn, or with number 0 the beginning of an agent, which is told something and says nothing."""
 
-    __slots__ = ("_size", "at", "content", "first", "identity", "key", "number", "parent", "state")
+    __slots__ = ("_size", "at", "content", "depth", "first", "identity", "key", "number", "parent", "state")
 
     def __init__(self, key: int, began: TurnRecord, parent: Turn | None) -> None:
         self.key, self.parent = key, parent
         self.number = began.number
         """Counts from 1 along a branch."""
+        self.depth: int = (parent.depth if parent is not None else 0) + bool(began.number)
+        """How many turns the branch has up to this one."""
         self.at = began.began
         """When it began, in seconds since 1970."""
         self.identity = began.identity
@@ -220,7 +222,7 @@ class Agent:
             created=record.created,
             last_used=self.used,
             head=self.head.number,
-            turns=sum(1 for turn in self.head.path() if turn.number),
+            turns=self.head.depth,
             tokens=self.head.size,
             state="running" if self.busy else "interrupted" if self.head.state == "interrupted" else "idle",
             pinned=record.pinned,

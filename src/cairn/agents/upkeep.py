@@ -61,11 +61,16 @@ class Upkeep:
                 own, over = agent.own, set(book.roster.prune(agent, now - ABANDONED_SECONDS))
                 outbox.condemn(over)  # at once: who deletes the agent meanwhile is told when all of it is gone
                 await book.kv.collect(agent, [turn for turn in own if turn.key in over])
-        if condemned := outbox.condemned():
-            await outbox.erase(condemned)  # which knows them again if it is cut off
+        await self._erase()
         for agent in book.roster:
             if agent in book.roster and not agent.busy and _over(agent, now):
-                await book.remove(agent)
+                outbox.condemn(await book.let_go(agent))
+        await self._erase()  # all at once: each erasure writes the log anew
+
+    async def _erase(self) -> None:
+        outbox = self._book.outbox
+        if condemned := outbox.condemned():
+            await outbox.erase(condemned)  # which knows them again if it is cut off
 
 
 def _over(agent: Agent, now: float) -> bool:

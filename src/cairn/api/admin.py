@@ -7,8 +7,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from cairn.api.agent_schemas import NoBody
 from cairn.api.checks import check_messages, check_template_args
-from cairn.api.limits import read_json
+from cairn.api.limits import read_json, read_nothing
 from cairn.api.openai import check_length, check_model, encode_text
 from cairn.api.parse import parse
 from cairn.api.registry import Registry, parse_id
@@ -111,7 +112,8 @@ class Admin:
         await call.json(self._report(number, self._known(call, service, number)))
 
     async def cancel(self, call: Call, service: Service) -> None:
-        """POST /v1/requests/{id}/cancel: end it; one that has ended already stays as it is."""
+        """POST /v1/requests/{id}/cancel: end it; one that has ended already stays as it is. No body, or {}."""
+        parse(NoBody, await read_nothing(call, self._config), self._config)
         number = self._number(call.path.removeprefix("/v1/requests/").removesuffix("/cancel"))
         self._known(call, service, number)
         ended = [service.abort(id) for id in self._registry.ids(number)]

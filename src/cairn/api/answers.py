@@ -212,8 +212,8 @@ Answer = ChatAnswer | TextAnswer
 
 @contextlib.contextmanager
 def tied(choices: Sequence[Choice], answer: Answer) -> Iterator[None]:
-    """While choices are generated: the agent in whose name they were asked for is in use, and however one ends, its KV
-    belongs to that agent."""
+    """While choices are generated: the agent in whose name they were asked for is in use, and however one ends that was
+    begun, its KV belongs to that agent."""
     computed = True
     try:
         with answer.tie.using() if answer.tie is not None else contextlib.nullcontext():
@@ -223,7 +223,7 @@ def tied(choices: Sequence[Choice], answer: Answer) -> Iterator[None]:
         raise
     finally:
         for choice in choices:
-            if answer.tie is not None and choice.done is None and computed:
+            if answer.tie is not None and choice.stream is not None and choice.done is None and computed:
                 answer.tie.cut(choice.request, choice.computed)
 
 

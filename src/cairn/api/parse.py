@@ -21,6 +21,7 @@ HARMLESS = frozenset(
         "service_tier",
         "safety_identifier",
         "prompt_cache_retention",
+        "prompt_cache_options",
         "prediction",
     }
 )
@@ -39,6 +40,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "suffix": (None, ""),
     "best_of": (None, 1),
+    "moderation": (None,),
 }
 """Fields whose meaning is not built, with the values that ask for nothing; every other value is a 400."""
 

@@ -44,11 +44,12 @@ Several = Annotated[list[T], Field(fail_fast=True)]
 
 
 class TextPart(Body):
-    """`{"type": "text", "text": ...}`; `cache_control` has no effect, since every prefix is kept anyway."""
+    """`{"type": "text", "text": ...}`; what is said of caching has no effect, since every prefix is kept anyway."""
 
     type: Literal["text"]
     text: str
     cache_control: dict[str, Any] | None = None
+    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 def _text_or_list(value: Any) -> str | None:

@@ -20,7 +20,8 @@ from cairn.figures import CacheReport
 from cairn.text.chat import Sampled
 from cairn.types import Done, Request, Timing
 
-HEADER = b"x-cairn-agent"
+NAME = "X-Cairn-Agent"
+HEADER = NAME.lower().encode()
 
 
 class Ties:
@@ -62,7 +63,10 @@ class Ties:
             return None
         store = body.store is not False
         if named is not None:
-            return Tie(self.agents, call.tenant, self.agents.named(call.tenant, named), store)
+            try:
+                return Tie(self.agents, call.tenant, self.agents.named(call.tenant, named), store)
+            except (InvalidRequest, NotFound) as error:
+                raise type(error)(str(error), field=NAME) from None
         names = ((body.metadata or {}).get("agent"), body.prompt_cache_key)
         found = (self._named(call, name) for name in names if name is not None)
         return Tie(self.agents, call.tenant, next((agent for agent in found if agent is not None), None), store)

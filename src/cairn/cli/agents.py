@@ -16,6 +16,7 @@ from cairn.errors import ConfigError, InvalidRequest
 from cairn.resolve import Resolved
 
 if TYPE_CHECKING:
+    from rich.text import Text
     from rich.tree import Tree
 
     from cairn.cli.client import Client
@@ -199,24 +200,44 @@ def _cells(turn: dict[str, Any]) -> tuple[str, ...]:
 
 
 def tree(agent: dict[str, Any], turns: list[dict[str, Any]]) -> Tree:
-    """The turns as branches; what lies off the path to the head is dim."""
+    """Each turn below the one that it follows, and only where several follow one a level further in: a conversation is
+    long, and a line is not. What lies off the path to the head is dim."""
     from rich.text import Text
     from rich.tree import Tree
 
     root = Tree(Text(agent["id"], style="bold"))
-    places = {0: root}
+    following: dict[int, list[dict[str, Any]]] = {0: []}
+    following.update((turn["number"], []) for turn in turns)
     for turn in turns:
-        asked, said = _texts(turn)
-        style = "" if turn["current"] else "dim"
-        label = Text(f"{turn['number']} ", style="cyan" if turn["current"] else "dim")
-        label.append(asked, style=style)
-        label.append(f"\n  {said}", style=style or "green")
-        if turn["state"] != "finished":
-            label.append(f"  ({turn['state']})", style="red")
-        if turn["number"] == agent["head"]:
-            label.append("  <- head", style="bold")
-        places[turn["number"]] = places.get(turn["parent"], root).add(label)
+        following.get(turn["parent"], following[0]).append(turn)
+    for several in following.values():  # the last to be shown first: it is the one on the path to the head
+        several.sort(key=lambda turn: (turn["current"], turn["number"]), reverse=True)
+    todo = [(turn, root) for turn in following[0]]
+    while todo:
+        turn, level = todo.pop()
+        before, after = following.get(turn["parent"], following[0]), following[turn["number"]]
+        label = _label(turn, head=turn["number"] == agent["head"])
+        if turn is not before[-1]:  # else it follows what is right above it
+            label.append(f"  (follows {turn['parent'] or 'the beginning'})", style="dim")
+        node = level.add(label)
+        inside = len(after) > 1 or turn is not before[0]
+        todo += [(one, node if inside else level) for one in after]
     return root
+
+
+def _label(turn: dict[str, Any], *, head: bool) -> Text:
+    from rich.text import Text
+
+    asked, said = _texts(turn)
+    style = "" if turn["current"] else "dim"
+    label = Text(f"{turn['number']} ", style="cyan" if turn["current"] else "dim")
+    label.append(asked, style=style)
+    label.append(f"\n  {said}", style=style or "green")
+    if turn["state"] != "finished":
+        label.append(f"  ({turn['state']})", style="red")
+    if head:
+        label.append("  <- head", style="bold")
+    return label
 
 
 def _texts(turn: dict[str, Any]) -> tuple[str, str]:

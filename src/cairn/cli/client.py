@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -51,7 +52,7 @@ class Client:
         self._model = model
         self._admin_key = admin_key
         # Proxies are for the internet; a server of one's own is addressed directly.
-        self._http = httpx.Client(timeout=_TIMEOUT, trust_env=False)
+        self._http = httpx.Client(timeout=_TIMEOUT, trust_env=False, verify=_verify(parsed))
 
     def __enter__(self) -> Self:
         return self
@@ -195,9 +196,11 @@ class Client:
             raise InvalidRequest(f"this cannot be sent: {error}") from None
         try:
             response = self._http.send(request, stream=True)
-        except (httpx.ConnectError, UnicodeError):  # or a name that cannot be one
-            raise Unavailable(f"no server answers at {self.url}; start one with: cairn serve") from None
+        except UnicodeError:
+            raise Unavailable(f"no server answers at {self.url}: no machine can have that name") from None
         except httpx.HTTPError as error:
+            if _refused(error):
+                raise Unavailable(f"no server answers at {self.url}; start one with: cairn serve") from None
             raise Unavailable(f"the server at {self.url} did not answer: {why(error)}") from None
         if not response.is_success and response.status_code != fine:
             with closing(response), self._reading():
@@ -211,6 +214,23 @@ class Client:
             yield
         except httpx.HTTPError as error:
             raise Unavailable(f"the connection to {self.url} was lost: {why(error)}") from None
+
+
+def _verify(url: httpx.URL) -> ssl.SSLContext | bool:
+    """Whom to trust: those whom SSL_CERT_FILE or SSL_CERT_DIR names, as a server of one's own may need."""
+    if url.scheme != "https":
+        return True
+    try:
+        return httpx.create_ssl_context(trust_env=True)
+    except (ImportError, ValueError, OSError) as error:
+        raise ConfigError(f"the certificates that the environment names cannot be used: {error}") from error
+
+
+def _refused(error: BaseException | None) -> bool:
+    """Whether the machine is there and nobody listens."""
+    while error is not None and not isinstance(error, ConnectionRefusedError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _error(response: httpx.Response) -> CairnError:

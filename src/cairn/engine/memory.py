@@ -175,7 +175,8 @@ def _bytes(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> int:
 
 def _buffers(spec: ModelSpec, config: Config) -> int:
     context = min(spec.context, config.context or spec.context)
-    return buffer_bytes(spec, config.step_tokens, min(config.max_running, config.step_tokens), context)
+    rows, scores = min(config.max_running, config.step_tokens), chosen(config.kernels) == REFERENCE
+    return buffer_bytes(spec, config.step_tokens, rows, context, scores=scores)
 
 
 def _gb(size: int) -> str:

@@ -4,7 +4,8 @@ The index is rebuilt from names and sizes at every start; a file is believed onl
 checksum was right. Damage is a miss. No lock is held while a chunk is read, written or removed.
 
 When the disk fails the store says so (`stats().trouble`), refuses to keep, reads what it can, and tries the disk again
-after 1, 2, 4 ... 60 seconds of the clock, in `keep`, `fetch` or `tend`. A disk that fails at the start is such a disk.
+after 1, 2, 4 ... 60 seconds of the clock, in `keep`, `fetch`, `pin` or `tend`. A disk that fails at the start is such a
+disk. A folder that somebody removed or replaced is opened as at a start.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 from cairn.errors import ConfigError, Conflict
@@ -24,7 +26,7 @@ from cairn.kv.intake import Intake
 from cairn.kv.others import Others
 from cairn.kv.pins import Pins, pin_bytes, pin_name
 from cairn.kv.store import Chunk
-from cairn.kv.store_folder import StoreFolder, open_folder
+from cairn.kv.store_folder import PROBE_BYTES, StoreFolder, open_folder
 from cairn.kv.upkeep import Scrubbed
 from cairn.seams import Clock, FileSystem, Lock
 
@@ -189,22 +191,35 @@ class DiskStore:
         Pins come before the budget: their own few bytes are written even where nothing more can be evicted.
         """
         state, name, keys = self._state, pin_name(owner, self._tag), tuple(dict.fromkeys(keys))
+        self._try_again()
         with self._pinning, state.mutex:
-            self._unsaved[name] = keys
+            changed, start = [name], pin_name(owner, b"")
+            if not keys:
+                changed = [one for one in self._unsaved if one.startswith(start)]
             if not keys and self._lock is None:
-                self._unpinned.add(pin_name(owner, b""))
+                self._unpinned.add(start)
             elif not keys:
-                self._unsaved.update((other, ()) for other in self._pins.of(owner))
-            for one in self._unsaved:
-                state.shelf.pin(one, [self._tag + key for key in self._unsaved[one]])
+                changed += self._pins.of(owner)
+            for one in changed:
+                self._unsaved[one] = keys
+                state.shelf.pin(one, [self._tag + key for key in keys])
         self._save_pins()
+
+    def unsaved(self, owner: str) -> bool:
+        """Whether what `owner` pinned or unpinned last, on any model, is not durable, since the disk refuses it."""
+        start = pin_name(owner, b"")
+        with self._state.mutex:
+            return start in self._unpinned or any(name.startswith(start) for name in self._unsaved)
 
     def stats(self) -> TierStats:
         """Figures of all models in the folder."""
         return self._state.stats()
 
     def close(self) -> None:
-        """Remembers when chunks were used last."""
+        """Remembers when chunks were used last, and what is pinned if the disk did not take it before."""
+        if self._unsaved or self._unpinned:
+            self._try_again()
+            self._save_pins()
         if self._lock is not None:
             upkeep.remember_uses(self._state)
             self._lock.release()
@@ -280,15 +295,17 @@ class DiskStore:
         state.make_room(0)
 
     def _try_again(self) -> None:
-        """If the disk failed and it is time: does it work now?"""
+        """If the disk failed and it is time, or somebody took the folder away: does it work now?"""
         state = self._state
-        if not state.due or not self._chores.acquire(blocking=False):
+        if not (state.due or self._lost()) or not self._chores.acquire(blocking=False):
             return
         try:
+            if (self._lost() or (self._lock is not None and not state.folder.marked())) and not self._let_go():
+                return
             if self._lock is None:
                 self._open(fresh=False, patience=0, sleep=lambda seconds: None)
             else:
-                state.folder.probe()
+                state.write(PROBE_BYTES, state.folder.probe)
                 state.works()
         except (ConfigError, Conflict) as error:
             state.fail("open", str(error))
@@ -296,6 +313,26 @@ class DiskStore:
             state.fail("open" if self._lock is None else "write", error)
         finally:
             self._chores.release()
+
+    def _lost(self) -> bool:
+        """Whether the folder at our path is another one than we hold, or none: it may be another process's."""
+        lock = self._lock
+        return lock is not None and not lock.held()
+
+    def _let_go(self) -> bool:
+        """The folder has to be opened anew, and nothing of what was in it is there: forget it, but not what is pinned.
+        False while somebody writes into it."""
+        state = self._state
+        state.fail("open", "it was removed or replaced")  # from here on nothing more is written
+        with self._pinning, state.mutex:
+            if state.writing or self._lock is None:
+                return False
+            state.emptied()
+            pins = {name: tuple(id[len(self._tag) :] for id in ids) for name, ids in state.shelf.pins.items()}
+            self._unsaved = pins | self._unsaved
+            lock, self._lock = self._lock, None
+        lock.release()
+        return True
 
     def _save_pins(self) -> None:
         state = self._state
@@ -306,11 +343,12 @@ class DiskStore:
                 old = self._pins.sizes.get(name, 0)
                 state.make_room(pin_bytes(keys))
                 try:
-                    self._pins.save(name, keys)
+                    state.write(pin_bytes(keys), partial(self._pins.save, name, keys))
                 except OSError as error:
                     state.fail("write", error)
                     return
                 finally:
                     with state.mutex:
                         state.shelf.bytes += self._pins.sizes.get(name, 0) - old
-                del self._unsaved[name]
+                with state.mutex:
+                    del self._unsaved[name]

@@ -6,9 +6,11 @@ thread at a time: to the one that writes it (`writing`), or to whoever doomed th
 
 from __future__ import annotations
 
+import errno
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -17,8 +19,13 @@ from cairn.kv.shelf import Entry, Shelf
 from cairn.kv.store_folder import StoreFolder
 from cairn.seams import Clock
 
+T = TypeVar("T")
+
 _USE_STEP = 60.0
 """Seconds: how exactly the time of the last use is remembered."""
+_JUMP_SECONDS = 86400.0
+"""How far the wall clock jumps before the times of all files are put right: that asks something of the disk for each,
+and the time to live is counted in days."""
 _BACKOFF = (1.0, 60.0)
 _LATE_SECONDS = 60.0
 """How long a disk may take to show that something was removed. ZFS and btrfs take seconds; where a snapshot holds it,
@@ -57,10 +64,26 @@ class DiskState:
         self._next_try, self._backoff = 0.0, _BACKOFF[0]
         # The wall clock is read once: where it jumps while the store is open, nothing may grow old at once.
         self._epoch = clock.time_ns() / 1e9 - clock.now()
+        self._jumped = 0.0
+        """How far the wall clock was ahead of `now` when the times of all files were put right."""
 
     def now(self) -> float:
         """Seconds since 1970, never going back."""
         return self._epoch + self.clock.now()
+
+    def take_used(self) -> tuple[list[Entry], float]:
+        """Chunks whose files are to be given the time of their last use, and how far the wall clock, which will be
+        believed at the next start, is ahead of `now`."""
+        ahead = self.clock.time_ns() / 1e9 - self.now()
+        with self.mutex:
+            used, self.used = list(self.used.values()), {}
+            if abs(ahead - self._jumped) >= _JUMP_SECONDS:
+                used, self._jumped = self.shelf.live(), ahead
+        return used, ahead
+
+    def emptied(self) -> None:
+        """Nothing of what was in the folder is there. With the lock held."""
+        self.shelf, self.used = self.shelf.emptied(), {}
 
     def stats(self) -> TierStats:
         """Figures of all models in the folder."""
@@ -178,6 +201,26 @@ class DiskState:
         if free >= mark or not self._gave or self.clock.now() - self._gave_at > _LATE_SECONDS:
             self._low, self._gave = free, 0
         return mark - free - min(self._gave, max(0, self._low + self._gave - free))
+
+    def write(self, need: int, work: Callable[[], T]) -> T:
+        """Do what needs so many bytes; where a quota ends that the disk does not tell of, once more when something was
+        evicted. Raises `OSError` as the system does."""
+        try:
+            return work()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._give_way(need):
+                raise
+        return work()
+
+    def _give_way(self, need: int) -> bool:
+        """Evict as much, and for others what they are always given; whether that may help."""
+        with self.mutex:
+            victims = self._doom_victims(max(need, self._reserve // 4))
+        cleared = self.clear(victims)
+        with self.mutex:
+            self.count(evicted=cleared)
+        # Some disks have the room of what was removed only when that is durable.
+        return cleared > 0 and self.sync(self.folder.digit(one.name.key) for one in victims)
 
     def look_again(self) -> None:
         """If the disk was full: is it still?"""

@@ -122,7 +122,7 @@ class Intake:
         if state.folder.is_litter(path) or not state.make_room(need, reserve=True):
             return None
         try:
-            temporary, disk = state.folder.write(path.parent, parts)
+            temporary, disk = state.write(need, lambda: state.folder.write(path.parent, parts))
         except OSError as error:
             with state.mutex:
                 state.reserved -= need

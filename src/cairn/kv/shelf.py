@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cairn.kv.chunk_file import Name
@@ -209,6 +209,18 @@ class Shelf:
         if not self._tags[entry.name.tag]:
             del self._tags[entry.name.tag]
         self.bytes -= entry.disk
+
+    def emptied(self) -> Shelf:
+        """One that pins the same and has no chunks."""
+        shelf = Shelf()
+        for owner, ids in self._pins.items():
+            shelf.pin(owner, ids)
+        return shelf
+
+    @property
+    def pins(self) -> Mapping[str, frozenset[bytes]]:
+        """What each owner pins."""
+        return self._pins
 
     def pin(self, owner: str, ids: Collection[bytes]) -> None:
         """These instead of what the owner pinned before."""

@@ -29,6 +29,8 @@ DIGITS = "0123456789abcdef"
 _TEMPORARY = "tmp-"
 _BLOCK = 4096
 _PROBE = b"cairn" * 800
+PROBE_BYTES = _BLOCK
+"""What a probe takes on the disk."""
 
 
 @dataclass(slots=True)
@@ -71,12 +73,17 @@ def open_folder(
     try:
         if not _check(files, folder):
             _mark(files, folder)
-        for name in (PINS, *DIGITS):
-            files.make_folder(folder / name)
+        make_folders(files, folder)
     except BaseException:
         lock.release()
         raise
     return lock
+
+
+def make_folders(files: FileSystem, folder: Path) -> None:
+    """Those that pins and chunks lie in."""
+    for name in (PINS, *DIGITS):
+        files.make_folder(folder / name)
 
 
 def _set_aside(files: FileSystem, folder: Path, clock: Clock, patience: float, sleep: Callable[[float], None]) -> None:
@@ -299,8 +306,17 @@ class StoreFolder:
             names = [parse_name(path.name) for path in self._litter]
         return any(name is not None and name.tag + name.key in ids for name in names)
 
+    def marked(self) -> bool:
+        """Whether the marker is there."""
+        try:
+            self.files.mode(self.folder / MARKER)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
     def probe(self) -> None:
-        """Write, sync, read and remove a file."""
+        """Write, sync, read and remove a file. Makes folders that somebody removed."""
+        make_folders(self.files, self.folder)
         path, size = self.write(self.folder, [_PROBE])
         try:
             file = self.files.open(path, "read")

@@ -267,6 +267,11 @@ class Tiers:
         _, keys = self._beyond(tokens, salt, keep)
         return isinstance(store, DiskStore) and store.lingers(keys)
 
+    def unsaved(self, owner: str) -> bool:
+        """Whether what this owner pinned or unpinned last is not durable, because the disk refuses that."""
+        store = self._stores.get("disk")
+        return isinstance(store, DiskStore) and store.unsaved(owner)
+
     def _beyond(self, tokens: Sequence[int], salt: bytes, keep: int) -> tuple[int, list[bytes]]:
         """The first chunk of a context beyond its first `keep` tokens, and the keys of all from there on."""
         first = -(-keep // self._lookup.chunk_tokens)

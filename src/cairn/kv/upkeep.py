@@ -39,7 +39,10 @@ def fill(state: DiskState, found: Found) -> list[tuple[Path, int]]:
     entries: dict[bytes, Entry] = {}
     for name, disk, modified in sorted(found.chunks, key=lambda one: str(one[0])):
         parent = name.tag + name.parent if name.parent else b""
-        entry = Entry(name.tag + name.key, parent, name, disk, min(modified, now), modified)
+        used = min(modified, now)
+        entry = Entry(name.tag + name.key, parent, name, disk, used, used)
+        if modified > now:  # else it would look new at each start, until that time has come
+            state.used[entry.id] = entry
         if entries.setdefault(entry.id, entry) is not entry:
             found.junk.append((state.folder.path(name), disk))
     for entry in chains(list(entries.values())):
@@ -90,7 +93,8 @@ def scrub(state: DiskState) -> Scrubbed:
         elif (lost := state.damaged - before) > 0:
             damaged += lost
         else:
-            unreadable += 1
+            with state.mutex:  # else it went meanwhile
+                unreadable += state.shelf.get(entry.id) is entry
     return Scrubbed(checked, damaged, unreadable)
 
 
@@ -111,12 +115,11 @@ def clean(state: DiskState) -> None:
 
 def remember_uses(state: DiskState) -> None:
     """Put the time of the last use on the files. Best effort: what is lost makes a chunk look older."""
-    with state.mutex:
-        used, state.used = state.used, {}
-    for entry in used.values():
+    used, ahead = state.take_used()
+    for entry in used:
         try:
             with contextlib.suppress(FileNotFoundError):
-                state.folder.files.touch(state.folder.path(entry.name), entry.used)
+                state.folder.files.touch(state.folder.path(entry.name), entry.used + ahead)
             entry.saved = entry.used
         except OSError:
             return

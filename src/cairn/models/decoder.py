@@ -145,12 +145,15 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
     )
 
 
-def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int) -> int:
-    """Bytes that `allocate` takes, and about as much again for what kernels hold while they run."""
+def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, scores: bool) -> int:
+    """Bytes that `allocate` takes, and about as much again for what kernels hold while they run.
+
+    `scores`: whether they hold those of a whole context at once, as the reference kernels do.
+    """
     wide = spec.hidden + 3 * spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim + 4 * spec.ffn
     tables = len(spec.groups) * rows * context // BLOCK_TOKENS
-    scores = 3 * spec.heads * context * min(tokens, 8)
-    return 4 * (2 * tokens * wide + 3 * LOGITS_ROWS * spec.vocab + tables + scores)
+    held = 3 * spec.heads * context * min(tokens, 8) if scores else 0
+    return 4 * (2 * tokens * wide + 3 * LOGITS_ROWS * spec.vocab + tables + held)
 
 
 def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:

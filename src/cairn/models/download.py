@@ -29,6 +29,8 @@ _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _CHUNK = 1 << 20
 _TRIES = 5
 """Attempts in a row that bring no byte before a download is given up."""
+_BROKEN = (500, 502, 503, 504)
+"""A server, or what stands before it, that may work again in a moment."""
 _MAX_LISTING = 64 << 20
 """Bytes; a listing is a few KB."""
 
@@ -57,6 +59,7 @@ class Hub:
         token = env.get("HF_TOKEN", "").strip() or _token(home / "token")
         if token and not is_key(token):  # what could not be sent would be quoted in the error
             raise ModelError("the token of the hub (HF_TOKEN, or the file `token`) has characters that no token has")
+        self._token = f"the token (HF_TOKEN, or {home / 'token'})" if token else ""
         headers = {"user-agent": "cairn", "accept-encoding": "identity"}
         if token:
             headers["authorization"] = f"Bearer {token}"
@@ -155,6 +158,9 @@ class Hub:
         url = f"{self.endpoint}/{self.model}/resolve/{commit}/{quote(file.name)}"
         headers = {"range": f"bytes={start}-"} if start else {}
         with self._stream(url, headers) as response:
+            if response.status_code in _BROKEN:  # as a connection that breaks
+                said = f"it answered {response.status_code}"
+                raise httpx.HTTPStatusError(said, request=response.request, response=response)
             self._check(response)
             if start and response.status_code != 206:
                 yield None
@@ -174,10 +180,17 @@ class Hub:
             return
         code = response.headers.get("x-error-code", "")
         where = urlsplit(self.endpoint).netloc
+        unfit = f"{self._token} is not valid or has no access"
         if status == 403 or code == "GatedRepo":
-            text = f"{self.model} is gated on {where}: accept its terms there, then set HF_TOKEN to your token"
+            text = f"{self.model} is gated on {where}: accept its terms there, "
+            text += f"or {unfit}: renew it" if self._token else "then set HF_TOKEN to your token"
         elif status == 401:
-            text = f"{self.model} does not exist on {where}, or is private: check the name, or set HF_TOKEN"
+            text = f"{self.model} does not exist on {where}, or "
+            text += (
+                f"{unfit}: check the name, renew or remove the token"
+                if self._token
+                else "is private: check the name, or set HF_TOKEN"
+            )
         elif status == 404:
             text = f"there is no {self.model} on {where}, or a file of it is gone ({urlsplit(str(response.url)).path})"
         elif status == 429:
@@ -200,7 +213,7 @@ def _parse(body: dict[str, Any]) -> tuple[str, dict[str, RemoteFile]]:
         lfs = sibling.get("lfs") or {}
         digest = str(lfs.get("sha256") or lfs.get("oid") or sibling.get("blobId") or "").removeprefix("sha256:")
         size = lfs.get("size", sibling.get("size"))
-        if _DIGEST.fullmatch(digest) and isinstance(size, int) and size >= 0:
+        if _DIGEST.fullmatch(digest) and type(size) is int and 0 <= size < 1 << 62:
             name = str(sibling["rfilename"])
             found[name] = RemoteFile(name, size, digest)
     return commit, found

@@ -154,7 +154,7 @@ def downloaded(env: Mapping[str, str] | None = None) -> list[Downloaded]:
 
 def _models_in(repository: Path) -> Iterator[Downloaded]:
     snapshot = snapshot_of(repository)
-    if snapshot is not None and _is_complete(snapshot):
+    if snapshot is not None and is_complete(snapshot):
         size = sum(file.stat().st_size for file in snapshot.iterdir() if file.is_file() and not is_gguf(file))
         yield Downloaded(model_name(snapshot), snapshot, size)
     for place, one in cached(repository):
@@ -243,7 +243,7 @@ def snapshot_of(repository: Path) -> Path | None:
     return folder if _NAME.fullmatch(commit) and folder.is_dir() else None
 
 
-def _is_complete(snapshot: Path) -> bool:
+def is_complete(snapshot: Path) -> bool:
     """Whether it is a whole model of ours; other programs keep models of all kinds in the cache."""
     try:
         return not missing_from(snapshot)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.download import Hub, RemoteFile
-from cairn.models.files import INDEX, WEIGHTS
-from cairn.models.hub import NEEDED, Progress, choose_one, index_shards, missing_from, snapshot_of
+from cairn.models.files import INDEX, MAX_JSON_BYTES, WEIGHTS
+from cairn.models.hub import NEEDED, Progress, choose_one, index_shards, is_complete, snapshot_of
 from cairn.models.variants import tags, variants
 
 USEFUL = (
@@ -38,6 +38,10 @@ def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress
     for name in NEEDED:
         if name not in listing:
             raise ModelFileError(f"{model} has no {name} on the hub, so Cairn cannot serve it")
+    for name in ("config.json", INDEX):
+        if name in listing and listing[name].size > MAX_JSON_BYTES:
+            most = MAX_JSON_BYTES >> 20
+            raise ModelFileError(f"{name} of {model}: larger than {most} MiB, which no model's JSON file is")
     blobs = repository / "blobs"
     small = [listing[name] for name in (*NEEDED, *USEFUL, INDEX) if name in listing]
     if INDEX in listing:
@@ -56,7 +60,7 @@ def install_gguf(hub: Hub, model: str, repository: Path, progress: Callable[[Pro
     snapshot = _fetch(hub, commit, repository, [listing[name] for name in chosen.files], progress)
     current = snapshot_of(repository)
     # GGUF files are found in any snapshot, other models only where the reference points.
-    if current is None or missing_from(current):
+    if current is None or not is_complete(current):
         _refer(repository, commit)
     return snapshot / chosen.files[0]
 
@@ -118,7 +122,7 @@ def _check_room(model: str, blobs: Path, files: list[RemoteFile]) -> None:
         raise ModelError(f"{model} needs {missing / 1e9:.2f} GB more, but {blobs} has only {free / 1e9:.2f} GB free")
 
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 """What file systems say that have no locks, such as some that are reached over a network."""
 
 
@@ -143,5 +147,18 @@ def _link(blob: Path, name: Path) -> None:
     try:
         fresh.symlink_to(os.path.relpath(blob, name.parent))
     except OSError:  # a file system without symbolic links
-        os.link(blob, fresh)
+        try:
+            os.link(blob, fresh)
+        except OSError:  # and without others, such as exFAT
+            _copy(blob, fresh)
     fresh.replace(name)
+    fresh.unlink(missing_ok=True)  # of two hard links to one file none is replaced
+
+
+def _copy(blob: Path, fresh: Path) -> None:
+    """A second copy, so that the next pull finds the blob. One that does not fit is not left half."""
+    try:
+        shutil.copyfile(blob, fresh)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise

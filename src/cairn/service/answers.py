@@ -31,7 +31,7 @@ class Answers:
         elif ask.what == "flush":
             self._tiers.flush(lambda dropped: self._say(ask, trouble=_given_up(dropped)))
         elif ask.what == "pin":
-            self._tiers.pin(ask.owner, ask.tokens, ask.salt, lambda: self._say_where(ask))
+            self._tiers.pin(ask.owner, ask.tokens, ask.salt, lambda: self._say_pinned(ask))
         elif ask.what == "prefetch":
             self._tiers.prefetch(ask.tokens, ask.salt, lambda: self._say_where(ask))
         elif ask.what == "evict":
@@ -47,6 +47,14 @@ class Answers:
         else:
             placed = Placed(pool=self._cache.found(self._cache.context(ask.salt), ask.tokens))
         self._send(wire.Answer(ask.id, placed=placed))
+
+    def _say_pinned(self, ask: wire.Ask) -> None:
+        assert self._tiers is not None
+        if self._tiers.unsaved(ask.owner):
+            what = "what is pinned" if ask.tokens else "what is no longer pinned"
+            self._say(ask, trouble=f"the disk does not take {what}; it is tried again until it does")
+        else:
+            self._say_where(ask)
 
     def _say_evicted(self, ask: wire.Ask) -> None:
         assert self._tiers is not None

@@ -62,6 +62,7 @@ class Flight:
         "error",
         "first_at",
         "last_at",
+        "limit",
         "prompt_logprobs",
         "read_at",
         "reason",
@@ -82,6 +83,8 @@ class Flight:
         self.eager = bool(request.stop)
         self.tokens = list(request.generated)
         """Every token of the answer so far, also what was generated before."""
+        self.limit = len(request.prompt) + request.sampling.max_tokens
+        """Tokens, the prompt's included, that it may grow to as it was let in: an end below is none of its own."""
         self.prompt_logprobs = 0
         """Prompt log-probabilities received, and (`skip`) how many of a new worker's are repetitions."""
         self.skip = 0
@@ -187,6 +190,11 @@ class Flight:
         if isinstance(event, Done) or not event.tokens:
             return event
         return msgspec.structs.replace(event, logprobs=self._logprobs.take(len(event.tokens)))
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and the answer so far."""
+        return len(self.request.prompt) + len(self.tokens)
 
     @property
     def idle(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 _RECEIVE = 1 << 16  # more would be a fresh mapping from the kernel for each call
 _COMPUTING = 0.1
 """CPU seconds that show that a step computes; the pulse alone uses far less."""
+_WELL_SECONDS = 60.0
+"""Of a worker's life in which it served or was idle, after which its death is the first in a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +54,9 @@ class Link:
         self._backlog = bytearray()
         self.ended: asyncio.Future[str] = self._loop.create_future()
         """Why it ended, once it has."""
-        self.ready = False
         self.progressed = False
-        """Whether any request got further in it."""
+        """Whether it was of use: a request got further in it, a question was answered, or it was well for long."""
+        self._ready_at: float | None = None
         self._heard = self._stepped = self._computed = clock.now()
         self._cpu = 0.0
         self._process, self._thread, self._sock = worker.process, worker.thread, worker.sock
@@ -64,6 +67,15 @@ class Link:
     def pid(self) -> int | None:
         """The worker's process id; None in-process."""
         return self._process.pid if self._process else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has loaded the model, and may be used."""
+        return self._ready_at is not None
+
+    def welcome(self) -> None:
+        """It has loaded the right model."""
+        self._ready_at = self._stepped
 
     def send(self, message: wire.ToWorker) -> None:
         """Send a frame now or as soon as the worker reads. A worker that is gone is noticed by the reader."""
@@ -117,7 +129,11 @@ class Link:
             return
         self._loop.remove_reader(self._sock)
         self._loop.remove_writer(self._sock)
+        with contextlib.suppress(OSError):  # the worker sees the end also where a fork of this process has the socket
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
+        if self._ready_at is not None and self._stepped - self._ready_at > _WELL_SECONDS:
+            self.progressed = True
         self.ended.set_result(reason)
 
     async def reap(self, grace: float, *, surely: bool = False) -> str:

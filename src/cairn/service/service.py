@@ -81,6 +81,8 @@ class Service:
         self.recent = self._traffic.recent
         self._stats = wire.Stats()
         self._trouble = ""
+        self._logged: dict[str, str] = {}
+        """The trouble of each store as the log has it."""
         self._last_id = 0
         self._loaded = False
         self._draining = False
@@ -271,6 +273,7 @@ class Service:
     def _answered(self, answer: wire.Answer) -> wire.Answer:
         if answer.kv is not None:
             self.metrics.kv = answer.kv
+            self._log_troubles(answer.kv)
         if answer.trouble:
             raise Unavailable(answer.trouble, retry_after=self._supervisor.pause)
         return answer
@@ -311,6 +314,19 @@ class Service:
     def _on_step(self, step: wire.Step) -> None:
         before, self._stats = self._stats, step.stats
         self._traffic.step(step, before)
+        if step.stats.kv is not None:
+            self._log_troubles(step.stats.kv)
+
+    def _log_troubles(self, kv: KvStats) -> None:
+        """Say once what a store cannot do, and once that it works again. Of a store that is not there nothing new."""
+        for name, tier in (("in memory", kv.ram), ("on the disk", kv.disk)):
+            if tier is None or tier.trouble == self._logged.get(name, ""):
+                continue
+            self._logged[name] = tier.trouble
+            if tier.trouble:
+                log.warning("%s", tier.trouble)
+            else:
+                log.info("the KV store %s works again", name)
 
     # ------------------------------------------------------------------------------------------------------ the end
 

@@ -33,7 +33,12 @@ class Waker:
             future.set_result(True)
 
     async def sleep(self, timeout: float | None = None) -> bool:
-        """Sleep until `wake` (True) or until `timeout` seconds have passed (False)."""
+        """Sleep until `wake` (True) or until `timeout` seconds have passed (False).
+
+        Raises `RuntimeError` while somebody else sleeps: only one of two could be woken.
+        """
+        if self._future is not None:
+            raise RuntimeError("this stream is being read already")
         future: asyncio.Future[bool] = self._loop.create_future()
         self._future = future
         if timeout is None:

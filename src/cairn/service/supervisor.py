@@ -28,6 +28,7 @@ from cairn.types import FinishReason, Request
 log = logging.getLogger(__name__)
 
 CHANGED = "the model's files were changed since this server started; restart it"
+LESS_MEMORY = "the worker was replaced by one with less memory for KV, in which this answer has no room"
 CLOSE_SECONDS = 2.0
 """How long a worker whose socket was closed may take to end before it is killed."""
 STORE_SECONDS = 5.0
@@ -74,6 +75,8 @@ class Supervisor:
         """The identity of the model that the first worker loaded."""
         self._blocks: tuple[int, ...] = ()
         """Those of its pools. Later ones get as many, where there is memory: requests were let in by them."""
+        self._longest = 0
+        """Tokens of the longest sequence that the last of them can compute."""
         self._failures = 0
         self._looked = clock.now()
         self.restarts = 0
@@ -115,6 +118,7 @@ class Supervisor:
         """Give a request to the worker, or to the next one. Raises `WireError` if it is too long to be sent."""
         if self.up and not self._suspects:
             self._send(flight.request)
+        flight.limit = min(flight.limit, self._longest)
         self.flights[flight.request.id] = flight
 
     def remove(self, id: int, reason: FinishReason | None) -> Flight | None:
@@ -188,9 +192,9 @@ class Supervisor:
                 if first.code and await asyncio.to_thread(code.digest) != first.code:
                     self._give_up(code.CHANGED)
                     return
-                self.restarts += 1
                 load = msgspec.structs.replace(first.load, blocks=self._blocks)
                 worker = launch(load, first.worker.process is None)
+                self.restarts += 1
                 link = self._link = Link(worker, self._clock, self._receive)
             except OSError as error:
                 self._failures += 1
@@ -226,6 +230,7 @@ class Supervisor:
             if self._suspects:
                 self._next_trial()
         elif isinstance(message, wire.Answer):
+            link.progressed = True
             if (asked := self._asked.get(message.id)) is not None and not asked.done():
                 asked.set_result(message)
         elif isinstance(message, wire.Refused):
@@ -246,8 +251,11 @@ class Supervisor:
             link.end("it loaded another model")
             self._give_up(CHANGED)
             return
-        link.ready = True
-        self._blocks = ready.info.blocks
+        self._blocks, self._longest = ready.info.blocks, min(ready.info.context, ready.info.pool_tokens)
+        for flight in tuple(self.flights.values()):
+            if flight.limit > self._longest <= flight.length:
+                self._on_lost(flight, GenerationFailed(LESS_MEMORY))
+        link.welcome()
         self._on_ready(ready)
         if self._loaded is not None and not self._loaded.done():
             self._loaded.set_result(None)

@@ -31,7 +31,7 @@ from cairn.service.admission import Queue
 from cairn.service.flight import Flight
 from cairn.service.history import History
 from cairn.service.recent import RecentContexts
-from cairn.service.supervisor import Supervisor
+from cairn.service.supervisor import LESS_MEMORY, Supervisor
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import FinishReason, Output, Timing
 
@@ -140,6 +140,8 @@ class Traffic:
             else:
                 self.metrics.inter_token.observe(now - flight.last_at)
             flight.last_at = now
+        if output.finish is FinishReason.LENGTH and flight.length < flight.limit:
+            output = msgspec.structs.replace(output, finish=FinishReason.ERROR, error=LESS_MEMORY)
         if output.finish is None:
             self._show(flight)
         else:

@@ -1,0 +1,333 @@
+"""The disk store where the disk refuses, where others take its folder away, and where the wall clock was wrong."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from tests.files import CrashFile, CrashFiles, Fault
+from tests.kv.stored import FOLDER, Time, chain, chunk_path, held, keys, on_disk, open_store
+
+from cairn.kv.shelf import Shelf
+from cairn.system import SystemFiles
+
+DAY = 86_400.0
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def files(time: Time) -> CrashFiles:
+    return CrashFiles(now=lambda: time.time_ns() / 1e9)
+
+
+# --------------------------------------------------------------------------------------------------------------- pins
+
+
+def test_a_pin_that_the_disk_refuses_is_said_until_it_is_durable(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    store.keep(chain(3))
+    store.pin("agent", keys(chain(3)))
+    assert not store.unsaved("agent")
+    for there in (keys(chain(2)), []):
+        files.fail(Fault(files.calls, errno.EIO, sticky=True))
+        store.pin("agent", there)
+        assert store.unsaved("agent") and not store.unsaved("else")
+        files.heal()
+        assert store.unsaved("agent"), "nobody tried it again"
+        time.sleep(70)
+        store.tend()
+        assert not store.unsaved("agent")
+        assert store.stats().pinned == len(there)
+    assert not files.files(FOLDER / "pins")
+
+
+def test_an_unpin_that_finds_no_pin_needs_no_disk(files: CrashFiles, time: Time) -> None:
+    """Each agent that is deleted is unpinned, and few were ever pinned."""
+    store = open_store(files, time)
+    store.pin("else", keys(chain(1)))
+    files.fail(Fault(files.calls, errno.EIO, sticky=True))
+    assert store.keep(chain(1)) == 0
+    store.pin("agent", [])
+    assert not store.unsaved("agent")
+    store.pin("else", [])
+    assert store.unsaved("else")
+
+
+def test_an_unpin_before_the_disk_works_is_said_until_it_is_durable(files: CrashFiles, time: Time) -> None:
+    first = open_store(files, time, identity=b"first")
+    first.keep(chain(3))
+    first.pin("agent", keys(chain(3)))
+    first.close()
+    files.fail(Fault(files.calls, errno.EIO, sticky=True))
+    store = open_store(files, time)
+    store.pin("agent", [])
+    assert store.unsaved("agent") and not store.unsaved("else")
+    files.heal()
+    time.sleep(70)
+    store.tend()
+    assert not store.unsaved("agent")
+    store.close()
+    assert open_store(files, time).stats().pinned == 0
+
+
+def test_what_could_not_be_pinned_is_tried_once_more_at_the_end(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    store.keep(chain(3))
+    files.fail(Fault(files.calls, errno.EIO, sticky=True))
+    store.pin("agent", keys(chain(3)))
+    files.heal()
+    time.sleep(500)
+    store.close()
+    assert open_store(files, time).stats().pinned == 3
+
+
+def test_a_pin_while_the_disk_fails_repeats_no_other(
+    files: CrashFiles, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that waited was pinned again, under the lock that every step needs."""
+    store = open_store(files, time)
+    files.fail(Fault(files.calls, errno.EIO, sticky=True))
+    store.keep(chain(1))
+    handed, pin = 0, Shelf.pin
+
+    def count(shelf: Shelf, owner: str, ids: Collection[bytes]) -> None:
+        nonlocal handed
+        handed += len(ids)
+        pin(shelf, owner, ids)
+
+    monkeypatch.setattr(Shelf, "pin", count)
+    for number in range(200):
+        store.pin(f"agent {number}", keys(chain(10, salt=b"%d" % number)))
+    assert handed == 200 * 10
+
+
+# --------------------------------------------------------------------------------------------- a folder taken away
+
+
+def empty(folder: Path) -> None:
+    """As `rm -rf folder/*`: what starts with a dot stays, so the lock."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif not path.name.startswith("."):
+            path.unlink()
+
+
+def lose_one(folder: Path) -> None:
+    for path in folder.glob("[0-9a-f]"):
+        shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("harm", [empty, shutil.rmtree, lose_one])
+def test_a_folder_that_is_emptied_or_removed_is_made_anew(
+    tmp_path: Path, time: Time, harm: Callable[[Path], None]
+) -> None:
+    """It refused all for ever, and said after each look at the disk that nothing was wrong."""
+    folder = tmp_path / "kv"
+    store = open_store(SystemFiles(), time, folder=folder)
+    chunks, more = chain(3), chain(2, salt=b"more")
+    store.keep(chunks)
+    store.pin("agent", keys(chunks))
+    harm(folder)
+    store.keep(more)
+    for chunk in chunks:
+        assert store.fetch(chunk.key, chunk.tokens) is None
+    time.sleep(100)
+    store.tend()
+    assert store.stats().trouble == ""
+    assert store.keep(more) == 2
+    assert store.stats().chunks == 2 and store.leading(keys(chunks)) == 0
+    assert store.keep(chunks) == 3
+    assert store.stats().pinned == 3, "what is pinned stays pinned"
+    store.close()
+    store = open_store(SystemFiles(), time, folder=folder)
+    assert (store.stats().chunks, store.stats().pinned) == (5, 3)
+    store.pin("agent", [])
+    store.close()
+    assert open_store(SystemFiles(), time, folder=folder).stats().pinned == 0
+
+
+def test_a_store_does_not_write_into_a_folder_that_another_made_in_the_place_of_its_own(
+    tmp_path: Path, time: Time
+) -> None:
+    folder, files = tmp_path / "kv", SystemFiles()
+    first = open_store(files, time, folder=folder)
+    first.keep(chain(3))
+    shutil.rmtree(folder)
+    second = open_store(files, time, folder=folder)
+    chunks = chain(2, salt=b"first")
+    assert first.keep(chunks) == 0
+    assert "in use by another process" in first.stats().trouble
+    first.pin("agent", keys(chunks))
+    assert first.unsaved("agent") and list((folder / "pins").iterdir()) == []
+    assert second.keep(chunks) == 2
+    assert first.drop(keys(chunks)) == 0 and second.fetch(chunks[0].key, chunks[0].tokens) == chunks[0]
+    second.close()
+    time.sleep(100)
+    first.tend()
+    assert first.stats().trouble == ""
+    assert first.leading(keys(chunks)) == 0, "it was told to drop them"
+    assert first.keep(chunks) == 2 and first.stats().pinned == 2
+
+
+def test_an_unpin_without_a_folder_reaches_the_pins_that_it_takes_along(tmp_path: Path, time: Time) -> None:
+    """Those of another model too."""
+    folder, files = tmp_path / "kv", SystemFiles()
+    other = open_store(files, time, folder=folder, identity=b"other")
+    other.pin("agent", keys(chain(3)))
+    other.close()
+    store = open_store(files, time, folder=folder)
+    store.pin("else", keys(chain(1)))
+    shutil.rmtree(folder)
+    second = open_store(files, time, folder=folder)
+    store.tend()
+    store.pin("agent", [])
+    second.close()
+    time.sleep(100)
+    store.tend()
+    assert not store.unsaved("agent") and len(list((folder / "pins").iterdir())) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- quotas
+
+
+class Quota(CrashFiles):
+    """A disk that takes only so many bytes of this user and does not say so."""
+
+    quota = 100 * 4096
+    full = errno.EDQUOT
+
+    def open(self, path: Path, mode: Literal["read", "append", "create"]) -> CrashFile:
+        if mode == "create" and on_disk(self) >= self.quota:
+            raise OSError(self.full, "quota")
+        return super().open(path, mode)
+
+
+@pytest.mark.parametrize("full", [errno.EDQUOT, errno.ENOSPC])
+def test_where_a_quota_ends_the_store_lives_on_its_own_bytes(time: Time, full: int) -> None:
+    files = Quota(now=time.now)
+    files.full = full
+    store = open_store(files, time, budget=1 << 30, reserve=40 * 4096)
+    for number in range(300):
+        assert store.keep(chain(2, salt=number.to_bytes(2, "big"))) == 2
+    stats = store.stats()
+    assert (stats.trouble, stats.bytes) == ("", on_disk(files))
+    assert stats.evicted >= 500 and stats.chunks > 80
+    files.quota = on_disk(files)
+    store.pin("agent", keys(chain(2, salt=b"x")))
+    assert not store.unsaved("agent")
+
+
+def test_where_a_quota_shrinks_the_store_comes_back(time: Time) -> None:
+    """What could not go is pinned; a look at the disk makes room once it is not."""
+    files = Quota(now=time.now)
+    store = open_store(files, time, budget=1 << 30)
+    chunks = chain(90)
+    assert store.keep(chunks) == 90
+    store.pin("agent", keys(chunks))
+    files.quota = 50 * 4096
+    more = chain(1, salt=b"more")
+    assert store.keep(more) == 0
+    assert store.stats().trouble == "the KV store cannot write /kv: quota"
+    store.pin("agent", [])
+    for _ in range(200):
+        time.sleep(61)
+        store.tend()
+    assert (store.stats().trouble, store.keep(more)) == ("", 1)
+
+
+# ------------------------------------------------------------------------------------------------------ the wall clock
+
+
+def test_what_was_kept_and_used_while_the_wall_clock_was_wrong_is_young_at_the_next_start(
+    files: CrashFiles, time: Time
+) -> None:
+    """A machine that thinks it is 1970, until the network tells."""
+    time.wall = -900_000.0
+    store = open_store(files, time)
+    used, idle = chain(3), chain(2, salt=b"idle")
+    store.keep(used + idle)
+    time.wall = 1e9
+    time.sleep(120)
+    for chunk in used:
+        assert store.fetch(chunk.key, chunk.tokens) == chunk
+    store.keep(chain(1, salt=b"newer"))
+    store.tend()
+    store.close()
+    time.sleep(300)
+    store = open_store(files, time)
+    store.tend()
+    assert (held(files, used), held(files, idle)) == (3, 2)
+
+
+def test_a_store_opened_while_the_wall_clock_is_behind_keeps_the_ages_it_had(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    chunks = chain(3)
+    store.keep(chunks)
+    store.close()
+    time.wall = -900_000.0
+    store = open_store(files, time)
+    store.tend()
+    time.wall = 600.0
+    time.sleep(10)
+    store.keep(chain(1, salt=b"newer"))
+    store.tend()
+    store.close()
+    store = open_store(files, time)
+    store.tend()
+    assert held(files, chunks) == 3
+
+
+def test_what_a_clock_that_was_ahead_left_ages_from_the_next_start_on(files: CrashFiles, time: Time) -> None:
+    store = open_store(files, time)
+    chunks = chain(2)
+    store.keep(chunks)
+    store.close()
+    for chunk in chunks:
+        files.touch(chunk_path(files, chunk), time.now() + 20 * 365 * DAY)
+    store = open_store(files, time)
+    store.tend()
+    store.close()
+    time.sleep(31 * DAY)
+    store = open_store(files, time)
+    store.keep(chain(1, salt=b"newer"))
+    store.close()
+    store = open_store(files, time)
+    store.tend()
+    assert held(files, chunks) == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- scrubs
+
+
+class Meanwhile(CrashFiles):
+    """Something happens when a chunk is about to be read."""
+
+    then: Callable[[Path], None] | None = None
+
+    def open(self, path: Path, mode: Literal["read", "append", "create"]) -> CrashFile:
+        if mode == "read" and self.then is not None:
+            then, self.then = self.then, None
+            then(path)
+        return super().open(path, mode)
+
+
+def test_a_scrub_does_not_call_unreadable_what_was_dropped_meanwhile(time: Time) -> None:
+    files = Meanwhile(now=time.now)
+    store = open_store(files, time)
+    store.keep(chain(3))
+
+    def drop(path: Path) -> None:
+        assert store.drop([bytes.fromhex(path.name[:64])]) > 0
+
+    files.then = drop
+    found = store.scrub()
+    assert (found.damaged, found.unreadable) == (0, 0)

@@ -1,0 +1,79 @@
+"""What `make` does before it installs anything: which Python an environment is made of."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MAKEFILE = Path(__file__).parent.parent / "Makefile"
+REACHED = "made by the Python of PYTHON"
+
+
+def stub(path: Path, version: str) -> Path:
+    """A Python that says it is this version; `-m venv` is where it stops, after it made a folder."""
+    said = f"import sys; sys.version_info = tuple(map(int, {version!r}.split('.'))) + (0,); exec(sys.argv[1])"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(
+        "#!/bin/sh\n"
+        f'if [ "$1" = -m ]; then mkdir -p .venv/bin; echo "{REACHED}"; exit 1; fi\n'
+        f'exec "{sys.executable}" -IS -c "{said}" "$2"\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copy(MAKEFILE, tmp_path)
+    for name in ("pyproject.toml", "constraints.txt"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def make(folder: Path, target: str) -> tuple[str, str]:
+    """What it says, and what of it went to stderr; it fails, because a stub makes no environment."""
+    done = subprocess.run(
+        ["make", target, f"PYTHON={folder / 'python'}"], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("target", [".venv/.installed", ".venv/.test"])
+def test_too_old_a_python_is_told_and_leaves_nothing(folder: Path, target: str) -> None:
+    stub(folder / "python", "3.10")
+    out, err = make(folder, target)
+    assert "Cairn needs Python 3.11 or newer, this is 3.10: make serve PYTHON=python3.12" in err.splitlines()
+    assert REACHED not in out and not (folder / ".venv").exists()
+
+
+@pytest.mark.parametrize("target", [".venv/.installed", ".venv/.test"])
+@pytest.mark.parametrize("old", ["3.10", "3.11", "3.12", "gone"])
+def test_an_environment_of_another_python_goes(folder: Path, target: str, old: str) -> None:
+    stub(folder / "python", "3.12")
+    if old == "gone":
+        (folder / ".venv" / "bin").mkdir(parents=True)
+        (folder / ".venv" / "bin" / "python").symlink_to(folder / "removed")
+    else:
+        stub(folder / ".venv" / "bin" / "python", old)
+    kept = folder / ".venv" / "kept"
+    kept.touch()
+    out, _ = make(folder, target)
+    assert REACHED in out.splitlines()
+    assert kept.exists() == (old == "3.12")
+
+
+def test_an_environment_whose_python_was_removed_is_not_up_to_date(folder: Path) -> None:
+    stub(folder / "python", "3.12")
+    installed = folder / ".venv" / ".installed"
+    stub(folder / ".venv" / "bin" / "python", "3.12")
+    installed.touch()
+    fine = subprocess.run(["make", "-q", "install"], cwd=folder, capture_output=True, timeout=60)
+    assert fine.returncode == 0
+    (folder / ".venv" / "bin" / "python").unlink()
+    out, _ = make(folder, "install")
+    assert REACHED in out.splitlines()
