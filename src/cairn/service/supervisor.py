@@ -9,7 +9,6 @@ worker dies again fails alone. After `Patience.restarts` deaths in a row without
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from cairn.service import code, wire
 from cairn.service.flight import Flight
 from cairn.service.launch import First, launch
 from cairn.service.link import Link, Patience
+from cairn.service.questions import Questions
 from cairn.types import FinishReason, Request
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,7 @@ class Supervisor:
         self.flights: dict[int, Flight] = {}
         self._sent: set[int] = set()
         """The flights that the present worker has."""
-        self._asked: dict[int, asyncio.Future[wire.Answer]] = {}
-        self._numbers = itertools.count()
+        self._questions = Questions()
         self._suspects: deque[int] = deque()
         """While there are any, the first of them is tried, alone but for those that were cleared before it."""
         self._link: Link | None = None
@@ -140,21 +139,14 @@ class Supervisor:
             return
         if late > self._patience.silence / 2:
             self._link.rest()  # this process itself stood still: what the worker sent has not been read yet
-        elif why := self._link.overdue(self._patience, bool(self._sent or self._asked)):
+        elif why := self._link.overdue(self._patience, bool(self._sent or self._questions)):
             self._link.kill(why)
 
     async def ask(self, what: wire.What, **fields: Any) -> wire.Answer:
         """The worker's answer to an `Ask`. Raises `Unavailable` where there is no worker, or it ends before."""
         if self._link is None or not self.up:
             raise Unavailable("the worker is being replaced", retry_after=self.pause)
-        number = next(self._numbers)
-        answer: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
-        try:
-            self._link.send(wire.Ask(number, what, **fields))
-            return await answer
-        finally:
-            del self._asked[number]
+        return await self._questions.ask(self._link, what, **fields)
 
     async def close(self) -> None:
         """End the worker and wait until nothing of it is left. If this is cut off, the worker is killed at once."""
@@ -212,9 +204,7 @@ class Supervisor:
         return f"{why}; {how}"
 
     def _leave_unanswered(self) -> None:
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(Unavailable("the worker ended before it answered", retry_after=self.pause))
+        self._questions.fail(Unavailable("the worker ended before it answered", retry_after=self.pause))
 
     def _backoff(self) -> float:
         steps = self._patience.backoff
@@ -231,8 +221,7 @@ class Supervisor:
                 self._next_trial()
         elif isinstance(message, wire.Answer):
             link.progressed = True
-            if (asked := self._asked.get(message.id)) is not None and not asked.done():
-                asked.set_result(message)
+            self._questions.take(message)
         elif isinstance(message, wire.Refused):
             self._sent.discard(message.id)
             self._on_refused(message)
