@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts what it puts in the background with SIGINT ignored, and so would everything that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # The same examples every time, so that a failure is about a change; `make prove` looks for new ones.
     settings.register_profile("cairn", deadline=None, derandomize=not config.option.prove)
     settings.load_profile("cairn")
