@@ -106,8 +106,15 @@ void attend_as(const Attend& job) {
     for (Index row = 0; row < q.rows; row++) {
         const Index head = (job.first + row / q.fan) * job.heads + job.kv_head * q.fan + row % q.fan;
         float* out = job.out + head * q.size;
-        // Adding zero makes one zero of both: a weight of zero may have turned the sign of one.
-        for (Index i = 0; i < q.size; i++) out[i] = q.merged[row * q.wide + i] / q.merged_total[row] + 0.0f;
+        const Vec total = set(q.merged_total[row]);
+        for (Index at = 0; at < q.size; at += LANES) {
+            // Adding zero makes one zero of both: a weight of zero may have turned the sign of one.
+            const Vec value = load(q.merged + row * q.wide + at) / total + Vec{};
+            if (at + LANES <= q.size)
+                store(out + at, value);
+            else
+                store_first(out + at, value, q.size - at);
+        }
     }
 }
 

@@ -98,6 +98,8 @@ struct MatrixView {
     const Segment* parts;
     Index count;
     Index inner, out;
+    const Index* ends;  // of the matrices that it was packed of, in outputs
+    Index matrices;
 
     // Panels of all parts, numbered through.
     Index panel_count() const {
@@ -181,7 +183,8 @@ struct Pages {
     std::byte* values(Index block, Index head) const { return keys(block, head) + heads * page_bytes(); }
 };
 
-// Splits, norms, rotates and stores one token: see `rope_write` in kernels/base.py.
+// Splits, norms, rotates and stores a token's query heads of one key-value head, and that: see `rope_write` in
+// kernels/base.py.
 struct RopeWrite {
     const float *qkv, *angles, *q_norm, *k_norm;
     float eps;
@@ -213,10 +216,11 @@ struct Variant {
     // Rows of a tile; no pair_rows where parts in bfloat16 multiply float32.
     Index pair_rows, group_rows;
     void (*prepare)(const Activations&, const Patch&);  // rounds them
-    void (*norm)(const float* x, const float* weight, Index size, float eps, float* out);
+    // Numbers `from` to `to` of a row that is normed, from a multiple of 16.
+    void (*norm)(const float* x, const float* weight, Index size, float eps, Index from, Index to, float* out);
     void (*gate)(const float* gate, const float* up, Index size, Activation activation, float* out);
     void (*embed)(const void* row, Dtype dtype, Index size, float* out);
-    void (*rope_write)(const RopeWrite&, Index token);
+    void (*rope_write)(const RopeWrite&, Index token, Index kv_head);
     void (*attend)(const Attend&);
     // For the roofline: see probe.h. `chains` of 16 multiply-adds make one turn.
     float (*read_all)(const float* from, Index count);

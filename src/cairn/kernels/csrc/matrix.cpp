@@ -117,7 +117,7 @@ Matrix::Matrix(const std::vector<Source>& sources, const std::vector<float>& bia
         if (parts_.empty() || !alike(parts_.back(), one))
             parts_.push_back({nullptr, nullptr, one.form, one.half, one.minimum, one.inner, 0, out_});
         parts_.back().out += one.out;
-        out_ += one.out;
+        ends_.push_back(out_ += one.out);
     }
     const auto size = [](const Segment& part) { return lines(part.panel_count() * part.panel_bytes()); };
     for (const Segment& part : parts_) bytes_ += static_cast<std::size_t>(size(part));

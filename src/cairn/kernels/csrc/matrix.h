@@ -25,7 +25,10 @@ class Matrix {
   public:
     Matrix(const std::vector<Source>& sources, const std::vector<float>& bias);
 
-    MatrixView view() const { return {parts_.data(), static_cast<Index>(parts_.size()), parts_[0].inner, out_}; }
+    MatrixView view() const {
+        return {parts_.data(), static_cast<Index>(parts_.size()), parts_[0].inner, out_,
+                ends_.data(),  static_cast<Index>(ends_.size())};
+    }
     // Of the panels.
     std::size_t bytes() const { return bytes_; }
     // All panels: what another matrix of the same parts may be filled with.
@@ -35,6 +38,7 @@ class Matrix {
     void add_bias(const std::vector<float>& bias);
 
     std::vector<Segment> parts_;
+    std::vector<Index> ends_;
     Index out_ = 0;
     std::size_t bytes_ = 0;
     Aligned panels_, bias_;

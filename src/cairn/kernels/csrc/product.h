@@ -13,7 +13,7 @@ constexpr int MAX_PANELS = 4;
 constexpr int PAIR_ROWS = 12;
 
 // With few rows memory sets the pace: lines are asked for so many bytes ahead.
-constexpr Index AHEAD = 2048;
+constexpr Index AHEAD = 4096;
 // Weights that stay in the second cache while rows pass.
 constexpr Index HOT_BYTES = Index{256} << 10;
 

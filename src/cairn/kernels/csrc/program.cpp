@@ -13,23 +13,58 @@ namespace {
 constexpr Index WORTH_THREADS = 1 << 15;
 // Pieces a thread should find in one product, so that a slow one can be relieved, and the panels of one piece at least.
 constexpr Index PIECES = 8, LEAST_PANELS = 4;
-// Inner indices that a thread rounds at least.
-constexpr Index PATCH = 4 * GROUP;
+// Inner indices that a thread rounds at least, and the tasks it should find in rounding.
+constexpr Index PATCH = 4 * GROUP, PATCHES = 4;
 
 // Of rows that are there already.
 struct Made {
-    void operator()(Index) const {}
+    void operator()(const Patch&) const {}
+};
+
+// Panels dealt out: a thread's share of each matrix that this one is packed of lies where its share of the others lies.
+// So one thread computes what belongs together, a query head and its key's or a gate and what it lets through, and finds
+// both in its caches afterwards.
+class Deal {
+  public:
+    Deal(const MatrixView& matrix, Index threads) : matrix_(matrix), threads_(threads) {}
+
+    // Of a thread's panels, in order: all of them, or the runs that `from` to `to` of them make.
+    Index count(Index thread) const {
+        Index all = 0;
+        runs(thread, 0, matrix_.panel_count(), [&](Index first, Index last) { all += last - first; });
+        return all;
+    }
+    template <class F>
+    void runs(Index thread, Index from, Index to, F&& f) const {
+        Index begin = 0, before = 0;
+        for (Index i = 0; i < matrix_.matrices && before < to; i++) {
+            const Index end = panel(i), length = end - begin;
+            const Index low = begin + length * thread / threads_, high = begin + length * (thread + 1) / threads_;
+            const Index first = low + std::max<Index>(0, from - before), last = std::min(high, low + to - before);
+            if (first < last) f(first, last);
+            before += high - low, begin = end;
+        }
+    }
+
+  private:
+    // Where matrix i ends, in whole panels.
+    Index panel(Index i) const {
+        Index before = 0;
+        for (Index part = 0; part < matrix_.count; part++) {
+            const Segment& one = matrix_.parts[part];
+            if (matrix_.ends[i] <= one.column + one.out) return before + (matrix_.ends[i] - one.column + LANES - 1) / LANES;
+            before += one.panel_count();
+        }
+        return before;
+    }
+
+    const MatrixView& matrix_;
+    Index threads_;
 };
 
 }  // namespace
 
-template <class Body>
-void Program::each(Index count, Index size, const Body& body) const {
-    if (count * size * 4 < WORTH_THREADS)
-        for (Index i = 0; i < count; i++) body(i);
-    else
-        team_->run(count, [&](Index i, int) { body(i); });
-}
+Index Program::worth(Index numbers) const { return numbers * 4 < WORTH_THREADS ? 1 : team_->size(); }
 
 void Program::need(Index floats) {
     if (floats <= scratch_floats_) return;
@@ -59,53 +94,55 @@ Activations Program::rows(const float* x, Index stride, Index size, Index count,
     std::byte* at = rounded_.get();
     const Activations in = {x, stride, count, size, inputs.pairs ? at : nullptr,
                             inputs.groups ? at + inputs.groups_at : nullptr};
-    if (!count) return in;
+    if (!count || (std::is_same_v<Make, Made> && !inputs.any())) return in;
     // Two threads that round rows of one tile would write the same cache lines in turns: a task is a tile, or where
-    // there are few, neighbouring groups of one.
+    // there are few, neighbouring columns of one.
     const Tiles tiles(count, inputs.groups ? kernels_.group_rows : inputs.pairs ? kernels_.pair_rows : 1);
-    const Index tasks = PIECES * team_->size();
-    if (inputs.any() && tiles.count >= tasks / 2) {
-        team_->run(tiles.count, [&](Index tile, int) {
-            const Patch patch = {tiles.first(tile), tiles.height(tile), 0, size};
-            for (Index row = patch.row; row < patch.row + patch.rows; row++) make(row);
-            kernels_.prepare(in, patch);
-        });
-        return in;
-    }
-    if constexpr (!std::is_same_v<Make, Made>) each(count, size, make);
-    if (!inputs.any()) return in;
-    const Index least = size * tiles.count / tasks + 1, width = (least + PATCH - 1) / PATCH * PATCH;
-    const Index across = (size + width - 1) / width;
-    const auto round = [&](Index task) {
-        const Index tile = task / across, from = task % across * width;
-        kernels_.prepare(in, {tiles.first(tile), tiles.height(tile), from, std::min(size, from + width)});
+    const Index threads = worth(count * size), tasks = threads == 1 ? 1 : PATCHES * threads;
+    const Index least = (size * tiles.count + tasks - 1) / tasks;
+    const Index width = std::min(size, (least + PATCH - 1) / PATCH * PATCH);
+    const auto task = [&](Index i) {
+        const Index tile = i % tiles.count, from = i / tiles.count * width;
+        const Patch patch = {tiles.first(tile), tiles.height(tile), from, std::min(size, from + width)};
+        make(patch);
+        if (inputs.any()) kernels_.prepare(in, patch);
     };
-    each(tiles.count * across, tiles.height(0) * width, round);
+    const Index all = tiles.count * ((size + width - 1) / width);
+    if (threads == 1)
+        for (Index i = 0; i < all; i++) task(i);
+    else
+        team_->run(all, [&](Index i, int) { task(i); });
     return in;
 }
 
 Activations Program::normed(const float* x, const std::int32_t* chosen, Norm norm, Index count, Inputs inputs) const {
     float* out = scratch();
-    return rows(out, norm.size, norm.size, count, inputs, [=, this](Index i) {
-        const Index from = chosen ? chosen[i] : i;
-        kernels_.norm(x + from * norm.size, norm.weight, norm.size, norm.eps, out + i * norm.size);
+    return rows(out, norm.size, norm.size, count, inputs, [=, this](const Patch& patch) {
+        for (Index row = patch.row; row < patch.row + patch.rows; row++) {
+            const float* from = x + (chosen ? chosen[row] : row) * norm.size;
+            kernels_.norm(from, norm.weight, norm.size, norm.eps, patch.from, patch.to, out + row * norm.size);
+        }
     });
 }
 
 void Program::product(const Product& job) const {
-    const Index panels = job.matrix.panel_count();
+    const Index threads = team_->size();
     if (!job.in.rows) return;
-    if (job.in.rows * job.matrix.inner * job.matrix.out < WORTH_THREADS || team_->size() == 1) {
-        kernels_.product(job, 0, panels);
+    if (job.in.rows * job.matrix.inner * job.matrix.out < WORTH_THREADS || threads == 1) {
+        kernels_.product(job, 0, job.matrix.panel_count());
         return;
     }
-    const Index share = panels / (team_->size() * PIECES) / LEAST_PANELS * LEAST_PANELS;
-    const Index piece = std::max(LEAST_PANELS, share);
+    const Deal deal(job.matrix, threads);
+    Index most = 0;
+    for (Index thread = 0; thread < threads; thread++) most = std::max(most, deal.count(thread));
+    const Index piece = std::max(LEAST_PANELS, most / PIECES / LEAST_PANELS * LEAST_PANELS);
     // The last fifth or so goes out in pieces of the smallest size: whoever is done first waits for no more than one.
-    const Index large = panels * 4 / 5 / piece, rest = panels - large * piece;
-    team_->run(large + (rest + LEAST_PANELS - 1) / LEAST_PANELS, [&](Index i, int) {
-        const Index first = i < large ? i * piece : large * piece + (i - large) * LEAST_PANELS;
-        kernels_.product(job, first, std::min(panels, first + (i < large ? piece : LEAST_PANELS)));
+    const Index large = most * 4 / 5 / piece, rest = most - large * piece;
+    const Index pieces = large + (rest + LEAST_PANELS - 1) / LEAST_PANELS;
+    team_->run(pieces * threads, [&](Index i, int) {
+        const Index at = i % pieces, from = at < large ? at * piece : large * piece + (at - large) * LEAST_PANELS;
+        deal.runs(i / pieces, from, from + (at < large ? piece : LEAST_PANELS),
+                  [&](Index first, Index last) { kernels_.product(job, first, last); });
     });
 }
 
@@ -152,12 +189,16 @@ void Program::norm_project(const float* hidden, Norm norm, MatrixView matrix, fl
 
 void Program::rope_write(const RopeWrite& job) {
     calls_.push_back([=, this](const Sizes& sizes) {
-        // Neighbours of a row share cache lines of a block's keys: where there are many, runs of them go to one thread.
-        const Index most = sizes.tokens / (2 * team_->size()), length = std::clamp<Index>(most, 1, BLOCK_TOKENS);
-        team_->run((sizes.tokens + length - 1) / length, [&](Index run, int) {
-            const Index end = std::min(sizes.tokens, (run + 1) * length);
-            for (Index token = run * length; token < end; token++) kernels_.rope_write(job, token);
-        });
+        // Neighbours of a row share cache lines of a block's keys: runs of them go to one thread.
+        const Index heads = job.kv.heads, runs = (sizes.tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+        const auto task = [&](Index i) {
+            const Index first = i % runs * BLOCK_TOKENS, last = std::min(sizes.tokens, first + BLOCK_TOKENS);
+            for (Index token = first; token < last; token++) kernels_.rope_write(job, token, i / runs);
+        };
+        if (worth(sizes.tokens * (job.heads + 2 * heads) * job.kv.size) == 1)
+            for (Index i = 0; i < runs * heads; i++) task(i);
+        else
+            team_->run(runs * heads, [&](Index i, int) { task(i); });
     });
 }
 
@@ -174,14 +215,14 @@ void Program::attention(const Attend& job, const std::int32_t* rows, const std::
                 tiles_[2 * tiles] = row, tiles_[2 * tiles + 1] = at;
         // Later tiles of a prompt see more: they come first.
         team_->run(tiles * job.kv.heads, [&](Index task, int thread) {
-            const std::int32_t* tile = tiles_.data() + 2 * (tiles - 1 - task / job.kv.heads);
+            const std::int32_t* tile = tiles_.data() + 2 * (tiles - 1 - task % tiles);
             const std::int32_t* row = rows + 3 * tile[0];
             Attend one = job;
             one.table = tables + tile[0] * width;
             one.first = row[0] + tile[1];
             one.count = std::min<Index>(most_tokens, row[1] - tile[1]);
             one.position = row[2] + tile[1];
-            one.kv_head = task % job.kv.heads;
+            one.kv_head = task / tiles;
             one.scratch = scratch() + thread * each;
             kernels_.attend(one);
         });
@@ -203,9 +244,11 @@ void Program::gated_mlp(float* hidden, Norm norm, MatrixView gate_up, Activation
     calls_.push_back([=, this](const Sizes& sizes) {
         float* gates = scratch() + both;
         product({gate_up, normed(hidden, nullptr, norm, sizes.tokens, wide), gates, gate_up.out, false});
-        const auto gated = [=, this](Index token) {
-            float* gate = gates + token * gate_up.out;
-            kernels_.gate(gate, gate + width, width, activation, gate);
+        const auto gated = [=, this](const Patch& patch) {
+            for (Index row = patch.row; row < patch.row + patch.rows; row++) {
+                float* gate = gates + row * gate_up.out + patch.from;
+                kernels_.gate(gate, gate + width, patch.to - patch.from, activation, gate);
+            }
         };
         product({down, rows(gates, gate_up.out, width, sizes.tokens, back, gated), hidden, down.out, true});
     });

@@ -56,13 +56,12 @@ class Program {
     void need(Index floats);
     Inputs inputs(const MatrixView& matrix, Index most);
     Activations normed(const float* x, const std::int32_t* chosen, Norm norm, Index count, Inputs inputs) const;
-    // Rows x[count, size], which make(row) computes one by one, rounded where the matrix wants that.
+    // Rows x[count, size], which make(patch) computes, rounded where the matrix wants that.
     template <class Make>
     Activations rows(const float* x, Index stride, Index size, Index count, Inputs inputs, const Make& make) const;
     void product(const Product& job) const;
-    // body(row) for `count` rows of `size` numbers, on all threads where that is worth it.
-    template <class Body>
-    void each(Index count, Index size, const Body& body) const;
+    // How many threads `numbers` of a kernel that reads and writes each of them are worth.
+    Index worth(Index numbers) const;
     float* scratch() const { return reinterpret_cast<float*>(scratch_.get()); }
 
     const Variant& kernels_;

@@ -19,11 +19,11 @@ inline float inverse_rms(const float* x, Index size, float eps) {
     return 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(size) + eps);
 }
 
-inline void norm(const float* x, const float* weight, Index size, float eps, float* out) {
+inline void norm(const float* x, const float* weight, Index size, float eps, Index from, Index to, float* out) {
     const float scale = inverse_rms(x, size, eps);
-    Index at = 0;
-    for (; at + LANES <= size; at += LANES) store(out + at, load(weight + at) * (load(x + at) * set(scale)));
-    for (; at < size; at++) out[at] = weight[at] * (x[at] * scale);
+    Index at = from;
+    for (; at + LANES <= to; at += LANES) store(out + at, load(weight + at) * (load(x + at) * set(scale)));
+    for (; at < to; at++) out[at] = weight[at] * (x[at] * scale);
 }
 
 inline Vec silu(const Vec& x) { return x / (set(1.0f) + exp(set(0.0f) - x)); }
@@ -88,21 +88,19 @@ inline void turn(const float* x, const float* weight, float eps, const float* co
     }
 }
 
-inline void rope_write(const RopeWrite& job, Index token) {
-    const Index size = job.kv.size, kv_heads = job.kv.heads, half = size / 2;
+inline void rope_write(const RopeWrite& job, Index token, Index kv_head) {
+    const Index size = job.kv.size, kv_heads = job.kv.heads, fan = job.heads / kv_heads;
     const float* x = job.qkv + token * (job.heads + 2 * kv_heads) * size;
-    const float *cos = job.angles + token * size, *sin = cos + half;
-    for (Index head = 0; head < job.heads; head++, x += size)
-        turn(x, job.q_norm, job.eps, cos, sin, size, job.query + (token * job.heads + head) * size);
+    const float *cos = job.angles + token * size, *sin = cos + size / 2;
+    for (Index head = kv_head * fan; head < (kv_head + 1) * fan; head++)
+        turn(x + head * size, job.q_norm, job.eps, cos, sin, size, job.query + (token * job.heads + head) * size);
     const Index block = job.slots[token] / BLOCK_TOKENS, place = job.slots[token] % BLOCK_TOKENS;
+    x += (job.heads + kv_head) * size;
     with_form(job.kv.dtype, [&](auto form) {
         float key[MAX_HEAD];
-        for (Index head = 0; head < kv_heads; head++, x += size) {
-            turn(x, job.k_norm, job.eps, cos, sin, size, key);
-            form.write_keys(job.kv.keys(block, head), place, key, size);
-        }
-        for (Index head = 0; head < kv_heads; head++, x += size)
-            form.write_values(job.kv.values(block, head), place, x, size);
+        turn(x, job.k_norm, job.eps, cos, sin, size, key);
+        form.write_keys(job.kv.keys(block, kv_head), place, key, size);
+        form.write_values(job.kv.values(block, kv_head), place, x + kv_heads * size, size);
     });
 }
 

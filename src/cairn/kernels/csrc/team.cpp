@@ -18,7 +18,7 @@ void pause() {
 
 }  // namespace
 
-Team::Team(int threads) {
+Team::Team(int threads) : shares_(new Share[static_cast<std::size_t>(threads)]) {
     workers_.reserve(static_cast<std::size_t>(threads));
     try {
         for (int thread = 1; thread < threads; thread++) workers_.emplace_back([this, thread] { work(thread); });
@@ -29,8 +29,8 @@ Team::Team(int threads) {
 
 Team::~Team() {
     stop_ = true;
-    open_ += PIECES + 1;
-    open_.notify_all();
+    job_++;
+    job_.notify_all();
     for (auto& worker : workers_) worker.join();
 }
 
@@ -39,11 +39,14 @@ void Team::run(Index count, Call call, const void* with) {
     // Every piece of the last job is done, so nobody reads these now.
     count_ = count, call_ = call, with_ = with;
     done_.store(0, std::memory_order_relaxed);
-    const std::uint64_t number = (open_.load(std::memory_order_relaxed) & ~PIECES) + PIECES + 1;
-    open_.store(number | static_cast<std::uint64_t>(count));
-    if (sleeping_.load()) open_.notify_all();
-    while (take(0)) {
+    const std::uint32_t number = job_.load(std::memory_order_relaxed) + 1;
+    for (int thread = 0; thread < size(); thread++) {
+        const auto pieces = static_cast<std::uint64_t>(first_of(thread + 1) - first_of(thread));
+        shares_[static_cast<std::size_t>(thread)].open.store(std::uint64_t{number} << 32 | pieces, std::memory_order_release);
     }
+    job_.store(number);
+    if (sleeping_.load()) job_.notify_all();
+    take_all(0);
     for (int spins = 0; done_.load(std::memory_order_acquire) != count; spins++) {
         if (spins < SPINS)
             pause();
@@ -52,27 +55,37 @@ void Team::run(Index count, Call call, const void* with) {
     }
 }
 
-bool Team::take(int thread) {
-    std::uint64_t open = open_.load(std::memory_order_acquire);
+bool Team::take(int from, int thread) {
+    auto& share = shares_[static_cast<std::size_t>(from)].open;
+    std::uint64_t open = share.load(std::memory_order_acquire);
     do {
         if (!(open & PIECES)) return false;
-    } while (!open_.compare_exchange_weak(open, open - 1, std::memory_order_acq_rel, std::memory_order_acquire));
-    call_(with_, count_ - static_cast<Index>(open & PIECES), thread);
-    done_.fetch_add(1, std::memory_order_acq_rel);
+    } while (!share.compare_exchange_weak(open, open - 1, std::memory_order_acq_rel, std::memory_order_acquire));
+    call_(with_, first_of(from + 1) - static_cast<Index>(open & PIECES), thread);
     return true;
 }
 
+// No next job begins before these pieces are told of.
+void Team::take_all(int thread) {
+    Index done = 0;
+    for (int i = 0; i < size(); i++)
+        while (take((thread + i) % size(), thread)) done++;
+    if (done) done_.fetch_add(done, std::memory_order_acq_rel);
+}
+
 void Team::work(int thread) {
+    std::uint32_t seen = 0;
     int idle = 0;
     while (!stop_.load(std::memory_order_relaxed)) {
-        if (take(thread)) {
-            idle = 0;
+        const std::uint32_t job = job_.load(std::memory_order_acquire);
+        if (job != seen) {
+            seen = job, idle = 0;
+            take_all(thread);
         } else if (++idle < SPINS) {
             pause();
         } else {
             sleeping_++;
-            const std::uint64_t open = open_.load();
-            if (!(open & PIECES) && !stop_.load()) open_.wait(open);
+            if (job_.load() == seen && !stop_.load()) job_.wait(seen);
             sleeping_--;
             idle = 0;
         }
