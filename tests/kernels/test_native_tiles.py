@@ -105,3 +105,38 @@ def test_rows_are_rounded_alike_in_any_pieces(variant: str, threads: int) -> Non
         for part, all_rows in zip(all_ways(x[low:high].copy()), whole, strict=True):
             assert part.tobytes() == all_rows[low:high].tobytes(), (low, high)
     kernels.close()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_panel_is_dealt_out_once(variant: str) -> None:
+    """Threads share out each matrix that one is packed of: small ones, ends amid a panel, more threads than panels."""
+    x, sums = random(40, 96), []
+    for outs in ([7], [37, 5, 200, 1, 90], [16, 16], [530, 40, 40]):
+        parts = [quantized(out, 96, 4 + 4 * (at % 3 == 2), np.float16, None, at) for at, out in enumerate(outs)]
+        for threads in (1, 2, 3, 7):
+            kernels, out = NativeKernels(variant, threads), np.zeros((40, sum(outs)), np.float32)
+            kernels.project_add(x, kernels.matrix(parts, [None] * len(parts)), out)
+            sums.append(out.tobytes())
+            kernels.close()
+        assert len(set(sums[-4:])) == 1, outs
+        assert np.all(out)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_are_turned_and_stored_alike_in_any_pieces(variant: str, dtype: Any) -> None:
+    """Of few tokens threads take heads, of many whole tokens."""
+    heads, kv_heads, size, tokens = 4, 2, 8, 400
+    kernels, qkv = NativeKernels(variant, 2), random(tokens, (heads + 2 * kv_heads) * size)
+    slots = np.random.default_rng(3).permutation(26 * BLOCK_TOKENS)[:tokens].astype(np.int32)
+    angles, norm = random(tokens, 2, size // 2, seed=1), 1 + random(size, seed=2)
+    found = []
+    for step in (tokens, 150, 9, 1):
+        kv = np.zeros((26, 1, 2, kv_heads, BLOCK_TOKENS, size), dtype)
+        query = np.zeros((tokens, heads, size), np.float32)
+        for low in range(0, tokens, step):
+            some = slice(low, low + step)
+            kernels.rope_write(qkv[some], angles[some], norm, norm, 1e-6, kv, 0, slots[some], query[some])
+        found.append((query.tobytes(), kv.tobytes()))
+    assert len(set(found)) == 1
+    kernels.close()

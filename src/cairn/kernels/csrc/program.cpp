@@ -189,16 +189,20 @@ void Program::norm_project(const float* hidden, Norm norm, MatrixView matrix, fl
 
 void Program::rope_write(const RopeWrite& job) {
     calls_.push_back([=, this](const Sizes& sizes) {
-        // Neighbours of a row share cache lines of a block's keys: runs of them go to one thread.
+        // Neighbours of a row share cache lines of a block's keys: runs of them go to one thread. Of many, whole tokens,
+        // whose heads lie beside each other; of few, heads, which that thread has computed and will attend with.
         const Index heads = job.kv.heads, runs = (sizes.tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+        const Index together = runs < PIECES * team_->size() ? 1 : heads;
         const auto task = [&](Index i) {
-            const Index first = i % runs * BLOCK_TOKENS, last = std::min(sizes.tokens, first + BLOCK_TOKENS);
-            for (Index token = first; token < last; token++) kernels_.rope_write(job, token, i / runs);
+            const Index last = std::min(sizes.tokens, (i % runs + 1) * BLOCK_TOKENS), from = i / runs * together;
+            for (Index token = i % runs * BLOCK_TOKENS; token < last; token++)
+                for (Index head = from; head < from + together; head++) kernels_.rope_write(job, token, head);
         };
+        const Index tasks = runs * heads / together;
         if (worth(sizes.tokens * (job.heads + 2 * heads) * job.kv.size) == 1)
-            for (Index i = 0; i < runs * heads; i++) task(i);
+            for (Index i = 0; i < tasks; i++) task(i);
         else
-            team_->run(runs * heads, [&](Index i, int) { task(i); });
+            team_->run(tasks, [&](Index i, int) { task(i); });
     });
 }
 
