@@ -228,11 +228,15 @@ class SystemLock:
     def held(self) -> bool:
         """Whether the path has the open file. A disk that does not tell has not taken it away."""
         try:
-            return os.path.samestat(os.lstat(self._path), os.fstat(self._handle))
+            there = os.lstat(self._path)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError:
             return True
+        try:
+            return os.path.samestat(there, os.fstat(self._handle))
+        except OSError as error:  # NFS says of a file that another machine removed that it is stale
+            return error.errno != errno.ESTALE
 
     def release(self) -> None:
         """A second call does nothing."""

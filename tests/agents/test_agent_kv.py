@@ -19,6 +19,7 @@ from tests.service.tiny import collect, request
 from cairn.agents import kv, tied
 from cairn.agents.content import Branch, Content
 from cairn.agents.records import AgentRecord, TurnRecord
+from cairn.agents.roster import Roster
 from cairn.agents.tied import Tied
 from cairn.agents.tree import Agent, Turn
 from cairn.errors import Conflict, Unavailable
@@ -128,6 +129,28 @@ async def test_an_agent_that_is_rolled_back_first_thing_after_a_start_stays_pinn
         await at.agents.rollback("default", "ada", turn=1)
         await at.agents.kv.settled()
         assert pinned == [b"default"]
+
+
+async def test_agents_without_a_turn_go_without_a_look_at_all_of_their_tenant(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the time of many was over at once, each looked at each."""
+    looked = 0
+    of = Roster.of
+
+    def counted(roster: Roster, tenant: str) -> list[Agent]:
+        nonlocal looked
+        looked += 1
+        return of(roster, tenant)
+
+    async with house(folder) as at:
+        for n in range(5):
+            await at.agents.create("default", id=f"a{n}", ttl=10)
+        at.clock.ahead = 60
+        monkeypatch.setattr(Roster, "of", counted)
+        await at.agents.tend()
+        assert looked == 0
+        assert not at.agents.page("default").agents
 
 
 async def test_an_abandoned_branch_takes_along_its_kv_but_not_what_the_agent_still_has(

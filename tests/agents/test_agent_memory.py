@@ -13,6 +13,7 @@ from tests.agents.house import hear, house
 from tests.files import CrashFiles
 
 from cairn.agents.archive import Archive
+from cairn.agents.content import Content, Descent
 from cairn.agents.index import Kind
 from cairn.agents.log import Log
 from cairn.agents.records import AgentRecord, EndRecord, TurnRecord, pack
@@ -119,6 +120,25 @@ async def test_a_turn_costs_little_memory_whatever_it_says(tmp_path: Path, figur
     assert len(messages) == 401 and messages[-1]["content"].startswith("Nothing of day 200. ")
     assert list(branch.last.tokens) == list(range(400))
     log.close()
+
+
+def test_what_a_walk_over_turns_that_begin_anew_puts_aside_is_packed() -> None:
+    """Turns of models that think: each has the ids of its whole prompt, and none of the context before it."""
+    turns, size = 60, 500
+    contents = [Content(TurnRecord(agent=0, number=0))]
+    for number in range(1, turns + 1):
+        contents.append(Content(TurnRecord(agent=1, number=number, ids=pack(range(1000, 1000 + size)))))
+        contents[-1].end(EndRecord(state="finished", ids=pack([1])))
+    gc.collect()
+    tracemalloc.start()
+    try:
+        descent = Descent(1 << 20)
+        for content in contents:
+            descent.down(content)
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert held < 8 * turns * size
 
 
 async def test_a_turn_that_said_its_last_word_is_only_in_the_log(folder: Path) -> None:

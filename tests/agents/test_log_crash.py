@@ -90,6 +90,36 @@ def test_what_a_start_could_not_make_durable_goes_only_once_what_supersedes_it_i
             assert [record.payload for record in again.recovered if record.key == 1000] in ([old], [new]), seed
 
 
+@pytest.mark.parametrize("refused", ["start", "write"])
+def test_of_two_segments_without_a_seal_the_older_goes_only_once_what_supersedes_it_is_durable(refused: str) -> None:
+    """`refused`: what the disk refused that left the first without one. Then the process was killed, and the power goes
+    while the next one starts."""
+    old, new = b"version 1", b"version 2"
+    for seed in range(40):
+        files = CrashFiles(seed=seed)
+        log = Log.open(files, FOLDER, Draw(1))
+        assert log is not None
+        log.write([Record(log.next_lsn(), Kind.AGENT, 1000, old)], sync=True)
+        if refused == "start":
+            files = files.kill()
+            files.fail(Fault(files.calls, errno.ENOSPC, sticky=True, only=frozenset({"append"})))
+            log = Log.open(files, FOLDER, Draw(2))
+            assert log is not None and log.trouble
+            files.heal()
+        else:
+            files.fail(Fault(files.calls, errno.EIO, only=frozenset({"append"})))
+        log.write([Record(log.next_lsn(), Kind.AGENT, 1000, new)], sync=False)
+        files = files.kill()
+        crashed = list[CrashFiles]()
+        files.after_change = partial(_cut_power, files, crashed, random.Random(seed))
+        assert Log.open(files, FOLDER, Draw(3)) is not None
+        assert len(crashed) > 3
+        for after in crashed:
+            again = Log.open(after, FOLDER, Draw(4))
+            assert again is not None
+            assert [record.payload for record in again.recovered if record.key == 1000] in ([old], [new]), seed
+
+
 def _cut_power(files: CrashFiles, crashed: list[CrashFiles], rng: random.Random, _: str) -> None:
     crashed.append(files.crash(rng))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import os
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -12,7 +14,10 @@ import pytest
 from tests.files import CrashFile, CrashFiles, Fault
 from tests.kv.stored import FOLDER, Time, chain, chunk_path, held, keys, on_disk, open_store
 
-from cairn.kv.shelf import Shelf
+from cairn.kv.chunk_file import Name
+from cairn.kv.shelf import Entry, Shelf
+from cairn.kv.store_folder import MARKER
+from cairn.seams import LOCK_FILE
 from cairn.system import SystemFiles
 
 DAY = 86_400.0
@@ -155,11 +160,23 @@ def test_a_folder_that_is_emptied_or_removed_is_made_anew(
     assert open_store(SystemFiles(), time, folder=folder).stats().pinned == 0
 
 
+@pytest.mark.parametrize("nfs", [False, True])
 def test_a_store_does_not_write_into_a_folder_that_another_made_in_the_place_of_its_own(
-    tmp_path: Path, time: Time
+    tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch, nfs: bool
 ) -> None:
+    """`nfs`: another machine did, and who has the lock of the first open is told that its handle is stale."""
     folder, files = tmp_path / "kv", SystemFiles()
     first = open_store(files, time, folder=folder)
+    facts, lock = os.fstat, os.stat(folder / LOCK_FILE)
+
+    def stale(handle: int) -> os.stat_result:
+        found = facts(handle)
+        if os.path.samestat(found, lock) and not found.st_nlink:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return found
+
+    if nfs:
+        monkeypatch.setattr(os, "fstat", stale)
     first.keep(chain(3))
     shutil.rmtree(folder)
     second = open_store(files, time, folder=folder)
@@ -194,6 +211,33 @@ def test_an_unpin_without_a_folder_reaches_the_pins_that_it_takes_along(tmp_path
     time.sleep(100)
     store.tend()
     assert not store.unsaved("agent") and len(list((folder / "pins").iterdir())) == 1
+
+
+@pytest.mark.parametrize("identity", [b"model", b"other"])
+def test_what_was_dropped_stays_dropped_where_the_folder_is_opened_anew_with_its_files(
+    files: CrashFiles, time: Time, identity: bytes
+) -> None:
+    """The disk refused to let them go, and then it looked as if the folder was another one."""
+    chunks = chain(3, salt=identity)
+    with contextlib.closing(open_store(files, time, identity=identity)) as store:
+        store.keep(chunks)
+    store = open_store(files, time)
+
+    def theirs(engine: bytes) -> list[bytes]:
+        return keys(chain(3, salt=engine))
+
+    files.fail(Fault(files.calls, errno.EIO, sticky=True, only=frozenset({"remove"})))
+    assert (store.drop(keys(chunks)) if identity == b"model" else store.drop_others(theirs)) == 0
+    assert store.lingers(theirs(b"model"))
+    files.vanish(FOLDER / LOCK_FILE)
+    assert store.fetch(chunks[0].key, chunks[0].tokens) is None
+    assert store.stats().chunks == 0 and store.lingers(theirs(b"model"))
+    assert held(files, chunks) == 3
+    files.heal()
+    time.sleep(100)
+    store.tend()
+    assert store.stats().trouble == "" and not store.lingers(theirs(b"model"))
+    assert held(files, chunks) == 0 and store.stats().chunks == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- quotas
@@ -244,6 +288,55 @@ def test_where_a_quota_shrinks_the_store_comes_back(time: Time) -> None:
     assert (store.stats().trouble, store.keep(more)) == ("", 1)
 
 
+# ------------------------------------------------------------------------------------------------ folders that go away
+
+
+class Removing(CrashFiles):
+    """Something happens when a chunk was just removed."""
+
+    then: Callable[[], None] | None = None
+
+    def remove(self, path: Path) -> None:
+        super().remove(path)
+        if self.then is not None and not path.name.startswith("tmp-"):
+            then, self.then = self.then, None
+            then()
+
+
+def test_a_prune_beside_a_folder_that_goes_away_ends(time: Time) -> None:
+    files = Removing(now=time.now)
+    store = open_store(files, time)
+    chunks = chain(4)
+    store.keep(chunks)
+    time.sleep(40 * DAY)
+
+    def away() -> None:
+        for path in files.files(FOLDER):
+            if path.name != MARKER:
+                files.vanish(path)
+        assert store.fetch(chunks[0].key, chunks[0].tokens) is None  # and whoever asked noticed
+
+    files.then = away
+    assert store.prune() == 1
+    assert (store.stats().chunks, store.stats().trouble) == (0, "")
+    assert store.keep(chunks) == 4
+
+
+def test_who_removed_a_chunk_of_a_folder_that_is_gone_forgets_none_of_the_one_in_its_place() -> None:
+    [one] = chain(1)
+    name = Name(one.key, b"", b"tag", 0, 400)
+    old, new = (Entry(one.key, b"", name, 4096, 0.0, 0.0) for _ in range(2))
+    shelf = Shelf()
+    shelf.add(old)
+    shelf.doom(old)
+    shelf = shelf.emptied()
+    shelf.add(new)
+    shelf.doom(new)
+    shelf.forget(old)
+    new.going = False
+    assert shelf.doomed() == [new] and shelf.bytes == 4096
+
+
 # ------------------------------------------------------------------------------------------------------ the wall clock
 
 
@@ -266,6 +359,54 @@ def test_what_was_kept_and_used_while_the_wall_clock_was_wrong_is_young_at_the_n
     store = open_store(files, time)
     store.tend()
     assert (held(files, used), held(files, idle)) == (3, 2)
+
+
+def test_a_touch_that_fails_while_all_times_are_put_right_costs_no_chunk_its_age(files: CrashFiles, time: Time) -> None:
+    """The store was opened more than the time to live in the past: all that is not touched is old at the next start."""
+    time.wall = -9e6
+    store = open_store(files, time)
+    idle = chain(20, salt=b"idle")
+    store.keep(idle)
+    time.wall = 0.0
+    time.sleep(1)
+    store.keep(chain(1, salt=b"newer"))
+    files.fail(Fault(files.calls, errno.EIO, only=frozenset({"touch"})))
+    store.tend()
+    assert files.fired == 1
+    time.sleep(1)
+    store.tend()
+    store.close()
+    time.sleep(300)
+    store = open_store(files, time)
+    store.tend()
+    assert held(files, idle) == 20
+
+
+def test_a_file_that_cannot_be_touched_keeps_no_other_from_it(files: CrashFiles, time: Time) -> None:
+    time.wall = -9e6
+    store = open_store(files, time)
+    idle = [one for n in range(20) for one in chain(1, salt=bytes([n]))]
+    for one in idle:
+        store.keep([one])
+    time.wall = 0.0
+    time.sleep(1)
+    store.keep(chain(1, salt=b"newer"))
+    refused, touch = chunk_path(files, idle[10]), files.touch
+
+    def touched(path: Path, modified: float) -> None:
+        if path == refused:
+            raise PermissionError(errno.EPERM, "not permitted", str(path))
+        touch(path, modified)
+
+    files.touch = touched  # type: ignore[method-assign]
+    for _ in range(3):
+        time.sleep(1)
+        store.tend()
+    store.close()
+    time.sleep(300)
+    store = open_store(files, time)
+    store.tend()
+    assert held(files, idle) == 19
 
 
 def test_a_store_opened_while_the_wall_clock_is_behind_keeps_the_ages_it_had(files: CrashFiles, time: Time) -> None:

@@ -159,7 +159,7 @@ class _Step:
 
     __slots__ = ("content", "extended", "gone", "size", "start")
 
-    def __init__(self, content: Content, start: int, size: int, gone: list[int]) -> None:
+    def __init__(self, content: Content, start: int, size: int, gone: array[int]) -> None:
         """`start`: where its own part of its prompt begins. `size`: of its prompt. `gone`: of the context before it,
         what its prompt does not have."""
         self.content, self.start, self.size, self.gone = content, start, size, gone
@@ -181,7 +181,7 @@ class Descent:
         began, before = content.began, len(self._ids)
         if began.prefix and self._steps and self._steps[-1].content.began.identity == began.identity:
             self._steps[-1].extended = True
-        gone = content.ask(self._ids, self._most)
+        gone = array("I", content.ask(self._ids, self._most))  # packed: of each turn it may be all of its context
         self._steps.append(_Step(content, before - len(gone), len(self._ids), gone))
         content.follow(self._ids, self._most)
 

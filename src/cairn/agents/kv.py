@@ -166,6 +166,8 @@ class AgentKv:
 
     async def _evict_all(self, agent: Agent, contexts: Sequence[Context], *, own: bool = False) -> list[Context]:
         """Give up these contexts but for what is shared; those that do not go now."""
+        if not contexts:  # what others share is looked for among all agents of the tenant
+            return []
         rest: list[Context] = []
         for (ids, turn), keep in zip(contexts, await self._shared(agent, contexts, own=own), strict=True):
             try:

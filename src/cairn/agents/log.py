@@ -252,10 +252,13 @@ class Log:
         segments = self._index.segments
         if self._erasing:
             clear(self._folder, self._index)
+        if self._active is not None and self._active.holds(self._erasing):
+            self._seal()
+        # As one: what supersedes a record of the first may be in the second, and no more durable than it.
+        if doubtful := [number for number, segment in sorted(segments.items()) if segment.dirty]:
+            self._rewrite(doubtful, keep_all=False)
         for number, segment in sorted(segments.items()):
-            if segment.dirty or segment.holds(self._erasing):
-                if segment is self._active:
-                    self._seal()
+            if segment.holds(self._erasing):
                 self._rewrite([number], keep_all=False)
         self._doubtful = False
         if not self._erasing:

@@ -78,7 +78,7 @@ class DiskStore:
         self._unsaved: dict[str, tuple[bytes, ...]] = {}
         """Pins that could not be written, by file."""
         self._forgotten: set[bytes] = set()
-        """Ids of chunks that were dropped before the folder could be opened."""
+        """Ids of chunks that were dropped before the folder could be opened, or that it had still when it went away."""
         self._unpinned: set[str] = set()
         """How the files of owners begin that were unpinned before the folder could be opened."""
         self._others = Others(self._state, self._tag, identity)
@@ -291,7 +291,7 @@ class DiskStore:
         for path, disk in junk:
             state.folder.discard(path, disk)
         state.works()
-        self.drop([id[len(self._tag) :] for id in forgotten])
+        self._drop(sorted(forgotten))
         state.make_room(0)
 
     def _try_again(self) -> None:
@@ -327,6 +327,7 @@ class DiskStore:
         with self._pinning, state.mutex:
             if state.writing or self._lock is None:
                 return False
+            self._forgotten.update(state.shelf.lingering)  # the files may be there all the same
             state.emptied()
             pins = {name: tuple(id[len(self._tag) :] for id in ids) for name, ids in state.shelf.pins.items()}
             self._unsaved = pins | self._unsaved

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -51,7 +52,7 @@ class DiskState:
         """Ids of chunks that are being written."""
         self.dropped: set[bytes] = set()
         """Of `writing`: what was dropped meanwhile."""
-        self.used: dict[bytes, Entry] = {}
+        self.used = OrderedDict[bytes, Entry]()
         """Chunks whose last use is not yet remembered by their files."""
         self._reserve = reserve
         self._low, self._gave, self._gave_at = 0, 0, 0.0
@@ -71,19 +72,30 @@ class DiskState:
         """Seconds since 1970, never going back."""
         return self._epoch + self.clock.now()
 
-    def take_used(self) -> tuple[list[Entry], float]:
-        """Chunks whose files are to be given the time of their last use, and how far the wall clock, which will be
-        believed at the next start, is ahead of `now`."""
+    def ahead(self) -> float:
+        """How far the wall clock, which will be believed at the next start, is ahead of `now`. Where it jumped, the
+        uses of all chunks are to be remembered anew."""
         ahead = self.clock.time_ns() / 1e9 - self.now()
         with self.mutex:
-            used, self.used = list(self.used.values()), {}
             if abs(ahead - self._jumped) >= _JUMP_SECONDS:
-                used, self._jumped = self.shelf.live(), ahead
-        return used, ahead
+                self._jumped = ahead
+                self.used = OrderedDict((one.id, one) for one in self.shelf.live())
+        return ahead
+
+    def take_used(self) -> Entry | None:
+        """The next chunk whose file is to be given the time of its last use."""
+        with self.mutex:
+            return self.used.popitem(last=False)[1] if self.used else None
+
+    def put_back(self, entry: Entry) -> None:
+        """Its file could not be given that time. It comes last now, lest it keep the others waiting for ever."""
+        with self.mutex:
+            if self.shelf.get(entry.id) is entry:
+                self.used.setdefault(entry.id, entry)
 
     def emptied(self) -> None:
         """Nothing of what was in the folder is there. With the lock held."""
-        self.shelf, self.used = self.shelf.emptied(), {}
+        self.shelf, self.used = self.shelf.emptied(), OrderedDict()
 
     def stats(self) -> TierStats:
         """Figures of all models in the folder."""

@@ -160,8 +160,8 @@ class Shelf:
         return None
 
     def leaves(self, wanted: Callable[[Entry], bool], among: Iterable[Entry] | None = None) -> list[Entry]:
-        """Evictable chunks of this kind, of all or of those given."""
-        among = self.live() if among is None else among
+        """Evictable chunks of this kind, of all or of those given that are still here."""
+        among = self.live() if among is None else (one for one in among if self.get(one.id) is one)
         return [entry for entry in among if self._evictable(entry) and wanted(entry)]
 
     def parents(self, entries: Iterable[Entry]) -> list[Entry]:
@@ -200,11 +200,16 @@ class Shelf:
             one.going = True
         return left
 
+    @property
+    def lingering(self) -> Collection[bytes]:
+        """Ids of chunks whose files still have to go."""
+        return self._doomed.keys()
+
     def forget(self, entry: Entry) -> None:
-        """Its file is gone. A second time does nothing."""
-        if self._doomed.pop(entry.id, None) is not entry:
+        """Its file is gone. A second time does nothing, nor does one that was here before this was `emptied`."""
+        if self._doomed.get(entry.id) is not entry:
             return
-        del self._entries[entry.id]
+        del self._doomed[entry.id], self._entries[entry.id]
         self._tags[entry.name.tag] -= 1
         if not self._tags[entry.name.tag]:
             del self._tags[entry.name.tag]

@@ -114,12 +114,16 @@ def clean(state: DiskState) -> None:
 
 
 def remember_uses(state: DiskState) -> None:
-    """Put the time of the last use on the files. Best effort: what is lost makes a chunk look older."""
-    used, ahead = state.take_used()
-    for entry in used:
+    """Put the time of the last use on the files, up to the first that the disk refuses; the rest next time.
+
+    Best effort: what is lost makes a chunk look older.
+    """
+    ahead = state.ahead()
+    while (entry := state.take_used()) is not None:
         try:
             with contextlib.suppress(FileNotFoundError):
                 state.folder.files.touch(state.folder.path(entry.name), entry.used + ahead)
             entry.saved = entry.used
         except OSError:
+            state.put_back(entry)
             return
