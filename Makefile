@@ -22,12 +22,14 @@ GONE := $(shell test -x $(BIN)/python || echo gone)
 .PHONY: gone
 SOURCES := pyproject.toml constraints.txt $(wildcard $(NATIVE)) $(GONE)
 
-# What an environment was made with it keeps, so one of another Python goes first.
+# What an environment was made with it keeps, so one of another Python goes first, where this one can make another.
 OLD := Cairn needs Python 3.11 or newer, this is %d.%d: make serve PYTHON=python3.12
+BARE := This Python cannot make environments; Debian and Ubuntu have python3-venv for it.
 VERSION := -c 'import sys; print(sys.version_info[:2])'
 define VENV
 @$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(OLD)" % sys.version_info[:2])'
-@[ "$$($(BIN)/python $(VERSION) 2>&1)" = "$$($(PYTHON) $(VERSION))" ] || rm -rf .venv
+@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(BARE)" >&2; exit 1; }
+@[ "$$($(BIN)/python $(VERSION) 2>/dev/null)" = "$$($(PYTHON) $(VERSION))" ] || rm -rf .venv
 $(PYTHON) -m venv .venv
 endef
 

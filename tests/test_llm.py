@@ -425,6 +425,42 @@ def test_a_forked_child_ends_and_is_told_that_the_model_is_not_its_own():
     assert (process.returncode, out, err) == (0, told * 2 + "0\nidle\n0\n9\n", "")
 
 
+def test_a_forked_child_is_told_at_once_though_a_thread_was_reading_the_stream():
+    """It has the stream's lock as that thread held it, and no thread that would let go of it."""
+    process = script(
+        """
+        import multiprocessing, threading
+        from cairn import LLM
+        from cairn.errors import Unavailable
+
+        def child(stream):
+            try:
+                next(stream)
+            except Unavailable as error:
+                print(error, flush=True)
+
+        def read(stream, begun):
+            for piece in stream:
+                begun.set()
+
+        with LLM("demo", kv_gb=0.1, threads=1) as llm:
+            stream, begun = llm.generate("x", stream=True, max_tokens=1900, ignore_eos=True), threading.Event()
+            reader = threading.Thread(target=read, args=(stream, begun))
+            reader.start()
+            begun.wait()
+            fork = multiprocessing.get_context("fork").Process(target=child, args=(stream,))
+            fork.start()
+            fork.join(20)
+            print(fork.exitcode, flush=True)
+            fork.kill()
+            stream.close()
+            reader.join()
+        """
+    )
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "the model belongs to the process that loaded it\n0\n", "")
+
+
 def test_a_fork_that_outlives_the_model_keeps_nothing_of_it(tmp_path):
     """It has a copy of every socket: the worker would wait for its end, and keep the model and the folder of KV."""
     process = script(
@@ -629,6 +665,58 @@ async def test_a_close_while_it_is_loaded_ends_the_start():
     async with llm:
         assert (await llm.generate("x", max_tokens=2, ignore_eos=True)).tokens
     assert workers() <= before
+
+
+async def test_a_close_ends_every_start_asked_for_before_it():
+    """One that waited for its turn would load the whole model again, and the close would wait for that."""
+    before, llm = workers(), AsyncLLM("demo", **SMALL)
+    starting = [asyncio.create_task(llm.__aenter__()) for _ in range(2)]
+    while not workers() - before:
+        await asyncio.sleep(0)
+    closing = asyncio.create_task(llm.close())
+    await asyncio.sleep(0)
+    later = asyncio.create_task(llm.__aenter__())
+    for start in starting:
+        with pytest.raises(Unavailable, match="closed while it was loaded"):
+            await start
+    await closing
+    assert await later is llm
+    assert (await llm.generate("x", max_tokens=2, ignore_eos=True)).tokens
+    await llm.close()
+    assert workers() <= before
+
+
+async def test_a_close_ends_the_start_of_a_task_that_was_cancelled_before():
+    """A task that caught its cancellation and went on, as a clean-up does, still counts it."""
+    before, llm = workers(), AsyncLLM("demo", **SMALL)
+
+    async def clean_up():
+        try:
+            await asyncio.sleep(600)
+        except asyncio.CancelledError:
+            await llm.__aenter__()
+
+    starting = asyncio.create_task(clean_up())
+    await asyncio.sleep(0)
+    starting.cancel()
+    while not workers() - before:
+        await asyncio.sleep(0)
+    await llm.close()
+    with pytest.raises(Unavailable, match="closed while it was loaded"):
+        await starting
+    assert workers() <= before
+
+
+def test_it_may_be_used_in_one_event_loop_after_another():
+    """Two starts at once: a lock of asyncio belongs to the loop in which somebody waited for it."""
+    llm = AsyncLLM("demo", **SMALL)
+
+    async def use():
+        assert await asyncio.gather(llm.__aenter__(), llm.__aenter__()) == [llm, llm]
+        await llm.close()
+
+    asyncio.run(use())
+    asyncio.run(use())
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing():

@@ -13,12 +13,17 @@ MAKEFILE = Path(__file__).parent.parent / "Makefile"
 REACHED = "made by the Python of PYTHON"
 
 
-def stub(path: Path, version: str) -> Path:
-    """A Python that says it is this version; `-m venv` is where it stops, after it made a folder."""
-    said = f"import sys; sys.version_info = tuple(map(int, {version!r}.split('.'))) + (0,); exec(sys.argv[1])"
+def stub(path: Path, version: str, *, without: str = "", noise: str = "") -> Path:
+    """A Python that says it is this version; `-m venv` is where it stops, after it made a folder.
+
+    It lacks the module `without`, and begins with `noise` on stderr.
+    """
+    said = f"import sys; sys.version_info = tuple(map(int, {version!r}.split('.'))) + (0,)"
+    said += f"; sys.modules[{without!r}] = None; exec(sys.argv[1])"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
         "#!/bin/sh\n"
+        f'printf "{noise}" >&2\n'
         f'if [ "$1" = -m ]; then mkdir -p .venv/bin; echo "{REACHED}"; exit 1; fi\n'
         f'exec "{sys.executable}" -IS -c "{said}" "$2"\n'
     )
@@ -65,6 +70,30 @@ def test_an_environment_of_another_python_goes(folder: Path, target: str, old: s
     out, _ = make(folder, target)
     assert REACHED in out.splitlines()
     assert kept.exists() == (old == "3.12")
+
+
+@pytest.mark.parametrize("target", [".venv/.installed", ".venv/.test"])
+def test_what_a_python_says_on_stderr_is_not_its_version(folder: Path, target: str) -> None:
+    """PYTHONWARNINGS=bogus is enough for a line of it."""
+    stub(folder / "python", "3.12")
+    stub(folder / ".venv" / "bin" / "python", "3.12", noise="Invalid -W option ignored")
+    kept = folder / ".venv" / "kept"
+    kept.touch()
+    out, _ = make(folder, target)
+    assert REACHED in out.splitlines() and kept.exists()
+
+
+@pytest.mark.parametrize("target", [".venv/.installed", ".venv/.test"])
+@pytest.mark.parametrize("module", ["ensurepip", "venv"])
+def test_an_environment_stays_where_another_cannot_be_made(folder: Path, target: str, module: str) -> None:
+    """Debian's Python has these modules in a package of their own."""
+    stub(folder / "python", "3.12", without=module)
+    stub(folder / ".venv" / "bin" / "python", "3.11")
+    kept = folder / ".venv" / "kept"
+    kept.touch()
+    out, err = make(folder, target)
+    assert REACHED not in out and kept.exists()
+    assert "This Python cannot make environments; Debian and Ubuntu have python3-venv for it." in err.splitlines()
 
 
 def test_an_environment_whose_python_was_removed_is_not_up_to_date(folder: Path) -> None:

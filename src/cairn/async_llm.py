@@ -22,6 +22,7 @@ Prompt = str | Sequence[int]
 """Text, or token ids."""
 
 _IDLE_LOOKS = 20
+_CLOSED = "the model was closed while it was loaded"
 
 
 class AsyncLLM:
@@ -37,9 +38,11 @@ class AsyncLLM:
         self.config = _config(model, options) if config is None else _only(config, model, options)
         self._service: Service | None = None
         self._turn = asyncio.Lock()
-        """Of those that start or close it."""
-        self._starting: asyncio.Task[Any] | None = None
-        """Who starts it now, unless `close` has cut that off."""
+        """Of those that start or close it, in the event loop `_loop`."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting: tuple[asyncio.Task[Any], int] | None = None
+        """Who starts it now, and how often that task had been cancelled before, unless `close` has cut that off."""
+        self._closes = 0
 
     @classmethod
     async def start(cls, model: str | None = None, *, config: Config | None = None, **options: object) -> AsyncLLM:
@@ -47,21 +50,34 @@ class AsyncLLM:
         return await cls(model, config=config, **options).__aenter__()
 
     async def __aenter__(self) -> AsyncLLM:
-        async with self._turn:
+        closes = self._closes
+        async with self._my_turn():
             if self._service is None:
+                if self._closes != closes:
+                    raise Unavailable(_CLOSED)
                 self._service = await self._start()
         return self
+
+    def _my_turn(self) -> asyncio.Lock:
+        """The lock of this event loop: one that somebody waited for cannot be used in another."""
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._loop, self._turn = loop, asyncio.Lock()
+        return self._turn
 
     async def _start(self) -> Service:
         from cairn.service.service import Service
 
-        task = self._starting = asyncio.current_task()
+        task = asyncio.current_task()
+        assert task is not None
+        before = task.cancelling()  # not 0 in a task that caught a cancellation and went on
+        self._starting = task, before
         try:
             return await Service.start(self.config, in_process=True)
         except asyncio.CancelledError:
-            if task is None or self._starting is task or task.uncancel():
+            if self._starting is not None or task.uncancel() > before:
                 raise
-            raise Unavailable("the model was closed while it was loaded") from None
+            raise Unavailable(_CLOSED) from None
         finally:
             self._starting = None
 
@@ -76,12 +92,14 @@ class AsyncLLM:
         return self._service
 
     async def close(self) -> None:
-        """Cancel what runs, or the start, and free everything. Does nothing the second time."""
-        starting = self._starting
-        if starting is not None and not starting.cancelling():  # else it is freeing what it has
-            self._starting = None
-            starting.cancel()
-        async with self._turn:
+        """Cancel what runs, or every start asked for before, and free everything. Does nothing the second time."""
+        self._closes += 1
+        if self._starting is not None:
+            task, before = self._starting
+            if task.cancelling() == before:  # else it is freeing what it has
+                self._starting = None
+                task.cancel()
+        async with self._my_turn():
             service, self._service = self._service, None
             if service is not None:
                 await service.close()

@@ -55,6 +55,7 @@ class Stream:
         return self
 
     def __next__(self) -> Delta:
+        self._run.check()  # a fork may have the lock as another thread held it
         with self._turn:
             piece = self._run.wait(_next(self._stream))
         if piece is None:
@@ -188,14 +189,20 @@ class _Loop:
         """Whether this is a fork of its process: that has no such thread, and may have its lock as somebody held it."""
         return os.getpid() != self._pid
 
-    def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for it here. An interrupt here cancels it there."""
+    def check(self) -> None:
+        """Refuse a call where to wait for it, or for a lock in front of it, would be to wait for ever."""
         if self.elsewhere:
-            work.close()
             raise Unavailable("the model belongs to the process that loaded it")
         if self.here:
-            work.close()
             raise RuntimeError("the model was called from its own thread, which would wait for itself")
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine there and wait for it here. An interrupt here cancels it there."""
+        try:
+            self.check()
+        except BaseException:
+            work.close()
+            raise
         with self._door:
             if self._shut:
                 work.close()

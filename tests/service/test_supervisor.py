@@ -186,6 +186,28 @@ async def test_an_answer_that_has_no_room_in_a_smaller_pool_is_an_error_and_no_s
         assert again.done is not None and again.done.reason is FinishReason.LENGTH, "it is told of the pool of today"
 
 
+async def test_an_answer_that_stops_with_the_last_token_of_a_smaller_pool_is_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After one prompt the last token ends its text; after the other it is a part of a character, shown at the end."""
+    faulty(monkeypatch, "paced")
+    async with serving(folder, kv_gb=None, max_running=8) as service:
+        truth, streams, seen = oracle(service), list[Stream](), list[list[int]]()
+        for first in (31, 15):
+            seen.append(truth(request(service, (first,) * 50, 640 - 50, stop_token_ids=())))
+            text = service.tokenizer.decode(seen[-1])
+            stop = next(text[-n:] for n in range(1, 9) if text.index(text[-n:]) == len(text) - n)
+            streams.append(service.generate(request(service, (first,) * 50, 1900, stop_token_ids=(), stop=(stop,))))
+        await until(lambda: all(flight.tokens for flight in service._flights.values()))
+        faulty(monkeypatch, "small")
+        os.kill(pid_of(service), signal.SIGKILL)
+        for stream, tokens in zip(streams, seen, strict=True):
+            answer = await collect(stream)
+            assert answer.done is not None and answer.done.reason is FinishReason.STOP
+            assert list(answer.tokens) == tokens
+        assert service.info.pool_tokens == 640
+
+
 async def test_prompt_logprobs_are_sent_once_though_the_worker_dies_between_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,12 +149,20 @@ class Flight:
             self._add(self.text.push(tokens))
 
     def end(self, reason: FinishReason, error: CairnError | None, timing: Timing | None) -> None:
-        """Close the text and queue the last event. `error` is raised to the consumer after what was said before."""
+        """Close the text and queue the last event. `error` is raised to the consumer after what was said before.
+
+        One with LENGTH says what there was no room for: where the text has stopped, nothing is missing and it is none.
+        """
         self.read()
         if self.text.stopped and error is None:
             reason = FinishReason.STOP
         deltas, self.reason = self.text.finish(reason)
         self._add(deltas)
+        if reason is FinishReason.LENGTH and error is not None:
+            if self.reason is FinishReason.LENGTH:
+                self.reason = FinishReason.ERROR
+            else:
+                error = None
         self.error = error
         self.done = True
         if error is None:

@@ -140,12 +140,12 @@ class Traffic:
             else:
                 self.metrics.inter_token.observe(now - flight.last_at)
             flight.last_at = now
-        if output.finish is FinishReason.LENGTH and flight.length < flight.limit:
-            output = msgspec.structs.replace(output, finish=FinishReason.ERROR, error=LESS_MEMORY)
         if output.finish is None:
             self._show(flight)
         else:
             error = _error(output)
+            if output.finish is FinishReason.LENGTH and flight.length < flight.limit:
+                error = GenerationFailed(LESS_MEMORY)
             self.release(output.id, output.finish, error=error, timing=output.timing)
 
     def _explained(self, flight: Flight, output: Output) -> Output:
