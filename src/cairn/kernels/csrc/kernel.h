@@ -205,6 +205,12 @@ struct Attend {
     Index first, count, position;  // first token in the step, tokens, position of the first
     Index kv_head;
     float* scratch;  // attend_scratch() floats
+    // Blocks of which keys and values of `next_head` are asked for at the end: the first that the next task reads.
+    const std::int32_t* next;
+    Index next_count, next_head;
+
+    // The first position that one at `at` sees.
+    Index low(Index at) const { return window && at >= window ? at - window + 1 : 0; }
 };
 
 struct Passes;  // sampler.h

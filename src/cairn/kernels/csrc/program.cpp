@@ -217,17 +217,27 @@ void Program::attention(const Attend& job, const std::int32_t* rows, const std::
         for (std::int32_t row = 0; row < sizes.rows; row++)
             for (std::int32_t at = 0; at < rows[3 * row + 1]; at += static_cast<std::int32_t>(most_tokens), tiles++)
                 tiles_[2 * tiles] = row, tiles_[2 * tiles + 1] = at;
-        // Later tiles of a prompt see more: they come first.
-        team_->run(tiles * job.kv.heads, [&](Index task, int thread) {
-            const std::int32_t* tile = tiles_.data() + 2 * (tiles - 1 - task % tiles);
-            const std::int32_t* row = rows + 3 * tile[0];
+        const auto task_of = [&](Index i) {
+            // Later tiles of a prompt see more: they come first.
+            const std::int32_t *tile = tiles_.data() + 2 * (tiles - 1 - i % tiles), *row = rows + 3 * tile[0];
             Attend one = job;
             one.table = tables + tile[0] * width;
             one.first = row[0] + tile[1];
             one.count = std::min<Index>(most_tokens, row[1] - tile[1]);
             one.position = row[2] + tile[1];
-            one.kv_head = task / tiles;
+            one.kv_head = i / tiles;
+            return one;
+        };
+        const Index tasks = tiles * job.kv.heads;
+        team_->run(tasks, [&](Index task, int thread) {
+            Attend one = task_of(task);
             one.scratch = scratch() + thread * each;
+            if (task + 1 < tasks) {
+                const Attend then = task_of(task + 1);
+                const Index block = then.low(then.position) / SPAN * (SPAN / BLOCK_TOKENS);
+                one.next = then.table + block, one.next_head = then.kv_head;
+                one.next_count = std::min(SPAN / BLOCK_TOKENS, then.position / BLOCK_TOKENS + 1 - block);
+            }
             kernels_.attend(one);
         });
     });

@@ -83,8 +83,7 @@ struct Queries {
 };
 
 inline Range seen_by(const Attend& job, Index position) {
-    const Index low = job.window && position >= job.window ? position - job.window + 1 : 0;
-    return {low, position + 1};
+    return {job.low(position), position + 1};
 }
 
 }  // namespace cairn::CAIRN_VARIANT

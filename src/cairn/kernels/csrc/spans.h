@@ -12,8 +12,8 @@ constexpr int vectors_for(int rows, int most) {
     return fit >= 8 && rows <= 2 && most >= 8 ? 8 : fit >= 4 ? 4 : fit >= 2 ? 2 : 1;
 }
 
-// Where one span's keys and values lie, and those of the next (or these again), which are asked for meanwhile: memory
-// is late, and from block to block nothing else foretells where the next one lies.
+// Where one span's keys and values lie, and those of the next, or of the next task's first (or these again), which are
+// asked for meanwhile: memory is late, and from block to block nothing else foretells where the next one lies.
 template <class Form>
 struct Span {
     static constexpr Index STEPS = SPAN / Form::STEP;
@@ -29,9 +29,14 @@ struct Span {
         const Index row = q.size * Form::STEP * Form::ELEMENT;
         for (Index block = blocks.low; block < blocks.high; block++) {
             const Index here = start / LANES + block, later = here + SPAN / LANES;
-            const Index id = job.table[here], next = later * LANES < all.high ? job.table[later] : id;
-            const std::byte *from = job.kv.values(id, job.kv_head), *then = job.kv.values(next, job.kv_head);
-            keys[block] = job.kv.keys(id, job.kv_head), after_keys[block] = job.kv.keys(next, job.kv_head);
+            const Index id = job.table[here];
+            Index next = id, head = job.kv_head;
+            if (later * LANES < all.high)
+                next = job.table[later];
+            else if (start + SPAN >= all.high && block - blocks.low < job.next_count)
+                next = job.next[block - blocks.low], head = job.next_head;
+            const std::byte *from = job.kv.values(id, job.kv_head), *then = job.kv.values(next, head);
+            keys[block] = job.kv.keys(id, job.kv_head), after_keys[block] = job.kv.keys(next, head);
             constexpr Index EACH = LANES / Form::STEP;
             for (Index i = 0; i < EACH; i++)
                 values[block * EACH + i] = from + i * row, after_values[block * EACH + i] = then + i * row;
