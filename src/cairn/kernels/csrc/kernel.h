@@ -219,8 +219,9 @@ struct Variant {
     const char* name;
     // Panels are those of all parts, numbered through.
     void (*product)(const Product&, Index first_panel, Index last_panel);
-    // Rows of a tile; no pair_rows where parts in bfloat16 multiply float32.
-    Index pair_rows, group_rows;
+    // Rows of a tile at most, of `rows` in all; null where parts in bfloat16 multiply float32.
+    Index (*pair_rows)(Index rows);
+    Index group_rows;
     void (*prepare)(const Activations&, const Patch&);  // rounds them
     // Numbers `from` to `to` of a row that is normed, from a multiple of 16.
     void (*norm)(const float* x, const float* weight, Index size, float eps, Index from, Index to, float* out);

@@ -93,7 +93,7 @@ inline void put_group(const float* x, std::byte* to, Index lane, Index height) {
 }
 
 inline void put_pairs(const Activations& in, Index row, Index from, Index to) {
-    const Tiles tiles(in.rows, PAIR_ROWS);
+    const Tiles tiles(in.rows, pair_rows(in.rows));
     const Index tile = tiles.of(row), first = tiles.first(tile), height = tiles.height(tile);
     const float* x = in.x + row * in.stride;
     std::byte* at = in.pairs + first * Activations::pair_bytes(in.inner) + from / 2 * 4 * height + 4 * (row - first);

@@ -10,7 +10,9 @@ constexpr int ACCUMULATORS = REGISTERS == 32 ? 24 : 12;
 // With sixteen registers of eight floats, a sixth row would leave too few for a pair of bfloat16, its numbers and a mask.
 constexpr int MAX_ROWS = WIDTH == 8 ? 5 : ACCUMULATORS / PARTS < 6 ? ACCUMULATORS / PARTS : 6;
 constexpr int MAX_PANELS = 4;
-constexpr int PAIR_ROWS = 12;
+// Rows of a tile of pairs: up to sixteen read the weights once, of more twelve share what is read best.
+constexpr int MOST_PAIR_ROWS = 16, PAIR_ROWS = 12;
+constexpr Index pair_rows(Index rows) { return rows <= MOST_PAIR_ROWS ? MOST_PAIR_ROWS : PAIR_ROWS; }
 
 // With few rows memory sets the pace: lines are asked for so many bytes ahead.
 constexpr Index AHEAD = 4096;
@@ -27,6 +29,7 @@ constexpr int panels_for(int rows) {
 struct F32 {
     static constexpr bool PREPARED = false;
     static constexpr int ROWS = MAX_ROWS;
+    static constexpr Index most(Index) { return ROWS; }
     static constexpr int panels(int rows) { return panels_for(rows); }
     static constexpr int STEP = 1;
     static constexpr Index BYTES = LANES * 4;
@@ -46,6 +49,7 @@ struct F16 : F32 {
 struct Bf16 {
     static constexpr bool PREPARED = false;
     static constexpr int ROWS = MAX_ROWS;
+    static constexpr Index most(Index) { return ROWS; }
     static constexpr int panels(int rows) { return panels_for(rows); }
     static constexpr int STEP = 2;
     static constexpr Index BYTES = LANES * 4;
@@ -74,9 +78,10 @@ struct Bf16 {
 // Both factors in bfloat16, two products at once; subnormal ones count as zero.
 struct Pairs {
     static constexpr bool PREPARED = true;
-    static constexpr int ROWS = PAIR_ROWS;
+    static constexpr int ROWS = MOST_PAIR_ROWS;
+    static constexpr Index most(Index rows) { return pair_rows(rows); }
     // One stream of weights is read faster than several; more rows are bound by arithmetic and share loads.
-    static constexpr int panels(int rows) { return rows <= 2 ? 1 : 2; }
+    static constexpr int panels(int rows) { return rows <= 2 || rows > PAIR_ROWS ? 1 : 2; }
     static constexpr int STEP = 1;
     static constexpr Index BYTES = LANES * 4;
     using Raw = IntVec;
@@ -85,7 +90,7 @@ struct Pairs {
     static Raw read(const std::byte* at) { return load_int(at); }
     template <int R, int P>
     static void add(Vec (&acc)[R][P], const X* x, Index, const Raw (&raw)[P]) {
-#pragma GCC unroll 12
+#pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             const auto two = (__m512bh)_mm512_set1_epi32(reinterpret_cast<const std::int32_t*>(x)[r]);
 #pragma GCC unroll 4
@@ -185,7 +190,7 @@ Tile tile_of(Index rows, int panels) {
 // Weights of some panels stay hot for all tiles, and a tile's rows for these panels.
 template <class Format>
 void product(const Product& job, const Segment& part, Index first_panel, Index last_panel) {
-    const Tiles tiles(job.in.rows, Format::ROWS);
+    const Tiles tiles(job.in.rows, Format::most(job.in.rows));
     const int group = Format::panels(static_cast<int>(tiles.height(0)));
     const Index most = (HOT_BYTES / part.panel_bytes() / group + 1) * group;
     for (Index first = first_panel; first < last_panel; first += most) {

@@ -97,7 +97,7 @@ Activations Program::rows(const float* x, Index stride, Index size, Index count,
     if (!count || (std::is_same_v<Make, Made> && !inputs.any())) return in;
     // Two threads that round rows of one tile would write the same cache lines in turns: a task is a tile, or where
     // there are few, neighbouring columns of one.
-    const Tiles tiles(count, inputs.groups ? kernels_.group_rows : inputs.pairs ? kernels_.pair_rows : 1);
+    const Tiles tiles(count, inputs.groups ? kernels_.group_rows : inputs.pairs ? kernels_.pair_rows(count) : 1);
     const Index threads = worth(count * size), tasks = threads == 1 ? 1 : PATCHES * threads;
     const Index least = (size * tiles.count + tasks - 1) / tasks;
     const Index width = std::min(size, (least + PATCH - 1) / PATCH * PATCH);
