@@ -37,7 +37,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,15 @@ class Client:
 
     base: str
     model: str
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[httpx.AsyncClient]:
+        """One keep-alive connection that is open: what a client loads for its first request, and that is some 50 ms, is
+        no time of the server's. Nothing is encrypted, so no certificates are loaded."""
+        limits = httpx.Limits(max_connections=1)
+        async with httpx.AsyncClient(limits=limits, timeout=600, trust_env=False, verify=False) as http:
+            (await http.get(self.base + "/v1/models")).raise_for_status()
+            yield http
 
     async def ask(self, http: httpx.AsyncClient, prompt: str, tokens: int, **more: int) -> dict[str, float]:
         """Seconds to the first token and to the end, and the tokens. A `SystemExit` for anything but a full answer.
@@ -117,7 +127,7 @@ class Client:
                 done.append(await self.ask(http, prompt, ANSWER))
 
         async with AsyncExitStack() as stack:
-            opened = [await stack.enter_async_context(connection()) for _ in range(connections)]
+            opened = [await stack.enter_async_context(self.connection()) for _ in range(connections)]
             began, cpu = time.perf_counter(), time.process_time()
             await asyncio.gather(*map(worker, opened))
             seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
@@ -134,7 +144,7 @@ class Client:
         """Seconds to the first token after a shared prefix."""
         shared = letters(f"prefix {seed}", PREFIX)
         asked = (shared + letters(f"tail {seed} {number}", TAIL) for number in range(6))
-        async with connection() as one, connection() as other:
+        async with self.connection() as one, self.connection() as other:
             found = {"new": (await self.ask(one, next(asked), 8))["first"]}
             found["same connection"] = (await self.ask(one, next(asked), 8))["first"]
             found["another connection"] = (await self.ask(other, next(asked), 8))["first"]
@@ -149,7 +159,7 @@ class Client:
     async def beside(self, seed: int) -> dict[str, float]:
         """Seconds to the first token of a short prompt that comes while a long one is read, to its end, and to the
         first token of the long one."""
-        async with connection() as one, connection() as other:
+        async with self.connection() as one, self.connection() as other:
             long = asyncio.create_task(self.ask(one, letters(f"long {seed}", CONTEXT), 8))
             await asyncio.sleep(BESIDE_SECONDS)
             if long.done():
@@ -159,13 +169,8 @@ class Client:
 
     async def context(self, seed: int, **more: int) -> dict[str, float]:
         """Seconds to the first token after a long context."""
-        async with connection() as http:
+        async with self.connection() as http:
             return {"first": (await self.ask(http, letters(f"context {seed}", CONTEXT), 8, **more))["first"]}
-
-
-def connection() -> httpx.AsyncClient:
-    """One keep-alive connection. Nothing is encrypted, so no certificates are loaded."""
-    return httpx.AsyncClient(limits=httpx.Limits(max_connections=1), timeout=600, trust_env=False, verify=False)
 
 
 def letters(seed: str, count: int) -> str:
