@@ -719,6 +719,36 @@ def test_it_may_be_used_in_one_event_loop_after_another():
     asyncio.run(use())
 
 
+def test_what_was_loaded_in_another_event_loop_is_refused():
+    """Nothing would answer there: the worker's messages are read in the loop that loaded it."""
+    llm = AsyncLLM("demo", **SMALL)
+
+    async def use():
+        for call in (llm.generate("x"), llm.chat([]), llm.__aenter__(), llm.close()):
+            with pytest.raises(Unavailable, match="another event loop"):
+                await call
+
+    async def load():
+        async with llm:
+            await asyncio.to_thread(asyncio.run, use())
+            assert (await llm.generate("x", max_tokens=2, ignore_eos=True)).tokens
+
+    asyncio.run(load())
+
+
+async def test_a_close_that_is_cut_off_leaves_nothing():
+    llm = await AsyncLLM.start("demo", **SMALL)
+    await llm.chat([{"role": "user", "content": "x"}], max_tokens=2)
+    helper = llm.service.chat._renderer._process
+    closing = asyncio.create_task(llm.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert helper.poll() is not None
+    await llm.close()
+
+
 async def test_a_start_that_is_cancelled_leaves_nothing():
     before, llm = workers(), AsyncLLM("demo", **SMALL)
     starting = asyncio.create_task(llm.__aenter__())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, overload
 
@@ -23,6 +24,7 @@ Prompt = str | Sequence[int]
 
 _IDLE_LOOKS = 20
 _CLOSED = "the model was closed while it was loaded"
+_ELSEWHERE = "the model was loaded in another event loop, and answers and is closed in that one alone"
 
 
 class AsyncLLM:
@@ -30,7 +32,7 @@ class AsyncLLM:
 
     `model` is a folder, a .gguf file, a hub id that was pulled, or 'demo'; keywords are the options of `Config` that
     matter without a server. Options not given come from CAIRN_* variables and cairn.toml. A complete `config` replaces
-    all of that.
+    all of that. Until it is closed it belongs to the event loop in which it was loaded.
     Raises ConfigError or ModelError.
     """
 
@@ -59,9 +61,11 @@ class AsyncLLM:
         return self
 
     def _my_turn(self) -> asyncio.Lock:
-        """The lock of this event loop: one that somebody waited for cannot be used in another."""
+        """The lock of this event loop: one that somebody waited for cannot be used in another. Raises Unavailable."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
+            if self._service is not None:
+                raise Unavailable(_ELSEWHERE)
             self._loop, self._turn = loop, asyncio.Lock()
         return self._turn
 
@@ -86,13 +90,19 @@ class AsyncLLM:
 
     @property
     def service(self) -> Service:
-        """The service behind it. Raises Unavailable before the start and after the end."""
+        """The service behind it. Raises Unavailable before the start, after the end, and in another event loop."""
         if self._service is None:
             raise Unavailable("the model is not loaded: it was not started, or it was closed")
+        with contextlib.suppress(RuntimeError):  # no event loop: then what it tells without waiting may be asked
+            if asyncio.get_running_loop() is not self._loop:
+                raise Unavailable(_ELSEWHERE)
         return self._service
 
     async def close(self) -> None:
-        """Cancel what runs, or every start asked for before, and free everything. Does nothing the second time."""
+        """Cancel what runs, or every start asked for before, and free everything. Does nothing the second time.
+
+        Raises Unavailable in another event loop than the one that it was loaded in.
+        """
         self._closes += 1
         if self._starting is not None:
             task, before = self._starting

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
-from tests.files import CrashFiles, Fault
+from tests.files import Crash, CrashFiles, Fault
 from tests.laws import token_log
 from tests.laws.token_log import ERRORS, FOLDER, Draw, Model, Work, crash_everywhere, fault_at, reopen
 
@@ -118,6 +119,34 @@ def test_of_two_segments_without_a_seal_the_older_goes_only_once_what_supersedes
             again = Log.open(after, FOLDER, Draw(4))
             assert again is not None
             assert [record.payload for record in again.recovered if record.key == 1000] in ([old], [new]), seed
+
+
+def test_what_a_killed_start_wrote_anew_goes_only_once_the_new_file_is_durable() -> None:
+    """The process was killed between the renaming and the sync of the folder: the next one reads the new file, and all
+    of the old one is superseded; the power goes while it starts."""
+    for seed in range(40):
+        files = CrashFiles(seed=seed)
+        log = Log.open(files, FOLDER, Draw(1))
+        assert log is not None
+        log.write([Record(log.next_lsn(), Kind.AGENT, 1000, b"acknowledged")], sync=True)
+        files, killed = files.kill(), list[CrashFiles]()
+        files.after_change = partial(_kill_at_the_renaming, files, killed)
+        with contextlib.suppress(Crash):
+            Log.open(files, FOLDER, Draw(2))
+        files, crashed = killed[0], list[CrashFiles]()
+        files.after_change = partial(_cut_power, files, crashed, random.Random(seed))
+        assert Log.open(files, FOLDER, Draw(3)) is not None
+        assert crashed
+        for after in crashed:
+            again = Log.open(after, FOLDER, Draw(4))
+            assert again is not None
+            assert [record.payload for record in again.recovered if record.key == 1000] == [b"acknowledged"], seed
+
+
+def _kill_at_the_renaming(files: CrashFiles, killed: list[CrashFiles], change: str) -> None:
+    if change == "replace" and not killed:
+        killed.append(files.kill())
+        raise Crash
 
 
 def _cut_power(files: CrashFiles, crashed: list[CrashFiles], rng: random.Random, _: str) -> None:

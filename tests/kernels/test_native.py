@@ -316,6 +316,9 @@ def test_arrays_that_do_not_fit_are_refused(kernels: Any) -> None:
         kernels.norm_project(random(3, 6), norm, 1e-6, matrix, np.empty((3, 9), np.float32))
     with pytest.raises(TypeError):
         kernels.norm_project(random(3, 6).astype(np.float64), norm, 1e-6, matrix, np.empty((3, 8), np.float32))
+    kv, slots, query = np.zeros((1, 1, 2, 2, 16, 4), np.float32), np.zeros(1, np.int32), random(1, 3, 4)
+    with pytest.raises(ValueError, match="multiple of key-value heads"):
+        kernels.rope_write(random(1, 28), random(1, 2, 2), None, None, 1e-6, kv, 0, slots, query)
     call = Call("project_add", (Slot("tokens", random(4, 6)), matrix, Slot("tokens", random(4, 8))))
     program = kernels.program([call])
     program.replay({"tokens": 4})

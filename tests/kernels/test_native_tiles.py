@@ -110,11 +110,11 @@ def test_rows_are_rounded_alike_in_any_pieces(variant: str, threads: int) -> Non
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_panel_is_dealt_out_once(variant: str) -> None:
     """Threads share out each matrix that one is packed of: small ones, ends amid a panel, more threads than panels."""
-    x, sums = random(40, 96), []
+    x, sums = random(64, 96), []
     for outs in ([7], [37, 5, 200, 1, 90], [16, 16], [530, 40, 40]):
         parts = [quantized(out, 96, 4 + 4 * (at % 3 == 2), np.float16, None, at) for at, out in enumerate(outs)]
         for threads in (1, 2, 3, 7):
-            kernels, out = NativeKernels(variant, threads), np.zeros((40, sum(outs)), np.float32)
+            kernels, out = NativeKernels(variant, threads), np.zeros((64, sum(outs)), np.float32)
             kernels.project_add(x, kernels.matrix(parts, [None] * len(parts)), out)
             sums.append(out.tobytes())
             kernels.close()

@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 from tests.text import text_models
 
+from cairn.errors import GenerationFailed
 from cairn.service.flight import Flight
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import FinishReason, OutputFormat, Request, SamplingParams
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
 @pytest.mark.parametrize("stop", [(), ("stop",)])
@@ -33,3 +36,24 @@ def test_the_status_of_what_was_resumed_tells_what_was_said_before(tmp_path: Pat
         assert (status.reasoning, status.text) == ("Hm, well", "Hello 😀 there")
         assert status.completion_tokens == len(ids)
         assert flight.usage.completion_tokens == len(ids) - cut
+
+
+def test_what_is_held_back_where_there_was_no_room_for_more_stops_nothing(tmp_path: Path) -> None:
+    """In front of a call a line break belongs to the call: only with more tokens it would have been a stop string."""
+    tokenizer = Tokenizer.load(text_models.write_model(tmp_path, text_models.byte_level(), text_models.QWEN_CONFIG))
+    said, call = (tokenizer.encode(text, special=True) for text in ("Let me look.\n", CALL))
+    ends = []
+    for tokens in (said, said + call, said * 2):
+        request = Request(
+            id=1,
+            prompt=(1,),
+            sampling=SamplingParams(max_tokens=1000),
+            stop=("\n",),
+            output=OutputFormat(tools=True),
+        )
+        flight = Flight(request, TextStream(tokenizer, request), 0.0)
+        for token in tokens:
+            flight.accept_token(token)
+        flight.end(FinishReason.LENGTH, GenerationFailed("no room"), None)
+        ends.append(flight.status().reason)
+    assert ends == [FinishReason.ERROR, FinishReason.ERROR, FinishReason.STOP]

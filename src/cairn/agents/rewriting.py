@@ -70,6 +70,8 @@ def rewrite(
             return
     if records:
         _make(folder, index, header, [records[lsn] for lsn in sorted(records)], numbers)
+    else:  # what supersedes them may be in a file that a process made which was killed before it synced the name
+        folder.sync()
     for number in numbers:  # one that cannot be removed now must not give them out again: they may be superseded then
         segments[number].drop_all(lsns=wanted)
     for number in numbers:

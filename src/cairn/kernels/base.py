@@ -178,8 +178,8 @@ class Kernels(Protocol):
     ) -> None:
         """Split qkv[M, (Q + 2K) D], norm heads of q and k where there is a weight [D], rotate them, write q to
         query[M, Q, D] and k, v into the KV pool kv[blocks, layers, 2, K, block_tokens, D] at slots[M]
-        (block * block_tokens + offset), rounded to the pool's type: float32, bfloat16 or float16. The order within a
-        block and head is the kernels' own."""
+        (block * block_tokens + offset), rounded to the pool's type: float32, bfloat16 or float16. Q is a multiple of
+        K. The order within a block and head is the kernels' own."""
         ...
 
     def attention(

@@ -151,18 +151,17 @@ class Flight:
     def end(self, reason: FinishReason, error: CairnError | None, timing: Timing | None) -> None:
         """Close the text and queue the last event. `error` is raised to the consumer after what was said before.
 
-        One with LENGTH says what there was no room for: where the text has stopped, nothing is missing and it is none.
+        One with LENGTH says that there was no room for more: where the text has stopped, nothing is missing and it is
+        none. What `finish` brings up does not stop it: with more tokens it might have been read otherwise.
         """
         self.read()
-        if self.text.stopped and error is None:
-            reason = FinishReason.STOP
+        short = error is not None and reason is FinishReason.LENGTH
+        if self.text.stopped and (error is None or short):
+            reason, error, short = FinishReason.STOP, None, False
         deltas, self.reason = self.text.finish(reason)
         self._add(deltas)
-        if reason is FinishReason.LENGTH and error is not None:
-            if self.reason is FinishReason.LENGTH:
-                self.reason = FinishReason.ERROR
-            else:
-                error = None
+        if short:
+            self.reason = FinishReason.ERROR
         self.error = error
         self.done = True
         if error is None:

@@ -224,9 +224,11 @@ class Service:
         self._closed = True
         if self._ticker is not None:
             self._ticker.cancel()
-        await self._supervisor.close()
-        if hasattr(self, "chat"):
-            await self.chat.close()
+        try:
+            await self._supervisor.close()
+        finally:
+            if hasattr(self, "chat"):
+                await self.chat.close()
 
     # ------------------------------------------------------------------------------------- KV beyond the requests
     # All of these raise Unavailable while the worker is being replaced.

@@ -234,9 +234,9 @@ void Program::attention(const Attend& job, const std::int32_t* rows, const std::
             one.scratch = scratch() + thread * each;
             if (task + 1 < tasks) {
                 const Attend then = task_of(task + 1);
-                const Index block = then.low(then.position) / SPAN * (SPAN / BLOCK_TOKENS);
+                const Index block = then.low(then.position) / BLOCK_TOKENS, each = SPAN / BLOCK_TOKENS;
                 one.next = then.table + block, one.next_head = then.kv_head;
-                one.next_count = std::min(SPAN / BLOCK_TOKENS, then.position / BLOCK_TOKENS + 1 - block);
+                one.next_count = std::min(each - block % each, then.position / BLOCK_TOKENS + 1 - block);
             }
             kernels_.attend(one);
         });

@@ -40,6 +40,15 @@ Pages pages_of(const Pool& kv, int layer) {
             static_cast<Index>(kv.shape(3)), static_cast<Index>(kv.shape(5))};
 }
 
+// Of a query [M, Q, D].
+template <class Query>
+Index heads_of(const Query& query, const Pages& pages) {
+    check(query.ndim() == 3 && static_cast<Index>(query.shape(2)) == pages.size, "a query is [M, Q, D]");
+    check(pages.heads && static_cast<Index>(query.shape(1)) % pages.heads == 0,
+          "query heads are a multiple of key-value heads");
+    return static_cast<Index>(query.shape(1));
+}
+
 void embed(Program& program, const Weights& table, const std::string& dtype, const Ints& tokens,
            const Floats& hidden) {
     check(table.ndim() == 2 && hidden.ndim() == 2 && table.shape(1) == hidden.shape(1), "a table has hidden's width");
@@ -70,8 +79,7 @@ void rope_write(Program& program, const ConstFloats& qkv, const ConstFloats& ang
                 const std::optional<ConstFloats>& q_norm, const std::optional<ConstFloats>& k_norm, double eps,
                 const Pool& kv, int layer, const Ints& slots, const Floats& query) {
     const Pages pages = pages_of(kv, layer);
-    check(query.ndim() == 3 && static_cast<Index>(query.shape(2)) == pages.size, "a query is [M, Q, D]");
-    const auto heads = static_cast<Index>(query.shape(1));
+    const Index heads = heads_of(query, pages);
     check(qkv.ndim() == 2 && static_cast<Index>(qkv.shape(1)) == (heads + 2 * pages.heads) * pages.size,
           "qkv is [M, (Q + 2K) D]");
     check(angles.ndim() == 3 && static_cast<Index>(angles.shape(2)) * 2 == pages.size, "angles are [M, 2, D / 2]");
@@ -85,12 +93,11 @@ void rope_write(Program& program, const ConstFloats& qkv, const ConstFloats& ang
 void attention(Program& program, const ConstFloats& query, const Pool& kv, int layer, const Ints& rows,
                const Ints& tables, int window, double scale, const Floats& out) {
     const Pages pages = pages_of(kv, layer);
-    check(query.ndim() == 3 && static_cast<Index>(query.shape(2)) == pages.size, "a query is [M, Q, D]");
-    check(query.shape(1) % kv.shape(3) == 0, "query heads are a multiple of key-value heads");
+    const Index heads = heads_of(query, pages);
     check(rows.ndim() == 2 && rows.shape(1) == 3 && tables.ndim() == 2, "rows are [B, 3], tables [B, width]");
     check(out.size() == query.size(), "attention's output is [M, Q D]");
     Attend job = {};
-    job.query = query.data(), job.kv = pages, job.window = window, job.heads = static_cast<Index>(query.shape(1));
+    job.query = query.data(), job.kv = pages, job.window = window, job.heads = heads;
     job.scale = static_cast<float>(scale), job.out = out.data();
     program.attention(job, rows.data(), tables.data(), static_cast<Index>(tables.shape(1)),
                       static_cast<Index>(query.shape(0)));
