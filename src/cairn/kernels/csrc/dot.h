@@ -98,8 +98,10 @@ struct Codes {
 #else
         if constexpr (BITS == 8)
             add_bytes<R, H>(x, sum);
+        else if constexpr (BITS == 6)  // two halves' sums would not fit into registers
+            add_narrow<R, H, FROM, TO, 1>(0, x, sum), add_narrow<R, H, FROM, TO, 1>(1, x, sum);
         else
-            add_narrow<R, H, FROM, TO>(0, x, sum), add_narrow<R, H, FROM, TO>(1, x, sum);
+            add_narrow<R, H, FROM, TO, 2>(0, x, sum);
 #endif
     }
 
@@ -146,32 +148,37 @@ struct Codes {
     }
 #else
     // Sums of products stay within 16 bits for a while: 8 times two of at most 15 * 127, four times two of 31 * 127 for
-    // 5 bits, two times two of 63 * 127 for 6.
-    template <int R, int H, int FROM, int TO>
+    // 5 bits, two times two of 63 * 127 for 6. HALVES of the 16 outputs share what is read of x.
+    template <int R, int H, int FROM, int TO, int HALVES>
     void add_narrow(int half, const std::int8_t* x, IntVec (&sum)[R]) const {
         constexpr int NEXT = FROM + (BITS == 4 ? 8 : BITS == 5 ? 4 : 2);
         static_assert(NEXT <= TO);
-        __m256i narrow[R];
+        __m256i narrow[HALVES][R];
 #pragma GCC unroll 8
         for (int q = FROM; q < NEXT; q++) {
-            const __m256i code = codes(q, half);
+            __m256i code[HALVES];
+            for (int i = 0; i < HALVES; i++) code[i] = codes(q, half + i);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
                 const auto* four = reinterpret_cast<const std::int32_t*>(x + (q * H + r) * 4);
-                if (q == FROM) {
-                    asm("vpbroadcastd %2, %0\n\tvpmaddubsw %0, %1, %0" : "=&x"(narrow[r]) : "x"(code), "m"(*four));
-                } else {
-                    __m256i two;
-                    asm("vpbroadcastd %3, %1\n\tvpmaddubsw %1, %2, %1\n\tvpaddw %1, %0, %0"
-                        : "+x"(narrow[r]), "=&x"(two)
-                        : "x"(code), "m"(*four));
+                __m256i all, two;
+                asm("vpbroadcastd %1, %0" : "=x"(all) : "m"(*four));
+#pragma GCC unroll 2
+                for (int i = 0; i < HALVES; i++) {
+                    if (q == FROM)
+                        asm("vpmaddubsw %1, %2, %0" : "=x"(narrow[i][r]) : "x"(all), "x"(code[i]));
+                    else
+                        asm("vpmaddubsw %2, %3, %1\n\tvpaddw %1, %0, %0"
+                            : "+x"(narrow[i][r]), "=&x"(two)
+                            : "x"(all), "x"(code[i]));
                 }
             }
         }
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++)
-            sum[r].part[half] += (IntPart)_mm256_madd_epi16(narrow[r], _mm256_set1_epi16(1));
-        if constexpr (NEXT < TO) add_narrow<R, H, NEXT, TO>(half, x, sum);
+            for (int i = 0; i < HALVES; i++)
+                sum[r].part[half + i] += (IntPart)_mm256_madd_epi16(narrow[i][r], _mm256_set1_epi16(1));
+        if constexpr (NEXT < TO) add_narrow<R, H, NEXT, TO, HALVES>(half, x, sum);
     }
 
     // |code| <= 128 and |x| <= 127, so two products stay within 16 bits; the sign goes to x.
@@ -180,18 +187,21 @@ struct Codes {
         const __m256i flip = _mm256_set1_epi8(-128), one = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
         for (int q = 0; q < 8; q++) {
-#pragma GCC unroll 2
+            __m256i code[2], size[2];
             for (int half = 0; half < 2; half++) {
-                const __m256i code = _mm256_xor_si256(codes(q, half), flip), size = _mm256_abs_epi8(code);
+                code[half] = _mm256_xor_si256(codes(q, half), flip);
+                size[half] = _mm256_abs_epi8(code[half]);
+            }
 #pragma GCC unroll 4
-                for (int r = 0; r < R; r++) {
-                    const auto* four = reinterpret_cast<const std::int32_t*>(x + (q * H + r) * 4);
-                    __m256i two;
-                    asm("vpbroadcastd %5, %1\n\tvpsignb %2, %1, %1\n\tvpmaddubsw %1, %3, %1\n\t"
-                        "vpmaddwd %4, %1, %1\n\tvpaddd %1, %0, %0"
+            for (int r = 0; r < R; r++) {
+                const auto* four = reinterpret_cast<const std::int32_t*>(x + (q * H + r) * 4);
+                __m256i all, two;
+                asm("vpbroadcastd %1, %0" : "=x"(all) : "m"(*four));
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++)
+                    asm("vpsignb %2, %5, %1\n\tvpmaddubsw %1, %3, %1\n\tvpmaddwd %4, %1, %1\n\tvpaddd %1, %0, %0"
                         : "+x"(sum[r].part[half]), "=&x"(two)
-                        : "x"(code), "x"(size), "x"(one), "m"(*four));
-                }
+                        : "x"(code[half]), "x"(size[half]), "x"(one), "x"(all));
             }
         }
     }
