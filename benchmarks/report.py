@@ -190,8 +190,9 @@ def http_text(found: Found) -> str:
     return "\n\n".join(parts)
 
 
-def zen5_http_text(found: Found) -> str:
-    parts = ["## Over HTTP on Zen 5", run_text(found), load_table(found["load"])]
+def other_http_text(found: Found, heading: str) -> str:
+    """The same on another machine."""
+    parts = [heading, run_text(found), load_table(found["load"])]
     return "\n\n".join((*parts, known_table(found)))
 
 
@@ -341,8 +342,10 @@ def page(folder: Path, by_hand: str) -> str:
         "cpu-avx2": avx2_text,
         "http": http_text,
         "footprint": footprint_text,
+        "http-avx2": partial(other_http_text, heading="## Over HTTP without AVX-512"),
+        "footprint-avx2": partial(footprint_text, heading="## Start and memory without AVX-512"),
         "cpu-zen5": zen5_text,
-        "http-zen5": zen5_http_text,
+        "http-zen5": partial(other_http_text, heading="## Over HTTP on Zen 5"),
         "footprint-zen5": partial(footprint_text, heading="## Start and memory on Zen 5"),
         "overhead": overhead_text,
     }
