@@ -736,6 +736,47 @@ def test_what_was_loaded_in_another_event_loop_is_refused():
     asyncio.run(load())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of sockets that the loop left open
+def test_what_was_loaded_in_an_event_loop_that_has_ended_is_freed_and_loaded_anew():
+    before = workers()
+    llm = asyncio.run(AsyncLLM.start("demo", **SMALL))
+
+    async def use():
+        with pytest.raises(Unavailable, match="another event loop"):
+            await llm.generate("x")
+        async with llm:
+            assert (await llm.generate("x", max_tokens=2, ignore_eos=True)).tokens
+
+    asyncio.run(use())
+    asyncio.run(llm.__aenter__())
+    asyncio.run(llm.close())
+    asyncio.run(llm.close())
+    for thread in workers() - before:  # told to end, but nobody waited
+        thread.join(30)
+    assert workers() <= before
+    gc.collect()
+
+
+def test_two_event_loops_do_not_load_it_both():
+    llm, before = AsyncLLM("demo", **SMALL), workers()
+
+    async def second():
+        with pytest.raises(Unavailable, match="another event loop"):
+            await llm.__aenter__()
+        with pytest.raises(Unavailable, match="another event loop"):
+            await llm.close()
+
+    async def first():
+        starting = asyncio.create_task(llm.__aenter__())
+        await asyncio.sleep(0)
+        await asyncio.to_thread(asyncio.run, second())
+        await starting
+        await llm.close()
+
+    asyncio.run(first())
+    assert workers() <= before
+
+
 async def test_a_close_that_is_cut_off_leaves_nothing():
     llm = await AsyncLLM.start("demo", **SMALL)
     await llm.chat([{"role": "user", "content": "x"}], max_tokens=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard, overload
 
 from cairn.answer import Answer, AsyncStream
@@ -24,7 +24,7 @@ Prompt = str | Sequence[int]
 
 _IDLE_LOOKS = 20
 _CLOSED = "the model was closed while it was loaded"
-_ELSEWHERE = "the model was loaded in another event loop, and answers and is closed in that one alone"
+_ELSEWHERE = "the model was loaded in another event loop, and is answered and closed in that one alone"
 
 
 class AsyncLLM:
@@ -32,7 +32,7 @@ class AsyncLLM:
 
     `model` is a folder, a .gguf file, a hub id that was pulled, or 'demo'; keywords are the options of `Config` that
     matter without a server. Options not given come from CAIRN_* variables and cairn.toml. A complete `config` replaces
-    all of that. Until it is closed it belongs to the event loop in which it was loaded.
+    all of that. Until it is closed it belongs to the event loop in which it was loaded, as long as there is that loop.
     Raises ConfigError or ModelError.
     """
 
@@ -60,14 +60,29 @@ class AsyncLLM:
                 self._service = await self._start()
         return self
 
-    def _my_turn(self) -> asyncio.Lock:
-        """The lock of this event loop: one that somebody waited for cannot be used in another. Raises Unavailable."""
-        loop = asyncio.get_running_loop()
+    @contextlib.asynccontextmanager
+    async def _my_turn(self) -> AsyncIterator[None]:
+        """The lock of this event loop: one that somebody waited for cannot be used in another. Raises Unavailable.
+
+        What was loaded in a loop that has ended is freed: nothing of it can be waited for any more.
+        """
+        loop, left = asyncio.get_running_loop(), None
         if self._loop is not loop:
-            if self._service is not None:
+            if self._elsewhere():
                 raise Unavailable(_ELSEWHERE)
             self._loop, self._turn = loop, asyncio.Lock()
-        return self._turn
+            left, self._service = self._service, None
+        async with self._turn:
+            if left is not None:
+                with contextlib.suppress(RuntimeError):  # its event loop is closed
+                    await left.close()
+            yield
+
+    def _elsewhere(self) -> bool:
+        """Whether it is loaded, started or closed in another event loop that has not ended."""
+        if self._loop is None or self._loop is asyncio.get_running_loop() or self._loop.is_closed():
+            return False
+        return self._service is not None or self._turn.locked()
 
     async def _start(self) -> Service:
         from cairn.service.service import Service
@@ -101,10 +116,10 @@ class AsyncLLM:
     async def close(self) -> None:
         """Cancel what runs, or every start asked for before, and free everything. Does nothing the second time.
 
-        Raises Unavailable in another event loop than the one that it was loaded in.
+        Raises Unavailable in another event loop than the one that it was loaded in, unless that has ended.
         """
         self._closes += 1
-        if self._starting is not None:
+        if self._starting is not None and not self._elsewhere():
             task, before = self._starting
             if task.cancelling() == before:  # else it is freeing what it has
                 self._starting = None

@@ -85,7 +85,9 @@ class SystemFiles:
 
     def make_folder(self, path: Path) -> None:
         """Each folder that is made is synced into its parent."""
-        if path.is_dir():
+        if path.is_dir():  # perhaps since a moment, by a process that was killed before it synced that
+            with contextlib.suppress(OSError):
+                self.sync_folder(path.parent)
             return
         if path.parent != path:
             self.make_folder(path.parent)

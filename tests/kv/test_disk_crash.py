@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from tests.files import CrashFiles, Fault, corrupted
+from tests.files import Crash, CrashFiles, Fault, corrupted
 from tests.kv.stored import FOLDER, Time, chain, keys, open_store
 from tests.laws import storage
 
@@ -37,6 +39,56 @@ def test_a_fault_at_every_call_costs_chunks_never_bytes_or_the_store(prove: bool
             error = storage.ERRORS[(at // step + seed) % 4]
             struck += storage.fault_at(seed, Fault(at, error, sticky=at // step % 3 == 0, short=at // step % 2 == 0))
     figure("disk store: runs with a fault, store back afterwards", f"{struck:,}")
+
+
+def killed(files: CrashFiles, work: Callable[[], object], change: str, count: int) -> CrashFiles:
+    """What is there for the next process after so many changes of a kind; the folders were not synced."""
+    seen, after = list[str](), list[CrashFiles]()
+
+    def look(kind: str) -> None:
+        seen.append(kind)
+        if not after and seen.count(change) == count:
+            after.append(files.kill())
+            raise Crash
+
+    files.after_change = look
+    with contextlib.suppress(Crash):
+        work()
+    return after[0]
+
+
+def test_what_a_killed_process_left_is_durable_once_the_next_one_says_so() -> None:
+    """Names that it made and removed were seen, but not synced."""
+    for seed in range(30):
+        time, rng = Time(), random.Random(seed)
+        files, chunks = CrashFiles(seed=seed, now=time.now), chain(2)
+        files = killed(files, partial(open_store(files, time).keep, chunks), "replace", 2)
+        store = open_store(files, time)
+        assert store.keep(chunks) == 2
+        again = open_store(files.crash(rng), time)
+        assert all(again.fetch(chunk.key, chunk.tokens) for chunk in chunks), seed
+        store.pin("ada", keys(chunks))
+        files = killed(files, partial(store.pin, "ada", []), "remove", 1)
+        store = open_store(files, time)
+        store.pin("ada", [])
+        assert not store.unsaved("ada")
+        assert not open_store(files.crash(rng), time).stats().pinned, seed
+
+
+def test_another_engines_chunk_that_was_evicted_before_it_was_dropped_does_not_come_back() -> None:
+    theirs = chain(1)
+    for seed in range(30):
+        time = Time()
+        files = CrashFiles(seed=seed, now=time.now)
+        other = open_store(files, time, identity=b"other")
+        assert other.keep(theirs) == 1
+        other.close()
+        store = open_store(files, time)
+        assert store.prune(others=True) == 1
+        store.drop_others(lambda identity: keys(theirs) if identity == b"other" else [b"mine"])
+        assert not store.lingers([b"mine"])
+        again = open_store(files.crash(random.Random(seed)), time, identity=b"other")
+        assert again.fetch(theirs[0].key, theirs[0].tokens) is None, seed
 
 
 def test_damage_is_never_served(prove: bool, figure: Figure) -> None:

@@ -234,7 +234,7 @@ class Log:
     def erase(self, keys: Iterable[int]) -> None:
         """Remove every byte of the records with these keys; returns when they are gone, also after a crash.
 
-        Raises OSError; the keys' records are then not read again, and their bytes go as soon as the disk works.
+        Raises OSError; no later start reads the keys' records then, and their bytes go as soon as the disk works.
         """
         wanted = sorted(set(keys))
         if not wanted:

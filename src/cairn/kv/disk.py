@@ -164,7 +164,9 @@ class DiskStore:
         told = self._others.learn()
         ids = self._others.ids(keys)
         gone = self._drop(sorted(ids))
-        self._others.note(keys, done=opened and told and not self._remain(ids))
+        # Nothing tells of an engine whose last chunk was evicted, and in a power cut that may come back.
+        synced = opened and self._state.sync(self._state.folder.digits())
+        self._others.note(keys, done=told and synced and not self._remain(ids))
         return gone
 
     def _drop(self, ids: Sequence[bytes]) -> int:

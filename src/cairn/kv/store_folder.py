@@ -74,6 +74,9 @@ def open_folder(
         if not _check(files, folder):
             _mark(files, folder)
         make_folders(files, folder)
+        # Names are believed from here on, also those of a process that was killed before it had synced them.
+        for name in ("", PINS, *DIGITS):
+            files.sync_folder(folder / name)
     except BaseException:
         lock.release()
         raise
@@ -196,6 +199,10 @@ class StoreFolder:
     def digit(self, key: bytes) -> Path:
         """The folder of the chunks whose keys start like this one."""
         return self.folder / key.hex()[0]
+
+    def digits(self) -> list[Path]:
+        """The folders of all chunks."""
+        return [self.folder / digit for digit in DIGITS]
 
     def scan(self) -> Found:
         """What is there, by names and sizes; no file is read."""
