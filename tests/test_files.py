@@ -304,3 +304,13 @@ def test_a_dead_process_does_nothing_more() -> None:
             action()
     assert after.lock(Path("/a")) is not None
     assert after.files()[Path("/a/x")] == b"safe!"
+
+
+def test_a_folder_that_is_there_is_synced_into_its_parent_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that made it may have been killed before it did so."""
+    synced = list[Path]()
+    monkeypatch.setattr(SystemFiles, "sync_folder", lambda self, path: synced.append(path))
+    SystemFiles().make_folder(tmp_path / "a")
+    synced.clear()
+    SystemFiles().make_folder(tmp_path / "a")
+    assert synced == [tmp_path]
