@@ -751,9 +751,7 @@ def test_what_was_loaded_in_an_event_loop_that_has_ended_is_freed_and_loaded_ane
     asyncio.run(llm.__aenter__())
     asyncio.run(llm.close())
     asyncio.run(llm.close())
-    for thread in workers() - before:  # told to end, but nobody waited
-        thread.join(30)
-    assert workers() <= before
+    assert workers() <= before, "what was computed is stored before it ends"
     gc.collect()
 
 

@@ -73,6 +73,8 @@ class AsyncLLM:
             self._loop, self._turn = loop, asyncio.Lock()
             left, self._service = self._service, None
         async with self._turn:
+            if self._loop is not loop:  # another one came between two of this one
+                raise Unavailable(_ELSEWHERE)
             if left is not None:
                 with contextlib.suppress(RuntimeError):  # its event loop is closed
                     await left.close()

@@ -86,7 +86,7 @@ class SystemFiles:
     def make_folder(self, path: Path) -> None:
         """Each folder that is made is synced into its parent."""
         if path.is_dir():  # perhaps since a moment, by a process that was killed before it synced that
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(PermissionError):  # of a parent that this user may enter, not read
                 self.sync_folder(path.parent)
             return
         if path.parent != path:

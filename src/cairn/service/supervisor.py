@@ -151,7 +151,7 @@ class Supervisor:
     async def close(self) -> None:
         """End the worker and wait until nothing of it is left. If this is cut off, the worker is killed at once."""
         try:
-            if self._keeper is not None:
+            if self._keeper is not None and not self._keeper.done():
                 self._keeper.cancel()
                 await asyncio.wait({self._keeper})
             if self._link is not None:
