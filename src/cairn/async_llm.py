@@ -64,7 +64,7 @@ class AsyncLLM:
     async def _my_turn(self) -> AsyncIterator[None]:
         """The lock of this event loop: one that somebody waited for cannot be used in another. Raises Unavailable.
 
-        What was loaded in a loop that has ended is freed: nothing of it can be waited for any more.
+        What was loaded in a loop that has ended is freed first.
         """
         loop, left = asyncio.get_running_loop(), None
         if self._loop is not loop:
