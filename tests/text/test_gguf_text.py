@@ -187,8 +187,11 @@ def test_bos_is_put_where_the_model_wants_it(tmp_path: Path) -> None:
 
     def begins(pre: str, **extra: Any) -> bool:
         ours = Ours.load(write_tokenizer(folder, tmp_path / "m.gguf", pre=pre, **extra))
-        ids = ours.encode_prompt("x<|begin_of_text|>")
+        ids = ours.encode_prompt("x<|begin_of_text|>", special=False)
         assert ours.bos_id not in ids[1:]
+        begun = "<|begin_of_text|>x" if ids[0] == ours.bos_id else "x"
+        assert ours.begun_chat("x") == begun and ours.begun_chat("<|begin_of_text|>x") == "<|begin_of_text|>x"
+        assert ours.encode_prompt("<|begin_of_text|>x").count(ours.bos_id) == 1
         return ids[0] == ours.bos_id
 
     assert begins("llama-bpe") and begins("tekken") and not begins("qwen2") and not begins("gpt-2")
@@ -296,8 +299,8 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "numbers": ({"ggml__tokens": [1, 2]}, r"tokenizer\.ggml\.tokens must be a list of texts"),
     "kinds": ({"ggml__token_type": [1, 2]}, r"tokenizer\.ggml\.token_type must be a list of \d+ whole numbers"),
     "no merges": ({"ggml__merges": None}, r"tokenizer\.ggml\.merges must be a list of texts"),
-    "merges": ({"ggml__merges": ["a zebra"]}, r"merges must hold two tokens that make one, found 'a zebra'"),
-    "bos": ({"ggml__bos_token_id": 1 << 20}, r"tokenizer\.ggml\.bos_token_id must be a token id"),
+    "merges": ({"ggml__merges": ["a zebra b"]}, r"merges must hold pairs of tokens, found 'a zebra b'"),
+    "eos": ({"ggml__eos_token_id": 1 << 20}, r"tokenizer\.ggml\.eos_token_id must be a token id"),
     "flag": ({"ggml__add_bos_token": 1}, r"tokenizer\.ggml\.add_bos_token must be true or false, found 1"),
     "template": ({"chat_template": 7}, r"tokenizer\.chat_template must be a string, found 7"),
 }
