@@ -8,6 +8,7 @@ not say "nothing".
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -288,7 +289,7 @@ def suggested(fields: Fields, keys: Mapping[str, str]) -> dict[str, float]:
         if not fields.has(key):
             continue
         low, high = SAMPLING_RANGES[name]
-        value = fields.number(key, -math.inf, math.inf)
+        value = fields.number(key, -sys.float_info.max, sys.float_info.max)
         near = min(max(value, low), high)
         if near == value or math.isclose(near, value, rel_tol=1e-5, abs_tol=1e-5) or (name, near) == ("temperature", 0):
             found[name] = float(near)
