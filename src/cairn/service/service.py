@@ -132,6 +132,11 @@ class Service:
                 self.tokenizer.vocab_size,
                 self.spec.vocab,
             )
+        if lacking := self.tokenizer.unspelt_bytes:
+            log.warning(
+                "the vocabulary lacks the bytes %s: they are left out of prompts",
+                " ".join(f"{byte:02x}" for byte in sorted(lacking)),
+            )
         self._loaded = True
 
     # ---------------------------------------------------------------------------------------------- for callers

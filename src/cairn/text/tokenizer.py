@@ -18,7 +18,7 @@ import msgspec
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from cairn.errors import ModelFileError
+from cairn.errors import InvalidRequest, ModelFileError
 from cairn.models.ends import UNMISTAKABLE, Middle, known_ends, known_middle
 from cairn.models.files import is_gguf, read_optional_json
 from cairn.text.controls import Controls, is_control
@@ -71,6 +71,10 @@ class Tokenizer:
         """The tokens that a user must not be able to write."""
         self.control_ids = frozenset(self.controls.ids.values())
         self._decoding = Decoding(library, decoder)
+        self.unspelt_bytes = (
+            self._decoding.unspelt_bytes() if getattr(library.model, "unk_token", None) is None else frozenset()
+        )
+        """Bytes that the vocabulary lacks, and that are left out of a text."""
         self._plain, self._real = self._with_aliases(library)
         unk = library.token_to_id(self.special_tokens.get("unk_token", ""))
         model = library.model
@@ -136,7 +140,7 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of `text`, nothing put before or after it. Control tokens in it are ordinary text unless `special`."""
         if special:
-            return list(self._full.encode(valid_text(text), add_special_tokens=False).ids)
+            return _ids(self._full, valid_text(text))
         return self._encode(valid_text(text))
 
     def encode_prompt(self, text: str, *, special: bool = True) -> list[int]:
@@ -145,9 +149,18 @@ class Tokenizer:
         return self._begun(self.encode(text, special=special))
 
     def encode_raw(self, prompt: str | Sequence[int], suffix: str, *, special: bool = True) -> list[int]:
-        """Ids of a raw prompt, text or ids; with a `suffix`, which needs `middle`, for what stands between the two."""
+        """Ids of a raw prompt, text or ids; with a `suffix`, which needs `middle`, for what stands between the two.
+
+        Raises InvalidRequest for a text of which nothing is left, because the vocabulary lacks all of its bytes.
+        """
         if not suffix:
-            return self.encode_prompt(prompt, special=special) if isinstance(prompt, str) else list(prompt)
+            if not isinstance(prompt, str):
+                return list(prompt)
+            ids = self.encode_prompt(prompt, special=special)
+            if prompt and not ids and (lacking := self.unspelt_bytes.intersection(valid_text(prompt).encode())):
+                named = ", ".join(f"0x{byte:02X}" for byte in sorted(lacking))
+                raise InvalidRequest(f"the prompt holds only bytes that the vocabulary lacks: {named}", field="prompt")
+            return ids
         assert self.middle is not None
         before = self.encode(prompt, special=special) if isinstance(prompt, str) else prompt
         after = self.encode(suffix, special=special)
