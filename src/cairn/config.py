@@ -161,7 +161,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "'template' leaves it to the chat template."
         ),
     ] = "keep"
-    template_timeout: Annotated[float, Meta(gt=0, le=60, description="Seconds a chat template may take.")] = 1.0
+    template_timeout: Annotated[
+        float, Meta(gt=0, le=60, description="Seconds of processor time a chat template may take.")
+    ] = 1.0
     # agents
     agents_dir: Annotated[
         str | None,

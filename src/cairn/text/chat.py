@@ -19,6 +19,8 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import InvalidRequest, ModelFileError, Unsupported
+from cairn.seams import Clock
+from cairn.system import SystemClock
 from cairn.text.length import check_length
 from cairn.text.messages import length, plain_message, texts_in, unused_marks, with_texts
 from cairn.text.render_wire import Job, Setup
@@ -73,8 +75,11 @@ class _Read(NamedTuple):
 class Chat:
     """One model's chats. Made by `Chat.start`; every method runs on the event loop that started it."""
 
-    def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, str], config: Config) -> None:
-        """`templates`: name -> text, none for a model that has no chat template."""
+    def __init__(
+        self, tokenizer: Tokenizer, templates: Mapping[str, str], config: Config, clock: Clock | None = None
+    ) -> None:
+        """`templates`: name -> text, none for a model that has no chat template. `clock` tells them the date."""
+        self._clock = clock or SystemClock()
         self.context: int | None = None
         """Tokens that the engine takes, once it has told."""
         self.tokenizer = tokenizer
@@ -91,14 +96,14 @@ class Chat:
             )
 
     @classmethod
-    async def start(cls, folder: Path, config: Config) -> Chat:
+    async def start(cls, folder: Path, config: Config, clock: Clock | None = None) -> Chat:
         """Read a model's tokenizer and chat templates and start the process that renders them.
 
         Raises ModelFileError if one of their files is broken. A model without a template starts; `prompt` then refuses.
         """
         process = launch()
         try:
-            chat = cls(*await asyncio.to_thread(load_text, folder), config)
+            chat = cls(*await asyncio.to_thread(load_text, folder), config, clock)
         except BaseException:
             process.end()
             raise
@@ -208,8 +213,12 @@ class Chat:
 
     async def _render(self, chat: _Read, conversations: list[Any]) -> list[str]:
         assert self._renderer is not None
-        payload = _json({"messages": conversations, "tools": chat.tools, "arguments": chat.arguments})
-        return await self._renderer.render(Job(template=chat.template, payload=payload, marks=chat.mark + chat.edge))
+        variables = {**chat.arguments, "tools": chat.tools, "documents": None}
+        payload = _json({"messages": conversations, "variables": variables})
+        now = self._clock.time_ns() / 1e9
+        return await self._renderer.render(
+            Job(template=chat.template, payload=payload, marks=chat.mark + chat.edge, now=now)
+        )
 
     async def _check_length(self, rendered: str, mark: str) -> None:
         """What a template put into the prompt: contents, tools, calls, and of reasoning what it keeps."""
