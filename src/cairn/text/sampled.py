@@ -43,9 +43,13 @@ def visible_ids(
     detokenizer = tokenizer.detokenizer(skip=skip)
     certain = detokenizer.push(ids)
     text = certain + detokenizer.flush()
-    content, reasoning, calls = _parse(text, output)
     shown = message.get("content") or ""
-    if reasoning != (message.get("reasoning_content") or "") or not _same_calls(calls, message.get("tool_calls") or []):
+    for by_model in (True, False):  # who ended it decides on a call without its last brace
+        content, reasoning, calls = _parse(text, output, by_model=by_model)
+        same = _same_calls(calls, message.get("tool_calls") or [])
+        if same and reasoning == (message.get("reasoning_content") or ""):
+            break
+    else:
         return None
     if content == shown and certain == text:
         return ids
@@ -54,19 +58,16 @@ def visible_ids(
     return _cut(tokenizer, ids, skip, text[: len(text) - len(content) + len(shown)])
 
 
-def _parse(text: str, output: OutputFormat) -> tuple[str, str, list[tuple[str, str]]]:
+def _parse(text: str, output: OutputFormat, *, by_model: bool) -> tuple[str, str, list[tuple[str, str]]]:
     """Content, reasoning and tool calls (name, arguments) of a whole text."""
     splitter = Splitter(output, 0, 0)
     texts = {"text": "", "reasoning": ""}
     calls: list[tuple[str, str]] = []
-    for piece in splitter.push(text) + splitter.finish(by_model=True):
-        if not isinstance(piece, ToolCallDelta):
-            texts[piece[0]] += piece[1]
-        elif piece.index == len(calls):
+    for piece in splitter.push(text) + splitter.finish(by_model=by_model):
+        if isinstance(piece, ToolCallDelta):
             calls.append((piece.name, piece.arguments))
         else:
-            name, arguments = calls[piece.index]
-            calls[piece.index] = (name, arguments + piece.arguments)
+            texts[piece[0]] += piece[1]
     return texts["text"], texts["reasoning"], calls
 
 
