@@ -9,7 +9,7 @@ from typing import Any
 
 from cairn.text.split import TAGS, THINK, Splitter
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import OutputFormat, ToolCallDelta
+from cairn.types import OfferedTool, OutputFormat, ToolCallDelta
 
 _OPENER = re.compile(r"<think>\s*(?:</think>\s*)?")
 _OPENER_TOKENS = 8
@@ -56,6 +56,17 @@ def visible_ids(
     if not content.startswith(shown) or not text.endswith(content):
         return None
     return _cut(tokenizer, ids, skip, text[: len(text) - len(content) + len(shown)])
+
+
+def offered_by(message: Mapping[str, Any]) -> tuple[OfferedTool, ...]:
+    """The tools that a message calls, as far as reading its text again needs them: which were offered is not kept."""
+    values: dict[str, set[str]] = {}
+    for call in message.get("tool_calls") or ():
+        known = values.setdefault(call["function"]["name"], set())
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, Mapping):
+            known.update(key for key, value in arguments.items() if not isinstance(value, str))
+    return tuple(OfferedTool(name, tuple(sorted(known))) for name, known in values.items())
 
 
 def _parse(text: str, output: OutputFormat, *, by_model: bool) -> tuple[str, str, list[tuple[str, str]]]:

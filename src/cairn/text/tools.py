@@ -32,8 +32,8 @@ import enum
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from cairn.text.json_scan import SPACE, JsonScanner
 from cairn.text.tokenizer import valid_text
@@ -67,6 +67,36 @@ class Call(NamedTuple):
 def call_id(request: int, choice: int, index: int) -> str:
     """The id of a call, the same whenever the same generation is read again."""
     return f"call_{hashlib.sha256(f'tool call {request} {choice} {index}'.encode()).hexdigest()[:24]}"
+
+
+def offered_tools(tools: Iterable[Any], *, xml: bool) -> tuple[OfferedTool, ...]:
+    """What is to be known of OpenAI's tools to read calls to them. Tools without a name cannot be called."""
+    offered = []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            continue
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+        known = properties.items() if xml and isinstance(properties, Mapping) else ()
+        values = tuple(valid_text(key) for key, schema in known if not _is_text(schema))
+        offered.append(OfferedTool(valid_text(function["name"]), values))
+    return tuple(offered)
+
+
+def _is_text(schema: Any) -> bool:
+    """Whether a parameter with this schema may be a text, or may be anything."""
+    if not isinstance(schema, Mapping):
+        return True
+    kinds = schema.get("type")
+    if isinstance(kinds, str | list):
+        return "string" in ([kinds] if isinstance(kinds, str) else kinds)
+    if isinstance(schema.get("enum"), list):
+        return any(isinstance(one, str) for one in schema["enum"])
+    choices = [one for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for one in schema[key]]
+    if choices:
+        return any(_is_text(one) for one in choices)
+    return not schema.keys() & {"$ref", "allOf", "properties", "items"}
 
 
 def call_of(members: Sequence[tuple[str, str]]) -> Call | None:
