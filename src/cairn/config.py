@@ -161,7 +161,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "'template' leaves it to the chat template."
         ),
     ] = "keep"
-    template_timeout: Annotated[float, Meta(gt=0, le=60, description="Seconds a chat template may take.")] = 1.0
+    chat_template: Annotated[
+        str | None,
+        Meta(
+            description="Chat template in place of the model's own: a name (chatml, llama3, gemma, mistral, ...) "
+            "or a file."
+        ),
+    ] = None
+    template_timeout: Annotated[
+        float, Meta(gt=0, le=60, description="Seconds of processor time a chat template may take.")
+    ] = 1.0
     # agents
     agents_dir: Annotated[
         str | None,

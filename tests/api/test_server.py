@@ -36,6 +36,8 @@ from cairn.types import Delta
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 FIRST: Any = None
 """A scripted service needs no worker."""
+PATIENCE = 120
+"""Seconds after which something will not happen any more, on a machine however busy."""
 SCRIPTED = json.dumps(CHAT | {"model": "scripted"}).encode()
 
 
@@ -80,7 +82,7 @@ class Running:
         self.task = asyncio.create_task(lifetime._serve(config, self.sock, FIRST))
 
     async def get(self, path: str) -> Any:
-        async with httpx.AsyncClient(base_url=self.url, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=PATIENCE) as http:
             return await http.get(path)
 
     async def ready(self) -> None:
@@ -96,13 +98,13 @@ class Running:
         return reader, writer
 
     async def end(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             await self.task
         self.sock.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.01)
 

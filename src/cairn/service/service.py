@@ -119,7 +119,7 @@ class Service:
         self._ticker = asyncio.create_task(self._tick())
         loading = asyncio.create_task(self._supervisor.loaded())
         try:
-            self.chat = await Chat.start(Path(first.load.folder), self._config)
+            self.chat = await Chat.start(Path(first.load.folder), self._config, self._clock)
             self.tokenizer = self._traffic.tokenizer = self.chat.tokenizer
             await loading
         finally:
