@@ -40,8 +40,11 @@ def _pull(model: str) -> Path:
     from cairn.cli.output import talk
     from cairn.models import hub
 
+    def say(sentence: str) -> None:
+        talk().print(sentence, style="dim", markup=False, soft_wrap=True)
+
     if not sys.stderr.isatty():
-        return hub.pull(model)
+        return hub.pull(model, say=say)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bar(*columns, TimeRemainingColumn(), console=talk(), transient=True) as bar:
         task = bar.add_task(model, total=None)
@@ -49,6 +52,6 @@ def _pull(model: str) -> Path:
         def show(progress: hub.Progress) -> None:
             bar.update(task, description=progress.file, completed=progress.done, total=progress.total)
 
-        folder = hub.pull(model, progress=show)
+        folder = hub.pull(model, progress=show, say=say)
     talk().print(f"{model} is complete and verified. Try: cairn chat {model}", style="dim", markup=False)
     return folder

@@ -20,7 +20,7 @@ INDEX = "model.safetensors.index.json"
 
 MAX_SPLITS = 1 << 10
 """Most parts of a split GGUF model."""
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_SHARD = re.compile(r"(.+)-(\d{5})(-of-)(\d{5})(\.gguf)", re.IGNORECASE)
 
 MAX_NAME_BYTES = 255
 """Longer file names exist nowhere: to look for one is an error of the system."""
@@ -48,10 +48,10 @@ def parts(name: str) -> tuple[str, ...]:
     match = _SHARD.fullmatch(name)
     if match is None:
         return (name,)
-    number, count = int(match[2]), int(match[3])
+    number, count = int(match[2]), int(match[4])
     if not 1 <= number <= count <= MAX_SPLITS:
         return ()
-    return tuple(f"{match[1]}-{one:05}-of-{count:05}.gguf" for one in range(1, count + 1))
+    return tuple(f"{match[1]}-{one:05}{match[3]}{count:05}{match[5]}" for one in range(1, count + 1))
 
 
 def shards(path: Path) -> tuple[Path, ...]:

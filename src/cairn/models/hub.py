@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.files import INDEX, MAX_NAME_BYTES, WEIGHTS, is_gguf, read_json, stem
-from cairn.models.variants import Variant, cached, choose, tags
+from cairn.models.variants import MAX_FOLDERS, Variant, cached, choose, is_place, tags
 from cairn.paths import expanded, home
+from cairn.seams import Clock
+from cairn.system import SystemClock
 
 DEMO = "demo"
 NEEDED = ("config.json", "tokenizer.json")
@@ -64,7 +67,7 @@ def model_name(folder: Path) -> str:
     if is_gguf(folder):
         own = stem(folder)
         # A repository may keep the parts of a split model in a folder of their own.
-        places = (model_name(above) for above in (folder.absolute().parent, folder.absolute().parent.parent))
+        places = (model_name(above) for above in folder.absolute().parents[: MAX_FOLDERS + 1])
         return next((f"{place}:{own}" for place in places if is_hub_id(place)), own)
     folder = folder.resolve()
     repository = folder.parent.parent.name
@@ -118,9 +121,9 @@ def _locate(model: str, env: Mapping[str, str] | None) -> Path:
         raise ModelError(
             f"{model} is a file; a model is a .gguf file, or a folder with config.json, tokenizer.json and safetensors"
         )
-    if is_gguf(path):
-        raise ModelError(f"there is no file {model}")
     name, tag = _parted(model)
+    if is_gguf(path) and not tag:
+        raise ModelError(f"there is no file {model}")
     if not is_hub_id(name):
         raise ModelError(
             f"there is no folder {model}; a model is a folder, a GGUF file, a hub id (org/name) or '{DEMO}'"
@@ -163,14 +166,21 @@ def _models_in(repository: Path) -> Iterator[Downloaded]:
 
 
 def pull(
-    model: str, *, progress: Callable[[Progress], None] = lambda _: None, env: Mapping[str, str] | None = None
+    model: str,
+    *,
+    progress: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
+    env: Mapping[str, str] | None = None,
+    clock: Clock | None = None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Path:
     """Download what a model needs, or complete and verify what is here; returns its place as `locate` does.
 
     `model` is org/name, or org/name:TYPE for the GGUF files of that quantisation, or of that name without its ending.
     An interrupted download goes on where it stopped. Every file is checked against the checksum that the hub states.
-    `progress` is called on this thread. Raises ModelError (no such model, no access, no network, disk full) or
-    ModelFileError (wrong checksum); the model is then as it was before the call.
+    `progress` is called on this thread, and so is `say`, with a sentence, where the hub asks to wait. Raises ModelError
+    (no such model, no access, no network, disk full) or ModelFileError (wrong checksum); the model is then as it was
+    before the call.
     """
     env = os.environ if env is None else env
     name, tag = _parted(model)
@@ -180,11 +190,13 @@ def pull(
         raise ModelError(f"{model} cannot be downloaded because HF_HUB_OFFLINE is set")
     from cairn.models.download import Hub
     from cairn.models.install import install, install_gguf, locked
+    from cairn.models.pauses import Pauses
 
     repository = _repository(cache_folder(env), name)
     try:
         (repository / "blobs").mkdir(parents=True, exist_ok=True)
-        with locked(repository, name), Hub(name, env, _home(env)) as hub:
+        pauses = Pauses(clock or SystemClock(), sleep, say)
+        with locked(repository, name), Hub(name, env, _home(env), pauses) as hub:
             return (install_gguf if tag else install)(hub, model, repository, progress)
     except OSError as error:
         raise ModelError(f"{model} cannot be written to {repository}: {error.strerror or error}") from error
@@ -195,8 +207,9 @@ def choose_one(model: str, found: Sequence[Variant], where: str, hint: str = "")
     name, tag = _parted(model)
     chosen = choose(found, tag)
     if len(chosen) > 1:
-        alike = len({one.stem for one in chosen}) == 1
-        names = tags(chosen) if alike else ", ".join(one.stem for one in chosen)
+        alike = len({one.stem for one in chosen}) == 1 and len({one.type for one in chosen}) == len(chosen)
+        apart = len({one.stem for one in chosen}) == len(chosen)
+        names = tags(chosen) if alike else ", ".join(one.stem if apart else one.path for one in chosen)
         raise ModelError(f"{model} may be one of {names}; put its {'type' if alike else 'name'} after the colon")
     if not chosen:
         has = f"only {tags(found)}" if found else "no GGUF file at all"
@@ -226,7 +239,7 @@ def _home(env: Mapping[str, str]) -> Path:
 def _parted(model: str) -> tuple[str, str]:
     """org/name:TAG -> org/name and TAG, "" if there is none."""
     name, _, tag = model.partition(":")
-    return (name, tag) if is_hub_id(name) and _NAME.fullmatch(tag) else (model, "")
+    return (name, tag) if is_hub_id(name) and is_place(tag) else (model, "")
 
 
 def _repository(cache: Path, model: str) -> Path:
