@@ -85,10 +85,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     keep_packed: Annotated[
         bool,
         Meta(
-            description="Keep the packed weights of models from 64 MiB in the user's cache folder, one file a model, "
+            description="Keep the packed weights of models from 64 MiB in the user's cache folder, "
             "so that the next start need not pack them."
         ),
     ] = True
+    keep_packed_gb: Annotated[
+        Annotated[float, Meta(gt=0, le=1 << 20)] | None,
+        Meta(
+            description="Most GB of packed weights that are kept, of all models; default: a fifth of what the disk has "
+            "free or they hold, at most 50. Those that no start has used for longest go first."
+        ),
+    ] = None
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None, Meta(description="CPU threads; default: all cores.")
     ] = None

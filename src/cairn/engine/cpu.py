@@ -99,7 +99,9 @@ class CpuEngine:
         taken = weight_memory(spec, weights, config.kernels)
         blocks = blocks or pool_blocks(spec, config, weights=taken)
         check_memory(spec, config, blocks, weights=taken)
-        build = partial(packed_file.build, place=folder, size=taken.held) if config.keep_packed else decoder.build
+        budget = None if config.keep_packed_gb is None else int(config.keep_packed_gb * 10**9)
+        keep = partial(packed_file.build, place=folder, size=taken.held, budget=budget)
+        build = keep if config.keep_packed else decoder.build
         engine = cls(spec, weights, config, blocks, weights.form, expected, build)
         notes = []
         if config.kernels != REFERENCE and chosen(config.kernels) == REFERENCE:
