@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cairn.api import server
-from cairn.cli import main, models
+from cairn.cli import main
 from cairn.config import Config
 from cairn.models import hub
 from cairn.models.known import KNOWN
@@ -26,7 +26,7 @@ def test_serve_pulls_a_short_name_that_is_not_here_and_says_so(
     model: str, fetches: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = []
-    monkeypatch.setattr(models, "pulled", lambda name: done.append(f"pulled {name}"))
+    monkeypatch.setattr(hub, "pull", lambda name, **more: done.append(f"pulled {name}"))
     monkeypatch.setattr(server, "serve", lambda config: done.append(f"served {config.model}"))
     with pytest.raises(SystemExit) as left:
         main(["serve", model])
@@ -44,7 +44,7 @@ def test_serve_pulls_nothing_that_is_here(monkeypatch: pytest.MonkeyPatch, capsy
         file.truncate(KNOWN["smollm2"].size)
     served: list[Config] = []
     monkeypatch.setattr(server, "serve", served.append)
-    monkeypatch.setattr(models, "pulled", lambda name: pytest.fail("it was here"))
+    monkeypatch.setattr(hub, "pull", lambda name, **more: pytest.fail("it was here"))
     with pytest.raises(SystemExit):
         main(["serve", "smollm2"])
     assert served[0].model == "smollm2" and hub.locate("smollm2") == place

