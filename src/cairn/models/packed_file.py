@@ -37,6 +37,7 @@ from cairn.kernels.native import NativeKernels, form_of
 from cairn.models import decoder, quantize
 from cairn.models.digests import memory_path
 from cairn.models.held import HeldWeights
+from cairn.models.loading import tell
 from cairn.models.outline import Outline
 from cairn.models.spec import identity_of
 from cairn.types import ModelSpec
@@ -52,6 +53,7 @@ LARGEST_BUDGET = 50 * 10**9
 UNUSED_DAYS = 30
 _MOST_DESCRIPTION = 16 << 20
 _END = 36
+_READ = 64 << 20
 _PART = ".part"
 _WHOLE = ".packed"
 _NAME = 32
@@ -301,6 +303,7 @@ class _Reading(_Through):
     def __init__(self, kernels: NativeKernels, weights: HeldWeights, file: Any, matrices: list[Kept]) -> None:
         super().__init__(kernels, weights)
         self._file, self._matrices = file, iter(matrices)
+        self._done, self._total = 0, sum(one.bytes for one in matrices)
 
     def matrix(self, names: Sequence[str], biases: Sequence[str | None]) -> Any:
         kept = next(self._matrices, None)
@@ -312,10 +315,12 @@ class _Reading(_Through):
             raise _Damaged
         at, view = 0, memoryview(memory)
         while at < kept.bytes:
-            count = self._file.readinto(view[at:])
+            tell("reading the packed weights", self._done + at, self._total)
+            count = self._file.readinto(view[at : at + _READ])
             if not count:
                 raise _Damaged
             at += count
+        self._done += kept.bytes
         if xxhash.xxh3_64_intdigest(memory) != kept.check:
             raise _Damaged
         return made
