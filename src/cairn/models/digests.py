@@ -15,7 +15,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from cairn.errors import ConfigError
-from cairn.models.files import reading
+from cairn.models.files import opened
 from cairn.models.loading import tell
 from cairn.paths import home
 
@@ -30,7 +30,7 @@ _hashed: dict[str, tuple[str, bytes]] = {}
 
 def file_digest(path: Path) -> bytes:
     """SHA-256 of a file's bytes. Raises `ModelFileError` if it cannot be read."""
-    with reading(path), path.open("rb") as file:
+    with opened(path) as file:
         stat = os.fstat(file.fileno())
         if stat.st_size < REMEMBER_FROM:
             return hashlib.file_digest(file, "sha256").digest()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cairn.errors import ModelFileError
-from cairn.models.files import is_gguf, read_optional_json
+from cairn.models.files import MAX_TEMPLATE_BYTES, is_gguf, read_optional_json, read_small
 from cairn.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -58,10 +58,11 @@ def _templates_of(folder: Path) -> dict[str, str]:
             raise ModelFileError(f"{path}: chat_template must be a text or a list of objects with name and template")
     files = [(path.stem, path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))]
     for name, path in [*files, ("default", folder / "chat_template.jinja")]:
-        try:
-            templates[name] = path.read_text("utf-8")
-        except FileNotFoundError:
+        if not path.exists():
             continue
-        except (OSError, UnicodeDecodeError) as error:
+        try:
+            text = read_small(path, MAX_TEMPLATE_BYTES, "chat template").decode()
+        except UnicodeDecodeError as error:
             raise ModelFileError(f"{path}: cannot be read as text ({error})") from error
+        templates[name] = text.replace("\r\n", "\n").replace("\r", "\n")
     return templates

@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
 from cairn.errors import ModelFileError
-from cairn.models.files import is_gguf, read_optional_json
+from cairn.models.files import MAX_TOKENIZER_BYTES, is_gguf, read_optional_json, read_small
 from cairn.text.controls import Controls, is_control
 from cairn.text.detokenizer import Decoding, Detokenizer
 
@@ -77,12 +77,11 @@ class Tokenizer:
 
             return cls(*gguf.load_tokenizer(parsed or read_gguf(folder)))
         path = folder / "tokenizer.json"
+        if not path.exists():
+            raise ModelFileError(f"{path}: the file is missing; a model folder must hold a tokenizer.json")
         try:
-            text = path.read_bytes()
+            text = read_small(path, MAX_TOKENIZER_BYTES, "tokenizer.json")
             decoder = msgspec.json.decode(text, type=_File).decoder
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise ModelFileError(f"{path}: {reason}; a model folder must hold a tokenizer.json") from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ModelFileError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
         config = {
