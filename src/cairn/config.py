@@ -65,7 +65,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     # model and engine
     model: Annotated[
-        str, Meta(description="A folder, a .gguf file, a hub id (org/name, org/name:Q4_K_M), or 'demo', bundled.")
+        str,
+        Meta(
+            description="A folder, a .gguf file, a hub id (org/name, org/name:Q4_K_M), 'smollm2', which is downloaded "
+            "when it is first served, or 'demo', bundled."
+        ),
     ] = "demo"
     served_name: Annotated[str | None, Meta(description="Name that clients use for the model; default: its own.")] = (
         None
@@ -85,10 +89,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     keep_packed: Annotated[
         bool,
         Meta(
-            description="Keep the packed weights of models from 64 MiB in the user's cache folder, one file a model, "
+            description="Keep the packed weights of models from 64 MiB in the user's cache folder, "
             "so that the next start need not pack them."
         ),
     ] = True
+    keep_packed_gb: Annotated[
+        Annotated[float, Meta(gt=0, le=1 << 20)] | None,
+        Meta(
+            description="Most GB of packed weights that are kept, of all models; default: a fifth of what the disk has "
+            "free or they hold, at most 50. Those that no start has used for longest go first."
+        ),
+    ] = None
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None, Meta(description="CPU threads; default: all cores.")
     ] = None

@@ -123,7 +123,9 @@ class CpuEngine:
         `fit`: what `fit` gave, where it was asked before; otherwise `blocks` are as there.
         """
         weights, taken, blocks = fit or cls.fit(spec, folder, config, blocks)
-        build = partial(packed_file.build, place=folder, size=taken.held) if config.keep_packed else decoder.build
+        budget = None if config.keep_packed_gb is None else int(config.keep_packed_gb * 10**9)
+        keep = partial(packed_file.build, place=folder, size=taken.held, budget=budget)
+        build = keep if config.keep_packed else decoder.build
         engine = cls(spec, weights, config, blocks, weights.form, expected, build)
         notes = []
         if config.kernels != REFERENCE and chosen(config.kernels) == REFERENCE:

@@ -26,11 +26,13 @@ from cairn.figures import KvStats
 from cairn.kv.behind import WriteLimits
 from cairn.kv.cache import Cache
 from cairn.kv.tiers import Tiers
+from cairn.models.loading import watched
 from cairn.plan import Plan
 from cairn.scheduler import Limits, Scheduler
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.answers import Answers
+from cairn.service.loading import Shown
 from cairn.service.stores import GB, keyed, open_stores, stored_bytes
 from cairn.system import SystemClock, SystemFiles, log_to_stderr
 from cairn.types import Output
@@ -220,7 +222,9 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
             raise wire.WireError("the first frame must say what to load, and nothing may follow before the answer")
         if process:
             log_to_stderr(first.config.log_level)
-        loaded = _load(channel, first)
+            loaded = _load_visibly(channel, first)
+        else:
+            loaded = _load(channel, first)
         if loaded is None:
             return
         channel.send(loaded.ready)
@@ -252,6 +256,16 @@ class Loaded:
     tiers: Tiers | None
     clock: Clock
     ready: wire.Ready
+
+
+def _load_visibly(channel: wire.Channel, load: wire.Load) -> Loaded | None:
+    """`_load`, saying how far it is where that takes long."""
+    shown = Shown(load.config.model, sys.stderr, SystemClock())
+    try:
+        with watched(shown):
+            return _load(channel, load)
+    finally:
+        shown.end()
 
 
 def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.errors import ConfigError, ModelFileError
 from cairn.models.families import family_of
-from cairn.models.files import Fields, is_gguf, read_json, read_optional_json
+from cairn.models.files import MAX_TEMPLATE_BYTES, Fields, is_gguf, read_json, read_optional_json, read_small
 from cairn.text.named_templates import NAMED
 from cairn.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from cairn.models.gguf import Gguf
 
-LONGEST = 1 << 20
-"""Bytes of a file that is given as a template."""
 _GO = re.compile(r"\{\{-?\s*(?:\.[A-Z]|(?:if|range|with|else|end|block|template)\b|\$)")
 """What only a template of Go's text/template has: Ollama's are such."""
 
@@ -76,12 +74,13 @@ def _templates_of(folder: Path) -> dict[str, str]:
             raise ModelFileError(f"{path}: chat_template must be a text or a list of objects with name and template")
     files = [(path.stem, path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))]
     for name, path in [*files, ("default", folder / "chat_template.jinja")]:
-        try:
-            templates[name] = path.read_text("utf-8")
-        except FileNotFoundError:
+        if not path.exists():
             continue
-        except (OSError, UnicodeDecodeError) as error:
+        try:
+            text = read_small(path, MAX_TEMPLATE_BYTES, "chat template").decode()
+        except UnicodeDecodeError as error:
             raise ModelFileError(f"{path}: cannot be read as text ({error})") from error
+        templates[name] = text.replace("\r\n", "\n").replace("\r", "\n")
     return templates
 
 
@@ -93,8 +92,8 @@ def given_template(given: str) -> str:
     try:
         if not path.exists():
             raise _bad_template(f"{given!r} is neither a file nor one of {', '.join(NAMED)}")
-        if not path.is_file() or path.stat().st_size > LONGEST:
-            raise _bad_template(f"{given}: must be a file of at most {LONGEST:,} bytes")
+        if not path.is_file() or path.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise _bad_template(f"{given}: must be a file of at most {MAX_TEMPLATE_BYTES:,} bytes")
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _bad_template(f"{given}: cannot be read as text ({error})") from None

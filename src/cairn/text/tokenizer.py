@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Library
 
 from cairn.errors import InvalidRequest, ModelFileError
 from cairn.models.ends import UNMISTAKABLE, Middle, known_ends, known_middle
-from cairn.models.files import is_gguf, read_optional_json
+from cairn.models.files import MAX_TOKENIZER_BYTES, is_gguf, read_optional_json, read_small
 from cairn.text.controls import Controls, is_control
 from cairn.text.detokenizer import Decoding, Detokenizer
 from cairn.text.tokenizer_checks import fault, no_panic
@@ -112,12 +112,11 @@ class Tokenizer:
             read = parsed or read_gguf(folder)
             return cls(*gguf.load_tokenizer(read), begins_chats=True, middle=gguf.named_middle(read))
         path = folder / "tokenizer.json"
+        if not path.exists():
+            raise ModelFileError(f"{path}: the file is missing; a model folder must hold a tokenizer.json")
         try:
-            text = path.read_bytes()
+            text = read_small(path, MAX_TOKENIZER_BYTES, "tokenizer.json")
             file = msgspec.json.decode(text, type=_File)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise ModelFileError(f"{path}: {reason}; a model folder must hold a tokenizer.json") from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ModelFileError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
         config = {
