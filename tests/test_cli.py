@@ -125,7 +125,8 @@ def test_config_shows_each_value_and_where_it_came_from(elsewhere):
     env = {"CAIRN_PORT": "9", "CAIRN_API_KEY": "hush-1,hush-2"}
     done = run("config", "org/m", "--kv-gb", "2", "--allowed-hosts", "a", "--allowed-hosts", "b", env=env)
     rows = {line.split("\t")[0]: tuple(line.split("\t")[1:]) for line in done.stdout.splitlines()}
-    assert list(rows) == list(Config.__struct_fields__)
+    assert list(rows) == [*Config.__struct_fields__, "sampling"]
+    assert rows["sampling"][0] == "not known" and "cairn pull org/m" in rows["sampling"][1]
     assert rows["port"] == ("9", "CAIRN_PORT")
     assert rows["kv_gb"] == ("2", "--kv-gb")
     assert rows["max_queue"] == ("7", "max_queue in cairn.toml")
@@ -134,6 +135,14 @@ def test_config_shows_each_value_and_where_it_came_from(elsewhere):
     assert rows["host"] == ("127.0.0.1", "default")
     assert rows["api_key"] == ("***, ***", "CAIRN_API_KEY") and rows["admin_key"][0] == "***"
     assert "hush" not in done.stdout + done.stderr
+
+
+def test_config_shows_how_the_model_is_sampled_and_who_says_so():
+    done = run("config")
+    rows = {line.split("\t")[0]: tuple(line.split("\t")[1:]) for line in done.stdout.splitlines()}
+    assert rows["sampling.temperature"] == ("0", "generation_config.json")
+    assert rows["sampling.top_k"] == ("40", "default")
+    assert rows["sampling.repetition_penalty"] == ("1", "default")
 
 
 def test_a_switch_can_be_turned_off_again(elsewhere):

@@ -24,6 +24,7 @@ from cairn.api.listener import Listener
 from cairn.config import Config
 from cairn.errors import ConfigError
 from cairn.service.launch import ENDING, KILL_SECONDS, First
+from cairn.service.sampling_defaults import sampling_defaults, sentence
 from cairn.service.service import Service
 from cairn.service.supervisor import STORE_SECONDS
 from cairn.system import SystemClock, SystemFiles, SystemRng
@@ -169,7 +170,8 @@ def address(host: str, sock: socket.socket) -> str:
 def _announce(url: str, service: Service, config: Config) -> None:
     key = ' -H "Authorization: Bearer $CAIRN_API_KEY"' if has_keys(config) else ""
     body = f'{{"model": "{service.name}", "messages": [{{"role": "user", "content": "What is Cairn?"}}]}}'
-    _say(f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it. Try:")
+    _say(f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it.")
+    _say(f"Sampling where a request says nothing: {sentence(sampling_defaults(service.spec))}. Try:")
     _say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
     if not has_keys(config) and not is_local(config.host):
         _say("[bold red]Everyone who can reach this address can use it: no API key is set.[/bold red]")

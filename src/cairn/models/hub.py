@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.errors import ModelError, ModelFileError
+from cairn.models.addresses import plain
 from cairn.models.files import INDEX, MAX_NAME_BYTES, WEIGHTS, is_gguf, read_json, stem
-from cairn.models.variants import Variant, cached, choose, tags
+from cairn.models.variants import Variant, cached, choose, tags, variants
 from cairn.paths import expanded, home
 
 DEMO = "demo"
@@ -110,8 +111,11 @@ def _locate(model: str, env: Mapping[str, str] | None) -> Path:
     if model == DEMO:
         return demo_folder()
     path = expanded(model)
+    if not path.exists():
+        model = plain(model, env)
+        path = expanded(model)
     if path.is_dir():
-        return path
+        return _inside(path)
     if path.is_file():
         if is_gguf(path):
             return path
@@ -141,6 +145,17 @@ def _locate(model: str, env: Mapping[str, str] | None) -> Path:
     if missing:
         raise ModelError(f"the download of {model} is incomplete ({missing} is missing); run: cairn pull {model}")
     return snapshot
+
+
+def _inside(folder: Path) -> Path:
+    """A folder, or the one GGUF model that it holds beside no other. Raises ModelError where it holds several."""
+    if (folder / NEEDED[0]).exists():
+        return folder
+    found = variants(path.name for path in folder.iterdir() if path.is_file())
+    if len(found) > 1:
+        names = ", ".join(one.files[0] for one in found)
+        raise ModelError(f"{folder} holds several models; give one of them: {names}")
+    return folder / found[0].files[0] if found else folder
 
 
 def downloaded(env: Mapping[str, str] | None = None) -> list[Downloaded]:
@@ -173,6 +188,7 @@ def pull(
     ModelFileError (wrong checksum); the model is then as it was before the call.
     """
     env = os.environ if env is None else env
+    model = plain(model, env)
     name, tag = _parted(model)
     if not is_hub_id(name):
         raise ModelError(f"{model} is not a hub id; it must look like org/name, or org/name:Q4_K_M for GGUF")
