@@ -28,11 +28,11 @@ _METAVARS = {"int": "N", "float": "X", "str": "TEXT", "secret": "KEY", "bool": "
 Command = Callable[..., None]
 
 
-def server(resolved: Resolved, host: str | None) -> Client:
-    """The server that `--host` or the configuration names, for a `with`."""
+def server(resolved: Resolved, host: str | None, model: str = "") -> Client:
+    """The server that `--host` or the configuration names, for a `with`; `model` as of `connect`."""
     from cairn.cli.client import connect
 
-    return connect(resolved, host)
+    return connect(resolved, host, model)
 
 
 def configured(

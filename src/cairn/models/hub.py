@@ -132,10 +132,8 @@ def _locate(model: str, env: Mapping[str, str] | None) -> Path:
     repository = _repository(cache_folder(env), name)
     here = cached(repository)
     if tag:
-        chosen = choose_one(
-            model, [one for _, one in here], "among the downloads", f"; get it with: cairn pull {model}"
-        )
-        return next(snapshot / one.files[0] for snapshot, one in here if one is chosen)
+        chosen = select(model, repository)
+        return next(snapshot / one.files[0] for snapshot, one in here if one == chosen)
     snapshot = snapshot_of(repository)
     if here and (snapshot is None or missing_from(snapshot)):
         raise ModelError(f"{model} is downloaded only as GGUF: add one of {tags(one for _, one in here)} after a colon")
@@ -177,6 +175,26 @@ def _models_in(repository: Path) -> Iterator[Downloaded]:
         yield Downloaded(model_name(place / one.files[0]), place / one.files[0], size)
 
 
+class NoDownload(ModelError):
+    """A name that is not one of the hub."""
+
+
+def repository_of(model: str, env: Mapping[str, str] | None = None) -> tuple[str, str, Path]:
+    """org/name, the tag or "", and where its downloads are or would be. Raises NoDownload for any other name."""
+    model = plain(model, env)
+    name, tag = _parted(model)
+    if not is_hub_id(name):
+        raise NoDownload(f"{model} is not a hub id; it must look like org/name, or org/name:Q4_K_M for GGUF")
+    return name, tag, _repository(cache_folder(env), name)
+
+
+def select(model: str, repository: Path) -> Variant:
+    """The downloaded GGUF model that org/name:TAG means. Raises ModelError with what there is."""
+    return choose_one(
+        model, [one for _, one in cached(repository)], "among the downloads", f"; get it with: cairn pull {model}"
+    )
+
+
 def pull(
     model: str, *, progress: Callable[[Progress], None] = lambda _: None, env: Mapping[str, str] | None = None
 ) -> Path:
@@ -189,15 +207,12 @@ def pull(
     """
     env = os.environ if env is None else env
     model = plain(model, env)
-    name, tag = _parted(model)
-    if not is_hub_id(name):
-        raise ModelError(f"{model} is not a hub id; it must look like org/name, or org/name:Q4_K_M for GGUF")
+    name, tag, repository = repository_of(model, env)
     if env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise ModelError(f"{model} cannot be downloaded because HF_HUB_OFFLINE is set")
     from cairn.models.download import Hub
     from cairn.models.install import install, install_gguf, locked
 
-    repository = _repository(cache_folder(env), name)
     try:
         (repository / "blobs").mkdir(parents=True, exist_ok=True)
         with locked(repository, name), Hub(name, env, _home(env)) as hub:
