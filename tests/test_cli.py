@@ -175,7 +175,8 @@ def test_doctor_and_models_name_what_is_here():
 
 
 @pytest.mark.parametrize("command", [["serve"], ["generate", "-p", "x"], ["chat"]])
-def test_models_that_cannot_be_served_are_one_sentence_and_exit_2(elsewhere, command):
+def test_models_that_cannot_be_served_are_one_sentence_and_exit_2(elsewhere, command, monkeypatch):
+    monkeypatch.setenv("CAIRN_PORT", "0")  # no server is looked for
     (elsewhere / "empty").mkdir()
     pickles = elsewhere / "pickles"
     pickles.mkdir()
@@ -190,7 +191,7 @@ def test_models_that_cannot_be_served_are_one_sentence_and_exit_2(elsewhere, com
         ("pickles", "safetensors"),
     ):
         how = process if command == ["serve"] else run
-        said = sentence(how(command[0], model, *command[1:], *(["--port", "0"] if command == ["serve"] else [])))
+        said = sentence(how(command[0], model, *command[1:]))
         assert words in said, said
 
 
