@@ -98,7 +98,7 @@ class Chat:
         """
         process = launch()
         try:
-            chat = cls(*await asyncio.to_thread(load_text, folder), config)
+            chat = cls(*await asyncio.to_thread(load_text, folder, config.tokenizer), config)
         except BaseException:
             process.end()
             raise

@@ -11,6 +11,7 @@ gets vocabulary and merges as they are: by way of a tokenizer.json, 150,000 of e
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tokenizers.models import BPE
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.gguf import Gguf
 from cairn.models.gguf_spec import named_ids
+from cairn.types import MAX_VOCAB
 
 UNKNOWN, CONTROL, USER, UNUSED, BYTE = 2, 3, 4, 5, 6
 """Kinds of tokens other than plain ones, as `tokenizer.ggml.token_type` numbers them."""
@@ -112,6 +114,18 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
     rebuilt.model = bpe
     rebuilt.add_tokens(_added(tokens, kinds))
     return rebuilt, around["decoder"], config
+
+
+def named_tokens(gguf: Gguf, text_of: Callable[[int], str | None]) -> dict[str, Any]:
+    """A tokenizer_config.json of what a file says of special tokens by their ids, for a tokenizer that it has not."""
+    config: dict[str, Any] = {}
+    if gguf.fields.has("tokenizer.ggml.add_bos_token"):
+        config["add_bos_token"] = gguf.fields.flag("tokenizer.ggml.add_bos_token", False)
+    for name, key in NAMES.items():
+        for i in named_ids(gguf, key, MAX_VOCAB, absent=True):
+            if (text := text_of(i)) is not None:
+                config[name] = text
+    return config
 
 
 def load_templates(gguf: Gguf) -> dict[str, str]:

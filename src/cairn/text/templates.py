@@ -7,20 +7,25 @@ from typing import TYPE_CHECKING
 
 from cairn.errors import ModelFileError
 from cairn.models.files import is_gguf, read_optional_json
+from cairn.models.tokenizer_files import given_file
 from cairn.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from cairn.models.gguf import Gguf
 
 
-def load_text(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer and the chat templates of a folder or a GGUF file, which is read once. Raises ModelFileError."""
+def load_text(folder: Path, given: str | None = None) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer and the chat templates of a folder or a GGUF file, which is read once. Raises ModelFileError.
+
+    `given`: a tokenizer.json in place of the model's own.
+    """
     parsed = None
     if is_gguf(folder):
         from cairn.models.gguf import read_gguf
 
         parsed = read_gguf(folder)
-    return Tokenizer.load(folder, parsed), load_templates(folder, parsed)
+    tokenizer = Tokenizer.load(folder, parsed) if given is None else Tokenizer.given(given_file(given), folder, parsed)
+    return tokenizer, load_templates(folder, parsed)
 
 
 def load_templates(folder: Path, parsed: Gguf | None = None) -> dict[str, str]:
