@@ -74,6 +74,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     served_name: Annotated[str | None, Meta(description="Name that clients use for the model; default: its own.")] = (
         None
     )
+    tokenizer: Annotated[
+        str | None,
+        Meta(
+            description="A tokenizer.json, or a folder with one, in place of the model's own; what lies beside it, "
+            "such as tokenizer_config.json, belongs to it. It must not have more tokens than the model."
+        ),
+    ] = None
     engine: Annotated[Literal["auto", "cpu", "fake"], Meta(description="What computes; 'fake' is for tests.")] = "auto"
     kernels: Annotated[
         Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"],

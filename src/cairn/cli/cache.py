@@ -15,7 +15,7 @@ from cairn.resolve import Resolved
 if TYPE_CHECKING:
     from cairn.service.check_codec import Checked
 
-_CHECK = ("engine", "kernels", "weights", "threads", "context", "kv_dtype", "kv_dir", "kv_fresh")
+_CHECK = ("tokenizer", "engine", "kernels", "weights", "threads", "context", "kv_dtype", "kv_dir", "kv_fresh")
 _SERVER = ("api_key", "admin_key")
 _STATS = (*_SERVER, "keep_packed_gb")
 

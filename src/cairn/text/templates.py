@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cairn.errors import ConfigError, ModelFileError
 from cairn.models.families import family_of
 from cairn.models.files import MAX_TEMPLATE_BYTES, Fields, is_gguf, read_json, read_optional_json, read_small
+from cairn.models.tokenizer_files import given_file
 from cairn.text.named_templates import NAMED
 from cairn.text.tokenizer import Tokenizer
 
@@ -21,9 +22,10 @@ _GO = re.compile(r"\{\{-?\s*(?:\.[A-Z]|(?:if|range|with|else|end|block|template)
 """What only a template of Go's text/template has: Ollama's are such."""
 
 
-def load_text(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
+def load_text(folder: Path, given: str | None = None) -> tuple[Tokenizer, dict[str, str]]:
     """The tokenizer and the chat templates of a folder or a GGUF file, which is read once.
 
+    `given`: a tokenizer.json in place of the model's own.
     Raises ModelFileError, and ModelError for an architecture that is not built: before the tokenizer is, which may take
     seconds.
     """
@@ -36,7 +38,8 @@ def load_text(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
         architecture(parsed)
     elif (path := folder / "config.json").is_file():
         family_of(Fields(read_json(path), path))
-    return Tokenizer.load(folder, parsed), load_templates(folder, parsed)
+    tokenizer = Tokenizer.load(folder, parsed) if given is None else Tokenizer.given(given_file(given), folder, parsed)
+    return tokenizer, load_templates(folder, parsed)
 
 
 def load_templates(folder: Path, parsed: Gguf | None = None) -> dict[str, str]:
