@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from cairn.engine.base import Engine, Row, RowResult
@@ -20,44 +21,53 @@ class Room:
     `ENOUGH_TOKENS`: that would hold the first one up and gain nothing. Nor does a prompt that needs several steps get
     more of one than that, or than the others of the step together: somebody may come during it. Half of the step is
     then kept for prompts that are whole in it, which are counted for themselves.
+
+    On a slow machine a step has time for less than that. Who is long and who is short is the same there, and so is each
+    one's half; what is short may take several steps.
     """
 
-    __slots__ = ("_base", "_long", "_taken", "_tokens", "_whole", "kept", "left")
+    __slots__ = ("_base", "_long", "_most", "_tokens", "_whole", "kept", "left", "taken")
 
-    def __init__(self, tokens: int) -> None:
-        self.left = self._tokens = tokens
+    def __init__(self, tokens: int, time: float = math.inf) -> None:
+        """`time`: tokens for which there is time."""
+        self._tokens = tokens
+        self.left = self._most = int(min(tokens, time))
         self.kept = 0
         """For short prompts; 0 where there is no long one."""
-        self._taken = self._base = self._long = 0
+        self.taken = self._base = self._long = 0
         self._whole = False
 
     def long(self, missing: int) -> bool:
         """Whether a prompt of which so many tokens are missing takes several steps."""
         return missing > min(self._tokens, max(self._tokens // 2, ENOUGH_TOKENS))
 
+    def short(self, missing: int) -> bool:
+        """Whether a prompt of which so many tokens are missing may have a part of what is kept."""
+        return missing <= (self.left if self._most == self._tokens else self.kept)
+
     def take(self, count: int, *, whole: bool) -> None:
         """`count` tokens of a prompt are in the step; `whole`: its last ones too."""
-        self._taken += count
+        self.taken += count
         self.left -= count
         self._whole |= whole
         if whole:
-            self.left = min(self.left, max(0, self._base + ENOUGH_TOKENS - self._taken))
+            self.left = min(self.left, max(0, self._base + ENOUGH_TOKENS - self.taken))
 
     def keep_half(self) -> None:
         """What is left is for a long prompt, and half of the step is kept."""
         self.kept = self._tokens // 2
-        self.left = min(self.left, self._tokens - self.kept, ENOUGH_TOKENS)
+        self.left = min(self.left, self._most - self._most // 2, ENOUGH_TOKENS)
 
     def use_kept(self, long: int) -> None:
         """The long prompt has `long` tokens of the step; what is left is what was kept."""
         self._long = long
         if not self._whole:
-            self.left, self._base = min(self.kept, self._tokens - self._taken), self._taken
+            self.left, self._base = min(self.kept, self._most - self.taken), self.taken
 
     def use_rest(self) -> None:
         """What is left is what the long prompt may still have: as much as the others have, if that is more."""
-        most = max(min(self._tokens, ENOUGH_TOKENS), self._taken - self._long)
-        self.left = max(0, min(self._tokens - self._taken, most - self._long))
+        most = max(min(self._tokens, ENOUGH_TOKENS), self.taken - self._long)
+        self.left = max(0, min(self._most - self.taken, most - self._long))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +83,15 @@ class Plan:
     """Ids of requests that run for the first time."""
     copies: list[Copy]
     """Blocks to copy first, in this order."""
+    chunked: int
+    """Tokens of rows of more than one: of prompts."""
+    singles: int
+    """Rows of one token."""
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the step that were known before it, where it computes a prompt; 0 where it only samples."""
-        lengths = [row.end - row.start for row in self.rows]
-        return sum(lengths) if max(lengths, default=0) > 1 else 0
+        return self.chunked + self.singles if self.chunked else 0
 
     def run(self, engine: Engine) -> list[RowResult] | Exception:
         """The engine's results for `rows`, or what it raised; both go to `Scheduler.commit`."""
@@ -87,7 +100,7 @@ class Plan:
                 return []
             for group, source, target in self.copies:
                 engine.write_blocks(group, [target], engine.read_blocks(group, [source]).wait()).wait()
-            if all(row.end - row.start == 1 for row in self.rows):
+            if not self.chunked:
                 return engine.decode(self.rows).wait()
             return engine.prefill(self.rows).wait()
         except Exception as error:

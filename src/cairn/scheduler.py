@@ -14,6 +14,9 @@ Of a long prompt a step takes no more than an engine needs to be fast, and half 
 whole in it: neither the next token nor the next turn of an agent waits until somebody's 20,000 tokens are read. Those
 take at most twice as long by that. Long prompts wait for each other, and a short one passes none of higher priority,
 nor begins where it would take the row or the blocks that the next of them needs.
+
+Beside rows that want their next token, a step takes no more of prompts than there is time for (`Pace`): on a slow
+machine they are read in smaller steps, and a stream's tokens come as often.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from cairn.engine.base import Row, RowResult
 from cairn.errors import Conflict
 from cairn.figures import SchedulerStats
 from cairn.kv.cache import Cache
+from cairn.pace import Pace
 from cairn.plan import Plan, Room
 from cairn.seams import Clock
 from cairn.sequence import Sequence, State, check
@@ -44,6 +48,9 @@ class Limits:
     step_tokens: int = 512
     max_queue: int = 256
     max_queue_tokens: int = 1 << 20
+    step_seconds: float = math.inf
+    least_tokens: int = 16
+    """Tokens of prompts that a step may have however long they take."""
 
 
 class Scheduler:
@@ -54,6 +61,7 @@ class Scheduler:
         self._clock = clock
         self._step_tokens = min(limits.step_tokens, cache.info.max_tokens)
         self._max_rows = min(limits.max_running, cache.info.max_rows, self._step_tokens)
+        self._pace = Pace(limits.step_seconds, limits.least_tokens)
         self._longest = min(cache.info.context, cache.longest)
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(limits.max_queue, limits.max_queue_tokens)
@@ -119,9 +127,9 @@ class Scheduler:
                 prompts.append(sequence)
             elif self._fit(sequence, sequence.computed + 1):
                 work[sequence] = sequence.computed + 1
-        room = Room(self._step_tokens - len(work))
+        room = Room(self._step_tokens - len(work), self._pace.tokens(len(work)))
         for sequence in prompts:
-            if not room.kept or sequence.missing <= room.left:
+            if not room.kept or room.short(sequence.missing):
                 self._chunk(sequence, room, work)
         if self._preemptions == preemptions:
             self._admit(work, room, now, ended, started)
@@ -134,12 +142,15 @@ class Scheduler:
         if not work and not ended:
             return None
         rows = [sequence.row(end) for sequence, end in work.items()]
-        self._planned = Plan(rows, list(work), ended, started, copies)
+        lengths = [row.end - row.start for row in rows] if room.taken else [1] * len(rows)
+        singles = lengths.count(1)
+        self._planned = Plan(rows, list(work), ended, started, copies, sum(lengths) - singles, singles)
         return self._planned
 
-    def commit(self, plan: Plan, results: list[RowResult] | Exception) -> list[Output]:
+    def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
         """Take the results of the last plan, in the order of its rows, or what the engine raised instead.
 
+        `seconds`: how long the engine took; a machine that nobody measures is one that takes no time.
         Requests that were dropped in between get nothing. If the engine raised, all requests of the step end with an
         error; nothing that the step wrote is ever found by a key.
         """
@@ -152,6 +163,8 @@ class Scheduler:
         if isinstance(results, Exception):
             error = f"the engine failed while it computed this request ({type(results).__name__})"
             results = [RowResult(error=error)] * len(plan.rows)
+        elif plan.rows:
+            self._pace.took(plan.singles, plan.chunked, seconds)
         for sequence, row, result in zip(plan.sequences, plan.rows, results, strict=True):
             if sequence.state is not State.RUNNING:
                 continue
@@ -228,7 +241,7 @@ class Scheduler:
                     if missing > kept:
                         passed.long(sequence, pause=missing > self._step_tokens)
                         continue
-                    if missing > room.left or passed.priority > sequence.request.priority:
+                    if not room.short(missing) or passed.priority > sequence.request.priority:
                         break
                     spare += passed.needs(self._cache.info.block_tokens)
                 covered = self._cache.open(sequence.kv, sequence.tokens, reuse=reuse, spare=spare)

@@ -89,6 +89,7 @@ LOADING = "kv/loading.py"
 RAM = "kv/ram.py"
 SCHEDULER = "scheduler.py"
 PLAN = "plan.py"
+PACE = "pace.py"
 SEQUENCE = "sequence.py"
 WAITING = "waiting.py"
 FAKE = "engine/fake.py"
@@ -167,7 +168,15 @@ BUGS = (
     Bug("the oldest sequence is preempted", SCHEDULER, "victim = max(", "victim = min("),
     Bug("a victim of this plan grows again", SCHEDULER, "        if sequence.state is not State.RUNNING:\n            return\n        start", "        start"),
     Bug("a victim of this plan keeps its row", SCHEDULER, "        work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}\n", ""),
-    Bug("decode rows are not counted in the budget", SCHEDULER, "Room(self._step_tokens - len(work))", "Room(self._step_tokens)"),
+    Bug("decode rows are not counted in the budget", SCHEDULER, "Room(self._step_tokens - len(work), ", "Room(self._step_tokens, "),
+    Bug("a step's budget ignores time", SCHEDULER, "self._pace.tokens(len(work))", "math.inf"),
+    Bug("steps are not measured", SCHEDULER, "            self._pace.took(plan.singles, plan.chunked, seconds)\n", "            pass\n"),
+    Bug("a step that has become slow is believed bit by bit", PACE, "each if each > self._each or", "each if"),
+    Bug("a slow machine reads no prompt", PACE, "max(self._least, max(", "max(0, max("),
+    Bug("time is short where nobody waits", PACE, "if not rows or not self._each:", "if not self._each:"),
+    Bug("on a slow machine a long prompt takes all the time", PLAN, "self._most - self._most // 2, ENOUGH", "self._most, ENOUGH"),
+    Bug("on a slow machine few prompts are short", PLAN, "(self.left if self._most == self._tokens else self.kept)", "self.left"),
+    Bug("what a long prompt leaves on a slow machine is nobody's", PLAN, "min(self._most - self.taken, most - self._long)", "0"),
     Bug("one row too many", SCHEDULER, "len(self._running) + passed.any >= self._max_rows", "len(self._running) > self._max_rows"),
     Bug("nobody joins while others run", SCHEDULER, "            if room.left < 1 or", "            if self._running or room.left < 1 or"),
     Bug("a small request overtakes one that does not fit", SCHEDULER, "                if covered is None:\n                    break\n", "                if covered is None:\n                    continue\n"),

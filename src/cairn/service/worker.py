@@ -163,6 +163,8 @@ class Loop:
     def _step(self, plan: Plan, kv: KvStats | None) -> wire.Step:
         began = self._clock.now()
         results = plan.run(self._engine)
+        self._stepped_at = self._clock.now()
+        seconds = self._stepped_at - began
         if isinstance(results, Exception):
             self._failures += 1
             traceback.print_exception(results, file=sys.stderr)
@@ -171,9 +173,8 @@ class Loop:
         elif plan.rows:
             self._failures = 0
             if self._tiers is not None and (counted := plan.prompt_tokens):
-                self._tiers.gate.computed(counted, self._clock.now() - began)
-        self._stepped_at = self._clock.now()
-        outputs = self._scheduler.commit(plan, results)
+                self._tiers.gate.computed(counted, seconds)
+        outputs = self._scheduler.commit(plan, results, seconds)
         ids, tokens, others = _columns(outputs)
         return wire.Step(stats=self._stats(kv), ids=ids, tokens=tokens, outputs=others, started=tuple(plan.started))
 
@@ -282,6 +283,7 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
     limits = Limits(
         max_running=config.max_running,
         step_tokens=config.step_tokens,
+        step_seconds=config.step_seconds,
         max_queue=1 << 62,
         max_queue_tokens=1 << 62,
     )
