@@ -304,6 +304,8 @@ BUGS = (
     Bug("agreement is counted where they differ", CHECK, "one.top[0][0] == other.top[0][0]", "one.top[0][0] != other.top[0][0]"),
     Bug("what a codec made of the pages is not read", CHECK, "        engine.write_blocks(group, ids, views).wait()\n", ""),
     Bug("raw is compared with raw", CHECK, "    coded = _read(engine, codec, tokens)\n", "    coded = plain\n"),
+    Bug("a divergence forgets how likely a token is", CHECK, "found.append(p * (log_p", "found.append((log_p"),
+    Bug("the best place counts for the worst", CHECK, "apart[-1 - len(apart) // 100]", "apart[len(apart) // 100]"),
     Bug("perplexities change places", CHECK, "_perplexity(plain), _perplexity(coded)", "_perplexity(coded), _perplexity(plain)"),
     Bug("a window's blocks are taken from the wrong place", CHECK, "[place % pool for place in range(first, first + CHUNK_BLOCKS)]", "[place % pool for place in range(CHUNK_BLOCKS)]"),
     # ---------------------------------------------------------------------------------------------- the token log
