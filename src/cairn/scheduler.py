@@ -49,7 +49,7 @@ class Limits:
     max_queue: int = 256
     max_queue_tokens: int = 1 << 20
     step_seconds: float = math.inf
-    least_tokens: int = 16
+    least_tokens: int = 4
     """Tokens of prompts that a step may have however long they take."""
 
 

@@ -52,7 +52,7 @@ class Machine:
 
     def __init__(self, chance: random.Random) -> None:
         self.chance = chance
-        self.step, self.row, self.token = (chance.uniform(0.001, most) for most in (0.02, 0.003, 0.03))
+        self.step, self.row, self.token = (chance.uniform(0.001, most) for most in (0.01, 0.002, 0.01))
         self.slow = 1.0
         self.steady = 0
         """Steps with prompts beside single tokens since the speed changed, or the worker did."""
@@ -445,6 +445,7 @@ class World:
         self.decodes, prompts = self.parts(plan, before)
         taken = sum(row.end - row.start for _, row in prompts)
         law(self.pace.last == float("inf") or self.decodes > 0 or preempted, "time is short where nobody waits")
+        law(self.pace.last >= self.limits.least_tokens, "a slow machine reads no prompt")
         law(taken <= self.pace.last, "more of prompts than there is time for")
         full = used >= self.limits.step_tokens or taken >= self.pace.last
         self.slowed += full and used < self.limits.step_tokens
