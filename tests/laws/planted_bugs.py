@@ -170,8 +170,6 @@ BUGS = (
     Bug("a victim of this plan keeps its row", SCHEDULER, "        work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}\n", ""),
     Bug("decode rows are not counted in the budget", SCHEDULER, "Room(self._step_tokens - len(work), ", "Room(self._step_tokens, "),
     Bug("a step's budget ignores time", SCHEDULER, "self._pace.tokens(len(work))", "math.inf"),
-    Bug("steps are not measured", SCHEDULER, "            self._pace.took(plan.singles, plan.chunked, seconds)\n", "            pass\n"),
-    Bug("a step that has become slow is believed bit by bit", PACE, "each if each > self._each or", "each if"),
     Bug("a slow machine reads no prompt", PACE, "max(self._least, max(", "max(0, max("),
     Bug("time is short where nobody waits", PACE, "if not rows or not self._each:", "if not self._each:"),
     Bug("on a slow machine a long prompt takes all the time", PLAN, "self._most - self._most // 2, ENOUGH", "self._most, ENOUGH"),
