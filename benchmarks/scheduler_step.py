@@ -24,7 +24,9 @@ def steps(rows: int, context: int) -> tuple[float, float, float, int]:
     scheduler = Scheduler(Cache(engine.info), Limits(max_running=rows, max_queue=rows), SystemClock())
     for number in range(rows):
         prompt = tuple((number * 31 + place * 7) % VOCAB for place in range(context))
-        scheduler.add(Request(id=number, prompt=prompt, sampling=SamplingParams(max_tokens=200, temperature=0.0)))
+        scheduler.add(
+            Request(id=number, prompt=prompt, sampling=SamplingParams(max_tokens=200 + 2 * rows, temperature=0.0))
+        )
     times: list[tuple[float, float, float]] = []
     while not scheduler.idle:
         start = time.perf_counter()

@@ -137,14 +137,18 @@ class Scheduler:
             room.use_rest()
             for sequence in tuple(self._running):
                 self._chunk(sequence, room, work)
-        work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}
+        if self._preemptions != preemptions:
+            work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}
         copies = self._cache.copies()
         if not work and not ended:
             return None
         rows = [sequence.row(end) for sequence, end in work.items()]
-        lengths = [row.end - row.start for row in rows] if room.taken else [1] * len(rows)
-        singles = lengths.count(1)
-        self._planned = Plan(rows, list(work), ended, started, copies, sum(lengths) - singles, singles)
+        singles, chunked = len(rows), 0
+        if room.taken:
+            lengths = [row.end - row.start for row in rows]
+            singles = lengths.count(1)
+            chunked = sum(lengths) - singles
+        self._planned = Plan(rows, list(work), ended, started, copies, chunked, singles)
         return self._planned
 
     def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
