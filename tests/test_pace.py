@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from cairn.pace import Pace
+from cairn.plan import Pace
 
 
 def steps(pace: Pace, alone: float, each: float, count: int, rows: int = 1, most: int = 512) -> list[tuple[int, float]]:

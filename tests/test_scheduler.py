@@ -12,8 +12,8 @@ from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import Conflict, ContextTooLong, InvalidRequest, Overloaded
 from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
-from cairn.plan import ENOUGH_TOKENS, Plan
-from cairn.scheduler import Limits, Scheduler
+from cairn.plan import ENOUGH_TOKENS, Limits, Plan
+from cairn.scheduler import Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence
 from cairn.types import FinishReason, Output, Request, SamplingParams
 from cairn.waiting import LOOKS, PAUSE

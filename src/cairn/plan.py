@@ -12,6 +12,23 @@ from cairn.types import Output
 
 ENOUGH_TOKENS = 128
 """Prompt tokens of a step from which an engine is not much faster with more."""
+_AIM = 0.6
+_WEIGHT = 0.3
+_SHARE = 0.5
+"""Where running streams alone take a step's time, prompts get so much more of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the scheduler, named as in `Config`; the engine's own limits apply too."""
+
+    max_running: int = 64
+    step_tokens: int = 512
+    max_queue: int = 256
+    max_queue_tokens: int = 1 << 20
+    step_seconds: float = math.inf
+    least_tokens: int = 4
+    """Tokens of prompts that a step may have however long they take."""
 
 
 class Room:
@@ -68,6 +85,63 @@ class Room:
         """What is left is what the long prompt may still have: as much as the others have, if that is more."""
         most = max(min(self._tokens, ENOUGH_TOKENS), self.taken - self._long)
         self.left = max(0, min(self._most - self.taken, most - self._long))
+
+
+class Pace:
+    """How much of a prompt a step has time for beside streams that run, from how long the last steps took.
+
+    A step is taken to last as long as its rows of one token take alone, and so many seconds for each token of prompts.
+    Both are measured all the time, on the machine as it is now and as deep in a prompt as it has got. What is dearer
+    than before counts at once; what is cheaper counts bit by bit, so that a step is at most `1 / (1 - _WEIGHT)` times
+    as long as was foreseen because of it. A step aims at `_AIM` of its limit, and so stays within it.
+    """
+
+    __slots__ = ("_aim", "_alone", "_each", "_least", "_rows")
+
+    def __init__(self, seconds: float, least: int) -> None:
+        """`seconds` may be infinite: then everything fits."""
+        self._aim = _AIM * seconds
+        self._least = least
+        self._alone = 0.0
+        """Seconds of a step of `_rows` rows of one token, and nothing else."""
+        self._rows = 0
+        self._each = math.inf
+        """Seconds of a token of a prompt."""
+
+    def took(self, rows: int, tokens: int, seconds: float) -> None:
+        """A step of so many rows of one token, and so many tokens of prompts, took so long."""
+        if not tokens:
+            same = rows == self._rows
+            self._alone += (seconds - self._alone) * (_WEIGHT if same else 1.0)
+            self._rows = rows
+            return
+        alone = self._rows_alone(rows)
+        if seconds < alone:  # they have become faster since they were alone
+            self._alone *= seconds / alone
+            alone = seconds
+        each = (seconds - alone) / tokens
+        self._each = each if each > self._each or self._each == math.inf else self._each + _WEIGHT * (each - self._each)
+
+    def tokens(self, rows: int) -> float:
+        """Tokens of prompts for which a step has time beside so many rows of one token; without any, there is no limit.
+
+        Never less than `least`, so that prompts are read however slow the machine is.
+        """
+        if not rows or not self._each:
+            return math.inf
+        alone = self._rows_alone(rows)
+        return max(self._least, max(self._aim - alone, _SHARE * alone) // self._each)
+
+    def _rows_alone(self, rows: int) -> float:
+        """What rows of one token take at least: more than were measured as long as those, fewer in proportion less."""
+        return self._alone * min(1.0, rows / self._rows) if self._rows else 0.0
+
+
+def sizes(rows: list[Row], *, prompts: bool) -> tuple[int, int]:
+    """Tokens in rows of more than one, and how many rows have one; without `prompts` all have."""
+    lengths = [row.end - row.start for row in rows] if prompts else []
+    singles = lengths.count(1)
+    return (sum(lengths) - singles, singles) if prompts else (0, len(rows))
 
 
 @dataclass(frozen=True, slots=True)

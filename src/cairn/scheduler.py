@@ -23,14 +23,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 
 from cairn.engine.base import Row, RowResult
 from cairn.errors import Conflict
 from cairn.figures import SchedulerStats
 from cairn.kv.cache import Cache
-from cairn.pace import Pace
-from cairn.plan import Plan, Room
+from cairn.plan import Limits, Pace, Plan, Room, sizes
 from cairn.seams import Clock
 from cairn.sequence import Sequence, State, check
 from cairn.types import FinishReason, Output, Request, Timing
@@ -38,19 +36,6 @@ from cairn.waiting import Passed, WaitingQueue
 
 LONG_TOKENS = 256
 """Prompts at least so long are stored at first touch: they are expensive, and rarely asked for once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of the scheduler, named as in `Config`; the engine's own limits apply too."""
-
-    max_running: int = 64
-    step_tokens: int = 512
-    max_queue: int = 256
-    max_queue_tokens: int = 1 << 20
-    step_seconds: float = math.inf
-    least_tokens: int = 4
-    """Tokens of prompts that a step may have however long they take."""
 
 
 class Scheduler:
@@ -143,12 +128,7 @@ class Scheduler:
         if not work and not ended:
             return None
         rows = [sequence.row(end) for sequence, end in work.items()]
-        singles, chunked = len(rows), 0
-        if room.taken:
-            lengths = [row.end - row.start for row in rows]
-            singles = lengths.count(1)
-            chunked = sum(lengths) - singles
-        self._planned = Plan(rows, list(work), ended, started, copies, chunked, singles)
+        self._planned = Plan(rows, list(work), ended, started, copies, *sizes(rows, prompts=room.taken > 0))
         return self._planned
 
     def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:

@@ -22,10 +22,9 @@ from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import ContextTooLong, InvalidRequest, Overloaded
 from cairn.kv import prefix
 from cairn.kv.cache import Cache
-from cairn.pace import Pace
-from cairn.plan import Plan
+from cairn.plan import Limits, Pace, Plan
 from cairn.sampling import sample
-from cairn.scheduler import Limits, Scheduler
+from cairn.scheduler import Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence, State
 from cairn.types import FinishReason, Output, Request, SamplingParams, TokenLogprob
 from cairn.waiting import PAUSE

@@ -26,8 +26,8 @@ from cairn.figures import KvStats
 from cairn.kv.behind import WriteLimits
 from cairn.kv.cache import Cache
 from cairn.kv.tiers import Tiers
-from cairn.plan import Plan
-from cairn.scheduler import Limits, Scheduler
+from cairn.plan import Limits, Plan
+from cairn.scheduler import Scheduler
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.answers import Answers
