@@ -131,6 +131,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # scheduling
     max_running: Annotated[int, Meta(ge=1, le=4096, description="Most requests computed in one step.")] = 64
     step_tokens: Annotated[int, Meta(ge=16, le=1 << 16, description="Most tokens computed in one step.")] = 512
+    step_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=3600,
+            description="Most seconds between two tokens of a stream while another's prompt is read beside it.",
+        ),
+    ] = 0.25
     max_queue: Annotated[int, Meta(ge=1, description="Most requests waiting; more are a 429.")] = 256
     max_queue_tokens: Annotated[int, Meta(ge=1, description="Most prompt tokens waiting; more are a 429.")] = 1 << 20
     request_timeout: Annotated[float, Meta(gt=0, description="Seconds after which a request ends.")] = 3600.0

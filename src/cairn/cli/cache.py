@@ -139,13 +139,21 @@ def _swept(found: dict[str, Any]) -> Rows:
 
 
 def _checked(checked: Checked) -> Rows:
+    from cairn.kv.codec_check import MOST_AT_A_PLACE, MOST_DIFFERENCE, MOST_DIVERGENCE
+
     found = checked.found
     return [
         ("model", checked.model),
         ("codec", f"{found.codec}: {checked.bytes:,} bytes a token, raw {checked.raw_bytes:,}"),
         ("tokens", f"{found.positions:,}"),
-        ("greedy agreement", f"{found.agreed:,} of {found.positions:,} ({found.agreement:.2%})"),
-        ("perplexity", f"{found.perplexity:.4f}, raw {found.raw_perplexity:.4f} ({found.difference:+.3%})"),
+        ("divergence", f"{found.divergence:.5f} nats in the mean (at most {MOST_DIVERGENCE})"),
+        ("at a place", f"{found.at_a_place:.5f} nats or less at 99 of 100 (at most {MOST_AT_A_PLACE})"),
+        (
+            "perplexity",
+            f"{found.perplexity:.4f}, raw {found.raw_perplexity:.4f} ({found.difference:+.3%}, at most "
+            f"{MOST_DIFFERENCE:.0%})",
+        ),
+        ("greedy agreement", f"{found.agreed:,} of {found.positions:,} ({found.agreement:.2%}; not judged)"),
         ("may be used", "no: " + found.refusal if found.refusal else "yes"),
         ("remembered in", str(checked.folder)),
     ]

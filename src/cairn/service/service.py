@@ -194,8 +194,8 @@ class Service:
     def unready(self) -> list[str]:
         """Why new requests would not be served well now; empty when they would."""
         reasons = []
-        if self._supervisor.gave_up:
-            reasons.append(self._supervisor.gave_up)
+        if self._supervisor.trouble:
+            reasons.append(self._supervisor.trouble)
         elif not self._loaded:
             reasons.append("the model is being loaded")
         elif not self._supervisor.up:
@@ -296,8 +296,8 @@ class Service:
             raise self._leaving()
         if self._supervisor.gave_up:
             raise Unavailable(self._supervisor.gave_up, retry_after=60.0)
-        if self._supervisor.failing and not self._supervisor.up:
-            raise Unavailable("the worker is being replaced", retry_after=self._supervisor.pause)
+        if self._supervisor.trouble:
+            raise Unavailable(self._supervisor.trouble, retry_after=self._supervisor.pause)
         if request.id in self._flights:
             raise Conflict(f"request {request.id} runs already")
         check_tokens(request, self.info)
@@ -315,6 +315,7 @@ class Service:
             self.name = self._config.served_name or ready.spec.name
             self.metrics = self._traffic.metrics = Metrics(self._config.metrics_prefix, self.name)
         self.metrics.worker_restarts = self._supervisor.restarts
+        self.metrics.worker_failures = lambda: self._supervisor.failures
 
     def _with_ends(self, spec: ModelSpec) -> ModelSpec:
         """The spec with all that ends an answer: with what the tokenizer and the chat template know, once loaded."""

@@ -28,8 +28,8 @@ from cairn.kv.cache import Cache
 from cairn.kv.tiers import Tiers
 from cairn.models.loading import watched
 from cairn.models.tokenizer_files import with_tokenizer
-from cairn.plan import Plan
-from cairn.scheduler import Limits, Scheduler
+from cairn.plan import Limits, Plan
+from cairn.scheduler import Scheduler
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.answers import Answers
@@ -166,6 +166,8 @@ class Loop:
     def _step(self, plan: Plan, kv: KvStats | None) -> wire.Step:
         began = self._clock.now()
         results = plan.run(self._engine)
+        self._stepped_at = self._clock.now()
+        seconds = self._stepped_at - began
         if isinstance(results, Exception):
             self._failures += 1
             traceback.print_exception(results, file=sys.stderr)
@@ -174,9 +176,8 @@ class Loop:
         elif plan.rows:
             self._failures = 0
             if self._tiers is not None and (counted := plan.prompt_tokens):
-                self._tiers.gate.computed(counted, self._clock.now() - began)
-        self._stepped_at = self._clock.now()
-        outputs = self._scheduler.commit(plan, results)
+                self._tiers.gate.computed(counted, seconds)
+        outputs = self._scheduler.commit(plan, results, seconds)
         ids, tokens, others = _columns(outputs)
         return wire.Step(stats=self._stats(kv), ids=ids, tokens=tokens, outputs=others, started=tuple(plan.started))
 
@@ -298,6 +299,7 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
     limits = Limits(
         max_running=config.max_running,
         step_tokens=config.step_tokens,
+        step_seconds=config.step_seconds,
         max_queue=1 << 62,
         max_queue_tokens=1 << 62,
     )
