@@ -398,8 +398,7 @@ def main() -> None:
     table = Table(*DAY_HEAD)
     for row in day_rows(found):
         table.add_row(*row)
-    console = Console()
-    console.print(table, width=console.width if console.is_terminal else 150)
+    Console(width=None if sys.stdout.isatty() else 150).print(table)
 
 
 if __name__ == "__main__":
