@@ -125,7 +125,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["auto", "f32", "bf16", "f16"],
         Meta(
             description="Type of KV in the pool and in stores; 'auto': f32 for models of less than 64 MiB (in 16 "
-            "bits), else bf16. f16 holds no number beyond 65,504."
+            "bits), else bf16. 'f16' is eight times finer than bf16; a model whose keys or values might pass its "
+            "largest number, 65,504, is held in bf16 all the same, and the start says so."
         ),
     ] = "auto"
     # scheduling
