@@ -23,7 +23,7 @@ from cairn.errors import CairnError, ConfigError, InvalidRequest, ModelFileError
 from cairn.seams import Clock
 from cairn.system import SystemClock
 from cairn.text.length import check_length
-from cairn.text.messages import length, plain_message, texts_in, unused_marks, with_texts
+from cairn.text.messages import length, plain_message, texts_in, unused_marks, with_message_texts, with_texts
 from cairn.text.render_wire import Job, Setup
 from cairn.text.renderer import Renderer, launch
 from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
@@ -33,7 +33,8 @@ from cairn.text.templates import defaults, given_template, load_text, unusable
 from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
 from cairn.text.tools import FUNCTION, offered_tools
 from cairn.text.tools import OPEN as TOOL_CALL
-from cairn.text.traits import Traits, find_traits, fitted, left_out, standing_in
+from cairn.text.traits import Traits, find_traits, fitted, in_parts, left_out, standing_in
+from cairn.text.turn_ends import ANSWERED, turn_ends
 from cairn.types import OfferedTool, OutputFormat
 
 log = logging.getLogger("cairn.text")
@@ -148,7 +149,7 @@ class Chat:
         return chat
 
     async def _look_at_templates(self) -> None:
-        """Find out what each template shows of messages."""
+        """Find out what each template shows of messages, and what it ends the assistant's turns with."""
         assert self._renderer is not None
         renderer = self._renderer
 
@@ -166,6 +167,15 @@ class Chat:
                 self._traits[name] = await find_traits(partial(render, name))
             except CairnError as error:  # a machine that has no time to find out
                 log.warning("what the chat template shows of messages is not known: %s", error)
+        plain = self._traits["default"][0]
+        given = {} if plain.absent else {"tools": None, "documents": None}
+        try:
+            text = await render("default", in_parts(ANSWERED, plain.parts), given)
+        except CairnError:
+            text = None
+        if text is not None:
+            self.tokenizer.end_ids |= turn_ends(text, self.tokenizer)
+        await renderer.settled()
 
     async def prompt(
         self,
@@ -263,7 +273,8 @@ class Chat:
             clean = [plain_message(message, n, thinks=self._thinks) for n, message in enumerate(messages)]
             mark, edge = unused_marks([*texts_in([clean, tools or [], arguments]), *self._templates.values()])
             broken = partial(self._broken, mark=mark)
-            plain, offered = with_texts([clean, tools or None], broken)
+            plain = [with_message_texts(message, broken) for message in clean]
+            offered = with_texts(tools or None, broken)
             given = {valid_text(name): with_texts(value, broken) for name, value in arguments.items()}
         except RecursionError:
             raise InvalidRequest("messages or tools are nested too deeply", field="messages") from None
@@ -283,9 +294,8 @@ class Chat:
         variables |= {"tools": chat.tools} if chat.tools else {}
         shown = [fitted(conversation, chat.traits) for conversation in conversations]
         payload = _json({"messages": shown, "variables": variables})
-        return await self._renderer.render(
-            Job(template=chat.template, payload=payload, marks=chat.mark + chat.edge, now=now)
-        )
+        job = Job(template=chat.template, payload=payload, marks=chat.mark + chat.edge, now=now)
+        return [self.tokenizer.begun_chat(text) for text in await self._renderer.render(job)]
 
     async def _check_shown(self, chat: _Read, text: str) -> None:
         """InvalidRequest naming the message where the template leaves one's content or calls out. Reasoning it may."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.errors import ConfigError, ModelFileError
-from cairn.models.files import is_gguf, read_optional_json
+from cairn.models.families import family_of
+from cairn.models.files import Fields, is_gguf, read_json, read_optional_json
 from cairn.text.named_templates import NAMED
 from cairn.text.tokenizer import Tokenizer
 
@@ -23,12 +24,20 @@ _GO = re.compile(r"\{\{-?\s*(?:\.[A-Z]|(?:if|range|with|else|end|block|template)
 
 
 def load_text(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer and the chat templates of a folder or a GGUF file, which is read once. Raises ModelFileError."""
+    """The tokenizer and the chat templates of a folder or a GGUF file, which is read once.
+
+    Raises ModelFileError, and ModelError for an architecture that is not built: before the tokenizer is, which may take
+    seconds.
+    """
     parsed = None
     if is_gguf(folder):
         from cairn.models.gguf import read_gguf
+        from cairn.models.gguf_spec import architecture
 
         parsed = read_gguf(folder)
+        architecture(parsed)
+    elif (path := folder / "config.json").is_file():
+        family_of(Fields(read_json(path), path))
     return Tokenizer.load(folder, parsed), load_templates(folder, parsed)
 
 
