@@ -19,7 +19,7 @@ from cairn.text.chat import Chat
 from cairn.text.gguf import CONTROL, PLAIN, UNUSED, USER
 from cairn.text.templates import load_text
 from cairn.text.tokenizer import Tokenizer
-from cairn.text.turn_ends import _SAID, ends_in
+from cairn.text.turn_ends import _SAID, turn_ends
 
 HI = [{"role": "user", "content": "Say it."}]
 BOS = "<|begin|>"
@@ -228,7 +228,7 @@ def test_what_a_template_ends_turns_with(name: str, tmp_path: Path) -> None:
     roles = ("user", "assistant", "user")
     messages = [{"role": role, "content": text} for role, text in zip(roles, _SAID, strict=True)]
     text = jinja2.Template(template).render(messages=messages, add_generation_prompt=True)
-    assert ends_in(text, tokenizer) == ({tokenizer.controls.ids[end]} if end else set())
+    assert turn_ends(text, tokenizer) == ({tokenizer.controls.ids[end]} if end else set())
 
 
 # -- refused before anything is built ---------------------------------------------------------------------------

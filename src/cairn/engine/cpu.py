@@ -130,6 +130,12 @@ class CpuEngine:
         `fit`: what `fit` gave, where it was asked before; otherwise `blocks` are as there.
         """
         weights, taken, blocks = fit or cls.fit(spec, folder, config, blocks)
+        notes = []
+        if kv_dtype(spec, config) == "float16" and not fits_half(reached := reach(spec, weights.source)):
+            config = msgspec.structs.replace(config, kv_dtype="bf16")
+            notes.append(
+                f"{spec.name}: KV is held in bf16: keys or values may reach {reached:,.0f}, and f16 ends at 65,504"
+            )
         budget = None if config.keep_packed_gb is None else int(config.keep_packed_gb * 10**9)
         keep = partial(packed_file.build, place=folder, size=taken.held, budget=budget)
         build = keep if config.keep_packed else decoder.build
