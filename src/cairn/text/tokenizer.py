@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +24,7 @@ from cairn.models.ends import UNMISTAKABLE, Middle, known_ends, known_middle
 from cairn.models.files import is_gguf, read_optional_json
 from cairn.text.controls import Controls, is_control
 from cairn.text.detokenizer import Decoding, Detokenizer
+from cairn.text.tokenizer_checks import fault, no_panic
 
 if TYPE_CHECKING:
     from cairn.models.gguf import Gguf
@@ -35,10 +37,19 @@ INLINE = 4_096
 """Most characters or tokens that are worth no thread: more of them would hold other requests up meanwhile."""
 
 
+class _Model(msgspec.Struct, frozen=True):
+    """The part of it that is looked at."""
+
+    vocab: Any = None
+
+
 class _File(msgspec.Struct):
     """The part of tokenizer.json that the library does not show."""
 
     decoder: dict[str, Any] | None = None
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    model: _Model = _Model()
 
 
 class Tokenizer:
@@ -103,7 +114,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         try:
             text = path.read_bytes()
-            decoder = msgspec.json.decode(text, type=_File).decoder
+            file = msgspec.json.decode(text, type=_File)
         except OSError as error:
             reason = error.strerror or str(error)
             raise ModelFileError(f"{path}: {reason}; a model folder must hold a tokenizer.json") from error
@@ -113,10 +124,18 @@ class Tokenizer:
             **read_optional_json(folder / "special_tokens_map.json"),
             **read_optional_json(folder / "tokenizer_config.json"),
         }
-        library = _library(text.decode(), path)
-        _add_missing(library, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
-        _add_named(library, config)
-        return cls(library, decoder, config)
+        with ThreadPoolExecutor(1) as beside:
+            checked = beside.submit(fault, file.normalizer, file.pre_tokenizer)
+            library = _library(text.decode(), path)
+            vocab = file.model.vocab
+            if isinstance(vocab, dict) and len(set(vocab.values())) < len(vocab):
+                raise ModelFileError(f"{path}: two tokens of its vocabulary have one id")
+            if wrong := checked.result():
+                raise ModelFileError(f"{path}: {wrong}")
+        with no_panic(lambda why: ModelFileError(f"{path}: the tokenizers library fails on it ({why})")):
+            _add_missing(library, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
+            _add_named(library, config)
+            return cls(library, file.decoder, config)
 
     @property
     def vocab_size(self) -> int:
@@ -291,8 +310,13 @@ class Tokenizer:
 def _ids(library: Library, text: str) -> list[int]:
     """Ids of `text`. The library's plain `encode` holds Python's lock, so that a long text in a thread would stop all
     others; its batches do not."""
-    (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
+    with no_panic(_cannot_encode):
+        (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
     return list(encoding.ids)
+
+
+def _cannot_encode(why: str) -> InvalidRequest:
+    return InvalidRequest(f"the model's tokenizer fails on this text ({why})", field="messages")
 
 
 def valid_text(text: str) -> str:
@@ -307,7 +331,8 @@ def valid_text(text: str) -> str:
 def _library(data: str, path: Path) -> Library:
     """The tokenizer that a tokenizer.json describes; `path` is for the message."""
     try:
-        return Library.from_str(data)
+        with no_panic(ModelFileError):
+            return Library.from_str(data)
     except Exception as error:  # the library raises bare Exception
         raise ModelFileError(f"{path}: the tokenizers library refuses it ({error})") from error
 
