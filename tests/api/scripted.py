@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from cairn.errors import CairnError, Cancelled
 from cairn.figures import CacheReport
@@ -37,7 +37,12 @@ SPEC = ModelSpec(
 class Bytes:
     """Token n is byte n; 256 and more are control tokens."""
 
-    def encode(self, text: str) -> list[int]:
+    special_tokens: ClassVar[dict[str, str]] = {"bos_token": "<257>"}
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        if special and "<256>" in text:
+            before, _, after = text.partition("<256>")
+            return [*before.encode(), 256, *self.encode(after, special=True)]
         return list(text.encode())
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -127,6 +132,7 @@ class ScriptedService:
         self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab, max_rows=4096, identity=identity)
         self.tokenizer = Bytes()
         self.chat = self
+        self.template = "{{ messages }}"
         self.metrics = Metrics("cairn", "scripted")
         self.streams: list[ScriptedStream] = []
         self.remembered: list[tuple[Any, ...]] = []

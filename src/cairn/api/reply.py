@@ -104,10 +104,9 @@ class Call:
         """A whole answer as JSON."""
         await self.respond(status, encode(value), [JSON])
 
-    async def fail(self, error: CairnError, headers: Headers | None = None) -> None:
-        """A whole answer that reports an error."""
-        extra = [JSON, *(headers or ()), *retry_after(error)]
-        await self.respond(error.status, encode(error_body(error)), extra)
+    async def fail(self, error: CairnError, headers: Headers, body: dict[str, Any]) -> None:
+        """A whole answer that reports an error, `body` in the shape that the path's clients read."""
+        await self.respond(error.status, encode(body), [JSON, *headers, *retry_after(error)])
 
     async def start(self, status: int, headers: Headers) -> None:
         """Status and headers of an answer whose body follows by `write`."""

@@ -241,10 +241,14 @@ class CompletionBody(Generation):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text as a completion prompt, or messages as the chat template renders them."""
+    """POST /tokenize: a completion prompt, a text by itself, or messages as the chat template renders them."""
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
     messages: Messages | None = None
     tools: Several[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -111,6 +111,11 @@ class Chat:
             raise ModelFileError(f"{folder}: {error}") from error
         return chat
 
+    @property
+    def template(self) -> str:
+        """The text of the template that chats are rendered with; empty where the model has none."""
+        return self._templates.get("default", "")
+
     async def prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
