@@ -10,7 +10,7 @@ from cairn.api.agent_schemas import NoBody
 from cairn.api.limits import read_nothing
 from cairn.api.openai import check_model
 from cairn.api.parse import parse
-from cairn.api.registry import Registry, parse_id
+from cairn.api.registry import Registry
 from cairn.api.reply import Call
 from cairn.api.resumable import Tapes, parse_after
 from cairn.config import Config
@@ -57,13 +57,13 @@ class Admin:
 
     async def request(self, call: Call, service: Service) -> None:
         """GET /v1/requests/{id}: the state, and of each choice the tokens and the text so far."""
-        number = self._number(call.path.removeprefix("/v1/requests/"))
+        number = self._number(call, call.path.removeprefix("/v1/requests/"))
         await call.json(self._report(number, self._known(call, service, number)))
 
     async def cancel(self, call: Call, service: Service) -> None:
         """POST /v1/requests/{id}/cancel: end it; one that has ended already stays as it is. No body, or {}."""
         parse(NoBody, await read_nothing(call, self._config), self._config)
-        number = self._number(call.path.removeprefix("/v1/requests/").removesuffix("/cancel"))
+        number = self._number(call, call.path.removeprefix("/v1/requests/").removesuffix("/cancel"))
         self._known(call, service, number)
         ended = [service.abort(id) for id in self._registry.ids(number)]
         report = self._report(number, self._known(call, service, number))
@@ -71,7 +71,7 @@ class Admin:
 
     async def events(self, call: Call, service: Service) -> None:
         """GET /v1/requests/{id}/events?after=N: the events of a resumable request, live until its end."""
-        number = self._number(call.path.removeprefix("/v1/requests/").removesuffix("/events"))
+        number = self._number(call, call.path.removeprefix("/v1/requests/").removesuffix("/events"))
         after = parse_after(call)
         follower = self._tapes.find(number, call.salt, self._config.heartbeat)
         await follower.run(call, after)
@@ -89,8 +89,8 @@ class Admin:
             "max_model_len": service.info.context,
         }
 
-    def _number(self, text: str) -> int:
-        number = parse_id(text)
+    def _number(self, call: Call, text: str) -> int:
+        number = self._registry.find(text, call.salt)
         if number is None:
             raise _unknown()
         return number

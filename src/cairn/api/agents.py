@@ -38,6 +38,7 @@ from cairn.api.agent_schemas import (
 from cairn.api.limits import read_json, read_nothing
 from cairn.api.openai import check_length, check_model
 from cairn.api.parse import parse
+from cairn.api.registry import Registry
 from cairn.api.reply import Call, shown
 from cairn.api.resumable import Tapes
 from cairn.api.schemas import contents, plain_messages, plain_tools
@@ -55,10 +56,10 @@ LISTED = 20
 class AgentRoutes:
     """The routes."""
 
-    def __init__(self, config: Config, tapes: Tapes, ties: Ties) -> None:
+    def __init__(self, config: Config, registry: Registry, tapes: Tapes, ties: Ties) -> None:
         self._config = config
         self._ties = ties
-        self._turns = TurnRoutes(config, tapes, ties)
+        self._turns = TurnRoutes(config, registry, tapes, ties)
 
     def routes(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of a path, or None."""

@@ -31,7 +31,7 @@ from cairn.api.folders import named
 from cairn.api.openai import OpenAI
 from cairn.api.props import Props
 from cairn.api.registry import Registry
-from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal
+from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
 from cairn.api.resumable import Tapes
 from cairn.api.stored import StoredRoutes
 from cairn.api.ties import Ties
@@ -44,8 +44,13 @@ from cairn.service.service import Service
 from cairn.system import SystemClock, SystemRng
 
 log = logging.getLogger("cairn.api")
+access = logging.getLogger("cairn.access")
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
+PROBES = ("/health", "/metrics")
+"""Routes, with all below them, that machines ask every few seconds: what they ask is logged only for debugging."""
+LEFT = 499
+"""The status in the log of a request whose client left before it was answered."""
 STARTING_RETRY = 2.0
 """Seconds after which a client may ask again while the model loads."""
 
@@ -67,7 +72,7 @@ class App:
         admin = self._admin = Admin(config, registry, tapes)
         tokens = Tokens(config)
         self._health = health.routes()
-        self._agent_routes = AgentRoutes(config, tapes, self.ties)
+        self._agent_routes = AgentRoutes(config, registry, tapes, self.ties)
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
@@ -97,7 +102,7 @@ class App:
         except Exception as error:
             log.error("request %s: %s", call.id, trace(error))
             await self._fail(call, internal(call.id))
-        log.debug("request %s: %d after %.3f s", call.id, call.status, time.monotonic() - began)
+        _note(call, time.monotonic() - began)
 
     async def _answer(self, call: Call) -> None:
         self._access.cors(call)
@@ -154,6 +159,21 @@ def _allow(call: Call, methods: set[str]) -> None:
     method = call.scope["method"]
     if method not in methods:
         raise MethodNotAllowed(f"{call.path} is not for {method[:20]}", field=", ".join(sorted(methods)))
+
+
+def _note(call: Call, seconds: float) -> None:
+    """A line in the access log. Nothing that was asked or answered stands in it, and no query."""
+    probe = any(call.path == route or call.path.startswith(f"{route}/") for route in PROBES)
+    level = logging.DEBUG if probe else logging.INFO
+    if not access.isEnabledFor(level):
+        return
+    parts = [f"{shown(call.scope['method'])} {shown(call.path)} {call.status or LEFT}", f"{1000 * seconds:.0f} ms"]
+    if call.tokens is not None:
+        parts.append("{}+{} tokens".format(*call.tokens))
+    if call.ended:
+        parts.append(f"ended by {call.ended}")
+    parts.append(f"request {call.id}" + (f" ({call.name})" if call.name is not None else ""))
+    access.log(level, "%s", ", ".join([*parts, f"tenant {call.tenant}"]))
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

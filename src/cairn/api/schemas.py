@@ -149,6 +149,9 @@ class Generation(Body):
     min_tokens: Count = None
     ignore_eos: bool | None = None
     n: Count = None
+    priority: Count = None
+    timeout: Number = None
+    first_token_timeout: Number = None
     store: bool | None = None
     """False: nothing of it goes to the disk, neither the answer for exact replay nor its KV, which holds token ids."""
     metadata: dict[str, str] | None = None
@@ -174,6 +177,9 @@ class Generation(Body):
             "min_tokens": self.min_tokens,
             "ignore_eos": bool(self.ignore_eos),
             "n": self.n,
+            "priority": self.priority,
+            "timeout": self.timeout,
+            "first_token_timeout": self.first_token_timeout,
         }
         return SamplingOptions(**(given | more))
 
