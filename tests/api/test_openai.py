@@ -599,7 +599,7 @@ async def test_the_access_log_has_a_line_for_each_request_and_no_text(caplog: py
         rf"POST /v1/chat/completions 200, \d+ ms, 2\+2 tokens, request {id} \(job-8\), tenant default", first
     )
     assert second.startswith("GET /nowhere 404, ") and "xyzzy" not in first + second
-    assert "200, " in third and "ended by generation_failed" in third
+    assert "200, " in third and "ended early: generation_failed" in third
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

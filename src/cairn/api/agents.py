@@ -143,7 +143,7 @@ class AgentRoutes:
 
         Its KV, which holds token ids, goes with them, except: while the worker is being replaced it goes once there is
         one, and that of turns that another model answered, or that the log cannot be read for, goes when nobody has
-        used it for 30 days.
+        used it for kv_ttl, 30 days unless configured otherwise.
         """
         id = id_of(call)
         await self._open().delete(call.tenant, id)

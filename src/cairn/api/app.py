@@ -171,7 +171,7 @@ def _note(call: Call, seconds: float) -> None:
     if call.tokens is not None:
         parts.append("{}+{} tokens".format(*call.tokens))
     if call.ended:
-        parts.append(f"ended by {call.ended}")
+        parts.append(f"ended early: {call.ended}")
     parts.append(f"request {call.id}" + (f" ({call.name})" if call.name is not None else ""))
     access.log(level, "%s", ", ".join([*parts, f"tenant {call.tenant}"]))
 

@@ -161,6 +161,8 @@ class OpenAI:
                         await self._stream(call, service, choices, answer, usage, watch)
                     else:
                         await self._whole(call, service, choices, answer, watch)
+                if watch.left:
+                    call.ended = "client_left"
         finally:
             self._registry.close(call.number)
             call.tokens = tokens_of(choices)
