@@ -55,7 +55,7 @@ async def test_tokenize_and_detokenize() -> None:
 
 async def test_tokenize_as_llama_server_has_it() -> None:
     service = ScriptedService()
-    service.tokenizer.encode_prompt = lambda text: [257, *text.encode()]  # type: ignore[method-assign]
+    service.tokenizer.encode_prompt = lambda text, special=True: [257, *text.encode()]  # type: ignore[method-assign]
     async with site(service) as at, at.http() as http:
 
         async def tokens(**body: Any) -> Any:
@@ -68,12 +68,30 @@ async def test_tokenize_as_llama_server_has_it() -> None:
         assert await tokens(content="<256>", parse_special=False) == list(b"<256>")
         pieces = await tokens(content="h\u00e9", with_pieces=True)
         assert pieces == [{"id": 104, "piece": "h"}, {"id": 0xC3, "piece": [0xC3]}, {"id": 0xA9, "piece": [0xA9]}]
-        assert await tokens(prompt="h", with_pieces=True) == [{"id": 257, "piece": "<257>"}, {"id": 104, "piece": "h"}]
+        pair = [{"id": 257, "piece": "<257>"}, {"id": 104, "piece": "h"}]
+        assert await tokens(content="h", add_special=True, with_pieces=True) == pair
         assert (await tokens(messages=CHAT["messages"], with_pieces=True))[0] == {"id": 104, "piece": "h"}
         long = await http.post("/tokenize", json={"content": "x" * 16_385})
         assert long.json()["error"]["code"] == "context_length_exceeded" and long.json()["error"]["param"] == "content"
         for wrong in ({"content": "a", "prompt": "a"}, {"prompt": "a", "add_special": True}, {"content": 1}):
             assert await tokens(**wrong) == 400, wrong
+
+
+async def test_control_tokens_in_a_raw_text_are_control_tokens_unless_told_otherwise() -> None:
+    async with site(ScriptedService()) as at, at.http() as http:
+
+        async def tokens(**body: Any) -> list[int]:
+            return list((await http.post("/tokenize", json=body)).json()["tokens"])
+
+        plain = [*b"a<256>"]
+        assert await tokens(prompt="a<256>") == await tokens(prompt="a<256>", parse_special=True) == [*b"a", 256]
+        assert await tokens(prompt="a<256>", parse_special=False) == plain
+        assert await tokens(prompt="<256>" * 3000) == [256] * 3000
+        text = (await http.post("/detokenize", json={"tokens": [97, 256, 98]})).json()["prompt"]
+        assert await tokens(prompt=text) == [97, 256, 98]
+        for value in (True, False):
+            refused = await http.post("/tokenize", json={"messages": CHAT["messages"], "parse_special": value})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "parse_special"
 
 
 async def test_a_request_can_be_seen_and_cancelled_by_either_id() -> None:

@@ -242,6 +242,10 @@ class CompletionBody(Generation):
     """POST /v1/completions."""
 
     prompt: Prompt
+    suffix: str | None = None
+    """What follows the text that is asked for: the model fills in the middle."""
+    parse_special: bool | None = None
+    """False: control tokens written in the prompt are ordinary text."""
     echo: bool | None = None
     logprobs: Count = None
 
@@ -254,6 +258,7 @@ class TokenizeBody(Body):
     content: str | None = None
     add_special: bool | None = None
     parse_special: bool | None = None
+    """As of a completion."""
     with_pieces: bool | None = None
     messages: Messages | None = None
     tools: Several[Tool] | None = None

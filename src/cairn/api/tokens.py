@@ -41,14 +41,14 @@ class Tokens:
             for name in ("tools", "chat_template_kwargs"):
                 if getattr(body, name) is not None:
                     raise InvalidRequest(f"{name} goes with messages, not with a text", field=name)
-        if body.content is None:
-            for name in ("add_special", "parse_special"):
-                if getattr(body, name) is not None:
-                    raise InvalidRequest(f"{name} goes with content", field=name)
+        elif body.parse_special is not None:
+            raise InvalidRequest("parse_special goes with a text, not with messages", field="parse_special")
+        if body.content is None and body.add_special is not None:
+            raise InvalidRequest("add_special goes with content", field="add_special")
         if body.content is not None:
             tokens = await self._content(service, body.content, body)
         elif body.prompt is not None:
-            tokens = await encode_text(service, body.prompt)
+            tokens = await encode_text(service, body.prompt, special=body.parse_special is not False)
         else:
             tokens = await self._chat(call, service, body)
         shown: list[Any] = [piece_of(service, token) for token in tokens] if body.with_pieces else tokens
@@ -76,7 +76,10 @@ class Tokens:
         return list(prompt.tokens)
 
     async def detokenize(self, call: Call, service: Service) -> None:
-        """POST /detokenize: {"tokens"} -> the text, control tokens included, as "prompt" and as "content"."""
+        """POST /detokenize: {"tokens"} -> the text as "prompt" and as "content".
+
+        Control tokens are included: as a raw prompt it has these tokens.
+        """
         body = parse(DetokenizeBody, await read_json(call, self._config), self._config)
         if body.model is not None:
             check_model(body.model, service)
@@ -85,9 +88,9 @@ class Tokens:
             if not 0 <= token < vocab:
                 raise InvalidRequest(f"tokens holds {token}; ids go from 0 to {vocab - 1}", field="tokens")
         if len(body.tokens) <= INLINE:
-            text = service.tokenizer.decode(body.tokens, skip_special=False)
+            text = service.tokenizer.spell(body.tokens)
         else:
-            text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special=False)
+            text = await asyncio.to_thread(service.tokenizer.spell, body.tokens)
         await call.json({"prompt": text, "content": text})
 
 
