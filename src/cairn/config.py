@@ -177,6 +177,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float,
         Meta(ge=0, description="GB of KV stored a day at first touch; beyond that, only what comes a second time."),
     ] = 100.0
+    kv_ttl: Annotated[
+        float,
+        Meta(ge=0, description="Seconds that unused KV is kept in kv_dir; 0 keeps it until its room is needed."),
+    ] = 30 * 86400.0
     kv_fresh: Annotated[
         bool, Meta(description="Set a kv_dir aside that cannot be used as a store, and start a new one in its place.")
     ] = False

@@ -126,6 +126,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """The tenant's salt: contexts with different salts never share KV."""
     timeout: float | None = None
     """Seconds from `add` after which the request ends with `DEADLINE`."""
+    first_token_timeout: float | None = None
+    """The same where it has no token by then. The front alone looks at it: a token is there when it has it."""
     priority: int = 0
     """Higher runs earlier; waiting raises it, so nobody starves."""
     durable: bool = False

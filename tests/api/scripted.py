@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from cairn.errors import CairnError, Cancelled
 from cairn.figures import CacheReport
@@ -39,6 +39,7 @@ SPEC = ModelSpec(
 class Bytes:
     """Token n is byte n; 256 and more are control tokens."""
 
+    special_tokens: ClassVar[dict[str, str]] = {"bos_token": "<257>"}
     middle: Middle | None = None
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
@@ -145,6 +146,7 @@ class ScriptedService:
         self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab, max_rows=4096, identity=identity)
         self.tokenizer = Bytes()
         self.chat = self
+        self.template = "{{ messages }}"
         self.metrics = Metrics("cairn", "scripted")
         self.streams: list[ScriptedStream] = []
         self.remembered: list[tuple[Any, ...]] = []

@@ -46,14 +46,14 @@ def every_route(app: App) -> list[tuple[str, str]]:
     ],
 )
 async def test_every_route_needs_a_key(headers: dict[str, str]) -> None:
-    """Known failure 45: no route is open because nobody thought of it; not even one that does not exist."""
+    """Known failure 45: no route is open because nobody thought of it."""
     async with site(ScriptedService(), ONE) as at:
         routes = [
             *every_route(at.app),
-            ("GET", "/"),
-            ("GET", "/nowhere"),
+            ("GET", "/version"),
+            ("POST", "/chat/completions"),
+            ("GET", "/models/x"),
             ("DELETE", "/v1/models"),
-            ("GET", "//health/live"),
         ]
         assert len(routes) > 10
         for method, path in routes:
@@ -64,10 +64,19 @@ async def test_every_route_needs_a_key(headers: dict[str, str]) -> None:
 
 
 async def test_only_health_is_open() -> None:
-    assert {"/health/live", "/health/ready"} == OPEN
+    assert {"/health", "/health/live", "/health/ready", "/health/startup"} == OPEN
     async with site(ScriptedService(), ONE) as at:
         for path in OPEN:
             assert (await call(at, path)).status_code == 200
+
+
+async def test_what_is_no_route_is_told_without_a_key_and_nothing_of_what_there_is() -> None:
+    """A wrong base URL must not look like a wrong key; whether an object exists is told to nobody without one."""
+    async with site(ScriptedService(), ONE) as at:
+        for path in ("/", "/nowhere", "//health/live", "/v1/v1/models", "/v1/cache/nothing", "/v1/requests/1/2"):
+            assert (await call(at, path)).status_code == 404, path
+        for path in ("/v1/models/scripted", "/v1/models/other", "/v1/requests/0000000000000001", "/v1/agents/one"):
+            assert (await call(at, path)).status_code == 401, path
 
 
 async def test_bearer_and_x_api_key() -> None:
@@ -170,7 +179,26 @@ async def test_hosts_of_this_machine(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:8000", "", "a:b:c", "[x"]
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example:8000",
+        "",
+        "a:b:c",
+        "[x",
+        "[localhost]",
+        "[localhost]evil.com",
+        "[localhost]:80",
+        "[127.0.0.1]",
+        "[::1].evil.com",
+        "[::1]evil.com:80",
+        "[::1]:80.evil.com",
+        "[::1]:evil",
+        "localhost:evil",
+        "[[::1]]",
+        "localhost:80:80",
+    ],
 )
 async def test_another_host_is_refused(host: str) -> None:
     """DNS rebinding: a page's own name never reaches the API, not even health."""

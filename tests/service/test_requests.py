@@ -77,11 +77,17 @@ def test_nothing_that_is_asked_for_is_dropped():
     assert found.stop_token_ids == (7, 9, 50)
     assert params(ignore_eos=True, stop_token_ids=[50]).stop_token_ids == (50,)
     used = {*options, "logit_bias", "stop_token_ids", "ignore_eos"}
-    assert set(SamplingOptions.__struct_fields__) - used == {"stop", "n", "priority"}
+    assert set(SamplingOptions.__struct_fields__) - used == {
+        "stop",
+        "n",
+        "priority",
+        "timeout",
+        "first_token_timeout",
+    }
     (first, second) = requests(
         SPEC, [1], SamplingOptions(stop=["a", "b"], n=2, priority=3), ids=counter(), timeout=9.0, salt=b"s"
     )
-    assert (first.stop, first.priority, first.timeout, first.salt) == (("a", "b"), 3, 9.0, b"s")
+    assert (first.stop, first.priority, first.timeout, first.salt) == (("a", "b"), -3, 9.0, b"s")  # 3 comes later
     assert (first.id, first.choice, second.id, second.choice) == (100, 0, 101, 1)
     assert first.sampling == second.sampling
 

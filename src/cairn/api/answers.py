@@ -271,6 +271,12 @@ def reason(choice: Choice) -> str:
     return choice.done.reason.value
 
 
+def tokens_of(choices: Sequence[Choice]) -> tuple[int, int]:
+    """Tokens of the prompts, each counted once, and of all answers, however they ended."""
+    prompts = sum(len(choice.request.prompt) for choice in choices if choice.request.choice == 0)
+    return prompts, sum(len(choice.computed) for choice in choices)
+
+
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
     """The usage object of a call that has ended."""
     ends: list[tuple[Done, bool]] = []

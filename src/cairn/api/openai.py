@@ -11,7 +11,18 @@ from typing import Any, cast
 
 import msgspec
 
-from cairn.api.answers import Answer, ChatAnswer, Choice, TextAnswer, finished, said, starting, tied, usage_of
+from cairn.api.answers import (
+    Answer,
+    ChatAnswer,
+    Choice,
+    TextAnswer,
+    finished,
+    said,
+    starting,
+    tied,
+    tokens_of,
+    usage_of,
+)
 from cairn.api.checks import check_chat, check_stream
 from cairn.api.limits import read_json
 from cairn.api.parse import parse
@@ -138,13 +149,14 @@ class OpenAI:
     ) -> None:
         numbers = [choice.request.id for choice in choices]
         if is_resumable(call, stream):
-            events = self._events(call.number, service, choices, answer, usage)
+            events = self._events(call, service, choices, answer, usage)
             follower = self._tapes.start(
                 call, events, lambda: [service.abort(id) for id in numbers], self._config.heartbeat
             )
             await follower.run(call)
+            call.tokens = tokens_of(choices)
             return
-        self._registry.open(call.number, numbers)
+        self._registry.open(call.number, numbers, name=call.name, salt=call.salt)
         try:
             with spelled(answer.names), tied(choices, answer):
                 async with Watch(call) as watch:
@@ -152,8 +164,11 @@ class OpenAI:
                         await self._stream(call, service, choices, answer, usage, watch)
                     else:
                         await self._whole(call, service, choices, answer, watch)
+                if watch.left:
+                    call.ended = "client_left"
         finally:
             self._registry.close(call.number)
+            call.tokens = tokens_of(choices)
 
     async def _whole(
         self, call: Call, service: Service, choices: Sequence[Choice], answer: Answer, watch: Watch
@@ -176,10 +191,14 @@ class OpenAI:
     ) -> None:
         try:
             asked = [choice.request for choice in choices]
-            events = merge(starting(service, choices, answer), asked, heartbeat=self._config.heartbeat)
+            start = starting(service, choices, answer)
+            data = answer.begin()
+            events = merge(start, asked, heartbeat=self._config.heartbeat, announce=True)
             async with contextlib.aclosing(events) as found:
                 async for batch in found:
-                    data = b"" if call.started else await self._begin(call, answer)
+                    if not call.started:
+                        await call.begin(EVENT_STREAM)
+                        continue
                     data += said(batch, choices, answer) if batch else HEARTBEAT
                     if all(choice.done for choice in choices):
                         data += answer.usage(usage_of(choices)) + DONE if usage else DONE
@@ -188,24 +207,31 @@ class OpenAI:
                         return
                     if data:
                         await call.write(data)
+                    data = b""
         except Exception as error:
             if not call.started:
                 raise
             watch.stop()
             known = error if isinstance(error, CairnError) else internal(call.id)
+            call.ended = known.code
             await call.write(error_event(known), more=False)
             if known is not error:
                 raise
 
     async def _events(
-        self, number: int, service: Service, choices: Sequence[Choice], answer: Answer, usage: bool
+        self, call: Call, service: Service, choices: Sequence[Choice], answer: Answer, usage: bool
     ) -> AsyncGenerator[bytes, None]:
-        """The chunks of a stream, whoever reads them."""
+        """The chunks of a stream, whoever reads them; nothing at all first, once the requests are let in."""
         asked = [choice.request for choice in choices]
-        self._registry.open(number, [request.id for request in asked])
+        number, name, salt = call.number, call.name, call.salt
+        del call  # its connection may be gone long before
+        self._registry.open(number, [request.id for request in asked], name=name, salt=salt)
         try:
             with spelled(answer.names), tied(choices, answer):
-                async with contextlib.aclosing(merge(starting(service, choices, answer), asked)) as found:
+                events = merge(starting(service, choices, answer), asked, announce=True)
+                async with contextlib.aclosing(events) as found:
+                    await anext(found)
+                    yield b""
                     data = answer.begin()
                     async for batch in found:
                         data += said(batch, choices, answer)
@@ -215,11 +241,6 @@ class OpenAI:
             yield answer.usage(usage_of(choices)) + DONE if usage else DONE
         finally:
             self._registry.close(number)
-
-    async def _begin(self, call: Call, answer: Answer) -> bytes:
-        data = answer.begin()
-        await call.start(200, EVENT_STREAM)
-        return data
 
 
 def ids(call: Call, service: Service) -> Any:

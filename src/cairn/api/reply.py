@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -23,6 +24,8 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 JSON = (b"content-type", b"application/json")
+_NAME = re.compile(rb"[!-.0-~]{1,128}")
+"""What a client may call a request: visible characters, and no slash, since it stands in a path."""
 encode = msgspec.json.Encoder().encode
 
 
@@ -53,7 +56,8 @@ def shown(text: str) -> str:
 class Call:
     """One request and its answer: a thin layer over ASGI that puts the request id on every response.
 
-    `id` is 16 hexadecimal digits, unique for ever; `tenant` and `salt` are set by the access layer.
+    `id` is 16 hexadecimal digits, unique for ever; `tenant` and `salt` are set by the access layer. `name` is what the
+    client calls the request in X-Request-ID, if that is of a form that can be used: other values mean nothing.
     """
 
     __slots__ = (
@@ -61,8 +65,10 @@ class Call:
         "_held",
         "_receive",
         "_send",
+        "ended",
         "headers",
         "id",
+        "name",
         "number",
         "path",
         "salt",
@@ -70,6 +76,7 @@ class Call:
         "started",
         "status",
         "tenant",
+        "tokens",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, number: int, budget: BodyBudget) -> None:
@@ -84,6 +91,12 @@ class Call:
         self.started = False
         self.status = 0
         """Of the answer, once it has begun."""
+        self.tokens: tuple[int, int] | None = None
+        """Of the prompt and of the answer, where something was generated."""
+        self.ended = ""
+        """Why the answer ended early although its status says nothing of it."""
+        given = self.header(b"x-request-id")
+        self.name = given.decode() if given is not None and _NAME.fullmatch(given) else None
         self._receive = receive
         self._send = send
         self._budget = budget
@@ -137,17 +150,24 @@ class Call:
         """A whole answer as JSON."""
         await self.respond(status, encode(value), [JSON])
 
-    async def fail(self, error: CairnError, headers: Headers | None = None) -> None:
-        """A whole answer that reports an error."""
-        extra = [JSON, *(headers or ()), *retry_after(error)]
-        await self.respond(error.status, encode(error_body(error)), extra)
+    async def fail(self, error: CairnError, headers: Headers, body: dict[str, Any]) -> None:
+        """A whole answer that reports an error, `body` in the shape that the path's clients read."""
+        await self.respond(error.status, encode(body), [JSON, *headers, *retry_after(error)])
 
     async def start(self, status: int, headers: Headers) -> None:
         """Status and headers of an answer whose body follows by `write`."""
         self.started = True
         self.status = status
-        headers = [*headers, *self.headers, (b"x-request-id", self.id.encode())]
+        id = self.id.encode()
+        headers = [*headers, *self.headers, (b"x-request-id", id if self.name is None else self.name.encode())]
+        if self.name is not None:
+            headers.append((b"x-cairn-request-id", id))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def begin(self, headers: Headers) -> None:
+        """Status 200 and headers on their way at once, before there is anything to say."""
+        await self.start(200, headers)
+        await self.write(b"")
 
     async def write(self, data: bytes, more: bool = True) -> None:
         """A piece of the body; waits while the client reads too slowly."""

@@ -149,6 +149,9 @@ class Generation(Body):
     min_tokens: Count = None
     ignore_eos: bool | None = None
     n: Count = None
+    priority: Count = None
+    timeout: Number = None
+    first_token_timeout: Number = None
     store: bool | None = None
     """False: nothing of it goes to the disk, neither the answer for exact replay nor its KV, which holds token ids."""
     metadata: dict[str, str] | None = None
@@ -174,6 +177,9 @@ class Generation(Body):
             "min_tokens": self.min_tokens,
             "ignore_eos": bool(self.ignore_eos),
             "n": self.n,
+            "priority": self.priority,
+            "timeout": self.timeout,
+            "first_token_timeout": self.first_token_timeout,
         }
         return SamplingOptions(**(given | more))
 
@@ -245,12 +251,15 @@ class CompletionBody(Generation):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text as a completion prompt, or messages as the chat template renders them."""
+    """POST /tokenize: a completion prompt, a text by itself, or messages as the chat template renders them."""
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
+    add_special: bool | None = None
     parse_special: bool | None = None
     """As of a completion."""
+    with_pieces: bool | None = None
     messages: Messages | None = None
     tools: Several[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -55,8 +55,8 @@ def register(app: typer.Typer) -> None:
     @cache.command()
     @configured(_SERVER, model=False)
     def prune(resolved: Resolved, host: Host = None) -> None:
-        """Remove stored chunks that nobody has used for thirty days; pinned ones stay. On this machine also packed
-        weights that no start has used for as long."""
+        """Remove stored chunks that nobody has used for --kv-ttl; pinned ones stay. On this machine also packed
+        weights that no start has used for thirty days."""
         from cairn.cli.output import amount
         from cairn.models.packed_file import prune as prune_packed
 

@@ -25,6 +25,8 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
 ONE_TOKEN = 1e-9
 """What a top_p of 0 means: the likeliest token alone."""
+MOST_SECONDS = 1e9
+"""Of a time limit where none is configured."""
 LEAST_SEED, MOST_SEED = -(1 << 63), (1 << 64) - 1
 
 
@@ -60,6 +62,11 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     n: int | None = None
     """Choices, at most `max_choices`."""
     priority: int | None = None
+    """-100 to 100, default 0; lower runs sooner. Waiting makes up for it, so nobody starves."""
+    timeout: float | None = None
+    """Seconds after which it ends with an error; at most, and by default, what the server allows."""
+    first_token_timeout: float | None = None
+    """Seconds after which it ends with an error where not a token has come."""
 
 
 PLAIN = SamplingOptions()
@@ -151,6 +158,9 @@ def requests(
     )
     stop = _stop(options.stop)
     priority = 0 if options.priority is None else _count("priority", options.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    longest = MOST_SECONDS if timeout is None else timeout
+    first_token = _seconds("first_token_timeout", options.first_token_timeout, longest)
+    timeout = _seconds("timeout", options.timeout, longest) or timeout
     return tuple(
         Request(
             id=ids(),
@@ -161,7 +171,8 @@ def requests(
             output=output or OutputFormat(),
             salt=salt,
             timeout=timeout,
-            priority=priority,
+            first_token_timeout=first_token,
+            priority=-priority,
             durable=durable,
             stored=stored,
         )
@@ -177,6 +188,17 @@ def _number(name: str, value: object) -> float:
         raise InvalidRequest(f"{name} must be a finite number", field=name)
     if not low <= value <= high:
         raise InvalidRequest(f"{name} must be from {low:g} to {high:g}; it is {_said(value)}", field=name)
+    return float(value)
+
+
+def _seconds(name: str, value: object, most: float) -> float | None:
+    """A time limit that is asked for, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        raise InvalidRequest(
+            f"{name} must be a number of seconds above 0 and at most {most:g} (request_timeout)", field=name
+        )
     return float(value)
 
 

@@ -177,6 +177,11 @@ class Chat:
             self.tokenizer.end_ids |= turn_ends(text, self.tokenizer)
         await renderer.settled()
 
+    @property
+    def template(self) -> str:
+        """The text of the template that chats are rendered with; empty where the model has none."""
+        return self._templates.get("default", "")
+
     async def prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
