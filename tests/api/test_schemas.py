@@ -358,7 +358,7 @@ AT_LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"seed": (1 << 64) - 1}, {"seed": 1 << 64}, "seed"),
     ({"n": 8}, {"n": 9}, "n"),
     ({"n": 1}, {"n": 0}, "n"),
-    ({"stop": ["a", "b", "c", "d"]}, {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": ["a"] * 64}, {"stop": ["a"] * 65}, "stop"),
     ({"stop": "\u00e9" * 128}, {"stop": "\u00e9" * 128 + "x"}, "stop"),
     ({"stop": ["a"]}, {"stop": [""]}, "stop"),
     ({"stop_token_ids": [SPEC.vocab - 1]}, {"stop_token_ids": [SPEC.vocab]}, "stop_token_ids"),
@@ -367,10 +367,12 @@ AT_LIMITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"logit_bias": {"1": 100}}, {"logit_bias": {"1": 100.1}}, "logit_bias"),
     ({"logprobs": True, "top_logprobs": 20}, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 1}, {"top_logprobs": 1}, "top_logprobs"),
-    ({"max_tokens": 126}, {"max_tokens": 127}, "max_tokens"),
+    ({"max_tokens": -1}, {"max_tokens": -2}, "max_tokens"),
+    ({"max_tokens": 32000}, {"max_tokens": 32000.5}, "max_tokens"),
     ({"max_tokens": 1}, {"max_tokens": 0}, "max_tokens"),
     ({"max_completion_tokens": 1}, {"max_completion_tokens": 0}, "max_completion_tokens"),
-    ({"max_completion_tokens": 126}, {"max_completion_tokens": 127}, "max_completion_tokens"),
+    ({"max_completion_tokens": -1}, {"max_completion_tokens": -2}, "max_completion_tokens"),
+    ({"seed": -1}, {"seed": 0.5}, "seed"),
     ({"max_tokens": 5, "min_tokens": 5}, {"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
 ]
 
@@ -407,13 +409,13 @@ async def test_lists_and_figures_at_their_limits() -> None:
         for prompt in ([SPEC.vocab], [-1], [1 << 70], ""):
             wrong = await http.post("/v1/completions", json=text | {"prompt": prompt})
             assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "prompt"
-        long = await http.post("/v1/completions", json=text | {"prompt": "x" * 100, "max_tokens": 29})
-        assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
-        for figure in ("100", "29", "128"):
-            assert figure in long.json()["error"]["message"]
-        assert (
-            await http.post("/v1/completions", json=text | {"prompt": "x" * 100, "max_tokens": 28})
-        ).status_code == 200
+        long = (await http.post("/v1/completions", json=text | {"prompt": "x" * 130, "max_tokens": 29})).json()["error"]
+        assert (long["code"], long["n_prompt_tokens"], long["n_ctx"]) == ("context_length_exceeded", 130, 128)
+        for figure in ("130", "128"):
+            assert figure in long["message"]
+        long = (await http.post("/v1/chat/completions", json=chat("x" * 5000))).json()["error"]
+        assert (long["code"], long["param"], long["n_ctx"]) == ("context_length_exceeded", "messages", 128)
+        assert long["n_prompt_tokens"] >= 256
         for number in (10**400, -(10**400), 1e308, -1e308):
             for field in ("temperature", "seed", "n", "max_tokens", "presence_penalty", "top_k", "min_tokens"):
                 wrong = await http.post("/v1/chat/completions", json=body | {field: number})

@@ -8,8 +8,6 @@ import itertools
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-import msgspec
-
 from cairn.api.answers import Answer, ChatAnswer, Choice, TextAnswer, finished, said, starting, tied, usage_of
 from cairn.api.checks import check_chat, check_stream
 from cairn.api.limits import read_json
@@ -24,7 +22,7 @@ from cairn.config import Config
 from cairn.errors import CairnError, InvalidRequest, UnknownModel
 from cairn.service.admission import check_together
 from cairn.service.recent import Told, told_of
-from cairn.service.requests import SamplingOptions, requests
+from cairn.service.requests import requests
 from cairn.service.service import Service
 from cairn.service.stream import merge
 from cairn.text import length
@@ -83,7 +81,7 @@ class OpenAI:
         tie = self._ties.tie(call, body)
         echo = bool(body.echo)
         options = body.options(
-            max_tokens=body.max_tokens,
+            max_tokens=COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
             logprobs=body.logprobs is not None,
             top_logprobs=body.logprobs,
             prompt_logprobs=echo and body.logprobs is not None,
@@ -99,7 +97,7 @@ class OpenAI:
                 made = requests(
                     service.spec,
                     tokens,
-                    options if body.max_tokens is not None else _fit(options, len(tokens), service.info.context),
+                    options,
                     ids=draw,
                     context=service.info.context,
                     max_choices=self._config.max_choices,
@@ -239,7 +237,7 @@ def spelled(names: Mapping[str, str]) -> Iterator[None]:
         if name is None:
             raise
         text = str(error) if error.field == "prompt" else str(error).replace(str(error.field), name)
-        raise type(error)(text, field=name) from None
+        raise error.named(text, name) from None
 
 
 def check_model(name: str, service: Service) -> None:
@@ -259,9 +257,3 @@ async def encode_text(service: Service, text: str, *, inline: bool = True) -> li
 async def check_length(service: Service, texts: Sequence[str], field: str) -> None:
     """Refuse texts that are far too long for the context before anything is done with them."""
     await length.check_length(service.tokenizer.encode, texts, service.info.context, field)
-
-
-def _fit(options: SamplingOptions, prompt: int, context: int) -> SamplingOptions:
-    """The default of max_tokens, cut to what is left of the context; without any room the length check says so."""
-    room = context - prompt
-    return msgspec.structs.replace(options, max_tokens=min(COMPLETION_TOKENS, room)) if room > 0 else options

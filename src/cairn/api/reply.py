@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.errors import CairnError, RequestTimeout, TooLarge
+from cairn.errors import CairnError, ContextTooLong, RequestTimeout, TooLarge
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -30,11 +30,15 @@ class Disconnected(Exception):
 
 
 def error_body(error: CairnError) -> dict[str, Any]:
-    """The error in OpenAI's shape."""
+    """The error in OpenAI's shape; of a prompt that is too long also its tokens and the context's, as llama.cpp says
+    them."""
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 499: "cancelled"}
     fallback = "invalid_request_error" if error.status < 500 else "server_error"
     kind = kinds.get(error.status, fallback)
-    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": error.code}}
+    body = {"message": str(error), "type": kind, "param": error.field, "code": error.code}
+    if isinstance(error, ContextTooLong) and error.prompt_tokens is not None:
+        body |= {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context}
+    return {"error": body}
 
 
 def retry_after(error: CairnError) -> Headers:

@@ -66,7 +66,7 @@ class Ties:
             try:
                 return Tie(self.agents, call.tenant, self.agents.named(call.tenant, named), store)
             except (InvalidRequest, NotFound) as error:
-                raise type(error)(str(error), field=NAME) from None
+                raise error.named(str(error), NAME) from None
         names = ((body.metadata or {}).get("agent"), body.prompt_cache_key)
         found = (self._named(call, name) for name in names if name is not None)
         return Tie(self.agents, call.tenant, next((agent for agent in found if agent is not None), None), store)
