@@ -90,6 +90,8 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt already ends inside `<think>`."""
     tools: bool = False
     """`<tool_call>` JSON becomes tool calls."""
+    one_call: bool = False
+    """The answer ends with its first tool call."""
     continues: bool = False
     """The answer goes on the prompt's own text: it is no text of its own, whose first space a decoder may drop."""
 

@@ -77,12 +77,16 @@ def test_nothing_that_is_asked_for_is_dropped():
     assert found.stop_token_ids == (7, 9, 50)
     assert params(ignore_eos=True, stop_token_ids=[50]).stop_token_ids == (50,)
     used = {*options, "logit_bias", "stop_token_ids", "ignore_eos"}
-    assert set(SamplingOptions.__struct_fields__) - used == {"stop", "n", "priority"}
+    assert set(SamplingOptions.__struct_fields__) - used == {"stop", "n", "priority", "parallel_tool_calls"}
     (first, second) = requests(
         SPEC, [1], SamplingOptions(stop=["a", "b"], n=2, priority=3), ids=counter(), timeout=9.0, salt=b"s"
     )
     assert (first.stop, first.priority, first.timeout, first.salt) == (("a", "b"), 3, 9.0, b"s")
     assert (first.id, first.choice, second.id, second.choice) == (100, 0, 101, 1)
+    for tools in (True, False):
+        plan = SamplingOptions(parallel_tool_calls=False)
+        (one,) = requests(SPEC, [1], plan, ids=counter(), output=OutputFormat(tools=tools))
+        assert one.output == OutputFormat(tools=tools, one_call=tools)
     assert first.sampling == second.sampling
 
 
@@ -120,6 +124,7 @@ def test_numbers_hold_at_the_limit_and_not_beyond(name):
         ("logprobs", [True], [1, "yes"]),
         ("ignore_eos", [True], [1]),
         ("prompt_logprobs", [True], ["x"]),
+        ("parallel_tool_calls", [True, False], [0, "no"]),
     ],
 )
 def test_limits(field, good, bad):

@@ -62,14 +62,13 @@ class Admin:
 
     async def model(self, call: Call, service: Service) -> None:
         """GET /v1/models/{id}; an id may hold slashes."""
-        check_model(call.path.removeprefix("/v1/models/"), service)
+        check_model(call.path.removeprefix("/v1/models/"), service, strict=True)
         await call.json(self._model(service))
 
     async def tokenize(self, call: Call, service: Service) -> None:
         """POST /tokenize: {"prompt"} or {"messages"} -> {"tokens", "count", "max_model_len"}."""
-        body = parse(TokenizeBody, await read_json(call, self._config), self._config)
-        if body.model is not None:
-            check_model(body.model, service)
+        body = parse(TokenizeBody, await read_json(call, self._config), self._config, call)
+        check_model(body.model, service)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", field="prompt")
         if body.prompt is not None:
@@ -78,7 +77,7 @@ class Admin:
             tokens = await encode_text(service, body.prompt)
         else:
             messages = body.messages or []
-            check_messages(messages, body.tools, self._config)
+            check_messages(messages, self._config)
             check_template_args(body.chat_template_kwargs)
             tools = plain_tools(body.tools)
             await check_length(service, contents(messages, tools), "messages")
@@ -93,9 +92,8 @@ class Admin:
 
     async def detokenize(self, call: Call, service: Service) -> None:
         """POST /detokenize: {"tokens"} -> {"prompt"}, control tokens included."""
-        body = parse(DetokenizeBody, await read_json(call, self._config), self._config)
-        if body.model is not None:
-            check_model(body.model, service)
+        body = parse(DetokenizeBody, await read_json(call, self._config), self._config, call)
+        check_model(body.model, service)
         vocab = service.spec.vocab
         for token in body.tokens:
             if not 0 <= token < vocab:

@@ -78,7 +78,10 @@ class Access:
             allowed = b"*" if "*" in self._origins else origin.encode("latin-1")
             call.headers += [
                 (b"access-control-allow-origin", allowed),
-                (b"access-control-expose-headers", b"x-request-id, retry-after, x-cairn-agent, x-cairn-turn"),
+                (
+                    b"access-control-expose-headers",
+                    b"x-request-id, retry-after, x-cairn-agent, x-cairn-turn, x-cairn-warning",
+                ),
             ]
 
     def is_preflight(self, call: Call) -> bool:

@@ -9,11 +9,11 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from cairn.api.answers import Answer, ChatAnswer, Choice, TextAnswer, finished, said, starting, tied, usage_of
-from cairn.api.checks import check_chat, check_stream
+from cairn.api.checks import check_chat, check_strict, choice_of
 from cairn.api.limits import read_json
 from cairn.api.parse import parse
 from cairn.api.registry import Registry
-from cairn.api.reply import JSON, Call, Watch, encode, internal, shown
+from cairn.api.reply import Call, Watch, internal, shown
 from cairn.api.resumable import Tapes, is_resumable
 from cairn.api.schemas import ChatBody, CompletionBody, contents, plain_messages, plain_tools
 from cairn.api.sse import DONE, EVENT_STREAM, HEARTBEAT, error_event
@@ -44,15 +44,17 @@ class OpenAI:
 
     async def chat(self, call: Call, service: Service) -> None:
         """POST /v1/chat/completions."""
-        body = parse(ChatBody, await read_json(call, self._config), self._config)
+        body = parse(ChatBody, await read_json(call, self._config), self._config, call)
         check_chat(body, self._config)
+        check_strict(body.tools, call)
         check_model(body.model, service)
-        tie = self._ties.tie(call, body)
-        tools = plain_tools(body.tools) if body.tool_choice != "none" else None
+        tools = plain_tools(body.tools) if choice_of(body) != "none" else None
         await check_length(service, contents(body.messages, tools), "messages")
         messages = plain_messages(body.messages)
-        prompt = await service.chat.prompt(messages, tools, tenant=call.tenant, template_args=body.chat_template_kwargs)
-        names = names_of(body.max_tokens)
+        prompt = await service.chat.prompt(
+            messages, tools, tenant=call.tenant, template_args=body.template_args(service.chat.knows)
+        )
+        names, store = names_of(body.max_tokens), is_stored(body.store, self._config)
         with spelled(names):
             made = requests(
                 service.spec,
@@ -65,21 +67,20 @@ class OpenAI:
                 salt=call.salt,
                 timeout=self._config.request_timeout,
                 durable=any(message.role == "assistant" for message in body.messages),
-                stored=body.store is not False,
+                stored=store,
             )
         check_together(made, self._config, service.info.max_rows)
         choices = [Choice(request) for request in made]
+        tie = await self._ties.tie(call, body, store=store)
         answer = ChatAnswer(call, service, choices, body.include_usage, tie)
-        answer.told, answer.names = told_of(messages, store=body.store is not False), names
+        answer.told, answer.names = told_of(messages, store=store), names
         await self._run(call, service, choices, answer, bool(body.stream), body.include_usage)
 
     async def complete(self, call: Call, service: Service) -> None:
         """POST /v1/completions."""
-        body = parse(CompletionBody, await read_json(call, self._config), self._config)
-        check_stream(body)
+        body = parse(CompletionBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
-        tie = self._ties.tie(call, body)
-        echo = bool(body.echo)
+        echo, store = bool(body.echo), is_stored(body.store, self._config)
         options = body.options(
             max_tokens=COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
             logprobs=body.logprobs is not None,
@@ -105,7 +106,7 @@ class OpenAI:
                     timeout=self._config.request_timeout,
                     output=OutputFormat(continues=True),
                     allow_empty=echo,
-                    stored=body.store is not False,
+                    stored=store,
                 )
             choices += [Choice(request) for request in made]
             if echo:
@@ -113,8 +114,9 @@ class OpenAI:
                 echoes += [text] * len(made)
         check_together([choice.request for choice in choices], self._config, service.info.max_rows)
         top = body.logprobs
+        tie = await self._ties.tie(call, body, store=store)
         answer = TextAnswer(call, service, choices, body.include_usage, echoes if echo else None, top, tie)
-        answer.told = Told(store=body.store is not False)
+        answer.told = Told(store=store)
         await self._run(call, service, choices, answer, bool(body.stream), body.include_usage)
 
     def _prompts(self, body: CompletionBody) -> list[str | list[int]]:
@@ -162,9 +164,9 @@ class OpenAI:
                         answer.done(index)
                     else:
                         choices[index].add(event)
-        body = encode(answer.whole(usage_of(choices)))
+        whole = answer.whole(usage_of(choices))
         watch.stop()
-        await call.respond(200, body, [JSON])
+        await call.json(whole)
 
     async def _stream(
         self, call: Call, service: Service, choices: Sequence[Choice], answer: Answer, usage: bool, watch: Watch
@@ -240,9 +242,14 @@ def spelled(names: Mapping[str, str]) -> Iterator[None]:
         raise error.named(text, name) from None
 
 
-def check_model(name: str, service: Service) -> None:
-    """UnknownModel unless this is the model served here."""
-    if name != service.name:
+def is_stored(store: bool | None, config: Config) -> bool:
+    """Whether something of a request may be kept on the disk, as it says itself and the server's owner."""
+    return store is not False or config.store_kv == "always"
+
+
+def check_model(name: str | None, service: Service, *, strict: bool = False) -> None:
+    """UnknownModel where `strict`, or the server's owner, wants a name of the model that is served."""
+    if name is not None and name not in service.names and (strict or service.strict):
         raise UnknownModel(f"there is no model {shown(name)!r}; this server has: {service.name}", field="model")
 
 

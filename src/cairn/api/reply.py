@@ -21,6 +21,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+WARNING = b"x-cairn-warning"
 JSON = (b"content-type", b"application/json")
 encode = msgspec.json.Encoder().encode
 
@@ -35,7 +36,7 @@ def error_body(error: CairnError) -> dict[str, Any]:
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 499: "cancelled"}
     fallback = "invalid_request_error" if error.status < 500 else "server_error"
     kind = kinds.get(error.status, fallback)
-    body = {"message": str(error), "type": kind, "param": error.field, "code": error.code}
+    body: dict[str, Any] = {"message": str(error), "type": kind, "param": error.field, "code": error.code}
     if isinstance(error, ContextTooLong) and error.prompt_tokens is not None:
         body |= {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context}
     return {"error": body}
@@ -46,6 +47,9 @@ def retry_after(error: CairnError) -> Headers:
     if error.retry_after is None:
         return []
     return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
+
+
+MAX_WARNINGS = 16
 
 
 def shown(text: str) -> str:
@@ -59,7 +63,20 @@ class Call:
     `id` is 16 hexadecimal digits, unique for ever; `tenant` and `salt` are set by the access layer.
     """
 
-    __slots__ = ("_receive", "_send", "headers", "id", "number", "path", "salt", "scope", "started", "status", "tenant")
+    __slots__ = (
+        "_receive",
+        "_send",
+        "headers",
+        "id",
+        "number",
+        "path",
+        "salt",
+        "scope",
+        "started",
+        "status",
+        "tenant",
+        "warnings",
+    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, number: int) -> None:
         self.scope = scope
@@ -68,6 +85,8 @@ class Call:
         self.id = f"{number:016x}"
         self.headers: Headers = []
         """Sent with every answer beside the endpoint's own (CORS)."""
+        self.warnings: list[str] = []
+        """What the sender should know of a request that is answered all the same: told in a header, and in bodies."""
         self.tenant = "default"
         self.salt = b""
         self.started = False
@@ -99,6 +118,11 @@ class Call:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
+    def warn(self, sentence: str) -> None:
+        """Tell the sender something with the answer, the first 16 sentences of many."""
+        if len(self.warnings) < MAX_WARNINGS:
+            self.warnings.append(sentence)
+
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:
         """A whole answer."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
@@ -106,6 +130,8 @@ class Call:
 
     async def json(self, value: Any, status: int = 200) -> None:
         """A whole answer as JSON."""
+        if self.warnings and isinstance(value, dict):
+            value = value | {"warnings": self.warnings}
         await self.respond(status, encode(value), [JSON])
 
     async def fail(self, error: CairnError, headers: Headers | None = None) -> None:
@@ -117,7 +143,8 @@ class Call:
         """Status and headers of an answer whose body follows by `write`."""
         self.started = True
         self.status = status
-        headers = [*headers, *self.headers, (b"x-request-id", self.id.encode())]
+        told = [(WARNING, sentence.encode("ascii", "replace")) for sentence in self.warnings]
+        headers = [*headers, *self.headers, *told, (b"x-request-id", self.id.encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes, more: bool = True) -> None:

@@ -226,9 +226,10 @@ class ChatChunks:
         found += [self._chunk(index, encode(piece), b"null", b"null") for piece in pieces[1:]]
         return b"".join(found)
 
-    def finish(self, index: int, done: Done, reason: str) -> bytes:
+    def finish(self, index: int, done: Done, reason: str, warnings: Sequence[str] = ()) -> bytes:
         """The last chunk of a choice. Where no usage follows, it says where the prompt's KV came from."""
-        return self._chunk(index, b"{}", b"null", encode(reason), b"" if self._usage_null else _cairn(done))
+        more = _told(warnings) + (b"" if self._usage_null else _cairn(done))
+        return self._chunk(index, b"{}", b"null", encode(reason), more)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The chunk without choices that carries the usage."""
@@ -256,15 +257,19 @@ class TextChunks:
         tail = b',"logprobs":' + encode(logprobs) + b',"finish_reason":null}]' + self._usage_null + b"}\n\n"
         return self._heads[index] + encode(text) + tail
 
-    def finish(self, index: int, done: Done, reason: str) -> bytes:
+    def finish(self, index: int, done: Done, reason: str, warnings: Sequence[str] = ()) -> bytes:
         """The last chunk of a choice. Where no usage follows, it says where the prompt's KV came from."""
-        more = self._usage_null or _cairn(done)
+        more = _told(warnings) + (self._usage_null or _cairn(done))
         tail = b'"","logprobs":null,"finish_reason":' + encode(reason) + b"}]" + more + b"}\n\n"
         return self._heads[index] + tail
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The chunk without choices that carries the usage."""
         return self._open + b'],"usage":' + encode(usage) + b"}\n\n"
+
+
+def _told(warnings: Sequence[str]) -> bytes:
+    return b',"warnings":' + encode(warnings) if warnings else b""
 
 
 def _cairn(done: Done) -> bytes:

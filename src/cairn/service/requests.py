@@ -62,6 +62,8 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     n: int | None = None
     """Choices, at most `max_choices`."""
     priority: int | None = None
+    parallel_tool_calls: bool = True
+    """False: an answer ends with its first tool call."""
 
 
 PLAIN = SamplingOptions()
@@ -151,6 +153,9 @@ def requests(
         spec, options, prompt_tokens=len(tokens), context=context, allow_empty=allow_empty, rng=rng
     )
     stop = _stop(options.stop)
+    output = output or OutputFormat()
+    if output.tools and not options.parallel_tool_calls:
+        output = msgspec.structs.replace(output, one_call=True)
     priority = 0 if options.priority is None else _count("priority", options.priority, -MAX_PRIORITY, MAX_PRIORITY)
     return tuple(
         Request(
@@ -159,7 +164,7 @@ def requests(
             sampling=sampling,
             choice=choice,
             stop=stop,
-            output=output or OutputFormat(),
+            output=output,
             salt=salt,
             timeout=timeout,
             priority=priority,
@@ -222,7 +227,7 @@ def _max_tokens(asked: int | None, prompt_tokens: int, context: int, allow_empty
 
 
 def _flags(options: SamplingOptions) -> None:
-    for name in ("logprobs", "prompt_logprobs", "ignore_eos"):
+    for name in ("logprobs", "prompt_logprobs", "ignore_eos", "parallel_tool_calls"):
         if not isinstance(getattr(options, name), bool):
             raise InvalidRequest(f"{name} must be true or false", field=name)
 

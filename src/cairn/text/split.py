@@ -37,8 +37,14 @@ class Splitter:
         self._held = ""
         self._call: CallScanner | None = None
         self._calls = 0
+        self._one_call = output.one_call
         self.complete_calls = 0
         """Tool calls that came out complete."""
+
+    @property
+    def over(self) -> bool:
+        """The only call that is wanted is complete: what follows is no part of the answer."""
+        return self._one_call and self.complete_calls > 0
 
     def push(self, text: str) -> list[Piece]:
         """Split what is certain by now."""
@@ -46,7 +52,7 @@ class Splitter:
         text = self._held + text
         self._held = ""
         at = 0
-        while at < len(text):
+        while at < len(text) and not self.over:
             if self._call is not None:
                 at, text = self._feed_call(self._call, text, at, pieces)
             else:
