@@ -216,7 +216,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         tuple[str, ...], Meta(description="Host headers to accept besides the address itself and localhost.")
     ] = ()
     cors_origins: Annotated[
-        tuple[str, ...], Meta(description="Web origins that may call the API; none by default.")
+        tuple[str, ...],
+        Meta(
+            description="Web origins that may call the API, such as https://app.example; none by default. "
+            "http://localhost stands for all its ports, '*' for every page."
+        ),
     ] = ()
     metrics_prefix: Annotated[Literal["cairn", "vllm"], Meta(description="Prefix of the metric names.")] = "cairn"
     log_level: Annotated[

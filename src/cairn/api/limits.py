@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cairn.api.origins import Origins
 from cairn.api.reply import Call, shown
 from cairn.config import Config
 from cairn.errors import Forbidden, InvalidRequest, UnsupportedMedia
@@ -37,7 +38,7 @@ def _check_origin(call: Call, config: Config) -> None:
     if not origin or call.header(b"sec-fetch-site") in (b"same-origin", b"none"):
         return
     host = (call.header(b"host") or b"").decode("latin-1")
-    if origin.partition("://")[2] != host and origin not in config.cors_origins and "*" not in config.cors_origins:
+    if origin.partition("://")[2] != host and not Origins(config).allow(origin):
         raise Forbidden(
             f"pages of {shown(origin)} may not call this server; allow them with --cors-origins, or send {{}} as JSON"
         )
