@@ -48,7 +48,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
             Row("function_call", "send tool_choice, which took its place", ("auto", "none")),
             Row("web_search_options", "this server does not search the web", ()),
             Row("moderation", "nothing here judges texts", ()),
-            Row("suffix", "text is continued at its end only", ("",)),
+            Row("suffix", "it belongs to /v1/completions", ("",)),
             Row("best_of", "ask for n answers and choose", (1,)),
         ),
         "llama.cpp": (
