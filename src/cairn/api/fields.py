@@ -53,8 +53,11 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
         ),
         "llama.cpp": (
             Row("cache_prompt id_slot slot_id n_cache_reuse n_keep", _CACHED),
-            Row("conv_id sse_ping_interval", "streams are kept awake, and resumed, as docs/reliability.md says"),
-            Row("timings_per_token return_progress", "nothing is added to the chunks; `usage` says where time went"),
+            Row(
+                "conv_id sse_ping_interval",
+                "streams are kept awake by --heartbeat and followed again by `X-Cairn-Resumable`",
+            ),
+            Row("timings_per_token return_progress", "nothing is added to the chunks"),
             Row("mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold", "set samplers that are off"),
             Row("dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers", "set a sampler that is off"),
             Row("mirostat dynatemp_range dry_multiplier xtc_probability", _SAMPLER, (0,)),
