@@ -459,6 +459,16 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
         assert answer.status_code == 200 and "joe" not in await opened(), "served, on nobody's account"
 
 
+async def test_answers_of_store_false_are_kept_where_the_server_says_so(folder: Path) -> None:
+    """What they were sampled as is in the log then, and found again after a restart."""
+    chat = {"messages": [{"role": "user", "content": "hi"}], "store": False, "prompt_cache_key": "pi", **TURN}
+    for store_kv, kept in (("asked", 0), ("always", 1)):
+        async with home(folder, store_kv=store_kv) as (at, _, http):
+            assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
+            assert len(at.agents._replays._kept) == kept
+            assert len((await http.get("/v1/agents")).json()["data"]) == kept, "an account too"
+
+
 async def test_requests_that_were_refused_take_no_place_from_those_that_were_computed(folder: Path) -> None:
     """Of an agent so many are remembered: the KV of those that no longer are does not go with it."""
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
