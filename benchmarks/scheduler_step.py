@@ -11,7 +11,8 @@ import time
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.kv.cache import Cache
-from cairn.scheduler import Limits, Scheduler
+from cairn.plan import Limits
+from cairn.scheduler import Scheduler
 from cairn.system import SystemClock
 from cairn.types import Request, SamplingParams
 
@@ -24,7 +25,9 @@ def steps(rows: int, context: int) -> tuple[float, float, float, int]:
     scheduler = Scheduler(Cache(engine.info), Limits(max_running=rows, max_queue=rows), SystemClock())
     for number in range(rows):
         prompt = tuple((number * 31 + place * 7) % VOCAB for place in range(context))
-        scheduler.add(Request(id=number, prompt=prompt, sampling=SamplingParams(max_tokens=200, temperature=0.0)))
+        scheduler.add(
+            Request(id=number, prompt=prompt, sampling=SamplingParams(max_tokens=200 + 2 * rows, temperature=0.0))
+        )
     times: list[tuple[float, float, float]] = []
     while not scheduler.idle:
         start = time.perf_counter()

@@ -355,7 +355,8 @@ def scheduler() -> float:
     """Seconds of plan + commit at 32 decoding rows."""
     from cairn.engine.fake import FakeEngine, fake_spec
     from cairn.kv.cache import Cache
-    from cairn.scheduler import Limits, Scheduler
+    from cairn.plan import Limits
+    from cairn.scheduler import Scheduler
     from cairn.system import SystemClock
     from cairn.types import Request, SamplingParams
 

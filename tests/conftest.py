@@ -17,7 +17,7 @@ MARK = "<!-- figures -->"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--prove", action="store_true", help="the full figures (make prove), not about a tenth of them")
+    parser.addoption("--prove", action="store_true", help="the full figures (make prove), not a thirtieth to a tenth")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def prove(pytestconfig: pytest.Config) -> bool:
-    """Whether to run the full figures instead of about a tenth."""
+    """Whether to run the full figures instead of a thirtieth to a tenth."""
     return bool(pytestconfig.option.prove)
 
 

@@ -65,7 +65,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     # model and engine
     model: Annotated[
-        str, Meta(description="A folder, a .gguf file, a hub id (org/name, org/name:Q4_K_M), or 'demo', bundled.")
+        str,
+        Meta(
+            description="A folder, a .gguf file, a hub id (org/name, org/name:Q4_K_M), 'smollm2', which is downloaded "
+            "when it is first served, or 'demo', bundled."
+        ),
     ] = "demo"
     served_name: Annotated[str | None, Meta(description="Name that clients use for the model; default: its own.")] = (
         None
@@ -80,6 +84,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "there is, and the answer tells its name."
         ),
     ] = False
+    tokenizer: Annotated[
+        str | None,
+        Meta(
+            description="A tokenizer.json, or a folder with one, in place of the model's own; what lies beside it, "
+            "such as tokenizer_config.json, belongs to it. It must not have more tokens than the model."
+        ),
+    ] = None
     engine: Annotated[Literal["auto", "cpu", "fake"], Meta(description="What computes; 'fake' is for tests.")] = "auto"
     kernels: Annotated[
         Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"],
@@ -95,10 +106,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     keep_packed: Annotated[
         bool,
         Meta(
-            description="Keep the packed weights of models from 64 MiB in the user's cache folder, one file a model, "
+            description="Keep the packed weights of models from 64 MiB in the user's cache folder, "
             "so that the next start need not pack them."
         ),
     ] = True
+    keep_packed_gb: Annotated[
+        Annotated[float, Meta(gt=0, le=1 << 20)] | None,
+        Meta(
+            description="Most GB of packed weights that are kept, of all models; default: a fifth of what the disk has "
+            "free or they hold, at most 50. Those that no start has used for longest go first."
+        ),
+    ] = None
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None, Meta(description="CPU threads; default: all cores.")
     ] = None
@@ -117,12 +135,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["auto", "f32", "bf16", "f16"],
         Meta(
             description="Type of KV in the pool and in stores; 'auto': f32 for models of less than 64 MiB (in 16 "
-            "bits), else bf16. f16 holds no number beyond 65,504."
+            "bits), else bf16. 'f16' is eight times finer than bf16; a model whose keys or values might pass its "
+            "largest number, 65,504, is held in bf16 all the same, and the start says so."
         ),
     ] = "auto"
     # scheduling
     max_running: Annotated[int, Meta(ge=1, le=4096, description="Most requests computed in one step.")] = 64
     step_tokens: Annotated[int, Meta(ge=16, le=1 << 16, description="Most tokens computed in one step.")] = 512
+    step_seconds: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=3600,
+            description="Most seconds between two tokens of a stream while another's prompt is read beside it.",
+        ),
+    ] = 0.25
     max_queue: Annotated[int, Meta(ge=1, description="Most requests waiting; more are a 429.")] = 256
     max_queue_tokens: Annotated[int, Meta(ge=1, description="Most prompt tokens waiting; more are a 429.")] = 1 << 20
     request_timeout: Annotated[float, Meta(gt=0, description="Seconds after which a request ends.")] = 3600.0
@@ -179,7 +206,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "'template' leaves it to the chat template."
         ),
     ] = "keep"
-    template_timeout: Annotated[float, Meta(gt=0, le=60, description="Seconds a chat template may take.")] = 1.0
+    chat_template: Annotated[
+        str | None,
+        Meta(
+            description="Chat template in place of the model's own: a name (chatml, llama3, gemma, mistral, ...) "
+            "or a file."
+        ),
+    ] = None
+    template_timeout: Annotated[
+        float, Meta(gt=0, le=60, description="Seconds of processor time a chat template may take.")
+    ] = 1.0
     # agents
     agents_dir: Annotated[
         str | None,

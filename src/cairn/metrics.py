@@ -116,6 +116,7 @@ class Metrics:
         self.generation_tokens = 0
         self.preemptions = 0
         self.worker_restarts = 0
+        self.worker_failures: Callable[[], int] = lambda: 0
         self.prompt_tokens_loaded = {"ram": 0, "disk": 0}
         self.misses: dict[str, int] = dict.fromkeys(get_args(MissReason), 0)
         self.kv = KvStats()
@@ -239,6 +240,11 @@ class Metrics:
         yield "num_requests_running", "Requests being computed.", self.running
         yield "num_requests_waiting", "Requests waiting to be computed.", self.waiting
         yield "kv_cache_usage_perc", "Share of the KV pool that requests hold; 1 is all of it.", self.kv_usage
+        yield (
+            "worker_failures",
+            "Workers that ended in a row without being of use; 0 while one is up.",
+            self.worker_failures(),
+        )
         disk, ram = self.kv.disk or TierStats(), self.kv.ram or TierStats()
         yield "kv_disk_chunks", "Chunks of KV on the disk.", disk.chunks
         yield "kv_disk_bytes", "Bytes that the KV on the disk takes.", disk.bytes

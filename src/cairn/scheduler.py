@@ -14,19 +14,21 @@ Of a long prompt a step takes no more than an engine needs to be fast, and half 
 whole in it: neither the next token nor the next turn of an agent waits until somebody's 20,000 tokens are read. Those
 take at most twice as long by that. Long prompts wait for each other, and a short one passes none of higher priority,
 nor begins where it would take the row or the blocks that the next of them needs.
+
+Beside rows that want their next token, a step takes no more of prompts than there is time for (`Pace`): on a slow
+machine they are read in smaller steps, and a stream's tokens come as often.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 
 from cairn.engine.base import Row, RowResult
 from cairn.errors import Conflict
 from cairn.figures import SchedulerStats
 from cairn.kv.cache import Cache
-from cairn.plan import Plan, Room
+from cairn.plan import Limits, Pace, Plan, Room, sizes
 from cairn.seams import Clock
 from cairn.sequence import Sequence, State, check
 from cairn.types import FinishReason, Output, Request, Timing
@@ -34,16 +36,6 @@ from cairn.waiting import Passed, WaitingQueue
 
 LONG_TOKENS = 256
 """Prompts at least so long are stored at first touch: they are expensive, and rarely asked for once."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of the scheduler, named as in `Config`; the engine's own limits apply too."""
-
-    max_running: int = 64
-    step_tokens: int = 512
-    max_queue: int = 256
-    max_queue_tokens: int = 1 << 20
 
 
 class Scheduler:
@@ -54,6 +46,7 @@ class Scheduler:
         self._clock = clock
         self._step_tokens = min(limits.step_tokens, cache.info.max_tokens)
         self._max_rows = min(limits.max_running, cache.info.max_rows, self._step_tokens)
+        self._pace = Pace(limits.step_seconds, limits.least_tokens)
         self._longest = min(cache.info.context, cache.longest)
         self._sequences: dict[int, Sequence] = {}
         self._waiting = WaitingQueue(limits.max_queue, limits.max_queue_tokens)
@@ -119,9 +112,9 @@ class Scheduler:
                 prompts.append(sequence)
             elif self._fit(sequence, sequence.computed + 1):
                 work[sequence] = sequence.computed + 1
-        room = Room(self._step_tokens - len(work))
+        room = Room(self._step_tokens - len(work), self._pace.tokens(len(work)))
         for sequence in prompts:
-            if not room.kept or sequence.missing <= room.left:
+            if not room.kept or room.short(sequence.missing):
                 self._chunk(sequence, room, work)
         if self._preemptions == preemptions:
             self._admit(work, room, now, ended, started)
@@ -129,17 +122,19 @@ class Scheduler:
             room.use_rest()
             for sequence in tuple(self._running):
                 self._chunk(sequence, room, work)
-        work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}
+        if self._preemptions != preemptions:
+            work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}
         copies = self._cache.copies()
         if not work and not ended:
             return None
         rows = [sequence.row(end) for sequence, end in work.items()]
-        self._planned = Plan(rows, list(work), ended, started, copies)
+        self._planned = Plan(rows, list(work), ended, started, copies, *sizes(rows, prompts=room.taken > 0))
         return self._planned
 
-    def commit(self, plan: Plan, results: list[RowResult] | Exception) -> list[Output]:
+    def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
         """Take the results of the last plan, in the order of its rows, or what the engine raised instead.
 
+        `seconds`: how long the engine took; a machine that nobody measures is one that takes no time.
         Requests that were dropped in between get nothing. If the engine raised, all requests of the step end with an
         error; nothing that the step wrote is ever found by a key.
         """
@@ -152,6 +147,8 @@ class Scheduler:
         if isinstance(results, Exception):
             error = f"the engine failed while it computed this request ({type(results).__name__})"
             results = [RowResult(error=error)] * len(plan.rows)
+        elif plan.rows:
+            self._pace.took(plan.singles, plan.chunked, seconds)
         for sequence, row, result in zip(plan.sequences, plan.rows, results, strict=True):
             if sequence.state is not State.RUNNING:
                 continue
@@ -228,7 +225,7 @@ class Scheduler:
                     if missing > kept:
                         passed.long(sequence, pause=missing > self._step_tokens)
                         continue
-                    if missing > room.left or passed.priority > sequence.request.priority:
+                    if not room.short(missing) or passed.priority > sequence.request.priority:
                         break
                     spare += passed.needs(self._cache.info.block_tokens)
                 covered = self._cache.open(sequence.kv, sequence.tokens, reuse=reuse, spare=spare)

@@ -31,7 +31,7 @@ def test_every_acknowledged_record_survives_a_crash_at_any_moment(prove: bool, f
     states = 0
     for seed in range(10_000):
         states += crash_everywhere(seed, states=3)
-        if states >= (30_000 if prove else 3_000):
+        if states >= (30_000 if prove else 1_000):
             break
     figure("token log: crash states, all acknowledged records found", f"{states:,}")
 
@@ -39,7 +39,7 @@ def test_every_acknowledged_record_survives_a_crash_at_any_moment(prove: bool, f
 @pytest.mark.parametrize("sticky", [False, True])
 def test_a_fault_at_every_call_loses_nothing_acknowledged(sticky: bool, prove: bool, figure: Figure) -> None:
     runs = 0
-    for seed in range(20 if prove else 2):
+    for seed in range(20 if prove else 1):
         calls = CrashFiles(seed=seed)
         Work(calls, seed).run(25)
         for at in range(0, calls.calls, 1 if prove else 2):
@@ -157,7 +157,7 @@ def test_corruption_is_never_read_as_data(prove: bool, figure: Figure) -> None:
     """And what it does not hit is found; what is erased after it is in no file, one that cannot be read included."""
     segments, work = token_log.folder_of(5)
     assert len(segments) > 2
-    rng, count = random.Random(1), 20_000 if prove else 1_500
+    rng, count = random.Random(1), 20_000 if prove else 500
     found = sum(token_log.damaged_once(segments, work, rng) for _ in range(count))
     for _ in range(count // 5):
         token_log.damage_costs_what_it_hits(segments, work, rng)

@@ -21,6 +21,7 @@ from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnReco
 from cairn.agents.segment import HEADER_BYTES, Header, Record, decode_header, encode_header, encode_record, scan
 from cairn.agents.tree import Turn
 from cairn.errors import CairnError, Conflict, InvalidRequest
+from cairn.figures import Miss
 from cairn.types import SamplingParams
 
 SYSTEM = [{"role": "system", "content": "You remember."}]
@@ -57,6 +58,22 @@ async def test_an_imported_agent_goes_on_the_same_after_a_restart_too(folder: Pa
         with pytest.raises(Conflict, match="there is an agent eve already"):
             await there.agents.take_in("bob", data, "eve")
         assert (await there.agents.take_in("bob", data)).id == "ada"
+
+
+async def test_what_an_agent_from_elsewhere_says_was_never_seen_here(folder: Path) -> None:
+    """It was not evicted: it has never been here."""
+    async with house(folder) as here, house(folder) as there:
+        await here.agents.create("default", id="ada", messages=SYSTEM)
+        for text in ("one " * 40, "two"):
+            await here.say("ada", text)
+        await there.agents.take_in("default", await file_of(here, "default", "ada"))
+        for again in (False, True):
+            heard = await there.say("ada", "more")
+            assert heard.done is not None
+            if not again:
+                assert heard.done.cache.miss == Miss(position=0, reason="never seen")
+            else:  # the first answer was computed here
+                assert heard.done.cache.cached > 64
 
 
 async def test_under_another_model_an_agent_reads_its_text_again(folder: Path) -> None:

@@ -21,7 +21,7 @@ Figure = Callable[[str, str], None]
 def test_what_was_kept_survives_a_crash_at_any_moment(prove: bool, figure: Figure) -> None:
     """Known failure 31. Crashes in the middle of writing, evicting, dropping and pinning, and again in the start."""
     states, seed = 0, 1_000
-    while states < (50_000 if prove else 5_000):
+    while states < (50_000 if prove else 1_500):
         states += storage.crash_everywhere(seed, states=3)
         seed += 1
     figure("disk store: crash states, every kept chunk found whole", f"{states:,}")
@@ -30,11 +30,11 @@ def test_what_was_kept_survives_a_crash_at_any_moment(prove: bool, figure: Figur
 def test_a_fault_at_every_call_costs_chunks_never_bytes_or_the_store(prove: bool, figure: Figure) -> None:
     """Once and for good, every kind of error that a disk has; afterwards the store works again."""
     struck = 0
-    for seed in range(2_000, 2_013 if prove else 2_002):
+    for seed in range(2_000, 2_013 if prove else 2_001):
         time = Time()
         calls = CrashFiles(seed=seed, now=time.now)
         storage.Work(calls, time, seed).run()
-        step = 1 if prove else 2
+        step = 1 if prove else 3
         for at in range(0, calls.calls, step):
             error = storage.ERRORS[(at // step + seed) % 4]
             struck += storage.fault_at(seed, Fault(at, error, sticky=at // step % 3 == 0, short=at // step % 2 == 0))
@@ -104,7 +104,7 @@ def test_damage_is_never_served(prove: bool, figure: Figure) -> None:
     whole = dict(files.files(FOLDER))
     for path, data in whole.items():
         here = [chunk for chunk in chunks if path.name.startswith(chunk.key.hex())]
-        for at in range(0, len(data), 1 if prove else 3):
+        for at in range(0, len(data), 1 if prove else 9):
             files.put(path, data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :])
             done += 1
             for chunk in here:
@@ -113,9 +113,9 @@ def test_damage_is_never_served(prove: bool, figure: Figure) -> None:
                 assert store.keep(chunks) == 4
                 found += 1
             files.put(path, data)
-    assert found > 1_000
+    assert found > (2_000 if prove else 300)
     store.close()
-    target = 100_000 if prove else 5_000
+    target = 100_000 if prove else 1_500
     while done < target * 9 // 10:
         done += 1
         found += not read_damaged(whole, chunks, done)
@@ -161,7 +161,7 @@ def read_damaged(whole: dict[Path, bytes], chunks: Sequence[Chunk], seed: int) -
 def test_a_full_disk_is_refused_politely(prove: bool, figure: Figure) -> None:
     """Others fill the disk and clear it: no chunk is lost that was not evicted, the trouble is said, and it ends."""
     refused, seed = 0, 4_000
-    while refused < (1_000 if prove else 100):
+    while refused < (1_000 if prove else 30):
         refused += storage.full_disk(seed)
         seed += 1
     figure("disk store: chunks refused by a full disk, store back afterwards", f"{refused:,}")

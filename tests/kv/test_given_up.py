@@ -12,7 +12,7 @@ from cairn.kv.behind import WAIT_SECONDS, WriteLimits
 from cairn.kv.flushes import Flushes
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers import Tiers
-from cairn.scheduler import Limits
+from cairn.plan import Limits
 from cairn.types import FinishReason, SamplingParams
 
 PROMPT = [(7 * n) % 61 for n in range(160)]

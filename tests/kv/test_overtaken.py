@@ -16,7 +16,7 @@ from tiered import Between, Rig
 from cairn.kv.codec import Raw
 from cairn.kv.ram import RamStore
 from cairn.kv.store import Chunk, Store
-from cairn.scheduler import Limits
+from cairn.plan import Limits
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:

@@ -15,7 +15,8 @@ from cairn.kv.context import TierName
 from cairn.kv.loading import LoadMode
 from cairn.kv.store import Chunk, Store
 from cairn.kv.tiers import Tiers
-from cairn.scheduler import Limits, Scheduler
+from cairn.plan import Limits
+from cairn.scheduler import Scheduler
 from cairn.types import FinishReason, Output, Request, SamplingParams
 
 SIZE = 4

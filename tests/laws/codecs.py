@@ -6,6 +6,7 @@ through `raw` the numbers are those of a reading that stores nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -106,9 +107,12 @@ def rounded(rows: Floats) -> Floats:
     return np.array(back, np.float32)
 
 
-def foretold(model: Model, tokens: Sequence[int], context: int, *, coded: bool) -> tuple[list[int], float]:
-    """The likeliest token at each position, and the perplexity: the same reading without engine, blocks and codec."""
-    likeliest, lost = [], 0.0
+def foretold(
+    model: Model, tokens: Sequence[int], context: int, *, coded: bool
+) -> tuple[list[int], float, NDArray[np.float64]]:
+    """The likeliest token at each position, the perplexity, and the logarithms of all probabilities: the same reading
+    without engine, blocks and codec."""
+    likeliest, lost, logs = [], 0.0, []
     for begin in range(0, len(tokens) - 1, context):
         piece = tokens[begin : begin + context + 1]
         kept = [np.zeros((0, WIDTH), np.float32)] * 2
@@ -123,8 +127,9 @@ def foretold(model: Model, tokens: Sequence[int], context: int, *, coded: bool) 
                 seen.append(kept[group][first:])
             logits = model.logits(seen).astype(np.float64)
             likeliest.append(int(logits.argmax()))
-            lost += math.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[piece[at + 1]]
-    return likeliest, math.exp(lost / len(likeliest))
+            logs.append(logits - math.log(np.exp(logits - logits.max()).sum()) - logits.max())
+            lost -= logs[-1][piece[at + 1]]
+    return likeliest, math.exp(lost / len(likeliest)), np.array(logs)
 
 
 def run(seed: int) -> None:
@@ -134,12 +139,17 @@ def run(seed: int) -> None:
     tokens = [int(token) for token in rng.integers(0, VOCAB, int(rng.integers(140, 260)))]
     engine = TinyEngine(seed, context, int(rng.integers(10, 100)))
     found = compare(engine, Q8(engine.info.block_bytes, WIDTH), tokens)
-    plain, raw_perplexity = foretold(Model(seed), tokens, context, coded=False)
-    coded, perplexity = foretold(Model(seed), tokens, context, coded=True)
+    plain, raw_perplexity, p = foretold(Model(seed), tokens, context, coded=False)
+    coded, perplexity, q = foretold(Model(seed), tokens, context, coded=True)
     agreed = sum(one == other for one, other in zip(plain, coded, strict=True))
+    apart = np.sort((np.exp(p) * (p - q)).sum(axis=1))
     said = f"{found}, but {agreed} of {len(plain)}, {raw_perplexity}, {perplexity}"
     law(found.positions == len(plain), f"not every position is counted: {said}")
     law(found.agreed == agreed, f"the agreement is wrong: {said}")
     law(math.isclose(found.raw_perplexity, raw_perplexity, rel_tol=1e-5), f"the perplexity of raw is wrong: {said}")
     law(math.isclose(found.perplexity, perplexity, rel_tol=1e-5), f"the perplexity is wrong: {said}")
+    near = functools.partial(math.isclose, rel_tol=0.01, abs_tol=3e-7)
+    law(near(found.divergence, apart.mean()), f"the divergence is not {apart.mean()}: {said}")
+    worst = apart[-1 - len(apart) // 100]
+    law(near(found.at_a_place, worst), f"the divergence at a place is not {worst}: {said}")
     law(agreed > 0, "a text on which nothing agrees shows little")

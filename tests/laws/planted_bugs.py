@@ -89,6 +89,7 @@ LOADING = "kv/loading.py"
 RAM = "kv/ram.py"
 SCHEDULER = "scheduler.py"
 PLAN = "plan.py"
+
 SEQUENCE = "sequence.py"
 WAITING = "waiting.py"
 FAKE = "engine/fake.py"
@@ -166,8 +167,14 @@ BUGS = (
     Bug("a preempted sequence keeps its blocks", SCHEDULER, "            self._cache.close(victim.kv, victim.tokens)\n", ""),
     Bug("the oldest sequence is preempted", SCHEDULER, "victim = max(", "victim = min("),
     Bug("a victim of this plan grows again", SCHEDULER, "        if sequence.state is not State.RUNNING:\n            return\n        start", "        start"),
-    Bug("a victim of this plan keeps its row", SCHEDULER, "        work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}\n", ""),
-    Bug("decode rows are not counted in the budget", SCHEDULER, "Room(self._step_tokens - len(work))", "Room(self._step_tokens)"),
+    Bug("a victim of this plan keeps its row", SCHEDULER, "        if self._preemptions != preemptions:\n            work = {", "        if False:\n            work = {"),
+    Bug("decode rows are not counted in the budget", SCHEDULER, "Room(self._step_tokens - len(work), ", "Room(self._step_tokens, "),
+    Bug("a step's budget ignores time", SCHEDULER, "self._pace.tokens(len(work))", "math.inf"),
+    Bug("a slow machine reads no prompt", PLAN, "max(self._least, max(", "max(0, max("),
+    Bug("time is short where nobody waits", PLAN, "if not rows or not self._each:", "if not self._each:"),
+    Bug("on a slow machine a long prompt takes all the time", PLAN, "self._most - self._most // 2, ENOUGH", "self._most, ENOUGH"),
+    Bug("on a slow machine few prompts are short", PLAN, "(self.left if self._most == self._tokens else self.kept)", "self.left"),
+    Bug("what a long prompt leaves on a slow machine is nobody's", PLAN, "min(self._most - self.taken, most - self._long)", "0"),
     Bug("one row too many", SCHEDULER, "len(self._running) + passed.any >= self._max_rows", "len(self._running) > self._max_rows"),
     Bug("nobody joins while others run", SCHEDULER, "            if room.left < 1 or", "            if self._running or room.left < 1 or"),
     Bug("a small request overtakes one that does not fit", SCHEDULER, "                if covered is None:\n                    break\n", "                if covered is None:\n                    continue\n"),
@@ -295,7 +302,9 @@ BUGS = (
     Bug("agreement is counted where they differ", CHECK, "one.top[0][0] == other.top[0][0]", "one.top[0][0] != other.top[0][0]"),
     Bug("what a codec made of the pages is not read", CHECK, "        engine.write_blocks(group, ids, views).wait()\n", ""),
     Bug("raw is compared with raw", CHECK, "    coded = _read(engine, codec, tokens)\n", "    coded = plain\n"),
-    Bug("perplexities change places", CHECK, "_perplexity(plain), _perplexity(coded)", "_perplexity(coded), _perplexity(plain)"),
+    Bug("a divergence forgets how likely a token is", CHECK, "found.append(p * (log_p", "found.append((log_p"),
+    Bug("the best place counts for the worst", CHECK, "apart[-1 - len(apart) // 100]", "apart[len(apart) // 100]"),
+    Bug("perplexities change places", CHECK, "        _perplexity(plain),\n        _perplexity(coded),\n", "        _perplexity(coded),\n        _perplexity(plain),\n"),
     Bug("a window's blocks are taken from the wrong place", CHECK, "[place % pool for place in range(first, first + CHUNK_BLOCKS)]", "[place % pool for place in range(CHUNK_BLOCKS)]"),
     # ---------------------------------------------------------------------------------------------- the token log
     Bug("a turn's end is not synced", LOG, "                if sync:\n                    self._sync()\n", ""),

@@ -7,6 +7,7 @@ is broken raises `Broken` with the seed in front. `run(seed)` is one schedule.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from collections import Counter
@@ -21,9 +22,9 @@ from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import ContextTooLong, InvalidRequest, Overloaded
 from cairn.kv import prefix
 from cairn.kv.cache import Cache
-from cairn.plan import Plan
+from cairn.plan import Limits, Pace, Plan
 from cairn.sampling import sample
-from cairn.scheduler import Limits, Scheduler
+from cairn.scheduler import Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence, State
 from cairn.types import FinishReason, Output, Request, SamplingParams, TokenLogprob
 from cairn.waiting import PAUSE
@@ -43,6 +44,37 @@ class VirtualClock:
 
     def time_ns(self) -> int:
         return int(self.time * 1e9)
+
+
+class Machine:
+    """How long steps take on a machine that others use too: as fast as before for a while, then slower or faster."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.step, self.row, self.token = (chance.uniform(0.001, most) for most in (0.01, 0.002, 0.01))
+        self.slow = 1.0
+        self.steady = 0
+        """Steps with prompts beside single tokens since the speed changed, or the worker did."""
+
+    def alone(self, rows: int) -> float:
+        """Seconds of so many rows of one token."""
+        return self.slow * (self.step + self.row * rows) if rows else 0.0
+
+    def run(self, plan: Plan) -> float:
+        """Seconds of a step."""
+        if self.chance.random() < 0.05:
+            self.slow, self.steady = self.chance.choice((0.2, 0.5, 1.0, 2.0, 8.0)), 0
+        return self.slow * (self.step + self.row * plan.singles + self.token * plan.chunked)
+
+
+class Recorded(Pace):
+    """What the scheduler was told that a step has time for."""
+
+    last = float("inf")
+
+    def tokens(self, rows: int) -> float:
+        self.last = super().tokens(rows)
+        return self.last
 
 
 class FaultyEngine:
@@ -138,6 +170,11 @@ class World:
             max_queue=64 if self.calm else chance.randint(2, 16),
             max_queue_tokens=4000 if self.calm else chance.randint(30, 300),
         )
+        self.machine = Machine(random.Random(seed + (1 << 41))) if seed % 5 in (0, 2) else None
+        """One that is measured, or (None) one that takes no time."""
+        if self.machine is not None:
+            seconds, least = self.machine.chance.choice((0.02, 0.1, 0.25)), self.machine.chance.randint(2, 3)
+            self.limits = dataclasses.replace(self.limits, step_seconds=seconds, least_tokens=least)
         spec = fake_spec(VOCAB, self.context, self.windows)
         self.model = FakeEngine(spec, blocks=self.blocks, block_tokens=self.size)
         self.truth: dict[tuple[object, ...], list[int]] = {}
@@ -152,6 +189,10 @@ class World:
         """Plans that let waiting requests run."""
         self.beside = 0
         """Times that somebody was overtaken beside a long prompt."""
+        self.decodes = 0
+        """Rows of the last step that wanted their next token."""
+        self.slowed = 0
+        """Steps in which time, not tokens, was short."""
         self.deaths = 0 if self.calm else chance.choice((0, 0, 0, 1, 2))
         self.cancels = 0.0 if self.calm else chance.choice((0.0, 0.05, 0.2))
         self.storage: Storage | None = None
@@ -236,6 +277,9 @@ class World:
         self.engine.raising, self.engine.failing = faults
         self.cache = Cache(inner.info)
         self.scheduler = Scheduler(self.cache, limits, self.clock)
+        self.pace = self.scheduler._pace = Recorded(limits.step_seconds, limits.least_tokens)
+        if self.machine is not None:
+            self.machine.steady = 0
         if self.storage is not None:
             self.storage.start()
         self.max_rows = min(limits.max_running, limits.step_tokens)
@@ -295,7 +339,7 @@ class World:
         """The worker dies; every request goes on in the next one from the tokens that were sent."""
         clients = sorted(self.live.values(), key=lambda client: client.order)
         self.live.clear()
-        self.start_worker(Limits(self.limits.max_running, self.limits.step_tokens, 1000, 100_000))
+        self.start_worker(dataclasses.replace(self.limits, max_queue=1000, max_queue_tokens=100_000))
         for client in clients:
             left = None if client.request.timeout is None else max(0.001, client.deadline - self.clock.now())
             old = client.request
@@ -366,14 +410,28 @@ class World:
         results = self.engine.run(plan)
         for id in victims:
             self.drop(id)
-        self.clock.time += self.chance.choice((0.01, 0.1, self.chance.uniform(0, 0.3 if self.tiered else 1)))
-        outputs = self.scheduler.commit(plan, results)
+        passed = self.chance.choice((0.01, 0.1, self.chance.uniform(0, 0.3 if self.tiered else 1)))
+        seconds = 0.0
+        if self.machine is not None:
+            passed = seconds = self.machine.run(plan)
+            self.in_time(plan, self.machine, seconds, results)
+        self.clock.time += passed
+        outputs = self.scheduler.commit(plan, results, seconds)
         self.receive(plan, results, outputs, planned_at)
         if self.storage is not None:
             self.storage.tiers.gate.computed(sum(row.end - row.start for row in plan.rows), 0.1)
             self.storage.turn(self.storage.chance.random() < 0.5)
         self.audit()
         return True
+
+    def in_time(self, plan: Plan, machine: Machine, seconds: float, results: list[RowResult] | Exception) -> None:
+        """Beside rows of one token, prompts take no longer than they may once the machine's speed is known."""
+        if not plan.chunked or not self.decodes:
+            return
+        alone, limits = machine.alone(plan.singles), self.limits
+        most = max(limits.step_seconds, 2.5 * alone) + limits.least_tokens * machine.slow * machine.token
+        law(machine.steady < 1 or seconds <= most + 1e-9, "a stream waits too long for its next token")
+        machine.steady += not isinstance(results, Exception)
 
     def after_plan(self, plan: Plan, before: dict[int, State], ended: set[int], *, preempted: bool) -> None:
         """Laws of one plan: budget, decode first, nobody starves, nothing is computed twice."""
@@ -383,11 +441,18 @@ class World:
         law(used <= self.limits.step_tokens, "more tokens than step_tokens")
         law(len({id(row.tokens) for row in plan.rows}) == len(plan.rows), "a sequence has two rows in a step")
         rows = {sequence.request.id: row for sequence, row in zip(plan.sequences, plan.rows, strict=True)}
+        self.decodes, prompts = self.parts(plan, before)
+        taken = sum(row.end - row.start for _, row in prompts)
+        law(self.pace.last == float("inf") or self.decodes > 0 or preempted, "time is short where nobody waits")
+        law(self.pace.last >= self.limits.least_tokens, "a slow machine reads no prompt")
+        law(taken <= self.pace.last, "more of prompts than there is time for")
+        full = used >= self.limits.step_tokens or taken >= self.pace.last
+        self.slowed += full and used < self.limits.step_tokens
         running = [s for s in self.scheduler._sequences.values() if s.state is State.RUNNING]
         law(len(running) <= self.max_rows, "more requests run than rows fit")
         for sequence in running:
             left = sequence.target - sequence.computed
-            if left == 1 or used < self.limits.step_tokens:
+            if left == 1 or not full:
                 law(sequence.request.id in rows, "a running sequence was left out of the step")
         for sequence, row in zip(plan.sequences, plan.rows, strict=True):
             law(sequence.state is State.RUNNING and row.start == sequence.computed, "a row of something else")
@@ -401,7 +466,7 @@ class World:
         law(all(self.cache.use()[g].held <= n for g, n in enumerate(self.blocks)), "more held than there is")
         law(not preempted or self.storage is None or not self.storage.tiers.loading, "preempted to keep a load")
         self.victims(before)
-        self.fairness(plan, before, preempted=preempted, running=len(running))
+        self.fairness(plan, before, preempted=preempted, running=len(running), full=full)
 
     def victims(self, before: dict[int, State]) -> None:
         """Whoever was preempted stood behind everybody who still runs."""
@@ -411,7 +476,7 @@ class World:
         kept = [self.live[id].rank for id, state in was.items() if state is State.RUNNING]
         law(not gone or not kept or max(kept) < min(gone), "the wrong sequence was preempted")
 
-    def fairness(self, plan: Plan, before: dict[int, State], *, preempted: bool, running: int) -> None:
+    def fairness(self, plan: Plan, before: dict[int, State], *, preempted: bool, running: int, full: bool) -> None:
         """Nobody is overtaken but by rank, while waiting for a prefix, which is bounded, or beside a long prompt, which
         gets half of the step, by short ones, which are whole in the other half. One that took more than a whole step
         may count as long for a few more."""
@@ -437,11 +502,10 @@ class World:
             client.overtaken += bool(past) and not beside
             client.awaited = client.awaited + 1 if awaiting else 0
             law(client.overtaken <= 12 * 48, "a request was overtaken without end")
-            if long and room and not place and not admitted and not awaiting and not is_long:
+            if long and room and not place and not admitted and not awaiting and not is_long and not self.shared(plan):
                 law(not self.fits(client, running), "a short prompt waits for a long one")
         head = next((c for c in waiting if not self.awaits(sequences[c.request.id])), None)
-        used = sum(row.end - row.start for row in plan.rows)
-        if head is not None and room and used < self.limits.step_tokens:
+        if head is not None and room and not full:
             law(not self.fits(head, running), "a request waits although there is room")
 
     def fits(self, client: Client, running: int) -> bool:
@@ -454,19 +518,29 @@ class World:
         reuse = sequence.scored >= sequence.to_score
         return sequence.target - (self.cache.found(sequence.kv, sequence.tokens, False) if reuse else 0)
 
-    def half(self, plan: Plan, before: dict[int, State]) -> tuple[int, bool]:
-        """Half of what the step had for prompts, and whether one of them was too long for all of it."""
+    def parts(self, plan: Plan, before: dict[int, State]) -> tuple[int, list[tuple[Sequence, Row]]]:
+        """How many rows of a step are of sequences that wanted their next token, and those of prompts."""
         rows = [
             (sequence, row, before.get(sequence.request.id) is State.RUNNING)
             for sequence, row in zip(plan.sequences, plan.rows, strict=True)
         ]
         prompts = [(one, row) for one, row, ran in rows if one.target - row.start > 1 or not ran]
-        room = self.limits.step_tokens - (len(rows) - len(prompts))
-        taken = 0
+        return len(rows) - len(prompts), prompts
+
+    def shared(self, plan: Plan) -> bool:
+        """Whether a step that is short of time has prompts that are not whole in it beside the first of those."""
+        parts = [one for one, row in zip(plan.sequences, plan.rows, strict=True) if row.end < one.target]
+        return self.pace.last < self.limits.step_tokens and len(parts) > 1
+
+    def half(self, plan: Plan, before: dict[int, State]) -> tuple[int, bool]:
+        """Half of what the step had for prompts, and whether one of them was too long for all of it."""
+        decodes, prompts = self.parts(plan, before)
+        room = self.limits.step_tokens - decodes
+        most, taken = int(min(room, self.pace.last)), 0
         for sequence, row in prompts:
             count = row.end - row.start
             if sequence.target - row.start > room:
-                wanted = room - room // 2 - taken
+                wanted = most - most // 2 - taken
                 # Blocks that a load held until then came too late for it.
                 late = self.storage is not None and sequence.kv.capacity < row.start + wanted
                 blocks = min(pool.available for pool in self.cache.pools)
@@ -681,6 +755,7 @@ def run_many(first: int, count: int) -> Counter[str]:
             finished=world.finished,
             preemptions=stats.preemptions,
             beside=world.beside,
+            slowed=world.slowed,
             hits=stats.prefix_hits,
             loaded=world.storage.loaded if world.storage is not None else 0,
         )

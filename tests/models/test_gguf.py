@@ -126,7 +126,14 @@ FILES: dict[str, tuple[bytes, str]] = {
         "the array 'k' has 4611686018427387904 elements; all arrays together may have",
     ),
     "array past the end": (header([entry("k", ARRAY, struct.pack("<IQ", U64, 1 << 23))], []), "truncated"),
-    "deep array": (header([entry("k", ARRAY, struct.pack("<IQ", ARRAY, 1) * 9)], []), "nested more than 4 deep"),
+    "deep array": (
+        header([entry("k", ARRAY, struct.pack("<IQ", ARRAY, 1 << 20) + struct.pack("<IQ", U64, 0) * (1 << 20))], []),
+        "the array 'k' has elements of the type 9, expected numbers, truth values or texts",
+    ),
+    "many texts": (
+        header([entry("k", ARRAY, struct.pack("<IQ", STRING, (1 << 20) + 1) + bytes(8 << 20))], []),
+        "the array 'k' has 1048577 texts, more than 1048576",
+    ),
     "key twice": (header([ALIGNED, ALIGNED], []), r"the metadata key 'general\.alignment' stands twice"),
     "alignment": (
         header([entry("general.alignment", U32, struct.pack("<I", 12))], []),
@@ -204,7 +211,7 @@ KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "tokens in tokens": (
         {"tokenizer.ggml.tokens": [["a"], ["b"]], "tokenizer.ggml.token_type": [3, 3]},
         (),
-        r"tokenizer\.ggml\.tokens must be a list of texts, found \[\['a'\], \['b'\]\]",
+        r"the array 'tokenizer\.ggml\.tokens' has elements of the type 9, expected numbers, truth values or texts",
     ),
     "tokenizers": ({"tokenizer.ggml.model": [1, 2]}, (), r"tokenizer\.ggml\.model must be a string, found array"),
     "hot": ({"general.sampling.temp": "hot"}, (), r"general\.sampling\.temp must be a number"),

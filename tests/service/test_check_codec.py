@@ -160,9 +160,11 @@ def test_the_command_prints_a_table(
         main(["cache", "check-codec", str(model), "--kv-dir", "kv", "--threads", "1"])
     assert not left.value.code
     rows = dict(line.split("\t") for line in capsys.readouterr().out.splitlines())
-    assert list(rows) == ["model", "codec", "tokens", "greedy agreement", "perplexity", "may be used", "remembered in"]
+    judged = ["divergence", "at a place", "perplexity", "greedy agreement"]
+    assert list(rows) == ["model", "codec", "tokens", *judged, "may be used", "remembered in"]
     assert rows["codec"] == "q8: 48 bytes a token, raw 128" and rows["tokens"] == "2,000"
-    assert rows["greedy agreement"].endswith("%)") and " of 2,000 (" in rows["greedy agreement"]
+    assert rows["divergence"].endswith(" nats in the mean (at most 0.01)") and "(at most 0.1)" in rows["at a place"]
+    assert rows["greedy agreement"].endswith("%; not judged)") and " of 2,000 (" in rows["greedy agreement"]
     assert rows["remembered in"] == str(tmp_path / "kv")
     engine = load(model)
     identity = numerics(engine.info.identity, "q8")
@@ -172,10 +174,10 @@ def test_the_command_prints_a_table(
     remember(SystemFiles(), tmp_path / "kv", identity, found)
 
 
-async def test_q8_is_refused_where_it_agrees_too_little(
+async def test_q8_is_refused_where_it_diverges_too_much(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(model, tmp_path / "kv")
-    monkeypatch.setattr(codec_check, "LEAST_AGREEMENT", 1.01)
-    with pytest.raises(ConfigError, match=r"kv_codec: q8 and raw agree on .*% of 2,000 tokens of this model"):
+    monkeypatch.setattr(codec_check, "MOST_DIVERGENCE", -1.0)
+    with pytest.raises(ConfigError, match=r"kv_codec: over 2,000 tokens of this model q8 diverges from raw by 0\."):
         await ask(options(model, tmp_path / "kv", kv_codec="q8"))

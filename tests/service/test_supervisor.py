@@ -421,8 +421,11 @@ async def test_several_killers_are_all_found(folder: Path, monkeypatch: pytest.M
                 assert list(answer.tokens) == truth(one)
 
 
-async def test_restarts_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(folder, Patience(restarts=3, backoff=(0.0, 0.01))) as service:
+async def test_after_many_deaths_in_a_row_requests_end_and_another_worker_is_tried_all_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Half a minute without memory, and the server was without a worker for ever."""
+    async with serving(folder, Patience(restarts=3, backoff=(0.0, 0.01, 0.01, 0.01, 0.5))) as service:
         faulty(monkeypatch, "exits")
         streams = [service.generate(request(service, f"r{n}", 1900)) for n in range(3)]
         await anext(streams[0])
@@ -430,11 +433,30 @@ async def test_restarts_are_bounded(folder: Path, monkeypatch: pytest.MonkeyPatc
         for stream in streams:
             with pytest.raises(GenerationFailed, match="in a row"):
                 await collect(stream)
-        assert service.stats().worker_restarts == 4  # the first worker had served
-        with pytest.raises(Unavailable) as caught:
+        assert service.stats().worker_restarts >= 4  # the first worker had served
+        with pytest.raises(Unavailable, match="in a row") as caught:
             service.generate(request(service))
         assert caught.value.retry_after
         assert "in a row" in service.unready()[0]
+        failures = metric(service, "worker_failures")
+        assert failures >= 4 and "times in a row" in caplog.text
+        await until(lambda: metric(service, "worker_failures") > failures)
+        monkeypatch.undo()  # there is memory again
+        await until(lambda: service._supervisor.up)
+        assert not service.unready() and metric(service, "worker_failures") == 0
+        asked = request(service, "after")
+        assert list((await collect(service.generate(asked))).tokens) == oracle(service)(asked)
+
+
+def metric(service: Service, name: str) -> float:
+    """A gauge as it is scraped."""
+    lines = service.metrics.render().decode().splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(f"cairn:{name}{{"))
+
+
+def test_the_pause_between_workers_grows_to_a_minute() -> None:
+    steps = Patience().backoff
+    assert steps[0] == 0 and list(steps) == sorted(steps) and steps[-1] == 60
 
 
 async def test_deaths_far_apart_of_a_worker_that_answers_are_not_in_a_row(folder: Path) -> None:
@@ -490,8 +512,10 @@ async def test_a_failing_worker_sends_new_requests_away(folder: Path, monkeypatc
     async with serving(folder, Patience(backoff=(0.0, 0.0, 30.0))) as service:
         faulty(monkeypatch, "exits")
         os.kill(pid_of(service), signal.SIGKILL)
-        await until(lambda: service._supervisor.failing)
-        with pytest.raises(Unavailable, match="replaced") as caught:
+        await until(lambda: service._supervisor.trouble)
+        with pytest.raises(
+            Unavailable, match=r"2 times in a row \(.*; another is tried, at the latest in 30 s"
+        ) as caught:
             service.generate(request(service))
         assert caught.value.retry_after == 30
 

@@ -113,7 +113,9 @@ class Turns:
         told = told_of(whole, why="model changed" if changed else None)
         before = branch.context() if head.number and not changed else None
         if before is not None:
-            self.service.recent.note(agent.salt, before, len(before), told.messages[: len(history)])
+            # What came from elsewhere, or from other kernels, was not computed here: its KV cannot have been evicted.
+            if branch.last.began.engine == self.service.info.identity:
+                self.service.recent.note(agent.salt, before, len(before), told.messages[: len(history)])
             extended = await chat.extend(before, history, messages, tools, template_args=template_args)
             if extended is not None:
                 return extended, len(before), told

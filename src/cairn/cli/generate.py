@@ -11,6 +11,7 @@ from cairn.cli.options import LOCAL, configured
 from cairn.cli.sampling import Answering, Source, sampling_parameters, source
 from cairn.errors import CairnError, InvalidRequest
 from cairn.resolve import Resolved
+from cairn.types import FinishReason
 
 
 def register(app: typer.Typer) -> None:
@@ -46,12 +47,15 @@ def register(app: typer.Typer) -> None:
         with source(resolved, host) as model:
             if raw:
                 more = {} if parse_special else {"parse_special": False}
-                answering = model.generate(text, **sampling, **more)
+                write(model.generate(text, **sampling, **more), stream)
             else:
-                messages = [{"role": "system", "content": system}] if system is not None else []
-                messages.append({"role": "user", "content": text.removesuffix("\n")})
-                answering = _chat(model, messages, sampling)
-            write(answering, stream)
+                one_answer(model, text.removesuffix("\n"), system, sampling, stream)
+
+
+def one_answer(model: Source, prompt: str, system: str | None, sampling: dict[str, Any], stream: bool) -> None:
+    """The answer to one question on stdout."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    write(_chat(model, [*messages, {"role": "user", "content": prompt}], sampling), stream)
 
 
 def _chat(model: Source, messages: list[dict[str, str]], sampling: dict[str, Any]) -> Answering:
@@ -66,7 +70,8 @@ def _chat(model: Source, messages: list[dict[str, str]], sampling: dict[str, Any
 def write(answering: Answering, stream: bool) -> None:
     """The text of an answer on stdout, at once or as it comes; one newline at the end, never two.
 
-    An interrupt or an error still writes what there is, then goes on its way.
+    Why it ended is said on stderr, unless the model came to its end. An interrupt or an error still writes what there
+    is, then goes on its way.
     """
     last = ""
     try:
@@ -83,6 +88,11 @@ def write(answering: Answering, stream: bool) -> None:
             sys.stdout.write("\n")
         sys.stdout.flush()
         answering.close()
+    reason = answering.answer.finish_reason
+    if reason == FinishReason.LENGTH:
+        print("(the answer was cut at the token limit: finish_reason length)", file=sys.stderr)
+    elif reason not in (None, FinishReason.STOP):
+        print(f"(the answer did not come to its end: finish_reason {reason})", file=sys.stderr)
 
 
 def _stdin() -> str:

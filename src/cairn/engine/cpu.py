@@ -29,6 +29,7 @@ from cairn.kernels.program import Interpreted, Program
 from cairn.kernels.vocabulary import NUMPY, Sampler
 from cairn.models import decoder, packed_file, quantize
 from cairn.models.held import HeldWeights, error_line, form_of
+from cairn.models.reach import fits_half, reach
 from cairn.models.weights import open_weights
 from cairn.sampling import sample
 from cairn.types import BLOCK_TOKENS, ModelSpec
@@ -47,6 +48,10 @@ class Fit(NamedTuple):
     memory: WeightMemory
     blocks: tuple[int, ...]
     """Of the pool of each group."""
+    config: Config
+    """As it was given, but for a type of KV that does not hold the model's numbers."""
+    notes: tuple[str, ...]
+    """What is to be told of that."""
 
 
 class CpuEngine:
@@ -102,11 +107,17 @@ class CpuEngine:
 
         Only headers are read. `blocks`: of the pool of each group; none: as many as `pool_blocks` says.
         """
-        weights = HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
+        source, notes = open_weights(folder, spec), list[str]()
+        if kv_dtype(spec, config) == "float16" and not fits_half(reached := reach(spec, source)):
+            config = msgspec.structs.replace(config, kv_dtype="bf16")
+            notes.append(
+                f"{spec.name}: KV is held in bf16: keys or values may reach {reached:,.0f}, and f16 ends at 65,504"
+            )
+        weights = HeldWeights(source, form_of(spec, config.weights))
         taken = weight_memory(spec, weights, config.kernels)
         blocks = blocks or pool_blocks(spec, config, weights=taken)
         check_memory(spec, config, blocks, weights=taken)
-        return Fit(weights, taken, blocks)
+        return Fit(weights, taken, blocks, config, tuple(notes))
 
     @classmethod
     def load(
@@ -122,10 +133,12 @@ class CpuEngine:
 
         `fit`: what `fit` gave, where it was asked before; otherwise `blocks` are as there.
         """
-        weights, taken, blocks = fit or cls.fit(spec, folder, config, blocks)
-        build = partial(packed_file.build, place=folder, size=taken.held) if config.keep_packed else decoder.build
+        weights, taken, blocks, config, told = fit or cls.fit(spec, folder, config, blocks)
+        notes = list(told)
+        budget = None if config.keep_packed_gb is None else int(config.keep_packed_gb * 10**9)
+        keep = partial(packed_file.build, place=folder, size=taken.held, budget=budget)
+        build = keep if config.keep_packed else decoder.build
         engine = cls(spec, weights, config, blocks, weights.form, expected, build)
-        notes = []
         if config.kernels != REFERENCE and chosen(config.kernels) == REFERENCE:
             notes.append(described(config.kernels))
         if line := error_line(weights.errors, len(weights)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 from cairn.config import Config
@@ -19,6 +20,17 @@ def check_context(spec: ModelSpec, config: Config) -> None:
     """Raise `ModelError` for a context that is longer than the model's own."""
     if config.context is not None and config.context > spec.context:
         raise ModelError(f"context is {config.context}, but {spec.name} was made for at most {spec.context} tokens")
+
+
+CPU = ("cairn.engine.cpu",)
+FAKE = ("cairn.engine.fake", "cairn.kernels.choose", "numpy.random")
+"""Modules that `load_engine` needs; the last is one that numpy itself imports where it is asked for."""
+
+
+def import_engine(config: Config) -> None:
+    """Import what `load_engine` will need, on this thread. Two that import at once may each see half of a module."""
+    for name in FAKE if config.engine == "fake" else CPU:
+        importlib.import_module(name)
 
 
 def load_engine(

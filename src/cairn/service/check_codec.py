@@ -23,6 +23,7 @@ from cairn.paths import expanded
 from cairn.seams import Clock, FileSystem
 from cairn.service.kv_folder import with_folder
 from cairn.service.stores import keyed
+from cairn.text.templates import load_text
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import ModelSpec
 
@@ -50,7 +51,7 @@ def check_codec(config: Config, files: FileSystem, clock: Clock, env: Mapping[st
     store open, `ModelError`, and `OSError` where what was found cannot be written.
     """
     folder = locate(config.model, dict(env))
-    tokens = _tokens(Tokenizer.load(folder), text)
+    tokens = _tokens(load_text(folder, config.tokenizer)[0], text)
     store = _store(config, env)
     lock = open_folder(files, store, clock, fresh=config.kv_fresh, patience=5.0, sleep=time.sleep)
     try:

@@ -84,6 +84,7 @@ def launch(load: wire.Load, in_process: bool = False) -> Worker:
     first = wire.encode(load)
     ours, theirs = socket.socketpair()
     if in_process:
+        _import_all(load)
         thread = threading.Thread(target=_serve_quietly, args=(theirs,), name="cairn-worker", daemon=True)
         thread.start()
         worker = Worker(ours, None, thread)
@@ -97,6 +98,16 @@ def launch(load: wire.Load, in_process: bool = False) -> Worker:
     with contextlib.suppress(OSError):  # one that is gone already is noticed by who reads
         ours.sendall(first)  # some hundred bytes: it need not read yet
     return worker
+
+
+def _import_all(load: wire.Load) -> None:
+    """Import what the worker's thread and the one that reads the tokenizer need, before there is either. numpy's parts
+    import each other, and of two threads in the middle of that one sees a part that is not whole."""
+    import cairn.service.worker
+    import cairn.text.gguf  # noqa: F401
+    from cairn.engine.device import import_engine
+
+    import_engine(load.config)
 
 
 def _process(sock: socket.socket) -> subprocess.Popen[bytes]:

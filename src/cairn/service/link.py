@@ -26,7 +26,7 @@ _WELL_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long a worker may stay silent, in seconds, and how often it is replaced."""
+    """How long a worker may stay silent, in seconds, and how soon another takes its place."""
 
     load: float = 60.0
     """Without a sign of life while it loads (one is sent every second)."""
@@ -38,9 +38,9 @@ class Patience:
     step: float = 1800.0
     """In one step at all."""
     restarts: int = 8
-    """Deaths in a row without progress before the supervisor gives up."""
-    backoff: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0, 2.0, 5.0)
-    """Pause before each restart in such a row; the last holds for all further ones."""
+    """Deaths in a row without progress before the requests in flight end. Another worker is tried all the same."""
+    backoff: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0)
+    """Pause before each restart in such a row; the last holds for all further ones, for ever."""
 
 
 class Link:

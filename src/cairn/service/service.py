@@ -17,6 +17,7 @@ from cairn.errors import Cancelled, Conflict, InvalidRequest, Unavailable, trace
 from cairn.figures import KvStats, Placed, Swept
 from cairn.metrics import Metrics
 from cairn.models.hub import locate
+from cairn.models.tokenizer_files import check_fits
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.admission import check_tokens
@@ -132,13 +133,15 @@ class Service:
         self._ticker = asyncio.create_task(self._tick())
         loading = asyncio.create_task(self._supervisor.loaded())
         try:
-            self.chat = await Chat.start(Path(first.load.folder), self._config)
+            self.chat = await Chat.start(Path(first.load.folder), self._config, self._clock)
             self.tokenizer = self._traffic.tokenizer = self.chat.tokenizer
             await loading
         finally:
             loading.cancel()
         self.chat.context = self.info.context
         self.spec = self._with_ends(self.spec)
+        if self._config.tokenizer is not None:
+            check_fits(self.spec, self._config.tokenizer, self.tokenizer.largest_id)
         if self.tokenizer.vocab_size > self.spec.vocab:
             log.warning(
                 "the tokenizer has %d tokens and the model rows for %d: texts that need the others are refused",
@@ -204,8 +207,8 @@ class Service:
     def unready(self) -> list[str]:
         """Why new requests would not be served well now; empty when they would."""
         reasons = []
-        if self._supervisor.gave_up:
-            reasons.append(self._supervisor.gave_up)
+        if self._supervisor.trouble:
+            reasons.append(self._supervisor.trouble)
         elif not self._loaded:
             reasons.append("the model is being loaded")
         elif not self._supervisor.up:
@@ -306,8 +309,8 @@ class Service:
             raise self._leaving()
         if self._supervisor.gave_up:
             raise Unavailable(self._supervisor.gave_up, retry_after=60.0)
-        if self._supervisor.failing and not self._supervisor.up:
-            raise Unavailable("the worker is being replaced", retry_after=self._supervisor.pause)
+        if self._supervisor.trouble:
+            raise Unavailable(self._supervisor.trouble, retry_after=self._supervisor.pause)
         if request.id in self._flights:
             raise Conflict(f"request {request.id} runs already")
         check_tokens(request, self.info)
@@ -326,6 +329,7 @@ class Service:
             self.names, self.strict = names_of(self._config, ready.spec), self._config.strict_model
             self.metrics = self._traffic.metrics = Metrics(self._config.metrics_prefix, self.name)
         self.metrics.worker_restarts = self._supervisor.restarts
+        self.metrics.worker_failures = lambda: self._supervisor.failures
 
     def _with_ends(self, spec: ModelSpec) -> ModelSpec:
         """The spec with all that ends an answer: with what the tokenizer and the chat template know, once loaded."""

@@ -3,7 +3,10 @@
 A worker that ends, falls silent while it has work, or makes no progress is replaced. Requests in flight are added
 again with the tokens that were already received, so they go on with the same tokens. One that was there at two deaths
 in a row without a new token is a suspect: suspects are tried one at a time, and one that is there alone when the
-worker dies again fails alone. After `Patience.restarts` deaths in a row without any progress the supervisor gives up.
+worker dies again fails alone. After `Patience.restarts` deaths in a row without any progress all requests in flight
+end, and new ones are sent away; but another worker is tried for ever, after a pause that grows up to a minute, for what
+kills workers may pass: a machine that is out of memory has some again. Only where no worker could be of use any more,
+because the code or the model is another one now, does the supervisor give up.
 """
 
 from __future__ import annotations
@@ -77,6 +80,8 @@ class Supervisor:
         self._longest = 0
         """Tokens of the longest sequence that the last of them can compute."""
         self._failures = 0
+        self._why = ""
+        """The end of the last worker."""
         self._looked = clock.now()
         self.restarts = 0
         self.gave_up = ""
@@ -107,6 +112,21 @@ class Supervisor:
     def failing(self) -> bool:
         """Whether workers die one after the other: a new request should not wait for the next."""
         return self._failures > 1
+
+    @property
+    def failures(self) -> int:
+        """How many workers have ended in a row without being of use, and none is up."""
+        return 0 if self.up else self._failures
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no worker, where that is more than one that is being replaced; empty where all is well."""
+        if self.gave_up or self.up or not self.failing:
+            return self.gave_up
+        return (
+            f"the worker died {self._failures} times in a row ({self._why}); another is tried, at the latest in "
+            f"{self._backoff():g} s"
+        )
 
     @property
     def pause(self) -> float:
@@ -274,17 +294,24 @@ class Supervisor:
             self._loaded.set_exception(ModelError(f"the worker ended while loading the model: {why}"))
         if self.gave_up or (self._loaded is not None and self._loaded.exception() is not None):
             return False
-        log.error("the worker is replaced: %s", why)
+        self._why = why
         self._blame()
-        if self._failures <= self._patience.restarts:
-            return True
-        self._give_up(f"the worker died {self._failures} times in a row: {why}")
-        return False
+        if self._failures > 1:
+            log.error("%s", self.trouble)
+        else:
+            log.error("the worker is replaced: %s", why)
+        if self._failures > self._patience.restarts:
+            self._lose(f"the worker died {self._failures} times in a row: {why}")
+        return True
 
     def _give_up(self, why: str) -> None:
         """There will be no other worker."""
         self.gave_up = why
         log.error(why)
+        self._lose(why)
+
+    def _lose(self, why: str) -> None:
+        """End all requests in flight."""
         for flight in list(self.flights.values()):
             self._on_lost(flight, GenerationFailed(why))
 

@@ -26,11 +26,14 @@ from cairn.figures import KvStats
 from cairn.kv.behind import WriteLimits
 from cairn.kv.cache import Cache
 from cairn.kv.tiers import Tiers
-from cairn.plan import Plan
-from cairn.scheduler import Limits, Scheduler
+from cairn.models.loading import watched
+from cairn.models.tokenizer_files import with_tokenizer
+from cairn.plan import Limits, Plan
+from cairn.scheduler import Scheduler
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.answers import Answers
+from cairn.service.loading import Shown
 from cairn.service.stores import GB, keyed, open_stores, stored_bytes
 from cairn.system import SystemClock, SystemFiles, log_to_stderr
 from cairn.types import Output
@@ -163,6 +166,8 @@ class Loop:
     def _step(self, plan: Plan, kv: KvStats | None) -> wire.Step:
         began = self._clock.now()
         results = plan.run(self._engine)
+        self._stepped_at = self._clock.now()
+        seconds = self._stepped_at - began
         if isinstance(results, Exception):
             self._failures += 1
             traceback.print_exception(results, file=sys.stderr)
@@ -171,9 +176,8 @@ class Loop:
         elif plan.rows:
             self._failures = 0
             if self._tiers is not None and (counted := plan.prompt_tokens):
-                self._tiers.gate.computed(counted, self._clock.now() - began)
-        self._stepped_at = self._clock.now()
-        outputs = self._scheduler.commit(plan, results)
+                self._tiers.gate.computed(counted, seconds)
+        outputs = self._scheduler.commit(plan, results, seconds)
         ids, tokens, others = _columns(outputs)
         return wire.Step(stats=self._stats(kv), ids=ids, tokens=tokens, outputs=others, started=tuple(plan.started))
 
@@ -220,7 +224,9 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
             raise wire.WireError("the first frame must say what to load, and nothing may follow before the answer")
         if process:
             log_to_stderr(first.config.log_level)
-        loaded = _load(channel, first)
+            loaded = _load_visibly(channel, first)
+        else:
+            loaded = _load(channel, first)
         if loaded is None:
             return
         channel.send(loaded.ready)
@@ -254,6 +260,16 @@ class Loaded:
     ready: wire.Ready
 
 
+def _load_visibly(channel: wire.Channel, load: wire.Load) -> Loaded | None:
+    """`_load`, saying how far it is where that takes long."""
+    shown = Shown(load.config.model, sys.stderr, SystemClock())
+    try:
+        with watched(shown):
+            return _load(channel, load)
+    finally:
+        shown.end()
+
+
 def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
     """All that is needed to step, or None after telling the front why not."""
     config, clock, files, engine = load.config, SystemClock(), SystemFiles(), None
@@ -261,6 +277,7 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
         from cairn.engine.device import load_engine
 
         spec, engine = load_engine(config, Path(load.folder), stored_bytes(config, files), load.blocks)
+        told = with_tokenizer(spec, config.tokenizer)
         known = keyed(engine.info, config.kv_codec)
         stores, trouble = open_stores(config, spec, known, clock, files, os.environ)
     except Exception as error:
@@ -282,6 +299,7 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
     limits = Limits(
         max_running=config.max_running,
         step_tokens=config.step_tokens,
+        step_seconds=config.step_seconds,
         max_queue=1 << 62,
         max_queue_tokens=1 << 62,
     )
@@ -295,7 +313,7 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
         identity=known.identity,
         note=known.note,
     )
-    return Loaded(engine, cache, scheduler, tiers, clock, wire.Ready(spec, info, trouble))
+    return Loaded(engine, cache, scheduler, tiers, clock, wire.Ready(told, info, trouble))
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from cairn.models.ends import UNMISTAKABLE, Middle, is_spelt_as_control
 from cairn.models.gguf import Gguf
 from cairn.models.gguf_spec import named_ids
 from cairn.text.detokenizer import BYTE_TOKEN
+from cairn.types import MAX_VOCAB
 
 PLAIN, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of tokens, as `tokenizer.ggml.token_type` numbers them."""
@@ -127,6 +129,18 @@ def named_middle(gguf: Gguf) -> Middle | None:
         if len(found) == len(names):
             return Middle(*found)
     return None
+
+
+def named_tokens(gguf: Gguf, text_of: Callable[[int], str | None]) -> dict[str, Any]:
+    """A tokenizer_config.json of what a file says of special tokens by their ids, for a tokenizer that it has not."""
+    config: dict[str, Any] = {}
+    if gguf.fields.has("tokenizer.ggml.add_bos_token"):
+        config["add_bos_token"] = gguf.fields.flag("tokenizer.ggml.add_bos_token", False)
+    for name, key in NAMES.items():
+        for i in named_ids(gguf, key, MAX_VOCAB, absent=True):
+            if (text := text_of(i)) is not None:
+                config[name] = text
+    return config
 
 
 def load_templates(gguf: Gguf) -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +21,8 @@ from tokenizers import Tokenizer as Library
 
 from cairn.errors import InvalidRequest, ModelFileError
 from cairn.models.ends import UNMISTAKABLE, Middle, known_ends, known_middle
-from cairn.models.files import is_gguf, read_optional_json
+from cairn.models.files import MAX_TOKENIZER_BYTES, is_gguf, read_optional_json, read_small
+from cairn.models.tokenizer_files import companions
 from cairn.text.controls import Controls, is_control
 from cairn.text.detokenizer import Decoding, Detokenizer
 from cairn.text.tokenizer_checks import fault, no_panic
@@ -112,18 +113,34 @@ class Tokenizer:
             read = parsed or read_gguf(folder)
             return cls(*gguf.load_tokenizer(read), begins_chats=True, middle=gguf.named_middle(read))
         path = folder / "tokenizer.json"
+        if not path.exists():
+            raise ModelFileError(f"{path}: the file is missing; a model folder must hold a tokenizer.json")
+        return cls._read(path, folder)
+
+    @classmethod
+    def given(cls, path: Path, folder: Path, parsed: Gguf | None = None) -> Tokenizer:
+        """Read a tokenizer.json in place of the one of the model in `folder`. Raises ModelFileError as `load`.
+
+        Which tokens begin and end a text is said by the files beside it, else by the model's own.
+        """
+        if companions(path) or not is_gguf(folder):
+            return cls._read(path, path.parent if companions(path) else folder)
+        from cairn.models.gguf import read_gguf
+        from cairn.text import gguf
+
+        read = parsed or read_gguf(folder)
+        return cls._read(path, None, lambda library: gguf.named_tokens(read, library.id_to_token))
+
+    @classmethod
+    def _read(
+        cls, path: Path, folder: Path | None, named: Callable[[Library], dict[str, Any]] | None = None
+    ) -> Tokenizer:
+        """Read a tokenizer.json, with what its settings in `folder` say, or else what `named` says."""
         try:
-            text = path.read_bytes()
+            text = read_small(path, MAX_TOKENIZER_BYTES, "tokenizer.json")
             file = msgspec.json.decode(text, type=_File)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise ModelFileError(f"{path}: {reason}; a model folder must hold a tokenizer.json") from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ModelFileError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
-        config = {
-            **read_optional_json(folder / "special_tokens_map.json"),
-            **read_optional_json(folder / "tokenizer_config.json"),
-        }
         with ThreadPoolExecutor(1) as beside:
             checked = beside.submit(fault, file.normalizer, file.pre_tokenizer)
             library = _library(text.decode(), path)
@@ -133,7 +150,14 @@ class Tokenizer:
             if wrong := checked.result():
                 raise ModelFileError(f"{path}: {wrong}")
         with no_panic(lambda why: ModelFileError(f"{path}: the tokenizers library fails on it ({why})")):
-            _add_missing(library, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
+            if folder is None:
+                config = named(library) if named is not None else {}
+            else:
+                config = {
+                    **read_optional_json(folder / "special_tokens_map.json"),
+                    **read_optional_json(folder / "tokenizer_config.json"),
+                }
+                _add_missing(library, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
             _add_named(library, config)
             return cls(library, file.decoder, config)
 
@@ -141,6 +165,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Tokens, added ones included."""
         return int(self._full.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id of a token."""
+        return max(self._full.get_vocab(with_added_tokens=True).values(), default=0)
 
     @property
     def bos_id(self) -> int | None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
-from cairn.errors import CairnError
-from cairn.text.render_wire import Job
-from cairn.text.renderer import Renderer
 from cairn.text.tokenizer import Tokenizer
 
 _SAID = ("qzjfirst", "qzjsecond", "qzjthird")
@@ -14,20 +9,12 @@ _SAID = ("qzjfirst", "qzjsecond", "qzjthird")
 _ROLES = ("user", "assistant", "user")
 
 
-async def turn_ends(renderer: Renderer, tokenizer: Tokenizer) -> frozenset[int]:
-    """The ids that end an answer in the default template; none where it cannot be told."""
-    conversation = [{"role": role, "content": text} for role, text in zip(_ROLES, _SAID, strict=True)]
-    payload = json.dumps({"messages": [conversation], "tools": None, "arguments": {}}).encode()
-    try:
-        (text,) = await renderer.render(Job(template="default", payload=payload, marks=""))
-    except CairnError:
-        await renderer.settled()
-        return frozenset()
-    return ends_in(text, tokenizer)
+ANSWERED = [{"role": role, "content": text} for role, text in zip(_ROLES, _SAID, strict=True)]
+"""A conversation with an answer in it, to be rendered."""
 
 
 def ends_in(text: str, tokenizer: Tokenizer) -> frozenset[int]:
-    """The same, of the conversation `_SAID` as it was rendered.
+    """The ids that end an answer, told by `ANSWERED` as a template rendered it; none where it cannot be told.
 
     What stands behind an answer may also begin the next turn. It does where the whole text begins with it, or where it
     is all that stands there and stood before the first question too.

@@ -1,0 +1,52 @@
+"""Threads of one process that start at once do not import at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cairn.models.hub import DEMO
+
+STARTS = """
+import sys, threading
+from cairn.service import launch
+
+class Noted(threading.Thread):
+    def start(self):
+        before.update(sys.modules)
+        super().start()
+
+before = set()
+launch.threading = type("threading", (), {"Thread": Noted})
+from cairn.llm import LLM
+with LLM(sys.argv[1], engine=sys.argv[2], threads=1, kv_gb=0.05, context=64) as model:
+    model.generate("x", max_tokens=2)
+assert before
+rooms = ("numpy", "safetensors", "tokenizers", "cairn.engine", "cairn.kernels", "cairn.models", "cairn.text")
+print(*sorted(name for name in set(sys.modules) - before if name.startswith(rooms)))
+"""
+
+
+@pytest.mark.parametrize("engine", ["cpu", "fake"])
+def test_a_worker_on_a_thread_finds_all_heavy_modules_imported(engine: str) -> None:
+    """`cairn generate` on a busy machine once saw half of numpy: two threads imported it."""
+    command = [sys.executable, "-c", STARTS, DEMO, engine]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert set(done.stdout.split()) <= {"cairn.kernels._native"}  # one file of ours, which imports nothing
+
+
+def test_many_starts_under_load(prove: bool) -> None:
+    """Five at once, so that each is interrupted at every place."""
+    if not prove:
+        pytest.skip("fifty starts: for `make prove`")
+    ask = ["generate", DEMO, "-p", "hi", "--max-tokens", "1", "--threads", "1", "--kv-gb", "0.05"]
+    command = [sys.executable, "-c", f"from cairn.cli import main; main({ask})"]
+    for _ in range(10):
+        starts = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(5)]
+        assert [said for one in starts if (said := one.communicate()[1])] == []
+        assert [one.returncode for one in starts] == [0] * 5
