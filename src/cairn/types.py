@@ -98,6 +98,8 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt already ends inside `<think>`."""
     tools: bool = False
     """`<tool_call>` JSON becomes tool calls."""
+    one_call: bool = False
+    """The answer ends with its first tool call."""
     xml: bool = False
     """So do `<function=...>` tags in it."""
     offered: tuple[OfferedTool, ...] = ()

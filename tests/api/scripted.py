@@ -141,6 +141,8 @@ class ScriptedService:
     def __init__(self, script: Callable[[Request], list[Step]] | None = None, *, name: str = "scripted") -> None:
         self.script = script or (lambda request: [Delta(text="hi", tokens=(104, 105)), done()])
         self.name = name
+        self.names = frozenset({name})
+        self.strict = False
         self.spec = SPEC
         identity = b"\x11\x12\x13\x14\x15\x16\x17"
         self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab, max_rows=4096, identity=identity)
@@ -154,6 +156,7 @@ class ScriptedService:
         self.failing: list[str] = []
         self.reasons: list[str] = []
         self.output = OutputFormat()
+        self.template = "enable_thinking"
         self._ids = itertools.count(1)
 
     def next_id(self) -> int:
@@ -163,6 +166,9 @@ class ScriptedService:
         self.prompts.append((messages, tools, tenant, template_args))
         text = "".join(str(message["content"] or "") for message in messages)
         return SimpleNamespace(tokens=tuple(text.encode()) or (1,), output=self.output)
+
+    def knows(self, name: str) -> bool:
+        return name in self.template
 
     def remember(self, tenant: str, prompt: Sequence[int], generated: Sequence[int], message: Any) -> None:
         self.remembered.append((tenant, tuple(prompt), tuple(generated), message))

@@ -10,6 +10,8 @@ from sockets import Site, site
 
 from cairn.api.app import App
 from cairn.api.auth import OPEN, Access, _same_address, check_exposure
+from cairn.api.origins import Origins
+from cairn.api.server import serve
 from cairn.config import Config, Secret, TenantKeys
 from cairn.errors import ConfigError
 
@@ -235,6 +237,53 @@ async def test_cors_is_off_and_never_reflected() -> None:
         assert not any(name.startswith("access-control") for name in response.headers)
         asked = await preflight(at, "https://evil.example")
         assert asked.status_code == 405 and "access-control-allow-origin" not in asked.headers
+
+
+@pytest.mark.parametrize(
+    ("entry", "wrong"),
+    [
+        ("app.example", "no scheme"),
+        ("localhost", "no scheme"),
+        ("localhost:3000", "no scheme"),
+        ("https://app.example/", "a path"),
+        ("https://app.example/page", "a path"),
+        ("https://*.app.example", "a star"),
+        ("https://b\u00fccher.example", "xn--"),
+        ("https://app.example:port", "can never match"),
+        ("https://user@app.example", "can never match"),
+        ("https://app.example?x", "can never match"),
+        ("://app.example", "no scheme"),
+        ("", "no scheme"),
+    ],
+)
+def test_an_origin_that_no_page_has_is_refused(entry: str, wrong: str) -> None:
+    with pytest.raises(ConfigError, match="can never match") as caught:
+        serve(Config(cors_origins=("https://app.example", entry)))
+    assert wrong in str(caught.value) and caught.value.field == "cors_origins"
+
+
+@pytest.mark.parametrize(
+    ("entry", "pages", "others"),
+    [
+        (
+            "http://localhost",
+            ["http://localhost", "http://localhost:5173"],
+            ["https://localhost", "http://localhost.x"],
+        ),
+        ("http://127.0.0.1", ["http://127.0.0.1:3000"], ["http://127.0.0.11", "http://localhost:3000"]),
+        ("http://[::1]", ["http://[::1]:3000"], ["http://[::2]:3000"]),
+        ("http://localhost:3000", ["http://localhost:3000"], ["http://localhost:3001", "http://localhost"]),
+        ("HTTPS://App.Example:443", ["https://app.example"], ["https://app.example:444", "http://app.example"]),
+        ("https://app.example", ["https://app.example"], ["https://app.example:8443", "https://app.example.org"]),
+        ("vscode-webview://abc", ["vscode-webview://abc"], ["vscode-webview://abd", ""]),
+        ("null", ["null"], ["", "http://localhost"]),
+        ("*", ["null", "http://anything:1"], [""]),
+    ],
+)
+def test_origins_as_browsers_write_them(entry: str, pages: list[str], others: list[str]) -> None:
+    origins = Origins(Config(cors_origins=(entry,)))
+    assert origins and not Origins(Config())
+    assert [page for page in (*pages, *others) if origins.allow(page)] == pages
 
 
 async def test_cors_for_configured_origins_only() -> None:

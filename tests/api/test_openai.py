@@ -509,7 +509,7 @@ async def test_openai_client_takes_a_message_of_its_stream_helper_back(tools: An
 async def test_openai_client_sees_typed_errors() -> None:
     async with site(ScriptedService()) as at, at.openai() as client:
         with pytest.raises(openai.NotFoundError, match="scripted") as unknown:
-            await client.chat.completions.create(model="gpt-4", messages=HI)
+            await client.models.retrieve("gpt-4")
         assert unknown.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError) as wrong:
             await client.chat.completions.create(model="scripted", messages=HI, temperature=11)

@@ -276,9 +276,14 @@ class Book:
                 self._tell(agent, record)
 
 
+def is_id(text: str) -> bool:
+    """Whether an agent can be called so."""
+    return ID.fullmatch(text) is not None and text not in RESERVED
+
+
 def check_id(id: str) -> None:
     """InvalidRequest for what is no agent's id. Ids never become file names."""
-    if not ID.fullmatch(id) or id in RESERVED:
+    if not is_id(id):
         raise InvalidRequest(
             "an agent's id has 1 to 64 letters, digits, dots, underscores and hyphens, begins with a letter or digit, "
             "and is not 'import'",

@@ -52,7 +52,7 @@ class Admin:
 
     async def model(self, call: Call, service: Service) -> None:
         """GET /v1/models/{id}; an id may hold slashes."""
-        check_model(call.path.removeprefix("/v1/models/"), service)
+        check_model(call.path.removeprefix("/v1/models/"), service, strict=True)
         await call.json(self._model(service))
 
     async def request(self, call: Call, service: Service) -> None:

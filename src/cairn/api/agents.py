@@ -39,6 +39,7 @@ from cairn.api.agent_schemas import (
     query,
 )
 from cairn.api.body_budget import RETRY, spool
+from cairn.api.checks import check_strict
 from cairn.api.limits import read_json, read_nothing
 from cairn.api.openai import check_length, check_model
 from cairn.api.parse import parse
@@ -100,9 +101,9 @@ class AgentRoutes:
     async def create(self, call: Call, service: Service) -> None:
         """POST /v1/agents."""
         agents = self._open()
-        body = parse(CreateBody, await read_nothing(call, self._config), self._config)
-        if body.model is not None:
-            check_model(body.model, service)
+        body = parse(CreateBody, await read_nothing(call, self._config), self._config, call)
+        check_strict(body.tools, call)
+        check_model(body.model, service)
         messages = beginning(body, self._config)
         tools = plain_tools(body.tools) or []
         await check_length(service, contents(messages, tools), "messages")

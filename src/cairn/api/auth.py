@@ -13,6 +13,7 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
+from cairn.api.origins import Origins
 from cairn.api.reply import Call, Headers, shown
 from cairn.config import Config, Secret
 from cairn.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
@@ -49,7 +50,7 @@ class Access:
         self._hosts = {"localhost", "127.0.0.1", "::1", _bare(config.host)}
         self._hosts |= {_bare(_without_port(host)) for host in config.allowed_hosts}
         self._any_host = "*" in config.allowed_hosts
-        self._origins = frozenset(config.cors_origins)
+        self._origins = Origins(config)
 
     def check(self, call: Call) -> None:
         """Let the call pass and give it its tenant, or raise Unauthorized or Forbidden."""
@@ -75,13 +76,13 @@ class Access:
             return
         call.headers.append((b"vary", b"origin"))
         origin = (call.header(b"origin") or b"").decode("latin-1")
-        if origin in self._origins or ("*" in self._origins and origin):
-            allowed = b"*" if "*" in self._origins else origin.encode("latin-1")
+        if self._origins.allow(origin):
+            allowed = b"*" if self._origins.any else origin.encode("latin-1")
             call.headers += [
                 (b"access-control-allow-origin", allowed),
                 (
                     b"access-control-expose-headers",
-                    b"x-request-id, x-cairn-request-id, retry-after, x-cairn-agent, x-cairn-turn",
+                    b"x-request-id, x-cairn-request-id, retry-after, x-cairn-agent, x-cairn-turn, x-cairn-warning",
                 ),
             ]
 

@@ -9,8 +9,6 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-import msgspec
-
 from cairn.api.answers import (
     Answer,
     ChatAnswer,
@@ -23,11 +21,11 @@ from cairn.api.answers import (
     tokens_of,
     usage_of,
 )
-from cairn.api.checks import check_chat, check_stream
+from cairn.api.checks import check_chat, check_strict, choice_of
 from cairn.api.limits import read_json
 from cairn.api.parse import parse
 from cairn.api.registry import Registry
-from cairn.api.reply import JSON, Call, Watch, encode, internal, shown
+from cairn.api.reply import Call, Watch, internal, shown
 from cairn.api.resumable import Tapes, is_resumable
 from cairn.api.schemas import ChatBody, CompletionBody, contents, plain_messages, plain_tools
 from cairn.api.sse import DONE, EVENT_STREAM, HEARTBEAT, error_event
@@ -36,7 +34,7 @@ from cairn.config import Config
 from cairn.errors import CairnError, InvalidRequest, UnknownModel
 from cairn.service.admission import check_together
 from cairn.service.recent import Told, told_of
-from cairn.service.requests import SamplingOptions, requests
+from cairn.service.requests import requests
 from cairn.service.service import Service
 from cairn.service.stream import merge
 from cairn.text import length
@@ -58,15 +56,17 @@ class OpenAI:
 
     async def chat(self, call: Call, service: Service) -> None:
         """POST /v1/chat/completions."""
-        body = parse(ChatBody, await read_json(call, self._config), self._config)
+        body = parse(ChatBody, await read_json(call, self._config), self._config, call)
         check_chat(body, self._config)
+        check_strict(body.tools, call)
         check_model(body.model, service)
-        tie = self._ties.tie(call, body)
-        tools = plain_tools(body.tools) if body.tool_choice != "none" else None
+        tools = plain_tools(body.tools) if choice_of(body) != "none" else None
         await check_length(service, contents(body.messages, tools), "messages")
         messages = plain_messages(body.messages)
-        prompt = await service.chat.prompt(messages, tools, tenant=call.tenant, template_args=body.chat_template_kwargs)
-        names = names_of(body.max_tokens)
+        prompt = await service.chat.prompt(
+            messages, tools, tenant=call.tenant, template_args=body.template_args(service.chat.knows)
+        )
+        names, store = names_of(body.max_tokens), is_stored(body.store, self._config)
         with spelled(names):
             made = requests(
                 service.spec,
@@ -79,23 +79,22 @@ class OpenAI:
                 salt=call.salt,
                 timeout=self._config.request_timeout,
                 durable=any(message.role == "assistant" for message in body.messages),
-                stored=body.store is not False,
+                stored=store,
             )
         check_together(made, self._config, service.info.max_rows)
         choices = [Choice(request) for request in made]
+        tie = await self._ties.tie(call, body, store=store)
         answer = ChatAnswer(call, service, choices, body.include_usage, tie)
-        answer.told, answer.names = told_of(messages, store=body.store is not False), names
+        answer.told, answer.names = told_of(messages, store=store), names
         await self._run(call, service, choices, answer, bool(body.stream), body.include_usage)
 
     async def complete(self, call: Call, service: Service) -> None:
         """POST /v1/completions."""
-        body = parse(CompletionBody, await read_json(call, self._config), self._config)
-        check_stream(body)
+        body = parse(CompletionBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
-        tie = self._ties.tie(call, body)
-        echo = bool(body.echo)
+        echo, store = bool(body.echo), is_stored(body.store, self._config)
         options = body.options(
-            max_tokens=body.max_tokens,
+            max_tokens=COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
             logprobs=body.logprobs is not None,
             top_logprobs=body.logprobs,
             prompt_logprobs=echo and body.logprobs is not None,
@@ -113,7 +112,7 @@ class OpenAI:
                 made = requests(
                     service.spec,
                     tokens,
-                    options if body.max_tokens is not None else _fit(options, len(tokens), service.info.context),
+                    options,
                     ids=draw,
                     context=service.info.context,
                     max_choices=self._config.max_choices,
@@ -121,7 +120,7 @@ class OpenAI:
                     timeout=self._config.request_timeout,
                     output=OutputFormat(continues=True),
                     allow_empty=echo,
-                    stored=body.store is not False,
+                    stored=store,
                 )
             choices += [Choice(request) for request in made]
             if echo:
@@ -129,8 +128,9 @@ class OpenAI:
                 echoes += [text] * len(made)
         check_together([choice.request for choice in choices], self._config, service.info.max_rows)
         top = body.logprobs
+        tie = await self._ties.tie(call, body, store=store)
         answer = TextAnswer(call, service, choices, body.include_usage, echoes if echo else None, top, tie)
-        answer.told = Told(store=body.store is not False)
+        answer.told = Told(store=store)
         await self._run(call, service, choices, answer, bool(body.stream), body.include_usage)
 
     def _prompts(self, body: CompletionBody) -> list[str | list[int]]:
@@ -182,9 +182,9 @@ class OpenAI:
                         answer.done(index)
                     else:
                         choices[index].add(event)
-        body = encode(answer.whole(usage_of(choices)))
+        whole = answer.whole(usage_of(choices))
         watch.stop()
-        await call.respond(200, body, [JSON])
+        await call.json(whole)
 
     async def _stream(
         self, call: Call, service: Service, choices: Sequence[Choice], answer: Answer, usage: bool, watch: Watch
@@ -263,12 +263,17 @@ def spelled(names: Mapping[str, str]) -> Iterator[None]:
         if name is None:
             raise
         text = str(error) if error.field == "prompt" else str(error).replace(str(error.field), name)
-        raise type(error)(text, field=name) from None
+        raise error.named(text, name) from None
 
 
-def check_model(name: str, service: Service) -> None:
-    """UnknownModel unless this is the model served here."""
-    if name != service.name:
+def is_stored(store: bool | None, config: Config) -> bool:
+    """Whether something of a request may be kept on the disk, as it says itself and the server's owner."""
+    return store is not False or config.store_kv == "always"
+
+
+def check_model(name: str | None, service: Service, *, strict: bool = False) -> None:
+    """UnknownModel where `strict`, or the server's owner, wants a name of the model that is served."""
+    if name is not None and name not in service.names and (strict or service.strict):
         raise UnknownModel(f"there is no model {shown(name)!r}; this server has: {service.name}", field="model")
 
 
@@ -302,9 +307,3 @@ async def check_length(service: Service, texts: Sequence[str], field: str, *, sp
     """Refuse texts that are far too long for the context before anything is done with them."""
     encode = partial(service.tokenizer.encode, special=special)
     await length.check_length(encode, texts, service.info.context, field)
-
-
-def _fit(options: SamplingOptions, prompt: int, context: int) -> SamplingOptions:
-    """The default of max_tokens, cut to what is left of the context; without any room the length check says so."""
-    room = context - prompt
-    return msgspec.structs.replace(options, max_tokens=min(COMPLETION_TOKENS, room)) if room > 0 else options

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from cairn.api.body_budget import BodyBudget
-from cairn.errors import CairnError, RequestTimeout, TooLarge
+from cairn.errors import CairnError, ContextTooLong, RequestTimeout, TooLarge
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -23,6 +23,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+WARNING = b"x-cairn-warning"
 JSON = (b"content-type", b"application/json")
 _NAME = re.compile(rb"[!-.0-~]{1,128}")
 """What a client may call a request: visible characters, and no slash, since it stands in a path."""
@@ -34,11 +35,15 @@ class Disconnected(Exception):
 
 
 def error_body(error: CairnError) -> dict[str, Any]:
-    """The error in OpenAI's shape."""
+    """The error in OpenAI's shape; of a prompt that is too long also its tokens and the context's, as llama.cpp says
+    them."""
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 499: "cancelled"}
     fallback = "invalid_request_error" if error.status < 500 else "server_error"
     kind = kinds.get(error.status, fallback)
-    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": error.code}}
+    body: dict[str, Any] = {"message": str(error), "type": kind, "param": error.field, "code": error.code}
+    if isinstance(error, ContextTooLong) and error.prompt_tokens is not None:
+        body |= {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context}
+    return {"error": body}
 
 
 def retry_after(error: CairnError) -> Headers:
@@ -46,6 +51,9 @@ def retry_after(error: CairnError) -> Headers:
     if error.retry_after is None:
         return []
     return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
+
+
+MAX_WARNINGS = 16
 
 
 def shown(text: str) -> str:
@@ -77,6 +85,7 @@ class Call:
         "status",
         "tenant",
         "tokens",
+        "warnings",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, number: int, budget: BodyBudget) -> None:
@@ -86,6 +95,8 @@ class Call:
         self.id = f"{number:016x}"
         self.headers: Headers = []
         """Sent with every answer beside the endpoint's own (CORS)."""
+        self.warnings: list[str] = []
+        """What the sender should know of a request that is answered all the same: told in a header, and in bodies."""
         self.tenant = "default"
         self.salt = b""
         self.started = False
@@ -141,6 +152,11 @@ class Call:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
+    def warn(self, sentence: str) -> None:
+        """Tell the sender something with the answer, the first 16 sentences of many."""
+        if len(self.warnings) < MAX_WARNINGS:
+            self.warnings.append(sentence)
+
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:
         """A whole answer."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
@@ -148,6 +164,8 @@ class Call:
 
     async def json(self, value: Any, status: int = 200) -> None:
         """A whole answer as JSON."""
+        if self.warnings and isinstance(value, dict):
+            value = value | {"warnings": self.warnings}
         await self.respond(status, encode(value), [JSON])
 
     async def fail(self, error: CairnError, headers: Headers, body: dict[str, Any]) -> None:
@@ -159,7 +177,8 @@ class Call:
         self.started = True
         self.status = status
         id = self.id.encode()
-        headers = [*headers, *self.headers, (b"x-request-id", id if self.name is None else self.name.encode())]
+        told = [(WARNING, sentence.encode("ascii", "replace")) for sentence in self.warnings]
+        headers = [*headers, *self.headers, *told, (b"x-request-id", id if self.name is None else self.name.encode())]
         if self.name is not None:
             headers.append((b"x-cairn-request-id", id))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

@@ -32,9 +32,8 @@ class Tokens:
 
         With `with_pieces` each token is {"id", "piece"}; a piece that is no valid UTF-8 is a list of its bytes.
         """
-        body = parse(TokenizeBody, await read_json(call, self._config), self._config)
-        if body.model is not None:
-            check_model(body.model, service)
+        body = parse(TokenizeBody, await read_json(call, self._config), self._config, call)
+        check_model(body.model, service)
         if sum(given is not None for given in (body.prompt, body.content, body.messages)) != 1:
             raise InvalidRequest("give one of prompt, content and messages", field="prompt")
         if body.messages is None:
@@ -66,7 +65,7 @@ class Tokens:
 
     async def _chat(self, call: Call, service: Service, body: TokenizeBody) -> list[int]:
         messages = body.messages or []
-        check_messages(messages, body.tools, self._config)
+        check_messages(messages, self._config)
         check_template_args(body.chat_template_kwargs)
         tools = plain_tools(body.tools)
         await check_length(service, contents(messages, tools), "messages")
@@ -80,9 +79,8 @@ class Tokens:
 
         Control tokens are included: as a raw prompt it has these tokens.
         """
-        body = parse(DetokenizeBody, await read_json(call, self._config), self._config)
-        if body.model is not None:
-            check_model(body.model, service)
+        body = parse(DetokenizeBody, await read_json(call, self._config), self._config, call)
+        check_model(body.model, service)
         vocab = service.spec.vocab
         for token in body.tokens:
             if not 0 <= token < vocab:

@@ -19,7 +19,7 @@ from cairn.api.limits import read_json, read_nothing
 from cairn.api.openai import check_length, check_model, names_of, spelled
 from cairn.api.parse import parse
 from cairn.api.registry import Registry
-from cairn.api.reply import JSON, Call, encode
+from cairn.api.reply import Call
 from cairn.api.resumable import Tapes
 from cairn.api.schemas import contents, plain_messages
 from cairn.api.sse import DONE
@@ -53,13 +53,12 @@ class TurnRoutes:
     async def turn(self, call: Call, service: Service) -> None:
         """POST /v1/agents/{id}/turns: new messages in, the answer out as of /v1/chat/completions."""
         agents, id = self._ties.open(), id_of(call)
-        body = parse(TurnBody, await read_json(call, self._config), self._config)
+        body = parse(TurnBody, await read_json(call, self._config), self._config, call)
         agents.get(call.tenant, id)
         check_turn(body, self._config)
         header = call.header(HEADER)
         check_account(body, None if header is None else header.decode("latin-1"), id)
-        if body.model is not None:
-            check_model(body.model, service)
+        check_model(body.model, service)
         await check_length(service, contents(body.messages), "messages")
         with spelled(names_of(body.max_tokens)):
             running = await agents.turn(
@@ -69,7 +68,7 @@ class TurnRoutes:
                 body.chat_options(),
                 request=call.number,
                 fork_on_conflict=bool(body.fork_on_conflict),
-                template_args=body.chat_template_kwargs,
+                template_args=body.template_args(service.chat.knows),
             )
         await self._answer(call, service, running, bool(body.stream), body.include_usage)
 
@@ -79,7 +78,7 @@ class TurnRoutes:
         `logprobs` is null where a part of it was said before: what was computed then is not kept.
         """
         agents, id = self._ties.open(), id_of(call)
-        body = parse(ResumeBody, await read_nothing(call, self._config), self._config)
+        body = parse(ResumeBody, await read_nothing(call, self._config), self._config, call)
         running = await agents.resume(call.tenant, id, request=call.number)
         await self._answer(call, service, running, bool(body.stream), True)
 
@@ -102,7 +101,7 @@ class TurnRoutes:
             return
         whole = answer.whole(usage_of([choice]))
         whole |= {"agent": running.agent.id, "turn": running.turn.number}
-        await call.respond(200, encode(whole), [JSON])
+        await call.json(whole)
 
 
 class TurnAnswer(ChatAnswer):

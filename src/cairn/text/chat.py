@@ -386,6 +386,10 @@ class Chat:
                 return Sampled(Prefix().digest(before), answer, opened + ids, len(opened))
         return None
 
+    def knows(self, name: str) -> bool:
+        """Whether a template looks at an argument of this name."""
+        return any(name in text for text in self._templates.values())
+
     async def close(self) -> None:
         """End the rendering process."""
         if self._renderer is not None:
