@@ -484,6 +484,17 @@ def test_raw_text_through_a_server_fills_the_context(canned):
     assert (done.returncode, done.stdout) == (0, "x\n")
     assert canned.seen[-1][2]["max_tokens"] == 60
     assert canned.seen[-1][2]["model"] == "other"
+    assert "parse_special" not in canned.seen[-1][2]
+
+
+def test_control_tokens_in_a_raw_text_may_be_text(canned):
+    canned.answers["/tokenize"] = (200, '{"count": 4, "max_model_len": 64, "tokens": []}')
+    canned.answers["/v1/completions"] = (200, sse({"choices": [{"index": 0, "text": "x"}]}, "[DONE]"))
+    done = run("generate", "other", "--raw", "--no-parse-special", "-p", "abc", "--host", canned.url)
+    assert (done.returncode, done.stdout) == (0, "x\n")
+    assert [body["parse_special"] for path, _, body in canned.seen if path != "/v1/models"] == [False, False]
+    said = sentence(run("generate", "-p", "x", "--no-parse-special", "--host", canned.url), 1)
+    assert said.startswith("--no-parse-special is for --raw")
 
 
 def test_errors_of_a_server_are_its_own_sentences(canned):

@@ -228,6 +228,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # limits on what a client may send
     max_header_kib: Annotated[int, Meta(ge=1, description="Most KiB of request line and headers.")] = 32
     max_body_mib: Annotated[int, Meta(ge=1, description="Most MiB of request body.")] = 16
+    max_bodies_mib: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Most MiB of request bodies held at once, from their first byte to the end of the answer; one "
+            "of several tenants may have half of them.",
+        ),
+    ] = 256
     max_import_mib: Annotated[int, Meta(ge=1, description="Most MiB of an imported agent.")] = 256
     header_timeout: Annotated[float, Meta(gt=0, description="Seconds to receive the headers.")] = 10.0
     body_timeout: Annotated[float, Meta(gt=0, description="Most seconds between two pieces of a body.")] = 30.0

@@ -137,7 +137,8 @@ class Client:
     def generate(self, prompt: str, **sampling: Any) -> HttpStream:
         """The continuation of a text, as it comes; without `max_tokens` as long as the context allows."""
         if sampling.get("max_tokens") is None:
-            size = self.post("/tokenize", {"model": self.model(), "prompt": prompt})
+            told = {name: sampling[name] for name in ("parse_special",) if sampling.get(name) is not None}
+            size = self.post("/tokenize", {"model": self.model(), "prompt": prompt} | told)
             sampling["max_tokens"] = max(1, size["max_model_len"] - size["count"])
         return self._stream("/v1/completions", {"prompt": prompt}, sampling)
 

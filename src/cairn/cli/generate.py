@@ -23,6 +23,13 @@ def register(app: typer.Typer) -> None:
         prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="The question; - reads stdin.")],
         system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told before it.")] = None,
         raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
+        parse_special: Annotated[
+            bool,
+            typer.Option(
+                "--parse-special/--no-parse-special",
+                help="With --raw: whether control tokens written in the text, such as <|im_end|>, are control tokens.",
+            ),
+        ] = True,
         stream: Annotated[bool, typer.Option("--stream", help="Write the answer while it is made.")] = False,
         host: Annotated[
             str | None, typer.Option(metavar="URL", help="Ask this running server; otherwise the model runs here.")
@@ -34,9 +41,12 @@ def register(app: typer.Typer) -> None:
         text = _stdin() if prompt == "-" else prompt
         if raw and system is not None:
             raise InvalidRequest("--system needs the chat template, which --raw leaves out", field="system")
+        if not raw and not parse_special:
+            raise InvalidRequest("--no-parse-special is for --raw; a chat never reads control tokens from its texts")
         with source(resolved, host) as model:
             if raw:
-                answering = model.generate(text, **sampling)
+                more = {} if parse_special else {"parse_special": False}
+                answering = model.generate(text, **sampling, **more)
             else:
                 messages = [{"role": "system", "content": system}] if system is not None else []
                 messages.append({"role": "user", "content": text.removesuffix("\n")})

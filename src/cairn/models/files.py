@@ -194,14 +194,17 @@ class Fields:
     def ids(self, name: str, vocab: int, *, absent: bool = False) -> tuple[int, ...]:
         """One token id or a list of them, each below `vocab`; empty if the field is not there.
 
-        With `absent`, ids beyond all tokens are left out: so some files name a token that their model does not have.
+        With `absent`, numbers that are no token's are left out: so some files name a token that their model lacks.
         """
-        value = self.values.get(name)
+        value: Any = self.values.get(name)
+        if hasattr(value, "tolist"):  # GGUF's arrays are numpy's
+            value = value.tolist()
         found = [] if value is None else value if isinstance(value, list) else [value]
-        most = 1 << 32 if absent else vocab
-        if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < most for one in found):
-            raise self.error(name, f"a token id or a list of token ids below {most}")
-        return tuple(one for one in dict.fromkeys(found) if one < vocab)
+        if any(isinstance(one, bool) or not isinstance(one, int) for one in found) or not (
+            absent or all(0 <= one < vocab for one in found)
+        ):
+            raise self.error(name, f"a token id or a list of token ids below {vocab}")
+        return tuple(one for one in dict.fromkeys(found) if 0 <= one < vocab)
 
     def object(self, name: str) -> Fields:
         """A nested object; empty if the field is not there."""

@@ -106,7 +106,7 @@ def _tokens(tokenizer: Tokenizer, text: Path | None) -> list[int]:
             said = text.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--text: {text} is no text that can be read: {error}") from error
-    tokens = tokenizer.encode_prompt(said)
+    tokens = tokenizer.encode_prompt(said, special=False)
     if len(tokens) <= POSITIONS:
         raise ConfigError(
             f"--text: {text or 'the text'} has {len(tokens):,} tokens of this model; a check needs {POSITIONS + 1:,}"

@@ -29,6 +29,7 @@ from cairn.text.split import END_THINK, THINK
 from cairn.text.templates import load_text
 from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
 from cairn.text.tools import OPEN as TOOL_CALL
+from cairn.text.turn_ends import turn_ends
 from cairn.types import OutputFormat
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
@@ -109,6 +110,7 @@ class Chat:
             await chat._renderer.start(process)
         except ModelFileError as error:
             raise ModelFileError(f"{folder}: {error}") from error
+        chat.tokenizer.end_ids |= await turn_ends(chat._renderer, chat.tokenizer)
         return chat
 
     async def prompt(
@@ -209,7 +211,8 @@ class Chat:
     async def _render(self, chat: _Read, conversations: list[Any]) -> list[str]:
         assert self._renderer is not None
         payload = _json({"messages": conversations, "tools": chat.tools, "arguments": chat.arguments})
-        return await self._renderer.render(Job(template=chat.template, payload=payload, marks=chat.mark + chat.edge))
+        texts = await self._renderer.render(Job(template=chat.template, payload=payload, marks=chat.mark + chat.edge))
+        return [self.tokenizer.begun_chat(text) for text in texts]
 
     async def _check_length(self, rendered: str, mark: str) -> None:
         """What a template put into the prompt: contents, tools, calls, and of reasoning what it keeps."""

@@ -97,6 +97,11 @@ class Renderer:
             raise InvalidRequest(answer.error, field="messages")
         return answer.texts
 
+    async def settled(self) -> None:
+        """Wait until the process that takes the place of one that overran is there."""
+        while self._background:
+            await asyncio.wait(self._background)
+
     async def close(self) -> None:
         """End the process and wait until it is gone."""
         self._closed = True

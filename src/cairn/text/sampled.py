@@ -36,7 +36,9 @@ def visible_ids(
     A stop string, an incomplete character and the end token are not part of it. Where a token reaches beyond what is
     visible it is dropped whole, and the visible text that it began is encoded again.
     """
-    skip = tokenizer.special_ids - {i for tag in TAGS if (i := tokenizer.token_id(tag)) is not None}
+    skip = (tokenizer.special_ids | (tokenizer.end_ids & tokenizer.control_ids)) - {
+        i for tag in TAGS if (i := tokenizer.token_id(tag)) is not None
+    }
     ids = list(generated)
     while ids and ids[-1] in skip:
         ids.pop()

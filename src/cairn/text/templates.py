@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cairn.errors import ModelFileError
-from cairn.models.files import MAX_TEMPLATE_BYTES, is_gguf, read_optional_json, read_small
+from cairn.models.families import family_of
+from cairn.models.files import MAX_TEMPLATE_BYTES, Fields, is_gguf, read_json, read_optional_json, read_small
 from cairn.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -14,12 +15,20 @@ if TYPE_CHECKING:
 
 
 def load_text(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer and the chat templates of a folder or a GGUF file, which is read once. Raises ModelFileError."""
+    """The tokenizer and the chat templates of a folder or a GGUF file, which is read once.
+
+    Raises ModelFileError, and ModelError for an architecture that is not built: before the tokenizer is, which may take
+    seconds.
+    """
     parsed = None
     if is_gguf(folder):
         from cairn.models.gguf import read_gguf
+        from cairn.models.gguf_spec import architecture
 
         parsed = read_gguf(folder)
+        architecture(parsed)
+    elif (path := folder / "config.json").is_file():
+        family_of(Fields(read_json(path), path))
     return Tokenizer.load(folder, parsed), load_templates(folder, parsed)
 
 
