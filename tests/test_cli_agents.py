@@ -22,6 +22,8 @@ from tests.api.process import Served, served
 
 from cairn.cli import main
 from cairn.cli.agents import tree
+from cairn.cli.client import Client
+from cairn.errors import CairnError
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,37 @@ def test_agents_are_listed_shown_forked_rolled_back_moved_and_deleted(server: Se
     assert (code, out) == (1, "") and "there is no agent ada" in err
 
 
+def test_an_agents_kv_is_given_up_and_brought_back(server: Served) -> None:
+    server.post("/v1/agents", {"id": "kay", "system": "You remember what you are told, all of it, and for long."})
+    turn(server, "kay", "one")
+    [(_, before)] = rows(server, "agents", "prefetch", "kay")
+    assert before.startswith("pool ")
+    [(_, gone)] = rows(server, "agents", "evict", "kay", "--disk")
+    assert gone == "-"
+    assert rows(server, "agents", "prefetch", "kay") == [["KV", "-"]]  # nothing is left to bring up
+    assert run(server, "agents", "rm", "kay")[0] == 0
+
+
+def test_an_interrupted_turn_is_resumed(server: Served) -> None:
+    server.post("/v1/agents", {"id": "rex"})
+    client = Client(server.url)
+    with contextlib.closing(
+        client.turn("rex", {"role": "user", "content": "Go on."}, max_tokens=1500, ignore_eos=True)
+    ) as stream:
+        next(stream)
+        assert client.post(f"/v1/requests/{stream.request}/cancel", {})["cancelled"]
+        with contextlib.suppress(CairnError):
+            for _ in stream:
+                pass
+    client.close()
+    code, out, err = run(server, "agents", "resume", "rex", "--stream")
+    assert (code, err) == (0, "(the answer was cut at the token limit: finish_reason length)\n")
+    assert len(out) > 500
+    code, _, err = run(server, "agents", "resume", "rex")
+    assert code == 1 and "rex" in err
+    assert run(server, "agents", "rm", "rex")[0] == 0
+
+
 def test_a_turn_that_the_log_lost_is_named(tmp_path: Path) -> None:
     with served(agents_dir=str(tmp_path)) as server:
         server.post("/v1/agents", {"id": "ada", "system": "You remember."})
@@ -102,6 +135,9 @@ def test_what_is_no_id_is_never_sent(server: Served, id: str, tmp_path: Path) ->
         ("rm", id),
         ("show", id),
         ("pin", id),
+        ("prefetch", id),
+        ("evict", id),
+        ("resume", id),
         ("fork", id),
         ("rollback", id, "1"),
         ("export", id, str(tmp_path / "new")),

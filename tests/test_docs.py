@@ -76,3 +76,9 @@ def test_every_link_leads_somewhere() -> None:
     # On pages of the README and on those of the folder, and pictures too: what is not found leads nowhere either.
     found = {(page.parent.name == "docs", Path(target).suffix) for page, target in links}
     assert {(False, ".md"), (True, ".md"), (True, ".png")} <= found
+
+
+def test_every_test_that_the_table_of_bounds_names_is_there() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "reliability.md").read_text()))
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(named) >= 12 and not [one for one in named if not any(f"def {one}(" in text for text in texts)]

@@ -171,7 +171,7 @@ def test_generate_takes_one_text_many_texts_and_token_ids(llm):
 
 
 def test_a_top_p_of_0_keeps_the_likeliest_token_alone(llm):
-    wild = {"temperature": 5.0, "seed": 3, "top_k": 0, "max_tokens": 12, "ignore_eos": True}
+    wild = {"temperature": 5.0, "seed": 3, "top_k": 0, "min_p": 0, "max_tokens": 12, "ignore_eos": True}
     greedy = llm.generate("The cat", temperature=0, max_tokens=12, ignore_eos=True)
     assert llm.generate("The cat", top_p=0, **wild).tokens == greedy.tokens != llm.generate("The cat", **wild).tokens
 
@@ -187,7 +187,7 @@ def test_many_more_prompts_than_places():
 
 def test_seeds_and_defaults(llm):
     """Known failure 10: options arrive. The seed alone decides, alone and in a batch."""
-    options = {"max_tokens": 12, "temperature": 2.0, "top_k": 0, "top_p": 1.0, "ignore_eos": True}
+    options = {"max_tokens": 12, "temperature": 2.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "ignore_eos": True}
     one, again, other = (llm.generate("Once", seed=seed, **options).tokens for seed in (1, 1, 2))
     assert one == again != other
     batch = llm.generate(["Twice", "Once", "Once more"], seed=1, **options)

@@ -1,7 +1,10 @@
-"""What `make` does before it installs anything: which Python an environment is made of."""
+"""What `make` does before it installs anything (which Python an environment is made of), what it says meanwhile, and
+what `make serve` serves."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -106,3 +109,72 @@ def test_an_environment_whose_python_was_removed_is_not_up_to_date(folder: Path)
     (folder / ".venv" / "bin" / "python").unlink()
     out, _ = make(folder, "install")
     assert REACHED in out.splitlines()
+
+
+CAIRN = """#!/bin/sh
+echo "$@" >> said
+case "$1" in
+config) printf 'engine\\tauto\\tdefault\\nmodel\\t%s\\t%s\\n' "${CONFIGURED:-demo}" "${SOURCE:-default}" ;;
+pull) echo /a/path; [ -z "$NO_REGISTRY" ] || { echo "cairn: the registry cannot be reached" >&2; exit 2; } ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "calls"),
+    [
+        ([], {}, ["config", "pull smollm2", "serve smollm2"]),
+        ([], {"NO_REGISTRY": "1"}, ["config", "pull smollm2", "serve demo"]),
+        (["MODEL=demo"], {}, ["serve demo"]),
+        (["MODEL=org/m:Q4_K_M"], {}, ["serve org/m:Q4_K_M"]),
+        ([], {"CONFIGURED": "/my/model", "SOURCE": "cairn.toml"}, ["config", "serve"]),
+    ],
+)
+def test_make_serve_begins_with_a_real_model(
+    folder: Path, arguments: list[str], env: dict[str, str], calls: list[str]
+) -> None:
+    """Without the registry, or where it is asked for, with the bundled one; what is configured comes before both."""
+    stub(folder / ".venv" / "bin" / "python", "3.12")
+    cairn = folder / ".venv" / "bin" / "cairn"
+    cairn.write_text(CAIRN)
+    cairn.chmod(0o755)
+    (folder / ".venv" / ".installed").touch()
+    outside = {name: value for name, value in os.environ.items() if name not in ("MODEL", "MAKEFLAGS", "MAKELEVEL")}
+    done = subprocess.run(
+        ["make", "serve", *arguments], cwd=folder, capture_output=True, text=True, timeout=60, env=outside | env
+    )
+    assert done.returncode == 0, done.stderr
+    assert (folder / "said").read_text().splitlines() == calls and done.stdout == ""
+    assert ("Serving the bundled model instead" in done.stderr) == ("NO_REGISTRY" in env)
+
+
+OUTPUT = """Collecting numpy>=2.0 (from cairn-llm==0.1.0)
+  Downloading numpy-2.3.1-cp311-cp311-manylinux_2_28_x86_64.whl (16.9 MB)
+  Installing build dependencies: started
+  *** Configuring CMake...
+  [3/21] Building CXX object CMakeFiles/kernels_avx2.dir/variant.cpp.o
+  nothing that says anything
+WARNING: you should know
+Installing collected packages: numpy, cairn-llm
+"""
+STEPS = [
+    "finding packages: numpy",
+    "downloading numpy",
+    "getting the build tools",
+    "looking at the compiler",
+    "compiling the kernels, 3 of 21 files",
+    "installing packages",
+]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_an_installation_says_what_it_is_doing(code: int) -> None:
+    tool = MAKEFILE.parent / "tools" / "say_progress.py"
+    command = [sys.executable, "-c", f"import sys; sys.stdout.write({OUTPUT!r}); sys.exit({code})"]
+    done = subprocess.run(
+        [sys.executable, tool, "--every", "0", *command], capture_output=True, text=True, timeout=60, check=False
+    )
+    lines = [line.partition(" s: ")[2] for line in done.stdout.splitlines()]
+    assert done.returncode == code
+    assert [line for line, _ in itertools.groupby(lines) if line != "starting pip"] == STEPS
+    assert done.stderr == (OUTPUT if code else "WARNING: you should know\n")

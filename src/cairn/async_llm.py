@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, overload
 
 from cairn.answer import Answer, AsyncStream
@@ -171,10 +172,13 @@ class AsyncLLM:
         """
         return await (await self.stream_chat(messages, tools, template_args=template_args, **sampling)).wait()
 
-    async def stream_generate(self, prompt: Prompt, **sampling: Any) -> AsyncStream:
-        """The continuation of one prompt, piece by piece."""
+    async def stream_generate(
+        self, prompt: Prompt, *, suffix: str = "", parse_special: bool = True, **sampling: Any
+    ) -> AsyncStream:
+        """The continuation of one prompt, piece by piece; with a `suffix`, what stands between the two."""
         asked = _sampling(sampling)
-        request = self._request(await self._tokens(prompt), asked, output=OutputFormat(continues=True))
+        tokens = await self._tokens(prompt, suffix, parse_special)
+        request = self._request(tokens, asked, output=OutputFormat(continues=True))
         return AsyncStream(self.service, request, lambda _: None)
 
     @overload
@@ -184,8 +188,9 @@ class AsyncLLM:
     async def generate(self, prompts: str | Sequence[Prompt], **sampling: Any) -> Answer | list[Answer]:
         """The continuation of a text, or of each of several texts or lists of token ids, in order.
 
-        No chat template is applied. Many prompts run together, at most `max_running` at a time. The first error ends
-        all of them and is raised.
+        No chat template is applied: control tokens that a text holds are control tokens, unless `parse_special` is
+        False. With a `suffix` the model fills in the middle, if it can. Many prompts run together, at most
+        `max_running` at a time. The first error ends all of them and is raised.
         """
         if isinstance(prompts, str):
             return await (await self.stream_generate(prompts, **sampling)).wait()
@@ -218,15 +223,23 @@ class AsyncLLM:
                     raise
                 await asyncio.sleep(0.05)
 
-    async def _tokens(self, prompt: Prompt) -> Sequence[int]:
+    async def _tokens(self, prompt: Prompt, suffix: str, special: bool) -> Sequence[int]:
+        if not isinstance(suffix, str):
+            raise InvalidRequest("suffix must be a text", field="suffix")
+        if not isinstance(special, bool):
+            raise InvalidRequest("parse_special must be true or false", field="parse_special")
+        from cairn.text.tokenizer import INLINE
+
+        tokenizer = self.service.tokenizer
+        if suffix and tokenizer.middle is None:
+            raise InvalidRequest("suffix: this model has no tokens for filling in the middle", field="suffix")
         if not isinstance(prompt, str):
             if not _is_list(prompt):
                 raise InvalidRequest("the prompt must be a text or a list of token ids", field="prompt")
-            return prompt
-        from cairn.text.tokenizer import INLINE
-
-        encode = self.service.tokenizer.encode_prompt
-        return encode(prompt) if len(prompt) <= INLINE else await asyncio.to_thread(encode, prompt)
+            if not suffix:
+                return prompt
+        encode = partial(tokenizer.encode_raw, prompt, suffix, special=special)
+        return encode() if len(prompt) + len(suffix) <= INLINE else await asyncio.to_thread(encode)
 
     def _request(self, tokens: Sequence[int], asked: SamplingOptions, **more: Any) -> Request:
         service = self.service

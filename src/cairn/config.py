@@ -65,11 +65,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     # model and engine
     model: Annotated[
-        str, Meta(description="A folder, a .gguf file, a hub id (org/name, org/name:Q4_K_M), or 'demo', bundled.")
+        str,
+        Meta(
+            description="A folder, a .gguf file, a hub id (org/name, org/name:Q4_K_M), 'smollm2', which is downloaded "
+            "when it is first served, or 'demo', bundled."
+        ),
     ] = "demo"
     served_name: Annotated[str | None, Meta(description="Name that clients use for the model; default: its own.")] = (
         None
     )
+    tokenizer: Annotated[
+        str | None,
+        Meta(
+            description="A tokenizer.json, or a folder with one, in place of the model's own; what lies beside it, "
+            "such as tokenizer_config.json, belongs to it. It must not have more tokens than the model."
+        ),
+    ] = None
     engine: Annotated[Literal["auto", "cpu", "fake"], Meta(description="What computes; 'fake' is for tests.")] = "auto"
     kernels: Annotated[
         Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"],
@@ -85,10 +96,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     keep_packed: Annotated[
         bool,
         Meta(
-            description="Keep the packed weights of models from 64 MiB in the user's cache folder, one file a model, "
+            description="Keep the packed weights of models from 64 MiB in the user's cache folder, "
             "so that the next start need not pack them."
         ),
     ] = True
+    keep_packed_gb: Annotated[
+        Annotated[float, Meta(gt=0, le=1 << 20)] | None,
+        Meta(
+            description="Most GB of packed weights that are kept, of all models; default: a fifth of what the disk has "
+            "free or they hold, at most 50. Those that no start has used for longest go first."
+        ),
+    ] = None
     threads: Annotated[
         Annotated[int, Meta(ge=1, le=1024)] | None, Meta(description="CPU threads; default: all cores.")
     ] = None
@@ -107,7 +125,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["auto", "f32", "bf16", "f16"],
         Meta(
             description="Type of KV in the pool and in stores; 'auto': f32 for models of less than 64 MiB (in 16 "
-            "bits), else bf16. f16 holds no number beyond 65,504."
+            "bits), else bf16. 'f16' is eight times finer than bf16; a model whose keys or values might pass its "
+            "largest number, 65,504, is held in bf16 all the same, and the start says so."
         ),
     ] = "auto"
     # scheduling
@@ -169,7 +188,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "'template' leaves it to the chat template."
         ),
     ] = "keep"
-    template_timeout: Annotated[float, Meta(gt=0, le=60, description="Seconds a chat template may take.")] = 1.0
+    chat_template: Annotated[
+        str | None,
+        Meta(
+            description="Chat template in place of the model's own: a name (chatml, llama3, gemma, mistral, ...) "
+            "or a file."
+        ),
+    ] = None
+    template_timeout: Annotated[
+        float, Meta(gt=0, le=60, description="Seconds of processor time a chat template may take.")
+    ] = 1.0
     # agents
     agents_dir: Annotated[
         str | None,
@@ -225,6 +253,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # limits on what a client may send
     max_header_kib: Annotated[int, Meta(ge=1, description="Most KiB of request line and headers.")] = 32
     max_body_mib: Annotated[int, Meta(ge=1, description="Most MiB of request body.")] = 16
+    max_bodies_mib: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Most MiB of request bodies held at once, from their first byte to the end of the answer; one "
+            "of several tenants may have half of them.",
+        ),
+    ] = 256
     max_import_mib: Annotated[int, Meta(ge=1, description="Most MiB of an imported agent.")] = 256
     header_timeout: Annotated[float, Meta(gt=0, description="Seconds to receive the headers.")] = 10.0
     body_timeout: Annotated[float, Meta(gt=0, description="Most seconds between two pieces of a body.")] = 30.0

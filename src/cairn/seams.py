@@ -30,6 +30,14 @@ class Rng(Protocol):
         ...
 
 
+class Network(Protocol):
+    """What other machines see of this one."""
+
+    def addresses(self) -> list[str]:
+        """The IP addresses at which they reach it, those of IPv4 first; empty where none is known."""
+        ...
+
+
 LOCK_FILE = ".lock"
 """What `FileSystem.lock` leaves in a folder."""
 

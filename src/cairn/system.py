@@ -8,7 +8,9 @@ import fcntl
 import logging
 import os
 import secrets
+import socket
 import stat
+import struct
 import sys
 import time
 from pathlib import Path
@@ -48,6 +50,51 @@ class SystemRng:
     def bits64(self) -> int:
         """From `secrets`."""
         return secrets.randbits(63)
+
+
+_SIOCGIFADDR = 0x8915
+"""Linux's call for an interface's address."""
+_INET6 = Path("/proc/net/if_inet6")
+
+
+class SystemNetwork:
+    """The machine's own interfaces; where they cannot be listed, the one that leads outside."""
+
+    def addresses(self) -> list[str]:
+        """`Network.addresses`."""
+        import ipaddress  # for a server alone
+
+        found = [*self._interfaces(), *self._inet6()] or self._outside()
+        usual = [one for one in map(ipaddress.ip_address, found) if not (one.is_loopback or one.is_link_local)]
+        return [str(one) for one in dict.fromkeys(usual)]
+
+    @staticmethod
+    def _interfaces() -> list[str]:
+        found = []
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # it has no address
+                    told = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                    found.append(socket.inet_ntoa(told[20:24]))
+        return found
+
+    @staticmethod
+    def _inet6() -> list[str]:
+        try:
+            lines = _INET6.read_text().splitlines()
+        except OSError:
+            return []
+        return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line.split()[0])) for line in lines]
+
+    @staticmethod
+    def _outside() -> list[str]:
+        """The address that a packet to elsewhere would carry; none is sent."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            try:
+                sock.connect(("192.0.2.1", 9))
+                return [str(sock.getsockname()[0])]
+            except OSError:
+                return []
 
 
 class SystemFiles:

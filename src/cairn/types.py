@@ -81,6 +81,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
+class OfferedTool(msgspec.Struct, frozen=True):
+    """What reading a call needs to know of a tool that may be called."""
+
+    name: str
+    values: tuple[str, ...] = ()
+    """Parameters whose schema wants something else than a text: a call in XML tags writes them as JSON."""
+
+
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How the front reads the model's text. All off: the text is passed on as it is."""
 
@@ -90,6 +98,10 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt already ends inside `<think>`."""
     tools: bool = False
     """`<tool_call>` JSON becomes tool calls."""
+    xml: bool = False
+    """So do `<function=...>` tags in it."""
+    offered: tuple[OfferedTool, ...] = ()
+    """The tools there are: an answer that is nothing but the JSON object of a call to one of them is that call."""
     continues: bool = False
     """The answer goes on the prompt's own text: it is no text of its own, whose first space a decoder may drop."""
 

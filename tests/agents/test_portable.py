@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 from tests.agents.house import Draw, file_of, house
 
+from cairn.agents import portable
+from cairn.agents.archive import Archive
+from cairn.agents.content import Content
 from cairn.agents.index import Kind
 from cairn.agents.info import Savings
 from cairn.agents.msgpack_size import count_values
 from cairn.agents.portable import read
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack
 from cairn.agents.segment import HEADER_BYTES, Header, Record, decode_header, encode_header, encode_record, scan
+from cairn.agents.tree import Turn
 from cairn.errors import CairnError, Conflict, InvalidRequest
 from cairn.figures import Miss
 from cairn.types import SamplingParams
@@ -266,3 +270,25 @@ def test_values_are_counted_as_they_are_made() -> None:
         assert count_values(data, count - 1) == count, "beyond the limit it stops"
     assert count_values(b"\x90" * 1000, 10) == 11
     assert count_values(b"\xdb\xff\xff\xff\xff", 10) == 1, "cut off"
+
+
+async def test_an_export_reads_few_turns_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portable, "READ_TURNS", 2)
+    together: list[int] = []
+    contents = Archive.contents
+
+    async def counted(self: Archive, turns: Sequence[Turn]) -> list[Content]:
+        together.append(len(turns))
+        return await contents(self, turns)
+
+    monkeypatch.setattr(Archive, "contents", counted)
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada", messages=SYSTEM)
+        for text in ("one", "two", "three"):
+            await at.say("ada", text)
+        together.clear()
+        pieces = at.agents.export("default", "ada")
+        for _ in range(3):
+            await anext(pieces)
+        assert together == [2], "what nobody has read yet is not fetched"
+        assert len([piece async for piece in pieces]) == 7 and together == [2, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 from cairn.errors import CairnError, Cancelled
 from cairn.figures import CacheReport
 from cairn.metrics import Metrics
+from cairn.models.ends import Middle
 from cairn.types import CacheGroup, Delta, Done, Event, FinishReason, ModelSpec, OutputFormat, Request, Usage
 
 SPEC = ModelSpec(
@@ -37,11 +39,27 @@ SPEC = ModelSpec(
 class Bytes:
     """Token n is byte n; 256 and more are control tokens."""
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+    middle: Middle | None = None
 
-    def encode_prompt(self, text: str) -> list[int]:
-        return list(text.encode())
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        pieces = re.split(r"(<2[5-9]\d>)", text) if special else [text]
+        return [
+            i for number, piece in enumerate(pieces) for i in ([int(piece[1:-1])] if number % 2 else piece.encode())
+        ]
+
+    def encode_prompt(self, text: str, *, special: bool = True) -> list[int]:
+        return self.encode(text, special=special)
+
+    def encode_raw(self, prompt: str | Sequence[int], suffix: str, *, special: bool = True) -> list[int]:
+        before = self.encode(prompt, special=special) if isinstance(prompt, str) else list(prompt)
+        if not suffix:
+            return before
+        assert self.middle is not None
+        after = self.encode(suffix, special=special)
+        return [self.middle.prefix, *before, self.middle.suffix, *after, self.middle.middle]
+
+    def spell(self, ids: Sequence[int]) -> str:
+        return self.decode(ids, skip_special=False)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         parts = [bytes([id]) if id < 256 else (b"" if skip_special else b"<%d>" % id) for id in ids]

@@ -51,6 +51,23 @@ async def test_tokenize_and_detokenize() -> None:
         assert (await http.post("/tokenize", json={"prompt": "a", "model": "other"})).status_code == 404
 
 
+async def test_control_tokens_in_a_raw_text_are_control_tokens_unless_told_otherwise() -> None:
+    async with site(ScriptedService()) as at, at.http() as http:
+
+        async def tokens(**body: Any) -> list[int]:
+            return list((await http.post("/tokenize", json=body)).json()["tokens"])
+
+        plain = [*b"a<256>"]
+        assert await tokens(prompt="a<256>") == await tokens(prompt="a<256>", parse_special=True) == [*b"a", 256]
+        assert await tokens(prompt="a<256>", parse_special=False) == plain
+        assert await tokens(prompt="<256>" * 3000) == [256] * 3000
+        text = (await http.post("/detokenize", json={"tokens": [97, 256, 98]})).json()["prompt"]
+        assert await tokens(prompt=text) == [97, 256, 98]
+        for value in (True, False):
+            refused = await http.post("/tokenize", json={"messages": CHAT["messages"], "parse_special": value})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "parse_special"
+
+
 async def test_a_request_can_be_seen_and_cancelled_by_either_id() -> None:
     service = ScriptedService(lambda request: [Delta(text="hi", tokens=(1,)), 60.0])
     async with site(service) as at, at.http() as http:

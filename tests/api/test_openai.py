@@ -17,6 +17,7 @@ from tests.text import text_models
 from cairn.config import Config
 from cairn.errors import GenerationFailed, InvalidRequest, Overloaded, Unavailable
 from cairn.figures import CacheReport, Miss
+from cairn.models.ends import Middle
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import Delta, Done, FinishReason, Request, TokenLogprob, ToolCallDelta, Usage
@@ -331,6 +332,28 @@ async def test_prompt_forms(prompt: Any, tokens: list[tuple[int, ...]]) -> None:
 
 def entry(token: int, logprob: float) -> TokenLogprob:
     return TokenLogprob(token, logprob, ((token, logprob), (120, -3.0)))
+
+
+async def test_a_suffix_is_what_the_middle_is_filled_in_before() -> None:
+    service = ScriptedService(lambda request: [Delta(text="b", tokens=(98,)), done()])
+    async with site(service) as at:
+        plain = await post(at, complete(prompt="a", suffix="c"), "/v1/completions")
+        service.tokenizer.middle = Middle(prefix=257, suffix=258, middle=259)
+        for prompt in ("a<256>", [97, 256]):
+            found = await post(at, complete(prompt=prompt, suffix="c<256>"), "/v1/completions")
+            assert found.json()["choices"][0]["text"] == "b"
+        await post(at, complete(prompt="<256>", suffix="<256>", parse_special=False), "/v1/completions")
+        await post(at, complete(prompt="<256>", suffix="", parse_special=False), "/v1/completions")
+        echoed = await post(at, complete(suffix="c", echo=True), "/v1/completions")
+    assert plain.status_code == 400 and "no tokens for filling in the middle" in plain.text
+    assert plain.json()["error"]["param"] == echoed.json()["error"]["param"] == "suffix"
+    typed = b"<256>"
+    assert [stream.request.prompt for stream in service.streams] == [
+        (257, 97, 256, 258, 99, 256, 259),
+        (257, 97, 256, 258, 99, 256, 259),
+        (257, *typed, 258, *typed, 259),
+        tuple(typed),
+    ]
 
 
 async def test_echo_with_logprobs() -> None:

@@ -330,8 +330,10 @@ def test_completion_prompts() -> None:
     for prompt in ([], {}, None, 1, ["a", 1], [1, "a"], [[1], "a"], [1.5], [True], [["a"]]):
         with pytest.raises(InvalidRequest, match="prompt"):
             parse(CompletionBody, {"model": "m", "prompt": prompt}, Config())
-    with pytest.raises(Unsupported, match="suffix"):
-        parse(CompletionBody, {"model": "m", "prompt": "a", "suffix": "b"}, Config())
+    for suffix in ("", None, "b"):
+        assert parse(CompletionBody, {"model": "m", "prompt": "a", "suffix": suffix}, Config()).suffix == suffix
+    with pytest.raises(InvalidRequest, match="suffix"):
+        parse(CompletionBody, {"model": "m", "prompt": "a", "suffix": ["b"]}, Config())
 
 
 def test_messages_of_errors_do_not_quote_values() -> None:

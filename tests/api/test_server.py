@@ -27,15 +27,18 @@ from cairn.api import folders, lifetime, server
 from cairn.api.app import build_app
 from cairn.config import Config
 from cairn.errors import ConfigError, ModelFileError, Unavailable
+from cairn.service.kv_folder import with_folder
 from cairn.service.launch import KILL_SECONDS
 from cairn.service.service import Service
 from cairn.service.supervisor import STORE_SECONDS
-from cairn.system import SystemFile
+from cairn.system import SystemFile, SystemFiles
 from cairn.types import Delta
 
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 FIRST: Any = None
 """A scripted service needs no worker."""
+PATIENCE = 120
+"""Seconds after which something will not happen any more, on a machine however busy."""
 SCRIPTED = json.dumps(CHAT | {"model": "scripted"}).encode()
 
 
@@ -80,7 +83,7 @@ class Running:
         self.task = asyncio.create_task(lifetime._serve(config, self.sock, FIRST))
 
     async def get(self, path: str) -> Any:
-        async with httpx.AsyncClient(base_url=self.url, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=self.url, trust_env=False, timeout=PATIENCE) as http:
             return await http.get(path)
 
     async def ready(self) -> None:
@@ -96,13 +99,13 @@ class Running:
         return reader, writer
 
     async def end(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE):
             await self.task
         self.sock.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -308,6 +311,86 @@ def test_folders_that_are_apart_or_not_used_are_none_of_the_check(tmp_path: Path
     folders.check_folders(Config(kv_dir=f"{tmp_path}/cairn/kv"), env)
     with pytest.raises(ConfigError, match="must be two folders"):
         folders.check_folders(Config(kv_dir=inside), env)
+
+
+class Pauses:
+    """A clock that only pauses move on; after `enough` of them a signal has come."""
+
+    def __init__(self, enough: int = 1000) -> None:
+        self.seconds, self.enough = 0.0, enough
+
+    def now(self) -> float:
+        return self.seconds
+
+    def time_ns(self) -> int:
+        return 0
+
+    def __call__(self) -> bool:
+        self.seconds += 1
+        return self.seconds < self.enough
+
+
+def usual(tmp_path: Path, pauses: Pauses, **options: Any) -> Any:
+    """The user's own folders held, with the options of a server as the command line gives them."""
+    env = {"XDG_DATA_HOME": str(tmp_path / "data"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    config = with_folder(Config(**options), env)
+    return folders.usual_held(config, env, SystemFiles(), pauses, pauses, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "agents in {data}/agents and KV in {cache}/kv; .*: --agents-dir {data}/agents-2 --kv-dir {cache}/kv-2$"),
+        ({"port": 8001}, "place of its own: --agents-dir {data}/agents-8001 --kv-dir {cache}/kv-8001$"),
+        ({"kv_disk": False}, "keeps its agents in {data}/agents; .*: --agents-dir {data}/agents-2$"),
+        ({"agents_dir": "/elsewhere"}, "keeps its KV in {cache}/kv; .*: --kv-dir {cache}/kv-2$"),
+    ],
+)
+def test_a_second_server_is_refused_and_told_the_two_options(tmp_path: Path, options: Any, words: str) -> None:
+    """Without them it would keep nothing."""
+    places = {"data": f"{tmp_path}/data/cairn", "cache": f"{tmp_path}/cache/cairn"}
+    pauses = Pauses()
+    with usual(tmp_path, pauses):
+        with pytest.raises(ConfigError, match=words.format(**places)), usual(tmp_path, pauses, **options):
+            pass
+        assert pauses.seconds == 5
+        with usual(tmp_path, pauses, agents_dir="/elsewhere", kv_dir="/else/kv"):
+            pass  # what it was told to do
+    with usual(tmp_path, pauses):
+        pass  # the first one has ended
+
+
+def test_a_server_that_is_on_its_way_out_is_waited_for_but_no_signal_is_kept_waiting(tmp_path: Path) -> None:
+    first = usual(tmp_path, Pauses())
+    first.__enter__()
+
+    class Ends(Pauses):
+        def __call__(self) -> bool:
+            if self.seconds == 2:
+                first.__exit__(None, None, None)
+            return super().__call__()
+
+    pauses = Ends()
+    with usual(tmp_path, pauses):
+        assert pauses.seconds == 3
+        hasty = Pauses(enough=2)
+        with pytest.raises(ConfigError, match="another server keeps"), usual(tmp_path, hasty):
+            pass
+        assert hasty.seconds <= 3
+
+
+def test_where_no_lock_can_be_had_the_server_goes_on(tmp_path: Path) -> None:
+    """Whoever opens the folder says what is wrong with it."""
+    (tmp_path / "data").write_text("in the way")
+    with usual(tmp_path, Pauses()), pytest.raises(ConfigError, match="keeps its KV in"), usual(tmp_path, Pauses()):
+        pass
+
+
+def test_serve_looks_for_another_server_before_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr(server, "FOLDER_SECONDS", 0.0)
+    with usual(tmp_path, Pauses()), pytest.raises(ConfigError, match="another server keeps its agents in"):
+        server.serve(Config(model="nowhere/at-all", port=0))
 
 
 async def test_without_the_usual_folder_of_agents_the_server_goes_on_and_tries_again(

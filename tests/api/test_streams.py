@@ -92,10 +92,11 @@ def texts(found: list[Any], choices: int = 1, tokens: int = TOKENS) -> list[str]
     return said
 
 
+UNCUT = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 MIXES: list[tuple[str, dict[str, Any], int]] = [
     ("greedy", {}, 1),
-    ("seeded, penalised", {"temperature": 0.9, "top_k": 50, "seed": 3, "frequency_penalty": 0.5}, 1),
-    ("two choices", {"temperature": 0.9, "seed": 4, "n": 2}, 2),
+    ("seeded, penalised", UNCUT | {"temperature": 0.9, "top_k": 50, "seed": 3, "frequency_penalty": 0.5}, 1),
+    ("two choices", UNCUT | {"temperature": 0.9, "seed": 4, "n": 2}, 2),
 ]
 
 

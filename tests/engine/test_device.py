@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.gguf_files import write_gguf
 from tests.tiny_models import GREEDY, prompt, write_model
 
 from cairn.config import Config
@@ -51,6 +52,40 @@ def test_a_pool_of_a_given_size_does_not_follow_the_memory_that_is_free(
     if name == "cpu":
         with pytest.raises(ModelError, match=r"KV pool, .* buffers\), 0\.04 GB are free"):
             load_engine(config, folder, blocks=(1 << 16,))
+
+
+@pytest.mark.parametrize("kind", ["gguf", "folder"])
+def test_a_model_that_is_too_large_is_refused_from_its_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Its identity takes as long as reading it, which is minutes for a model that fits no memory."""
+    folder = write_model(tmp_path / "model", "LlamaForCausalLM")
+    place = folder if kind == "folder" else write_gguf(folder, tmp_path / "m.gguf")
+
+    def read(path: Path) -> bytes:
+        raise AssertionError(f"{path} was read")
+
+    monkeypatch.setattr("cairn.models.spec.file_digest", read)
+    monkeypatch.setattr("cairn.engine.memory.memory_available", lambda: 100_000)
+    with pytest.raises(ModelError, match=r"needs 0\.\d+ GB of memory .*, 0\.00 GB are free"):
+        load_engine(Config(threads=1), place)
+
+
+def test_a_file_that_is_replaced_while_its_identity_is_taken_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read of its header would be another model's."""
+    path = write_gguf(write_model(tmp_path / "model", "LlamaForCausalLM"), tmp_path / "m.gguf")
+
+    def replaced(path: Path) -> bytes:
+        fresh = path.with_suffix(".new")
+        fresh.write_bytes(path.read_bytes())
+        fresh.replace(path)
+        return b"same"
+
+    monkeypatch.setattr("cairn.models.spec.file_digest", replaced)
+    with pytest.raises(ModelError, match="was changed while it was loaded; start again"):
+        load_engine(Config(kv_gb=0.01, threads=1), path)
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path: Path) -> None:

@@ -127,7 +127,9 @@ def test_a_server_answers_from_a_file_as_from_a_folder(architecture: str, tmp_pa
     llama = architecture == "LlamaForCausalLM"
     text = KINDS["sentencepiece" if llama else "byte-level"]()
     config = {**LLAMA2_CONFIG} if llama else {**QWEN_CONFIG}
-    folder = write_text(tmp_path / "tiny", text, config, QWEN_TEMPLATE)
+    # A file that wants BOS has it before a chat too; a folder has what its template writes.
+    template = "{{ bos_token }}" + QWEN_TEMPLATE if llama else QWEN_TEMPLATE
+    folder = write_text(tmp_path / "tiny", text, config, template)
     tokenizer = Tokenizer.load(folder)
     ends = ["</s>"] if llama else ["<|im_end|>", "<|endoftext|>"]
     write_model(

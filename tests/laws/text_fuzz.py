@@ -116,7 +116,21 @@ class Script:
             call |= {"id": 1} if chance.random() < 0.5 else {words(chance, 2) + "+": value(chance, 2)}
         self.calls.append((name.replace("\ud800", "\ufffd"), arguments))
         escaped = name == "\ud800" or chance.random() < 0.5
-        return json.dumps(call, ensure_ascii=escaped, indent=chance.choice([None, None, 1]))
+        text = json.dumps(call, ensure_ascii=escaped, indent=chance.choice([None, None, 1]))
+        return mistyped(chance, text) if chance.random() < 0.3 else text
+
+
+def mistyped(chance: random.Random, text: str) -> str:
+    """A JSON object as a model may write it, with one meaning only."""
+    end = text.rindex("}")
+    return chance.choice(
+        [
+            text[:end] + "," + text[end:],
+            text + "}",
+            text.replace("\\n", "\n") if "\\\\n" not in text else text,
+            text.replace(": true", ": True").replace(": null", ": None") if '\\"' not in text else text,
+        ]
+    )
 
 
 def value(chance: random.Random, depth: int) -> Any:

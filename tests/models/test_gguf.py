@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
@@ -125,7 +126,14 @@ FILES: dict[str, tuple[bytes, str]] = {
         "the array 'k' has 4611686018427387904 elements; all arrays together may have",
     ),
     "array past the end": (header([entry("k", ARRAY, struct.pack("<IQ", U64, 1 << 23))], []), "truncated"),
-    "deep array": (header([entry("k", ARRAY, struct.pack("<IQ", ARRAY, 1) * 9)], []), "nested more than 4 deep"),
+    "deep array": (
+        header([entry("k", ARRAY, struct.pack("<IQ", ARRAY, 1 << 20) + struct.pack("<IQ", U64, 0) * (1 << 20))], []),
+        "the array 'k' has elements of the type 9, expected numbers, truth values or texts",
+    ),
+    "many texts": (
+        header([entry("k", ARRAY, struct.pack("<IQ", STRING, (1 << 20) + 1) + bytes(8 << 20))], []),
+        "the array 'k' has 1048577 texts, more than 1048576",
+    ),
     "key twice": (header([ALIGNED, ALIGNED], []), r"the metadata key 'general\.alignment' stands twice"),
     "alignment": (
         header([entry("general.alignment", U32, struct.pack("<I", 12))], []),
@@ -203,10 +211,10 @@ KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "tokens in tokens": (
         {"tokenizer.ggml.tokens": [["a"], ["b"]], "tokenizer.ggml.token_type": [3, 3]},
         (),
-        r"tokenizer\.ggml\.tokens must be a list of texts, found \[\['a'\], \['b'\]\]",
+        r"the array 'tokenizer\.ggml\.tokens' has elements of the type 9, expected numbers, truth values or texts",
     ),
     "tokenizers": ({"tokenizer.ggml.model": [1, 2]}, (), r"tokenizer\.ggml\.model must be a string, found array"),
-    "hot": ({"general.sampling.temp": 20.0}, (), r"general\.sampling\.temp must be a number from 0 to 10"),
+    "hot": ({"general.sampling.temp": "hot"}, (), r"general\.sampling\.temp must be a number"),
     "layout": (
         {"llama.tensor_data_layout": "reference"},
         (),
@@ -283,7 +291,7 @@ def test_sentencepiece_without_named_tokens_has_those_of_llama_cpp(kind: int, tm
     assert (spec.bos_id, spec.eos_ids) == ((1, (2,)) if kind == 3 else (None, ()))
     texts |= {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 3}
     spec = load_spec(write_gguf(folder, tmp_path / "m.gguf", extra=texts))
-    assert (spec.bos_id, spec.eos_ids) == (0, (3,))
+    assert (spec.bos_id, spec.eos_ids) == ((0, (3, 2)) if kind == 3 else (0, (3,)))
     spec = load_spec(write_gguf(folder, tmp_path / "m.gguf", extra=texts, without=tuple(texts)))
     assert (spec.bos_id, spec.eos_ids) == (None, ())
 
@@ -332,3 +340,64 @@ def test_a_factor_on_attention_of_yarn_is_used(tmp_path: Path) -> None:
         folder, tmp_path / "m.gguf", extra={f"llama.rope.scaling.{key}": value for key, value in extra.items()}
     )
     assert load_spec(path).rope_scaling.attention_factor == pytest.approx(1.5 * 1.13863, rel=1e-5)
+
+
+HARMLESS: dict[str, dict[str, Any]] = {
+    "top_p that was rounded": {"general.sampling.top_p": np.float64(1.0000001)},
+    "no penalty": {"general.sampling.penalty_repeat": 0.0},
+    "greedy": {"general.sampling.temp": -1.0},
+    "hot": {"general.sampling.temp": 20.0},
+    "bos": {"tokenizer.ggml.bos_token_id": 1 << 20},
+    "unknown": {"tokenizer.ggml.unknown_token_id": (1 << 32) - 1},
+    "attention scale": {"llama.attention.scale": 12**-0.5},
+    "logit scale": {"llama.logit_scale": 1.0},
+    "residual scale": {"llama.residual_scale": 1.0, "llama.embedding_scale": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_says_nothing_of_the_numbers_is_no_reason_to_refuse_a_file(name: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "LlamaForCausalLM")
+    plain = load_spec(write_gguf(folder, tmp_path / "m.gguf"))
+    spec = load_spec(write_gguf(folder, tmp_path / "m.gguf", extra=HARMLESS[name]))
+    expected = {"greedy": {"temperature": 0.0}, "top_p that was rounded": {"top_p": 1.0}}
+    assert spec.defaults == expected.get(name, {})
+    assert msgspec.structs.replace(spec, defaults={}, identity=plain.identity) == plain
+
+
+@pytest.mark.parametrize("key", ["attention.scale", "logit_scale", "residual_scale", "embedding_scale"])
+def test_a_scale_that_would_change_numbers_is_refused(key: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "LlamaForCausalLM")
+    path = write_gguf(folder, tmp_path / "m.gguf", extra={f"llama.{key}": 0.5})
+    with pytest.raises(ModelError, match=rf"llama\.{key} is set, which is not supported"):
+        load_spec(path)
+
+
+ENDINGS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "one": ({"eos_token_id": 5}, (5,)),
+    "an array": ({"eos_token_id": [5, 6]}, (5, 6)),
+    "a list beside it": ({"eos_token_id": 5, "eos_token_ids": [6, 7, 5]}, (5, 6, 7)),
+    "only a list": ({"eos_token_ids": [6, 7]}, (6, 7)),
+    "of turns and messages": ({"eos_token_id": 5, "eot_token_id": 6, "eom_token_id": 7}, (5, 6, 7)),
+    "of files": ({"fim_pad_token_id": 5, "fim_rep_token_id": 6, "fim_sep_token_id": 7}, (5, 6, 7)),
+    "of the wrong type": ({"eos_token_id": 5, "texts": {8: "<|im_end|>"}}, (5, 8)),
+    "user-defined": ({"eos_token_id": 5, "texts": {8: "<|eot_id|>"}, "kinds": {8: 4}}, (5, 8)),
+    "of code": ({"texts": {8: "<|fim_pad|>", 9: "<|repo_name|>", 10: "<|file_sep|>"}}, (8, 9, 10)),
+    "a piece of HTML": ({"eos_token_id": 5, "texts": {8: "</s>"}}, (5,)),
+    "a control token": ({"eos_token_id": 5, "texts": {8: "</s>"}, "kinds": {8: 3}}, (5, 8)),
+    "of a thought": ({"eos_token_id": 5, "texts": {8: "<|end|>", 9: "<|return|>"}}, (5, 9)),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_what_ends_an_answer_is_all_that_a_file_names_and_all_that_is_spelt_so(name: str, tmp_path: Path) -> None:
+    fields, ends = ENDINGS[name]
+    folder = write_model(tmp_path / "model", "LlamaForCausalLM")
+    tokens, kinds = [f"t{n}" for n in range(20)], [1] * 20
+    for number, word in fields.get("texts", {}).items():
+        tokens[number] = word
+    for number, kind in fields.get("kinds", {}).items():
+        kinds[number] = kind
+    extra = {f"tokenizer.ggml.{key}": value for key, value in fields.items() if key not in ("texts", "kinds")}
+    extra |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.model": "gpt2"}
+    assert load_spec(write_gguf(folder, tmp_path / "m.gguf", extra=extra)).eos_ids == ends

@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import pytest
 
@@ -48,9 +49,13 @@ class FakeHub:
         self.over, self.left = threading.Event(), threading.Event()
         """Whether the other side closed the connection meanwhile."""
         self.ranges = True
-        self.broken: list[int] = []
-        """What the next requests for a file's bytes are answered with."""
+        self.broken: list[int | tuple[int, dict[str, str]]] = []
+        """What the next requests for a file's bytes are answered with, perhaps with headers."""
+        self.busy: list[int | tuple[int, dict[str, str]]] = []
+        """The same of the listing."""
         self.token = ""
+        self.stateless = False
+        """Whether it states no checksums, as some mirrors."""
         self.status: tuple[int, str] | None = None
         self.served: Counter[str] = Counter()
         self.requests: list[tuple[str, str]] = []
@@ -75,13 +80,16 @@ class FakeHub:
         self.server.server_close()
 
     def answer(self, http: BaseHTTPRequestHandler) -> None:
-        path = http.path.partition("?")[0]
+        path = unquote(http.path.partition("?")[0])
         self.requests.append((http.path, http.headers.get("range", "")))
         if self.status is not None:
             self.send(http, self.status[0], b"{}", {"x-error-code": self.status[1]})
         elif self.token and http.headers.get("authorization") != f"Bearer {self.token}":
             self.send(http, 401, b"{}", {"x-error-code": "GatedRepo"})
         elif http.path == "/api/models/org/m/revision/main?blobs=true":
+            if self.busy:
+                self.refuse(http, self.busy.pop(0))
+                return
             self.send(http, 200, json.dumps(self.listing()).encode())
         elif path.startswith(f"/org/m/resolve/{self.commit}/"):
             self.redirect_or_send(http, path.removeprefix(f"/org/m/resolve/{self.commit}/"))
@@ -92,18 +100,21 @@ class FakeHub:
 
     def redirect_or_send(self, http: BaseHTTPRequestHandler, name: str) -> None:
         if name.endswith((".safetensors", ".gguf")):  # large files live elsewhere
-            self.send(http, 302, b"", {"location": f"/cdn/{name}"})
+            self.send(http, 302, b"", {"location": f"/cdn/{quote(name)}"})
         else:
             self.bytes(http, name)
 
     def bytes(self, http: BaseHTTPRequestHandler, name: str) -> None:
         if self.broken:
-            self.send(http, self.broken.pop(0), b"{}")
+            self.refuse(http, self.broken.pop(0))
             return
         data, start = self.files[name], 0
         asked = http.headers.get("range", "")
         if asked and self.ranges:
             start = int(asked.removeprefix("bytes=").removesuffix("-"))
+            if start >= len(data):
+                self.send(http, 416, b"", {"content-range": f"bytes */{len(data)}"})
+                return
         headers = {"content-range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
         body = data[start:]
         if name in self.endless:
@@ -116,8 +127,12 @@ class FakeHub:
         if len(send) < len(body):
             http.close_connection = True
 
+    def refuse(self, http, answer) -> None:
+        status, headers = answer if isinstance(answer, tuple) else (answer, {})
+        self.send(http, status, b"{}", headers)
+
     def send(self, http, status: int, body: bytes, headers=None, length=None) -> None:
-        http.send_response(status)
+        http.send_response_only(status)  # without a date, unless a test gives one
         for name, value in (headers or {}).items():
             http.send_header(name, value)
         http.send_header("content-length", str(len(body) if length is None else length))
@@ -142,6 +157,9 @@ class FakeHub:
         siblings = []
         for name, data in self.files.items():
             entry = {"rfilename": name, "size": len(data)}
+            if self.stateless:
+                siblings.append({"rfilename": name})
+                continue
             if name.endswith((".safetensors", ".bin", ".gguf")):
                 digest = self.stated.get(name) or hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 135}
@@ -154,7 +172,8 @@ class FakeHub:
 
 @pytest.fixture
 def remote(monkeypatch):
-    monkeypatch.setattr(download.time, "sleep", lambda _: None)
+    pull = hub.pull
+    monkeypatch.setattr(hub, "pull", lambda *given, **named: pull(*given, **{"sleep": lambda _: None} | named))
     fake = FakeHub()
     yield fake
     fake.close()
@@ -224,7 +243,7 @@ def test_a_server_that_is_broken_for_a_while_is_asked_again(remote, env, status)
     with pytest.raises(ModelError, match=f": it answered {status}; run the same command again to go on$"):
         hub.pull("org/m", env=env)
     remote.broken = [418]
-    with pytest.raises(ModelError, match="answered 418 for org/m"):
+    with pytest.raises(ModelError, match=r"answered 418 for model\.safetensors\.index\.json of org/m"):
         hub.pull("org/m", env=env)
 
 
@@ -380,6 +399,7 @@ def test_a_damaged_file_stays_until_there_is_a_better_one(remote, env):
         (401, "RepoNotFound", "does not exist on .* or is private: check the name, or set HF_TOKEN"),
         (401, "GatedRepo", "is gated on .*accept its terms there, then set HF_TOKEN"),
         (403, "GatedRepo", "is gated on"),
+        (403, "", r"127.0.0.1:\d+ refuses org/m \(403 Forbidden\); a firewall or a proxy may be in between$"),
         (404, "RepoNotFound", "there is no org/m on"),
         (429, "", "asks to wait"),
         (500, "", "answered 500 for org/m"),
@@ -389,6 +409,107 @@ def test_what_the_hub_refuses_is_one_sentence(remote, env, status, code, words):
     remote.status = (status, code)
     with pytest.raises(ModelError, match=words):
         hub.pull("org/m", env=env)
+
+
+@pytest.mark.parametrize("token", ["", "secret"])
+def test_one_file_that_is_refused_does_not_make_a_model_gated(remote, env, token):
+    remote.broken = [403]
+    with pytest.raises(
+        ModelError, match=r"refuses model\.safetensors\.index\.json of org/m \(403 Forbidden\)"
+    ) as caught:
+        hub.pull("org/m", env=env | {"HF_TOKEN": token})
+    assert "gated" not in str(caught.value) and ("HF_TOKEN" in str(caught.value)) == bool(token)
+
+
+class Waiting:
+    """Clock and pauses of a pull: what it waited for, and what it said before."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+        self.said: list[str] = []
+
+    def now(self) -> float:
+        return 0.0
+
+    def time_ns(self) -> int:
+        return 784_111_777 * 10**9  # Sun, 06 Nov 1994 08:49:37 GMT
+
+    def pull(self, model, env):
+        return hub.pull(model, env=env, clock=self, sleep=self.slept.append, say=self.said.append)
+
+
+AFTER = {"retry-after": "Sun, 06 Nov 1994 08:50:37 GMT"}
+
+
+@pytest.mark.parametrize("place", ["busy", "broken"])
+@pytest.mark.parametrize(
+    ("answers", "slept"),
+    [
+        ([(429, {"retry-after": "7"})], [7]),
+        ([(503, {"retry-after": "120"})] * 3, [120] * 3),
+        ([(429, AFTER)], [60]),
+        ([(429, AFTER | {"date": "Sun, 06 Nov 1994 08:50:07 GMT"})], [30]),
+        ([(429, {"retry-after": "Sun, 06 Nov 1994 08:49:30 GMT"})], [1]),
+        ([(429, {"ratelimit": '"api";r=0;t=55'})], [55]),
+        ([429, 429, (429, {"retry-after": "soon"})], [5, 10, 20]),
+    ],
+)
+def test_a_hub_that_asks_to_wait_is_waited_for_and_told_of(remote, env, place, answers, slept):
+    """At the listing as at a file; the seconds it names, or some where it names none."""
+    getattr(remote, place).extend(answers)
+    waiting = Waiting()
+    assert waiting.pull("org/m", env).is_dir()
+    assert waiting.slept == slept
+    host = remote.url.removeprefix("http://")
+    assert [one.partition(" (")[0] for one in waiting.said] == [f"{host} asks to wait {one} s" for one in slept]
+
+
+def test_nobody_is_kept_waiting_for_hours(remote, env):
+    waiting = Waiting()
+    remote.busy = [(429, {"retry-after": "3600"})]
+    with pytest.raises(ModelError, match=r"asks to wait 3,600 s \(429 Too Many Requests\); run the same command again"):
+        waiting.pull("org/m", env)
+    remote.busy = [(503, {"retry-after": "500"})] * 4
+    with pytest.raises(ModelError, match=r"asks to wait 500 s \(503 Service Unavailable\); run the same"):
+        waiting.pull("org/m", env)
+    assert waiting.slept == [500] * 3
+    remote.busy = [429] * 5
+    with pytest.raises(ModelError, match=r"asks to wait \(429\); try again later"):
+        Waiting().pull("org/m", env)
+
+
+def test_a_listing_that_breaks_for_a_moment_is_asked_for_again(remote, env):
+    remote.busy = [502, 503, 500, 504]
+    assert hub.pull("org/m", env=env).is_dir()
+
+
+def test_a_part_beyond_what_the_server_has_is_fetched_from_the_start(remote, env):
+    """It was longer once, or the part is not of this file at all: 416, and not the end."""
+    name = "model-2-of-2.safetensors"
+    blobs = Path(env["HF_HOME"]) / "hub" / "models--org--m" / "blobs"
+    blobs.mkdir(parents=True)
+    size = len(remote.files[name])
+    digest = hashlib.sha256(remote.files[name]).hexdigest()
+    (blobs / f"{digest}.incomplete").write_bytes(b"x" * (size - 1))
+    send = remote.send
+
+    def short(http, status, body, headers=None, length=None):
+        if http.headers.get("range") and status == 206:
+            status, body, headers, length = 416, b"", {"content-range": f"bytes */{size}"}, None
+        send(http, status, body, headers, length)
+
+    remote.send = short
+    assert (hub.pull("org/m", env=env) / name).read_bytes() == remote.files[name]
+
+
+@pytest.mark.parametrize("model", ["org/m", "org/m:Q8_0"])
+def test_a_mirror_without_checksums_is_named(remote, env, model):
+    """Not a model without config.json."""
+    remote.files |= GGUFS
+    remote.stateless = True
+    with pytest.raises(ModelFileError, match=rf"{remote.url} states no checksum of .* of org/m, and Cairn keeps no"):
+        hub.pull(model, env=env)
+    assert not remote.served
 
 
 def test_a_token_opens_a_gated_model_and_stays_at_home(remote, env):
@@ -411,7 +532,7 @@ def test_a_token_that_opens_nothing_may_be_what_is_wrong(remote, env):
     assert f"or the token ({places}) is not valid or has no access: check the name, renew or remove" in str(
         caught.value
     )
-    for remote.status in ((401, "GatedRepo"), (403, "")):
+    for remote.status in ((401, "GatedRepo"), (403, "GatedRepo")):
         with pytest.raises(ModelError, match=r"is gated on .*: accept its terms there") as caught:
             hub.pull("org/m", env=with_token)
         assert f"the token ({places}) is not valid or has no access" in str(caught.value)
@@ -754,6 +875,38 @@ def test_models_that_only_their_folders_tell_apart_stay_beside_each_other(remote
         hub.locate("org/m:model", env)
 
 
+@pytest.mark.parametrize(
+    ("name", "tag"),
+    [
+        ("My Model + Q4_K_M.gguf", "Q4_K_M"),
+        ("Modèle é+ (v2).gguf", "modèle e\u0301+ (V2)"),
+        ("M-Q8_0.GGUF", "M-Q8_0.GGUF"),
+        ("all/Q6_K/m #1 100%?.gguf", "q6_k"),
+        ("M-Q6_K-00001-of-00001.GGUF", "Q6_K"),
+    ],
+)
+def test_names_of_any_writing_are_found_and_found_again(remote, env, name, tag):
+    remote.files = {
+        name: b"weights" * 1000,
+        "other-Q2_K.gguf": b"x",
+        "imatrix.gguf": b"y",
+        "b/imatrix-unsloth.gguf": b"z",
+    }
+    path = hub.pull(f"org/m:{tag}", env=env)
+    assert path.read_bytes() == b"weights" * 1000 and path.as_posix().endswith("/" + name)
+    called = hub.model_name(path)
+    assert called.startswith("org/m:") and hub.locate(called, env) == path == hub.locate(f"org/m:{tag}", env)
+    assert [one.name for one in hub.downloaded(env)] == [called]
+
+
+def test_models_that_only_a_folder_tells_apart_can_be_asked_for(remote, env):
+    remote.files = {"one/model.gguf": b"1" * 100, "two/model.gguf": b"2" * 100}
+    with pytest.raises(ModelError, match="org/m:model may be one of one/model, two/model; put its name after the"):
+        hub.pull("org/m:model", env=env)
+    one, two = (hub.pull(f"org/m:{name}/model", env=env) for name in ("one", "two"))
+    assert [hub.locate(f"org/m:{name}/model.gguf", env) for name in ("one", "two")] == [one, two]
+
+
 def test_the_parts_of_a_split_model_come_together_in_their_folder(ggufs, env):
     path = hub.pull("org/m:F16", env=env)
     assert path.parent.name == "F16" and path.name == "m-F16-00001-of-00002.gguf"
@@ -786,7 +939,7 @@ def test_a_gguf_that_was_cut_is_resumed_and_a_wrong_one_refused(ggufs, env):
 
 
 def test_a_quantisation_that_is_not_there_lists_those_that_are(ggufs, env):
-    with pytest.raises(ModelError, match=r"Q2_K of org/m is not on the hub, only F16, imatrix, Q4_K_M, Q8_0$"):
+    with pytest.raises(ModelError, match=r"Q2_K of org/m is not on the hub, only F16, Q4_K_M, Q8_0$"):
         hub.pull("org/m:Q2_K", env=env)
     with pytest.raises(ModelError, match=r"org/m has only GGUF on the hub: add one of F16, .*, as in org/m:F16$"):
         hub.pull("org/m", env=env)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,21 +123,62 @@ def test_another_model_form_or_kernel_is_another_key(
     others = [{"weights": "bf16"}, *({"kernels": name} for name in KERNELS[1:] if name != "reference")]
     for options in others:
         assert answer(model, monkeypatch, **options)[2] > 0
-    assert answer(model, monkeypatch) == first
+        assert answer(model, monkeypatch, **options)[2] == 0
+    assert answer(model, monkeypatch) == (*first[:2], 0), "each has a file of its own"
+    count = len(list(cache.iterdir()))
     write_model(model, **MODELS["llama with biases, tied"], seed=5)
     changed = answer(model, monkeypatch)
     assert changed[0] != first[0] and changed[2] > 0
-    assert len(list(cache.iterdir())) == 1, "one file a model"
+    assert len(list(cache.iterdir())) == count + 1
     with monkeypatch.context() as patch:
         patch.setattr(packed_file, "VERSION", 99)
         assert answer(model, patch)[2] > 0
     stranger = write_model(tmp_path / "other", **MODELS["llama with biases, tied"], seed=6)
     expected = answer(stranger, monkeypatch, keep_packed=False)
-    (file,) = cache.iterdir()
+    before = set(cache.iterdir())
     answer(stranger, monkeypatch)
-    (theirs,) = set(cache.iterdir()) - {file}
-    theirs.write_bytes(file.read_bytes())
+    (theirs,) = set(cache.iterdir()) - before
+    theirs.write_bytes(min(before).read_bytes())
     assert answer(stranger, monkeypatch) == expected
+
+
+def test_a_model_that_was_moved_or_copied_is_not_packed_again(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = a_model(tmp_path)
+    first = answer(model, monkeypatch)
+    copy = tmp_path / "deep" / "copy"
+    shutil.copytree(model, copy)
+    assert answer(copy, monkeypatch) == (*first[:2], 0)
+    model.rename(tmp_path / "moved")
+    assert answer(tmp_path / "moved", monkeypatch) == (*first[:2], 0)
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_beyond_the_budget_what_was_used_longest_ago_goes(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = [write_model(tmp_path / str(seed), **MODELS["llama with biases, tied"], seed=seed) for seed in range(3)]
+    files = []
+    for age, model in zip((30, 10, 20), models, strict=True):
+        assert answer(model, monkeypatch)[2] > 0
+        (file,) = set(cache.iterdir()) - set(files)
+        files.append(file)
+        os.utime(file, (time.time() - age, time.time() - age))
+    size = max(file.stat().st_size for file in files)
+    gb = 3.5 * size / 1e9
+    found = packed_file.usage(int(gb * 1e9))
+    assert (found.files, found.bytes, found.budget) == (3, sum(one.stat().st_size for one in files), int(gb * 1e9))
+    another = write_model(tmp_path / "3", **MODELS["llama with biases, tied"], seed=3)
+    assert answer(another, monkeypatch, keep_packed_gb=gb)[2] > 0
+    assert [file.exists() for file in files] == [False, True, True] and packed_file.usage().files == 3
+    answer(models[0], monkeypatch, keep_packed_gb=size / 2e9)
+    assert packed_file.usage().files == 3, "what is larger than the budget costs the others nothing"
+
+
+def test_the_budget_follows_the_disk() -> None:
+    assert packed_file.default_budget(free=70, held=30) == 20
+    assert packed_file.default_budget(free=10**15, held=0) == packed_file.LARGEST_BUDGET
 
 
 def test_a_disk_that_takes_nothing_costs_only_the_packing(

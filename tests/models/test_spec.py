@@ -9,7 +9,8 @@ import pytest
 from tests.tiny_models import MODELS, write_config, write_model
 
 from cairn.errors import ModelError, ModelFileError
-from cairn.models.spec import FAMILIES, load_spec
+from cairn.models.families import FAMILIES
+from cairn.models.spec import load_spec
 from cairn.types import CacheGroup, RopeScaling
 
 
@@ -111,22 +112,34 @@ def test_rope_scaling_in_both_spellings(tmp_path: Path) -> None:
     assert plain.rope_scaling == RopeScaling() and plain.rope_theta == 10000.0
 
 
-def test_eos_comes_from_generation_config_first(tmp_path: Path) -> None:
+def test_eos_is_what_all_files_say_together(tmp_path: Path) -> None:
     """Known failure 21: EOS is what the model says, several if it says several, and never a constant."""
     folder = write_config(tmp_path, eos_token_id=7, bos_token_id=5)
     assert load_spec(folder).eos_ids == (7,) and load_spec(folder).bos_id == 5
     put(folder, "generation_config.json", {"eos_token_id": [11, 12, 11]})
-    assert load_spec(folder).eos_ids == (11, 12)
+    assert load_spec(folder).eos_ids == (11, 12, 7)
     put(folder, "generation_config.json", {"eos_token_id": 13})
+    assert load_spec(folder).eos_ids == (13, 7)
+    # One that the tokenizer knows as an ordinary word came with another model's config.json.
+    put(folder, "tokenizer.json", {"added_tokens": [{"id": 13, "content": "<|im_end|>"}]})
     assert load_spec(folder).eos_ids == (13,)
-    write_config(folder)
-    put(folder, "generation_config.json", {})
-    assert load_spec(folder).eos_ids == ()
+    put(folder, "tokenizer.json", {"added_tokens": [{"id": 7, "content": "<|endoftext|>"}]})
+    assert load_spec(folder).eos_ids == (13, 7)
     added = {"3": {"content": "<a>"}, "9": {"content": "<end>"}}
     put(folder, "tokenizer_config.json", {"eos_token": "<end>", "added_tokens_decoder": added})
+    assert load_spec(folder).eos_ids == (13, 7, 9)
+    write_config(folder)
+    put(folder, "generation_config.json", {})
     assert load_spec(folder).eos_ids == (9,)
     put(folder, "tokenizer_config.json", {"eos_token": {"content": "<a>"}, "added_tokens_decoder": added})
     assert load_spec(folder).eos_ids == (3,)
+    (folder / "tokenizer_config.json").unlink()
+    assert load_spec(folder).eos_ids == ()
+
+
+def test_a_first_token_that_the_model_does_not_have_is_none(tmp_path: Path) -> None:
+    assert load_spec(write_config(tmp_path, bos_token_id=1 << 20)).bos_id is None
+    assert load_spec(write_config(tmp_path, bos_token_id=-1)).bos_id is None
 
 
 def test_sampling_defaults(tmp_path: Path) -> None:
@@ -262,15 +275,20 @@ def test_a_missing_or_broken_config(tmp_path: Path) -> None:
         load_spec(tmp_path)
 
 
-def test_a_bad_sampling_default_is_named(tmp_path: Path) -> None:
+def test_a_sampling_default_out_of_range_suggests_nothing_and_one_that_is_no_number_is_named(tmp_path: Path) -> None:
     folder = write_config(tmp_path)
-    for name, value in [
-        ("temperature", -1),
-        ("temperature", 20),
-        ("top_p", 1.1),
-        ("top_k", "x"),
-        ("repetition_penalty", 1e9),
+    for name, value, found in [
+        ("temperature", -1, {"temperature": 0.0}),
+        ("temperature", 20, {}),
+        ("top_p", 1.0000001, {"top_p": 1.0}),
+        ("top_p", 1.1, {}),
+        ("min_p", -1e-7, {"min_p": 0.0}),
+        ("repetition_penalty", 0, {}),
+        ("repetition_penalty", 1e9, {}),
     ]:
+        put(folder, "generation_config.json", {name: value})
+        assert load_spec(folder).defaults == found, name
+    for name, value in [("top_k", "x"), ("temperature", True), ("top_p", [1])]:
         put(folder, "generation_config.json", {name: value})
         with pytest.raises(ModelFileError, match=rf"generation_config\.json: {name}"):
             load_spec(folder)

@@ -16,6 +16,11 @@ from cairn.models.variants import choose, tags, variants
         ("BF16/m-00001-of-00001.gguf", "BF16"),
         ("Qwen3.gguf", ""),
         ("m-Q4_K_M-imat.gguf", ""),
+        ("My Model + Mehr Q4_K_M.gguf", "Q4_K_M"),
+        ("Modèle (q8_0).GGUF", "Q8_0"),
+        ("Q5_K_M/split/m.gguf", "Q5_K_M"),
+        ("m-imatrix-IQ4_XS.gguf", "IQ4_XS"),
+        ("m-Q4_K_M-imatrix.gguf", ""),
     ],
 )
 def test_the_quantisation_is_the_end_of_the_name(name, kind):
@@ -24,8 +29,35 @@ def test_the_quantisation_is_the_end_of_the_name(name, kind):
 
 
 def test_names_that_are_no_models_or_lead_elsewhere_are_not_seen():
-    names = ["../m-Q8_0.gguf", "/m-Q8_0.gguf", "a/b/m-Q8_0.gguf", "a/../m-Q8_0.gguf", "..", ".m.gguf", "m.safetensors"]
+    names = [
+        "../m-Q8_0.gguf",
+        "/m-Q8_0.gguf",
+        "a/b/c/d/e/m-Q8_0.gguf",
+        "a/../m-Q8_0.gguf",
+        "..",
+        ".m.gguf",
+        "m.safetensors",
+    ]
+    names += ["a//m.gguf", "a\\m.gguf", "m\n.gguf", "a/.git/m.gguf", "x" * 250 + ".gguf", "m\udcff.gguf"]
     assert variants([*names, "mmproj-Q8_0.gguf", "m-mmproj-f16.gguf", "m-Q8_0-00000-of-00002.gguf"]) == []
+
+
+@pytest.mark.parametrize("name", ["imatrix.gguf", "m-imatrix.gguf", "m.imatrix.gguf", "a/imatrix_unsloth.GGUF"])
+def test_a_matrix_that_guides_a_quantisation_is_no_model(name):
+    assert variants([name]) == []
+
+
+def test_parts_with_an_ending_in_capitals_are_one_model():
+    (one,) = variants(["M-00001-OF-00002.GGUF", "M-00002-OF-00002.GGUF"])
+    assert one.stem == "M" and len(one.files) == 2 and one.missing == ""
+
+
+def test_a_tag_may_be_a_whole_file_name_in_any_writing():
+    found = variants(["My Model+é Q4_0.gguf", "a/model.gguf", "b/model.gguf"])
+    for tag in ("My Model+é Q4_0", "my model+e\u0301 q4_0.GGUF", "Q4_0"):
+        assert [one.files for one in choose(found, tag)] == [("My Model+é Q4_0.gguf",)]
+    assert [one.path for one in choose(found, "model")] == ["a/model", "b/model"]
+    assert [one.path for one in choose(found, "b/model.gguf")] == ["b/model"]
 
 
 def test_parts_are_one_model_and_a_missing_one_is_named():

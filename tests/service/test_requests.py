@@ -45,10 +45,10 @@ def counter():
     return iter(range(100, 200)).__next__
 
 
-def test_defaults_come_from_the_model_then_off():
+def test_defaults_come_from_the_model_then_from_cairn():
     spec = msgspec.structs.replace(SPEC, defaults={"temperature": 0.6, "top_k": 20.0, "top_p": 0.95, "min_p": 0.1})
     plain, model = params(), params(spec=spec)
-    assert (plain.temperature, plain.top_k, plain.top_p, plain.min_p, plain.repetition_penalty) == (1, 0, 1, 0, 1)
+    assert (plain.temperature, plain.top_k, plain.top_p, plain.min_p) == (0.8, 40, 0.95, 0.05)
     assert (model.temperature, model.top_k, model.top_p, model.min_p) == (0.6, 20, 0.95, 0.1)
     asked = params(spec=spec, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.1)
     assert (asked.temperature, asked.top_k, asked.top_p, asked.min_p, asked.repetition_penalty) == (0, 0, 1, 0, 1.1)

@@ -13,16 +13,17 @@ from tests.text import text_models
 
 import cairn
 from cairn.config import Config
-from cairn.errors import ContextTooLong, InvalidRequest, ModelFileError, Overloaded, Unsupported
+from cairn.errors import ConfigError, ContextTooLong, InvalidRequest, ModelFileError, Overloaded, Unsupported
 from cairn.text import length
 from cairn.text import messages as plain
 from cairn.text.chat import Chat
 from cairn.text.json_scan import MAX_DEPTH
 from cairn.text.messages import plain_message, unused_marks
+from cairn.text.named_templates import NAMED
 from cairn.text.stream import TextStream
 from cairn.text.templates import load_templates
 from cairn.text.tokenizer import INLINE
-from cairn.types import FinishReason, OutputFormat, Request, SamplingParams
+from cairn.types import FinishReason, OfferedTool, OutputFormat, Request, SamplingParams
 
 TOOLS = [
     {
@@ -118,7 +119,8 @@ async def test_ids_are_those_of_transformers_for_a_qwen_like_model(
         assert (decoded(chat, prompt.tokens), list(prompt.tokens)) == reference(
             tmp_path / "model0", messages, tools=tools
         )
-        assert prompt.output == OutputFormat(reasoning=True, tools=tools is not None)
+        offered = () if tools is None else (OfferedTool("get_weather"),)
+        assert prompt.output == OutputFormat(reasoning=True, tools=tools is not None, offered=offered)
 
 
 async def test_ids_are_those_of_transformers_with_tool_calls_and_arguments(start: Start, tmp_path: Path) -> None:
@@ -443,12 +445,12 @@ async def test_tools_need_a_template_that_teaches_them(start: Start) -> None:
 async def test_a_template_for_tools_is_chosen_by_name(start: Start) -> None:
     named = [
         {"name": "default", "template": "plain {{ messages[0].content }}"},
-        {"name": "tool_use", "template": "<tool_call> {{ tools | length }} {{ messages[0].content }}"},
+        {"name": "tool_use", "template": "<tool_call> {{ tools[0].function.name }} {{ messages[0].content }}"},
     ]
     chat = await start(config={**text_models.QWEN_CONFIG, "chat_template": named}, template=None)
     messages = [{"role": "user", "content": "x"}]
     assert decoded(chat, (await chat.prompt(messages)).tokens) == "plain x"
-    assert decoded(chat, (await chat.prompt(messages, TOOLS)).tokens) == "<tool_call> 1 x"
+    assert decoded(chat, (await chat.prompt(messages, TOOLS)).tokens) == "<tool_call> get_weather x"
 
 
 def test_where_templates_come_from(tmp_path: Path) -> None:
@@ -479,15 +481,242 @@ def test_broken_template_files_are_named(tmp_path: Path, name: str, content: byt
         load_templates(tmp_path)
 
 
-async def test_a_template_that_is_no_template_fails_at_the_start(start: Start) -> None:
-    with pytest.raises(ModelFileError, match="line 2"):
-        await start(template="fine\n{% if %}")
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("fine\n{% if %}", "line 2"),
+        ("{{ .System }} {{ .Prompt }}", "Go template"),
+        ("{{- range .Messages }}{{ .Content }}{{- end }}", "Go template"),
+    ],
+)
+async def test_a_model_whose_template_cannot_be_used_starts_and_chat_says_why(
+    start: Start, template: str, why: str
+) -> None:
+    chat = await start(template=template)
+    with pytest.raises(InvalidRequest, match=f"{why}.*/v1/completions.*--chat-template") as caught:
+        await chat.prompt([{"role": "user", "content": "x"}])
+    assert caught.value.field == "messages"
+    assert chat.tokenizer.encode("x")
+    assert chat.remember("default", [1], [2], {"role": "assistant", "content": "x"}) is None
+
+
+async def test_another_template_is_given_by_name_or_file(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("<|im_start|>{{ messages[0].content }}!")
+    for template in (None, "{% broken", text_models.LLAMA3_TEMPLATE):
+        chat = await start(template=template, chat_template=str(file))
+        assert decoded(chat, (await chat.prompt([{"role": "user", "content": "x"}])).tokens) == "<|im_start|>x!"
+    chat = await start(template="{{ .Prompt }}", chat_template="chatml")
+    text = decoded(chat, (await chat.prompt([{"role": "user", "content": "x"}])).tokens)
+    assert text == "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    file.write_text("{% broken")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for given, why in (
+        (str(file), "not a valid jinja2"),
+        ("no-such", "nor one of chatml"),
+        (str(folder), "file"),
+    ):
+        with pytest.raises(ConfigError, match=why) as caught:
+            await start(chat_template=given)
+        assert caught.value.field == "chat_template"
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+async def test_every_named_template_shows_every_message(start: Start, name: str) -> None:
+    chat = await start(template=None, chat_template=name)
+    messages = [{"role": "system", "content": "Be brief."}, *CONVERSATIONS[2]]
+    text = decoded(chat, (await chat.prompt(messages)).tokens)
+    places = [text.index(str(message["content"])) for message in messages]
+    assert places == sorted(places)
+    assert len(text) > text.index("six") and "TEXT" not in text
+    called = await chat.prompt([*TOOL_CONVERSATION, {"role": "user", "content": "thanks"}])
+    for part in ("get_weather", "Århus", "rain", "sun", "thanks"):
+        assert part in decoded(chat, called.tokens)
+    if name == "chatml":
+        assert "get_weather" in decoded(chat, (await chat.prompt(messages, TOOLS)).tokens)
+    else:
+        with pytest.raises(Unsupported):
+            await chat.prompt(messages, TOOLS)
+
+
+# -- nothing vanishes -----------------------------------------------------------------------------------------------
+
+EACH = "{% for m in messages %}<|im_start|>{{ m.role }}: "
+END = "<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("content", "roles"),
+    [
+        ("{{ m['content'][0]['text'] }}", {"user", "system", "assistant"}),
+        ("{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}",
+         {"user", "system", "assistant"}),
+        ("{% if m.role == 'user' %}{{ m.content[0].text }}{% else %}{{ m.content }}{% endif %}", {"user"}),
+        ("{{ m.content if m.content is string else m.content[0].text }}", set()),
+    ],
+)  # fmt: skip
+async def test_a_template_that_reads_parts_gets_parts(start: Start, content: str, roles: set[str]) -> None:
+    """Guard models do: the user's text was missing from the prompt."""
+    chat = await start(template=EACH + content + END)
+    assert chat._traits["default"][0].parts == roles
+    messages = [{"role": "system", "content": "Be brief."}, *CONVERSATIONS[2]]
+    prompt = await chat.prompt(messages)
+    assert decoded(chat, prompt.tokens) == "".join(
+        f"<|im_start|>{one['role']}: {one['content']}<|im_end|>" for one in messages
+    )
+    # An answer that was sampled here comes back in parts, too.
+    tokens = odd(chat, "so it is")
+    first = await chat.prompt(messages[:2])
+    said = {"role": "assistant", "content": "so it is"}
+    assert chat.remember("default", first.tokens, tokens, said) is not None
+
+
+async def test_calls_and_results_that_a_template_does_not_know_are_text(start: Start) -> None:
+    """They vanished, or the template refused them."""
+    talk = [*TOOL_CONVERSATION, {"role": "user", "content": "thanks"}]
+    for template in (text_models.LLAMA3_TEMPLATE, EACH + "{{ m.content }}" + END):
+        style = text_models.byte_level("llama3") if template is text_models.LLAMA3_TEMPLATE else ""
+        chat = await start(style, text_models.LLAMA3_CONFIG if style else None, template)
+        text = decoded(chat, (await chat.prompt(talk)).tokens)
+        call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Århus", "n": [1]}}\n</tool_call>'
+        other = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "x"}}\n</tool_call>'
+        assert f"{call}\n{other}" in text
+        rest = text[text.index(other) :]
+        assert rest.index("rain") < rest.index("sun") < rest.index("thanks")
+        if style:
+            results = (
+                "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n</tool_response>\nthanks<|eot_id|>"
+            )
+            assert results in rest
+    cut = {"role": "assistant", "content": "Look:", "tool_calls": [{"function": {"name": "f", "arguments": '{"cut'}}]}
+    text = decoded(chat, (await chat.prompt([*CONVERSATIONS[0], cut])).tokens)
+    assert 'Look:\n<tool_call>\n{"name": "f", "arguments": {"cut}\n</tool_call>' in text
+
+
+async def test_what_is_said_beside_a_call_stands_before_it(start: Start) -> None:
+    """As in Llama 3.1, whose template writes either."""
+    either = (
+        EACH + "{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}({{ m.tool_calls[0].function.arguments }})"
+        "{% else %}{{ m.content }}{% endif %}" + END
+    )
+    chat = await start(template=either)
+    talk = [*CONVERSATIONS[0], {**TOOL_CONVERSATION[1], "content": "I look."}, *TOOL_CONVERSATION[2:]]
+    text = decoded(chat, (await chat.prompt(talk)).tokens)
+    assert "assistant: I look.<|im_end|><|im_start|>assistant: get_weather({" in text and "tool: rain" in text
+
+
+@pytest.mark.parametrize(
+    ("template", "field"),
+    [
+        ("<|im_start|>{{ messages[-1].content }}", "messages[0].content"),
+        (EACH + "{{ m.content if m.role != 'system' }}" + END, "messages[0].content"),
+        (EACH + "{{ m.content if not loop.last }}" + END, "messages[2].content"),
+    ],
+)
+async def test_a_message_that_a_template_leaves_out_is_named(start: Start, template: str, field: str) -> None:
+    chat = await start(template=template)
+    messages = [
+        {"role": "system", "content": "a a"},
+        {"role": "user", "content": "b b"},
+        {"role": "user", "content": "c"},
+    ]
+    with pytest.raises(InvalidRequest, match="leaves messages") as caught:
+        await chat.prompt(messages)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("write", ["m.content | upper", "m.content | tojson(ensure_ascii=True)", "m.content | trim",
+                                   "m.content.split('</think>')[-1]", "m.content.replace('\\n', ' ')"])  # fmt: skip
+async def test_a_message_that_a_template_writes_in_its_own_way_is_there(start: Start, write: str) -> None:
+    chat = await start(template=EACH + "{{ " + write + " }}" + END)
+    messages = [{"role": "user", "content": " Größe\n?\n"}, {"role": "assistant", "content": "r</think>a"}]
+    assert (await chat.prompt([*messages, {"role": "user", "content": ""}])).tokens
+
+
+# -- what templates are given ---------------------------------------------------------------------------------------
+
+
+class Noon:
+    """A clock that stands at noon of 9 September 2001, UTC."""
+
+    def now(self) -> float:
+        return 0.0
+
+    def time_ns(self) -> int:
+        return (1_000_000_000 + 12 * 3600 - 6400) * 10**9
+
+
+async def test_templates_get_what_other_servers_give(tmp_path: Path) -> None:
+    template = (
+        "{{ messages[0].content }}|{{ enable_thinking }}|{{ date_string }}|{{ strftime_now('%Y-%m-%d') }}|"
+        "{% for f in functions or [] %}{{ f.name }}{% endfor %}<tool_call>"
+    )
+    folder = text_models.write_model(tmp_path, text_models.byte_level(), text_models.QWEN_CONFIG, template)
+    chat = await Chat.start(folder, Config(), Noon())
+    try:
+        messages = [{"role": "user", "content": "x"}]
+        assert decoded(chat, (await chat.prompt(messages)).tokens) == "x|True|09 Sep 2001|2001-09-09|<tool_call>"
+        args = {"enable_thinking": False, "date_string": "today"}
+        prompt = await chat.prompt(messages, TOOLS, template_args=args)
+        assert decoded(chat, prompt.tokens) == "x|False|today|2001-09-09|get_weather<tool_call>"
+    finally:
+        await chat.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% if tools is defined %}Tools:{% for t in tools %}{{ t }}{% endfor %}{% endif %}", ""),
+        ("{% if tools is defined %}Tools: {{ tools }}. {% endif %}", ""),
+        ("{% if tools is not none %}Tools:{% endif %}", ""),
+        ("{{ 'none. ' if tools is none }}", ""),
+        ("{% if not tools %}none. {% endif %}", "none. "),
+    ],
+)
+async def test_tools_that_there_are_not_are_none_or_undefined_as_the_template_needs(
+    start: Start, template: str, text: str
+) -> None:
+    chat = await start(template=template + "{{ messages[0].content }}")
+    assert decoded(chat, (await chat.prompt([{"role": "user", "content": "x"}])).tokens) == text + "x"
+
+
+async def test_calls_are_read_as_the_template_teaches_them(start: Start) -> None:
+    """In XML with the kinds of values that the tools' schemas name; and they are replayed exactly."""
+    xml = text_models.QWEN_TEMPLATE.replace("Answer with <tool_call>", "Answer with <tool_call><function=...>")
+    chat = await start(template=xml)
+    properties = {
+        "city": {"type": "string"}, "n": {"type": "integer"}, "any": {}, "ids": {"type": ["array", "null"]},
+        "who": {"anyOf": [{"type": "null"}, {"type": "string"}]}, "size": {"enum": [1, 2]}, "x": {"$ref": "#/a"},
+    }  # fmt: skip
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+    talk = Talk(chat)
+    talk.messages = [{"role": "user", "content": "q"}]
+    prompt = await chat.prompt(talk.messages, [tool])
+    assert prompt.output.xml and prompt.output.offered == (OfferedTool("f", ("n", "ids", "size", "x")),)
+    talk.tokens, talk.output = prompt.tokens, prompt.output
+    said = "<function=f>\n<parameter=city>\n1\n</parameter>\n<parameter=n>\n1\n</parameter>\n</function>"
+    talk.answer(odd(chat, f"<tool_call>\n{said}\n</tool_call>"))
+    (call,) = talk.messages[-1]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "1", "n": 1}
+    talk.messages.append({"role": "tool", "content": "rain"})
+    assert (await chat.prompt(talk.messages, [tool])).tokens[: len(talk.said)] == talk.said
+
+
+async def test_an_answer_that_is_one_json_object_is_replayed_exactly(start: Start) -> None:
+    chat = await start()
+    talk = Talk(chat)
+    await talk.prompt("q")
+    talk.answer(odd(chat, '```json\n{"name": "get_weather", "arguments": {"city": "x"}}\n```'))
+    assert talk.messages[-1]["tool_calls"] and not talk.messages[-1]["content"]
+    tokens = await talk.prompt("rain", "tool")
+    assert tokens[: len(talk.said)] == talk.said
 
 
 async def test_a_template_may_refuse(start: Start) -> None:
     chat = await start(text_models.byte_level("llama3"), text_models.LLAMA3_CONFIG, text_models.LLAMA3_TEMPLATE)
-    with pytest.raises(InvalidRequest, match="roles must be user and assistant, not tool") as caught:
-        await chat.prompt([{"role": "tool", "content": "x"}])
+    with pytest.raises(InvalidRequest, match="roles must be user and assistant, not critic") as caught:
+        await chat.prompt([{"role": "critic", "content": "x"}])
     assert caught.value.field == "messages"
     assert (await chat.prompt([{"role": "user", "content": "x"}])).tokens
 
@@ -606,7 +835,9 @@ async def test_a_conversation_is_not_extended_where_the_template_hides_its_answe
     bare = await start(template="{% for m in messages %}{{ m.content }}\n{% endfor %}")
     for chat in (silent, bare):
         assert await chat.extend([1, 2, 3], question, more) is None
-        assert (await chat.prompt([*question, *more])).tokens
+    assert (await bare.prompt([*question, *more])).tokens
+    with pytest.raises(InvalidRequest, match=r"leaves messages\[1\]"):
+        await silent.prompt([*question, *more])
 
 
 async def test_reasoning_may_be_left_to_the_template(start: Start) -> None:
@@ -728,7 +959,8 @@ async def test_the_bundled_models_ids_are_those_of_transformers(demo: Chat, mess
     for tools in (None, TOOLS):
         prompt = await demo.prompt(messages, tools)
         assert (decoded(demo, prompt.tokens), list(prompt.tokens)) == reference(DEMO, messages, tools=tools)
-        assert prompt.output == OutputFormat(tools=tools is not None)
+        offered = () if tools is None else (OfferedTool("get_weather"),)
+        assert prompt.output == OutputFormat(tools=tools is not None, offered=offered)
 
 
 async def test_a_chat_with_the_bundled_model_keeps_its_very_ids(demo: Chat) -> None:

@@ -20,7 +20,7 @@ from tests.text import text_models
 from tests.text.text_models import LLAMA2_CONFIG, LLAMA3_CONFIG, QWEN_CONFIG, TEXTS
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from cairn.errors import ModelError, ModelFileError
+from cairn.errors import InvalidRequest, ModelError, ModelFileError
 from cairn.text.gguf import CONTROL, SPLITS, UNKNOWN, _merges
 from cairn.text.templates import load_templates
 from cairn.text.tokenizer import Tokenizer as Ours
@@ -187,8 +187,11 @@ def test_bos_is_put_where_the_model_wants_it(tmp_path: Path) -> None:
 
     def begins(pre: str, **extra: Any) -> bool:
         ours = Ours.load(write_tokenizer(folder, tmp_path / "m.gguf", pre=pre, **extra))
-        ids = ours.encode_prompt("x<|begin_of_text|>")
+        ids = ours.encode_prompt("x<|begin_of_text|>", special=False)
         assert ours.bos_id not in ids[1:]
+        begun = "<|begin_of_text|>x" if ids[0] == ours.bos_id else "x"
+        assert ours.begun_chat("x") == begun and ours.begun_chat("<|begin_of_text|>x") == "<|begin_of_text|>x"
+        assert ours.encode_prompt("<|begin_of_text|>x").count(ours.bos_id) == 1
         return ids[0] == ours.bos_id
 
     assert begins("llama-bpe") and begins("tekken") and not begins("qwen2") and not begins("gpt-2")
@@ -288,6 +291,71 @@ def test_kinds_and_scores_that_are_no_numbers_are_one_sentence(name: str, tmp_pa
         Ours.load(path)
 
 
+def test_a_file_without_kinds_has_what_the_texts_tell(tmp_path: Path) -> None:
+    """Names of the file, texts of the template, known ends and bytes are control tokens; all else is text."""
+    folder = text_models.write_model(tmp_path / "model", published("qwen2"), QWEN_CONFIG, "<|im_start|>{{ 1 }}<b>")
+    theirs = Ours.load(write_tokenizer(folder, tmp_path / "a.gguf"))
+    ours = Ours.load(write_tokenizer(folder, tmp_path / "b.gguf", ggml__token_type=None))
+    names = {"<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>"}
+    assert names <= ours.controls.ids.keys() <= theirs.controls.ids.keys()
+    text = "<|im_start|>The fox<|im_end|>"
+    assert ours.encode(text, special=True) == theirs.encode(text, special=True)
+    assert ours.encode(text) == theirs.encode(text)
+    theirs, ours = Ours.load(llama(tmp_path / "c.gguf")), Ours.load(llama(tmp_path / "d.gguf", ggml__token_type=None))
+    for text in ("the fox", "<s>", "ß <0x41>", "\N{SNOWMAN}"):
+        assert ours.encode_prompt(text) == theirs.encode_prompt(text)
+        assert ours.encode_prompt(text, special=False) == theirs.encode_prompt(text, special=False)
+    assert ours.controls.ids == theirs.controls.ids
+
+
+def test_a_control_token_of_the_wrong_kind_among_pieces(tmp_path: Path) -> None:
+    path = llama(tmp_path / "m.gguf", ["▁", "a", "<|im_end|>", "<|user|>", "<b>"], chat_template="<|user|><b>")
+    ours = Ours.load(path)
+    assert ours.controls.ids == {"<unk>": 0, "<s>": 1, "</s>": 2, "<|im_end|>": 5, "<|user|>": 6}
+    assert ours.end_ids == {2, 5}
+
+
+def test_merges_that_nothing_can_use_are_left_out(tmp_path: Path) -> None:
+    folder = text_models.write_model(tmp_path / "model", published("qwen2"), QWEN_CONFIG)
+    merges = [" ".join(pair) for pair in json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]]
+    odd = ["zq zq", *merges[:9], "a zebra", "a \x00", *merges[9:]]
+    ours, theirs = Ours.load(write_tokenizer(folder, tmp_path / "m.gguf", ggml__merges=odd)), Ours.load(folder)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+
+
+def test_named_tokens_that_are_none_are_left_out_and_of_several_the_first_is_named(tmp_path: Path) -> None:
+    folder = text_models.write_model(tmp_path / "model", published("qwen2"), QWEN_CONFIG)
+    ends = [Ours.load(folder).token_id(text) for text in ("<|im_end|>", "<|endoftext|>")]
+    path = write_tokenizer(
+        folder,
+        tmp_path / "m.gguf",
+        ggml__eos_token_id=ends,
+        ggml__bos_token_id=1 << 20,
+        ggml__unknown_token_id=1 << 20,
+        ggml__add_bos_token=True,
+    )
+    ours = Ours.load(path)
+    assert ours.special_tokens["eos_token"] == "<|im_end|>" and ours.bos_id is None
+    assert ours.encode_prompt("a") == ours.encode("a") and ours.begun_chat("a") == "a"
+
+
+def test_bytes_that_a_vocabulary_lacks_are_known(tmp_path: Path) -> None:
+    folder = text_models.write_model(tmp_path / "model", published("gpt-2"), QWEN_CONFIG)
+    data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    vocab = data["model"]["vocab"]
+    assert Ours.load(folder).unspelt_bytes == frozenset()
+    vocab["unused"] = vocab.pop("\u0104")  # the byte 4
+    vocab["unused too"] = vocab.pop("\u00c0")  # no byte of UTF-8
+    data["model"]["merges"] = [pair for pair in data["model"]["merges"] if "\u0104" not in "".join(pair)]
+    (folder / "tokenizer.json").write_text(json.dumps(data), "utf-8")
+    ours = Ours.load(folder)
+    assert ours.unspelt_bytes == {4} and ours.encode_raw(".\x04.", "") == ours.encode("..")
+    with pytest.raises(InvalidRequest, match="only bytes that the vocabulary lacks: 0x04") as caught:
+        ours.encode_raw("\x04\x04", "")
+    assert caught.value.field == "prompt" and ours.encode_raw("", "") == []
+
+
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"ggml__model": "rwkv"}, r"m\.gguf: the tokenizer 'rwkv' is not supported; supported are gpt2, llama"),
     "split": ({"ggml__pre": "klingon"}, r"split 'klingon' is not supported; supported are deepseek-r1-qwen, gpt-2, "),
@@ -296,8 +364,8 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "numbers": ({"ggml__tokens": [1, 2]}, r"tokenizer\.ggml\.tokens must be a list of texts"),
     "kinds": ({"ggml__token_type": [1, 2]}, r"tokenizer\.ggml\.token_type must be a list of \d+ whole numbers"),
     "no merges": ({"ggml__merges": None}, r"tokenizer\.ggml\.merges must be a list of texts"),
-    "merges": ({"ggml__merges": ["a zebra"]}, r"merges must hold two tokens that make one, found 'a zebra'"),
-    "bos": ({"ggml__bos_token_id": 1 << 20}, r"tokenizer\.ggml\.bos_token_id must be a token id"),
+    "merges": ({"ggml__merges": ["a zebra b"]}, r"merges must hold pairs of tokens, found 'a zebra b'"),
+    "eos": ({"ggml__eos_token_id": 1 << 20}, r"tokenizer\.ggml\.eos_token_id must be a token id"),
     "flag": ({"ggml__add_bos_token": 1}, r"tokenizer\.ggml\.add_bos_token must be true or false, found 1"),
     "template": ({"chat_template": 7}, r"tokenizer\.chat_template must be a string, found 7"),
 }

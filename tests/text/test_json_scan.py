@@ -37,42 +37,78 @@ def test_every_json_value_is_read_to_its_end_however_it_is_cut(value: object, se
         scanner, at = scan(text + " ", sizes)
         assert scanner.done
         assert at == len(text)
+        assert scanner.text == text
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text(alphabet='{}[]",:\\ntrue0-.e1 u\x01', max_size=20), st.integers())
-def test_agrees_with_the_json_module_on_what_is_json(text: str, seed: int) -> None:
+@given(st.text(alphabet="{}[]\",:\\ntrue0-.e1 uTN\x01'", max_size=20), st.integers())
+def test_reads_all_that_is_json_as_it_is_and_gives_nothing_else(text: str, seed: int) -> None:
     try:
         json.loads(text)
         valid = True
     except ValueError:
         valid = False
     scanner, at = scan(text + " ", random.Random(seed))
-    assert (scanner.done and not text[at:].strip()) == valid, text
+    whole = scanner.done and not text[at:].strip()
+    assert whole or not valid, text
+    if whole:
+        json.loads(scanner.text)
+        assert not valid or scanner.text == text[:at]
+
+
+@pytest.mark.parametrize(
+    ("text", "strict"),
+    [
+        ('"a\nb\tc\x01"', '"a\\nb\\tc\\u0001"'),
+        ('{"k\n": "\r"}', '{"k\\n": "\\r"}'),
+        (r'"\d+\.\w"', r'"\\d+\\.\\w"'),
+        (r'"it\'s"', '"it\'s"'),
+        (r'"C:\users \u12g4 \u00e5"', r'"C:\\users \\u12g4 \u00e5"'),
+        (r'"\u123"', r'"\\u123"'),
+        ('"a\\\nb"', r'"a\\\nb"'),
+        ('{"a": 1, }', '{"a": 1 }'),
+        ("[1,[2,],]", "[1,[2]]"),
+        ("[True, False,None]", "[true, false,null]"),
+        ('{"a": True}', '{"a": true}'),
+    ],
+)
+def test_what_has_one_meaning_is_mended(text: str, strict: str) -> None:
+    for sizes in (None, *[random.Random(n) for n in range(5)]):
+        scanner, at = scan(text, sizes)
+        assert (scanner.done, at, scanner.text) == (True, len(text), strict)
+
+
+@pytest.mark.parametrize(
+    ("text", "lacking"),
+    [
+        ('{"a": 1', 1), ('{"a": {"b": "c"', 2), ('{"a": {"b": tru', 0), ('{"a": {"b": None', 2), ('{"a": [1', 0),
+        ('{"a"', 0), ('{"a": ', 0), ('{"a": 1,', 0), ("{", 0), ('{"a": "b', 0), ('{"a": 1}', 0), ('{"a": 1<', 1),
+        ('{"a": {"b": 1} <', 1), ('{"a": 1, <', 0), ('{"a": 1x', 0),
+    ],
+)  # fmt: skip
+def test_braces_that_lack_are_counted_and_added(text: str, lacking: int) -> None:
+    for sizes in (None, random.Random(3)):
+        scanner, _ = scan(text, sizes)
+        assert scanner.lacking == lacking
+        if lacking:
+            scanner.close()
+            assert scanner.done
+            assert json.loads(scanner.text) == json.loads(text.rstrip("< ").replace("None", "null") + "}" * lacking)
+
+
+def test_members_of_the_outermost_object_are_told() -> None:
+    scanner, _ = scan('{"a\\n" : {"b": [1, {"c": 2}]} , "d":"e","f": -1.0}', random.Random(1))
+    assert scanner.members == [("a\n", '{"b": [1, {"c": 2}]}'), ("d", '"e"'), ("f", "-1.0")]
+    assert scan('{"a": 1, "b', None)[0].key == "a"
+    assert scan('[{"a": 1}]', None)[0].members == []
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("{bad}", "{'a': 1}", '{"a": oops}', '{"a" 1}', '{"a": 1,}', "[1,]", "[1 2]", '"\x01"', '"\n"', '"\\x"'),
-        *(
-            '"\\u12g4"',
-            '"\\u123"',
-            "01;",
-            "1.;",
-            "-;",
-            "nul;",
-            "trueish;",
-            "}",
-            "]",
-            "[}",
-            "{]",
-            '{"a":}',
-            ",",
-            ":",
-            "NaN",
-        ),
-        *("Infinity", "-Infinity", "+1", ".5"),
+        *("{bad}", "{'a': 1}", '{"a": oops}', '{"a" 1}', '{"a": 1,,}', "[,]", "[1 2]", "{,}", "01;", "1.;", "-;"),
+        *("nul;", "trueish;", "TRUE", "}", "]", "[}", "{]", '{"a":}', ",", ":", "NaN", "Infinity", "-Infinity", "+1"),
+        *(".5", '["a":1]', '{"a",}'),
     ],
 )
 def test_fails_at_the_first_wrong_character(text: str) -> None:
@@ -85,7 +121,7 @@ def test_fails_at_the_first_wrong_character(text: str) -> None:
 def test_stops_at_the_same_character_however_it_is_cut(text: str, seed: int) -> None:
     whole, at = scan(text + ";")
     pieces, same = scan(text + ";", random.Random(seed))
-    assert (pieces.failed, pieces.done, pieces.values, same) == (whole.failed, whole.done, whole.values, at), text
+    assert (pieces.failed, pieces.done, pieces.text, same) == (whole.failed, whole.done, whole.text, at), text
 
 
 def test_depth_and_number_length_are_bounded() -> None:

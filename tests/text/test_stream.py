@@ -139,7 +139,7 @@ def test_reasoning_content_and_a_call(tokenizer: Tokenizer) -> None:
     ((call_id, name, arguments),) = calls_of(deltas)
     assert (name, arguments) == ("get_weather", ARGUMENTS)
     assert reason is FinishReason.TOOL_CALLS
-    assert sum(bool(delta.tool_calls) for delta in deltas) > 3
+    assert sum(bool(delta.tool_calls) for delta in deltas) == 1  # whole or not at all
     again, _ = run(TextStream(tokenizer, request(output=BOTH)), tokens)  # type: ignore[arg-type]
     assert calls_of(again)[0][0] == call_id
 
@@ -151,8 +151,10 @@ def test_a_truncated_call_does_not_finish_as_tool_calls(tokenizer: Tokenizer) ->
         deltas, reason = run(TextStream(tokenizer, request(output=BOTH)), tokens[:cut], reason=FinishReason.LENGTH)
         assert reason is FinishReason.LENGTH
         if calls_of(deltas):
-            assert calls_of(deltas)[0][2] != ARGUMENTS
+            assert calls_of(deltas)[0][2] == ARGUMENTS
             assert text_of(deltas) == ""
+        else:
+            assert text_of(deltas) == tokenizer.decode(tokens[:cut], skip_special=False)
     deltas, reason = run(TextStream(tokenizer, request(output=BOTH)), tokens, reason=FinishReason.LENGTH)
     assert reason is FinishReason.LENGTH
     assert calls_of(deltas)[0][2] == ARGUMENTS
@@ -174,7 +176,8 @@ def test_arguments_that_were_complete_are_json_whatever_follows(tokenizer: Token
     for said, content, names in (
         (one + "}\n" + other, "", ["f", "g\ufffd"]),
         (one + ', "extra": 2}', "", ["f"]),
-        (one + "}}", "}\n</tool_call>", ["f"]),
+        (one + "}}", "", ["f"]),
+        (one + "} x", " x\n</tool_call>", ["f"]),
     ):
         tokens = tokenizer.encode(f"<tool_call>\n{said}\n</tool_call>", special=True)
         deltas, reason = run(TextStream(tokenizer, request(output=BOTH)), tokens)
@@ -211,8 +214,8 @@ def test_stop_strings_do_not_touch_reasoning_or_calls(tokenizer: Tokenizer) -> N
     assert calls_of(deltas)[0][2] == ARGUMENTS
 
 
-def test_a_stop_string_does_not_reach_across_reasoning(tokenizer: Tokenizer) -> None:
-    tokens = tokenizer.encode("st<think>x</think>op", special=True)
+def test_a_stop_string_does_not_reach_across_a_call(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode(f"st{CALL}op", special=True)
     stream = TextStream(tokenizer, request(output=BOTH, stop=("stop",)))
     assert text_of(run(stream, tokens)[0]) == "stop"
     assert not stream.stopped
@@ -283,8 +286,14 @@ def test_other_endings_are_passed_on(tokenizer: Tokenizer) -> None:
 
 def test_order_is_kept_where_kinds_alternate(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, request(output=BOTH))
-    tokens = tokenizer.encode("a<think>b</think>c<think>d</think>e", special=True)
-    deltas, _ = run(stream, tokens, random.Random(0))
-    stream = TextStream(tokenizer, request(output=BOTH))
+    tokens = tokenizer.encode(f"<think>a</think>b{CALL}c{CALL}", special=True)
     deltas = stream.push(tokens) + stream.finish(FinishReason.STOP)[0]
-    assert [(delta.text, delta.reasoning) for delta in deltas][:3] == [("a", ""), ("c", "b"), ("e", "d")]
+    assert [(one.reasoning, one.text, len(one.tool_calls)) for one in deltas] == [("a", "b", 1), ("", "c", 1)]
+
+
+def test_a_tag_in_content_is_shown_whatever_its_token_is(tokenizer: Tokenizer) -> None:
+    """Reasoning was cut out of code that mentions the tag."""
+    text = "Write `<think>`, think, and write `</think>`."
+    for output in (BOTH, OutputFormat(reasoning=True)):
+        deltas, _ = run(TextStream(tokenizer, request(output=output)), tokenizer.encode(text, special=True))
+        assert (text_of(deltas), reasoning_of(deltas)) == (text, "")

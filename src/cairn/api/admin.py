@@ -75,8 +75,10 @@ class Admin:
         if body.prompt is not None:
             if body.tools is not None or body.chat_template_kwargs is not None:
                 raise InvalidRequest("tools and chat_template_kwargs go with messages, not with prompt", field="prompt")
-            tokens = await encode_text(service, body.prompt)
+            tokens = await encode_text(service, body.prompt, special=body.parse_special is not False)
         else:
+            if body.parse_special is not None:
+                raise InvalidRequest("parse_special goes with prompt, not with messages", field="parse_special")
             messages = body.messages or []
             check_messages(messages, body.tools, self._config)
             check_template_args(body.chat_template_kwargs)
@@ -92,7 +94,7 @@ class Admin:
         await call.json({"tokens": tokens, "count": len(tokens), "max_model_len": service.info.context})
 
     async def detokenize(self, call: Call, service: Service) -> None:
-        """POST /detokenize: {"tokens"} -> {"prompt"}, control tokens included."""
+        """POST /detokenize: {"tokens"} -> {"prompt"}, control tokens included: as a raw prompt it has these tokens."""
         body = parse(DetokenizeBody, await read_json(call, self._config), self._config)
         if body.model is not None:
             check_model(body.model, service)
@@ -101,9 +103,9 @@ class Admin:
             if not 0 <= token < vocab:
                 raise InvalidRequest(f"tokens holds {token}; ids go from 0 to {vocab - 1}", field="tokens")
         if len(body.tokens) <= INLINE:
-            text = service.tokenizer.decode(body.tokens, skip_special=False)
+            text = service.tokenizer.spell(body.tokens)
         else:
-            text = await asyncio.to_thread(service.tokenizer.decode, body.tokens, skip_special=False)
+            text = await asyncio.to_thread(service.tokenizer.spell, body.tokens)
         await call.json({"prompt": text})
 
     async def request(self, call: Call, service: Service) -> None:

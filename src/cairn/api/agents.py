@@ -13,8 +13,11 @@ Those of turns are in `turns.py`. Where every field is optional, a request needs
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -35,6 +38,7 @@ from cairn.api.agent_schemas import (
     page_of,
     query,
 )
+from cairn.api.body_budget import RETRY, spool
 from cairn.api.limits import read_json, read_nothing
 from cairn.api.openai import check_length, check_model
 from cairn.api.parse import parse
@@ -44,10 +48,12 @@ from cairn.api.schemas import contents, plain_messages, plain_tools
 from cairn.api.ties import Ties
 from cairn.api.turns import TurnRoutes
 from cairn.config import Config
-from cairn.errors import Damaged, InvalidRequest, Unavailable, UnsupportedMedia
+from cairn.errors import Damaged, InvalidRequest, Overloaded, Unavailable, UnsupportedMedia
 from cairn.service.service import Service
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
+MAX_IMPORTS = 4
+"""Of one tenant at once: each has a file on the disk, of at most max_import_mib."""
 LISTED = 20
 """Agents on a page of which nobody says how many."""
 
@@ -55,10 +61,15 @@ LISTED = 20
 class AgentRoutes:
     """The routes."""
 
-    def __init__(self, config: Config, tapes: Tapes, ties: Ties) -> None:
+    def __init__(self, config: Config, tapes: Tapes, ties: Ties, folder: Path) -> None:
+        """`folder`: the one of the token log, whose disk takes imports while they arrive."""
         self._config = config
+        self._folder = folder
         self._ties = ties
         self._turns = TurnRoutes(config, tapes, ties)
+        self._importing: Counter[str] = Counter()
+        """Imports under way, by tenant."""
+        self._reading = asyncio.Lock()
 
     def routes(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of a path, or None."""
@@ -212,7 +223,16 @@ class AgentRoutes:
         kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         if kind not in (b"application/octet-stream", MEDIA_TYPE.encode()):
             raise UnsupportedMedia("the content-type must be application/octet-stream", field="Content-Type")
-        info = await agents.take_in(call.tenant, await call.body(), id, lambda read: check_portable(read, self._config))
+        if self._importing[call.tenant] >= MAX_IMPORTS:
+            raise Overloaded(f"{MAX_IMPORTS} imports of yours are under way, the limit", retry_after=RETRY)
+        self._importing[call.tenant] += 1
+        try:
+            with await spool(call.pieces(), self._folder) as file:
+                async with self._reading:  # a file takes several times its size while it is read
+                    data = await asyncio.to_thread(file.read)
+                    info = await agents.take_in(call.tenant, data, id, lambda read: check_portable(read, self._config))
+        finally:
+            self._importing[call.tenant] -= 1
         await call.json(agent_object(info, service), 201)
 
     # -------------------------------------------------------------------------------------------------------- within

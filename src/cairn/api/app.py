@@ -22,8 +22,9 @@ from collections.abc import Awaitable, Callable
 
 from cairn.api.admin import Admin
 from cairn.api.agents import AgentRoutes
-from cairn.api.auth import Access, preflight
-from cairn.api.folders import named
+from cairn.api.auth import Access, has_tenants, preflight
+from cairn.api.body_budget import BodyBudget
+from cairn.api.folders import agents_folder, named
 from cairn.api.openai import OpenAI
 from cairn.api.registry import Registry
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
@@ -52,13 +53,15 @@ class App:
         self.draining = False
         self._rng = rng or SystemRng()
         self._access = Access(config)
+        total = config.max_bodies_mib << 20
+        self.bodies = BodyBudget(total, total // 2 if has_tenants(config) else total)
         registry = Registry(SystemClock())
         self.ties = Ties()
         self._folders = named(config, os.environ)
         tapes = Tapes(config.reconnect_grace, config.max_resumable_mib << 20)
         openai = OpenAI(config, registry, tapes, self.ties)
         admin = self._admin = Admin(config, registry, tapes)
-        self._agent_routes = AgentRoutes(config, tapes, self.ties)
+        self._agent_routes = AgentRoutes(config, tapes, self.ties, agents_folder(config, os.environ))
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
@@ -76,7 +79,8 @@ class App:
             return
         if scope["type"] != "http":
             raise RuntimeError(f"a {scope['type']} connection is not served")
-        call = Call(scope, receive, send, self._rng.bits64() if self.service is None else self.service.next_id())
+        number = self._rng.bits64() if self.service is None else self.service.next_id()
+        call = Call(scope, receive, send, number, self.bodies)
         began = time.monotonic()
         try:
             await self._answer(call)
@@ -87,6 +91,8 @@ class App:
         except Exception as error:
             log.error("request %s: %s", call.id, trace(error))
             await self._fail(call, internal(call.id))
+        finally:
+            call.release()
         log.debug("request %s: %d after %.3f s", call.id, call.status, time.monotonic() - began)
 
     async def _answer(self, call: Call) -> None:

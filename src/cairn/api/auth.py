@@ -143,6 +143,11 @@ def has_keys(config: Config) -> bool:
     return bool(config.api_key or config.tenants)
 
 
+def has_tenants(config: Config) -> bool:
+    """Whether there are several tenants, who share the server."""
+    return len({tenant.name for _, tenant in _tenants(config)}) > 1
+
+
 def is_local(host: str) -> bool:
     """Whether only this machine can reach the address."""
     bare = _bare(host)

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import uvloop
@@ -23,10 +23,12 @@ from cairn.api.folders import agents_folder
 from cairn.api.listener import Listener
 from cairn.config import Config
 from cairn.errors import ConfigError
+from cairn.seams import Network
 from cairn.service.launch import ENDING, KILL_SECONDS, First
+from cairn.service.sampling_defaults import sampling_defaults, sentence
 from cairn.service.service import Service
 from cairn.service.supervisor import STORE_SECONDS
-from cairn.system import SystemClock, SystemFiles, SystemRng
+from cairn.system import SystemClock, SystemFiles, SystemNetwork, SystemRng
 
 log = logging.getLogger("cairn.api")
 
@@ -68,7 +70,8 @@ async def _serve(config: Config, sock: socket.socket, first: First) -> None:
         gc.enable()  # a command may have started without
         gc.collect()
         gc.freeze()  # modules and tables stay; a collection that looks through them all holds every stream up for 30 ms
-        _announce(url, service, config)
+        others = elsewhere(config, sock.getsockname()[1], SystemNetwork())
+        _announce(url, others, service, config)
         await stop.first.wait()
         await _drain(app, service, config, stop)
     finally:
@@ -166,10 +169,22 @@ def address(host: str, sock: socket.socket) -> str:
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
-def _announce(url: str, service: Service, config: Config) -> None:
+def elsewhere(config: Config, port: int, network: Network) -> list[str]:
+    """The URLs that clients on other machines use, where it listens on every interface."""
+    name = config.host.strip("[]")
+    if name not in ("0.0.0.0", "::"):
+        return []
+    found = [one for one in network.addresses() if name == "::" or ":" not in one]
+    return [f"http://[{one}]:{port}" if ":" in one else f"http://{one}:{port}" for one in found]
+
+
+def _announce(url: str, others: Sequence[str], service: Service, config: Config) -> None:
     key = ' -H "Authorization: Bearer $CAIRN_API_KEY"' if has_keys(config) else ""
     body = f'{{"model": "{service.name}", "messages": [{{"role": "user", "content": "What is Cairn?"}}]}}'
-    _say(f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it. Try:")
+    _say(f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it.")
+    if others:
+        _say(f"From other machines: {', '.join(f'{other}/v1' for other in others)}")
+    _say(f"Sampling where a request says nothing: {sentence(sampling_defaults(service.spec))}. Try:")
     _say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
     if not has_keys(config) and not is_local(config.host):
         _say("[bold red]Everyone who can reach this address can use it: no API key is set.[/bold red]")

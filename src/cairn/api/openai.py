@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -93,8 +94,10 @@ class OpenAI:
         echoes: list[str] = []
         prompts = self._prompts(body)
         inline = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= INLINE
+        special = body.parse_special is not False
+        check_suffix(body, service)
         for prompt in prompts:
-            tokens = await encode_text(service, prompt, inline=inline) if isinstance(prompt, str) else prompt
+            tokens = await encode_text(service, prompt, body.suffix or "", inline=inline, special=special)
             with spelled({"top_logprobs": "logprobs"}):
                 made = requests(
                     service.spec,
@@ -248,17 +251,36 @@ def check_model(name: str, service: Service) -> None:
         raise UnknownModel(f"there is no model {shown(name)!r}; this server has: {service.name}", field="model")
 
 
-async def encode_text(service: Service, text: str, *, inline: bool = True) -> list[int]:
-    """The token ids of a raw prompt; a long text, or one of many (not `inline`), does not hold up the event loop."""
-    if inline and len(text) <= INLINE:
-        return service.tokenizer.encode_prompt(text)
-    await check_length(service, [text], "prompt")
-    return await asyncio.to_thread(service.tokenizer.encode_prompt, text)
+async def encode_text(
+    service: Service, prompt: str | list[int], suffix: str = "", *, inline: bool = True, special: bool = True
+) -> list[int]:
+    """The token ids of a raw prompt, with a `suffix` of what stands between the two.
+
+    A long text, or one of many (not `inline`), does not hold up the event loop. `special`: control tokens written in
+    the texts are control tokens.
+    """
+    texts = [text for text in (prompt, suffix) if isinstance(text, str)]
+    encode = partial(service.tokenizer.encode_raw, prompt, suffix, special=special)
+    if inline and sum(map(len, texts)) <= INLINE:
+        return encode()
+    await check_length(service, texts, "prompt", special=special)
+    return await asyncio.to_thread(encode)
 
 
-async def check_length(service: Service, texts: Sequence[str], field: str) -> None:
+def check_suffix(body: CompletionBody, service: Service) -> None:
+    """InvalidRequest for a suffix that this model cannot fill in before, or that cannot be echoed."""
+    if not body.suffix:
+        return
+    if service.tokenizer.middle is None:
+        raise InvalidRequest("suffix: this model has no tokens for filling in the middle", field="suffix")
+    if body.echo:
+        raise InvalidRequest("suffix and echo do not go together: the prompt is not before the answer", field="suffix")
+
+
+async def check_length(service: Service, texts: Sequence[str], field: str, *, special: bool = False) -> None:
     """Refuse texts that are far too long for the context before anything is done with them."""
-    await length.check_length(service.tokenizer.encode, texts, service.info.context, field)
+    encode = partial(service.tokenizer.encode, special=special)
+    await length.check_length(encode, texts, service.info.context, field)
 
 
 def _fit(options: SamplingOptions, prompt: int, context: int) -> SamplingOptions:

@@ -38,7 +38,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": (None,),
     "verbosity": (None,),
     "web_search_options": (None,),
-    "suffix": (None, ""),
     "best_of": (None, 1),
     "moderation": (None,),
 }

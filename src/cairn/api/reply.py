@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
 
+from cairn.api.body_budget import BodyBudget
 from cairn.errors import CairnError, RequestTimeout, TooLarge
 
 Scope = MutableMapping[str, Any]
@@ -55,9 +56,23 @@ class Call:
     `id` is 16 hexadecimal digits, unique for ever; `tenant` and `salt` are set by the access layer.
     """
 
-    __slots__ = ("_receive", "_send", "headers", "id", "number", "path", "salt", "scope", "started", "status", "tenant")
+    __slots__ = (
+        "_budget",
+        "_held",
+        "_receive",
+        "_send",
+        "headers",
+        "id",
+        "number",
+        "path",
+        "salt",
+        "scope",
+        "started",
+        "status",
+        "tenant",
+    )
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, number: int) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, number: int, budget: BodyBudget) -> None:
         self.scope = scope
         self.path: str = scope["path"]
         self.number = number
@@ -71,6 +86,8 @@ class Call:
         """Of the answer, once it has begun."""
         self._receive = receive
         self._send = send
+        self._budget = budget
+        self._held = 0
 
     def header(self, name: bytes) -> bytes | None:
         """The value of a request header, the first if it came twice."""
@@ -80,15 +97,31 @@ class Call:
         return None
 
     async def body(self) -> bytes:
-        """The whole request body, whose size the guard bounds; Disconnected if the client left."""
+        """The whole request body, whose size the guard bounds; Disconnected if the client left.
+
+        It counts as held until `release`. Overloaded or Unavailable where too many bytes are held already.
+        """
         parts: list[bytes] = []
-        while True:
+        async for part in self.pieces():
+            self._budget.take(self.tenant, len(part))
+            self._held += len(part)
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The request body as it arrives, never more than about 64 KiB of it; Disconnected if the client left."""
+        more = True
+        while more:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise Disconnected
-            parts.append(message.get("body", b""))
-            if not message.get("more_body", False):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+            yield message.get("body", b"")
+            more = message.get("more_body", False)
+
+    def release(self) -> None:
+        """The body is held no more."""
+        self._budget.give(self.tenant, self._held)
+        self._held = 0
 
     async def gone(self) -> None:
         """Return once the client has closed the connection. Call only after the body was read."""

@@ -236,6 +236,10 @@ class CompletionBody(Generation):
     """POST /v1/completions."""
 
     prompt: Prompt
+    suffix: str | None = None
+    """What follows the text that is asked for: the model fills in the middle."""
+    parse_special: bool | None = None
+    """False: control tokens written in the prompt are ordinary text."""
     echo: bool | None = None
     logprobs: Count = None
 
@@ -245,6 +249,8 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
+    parse_special: bool | None = None
+    """As of a completion."""
     messages: Messages | None = None
     tools: Several[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

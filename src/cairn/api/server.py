@@ -12,18 +12,21 @@ import os
 import resource
 import signal
 import socket
+import time
 
 from cairn.api.auth import check_exposure
-from cairn.api.folders import check_folders
+from cairn.api.folders import check_folders, usual_held
 from cairn.config import Config
 from cairn.errors import ConfigError
 from cairn.service.launch import ENDING, launch_first
-from cairn.system import log_to_stderr
+from cairn.system import SystemClock, SystemFiles, log_to_stderr
 
 log = logging.getLogger("cairn.api")
 
 SPARE_FILES = 256
 """File descriptors beside those of the connections."""
+FOLDER_SECONDS = 10.0
+"""How long a server that is on its way out may still have the user's folders: it stores what waits to be stored."""
 
 
 def serve(config: Config) -> None:
@@ -31,7 +34,7 @@ def serve(config: Config) -> None:
 
     The port answers at once, with 503 until the model is loaded. The first signal lets running requests finish within
     `config.shutdown_grace`; a second one ends them at once. Raises ConfigError (busy port, an address that needs a
-    key, folders that are not apart) or ModelError; both carry exit code 2.
+    key, folders that are not apart or that another server has) or ModelError; both carry exit code 2.
     """
     check_exposure(config)
     check_folders(config, os.environ)
@@ -41,7 +44,10 @@ def serve(config: Config) -> None:
     # lost in the middle of an import.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
-        with bind(config.host, config.port) as sock:
+        with (
+            bind(config.host, config.port) as sock,
+            usual_held(config, os.environ, SystemFiles(), SystemClock(), _pause, FOLDER_SECONDS),
+        ):
             first = launch_first(config)
             try:
                 from cairn.api.lifetime import run
@@ -51,6 +57,12 @@ def serve(config: Config) -> None:
                 first.end()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _pause() -> bool:
+    """Wait a moment; False once a signal wants the end of all this."""
+    time.sleep(0.1)
+    return not signal.sigpending() & set(ENDING)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -16,14 +16,15 @@ import typer
 
 from cairn.cli import agents, bench, cache, chat, doctor, generate, models, options, quantize, remote, serve
 from cairn.cli.output import printable
-from cairn.errors import CairnError
+from cairn.errors import CairnError, ConfigError
 
 app = typer.Typer(
     name="cairn",
     help="An LLM server for agents: a context that was computed once is never computed again.",
-    epilog="Start with: cairn chat   (or: cairn serve)",
+    epilog="Start with: cairn chat   (or: cairn serve). The shell completes commands and options after: "
+    "cairn --install-completion",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -31,10 +32,26 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from cairn import __version__
-
-        print(__version__)
+        version()
         raise typer.Exit
+
+
+_ELSEWHERE = {
+    "create": "a model is served from its files; give cairn serve a folder or a .gguf file",
+    "cp": "a model is called by its place; cairn serve MODEL --served-name NAME gives it another name",
+    "push": "Cairn uploads nothing",
+    "launch": "start cairn serve and give the agent its address",
+    "signin": "a gated model needs HF_TOKEN in the environment",
+    "login": "a gated model needs HF_TOKEN in the environment",
+    "server": "it is called serve: cairn serve",
+    "start": "it is called serve: cairn serve",
+    "download": "it is called pull: cairn pull MODEL",
+    "delete": "it is called rm: cairn rm MODEL",
+    "remove": "it is called rm: cairn rm MODEL",
+    "info": "it is called show: cairn show MODEL",
+    "complete": "it is called generate: cairn generate -p TEXT --raw",
+}
+"""Words of other programs -> what does here what they do there."""
 
 
 @app.callback()
@@ -50,10 +67,19 @@ for _group in (serve, chat, generate, models, quantize, remote, agents, cache, d
     _group.register(app)
 
 
+@app.command(rich_help_panel="This machine")
+def version() -> None:
+    """Print the version."""
+    from cairn import __version__
+
+    print(__version__)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
     _open_standard_streams()
     try:
+        _check_word(sys.argv[1:] if arguments is None else arguments)
         code = app(arguments, standalone_mode=True)
         sys.stdout.flush()
     except CairnError as error:
@@ -70,6 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if code:
         _forget_stdout()
     sys.exit(code)
+
+
+def _check_word(arguments: Sequence[str]) -> None:
+    """ConfigError for a command of another program: what it is called here, or what does its work."""
+    word = arguments[0] if arguments else ""
+    if word in _ELSEWHERE:
+        raise ConfigError(f"there is no command {word}: {_ELSEWHERE[word]}")
 
 
 def _open_standard_streams() -> None:

@@ -33,6 +33,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(agents, name="agents", rich_help_panel="Running servers")
     _register_looks(agents)
     _register_changes(agents)
+    _register_kv(agents)
     _register_files(agents)
 
 
@@ -106,10 +107,48 @@ def _register_changes(agents: typer.Typer) -> None:
 
     @agents.command()
     @configured(_SERVER, model=False)
+    def resume(
+        resolved: Resolved,
+        id: _Id,
+        stream: Annotated[bool, typer.Option("--stream", help="Write the answer while it is made.")] = False,
+        host: Host = None,
+    ) -> None:
+        """Go on with an interrupted turn, and print its whole answer."""
+        from cairn.cli.generate import write
+
+        with server(resolved, host) as client:
+            path(id)  # refuses what is no id
+            write(client.resume(id), stream)
+
+    @agents.command()
+    @configured(_SERVER, model=False)
     def rm(resolved: Resolved, id: _Id, host: Host = None) -> None:
         """Delete an agent and all that no fork shares with it. There is no way back."""
         with server(resolved, host) as client:
             client.delete(path(id))
+
+
+def _register_kv(agents: typer.Typer) -> None:
+    @agents.command()
+    @configured(_SERVER, model=False)
+    def prefetch(resolved: Resolved, id: _Id, host: Host = None) -> None:
+        """Bring an agent's KV up before it is needed, and show where it lies then."""
+        with server(resolved, host) as client:
+            _print_places(client.post(path(id, "prefetch"), {}, patient=True)["kv"])
+
+    @agents.command()
+    @configured(_SERVER, model=False)
+    def evict(
+        resolved: Resolved,
+        id: _Id,
+        disk: Annotated[
+            bool, typer.Option("--disk", help="On the disk too: it is computed again when needed.")
+        ] = False,
+        host: Host = None,
+    ) -> None:
+        """Give up an agent's KV in memory, and show where it lies then. Its text stays."""
+        with server(resolved, host) as client:
+            _print_places(client.post(path(id, "evict"), {"disk": disk}, patient=True)["kv"])
 
 
 def _register_files(agents: typer.Typer) -> None:
@@ -182,15 +221,24 @@ def _facts(agent: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [("agent", agent["id"]), ("state", agent["state"]), ("context", f"{agent['tokens']} tokens")]
     rows += [("damage", agent["damage"])] if agent["damage"] else []
     if kv is not None:
-        rows.append(
-            ("KV", ", ".join(f"{name} {kv[name]} tokens" for name in ("pool", "ram", "disk") if kv[name]) or "-")
-        )
+        rows.append(("KV", _places(kv)))
     rows.append(("saved", f"{cached} tokens not computed again, {saved['seconds_avoided']:.1f} s of prefill"))
     rows += [("last used", _when(agent["last_used"]))]
     rows += [("pinned", "yes")] if agent["pinned"] else []
     rows += [("ends after", f"{agent['ttl']:g} s without use")] if agent["ttl"] else []
     rows += [("forked from", f"{agent['origin']} at turn {agent['origin_turn']}")] if agent["origin"] else []
     return rows
+
+
+def _places(kv: dict[str, Any]) -> str:
+    """Where an agent's KV lies."""
+    return ", ".join(f"{name} {kv[name]} tokens" for name in ("pool", "ram", "disk") if kv[name]) or "-"
+
+
+def _print_places(kv: dict[str, Any]) -> None:
+    from cairn.cli.output import table
+
+    table((), [("KV", _places(kv))])
 
 
 def _cells(turn: dict[str, Any]) -> tuple[str, ...]:

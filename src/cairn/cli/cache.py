@@ -15,8 +15,9 @@ from cairn.resolve import Resolved
 if TYPE_CHECKING:
     from cairn.service.check_codec import Checked
 
-_CHECK = ("engine", "kernels", "weights", "threads", "context", "kv_dtype", "kv_dir", "kv_fresh")
+_CHECK = ("tokenizer", "engine", "kernels", "weights", "threads", "context", "kv_dtype", "kv_dir", "kv_fresh")
 _SERVER = ("api_key", "admin_key")
+_STATS = (*_SERVER, "keep_packed_gb")
 
 
 def register(app: typer.Typer) -> None:
@@ -25,9 +26,18 @@ def register(app: typer.Typer) -> None:
     app.add_typer(cache, name="cache", rich_help_panel="Running servers")
 
     @cache.command()
-    @configured(_SERVER, model=False)
+    @configured(_STATS, model=False)
     def stats(resolved: Resolved, host: Host = None) -> None:
-        """Show what is stored, where, and what became of it since the server's worker started."""
+        """Show what is stored, where, and what became of it since the server's worker started; and what packed weights
+        take on this machine."""
+        from cairn.cli.output import amount
+        from cairn.models.packed_file import usage
+
+        most = resolved.config.keep_packed_gb
+        packed = usage(None if most is None else int(most * 1e9))
+        # Told first: there may be no server, and they are here all the same.
+        size = f"{amount(packed.bytes)} of {amount(packed.budget)}"
+        _print([("packed weights", f"{packed.files:,} files here, {size}")])
         _print(_call(resolved, host, "GET", "", _stats))
 
     @cache.command()

@@ -7,15 +7,16 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cairn.cli.options import LOCAL, configured, server
 from cairn.cli.output import printable, talk
-from cairn.cli.sampling import Answering, Source, refuse_local, sampling_parameters, source
-from cairn.errors import CairnError
+from cairn.cli.reach import Answers, answers
+from cairn.cli.sampling import Answering, Source, refuse_local, sampling_parameters
+from cairn.errors import CairnError, ConfigError
 from cairn.models.hub import DEMO
 from cairn.option import closest
 from cairn.paths import expanded
@@ -23,11 +24,16 @@ from cairn.resolve import Resolved
 
 if TYPE_CHECKING:
     from cairn.answer import Answer
-    from cairn.cli.client import Client
 
 BUNDLED = """\
 It is the small model that comes with Cairn: ask it what Cairn is, or tell it your name.
 For a larger one: cairn pull Qwen/Qwen3-0.6B, then cairn chat Qwen/Qwen3-0.6B"""
+
+_Host = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Talk to this server; default: the one on this machine, if one runs."),
+]
+_Local = Annotated[bool, typer.Option("--local", help="Load a model here even where a server runs.")]
 
 HELP = """\
 /help          this list
@@ -48,9 +54,8 @@ def register(app: typer.Typer) -> None:
     def chat(
         resolved: Resolved,
         system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told first.")] = None,
-        host: Annotated[
-            str | None, typer.Option(metavar="URL", help="Talk to this running server; otherwise the model runs here.")
-        ] = None,
+        host: _Host = None,
+        local: _Local = False,
         agent: Annotated[
             str | None,
             typer.Option(metavar="ID", help="Talk to this agent of a running server; it is made if there is none."),
@@ -58,20 +63,48 @@ def register(app: typer.Typer) -> None:
         *,
         sampling: dict[str, Any],
     ) -> None:
-        """Talk with a model. Ctrl-C stops an answer; /help lists the commands."""
+        """Talk with the server that runs here, or a model that is loaded. Ctrl-C stops an answer; /help lists commands.
+
+        A model that is named is asked of that server if it has it.
+        """
         if agent is not None:
+            if local:
+                raise ConfigError("--agent is for a server; --local loads a model in this process")
             _talk_to_agent(resolved, host, agent, sampling, system)
             return
-        with ExitStack() as opened:
-            with talk().status("loading the model"):
-                model = opened.enter_context(source(resolved, host))
-                if host is not None:  # whether anybody is there is told now, not at the first question
-                    cast("Client", model).get("/v1/models")
-            name = resolved.config.model if host is None else host
-            talk().print(f"{name} is ready. /help lists the commands, Ctrl-D leaves.", style="dim", markup=False)
-            if name == DEMO:
-                talk().print(BUNDLED, style="dim", markup=False)
-            Conversation(model, sampling, system).run()
+        with answers(resolved, host, local) as found:
+            talk_with(found, sampling, system)
+
+    @app.command(rich_help_panel="Run a model")
+    @configured((*LOCAL, "api_key"), more=sampling_parameters())
+    def run(
+        resolved: Resolved,
+        prompt: Annotated[
+            str | None, typer.Argument(metavar="PROMPT", help="Answer this and leave.", show_default=False)
+        ] = None,
+        system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told first.")] = None,
+        host: _Host = None,
+        local: _Local = False,
+        *,
+        sampling: dict[str, Any],
+    ) -> None:
+        """Talk with a model as `chat` does; one of the hub that is not on this machine is pulled first."""
+        from cairn.cli.generate import one_answer
+        from cairn.cli.models import pull_missing
+
+        with answers(resolved, host, local, pull_missing) as found:
+            if prompt is None:
+                talk_with(found, sampling, system)
+            else:
+                one_answer(found.source, prompt, system, sampling, stream=True)
+
+
+def talk_with(found: Answers, sampling: dict[str, Any], system: str | None) -> None:
+    """The conversation, behind a line that says with whom."""
+    talk().print(f"{found.name} is ready. /help lists the commands, Ctrl-D leaves.", style="dim", markup=False)
+    if found.model == DEMO:
+        talk().print(BUNDLED, style="dim", markup=False)
+    Conversation(found.source, sampling, system).run()
 
 
 def _talk_to_agent(

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import httpx
 
 from cairn.cli.http_stream import HttpStream, why
+from cairn.config import Config
 from cairn.errors import CairnError, ConfigError, InvalidRequest, Unavailable, by_code
 from cairn.resolve import Resolved
 
@@ -19,20 +20,24 @@ _TIMEOUT = httpx.Timeout(10, read=600)
 _PATIENT = httpx.Timeout(10, read=None)
 
 
-def connect(resolved: Resolved, url: str | None = None) -> Client:
+def connect(resolved: Resolved, url: str | None = None, model: str = "") -> Client:
     """The server at `url` (host:port is enough), or at the configured host and port.
 
-    A MODEL on the command line names the model to ask; otherwise it is the one that the server has.
+    `model` is the one to ask, else a MODEL on the command line, else the one that the server has.
     """
     config = resolved.config
-    if url is None:
-        bare = config.host.strip("[]")
-        bare = "127.0.0.1" if bare in ("0.0.0.0", "::") else bare
-        host = f"[{bare}]" if ":" in bare else bare
-        url = f"{host}:{config.port}"
+    url = address(config) if url is None else url
     key = config.api_key[0].reveal() if config.api_key else ""
-    model = config.model if resolved.source("model") == "MODEL" else ""
+    model = model or (config.model if resolved.source("model") == "MODEL" else "")
     return Client(url, key, config.admin_key.reveal() if config.admin_key else key, model)
+
+
+def address(config: Config) -> str:
+    """Where this machine reaches the server of a configuration."""
+    bare = config.host.strip("[]")
+    bare = "127.0.0.1" if bare in ("0.0.0.0", "::") else bare
+    host = f"[{bare}]" if ":" in bare else bare
+    return f"http://{host}:{config.port}"
 
 
 class Client:
@@ -137,7 +142,8 @@ class Client:
     def generate(self, prompt: str, **sampling: Any) -> HttpStream:
         """The continuation of a text, as it comes; without `max_tokens` as long as the context allows."""
         if sampling.get("max_tokens") is None:
-            size = self.post("/tokenize", {"model": self.model(), "prompt": prompt})
+            told = {name: sampling[name] for name in ("parse_special",) if sampling.get(name) is not None}
+            size = self.post("/tokenize", {"model": self.model(), "prompt": prompt} | told)
             sampling["max_tokens"] = max(1, size["max_model_len"] - size["count"])
         return self._stream("/v1/completions", {"prompt": prompt}, sampling)
 

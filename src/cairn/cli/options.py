@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cairn.errors import CairnError
 from cairn.option import Option, local_options, options
 from cairn.resolve import Resolved, resolve
 
@@ -27,11 +28,11 @@ _METAVARS = {"int": "N", "float": "X", "str": "TEXT", "secret": "KEY", "bool": "
 Command = Callable[..., None]
 
 
-def server(resolved: Resolved, host: str | None) -> Client:
-    """The server that `--host` or the configuration names, for a `with`."""
+def server(resolved: Resolved, host: str | None, model: str = "") -> Client:
+    """The server that `--host` or the configuration names, for a `with`; `model` as of `connect`."""
     from cairn.cli.client import connect
 
-    return connect(resolved, host)
+    return connect(resolved, host, model)
 
 
 def configured(
@@ -121,7 +122,7 @@ def register(app: typer.Typer) -> None:
     @app.command(name="config", rich_help_panel="This machine")
     @configured(ALL)
     def config(resolved: Resolved) -> None:
-        """Show the value of every option and where it came from. Keys are never shown."""
+        """Show every option's value, the model's sampling, and where each came from. Keys are never shown."""
         from cairn.cli.output import table
 
         rows = []
@@ -129,4 +130,23 @@ def register(app: typer.Typer) -> None:
             value: Any = getattr(resolved.config, option.name)
             shown = "not set" if value is None and option.kind == "secret" else _shown(value)
             rows.append((option.name, shown, resolved.source(option.name)))
-        table(("option", "value", "from"), rows)
+        table(("option", "value", "from"), [*rows, *_sampling(resolved.config.model)])
+
+
+def _sampling(model: str) -> list[tuple[str, str, str]]:
+    """What applies where a request says nothing, as rows; one that says why where the model cannot be read."""
+    from cairn.models import hub
+    from cairn.models.files import is_gguf
+    from cairn.models.spec import load_spec
+    from cairn.service.sampling_defaults import sampling_defaults
+
+    try:
+        place = hub.locate(model)
+        spec = load_spec(place, identify=False)
+    except CairnError as error:
+        return [("sampling", "not known", str(error))]
+    sources = {"model": place.name if is_gguf(place) else "generation_config.json", "default": "default"}
+    return [
+        (f"sampling.{name}", _shown(value), sources[source])
+        for name, (value, source) in sampling_defaults(spec).items()
+    ]

@@ -1,4 +1,4 @@
-"""`cairn status` and `cairn cancel`: a look at a running server."""
+"""`cairn status`, `ps` and `cancel`: a look at a running server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from urllib.parse import quote
 import typer
 
 from cairn.cli.options import Host, configured, server
-from cairn.errors import CairnError
+from cairn.errors import CairnError, ConfigError
 from cairn.resolve import Resolved
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ _SERVER = ("api_key", "admin_key")
 
 
 def register(app: typer.Typer) -> None:
-    """Add `cairn status` and `cairn cancel`."""
+    """Add `cairn status`, `ps`, `stop` and `cancel`."""
 
     @app.command(rich_help_panel="Running servers")
     @configured(_SERVER, model=False)
@@ -31,6 +31,32 @@ def register(app: typer.Typer) -> None:
         with server(resolved, host) as client:
             rows = _request(client.get(_path(request))) if request else _server(client)
         _print(rows)
+
+    @app.command(rich_help_panel="Running servers")
+    @configured(_SERVER, model=False)
+    def ps(resolved: Resolved, host: Host = None) -> None:
+        """List the models that a running server has, with the requests that run and wait."""
+        from cairn.cli.output import table
+
+        with server(resolved, host) as client:
+            rows = _models(client)
+        table(("model", "context", "running", "waiting", "server"), rows)
+
+    @app.command(hidden=True)
+    @configured(_SERVER, model=False)
+    def stop(
+        resolved: Resolved,
+        model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Not unloaded: a server keeps it.")] = None,
+        host: Host = None,
+    ) -> None:
+        """Say how a running server is ended: it keeps its model for as long as it runs."""
+        with server(resolved, host) as client:
+            client.get("/health/ready")
+            what = model or "its model"
+            raise ConfigError(
+                f"the server at {client.url} keeps {what} for as long as it runs; end it with Ctrl-C in its terminal "
+                "or SIGTERM to its process. One request is ended by: cairn cancel ID"
+            )
 
     @app.command(rich_help_panel="Running servers")
     @configured(_SERVER, model=False)
@@ -82,6 +108,17 @@ def _server(client: Client) -> Rows:
     if asked:
         rows.append(("cache", f"{hits:.0f} of {asked:.0f} prompt tokens were not computed again ({hits / asked:.0%})"))
     return rows
+
+
+def _models(client: Client) -> list[tuple[str, ...]]:
+    """The models, each with the load of the server; "-" for what only the admin key shows."""
+    models = client.get("/v1/models")["data"]
+    try:
+        values = _metrics(client.text("/metrics", admin=True))
+        load = tuple(f"{values.get(f'num_requests_{state}', 0):.0f}" for state in ("running", "waiting"))
+    except CairnError:
+        load = ("-", "-")
+    return [(str(one["id"]), str(one["max_model_len"]), *load, client.url) for one in models]
 
 
 def _metrics(text: str) -> dict[str, float]:

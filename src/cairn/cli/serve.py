@@ -23,8 +23,10 @@ def register(app: typer.Typer) -> None:
         gc.disable()
         try:
             from cairn.api.server import serve as serve_http
+            from cairn.cli.models import fetched
             from cairn.service.kv_folder import with_folder
 
+            fetched(resolved.config.model)
             serve_http(with_folder(resolved.config, os.environ))
         finally:
             if collecting:  # a start that failed does not come to that

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from cairn.config import Config
 from cairn.engine.base import NO_BLOCK, EngineInfo, Ready, Row, RowResult
 from cairn.engine.machine import cpu_count
-from cairn.engine.memory import block_bytes, check_memory, kv_dtype, pool_blocks, weight_memory
+from cairn.engine.memory import WeightMemory, block_bytes, check_memory, kv_dtype, pool_blocks, weight_memory
 from cairn.engine.pages import taken
 from cairn.kernels.base import Kernels
 from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
@@ -29,6 +29,7 @@ from cairn.kernels.program import Interpreted, Program
 from cairn.kernels.vocabulary import NUMPY, Sampler
 from cairn.models import decoder, packed_file, quantize
 from cairn.models.held import HeldWeights, error_line, form_of
+from cairn.models.reach import fits_half, reach
 from cairn.models.weights import open_weights
 from cairn.sampling import sample
 from cairn.types import BLOCK_TOKENS, ModelSpec
@@ -38,6 +39,15 @@ LAYOUT = "blocks-2"
 
 NOTHING = RowResult()
 """Of a row that no logits were wanted of."""
+
+
+class Fit(NamedTuple):
+    """A model that fits the memory."""
+
+    weights: HeldWeights
+    memory: WeightMemory
+    blocks: tuple[int, ...]
+    """Of the pool of each group."""
 
 
 class CpuEngine:
@@ -88,20 +98,42 @@ class CpuEngine:
         )
 
     @classmethod
-    def load(
-        cls, spec: ModelSpec, folder: Path, config: Config, expected: int = 0, blocks: tuple[int, ...] = ()
-    ) -> CpuEngine:
-        """The whole model, or an exception: memory and files are checked before anything is built.
+    def fit(cls, spec: ModelSpec, folder: Path, config: Config, blocks: tuple[int, ...] = ()) -> Fit:
+        """The weights as they are to be held, if all of it fits the memory; `ModelError` otherwise.
 
-        `blocks`: of the pool of each group; none: as many as `pool_blocks` says.
+        Only headers are read. `blocks`: of the pool of each group; none: as many as `pool_blocks` says.
         """
-        weights = HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
+        source, notes = open_weights(folder, spec), list[str]()
+        if kv_dtype(spec, config) == "float16" and not fits_half(reached := reach(spec, source)):
+            config = msgspec.structs.replace(config, kv_dtype="bf16")
+            notes.append(
+                f"{spec.name}: KV is held in bf16: keys or values may reach {reached:,.0f}, and f16 ends at 65,504"
+            )
+        weights = HeldWeights(source, form_of(spec, config.weights))
         taken = weight_memory(spec, weights, config.kernels)
         blocks = blocks or pool_blocks(spec, config, weights=taken)
         check_memory(spec, config, blocks, weights=taken)
-        build = partial(packed_file.build, place=folder, size=taken.held) if config.keep_packed else decoder.build
+        return Fit(weights, taken, blocks)
+
+    @classmethod
+    def load(
+        cls,
+        spec: ModelSpec,
+        folder: Path,
+        config: Config,
+        expected: int = 0,
+        blocks: tuple[int, ...] = (),
+        fit: Fit | None = None,
+    ) -> CpuEngine:
+        """The whole model, or an exception: memory and files are checked before anything is built.
+
+        `fit`: what `fit` gave, where it was asked before; otherwise `blocks` are as there.
+        """
+        weights, taken, blocks = fit or cls.fit(spec, folder, config, blocks)
+        budget = None if config.keep_packed_gb is None else int(config.keep_packed_gb * 10**9)
+        keep = partial(packed_file.build, place=folder, size=taken.held, budget=budget)
+        build = keep if config.keep_packed else decoder.build
         engine = cls(spec, weights, config, blocks, weights.form, expected, build)
-        notes = []
         if config.kernels != REFERENCE and chosen(config.kernels) == REFERENCE:
             notes.append(described(config.kernels))
         if line := error_line(weights.errors, len(weights)):

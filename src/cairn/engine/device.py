@@ -10,7 +10,9 @@ from cairn.engine.base import Engine
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import pool_blocks
 from cairn.errors import ModelError
-from cairn.models.spec import identity_of, load_spec
+from cairn.models.files import is_gguf, reading
+from cairn.models.spec import identified, identity_of, load_spec
+from cairn.models.weights import weight_files
 from cairn.types import ModelSpec
 
 
@@ -39,13 +41,15 @@ def load_engine(
     `expected`: bytes of stored KV that may be brought up into its pool soon. `blocks`: how many the pool of each group
     must have, whatever memory is free; none: as many as `pool_blocks` says.
     """
-    spec = load_spec(folder)
+    before = _stamps(folder) if is_gguf(folder) or folder.is_dir() else []
+    spec = load_spec(folder, identify=False)
     check_context(spec, config)
     if config.engine == "fake":
         # Imported here so that a server never loads the code of an engine that it does not run.
         from cairn.engine.fake import FakeEngine
         from cairn.kernels.choose import load_sampler
 
+        spec = identified(spec, folder)
         engine = FakeEngine(
             spec,
             blocks=blocks or pool_blocks(spec, config),
@@ -57,8 +61,20 @@ def load_engine(
         return spec, engine
     from cairn.engine.cpu import CpuEngine
 
-    loaded = CpuEngine.load(spec, folder, config, expected, blocks)
+    fit = CpuEngine.fit(spec, folder, config, blocks)  # its identity takes as long as reading all of its files
+    spec = identified(spec, folder)
+    changed = ModelError(f"{folder} was changed while it was loaded; start again")
+    if _stamps(folder) != before:  # what was read of it would be another model's
+        raise changed
+    loaded = CpuEngine.load(spec, folder, config, expected, fit=fit)
     if identity_of(spec, folder) != spec.identity:  # its KV would be stored, and found, as the other model's
         loaded.close()
-        raise ModelError(f"{folder} was changed while it was loaded; start again")
+        raise changed
     return spec, loaded
+
+
+def _stamps(folder: Path) -> list[tuple[int, ...]]:
+    """What changes of the files of weights where one is written or replaced."""
+    with reading(folder):
+        found = [path.stat() for path in weight_files(folder)]
+    return [(one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns) for one in found]

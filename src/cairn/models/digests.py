@@ -11,14 +11,18 @@ import hashlib
 import json
 import os
 import tempfile
+from io import BufferedReader
 from pathlib import Path
 
 from cairn.errors import ConfigError
-from cairn.models.files import reading
+from cairn.models.files import opened
+from cairn.models.loading import tell
 from cairn.paths import home
 
 REMEMBER_FROM = 64 << 20
 """Bytes: smaller files are hashed each time, which takes at most some 30 ms."""
+
+_PIECE = 1 << 20
 
 _hashed: dict[str, tuple[str, bytes]] = {}
 """By path, what this process hashed, with its key: a start asks twice, and the cache folder may not be writable."""
@@ -26,7 +30,7 @@ _hashed: dict[str, tuple[str, bytes]] = {}
 
 def file_digest(path: Path) -> bytes:
     """SHA-256 of a file's bytes. Raises `ModelFileError` if it cannot be read."""
-    with reading(path), path.open("rb") as file:
+    with opened(path) as file:
         stat = os.fstat(file.fileno())
         if stat.st_size < REMEMBER_FROM:
             return hashlib.file_digest(file, "sha256").digest()
@@ -38,11 +42,21 @@ def file_digest(path: Path) -> bytes:
         known = _load()
         if key in known:
             return bytes.fromhex(known[key])
-        digest = hashlib.file_digest(file, "sha256").digest()
+        digest = _hashed_whole(file, stat.st_size)
     _hashed[place] = key, digest
     # What was in this place before will not come back, and would be kept for ever.
     _save({old: known[old] for old in known if not old.startswith(place)} | {key: digest.hex()})
     return digest
+
+
+def _hashed_whole(file: BufferedReader, size: int) -> bytes:
+    """As `hashlib.file_digest`, telling how far it is: a large file on a slow disk takes minutes."""
+    hasher, buffer, done = hashlib.sha256(), memoryview(bytearray(_PIECE)), 0
+    while count := file.readinto(buffer):
+        tell("checking the files", done, size)
+        hasher.update(buffer[:count])
+        done += count
+    return hasher.digest()
 
 
 def memory_path() -> Path:

@@ -8,9 +8,9 @@ HF_ENDPOINT names another hub; HF_TOKEN, or the file `token` in HF_HOME, opens g
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import httpx
 
 from cairn.config import is_key
 from cairn.errors import ModelError, ModelFileError
+from cairn.models.pauses import Pauses
 
 ENDPOINT = "https://huggingface.co"
 
@@ -50,11 +51,28 @@ class RemoteFile:
         return hashlib.sha1(f"blob {self.size}\0".encode(), usedforsecurity=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a hub says that it has of a model."""
+
+    commit: str
+    files: dict[str, RemoteFile]
+    """By name, those that can be verified."""
+    unstated: frozenset[str]
+    """Names of those whose checksum it does not state: some mirrors leave it out."""
+
+    @property
+    def names(self) -> list[str]:
+        """Of all files."""
+        return [*self.files, *self.unstated]
+
+
 class Hub:
     """One model on the hub. A context manager; raises ModelError in words for whatever goes wrong on the way."""
 
-    def __init__(self, model: str, env: Mapping[str, str], home: Path) -> None:
+    def __init__(self, model: str, env: Mapping[str, str], home: Path, pauses: Pauses) -> None:
         self.model = model
+        self._pauses = pauses
         self.endpoint = (env.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
         token = env.get("HF_TOKEN", "").strip() or _token(home / "token")
         if token and not is_key(token):  # what could not be sent would be quoted in the error
@@ -78,11 +96,11 @@ class Hub:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def listing(self) -> tuple[str, dict[str, RemoteFile]]:
-        """The newest commit of `main` and its files by name. A file that states no checksum is left out."""
+    def listing(self) -> Listing:
+        """The newest commit of `main` and its files."""
         url = f"{self.endpoint}/api/models/{self.model}/revision/main?blobs=true"
         try:
-            with self._stream(url) as response:
+            with self._stream(url, tries=_TRIES) as response:
                 self._check(response)
                 body = b""
                 for chunk in response.iter_bytes(_CHUNK):
@@ -95,6 +113,15 @@ class Hub:
             return _parse(httpx.Response(200, content=body).json())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ModelError(f"{self.endpoint} does not answer as a model hub does (listing of {self.model})") from None
+
+    def check_stated(self, listed: Listing, names: Iterable[str]) -> None:
+        """Raise ModelFileError where one of the files that are wanted is there, but without a checksum."""
+        for name in names:
+            if name in listed.unstated:
+                raise ModelFileError(
+                    f"{self.endpoint} states no checksum of {name} of {self.model}, and Cairn keeps no download that "
+                    "it cannot verify; name another hub with HF_ENDPOINT"
+                )
 
     def fetch(self, commit: str, file: RemoteFile, blob: Path, progress: Callable[[int], None]) -> None:
         """Make `blob` the verified file; `progress` gets the bytes that are there so far.
@@ -145,7 +172,7 @@ class Hub:
                 failures = 0 if have > before else failures + 1
                 if failures >= _TRIES:
                     raise self._unreachable(error, "; run the same command again to go on") from error
-                time.sleep(min(0.1 * 2**failures, 5))
+                self._pauses.short(min(0.1 * 2**failures, 5))
                 continue
             if have < file.size:
                 failures = 0 if have > before else failures + 1
@@ -154,49 +181,68 @@ class Hub:
         return str(hasher.hexdigest())
 
     def _bytes(self, commit: str, file: RemoteFile, start: int) -> Any:
-        """The file's bytes from `start`; None first if the server sends the whole file instead."""
+        """The file's bytes from `start`; None first if the server sends the whole file instead, and nothing more if it
+        has no such bytes: then what is here may not be the beginning of what it has."""
         url = f"{self.endpoint}/{self.model}/resolve/{commit}/{quote(file.name)}"
         headers = {"range": f"bytes={start}-"} if start else {}
         with self._stream(url, headers) as response:
             if response.status_code in _BROKEN:  # as a connection that breaks
                 said = f"it answered {response.status_code}"
                 raise httpx.HTTPStatusError(said, request=response.request, response=response)
-            self._check(response)
+            if start and response.status_code == 416:
+                yield None
+                return
+            self._check(response, file.name)
             if start and response.status_code != 206:
                 yield None
             yield from response.iter_bytes()
 
     @contextmanager
-    def _stream(self, url: str, headers: Mapping[str, str] | None = None) -> Iterator[httpx.Response]:
+    def _stream(self, url: str, headers: Mapping[str, str] | None = None, tries: int = 1) -> Iterator[httpx.Response]:
+        """An answer that asks for no pause; of one that is broken the last of `tries`."""
         try:
-            with self._client.stream("GET", url, headers=headers) as response:
-                yield response
+            for attempt in itertools.count():
+                with self._client.stream("GET", url, headers=headers) as response:
+                    status, said, host = response.status_code, response.headers, response.url.netloc.decode()
+                    asks = status == 429 or (status == 503 and "retry-after" in said)
+                    broken = status in _BROKEN and not asks and attempt < tries - 1
+                    if not asks and not broken:
+                        yield response
+                        return
+                if broken:
+                    self._pauses.short(0.1 * 2**attempt)
+                elif not self._pauses.asked(status, said, attempt, host):
+                    raise ModelError(f"{host} asks to wait ({status}); try again later")
         except (httpx.InvalidURL, UnicodeError) as error:  # of the endpoint, or of where it sends us
             raise self._unreachable(error) from error
 
-    def _check(self, response: httpx.Response) -> None:
+    def _check(self, response: httpx.Response, file: str = "") -> None:
+        """Raise unless the answer is what was asked for: the listing, or bytes of `file`."""
         status = response.status_code
         if status in (200, 206):
             return
         code = response.headers.get("x-error-code", "")
-        where = urlsplit(self.endpoint).netloc
+        where = urlsplit(str(response.url)).netloc
+        what = f"{file} of {self.model}" if file else self.model
         unfit = f"{self._token} is not valid or has no access"
-        if status == 403 or code == "GatedRepo":
+        if code == "GatedRepo":
             text = f"{self.model} is gated on {where}: accept its terms there, "
             text += f"or {unfit}: renew it" if self._token else "then set HF_TOKEN to your token"
+        elif status == 403:
+            text = f"{where} refuses {what} (403 Forbidden)"
+            text += f", or {unfit}" if self._token else ""
+            text += "; a firewall or a proxy may be in between" if not code else ""
         elif status == 401:
-            text = f"{self.model} does not exist on {where}, or "
+            text = f"{what} does not exist on {where}, or "
             text += (
                 f"{unfit}: check the name, renew or remove the token"
                 if self._token
                 else "is private: check the name, or set HF_TOKEN"
             )
         elif status == 404:
-            text = f"there is no {self.model} on {where}, or a file of it is gone ({urlsplit(str(response.url)).path})"
-        elif status == 429:
-            text = f"{where} asks to wait (429 Too Many Requests); try again later"
+            text = f"there is no {what} on {where} ({urlsplit(str(response.url)).path})"
         else:
-            text = f"{where} answered {status} for {self.model}"
+            text = f"{where} answered {status} for {what}"
         raise ModelError(text)
 
     def _unreachable(self, error: Exception, hint: str = "") -> ModelError:
@@ -204,19 +250,21 @@ class Hub:
         return ModelError(f"cannot download {self.model} from {self.endpoint}: {reason}{hint}")
 
 
-def _parse(body: dict[str, Any]) -> tuple[str, dict[str, RemoteFile]]:
+def _parse(body: dict[str, Any]) -> Listing:
     commit = str(body["sha"])
     if not _COMMIT.fullmatch(commit):
         raise ValueError(commit)
-    found = {}
+    found, unstated = {}, set()
     for sibling in body["siblings"]:
         lfs = sibling.get("lfs") or {}
         digest = str(lfs.get("sha256") or lfs.get("oid") or sibling.get("blobId") or "").removeprefix("sha256:")
         size = lfs.get("size", sibling.get("size"))
-        if _DIGEST.fullmatch(digest) and type(size) is int and 0 <= size < 1 << 62:
-            name = str(sibling["rfilename"])
+        name = str(sibling["rfilename"])
+        if not digest:
+            unstated.add(name)
+        elif _DIGEST.fullmatch(digest) and type(size) is int and 0 <= size < 1 << 62:
             found[name] = RemoteFile(name, size, digest)
-    return commit, found
+    return Listing(commit, found, frozenset(unstated))
 
 
 def _is_address(url: str) -> bool:

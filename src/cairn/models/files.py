@@ -6,9 +6,13 @@ Whatever is wrong becomes one `ModelFileError` sentence that names the file, the
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import re
+import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -20,13 +24,17 @@ INDEX = "model.safetensors.index.json"
 
 MAX_SPLITS = 1 << 10
 """Most parts of a split GGUF model."""
-_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_SHARD = re.compile(r"(.+)-(\d{5})(-of-)(\d{5})(\.gguf)", re.IGNORECASE)
 
 MAX_NAME_BYTES = 255
 """Longer file names exist nowhere: to look for one is an error of the system."""
 
 MAX_JSON_BYTES = 32 << 20
 """Larger configs and indexes are refused: the index of the largest models has about 10 MB."""
+MAX_TOKENIZER_BYTES = 128 << 20
+"""Of a tokenizer.json; those of the largest vocabularies have some 35 MB."""
+MAX_TEMPLATE_BYTES = 4 << 20
+"""Of a chat template; the longest have some 30 KB."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -48,10 +56,10 @@ def parts(name: str) -> tuple[str, ...]:
     match = _SHARD.fullmatch(name)
     if match is None:
         return (name,)
-    number, count = int(match[2]), int(match[3])
+    number, count = int(match[2]), int(match[4])
     if not 1 <= number <= count <= MAX_SPLITS:
         return ()
-    return tuple(f"{match[1]}-{one:05}-of-{count:05}.gguf" for one in range(1, count + 1))
+    return tuple(f"{match[1]}-{one:05}{match[3]}{count:05}{match[5]}" for one in range(1, count + 1))
 
 
 def shards(path: Path) -> tuple[Path, ...]:
@@ -76,13 +84,33 @@ def reading(path: Path) -> Iterator[None]:
         raise ModelFileError(f"{path}: cannot be read ({error.strerror})") from None
 
 
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BufferedReader]:
+    """A model's file, to be read. `ModelFileError` where it cannot be, and for what is no regular file: a pipe would be
+    waited for, and a device may have no end."""
+    with reading(path):
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # without it, opening a pipe waits too
+        with open(handle, "rb") as file:
+            mode = os.fstat(handle).st_mode
+            if stat.S_ISDIR(mode):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            if not stat.S_ISREG(mode):
+                raise ModelFileError(f"{path}: is a pipe, a device or a socket, not a file")
+            yield file
+
+
+def read_small(path: Path, limit: int, what: str) -> bytes:
+    """A whole file of at most `limit` bytes; `what` it is, such as "JSON file", is for the message."""
+    with opened(path) as file:
+        data = file.read(limit + 1) if os.fstat(file.fileno()).st_size <= limit else None
+    if data is None or len(data) > limit:
+        raise ModelFileError(f"{path}: larger than {limit >> 20} MiB, which no model's {what} is")
+    return data
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises `ModelFileError` if it is missing, unreadable, too large or no object."""
-    with reading(path):
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelFileError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB, which no model's JSON file is")
-        text = path.read_bytes()
-    return parse_object(text, path)
+    return parse_object(read_small(path, MAX_JSON_BYTES, "JSON file"), path)
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
@@ -166,14 +194,17 @@ class Fields:
     def ids(self, name: str, vocab: int, *, absent: bool = False) -> tuple[int, ...]:
         """One token id or a list of them, each below `vocab`; empty if the field is not there.
 
-        With `absent`, ids beyond all tokens are left out: so some files name a token that their model does not have.
+        With `absent`, numbers that are no token's are left out: so some files name a token that their model lacks.
         """
-        value = self.values.get(name)
+        value: Any = self.values.get(name)
+        if hasattr(value, "tolist"):  # GGUF's arrays are numpy's
+            value = value.tolist()
         found = [] if value is None else value if isinstance(value, list) else [value]
-        most = 1 << 32 if absent else vocab
-        if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < most for one in found):
-            raise self.error(name, f"a token id or a list of token ids below {most}")
-        return tuple(one for one in dict.fromkeys(found) if one < vocab)
+        if any(isinstance(one, bool) or not isinstance(one, int) for one in found) or not (
+            absent or all(0 <= one < vocab for one in found)
+        ):
+            raise self.error(name, f"a token id or a list of token ids below {vocab}")
+        return tuple(one for one in dict.fromkeys(found) if 0 <= one < vocab)
 
     def object(self, name: str) -> Fields:
         """A nested object; empty if the field is not there."""

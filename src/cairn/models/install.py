@@ -9,12 +9,12 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from cairn.errors import ModelError, ModelFileError
-from cairn.models.download import Hub, RemoteFile
+from cairn.models.download import Hub, Listing, RemoteFile
 from cairn.models.files import INDEX, MAX_JSON_BYTES, WEIGHTS
 from cairn.models.hub import NEEDED, Progress, choose_one, index_shards, is_complete, snapshot_of
 from cairn.models.variants import tags, variants
@@ -31,10 +31,12 @@ USEFUL = (
 
 def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress], None]) -> Path:
     """Get org/name; returns its snapshot. Raises as `hub.pull` does."""
-    commit, listing = hub.listing()
-    found = variants(listing)
-    if found and not any(name.endswith(".safetensors") for name in listing):
+    listed = hub.listing()
+    commit, listing = listed.commit, listed.files
+    found = variants(listed.names)
+    if found and not any(name.endswith(".safetensors") for name in listed.names):
         raise ModelError(f"{model} has only GGUF on the hub: add one of {tags(found)}, as in {model}:{tags(found[:1])}")
+    hub.check_stated(listed, (*NEEDED, *USEFUL, INDEX))
     for name in NEEDED:
         if name not in listing:
             raise ModelFileError(f"{model} has no {name} on the hub, so Cairn cannot serve it")
@@ -46,15 +48,17 @@ def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress
     small = [listing[name] for name in (*NEEDED, *USEFUL, INDEX) if name in listing]
     if INDEX in listing:
         hub.fetch(commit, listing[INDEX], blobs / listing[INDEX].digest, lambda _: None)
-    snapshot = _fetch(hub, commit, repository, small + _weights(model, listing, blobs), progress)
+    snapshot = _fetch(hub, commit, repository, small + _weights(hub, listed, blobs), progress)
     _refer(repository, commit)
     return snapshot
 
 
 def install_gguf(hub: Hub, model: str, repository: Path, progress: Callable[[Progress], None]) -> Path:
     """Get org/name:TAG; returns its file in the snapshot, or the first of them. Raises as `hub.pull` does."""
-    commit, listing = hub.listing()
-    chosen = choose_one(model, variants(listing), "on the hub")
+    listed = hub.listing()
+    commit, listing = listed.commit, listed.files
+    chosen = choose_one(model, variants(listed.names), "on the hub")
+    hub.check_stated(listed, chosen.files)
     if chosen.missing:
         raise ModelFileError(f"{chosen.missing}, a part of {model}, is not on the hub")
     snapshot = _fetch(hub, commit, repository, [listing[name] for name in chosen.files], progress)
@@ -95,15 +99,18 @@ def _refer(repository: Path, commit: str) -> None:
     fresh.replace(repository / "refs" / "main")
 
 
-def _weights(model: str, listing: Mapping[str, RemoteFile], blobs: Path) -> list[RemoteFile]:
+def _weights(hub: Hub, listed: Listing, blobs: Path) -> list[RemoteFile]:
     """The files that hold the weights: the index's shards, or one file."""
+    model, listing = hub.model, listed.files
     if INDEX not in listing:
         if WEIGHTS in listing:
             return [listing[WEIGHTS]]
-        kinds = {Path(name).suffix for name in listing}
+        hub.check_stated(listed, [WEIGHTS])
+        kinds = {Path(name).suffix for name in listed.names}
         has = ", only pickles (.bin), which Cairn never opens" if kinds & {".bin", ".pt", ".pth"} else ""
         raise ModelFileError(f"{model} has no {WEIGHTS} on the hub{has}")
     names = index_shards(blobs / listing[INDEX].digest)
+    hub.check_stated(listed, names)
     absent = [name for name in names if name not in listing]
     if not names or absent:
         raise ModelFileError(f"{INDEX} of {model} names {', '.join(absent) or 'no file'}, which the hub does not have")

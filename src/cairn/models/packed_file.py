@@ -1,9 +1,11 @@
 """Packed matrices kept in a file, so that the next start reads them instead of packing the model again.
 
-One file a model, in the user's cache folder beside stored KV: derived data, safe to delete. It is written under a
-temporary name while the model is loaded, and renamed when it is whole. What is in it is known by a key: the model's
-identity (with its files' digests), the form of its weights, the kernels, and the versions of all that packs. Another
-key, a description that does not fit the model, a wrong size or checksum: the file is not used, and written again.
+One file for what was packed, in the user's cache folder beside stored KV: derived data, safe to delete. It is written
+under a temporary name while the model is loaded, and renamed when it is whole. It is called by the key of what is in
+it: the model's identity (with its files' digests), the form of its weights, the kernels, and the versions of all that
+packs; so a model that was moved or is there twice finds it, and one that was replaced does not. Another key in it, a
+description that does not fit the model, a wrong size or checksum: the file is not used, and written again. Beyond a
+budget those that no start has used for longest go.
 
     magic [8], the matrices' memory without holes, a description as JSON, its SHA-256 [32], its length as uint32 [4]
 
@@ -22,6 +24,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ from cairn.kernels.native import NativeKernels, form_of
 from cairn.models import decoder, quantize
 from cairn.models.digests import memory_path
 from cairn.models.held import HeldWeights
+from cairn.models.loading import tell
 from cairn.models.outline import Outline
 from cairn.models.spec import identity_of
 from cairn.types import ModelSpec
@@ -45,10 +49,15 @@ KEPT_FROM = 64 << 20
 """Bytes of packed weights from which a file is worth its room: smaller models are packed in some 100 ms."""
 SPARE = 1 << 30
 """Bytes that must stay free on the disk."""
+LARGEST_BUDGET = 50 * 10**9
 UNUSED_DAYS = 30
 _MOST_DESCRIPTION = 16 << 20
 _END = 36
+_READ = 64 << 20
 _PART = ".part"
+_WHOLE = ".packed"
+_NAME = 32
+"""Digits of the key in a file's name."""
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -77,21 +86,24 @@ def folder() -> Path:
     return memory_path().parent / "packed"
 
 
-def build(kernels: Any, spec: ModelSpec, weights: HeldWeights, place: Path, size: int) -> decoder.Decoder:
+def build(
+    kernels: Any, spec: ModelSpec, weights: HeldWeights, place: Path, size: int, budget: int | None = None
+) -> decoder.Decoder:
     """`decoder.build`, through the file of the model at `place` where its `size` in bytes, as it is held, is worth it.
 
-    A disk that cannot be read or written costs packing and nothing else.
+    `budget`: bytes of all files together, `default_budget` without. A disk that cannot be read or written costs packing
+    and nothing else.
     """
     if size < KEPT_FROM or not spec.identity or not isinstance(kernels, NativeKernels):
         return decoder.build(kernels, spec, weights)
     key = _key(spec, weights, kernels)
     try:
-        path = folder() / f"{hashlib.sha256(os.fsencode(place.resolve())).hexdigest()[:24]}.packed"
+        path = folder() / f"{key[:_NAME]}{_WHOLE}"
         with contextlib.suppress(_Damaged, FileNotFoundError, msgspec.DecodeError), path.open("rb", 0) as file:
             return _read(file, key, kernels, spec, weights)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         prune()
-        if shutil.disk_usage(path.parent).free < size + SPARE:
+        if not make_room(size, budget):
             return decoder.build(kernels, spec, weights)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=_PART)
     except (OSError, ConfigError):
@@ -109,6 +121,58 @@ def build(kernels: Any, spec: ModelSpec, weights: HeldWeights, place: Path, size
         with contextlib.suppress(OSError):
             os.unlink(temporary)
     return built
+
+
+def default_budget(free: int, held: int) -> int:
+    """A fifth of what the disk has free or the files hold."""
+    return min(LARGEST_BUDGET, (free + held) // 5)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the files take. Bytes."""
+
+    files: int
+    bytes: int
+    budget: int
+
+
+def usage(budget: int | None = None) -> Usage:
+    """What there is now, and what there may be: `budget`, or what it is where none is given."""
+    sizes, free = [], 0
+    with contextlib.suppress(OSError, ConfigError):
+        sizes = [size for _, size, _ in _whole()]
+        place = folder()
+        free = shutil.disk_usage(next(one for one in (place, *place.parents) if one.is_dir())).free
+    return Usage(len(sizes), sum(sizes), default_budget(free, sum(sizes)) if budget is None else budget)
+
+
+def make_room(size: int, budget: int | None = None) -> bool:
+    """Remove the files that no start has used for longest, until `size` bytes more are within the budget.
+
+    False, and nothing is removed, where they could not be: they exceed it alone, or the disk has no room for them.
+    """
+    found = sorted(_whole())
+    free, held = shutil.disk_usage(folder()).free, sum(one for _, one, _ in found)
+    budget = default_budget(free, held) if budget is None else budget
+    if size > budget or free + max(0, held + size - budget) < size + SPARE:
+        return False
+    for _, one, path in found:
+        if held + size <= budget:
+            break
+        path.unlink(missing_ok=True)
+        held -= one
+    return True
+
+
+def _whole() -> list[tuple[float, int, Path]]:
+    """When each file was last used, its bytes and its path."""
+    found = []
+    for path in folder().glob(f"*{_WHOLE}"):
+        with contextlib.suppress(FileNotFoundError):
+            stat = path.stat()
+            found.append((stat.st_mtime, stat.st_size, path))
+    return found
 
 
 def prune() -> tuple[int, int]:
@@ -239,6 +303,7 @@ class _Reading(_Through):
     def __init__(self, kernels: NativeKernels, weights: HeldWeights, file: Any, matrices: list[Kept]) -> None:
         super().__init__(kernels, weights)
         self._file, self._matrices = file, iter(matrices)
+        self._done, self._total = 0, sum(one.bytes for one in matrices)
 
     def matrix(self, names: Sequence[str], biases: Sequence[str | None]) -> Any:
         kept = next(self._matrices, None)
@@ -250,10 +315,12 @@ class _Reading(_Through):
             raise _Damaged
         at, view = 0, memoryview(memory)
         while at < kept.bytes:
-            count = self._file.readinto(view[at:])
+            tell("reading the packed weights", self._done + at, self._total)
+            count = self._file.readinto(view[at : at + _READ])
             if not count:
                 raise _Damaged
             at += count
+        self._done += kept.bytes
         if xxhash.xxh3_64_intdigest(memory) != kept.check:
             raise _Damaged
         return made

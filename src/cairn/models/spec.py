@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.digests import file_digest
+from cairn.models.families import Family, family_of
 from cairn.models.files import Fields, is_gguf, read_json, read_optional_json, reading
 from cairn.models.gguf import read_gguf
-from cairn.models.gguf_spec import SAMPLING, gguf_spec
+from cairn.models.gguf_spec import SAMPLING, gguf_spec, suggested
 from cairn.models.hub import model_name
 from cairn.models.weights import weight_files
-from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, SAMPLING_RANGES, CacheGroup, ModelSpec, RopeScaling
+from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, CacheGroup, ModelSpec, RopeScaling
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -44,37 +44,6 @@ UNKNOWN_ROPE = frozenset({"mrope_section", "llama_4_scaling_beta"})
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How one architecture differs from the plain decoder. A string names the config field that decides."""
-
-    qkv_bias: bool | str = False
-    out_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: bool = False
-    head_dim: int | None = None
-    """Default head size; None: hidden_size / num_attention_heads."""
-    kv_heads: int | None = None
-    """Default of num_key_value_heads; None: num_attention_heads."""
-    window: Literal["none", "all", "by layer"] = "none"
-    """Which layers `sliding_window` limits."""
-
-
-FAMILIES = {
-    "LlamaForCausalLM": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
-    "MistralForCausalLM": Family(kv_heads=8, window="all"),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, kv_heads=32, window="by layer"),
-    "Qwen3ForCausalLM": Family(
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        qk_norm=True,
-        head_dim=128,
-        kv_heads=32,
-        window="by layer",
-    ),
-}
-
-
 def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
     """The spec of the model in a folder or a GGUF file.
 
@@ -85,7 +54,13 @@ def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
     """
     with reading(folder):
         spec = gguf_spec(read_gguf(folder)) if is_gguf(folder) else _load(folder)
-        return msgspec.structs.replace(spec, identity=identity_of(spec, folder)) if identify else spec
+        return identified(spec, folder) if identify else spec
+
+
+def identified(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """The spec with the identity of the model there. Reads every file once."""
+    with reading(folder):
+        return msgspec.structs.replace(spec, identity=identity_of(spec, folder))
 
 
 def _load(folder: Path) -> ModelSpec:
@@ -94,7 +69,7 @@ def _load(folder: Path) -> ModelSpec:
             f"{folder}: expected a .gguf file, or a folder with config.json, a tokenizer and safetensors files"
         )
     config = Fields(read_json(folder / "config.json"), folder / "config.json")
-    architecture, family = _family(config)
+    architecture, family = family_of(config)
     heads = config.integer("num_attention_heads", 1, 1 << 14)
     hidden = config.integer("hidden_size", 1, 1 << 20)
     layers = config.integer("num_hidden_layers", 1, 1 << 12)
@@ -122,7 +97,7 @@ def _load(folder: Path) -> ModelSpec:
         tied=config.flag("tie_word_embeddings", False),
         groups=_groups(config, family, layers, context),
         eos_ids=_eos(config, folder, vocab),
-        bos_id=next(iter(config.ids("bos_token_id", vocab)), None),
+        bos_id=next(iter(config.ids("bos_token_id", vocab, absent=True)), None),
         defaults=_defaults(folder),
     )
     if spec.heads % spec.kv_heads:
@@ -130,18 +105,6 @@ def _load(folder: Path) -> ModelSpec:
     if spec.head_dim % 2:
         raise config.error("head_dim", "an even number, because rotary positions turn pairs")
     return spec
-
-
-def _family(config: Fields) -> tuple[str, Family]:
-    named = config.values.get("architectures")
-    if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
-        raise config.error("architectures", "a list with one architecture name")
-    if named[0] not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise ModelError(f"{config.path}: the architecture {named[0][:80]!r} is not supported; supported are {known}")
-    if config.has("quantization_config"):
-        raise ModelError(f"{config.path}: quantised safetensors (quantization_config) are not supported")
-    return named[0], FAMILIES[named[0]]
 
 
 def _kv_heads(config: Fields, family: Family) -> int | None:
@@ -247,13 +210,28 @@ def _window_layers(config: Fields, layers: int) -> list[int]:
     return [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
 
 
+class _Added(msgspec.Struct):
+    """The part of tokenizer.json that lists its added tokens."""
+
+    added_tokens: list[dict[str, Any]] = []
+
+
 def _eos(config: Fields, folder: Path, vocab: int) -> tuple[int, ...]:
-    """Ids that end a generation: generation_config.json first, then config.json, then the tokenizer's eos_token."""
+    """Ids that end a generation: of generation_config.json, config.json and the tokenizer's eos_token together.
+
+    What the texts of a tokenizer and the chat template say beyond that is known to the front (`text.tokenizer`).
+    """
     path = folder / "generation_config.json"
-    if found := Fields(read_optional_json(path), path).ids("eos_token_id", vocab):
-        return found
-    if found := config.ids("eos_token_id", vocab):
-        return found
+    first = Fields(read_optional_json(path), path).ids("eos_token_id", vocab)
+    second = config.ids("eos_token_id", vocab)
+    added = _added(folder) if first and not set(second) <= set(first) else None
+    if added:  # a config.json that came from another model would end answers at ordinary words
+        second = tuple(i for i in second if i in added)
+    return tuple(dict.fromkeys((*first, *second, *_named_eos(folder, vocab))))
+
+
+def _named_eos(folder: Path, vocab: int) -> tuple[int, ...]:
+    """The tokenizer's eos_token, where its configuration says which id that is."""
     path = folder / "tokenizer_config.json"
     tokenizer = Fields(read_optional_json(path), path)
     token = tokenizer.values.get("eos_token")
@@ -265,11 +243,20 @@ def _eos(config: Fields, folder: Path, vocab: int) -> tuple[int, ...]:
     return ()
 
 
+def _added(folder: Path) -> set[int]:
+    """The ids of the added tokens; none where tokenizer.json does not say."""
+    try:
+        listed = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_Added).added_tokens
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return set()  # who loads the tokenizer says what is wrong with it
+    return {one["id"] for one in listed if isinstance(one.get("id"), int)}
+
+
 def _defaults(folder: Path) -> dict[str, float]:
     """Sampling defaults of generation_config.json. An explicit `do_sample: false` is temperature 0."""
     path = folder / "generation_config.json"
     fields = Fields(read_optional_json(path), path)
-    found = {name: fields.number(name, *SAMPLING_RANGES[name]) for name in SAMPLING if fields.has(name)}
+    found = suggested(fields, {name: name for name in SAMPLING})
     if fields.has("do_sample") and not fields.flag("do_sample", True):
         found["temperature"] = 0.0
     return found

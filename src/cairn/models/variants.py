@@ -7,15 +7,22 @@ NAME-Q4_K_M-00001-of-0000N.gguf, at times in a folder of their own. All of this 
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from cairn.models.files import parts, stem
+from cairn.models.files import MAX_NAME_BYTES, parts, stem
 
-_FILE = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*\.gguf")
-"""At most one folder deep, and never outside the repository."""
-_TYPE = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|FP?16|FP?32))$", re.IGNORECASE)
+MAX_FOLDERS = 4
+"""Deeper than this no repository keeps its models."""
+_ROOM = len(".new")
+"""Bytes that a name must have to spare: a file is made under a longer one."""
+_KINDS = r"(?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|FP?16|FP?32)"
+_TYPE = re.compile(rf"(?:^|[-._ +(\[])({_KINDS})[)\]]?$", re.IGNORECASE)
+_IMATRIX = re.compile(r"(?:^|[-._ ])imatrix(?:$|[-._ ])", re.IGNORECASE)
+_MADE_WITH = re.compile(rf"[-._ ]{_KINDS}[-_ ]imatrix$", re.IGNORECASE)
+"""A model whose quantisation was guided by one."""
 _DYNAMIC = "UD-"
 """Before a type: some matrices have another one."""
 
@@ -33,10 +40,16 @@ class Variant:
     missing: str
     """The first part that is not there, or ""."""
 
+    @property
+    def path(self) -> str:
+        """The stem with the folders that the file is in."""
+        return str(PurePosixPath(self.files[0]).with_name(self.stem))
+
 
 def variants(names: Iterable[str]) -> list[Variant]:
-    """The models among a repository's file names, by name. Projectors of images (mmproj) are no models."""
-    there = {name for name in names if _FILE.fullmatch(name) and "mmproj" not in name.lower()}
+    """The models among a repository's file names, by name. Projectors of images (mmproj) and the matrices that guide a
+    quantisation (imatrix) are no models."""
+    there = {name for name in names if is_place(name) and name.lower().endswith(".gguf") and not _is_aid(name)}
     found = {}
     for name in sorted(there):
         path = PurePosixPath(name)
@@ -44,23 +57,46 @@ def variants(names: Iterable[str]) -> list[Variant]:
         if not files:
             continue
         missing = next((one for one in files if one not in there), "")
-        found[files] = Variant(stem(path), _type(stem(path)) or _type(path.parent.name), files, missing)
+        kinds = map(_type, (stem(path), *(above.name for above in path.parents)))
+        found[files] = Variant(stem(path), next(filter(None, kinds), ""), files, missing)
     return list(found.values())
+
+
+def is_place(name: str) -> bool:
+    """Whether a repository's name of a file can be one here: of a few folders, and never outside the repository."""
+    steps = name.split("/")
+    return (
+        len(steps) <= MAX_FOLDERS + 1
+        and name.isprintable()
+        and "\\" not in name
+        and all(one and one[0] != "." and len(one.encode()) <= MAX_NAME_BYTES - _ROOM for one in steps)
+    )
+
+
+def _is_aid(name: str) -> bool:
+    """Whether a GGUF file helps with models and is none."""
+    own = stem(PurePosixPath(name))
+    guide = _IMATRIX.search(own) and not _type(own) and not _MADE_WITH.search(own)
+    return "mmproj" in name.lower() or bool(guide)
 
 
 def choose(found: Sequence[Variant], tag: str) -> list[Variant]:
     """Those that a tag means: a whole name, or a quantisation, in any case. Several are for the user to choose from."""
-    by_name = [one for one in found if one.stem.lower() == tag.lower()]
+    said = _folded(tag[: -len(".gguf")] if tag.lower().endswith(".gguf") else tag)
+    named = [one for one in found if _folded(one.path) == said] or [one for one in found if _folded(one.stem) == said]
     wanted = tag.upper()
     chosen = (
-        by_name
-        or [one for one in found if one.type == wanted]
-        or [one for one in found if one.type == _DYNAMIC + wanted]
+        named or [one for one in found if one.type == wanted] or [one for one in found if one.type == _DYNAMIC + wanted]
     )
-    if len({(one.stem, one.type) for one in chosen}) > 1:
+    if len({(one.stem, one.type) if one.type else (one.path, "") for one in chosen}) > 1:
         return chosen
     # The same model in one file and in parts: the one file.
     return sorted(chosen, key=lambda one: len(one.files))[:1]
+
+
+def _folded(name: str) -> str:
+    """A name as it is compared: an accent may be a character of its own, or not."""
+    return unicodedata.normalize("NFC", name).casefold()
 
 
 def tags(found: Iterable[Variant]) -> str:
@@ -75,13 +111,14 @@ def cached(repository: Path) -> list[tuple[Path, Variant]]:
     """
     newest: dict[tuple[str, str], tuple[int, Path, Variant]] = {}
     for snapshot in sorted((repository / "snapshots").glob("*")):
-        names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf") if path.is_file()]
+        files = (path for path in snapshot.rglob("*") if path.suffix.lower() == ".gguf" and path.is_file())
+        names = [path.relative_to(snapshot).as_posix() for path in files]
         for one in variants(names):
             if one.missing:
                 continue
             # The time of the link, not of what it points at.
             pulled = (snapshot / one.files[-1]).lstat().st_mtime_ns
-            key = one.stem, one.type
+            key = one.stem if one.type else one.path, one.type
             if key not in newest or pulled > newest[key][0]:
                 newest[key] = pulled, snapshot, one
     return [(snapshot, one) for _, (_, snapshot, one) in sorted(newest.items())]

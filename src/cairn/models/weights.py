@@ -19,7 +19,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
-from cairn.models.files import INDEX, MAX_NAME_BYTES, WEIGHTS, Fields, is_gguf, parse_object, read_json, reading, shards
+from cairn.models.files import (
+    INDEX,
+    MAX_NAME_BYTES,
+    WEIGHTS,
+    Fields,
+    is_gguf,
+    opened,
+    parse_object,
+    read_json,
+    reading,
+    shards,
+)
 from cairn.models.gguf import read_gguf
 from cairn.models.gguf_weights import GgufWeights
 from cairn.types import ModelSpec
@@ -32,6 +43,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
+MAX_TENSORS = 1 << 16
+"""In one file; the largest models have some thousands."""
+MAX_BRACES = 1 << 17
+"""In a header, where each tensor has one; the rest is for what __metadata__ may quote."""
 
 _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.self_attn\.(bias|masked_bias)")
 """Buffers that old checkpoints carry beside the weights and that the config determines."""
@@ -168,7 +183,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def _tensors(path: Path) -> Iterator[tuple[str, NDArray[Any]]]:
     """The tensors of one file, after its whole header was checked against its size."""
-    with reading(path), path.open("rb") as file:
+    with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         header = _header(path, file.read(8), size)
         text = file.read(header)
@@ -193,8 +208,12 @@ _Entry = tuple[np.dtype[Any], tuple[int, ...], int, int]
 
 def _entries(path: Path, text: bytes, size: int) -> dict[str, _Entry]:
     """Header entries, which must cover the `size` bytes of data exactly: no hole, no overlap, nothing beyond."""
+    if text.count(b"{") > MAX_BRACES:  # before it is parsed, which would take seconds and ten times its size
+        raise ModelFileError(f"{path}: its header describes more than {MAX_TENSORS} tensors")
     header = parse_object(text, path, unique=True)
     header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise ModelFileError(f"{path}: its header describes {len(header)} tensors, more than {MAX_TENSORS}")
     entries = {name: _entry(path, name, entry) for name, entry in header.items()}
     at = 0
     for name, (_, _, begin, end) in sorted(entries.items(), key=lambda item: item[1][2:]):

@@ -23,6 +23,7 @@ from cairn.paths import expanded
 from cairn.seams import Clock, FileSystem
 from cairn.service.kv_folder import with_folder
 from cairn.service.stores import keyed
+from cairn.text.templates import load_text
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import ModelSpec
 
@@ -50,7 +51,7 @@ def check_codec(config: Config, files: FileSystem, clock: Clock, env: Mapping[st
     store open, `ModelError`, and `OSError` where what was found cannot be written.
     """
     folder = locate(config.model, dict(env))
-    tokens = _tokens(Tokenizer.load(folder), text)
+    tokens = _tokens(load_text(folder, config.tokenizer)[0], text)
     store = _store(config, env)
     lock = open_folder(files, store, clock, fresh=config.kv_fresh, patience=5.0, sleep=time.sleep)
     try:
@@ -106,7 +107,7 @@ def _tokens(tokenizer: Tokenizer, text: Path | None) -> list[int]:
             said = text.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--text: {text} is no text that can be read: {error}") from error
-    tokens = tokenizer.encode_prompt(said)
+    tokens = tokenizer.encode_prompt(said, special=False)
     if len(tokens) <= POSITIONS:
         raise ConfigError(
             f"--text: {text or 'the text'} has {len(tokens):,} tokens of this model; a check needs {POSITIONS + 1:,}"

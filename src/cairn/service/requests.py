@@ -1,7 +1,7 @@
 """From what a caller asked for to frozen `Request`s: the one place that knows ranges, defaults and limits.
 
 The HTTP API, the Python API and the CLI all come through here, so that the same options mean the same everywhere.
-An option that is None was not given: it takes the model's default (generation_config.json), else "off".
+An option that is None was not given: what applies then is said in `sampling_defaults`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import msgspec
 from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.seams import Rng
 from cairn.sequence import MAX_PRIORITY
+from cairn.service.sampling_defaults import sampling_defaults
 from cairn.system import SystemRng
 from cairn.types import SAMPLING_RANGES, ModelSpec, OutputFormat, Request, SamplingParams
 
@@ -75,19 +76,21 @@ def sampling_params(
 ) -> SamplingParams:
     """Checked and complete sampling parameters.
 
-    Order of precedence: the option, the model's generation_config.json (`spec.defaults`), off. `context` is the
+    Order of precedence: the option, what the model's files say, Cairn's default (`sampling_defaults`). `context` is the
     engine's limit in tokens (`EngineInfo.context`), default the model's. `allow_empty` admits `max_tokens=0` (only
     the prompt is scored). Raises InvalidRequest (with `field` and the limit) or ContextTooLong (with the figures).
     """
     context = spec.context if context is None else context
 
-    def number(name: str, off: float) -> float:
+    applied = sampling_defaults(spec)
+
+    def number(name: str) -> float:
         given = getattr(options, name)
-        return _number(name, spec.defaults.get(name, off) if given is None else given)
+        return _number(name, applied[name].value if given is None else given)
 
     max_tokens = _max_tokens(options.max_tokens, prompt_tokens, context, allow_empty)
     min_tokens = _count("min_tokens", options.min_tokens or 0, 0, max_tokens, "max_tokens")
-    top_k = int(spec.defaults.get("top_k", 0)) if options.top_k is None else options.top_k
+    top_k = int(applied["top_k"].value) if options.top_k is None else options.top_k
     _flags(options)
     seed = (
         (rng or SystemRng()).bits64() if options.seed is None else _count("seed", options.seed, LEAST_SEED, MOST_SEED)
@@ -95,13 +98,13 @@ def sampling_params(
     eos = () if options.ignore_eos else spec.eos_ids
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=number("temperature", 1.0),
+        temperature=number("temperature"),
         top_k=max(_count("top_k", top_k, *SAMPLING_RANGES["top_k"]), 0),
-        top_p=number("top_p", 1.0) or ONE_TOKEN,
-        min_p=number("min_p", 0.0),
-        repetition_penalty=number("repetition_penalty", 1.0),
-        presence_penalty=number("presence_penalty", 0.0),
-        frequency_penalty=number("frequency_penalty", 0.0),
+        top_p=number("top_p") or ONE_TOKEN,
+        min_p=number("min_p"),
+        repetition_penalty=number("repetition_penalty"),
+        presence_penalty=number("presence_penalty"),
+        frequency_penalty=number("frequency_penalty"),
         logit_bias=_bias(options.logit_bias or {}, spec.vocab),
         seed=seed & MOST_SEED,
         logprobs=options.logprobs,

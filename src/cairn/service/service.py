@@ -17,6 +17,7 @@ from cairn.errors import Cancelled, Conflict, InvalidRequest, Unavailable, trace
 from cairn.figures import KvStats, Placed, Swept
 from cairn.metrics import Metrics
 from cairn.models.hub import locate
+from cairn.models.tokenizer_files import check_fits
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.admission import check_tokens
@@ -119,17 +120,25 @@ class Service:
         self._ticker = asyncio.create_task(self._tick())
         loading = asyncio.create_task(self._supervisor.loaded())
         try:
-            self.chat = await Chat.start(Path(first.load.folder), self._config)
+            self.chat = await Chat.start(Path(first.load.folder), self._config, self._clock)
             self.tokenizer = self._traffic.tokenizer = self.chat.tokenizer
             await loading
         finally:
             loading.cancel()
         self.chat.context = self.info.context
+        self.spec = self._with_ends(self.spec)
+        if self._config.tokenizer is not None:
+            check_fits(self.spec, self._config.tokenizer, self.tokenizer.largest_id)
         if self.tokenizer.vocab_size > self.spec.vocab:
             log.warning(
                 "the tokenizer has %d tokens and the model rows for %d: texts that need the others are refused",
                 self.tokenizer.vocab_size,
                 self.spec.vocab,
+            )
+        if lacking := self.tokenizer.unspelt_bytes:
+            log.warning(
+                "the vocabulary lacks the bytes %s: they are left out of prompts",
+                " ".join(f"{byte:02x}" for byte in sorted(lacking)),
             )
         self._loaded = True
 
@@ -297,7 +306,7 @@ class Service:
     # --------------------------------------------------------------------------------------- what the worker says
 
     def _on_ready(self, ready: wire.Ready) -> None:
-        self.spec, self.info, self._trouble = ready.spec, ready.info, ready.trouble
+        self.spec, self.info, self._trouble = self._with_ends(ready.spec), ready.info, ready.trouble
         if ready.info.note:
             log.info("%s", ready.info.note)
         if ready.trouble:
@@ -307,6 +316,12 @@ class Service:
             self.metrics = self._traffic.metrics = Metrics(self._config.metrics_prefix, self.name)
         self.metrics.worker_restarts = self._supervisor.restarts
         self.metrics.worker_failures = lambda: self._supervisor.failures
+
+    def _with_ends(self, spec: ModelSpec) -> ModelSpec:
+        """The spec with all that ends an answer: with what the tokenizer and the chat template know, once loaded."""
+        more = sorted(self.tokenizer.end_ids) if hasattr(self, "tokenizer") else ()
+        ends = dict.fromkeys((*spec.eos_ids, *(i for i in more if i < spec.vocab)))
+        return msgspec.structs.replace(spec, eos_ids=tuple(ends))
 
     def _on_end(self) -> None:
         """A worker has ended, and nothing runs until there is another, if there ever is."""

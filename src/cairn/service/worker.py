@@ -26,11 +26,14 @@ from cairn.figures import KvStats
 from cairn.kv.behind import WriteLimits
 from cairn.kv.cache import Cache
 from cairn.kv.tiers import Tiers
+from cairn.models.loading import watched
+from cairn.models.tokenizer_files import with_tokenizer
 from cairn.plan import Limits, Plan
 from cairn.scheduler import Scheduler
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.answers import Answers
+from cairn.service.loading import Shown
 from cairn.service.stores import GB, keyed, open_stores, stored_bytes
 from cairn.system import SystemClock, SystemFiles, log_to_stderr
 from cairn.types import Output
@@ -221,7 +224,9 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
             raise wire.WireError("the first frame must say what to load, and nothing may follow before the answer")
         if process:
             log_to_stderr(first.config.log_level)
-        loaded = _load(channel, first)
+            loaded = _load_visibly(channel, first)
+        else:
+            loaded = _load(channel, first)
         if loaded is None:
             return
         channel.send(loaded.ready)
@@ -255,6 +260,16 @@ class Loaded:
     ready: wire.Ready
 
 
+def _load_visibly(channel: wire.Channel, load: wire.Load) -> Loaded | None:
+    """`_load`, saying how far it is where that takes long."""
+    shown = Shown(load.config.model, sys.stderr, SystemClock())
+    try:
+        with watched(shown):
+            return _load(channel, load)
+    finally:
+        shown.end()
+
+
 def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
     """All that is needed to step, or None after telling the front why not."""
     config, clock, files, engine = load.config, SystemClock(), SystemFiles(), None
@@ -262,6 +277,7 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
         from cairn.engine.device import load_engine
 
         spec, engine = load_engine(config, Path(load.folder), stored_bytes(config, files), load.blocks)
+        told = with_tokenizer(spec, config.tokenizer)
         known = keyed(engine.info, config.kv_codec)
         stores, trouble = open_stores(config, spec, known, clock, files, os.environ)
     except Exception as error:
@@ -297,7 +313,7 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
         identity=known.identity,
         note=known.note,
     )
-    return Loaded(engine, cache, scheduler, tiers, clock, wire.Ready(spec, info, trouble))
+    return Loaded(engine, cache, scheduler, tiers, clock, wire.Ready(told, info, trouble))
 
 
 def main() -> int:

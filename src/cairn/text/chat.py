@@ -1,7 +1,7 @@
 """Messages -> prompt ids, as the model's chat template says.
 
 messages -> plain dicts (`messages`), control tokens in their texts broken up by a mark (`controls`)
-         -> rendered in a process of its own (`renderer`)
+         -> made to fit what the template can show (`traits`), rendered in a process of its own (`renderer`)
          -> ids (`tokenizer`), answers of old put back as they were sampled (`replay`)
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -18,18 +19,25 @@ from typing import Any, NamedTuple
 import msgspec
 
 from cairn.config import Config
-from cairn.errors import InvalidRequest, ModelFileError, Unsupported
+from cairn.errors import CairnError, ConfigError, InvalidRequest, ModelFileError, Unsupported
+from cairn.seams import Clock
+from cairn.system import SystemClock
 from cairn.text.length import check_length
 from cairn.text.messages import length, plain_message, texts_in, unused_marks, with_texts
 from cairn.text.render_wire import Job, Setup
 from cairn.text.renderer import Renderer, launch
 from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
-from cairn.text.sampled import opener, visible_ids
+from cairn.text.sampled import offered_by, opener, visible_ids
 from cairn.text.split import END_THINK, THINK
-from cairn.text.templates import load_text
+from cairn.text.templates import defaults, given_template, load_text, unusable
 from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
+from cairn.text.tools import FUNCTION, offered_tools
 from cairn.text.tools import OPEN as TOOL_CALL
-from cairn.types import OutputFormat
+from cairn.text.traits import Traits, find_traits, fitted, in_parts, left_out, standing_in
+from cairn.text.turn_ends import ANSWERED, ends_in
+from cairn.types import OfferedTool, OutputFormat
+
+log = logging.getLogger("cairn.text")
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 """Names in a template that are the server's to set, beside those of the special tokens."""
@@ -37,6 +45,11 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 _NAMED = re.compile(r"""\.([^\W\d]\w*)|(['"])([\w-]+)\2""")
 """A field that a template looks up, or a word that it compares with."""
 _OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
+_JSON_CALL = re.compile(r"""\{\s*\\?"name\\?":""")
+"""How a template writes the beginning of a call that has no tags."""
+NO_TEMPLATE = "this model has no chat template"
+ELSE = "use /v1/completions, or start the server with --chat-template NAME or FILE"
+"""What can be done without one."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -64,6 +77,8 @@ class _Read(NamedTuple):
     template: str
     clean: list[dict[str, Any]]
     plain: list[dict[str, Any]]
+    traits: Traits
+    offered: tuple[OfferedTool, ...]
     tools: Any
     arguments: Any
     mark: str
@@ -73,8 +88,11 @@ class _Read(NamedTuple):
 class Chat:
     """One model's chats. Made by `Chat.start`; every method runs on the event loop that started it."""
 
-    def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, str], config: Config) -> None:
-        """`templates`: name -> text, none for a model that has no chat template."""
+    def __init__(
+        self, tokenizer: Tokenizer, templates: Mapping[str, str], config: Config, clock: Clock | None = None
+    ) -> None:
+        """`templates`: name -> text, none for a model that has no chat template. `clock` tells them the date."""
+        self._clock = clock or SystemClock()
         self.context: int | None = None
         """Tokens that the engine takes, once it has told."""
         self.tokenizer = tokenizer
@@ -83,6 +101,10 @@ class Chat:
         self._thinks = any(tag in text for tag in (THINK, END_THINK) for text in templates.values())
         self._keep_reasoning = config.reasoning_history == "keep"
         self._table = ReplayTable()
+        self._traits = {name: (Traits(), Traits()) for name in templates}
+        """Of each template, without tools and with them."""
+        self._refusal = NO_TEMPLATE
+        """Why there is no renderer."""
         self._renderer: Renderer | None = None
         if templates:
             variables = tokenizer.special_tokens
@@ -91,14 +113,17 @@ class Chat:
             )
 
     @classmethod
-    async def start(cls, folder: Path, config: Config) -> Chat:
+    async def start(cls, folder: Path, config: Config, clock: Clock | None = None) -> Chat:
         """Read a model's tokenizer and chat templates and start the process that renders them.
 
-        Raises ModelFileError if one of their files is broken. A model without a template starts; `prompt` then refuses.
+        Raises ModelFileError if one of their files is broken, ConfigError if `chat_template` names none that can be
+        used. A model without a template, or with one that does not compile, starts; `prompt` then refuses.
         """
+        given = None if config.chat_template is None else await asyncio.to_thread(given_template, config.chat_template)
         process = launch()
         try:
-            chat = cls(*await asyncio.to_thread(load_text, folder), config)
+            tokenizer, templates = await asyncio.to_thread(load_text, folder, config.tokenizer)
+            chat = cls(tokenizer, templates if given is None else {"default": given}, config, clock)
         except BaseException:
             process.end()
             raise
@@ -108,8 +133,46 @@ class Chat:
         try:
             await chat._renderer.start(process)
         except ModelFileError as error:
-            raise ModelFileError(f"{folder}: {error}") from error
+            await chat._renderer.close()
+            chat._renderer = None
+            why = unusable(chat._templates, str(error))
+            if given is not None:
+                raise ConfigError(f"chat_template: {config.chat_template}: {why}", field="chat_template") from None
+            chat._refusal = f"this model's chat template cannot be used: {why}"
+            log.warning("%s: %s; %s", folder, chat._refusal, ELSE)
+            return chat
+        try:
+            await chat._look_at_templates()
+        except BaseException:
+            await chat._renderer.close()
+            raise
         return chat
+
+    async def _look_at_templates(self) -> None:
+        """Find out what each template shows of messages."""
+        assert self._renderer is not None
+        renderer = self._renderer
+
+        async def render(name: str, messages: list[dict[str, Any]], given: dict[str, Any]) -> str | None:
+            now = self._clock.time_ns() / 1e9
+            variables = defaults(self._templates[name], given.get("tools"), now) | given
+            payload = _json({"messages": [messages], "variables": variables})
+            try:
+                return (await renderer.render(Job(template=name, payload=payload, marks="", now=now)))[0]
+            except InvalidRequest:
+                return None
+
+        for name in self._templates:
+            shown = partial(render, name)
+            try:
+                plain, _ = self._traits[name] = await find_traits(shown)
+                if name == "default":
+                    nothing = {} if plain.absent else {"tools": None, "documents": None}
+                    text = await shown(in_parts(ANSWERED, plain.parts), nothing)
+                    self.tokenizer.end_ids |= ends_in(text or "", self.tokenizer)
+            except CairnError as error:  # a machine that has no time to find out
+                log.warning("what the chat template shows of messages is not known: %s", error)
+                await renderer.settled()
 
     async def prompt(
         self,
@@ -139,12 +202,13 @@ class Chat:
             if not found:
                 raise
             texts = await self._render(chat, [chat.plain])  # the template wants the answers as they are
+        await self._check_shown(chat, texts[0])
         await self._check_length(texts[0], chat.mark)
         if sum(map(len, texts)) > INLINE:
             tokens = await asyncio.to_thread(self._encode, texts, chat.mark, answers, tenant)
         else:
             tokens = self._encode(texts, chat.mark, answers, tenant)
-        return self._prompt(texts[0], tokens, bool(tools))
+        return self._prompt(chat, texts[0], tokens)
 
     async def extend(
         self,
@@ -171,11 +235,13 @@ class Chat:
         _, found, added = text.partition(answer)
         if not found or answer in added or next(self.tokenizer.controls.find(added), None) is None:
             return None
+        if left_out(chat.plain[len(messages) :], added):
+            return None
         await self._check_length(added, chat.mark)
         encode = self.tokenizer.encode_rendered
         long = len(added) > INLINE
         ids = await asyncio.to_thread(encode, added, chat.mark) if long else encode(added, chat.mark)
-        return self._prompt(added, [*before, *ids], bool(tools))
+        return self._prompt(chat, added, [*before, *ids])
 
     async def _read_apart(self, *chat: Any) -> _Read:
         """`_read`, where it may take long in a thread: of what a template drops there may be megabytes."""
@@ -189,12 +255,16 @@ class Chat:
     ) -> _Read:
         """Check a chat and make it plain."""
         if self._renderer is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions instead", field="messages")
+            raise InvalidRequest(f"{self._refusal}; {ELSE}", field="messages")
         if not messages:
             raise InvalidRequest("messages is empty; it must hold at least one message", field="messages")
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        if tools and TOOL_CALL not in self._templates[name]:
-            raise Unsupported("this model's chat template does not know tool calls in <tool_call> tags", field="tools")
+        traits = self._traits[name][bool(tools)]
+        if tools and not self._teaches(name):
+            raise Unsupported(
+                "this model's chat template does not show tools, or not how to call them in a form that is read here",
+                field="tools",
+            )
         arguments = self._arguments(template_args or {})
         try:
             clean = [plain_message(message, n, thinks=self._thinks) for n, message in enumerate(messages)]
@@ -204,12 +274,44 @@ class Chat:
             given = {valid_text(name): with_texts(value, broken) for name, value in arguments.items()}
         except RecursionError:
             raise InvalidRequest("messages or tools are nested too deeply", field="messages") from None
-        return _Read(name, clean, plain, offered, given, mark, edge)
+        known = offered_tools(tools or (), xml=FUNCTION in self._templates[name])
+        return _Read(name, clean, plain, traits, known, offered, given, mark, edge)
+
+    def _teaches(self, name: str) -> bool:
+        """Whether a template shows tools and a form of calls that `split` reads."""
+        text = self._templates[name]
+        return self._traits[name][True].offers and (TOOL_CALL in text or _JSON_CALL.search(text) is not None)
 
     async def _render(self, chat: _Read, conversations: list[Any]) -> list[str]:
         assert self._renderer is not None
-        payload = _json({"messages": conversations, "tools": chat.tools, "arguments": chat.arguments})
-        return await self._renderer.render(Job(template=chat.template, payload=payload, marks=chat.mark + chat.edge))
+        now = self._clock.time_ns() / 1e9
+        nothing = {} if chat.traits.absent else {"tools": None, "documents": None}
+        variables = nothing | defaults(self._templates[chat.template], chat.tools, now) | chat.arguments
+        variables |= {"tools": chat.tools} if chat.tools else {}
+        shown = [fitted(conversation, chat.traits) for conversation in conversations]
+        payload = _json({"messages": shown, "variables": variables})
+        job = Job(template=chat.template, payload=payload, marks=chat.mark + chat.edge, now=now)
+        return [self.tokenizer.begun_chat(text) for text in await self._renderer.render(job)]
+
+    async def _check_shown(self, chat: _Read, text: str) -> None:
+        """InvalidRequest naming the message where the template leaves one's content or calls out. Reasoning it may."""
+        lost = left_out(chat.plain, text)
+        if not lost:
+            return
+        # Not there as they are: a template may write them in another way, and then shows what stands in for them.
+        shown = list(chat.plain)
+        names = {one: f"{chat.edge}{number}{chat.edge}" for number, one in enumerate(lost)}
+        for n in {n for n, _ in lost}:
+            kinds = [kind for at, kind in lost if at == n]
+            shown[n] = standing_in(shown[n], {kind: names[n, kind] for kind in kinds})
+        try:
+            (text,) = await self._render(chat, [shown])
+        except InvalidRequest:
+            return  # it looks at them
+        for n, kind in lost:
+            if names[n, kind] not in text:
+                field = f"messages[{n}].{kind}"
+                raise InvalidRequest(f"this model's chat template leaves {field} out of the prompt", field=field)
 
     async def _check_length(self, rendered: str, mark: str) -> None:
         """What a template put into the prompt: contents, tools, calls, and of reasoning what it keeps."""
@@ -217,11 +319,18 @@ class Chat:
             encode = partial(self.tokenizer.encode_rendered, mark=mark)
             await check_length(encode, [rendered], self.context, "messages")
 
-    def _prompt(self, text: str, tokens: Sequence[int], tools: bool) -> Prompt:
+    def _prompt(self, chat: _Read, text: str, tokens: Sequence[int]) -> Prompt:
         """`text`: what was rendered, or its end."""
         thought = _OPEN_THOUGHT.search(text, max(len(text) - 64, 0)) is not None
         return Prompt(
-            tuple(tokens), OutputFormat(reasoning=self._thinks, reasoning_open=thought and self._thinks, tools=tools)
+            tuple(tokens),
+            OutputFormat(
+                reasoning=self._thinks,
+                reasoning_open=thought and self._thinks,
+                tools=bool(chat.tools),
+                xml=bool(chat.tools) and FUNCTION in self._templates[chat.template],
+                offered=chat.offered,
+            ),
         )
 
     def remember(
@@ -254,8 +363,15 @@ class Chat:
         if answer is None or (not self._keep_reasoning and (opened or answer.reasoning)):
             return None
         thought = bool(opened) and END_THINK.encode() not in b"".join(map(self.tokenizer.token_bytes, opened))
+        called = offered_by(seen)
         for tools in (True, False):
-            output = OutputFormat(reasoning=self._thinks, reasoning_open=thought, tools=tools)
+            output = OutputFormat(
+                reasoning=self._thinks,
+                reasoning_open=thought,
+                tools=tools,
+                xml=tools and any(FUNCTION in text for text in self._templates.values()),
+                offered=called if tools else (),
+            )
             ids = visible_ids(self.tokenizer, generated_tokens, seen, output)
             if ids is not None:
                 return Sampled(Prefix().digest(before), answer, opened + ids, len(opened))

@@ -22,6 +22,8 @@ V = TypeVar("V")
 RUN_STEPS = ("Replace", "ByteFallback", "Fuse", "Strip")
 """The decoders of SentencePiece-style tokenizers, in the order in which `_RunDetokenizer` is exact for them."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+NEVER = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
+"""Bytes that no UTF-8 has."""
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 """How byte fallback spells a byte."""
 
@@ -212,6 +214,13 @@ class Decoding:
             first = not _any_text(after, skip, self._pieces)
             return _PieceDetokenizer(self._first_piece, self._pieces, skip, first)
         return _WindowDetokenizer(lambda ids: str(self._library.decode(ids, skip_special_tokens=False)), skip, after)
+
+    def unspelt_bytes(self) -> frozenset[int]:
+        """Bytes of UTF-8 that no token of a byte-level vocabulary stands for: encoding leaves them out."""
+        if self._kind != "bytes":
+            return frozenset()
+        lacking = {byte for character, byte in _BYTES.items() if self._library.token_to_id(character) is None}
+        return frozenset(lacking - NEVER)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token in the middle of a text stands for; b"" for an unknown id."""

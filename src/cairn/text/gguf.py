@@ -11,6 +11,8 @@ gets vocabulary and merges as they are: by way of a tokenizer.json, 150,000 of e
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,17 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
 from cairn.errors import ModelError, ModelFileError
+from cairn.models.ends import UNMISTAKABLE, Middle, is_spelt_as_control
 from cairn.models.gguf import Gguf
 from cairn.models.gguf_spec import named_ids
+from cairn.text.detokenizer import BYTE_TOKEN
+from cairn.types import MAX_VOCAB
 
-UNKNOWN, CONTROL, USER, UNUSED, BYTE = 2, 3, 4, 5, 6
-"""Kinds of tokens other than plain ones, as `tokenizer.ggml.token_type` numbers them."""
+PLAIN, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Kinds of tokens, as `tokenizer.ggml.token_type` numbers them."""
+
+_WRITTEN = re.compile(r"<[^\s<>'\"]{1,64}>|\[[^\s\[\]'\"]{1,64}\]")
+"""What may be a control token in a template's source."""
 
 MAX_PIECE = 1024
 """Most characters of a SentencePiece piece; published ones have at most some hundred."""
@@ -100,8 +108,7 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
         raise ModelError(f"{gguf.paths[0]}: the tokenizer {model[:80]!r} is not supported; supported are gpt2, llama")
     config: dict[str, Any] = {"add_bos_token": fields.flag("tokenizer.ggml.add_bos_token", bos)}
     for name, key in NAMES.items():
-        absent = name not in ("bos_token", "eos_token", "unk_token")
-        for i in named_ids(gguf, key, len(tokens), absent=absent):
+        for i in named_ids(gguf, key, len(tokens), absent=name != "eos_token")[:1]:
             config[name] = tokens[i]
     empty: dict[str, Any] = {
         "model": {"type": "BPE", "vocab": {}, "merges": []},
@@ -110,8 +117,30 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
     }
     rebuilt = Tokenizer.from_str(json.dumps({"version": "1.0", **around, **empty}))
     rebuilt.model = bpe
-    rebuilt.add_tokens(_added(tokens, kinds))
+    rebuilt.add_tokens(_added(tokens, kinds, _mistaken(gguf, tokens, kinds, config)))
     return rebuilt, around["decoder"], config
+
+
+def named_middle(gguf: Gguf) -> Middle | None:
+    """The tokens for filling in the middle that a file names."""
+    tokens = gguf.metadata["tokenizer.ggml.tokens"]
+    for names in (("fim_pre", "fim_suf", "fim_mid"), ("prefix", "suffix", "middle")):
+        found = [i for name in names for i in named_ids(gguf, name, len(tokens), absent=True)[:1]]
+        if len(found) == len(names):
+            return Middle(*found)
+    return None
+
+
+def named_tokens(gguf: Gguf, text_of: Callable[[int], str | None]) -> dict[str, Any]:
+    """A tokenizer_config.json of what a file says of special tokens by their ids, for a tokenizer that it has not."""
+    config: dict[str, Any] = {}
+    if gguf.fields.has("tokenizer.ggml.add_bos_token"):
+        config["add_bos_token"] = gguf.fields.flag("tokenizer.ggml.add_bos_token", False)
+    for name, key in NAMES.items():
+        for i in named_ids(gguf, key, MAX_VOCAB, absent=True):
+            if (text := text_of(i)) is not None:
+                config[name] = text
+    return config
 
 
 def load_templates(gguf: Gguf) -> dict[str, str]:
@@ -126,11 +155,18 @@ def load_templates(gguf: Gguf) -> dict[str, str]:
 
 
 def _vocabulary(gguf: Gguf) -> tuple[list[str], list[int]]:
-    """Texts and kinds of all tokens."""
+    """Texts and kinds of all tokens; where the file has no kinds, what their texts tell of them."""
     path = gguf.paths[0]
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(one, str) for one in tokens):
         raise ModelFileError(f"{path}: tokenizer.ggml.tokens must be a list of texts")
+    if "tokenizer.ggml.token_type" not in gguf.metadata:
+        unknown = set(named_ids(gguf, "unknown", len(tokens), absent=True))
+        bytes_too = gguf.fields.text("tokenizer.ggml.model", "") == "llama"
+        return tokens, [
+            UNKNOWN if i in unknown else BYTE if bytes_too and BYTE_TOKEN.fullmatch(token) else PLAIN
+            for i, token in enumerate(tokens)
+        ]
     return tokens, [int(one) for one in _numbers(gguf, "tokenizer.ggml.token_type", len(tokens), "iu", "whole numbers")]
 
 
@@ -148,20 +184,41 @@ def _ranked(gguf: Gguf, tokens: list[str], kinds: list[int]) -> dict[str, int]:
     """Text -> id. Places that were only filled up have no text, so their ids are unknown ones."""
     found: dict[str, int] = {}
     for number, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
-        if kind != UNUSED and token:
+        if token and (kind != UNUSED or token in UNMISTAKABLE):
             found.setdefault(token, number)
     if not found:
         raise ModelFileError(f"{gguf.paths[0]}: tokenizer.ggml.tokens has no token that text can use")
     return found
 
 
-def _added(tokens: list[str], kinds: list[int]) -> list[AddedToken]:
-    """Tokens that are recognised as a whole, before anything is split."""
+def _added(tokens: list[str], kinds: list[int], mistaken: set[str]) -> list[AddedToken]:
+    """Tokens that are recognised as a whole, before anything is split; `mistaken` are control tokens of other types."""
     return [
-        AddedToken(token, normalized=False, special=kind != USER)
+        AddedToken(token, normalized=False, special=kind != USER or token in mistaken)
         for token, kind in zip(tokens, kinds, strict=True)
-        if token and kind in (UNKNOWN, CONTROL, USER)
+        if token and (kind in (UNKNOWN, CONTROL, USER) or token in mistaken)
     ]
+
+
+def _mistaken(gguf: Gguf, tokens: list[str], kinds: list[int], config: dict[str, Any]) -> set[str]:
+    """Control tokens to which the file gives another type.
+
+    They are those that it names (`bos_token`, ...), those that end a turn by their text, and those that its chat
+    templates write. A token that merges can make is ordinary text, whoever writes it.
+    """
+    written = {text for template in load_templates(gguf).values() for text in _WRITTEN.findall(template)}
+    wanted = {text for text in config.values() if isinstance(text, str) and is_spelt_as_control(text)}
+    suspects = {
+        token
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind != CONTROL
+        and (token in UNMISTAKABLE or token in wanted or (kind not in (USER, UNKNOWN) and token in written))
+    }
+    named = suspects & (UNMISTAKABLE | wanted)
+    merges = gguf.metadata.get("tokenizer.ggml.merges")
+    if named != suspects and isinstance(merges, list):
+        return named | (suspects - {merge.replace(" ", "", 1) for merge in merges if isinstance(merge, str)})
+    return named | {token for token in suspects if token.startswith(("<|", "<\uff5c"))}
 
 
 def _byte_bpe(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE, dict[str, Any]]:
@@ -182,9 +239,14 @@ def _byte_bpe(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE, dic
     try:
         # A token may begin with a space of its own only in the byte alphabet, where it is another character.
         pairs = [tuple(merge.split(" ")) for merge in listed]
-        model = BPE(vocab, pairs, ignore_merges=named in _WHOLE_WORDS)
+        try:
+            model = BPE(vocab, pairs, ignore_merges=named in _WHOLE_WORDS)
+        except Exception:
+            # What merges unknown tokens, or to one, could never be used.
+            pairs = [pair for pair in pairs if len(pair) != 2 or {*pair, "".join(pair)} <= vocab.keys()]
+            model = BPE(vocab, pairs, ignore_merges=named in _WHOLE_WORDS)
     except Exception as error:  # the library raises bare Exception
-        raise _bad_merge(path, vocab, listed) from error
+        raise _bad_merge(path, listed) from error
     return model, {
         "normalizer": {"type": "NFC"} if named in COMPOSED else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS[named]},
@@ -192,15 +254,10 @@ def _byte_bpe(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE, dic
     }
 
 
-def _bad_merge(path: Path, vocab: dict[str, int], merges: list[Any]) -> ModelFileError:
+def _bad_merge(path: Path, merges: list[Any]) -> ModelFileError:
     """What to say of the first merge that is none."""
-
-    def good(merge: object) -> bool:
-        pair = merge.split(" ") if isinstance(merge, str) else []
-        return len(pair) == 2 and {*pair, "".join(pair)} <= vocab.keys()
-
-    found = next((merge for merge in merges if not good(merge)), None)
-    return ModelFileError(f"{path}: tokenizer.ggml.merges must hold two tokens that make one, found {found!r:.80}")
+    found = next((one for one in merges if not isinstance(one, str) or len(one.split(" ")) != 2), None)
+    return ModelFileError(f"{path}: tokenizer.ggml.merges must hold pairs of tokens, found {found!r:.80}")
 
 
 def _sentencepiece(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE, dict[str, Any]]:

@@ -10,11 +10,10 @@ from typing import Any
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.files import read_json
-from cairn.text.gguf import BYTE, COMPOSED, CONTROL, NAMES, SPLITS, UNKNOWN, UNUSED, USER
+from cairn.text.gguf import BYTE, COMPOSED, CONTROL, NAMES, PLAIN, SPLITS, UNKNOWN, UNUSED, USER
 from cairn.text.templates import load_templates
 from cairn.text.tokenizer import Tokenizer
 
-_PLAIN = 1
 _SAMPLES = (
     "Hello, world! I'm 31 years old; it's 12:45. You'LL see",
     "  two spaces,   three\tand a tab\n\nnew lines \r\n end  ",
@@ -48,6 +47,8 @@ def texts_of(folder: Path, vocab: int, eos_ids: tuple[int, ...]) -> dict[str, An
             found[f"tokenizer.ggml.{key}_token_id"] = number
     ends = list(dict.fromkeys([*(one for one in (tokenizer.eos_id,) if one is not None), *eos_ids]))
     found |= {f"tokenizer.ggml.{key}_token_id": one for key, one in zip(("eos", "eot", "eom"), ends, strict=False)}
+    if len(ends) > 3:
+        found["tokenizer.ggml.eos_token_ids"] = ends
     found["tokenizer.ggml.add_bos_token"] = tokenizer.encode_prompt("a") != tokenizer.encode("a")
     for name, text in load_templates(folder).items():
         found["tokenizer.chat_template" + ("" if name == "default" else f".{name}")] = text
@@ -80,7 +81,7 @@ def _vocabulary(data: dict[str, Any], vocab: int, path: Path) -> dict[str, Any]:
     texts = {number: text for text, number in model["vocab"].items()} | {i: one["content"] for i, one in added.items()}
     if max(texts, default=0) >= vocab:
         raise ModelFileError(f"{path}: has the token id {max(texts)}, but the embedding has {vocab} rows")
-    kinds = [_PLAIN if number in texts else UNUSED for number in range(vocab)]
+    kinds = [PLAIN if number in texts else UNUSED for number in range(vocab)]
     for number, one in added.items():
         kinds[number] = CONTROL if one["special"] else USER
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]

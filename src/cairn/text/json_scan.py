@@ -1,9 +1,16 @@
-"""A strict JSON reader for text that arrives in pieces: it says where a value ends, and fails at the first wrong
-character (RFC 8259)."""
+"""A reader of JSON as models write it, for text that arrives in pieces: it says where a value ends, fails at the first
+character that fits no value, and gives the value as strict JSON (RFC 8259).
+
+What has one meaning only is mended: raw line breaks, tabs and other controls in a text; a backslash before a character
+that needs none (`\\d` stands for itself, `\\'` for the quote, as Python reads them); a comma before a closing bracket;
+`True`, `False` and `None`. Everything else is passed on exactly as it is written. Closing braces that lack at the end
+are counted; whoever knows that the text is over may have them added.
+"""
 
 from __future__ import annotations
 
 import enum
+import json
 import re
 
 MAX_DEPTH = 64
@@ -16,13 +23,14 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _NUMBER_SO_FAR = re.compile(r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?(?:[eE][-+]?[0-9]*)?)?")
-_WORDS = ("true", "false", "null")
+_WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 
 
 class _At(enum.Enum):
     """What the next character belongs to."""
 
     VALUE = enum.auto()
+    ITEM = enum.auto()
     FIRST_ITEM = enum.auto()
     FIRST_KEY = enum.auto()
     KEY = enum.auto()
@@ -39,16 +47,25 @@ class _At(enum.Enum):
 class JsonScanner:
     """Reads one JSON value. Linear: every character is looked at once, however the text is cut."""
 
-    __slots__ = ("_at", "_hex", "_key", "_scalar", "_stack", "values")
+    __slots__ = ("_at", "_comma", "_failed", "_hex", "_key", "_mark", "_scalar", "_stack", "_text", "key", "members")
 
     def __init__(self) -> None:
         self._at = _At.VALUE
+        self._failed = _At.VALUE
+        """Where it failed, if it did."""
         self._stack: list[str] = []
         self._key = False
-        self._hex = 0
+        self._hex = ""
         self._scalar = ""
-        self.values = 0
-        """Values that began, the whole one included."""
+        self._text: list[str] = []
+        self._comma = 0
+        """The piece of `_text` that is the last comma."""
+        self._mark = 0
+        """The piece with which the member of the outermost object begins: its key, then its value."""
+        self.key = ""
+        """The key of the outermost object's member that is being read, or was last."""
+        self.members: list[tuple[str, str]] = []
+        """Key, and value as JSON, of each member of the outermost object that was read."""
 
     @property
     def done(self) -> bool:
@@ -60,6 +77,25 @@ class JsonScanner:
         """The text is not the beginning of a JSON value."""
         return self._at is _At.FAILED
 
+    @property
+    def text(self) -> str:
+        """What was read, as strict JSON."""
+        return "".join(self._text)
+
+    @property
+    def lacking(self) -> int:
+        """How many closing braces would make what was read a whole value; 0 where they would not."""
+        at = self._failed if self.failed else self._at
+        behind = at is _At.AFTER or (at is _At.SCALAR and _is_scalar(self._scalar))
+        return len(self._stack) if behind and "[" not in self._stack else 0
+
+    def close(self) -> None:
+        """Add the braces that lack."""
+        lacking = self.lacking
+        if self.failed:
+            self._at = self._failed
+        self.feed("}" * lacking)
+
     def feed(self, text: str, start: int = 0) -> int:
         """Read on from text[start]. Returns where it stopped: len(text) unless `done` or `failed`."""
         at = start
@@ -68,104 +104,155 @@ class JsonScanner:
                 at = self._string(text, at)
             elif self._at is _At.SCALAR:
                 at = self._more_scalar(text, at)
-            elif self._at is _At.ESCAPE or self._at is _At.HEX:
+            elif self._at is _At.ESCAPE:
                 at = self._escape(text[at], at)
+            elif self._at is _At.HEX:
+                at = self._more_hex(text[at], at)
             else:
                 found = SPACE.match(text, at)
-                at = found.end() if found else at
-                if at < len(text):
-                    at = self._structure(text[at], at)
+                end = found.end() if found else at
+                self._text.append(text[at:end])
+                at = end if end == len(text) else self._structure(text[end], end)
         return at
 
     def _structure(self, character: str, at: int) -> int:
         state = self._at
-        if state is _At.COLON:
-            self._at = _At.VALUE if character == ":" else _At.FAILED
+        if state is _At.COLON and character == ":":
+            self._at = _At.VALUE
         elif state is _At.AFTER and character == ",":
-            self._at = _At.KEY if self._stack[-1] == "{" else _At.VALUE
-        elif character in "}]":
-            closes = state is _At.AFTER or state is (_At.FIRST_KEY if character == "}" else _At.FIRST_ITEM)
-            if not closes or self._stack.pop() + character not in ("{}", "[]"):
-                self._at = _At.FAILED
-            else:
-                self._end_value()
-        elif state in (_At.FIRST_KEY, _At.KEY):
+            self._comma = len(self._text)
+            self._at = _At.KEY if self._stack[-1] == "{" else _At.ITEM
+        elif character in "}]" and self._closes(character):
+            if state in (_At.KEY, _At.ITEM):
+                self._text[self._comma] = ""
+            self._stack.pop()
+            self._text.append(character)
+            self._end_value()
+            return at + 1
+        elif state in (_At.FIRST_KEY, _At.KEY) and character == '"':
             self._key = True
-            self._at = _At.STRING if character == '"' else _At.FAILED
-        elif state in (_At.VALUE, _At.FIRST_ITEM):
+            self._at = _At.STRING
+            if len(self._stack) == 1:
+                self._mark = len(self._text)
+        elif state in (_At.VALUE, _At.ITEM, _At.FIRST_ITEM):
             return self._begin_value(character, at)
         else:
-            self._at = _At.FAILED
-        return at if self._at is _At.FAILED else at + 1
+            return self._fail(at)
+        self._text.append(character)
+        return at + 1
+
+    def _closes(self, character: str) -> bool:
+        """Whether the bracket ends what it would have to end."""
+        ends = (_At.AFTER, _At.KEY, _At.FIRST_KEY) if character == "}" else (_At.AFTER, _At.ITEM, _At.FIRST_ITEM)
+        return self._at in ends and self._stack[-1] + character in ("{}", "[]")
+
+    def _fail(self, at: int) -> int:
+        self._failed, self._at = self._at, _At.FAILED
+        return at
 
     def _begin_value(self, character: str, at: int) -> int:
-        self.values += 1
+        if self._stack == ["{"]:
+            self._mark = len(self._text)
         if character == '"':
             self._key = False
             self._at = _At.STRING
         elif character in "{[" and len(self._stack) < MAX_DEPTH:
             self._stack.append(character)
             self._at = _At.FIRST_KEY if character == "{" else _At.FIRST_ITEM
-        elif character in "-0123456789tfn":
+        elif character in "-0123456789tfnTFN":
             self._scalar = ""
             self._at = _At.SCALAR
             return at
         else:
-            self.values -= 1
-            self._at = _At.FAILED
-            return at
+            return self._fail(at)
+        self._text.append(character)
         return at + 1
 
     def _end_value(self) -> None:
         self._at = _At.AFTER if self._stack else _At.DONE
+        if self._stack == ["{"]:
+            self.members.append((self.key, "".join(self._text[self._mark :])))
 
     def _string(self, text: str, at: int) -> int:
         found = _PLAIN.match(text, at)
-        at = found.end() if found else at
-        if at == len(text):
-            return at
-        if text[at] == '"':
-            if self._key:
-                self._at = _At.COLON
-            else:
-                self._end_value()
+        end = found.end() if found else at
+        self._text.append(text[at:end])
+        if end == len(text):
+            return end
+        if text[end] == "\\":
+            self._at = _At.ESCAPE
+        elif text[end] == '"':
+            self._text.append('"')
+            self._end_string()
         else:
-            self._at = _At.ESCAPE if text[at] == "\\" else _At.FAILED
-        return at if self._at is _At.FAILED else at + 1
+            self._text.append(_escaped(text[end]))
+        return end + 1
+
+    def _end_string(self) -> None:
+        if not self._key:
+            self._end_value()
+            return
+        self._at = _At.COLON
+        if len(self._stack) == 1:
+            self.key = json.loads("".join(self._text[self._mark :]))
 
     def _escape(self, character: str, at: int) -> int:
-        if self._at is _At.HEX:
-            self._hex -= 1
-            valid = character in "0123456789abcdefABCDEF"
-            self._at = (_At.HEX if self._hex else _At.STRING) if valid else _At.FAILED
-        elif character == "u":
-            self._hex = 4
+        self._at = _At.STRING
+        if character == "u":
+            self._hex = ""
             self._at = _At.HEX
+        elif character in '"\\/bfnrt':
+            self._text.append("\\" + character)
+        elif character == "'":
+            self._text.append(character)
         else:
-            self._at = _At.STRING if character in '"\\/bfnrt' else _At.FAILED
-        return at if self._at is _At.FAILED else at + 1
+            self._text.append("\\\\" + _escaped(character))
+        return at + 1
+
+    def _more_hex(self, character: str, at: int) -> int:
+        if character not in "0123456789abcdefABCDEF":  # as in a path of Windows
+            self._at = _At.STRING
+            self._text.append("\\\\u" + self._hex)
+            return at
+        self._hex += character
+        if len(self._hex) == 4:
+            self._at = _At.STRING
+            self._text.append("\\u" + self._hex)
+        return at + 1
 
     def _more_scalar(self, text: str, at: int) -> int:
         found = _SCALAR.match(text, at)
         end = found.end() if found else at
         scalar = self._scalar = self._scalar + text[at:end]
         if end == len(text):
-            fits = len(scalar) <= MAX_SCALAR and _begins_scalar(scalar)
-        else:
-            fits = len(scalar) <= MAX_SCALAR and (_NUMBER.fullmatch(scalar) is not None or scalar in _WORDS)
+            if len(scalar) <= MAX_SCALAR and _begins_scalar(scalar):
+                return end
+        elif len(scalar) <= MAX_SCALAR and _is_scalar(scalar):
+            self._text.append(_WORDS.get(scalar, scalar))
             self._end_value()
-        if not fits:
-            self._at = _At.FAILED
-            return at + self._fitting(len(scalar) - (end - at))
-        return end
+            return end
+        before = len(scalar) - (end - at)
+        self._scalar = ""
+        self._fail(at)
+        return at + _fitting(scalar, before)
 
-    def _fitting(self, before: int) -> int:
-        """How many characters of a scalar that failed fit, behind those of earlier pieces: what is right of a text
-        must not depend on how it was cut."""
-        end = before
-        while end < min(len(self._scalar), MAX_SCALAR) and _begins_scalar(self._scalar[: end + 1]):
-            end += 1
-        return end - before
+
+def _fitting(scalar: str, before: int) -> int:
+    """How many characters of a scalar that failed fit, behind those of earlier pieces: what is right of a text must not
+    depend on how it was cut."""
+    end = before
+    while end < min(len(scalar), MAX_SCALAR) and _begins_scalar(scalar[: end + 1]):
+        end += 1
+    return end - before
+
+
+def _escaped(character: str) -> str:
+    """A character within a text, where it is a control as an escape."""
+    return json.dumps(character)[1:-1] if character < " " else character
+
+
+def _is_scalar(text: str) -> bool:
+    return _NUMBER.fullmatch(text) is not None or text in _WORDS
 
 
 def _begins_scalar(text: str) -> bool:

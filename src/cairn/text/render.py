@@ -1,9 +1,10 @@
 """The process in which chat templates are rendered, and the frames it speaks; run as `python -m cairn.text.render`.
 
-A template is a program from a model file. It runs here, in jinja2's immutable sandbox, with a bound on memory and under
-a timer, so that a bomb costs its own request and this process and nothing else. The parent talks over file
-descriptor 0, a socket; the process ends when that closes. It imports as little as it can: it is started with every
-server and again after every kill.
+A template is a program from a model file. It runs here, in jinja2's immutable sandbox, with a bound on memory and on
+processor time, so that a bomb costs its own request and this process and nothing else. The time is the process's own,
+so a busy machine makes nothing too slow: the system ends the process by SIGPROF when it has had enough, whatever it is
+doing. The parent talks over file descriptor 0, a socket; the process ends when that closes. It
+imports as little as it can: it is started with every server and again after every kill.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -32,7 +34,7 @@ MEMORY = 48 << 20
 """Bytes of address space that rendering may add, beside `MEMORY_FACTOR` times the size of the job itself."""
 MEMORY_FACTOR = 16
 COMPILE_SECONDS = 5.0
-"""Most seconds to compile a model's templates; past that the process ends."""
+"""Most seconds of processor time to compile a model's templates; past that the process ends."""
 
 
 class TemplateRaised(jinja2.TemplateError):
@@ -56,10 +58,17 @@ def _as_it_is(_: jinja2.runtime.Context, value: object) -> object:
     return value
 
 
-def environment(marks: Callable[[], str] = str) -> ImmutableSandboxedEnvironment:
+class _Functions(list[Any]):
+    """Tools as `functions`: printed as JSON, which some templates do with them; others walk through them."""
+
+    def __str__(self) -> str:
+        return json.dumps(list(self), ensure_ascii=False, indent=4)
+
+
+def environment(marks: Callable[[], str] = str, now: Callable[[], float] = time.time) -> ImmutableSandboxedEnvironment:
     """jinja2 as chat templates of the Hugging Face hub expect it (transformers, "Writing a chat template").
 
-    `marks` tells the characters that JSON escapes must not hide.
+    `marks` tells the characters that JSON escapes must not hide, `now` the seconds since 1970.
     """
 
     def tojson(
@@ -86,7 +95,7 @@ def environment(marks: Callable[[], str] = str) -> ImmutableSandboxedEnvironment
     )
     made.filters["tojson"] = tojson
     made.globals["raise_exception"] = raise_exception
-    made.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
+    made.globals["strftime_now"] = lambda pattern: datetime.datetime.fromtimestamp(now()).strftime(pattern)
     return made
 
 
@@ -133,33 +142,37 @@ class _Room:
 
     def __init__(self, setup: Setup) -> None:
         self._marks = ""
+        self._now = 0.0
         self._timeout = setup.timeout
-        self._environment = environment(lambda: self._marks)
+        self._environment = environment(lambda: self._marks, lambda: self._now)
         self._variables = setup.variables
         self._base = _memory_in_use()
         self._bound(MEMORY)
-        signal.setitimer(signal.ITIMER_REAL, COMPILE_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)
         self._templates = {name: self._environment.from_string(text) for name, text in setup.templates.items()}
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         self._base = _memory_in_use()
 
     def render(self, job: Job, size: int) -> Rendered:
         """`size` is the length of the job's frame in bytes. Raises MemoryError past the bound."""
+        began = time.process_time()
         self._marks = job.marks
+        self._now = job.now
         self._bound(MEMORY + MEMORY_FACTOR * size)
-        # Should the parent be gone, nobody else ends a template that never ends.
-        signal.setitimer(signal.ITIMER_REAL, 2 * self._timeout + 1)
+        signal.setitimer(signal.ITIMER_PROF, self._timeout)
         try:
             template = self._templates[job.template]
             payload = json.loads(job.payload)
-            variables = {**self._variables, **payload["arguments"], "tools": payload["tools"], "documents": None}
+            variables = {**self._variables, **payload["variables"]}
+            if "functions" in variables:
+                variables["functions"] = _Functions(variables["functions"])
             texts = [
                 template.render({**variables, "messages": messages, "add_generation_prompt": True})
                 for messages in payload["messages"]
             ]
-            return Rendered(texts=texts)
+            return Rendered(texts=texts, seconds=time.process_time() - began)
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _bound(self, extra: int) -> None:
         if self._base is not None:
@@ -174,6 +187,7 @@ def main() -> None:
     """Serve the parent until it closes the socket or a job went out of bounds."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides: it closes the socket or kills
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     channel = socket.socket(fileno=0)
     channel.sendall(frame(Rendered()))
     data = receive(channel)

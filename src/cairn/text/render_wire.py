@@ -20,17 +20,19 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     variables: dict[str, str]
     """The special tokens' texts by their names in templates."""
     timeout: float
-    """Seconds for one job. The parent kills earlier; past twice this the process ends by itself."""
+    """Seconds of processor time for one job; past that the process ends by SIGPROF."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """Conversations to render, all with the same template, tools and arguments, each up to the assistant's turn."""
+    """Conversations to render, all with the same template and variables, each up to the assistant's turn."""
 
     template: str
     payload: bytes
-    """JSON: {"messages": [conversation, ...], "tools": [...] or null, "arguments": {...}}."""
+    """JSON: {"messages": [conversation, ...], "variables": {...}}."""
     marks: str
     """Characters that must come out as they are wherever a template puts them."""
+    now: float
+    """Seconds since 1970: the time that a template is told."""
 
 
 class Rendered(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +42,8 @@ class Rendered(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
     last: bool = False
     """The process ends after this answer."""
+    seconds: float = 0.0
+    """Processor time that it took."""
 
 
 def frame(message: msgspec.Struct) -> bytes:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from dataclasses import dataclass
+from math import inf
 
 import msgspec
 
@@ -14,8 +17,14 @@ from cairn.errors import CairnError, InvalidRequest, ModelFileError, Overloaded,
 from cairn.system import without_secrets
 from cairn.text.render_wire import MAX_FRAME, Job, Rendered, Setup, frame
 
-START_TIMEOUT = 20.0
-"""Seconds for the process to start and compile the templates."""
+START_TIMEOUT = 120.0
+"""Seconds for the process to start and compile the templates, on a machine however busy: what compiling may take is
+bounded by its own processor time."""
+STALLED = 15.0
+"""Seconds without an answer after which the process is taken for stuck: what a job may take is bounded by its own
+processor time, so this says something of the machine and nothing of the messages."""
+PATIENCE = 2.0
+"""Times a job's limit that others may use of the process's time before one that waits for it is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +56,54 @@ def launch() -> Process:
     return Process(popen, ours)
 
 
+class _Turns:
+    """Whose turn it is: first come, first served. Who waits is refused once others have used `most` seconds of
+    processor time meanwhile."""
+
+    def __init__(self, most: float) -> None:
+        self._most = most
+        self._spent = 0.0
+        self._taken = False
+        self._waiting: deque[tuple[asyncio.Future[None], float]] = deque()
+        """Those that wait, and what had been spent when they came."""
+
+    async def take(self, *, patient: bool = False) -> None:
+        """Wait for a turn. Raises Overloaded, but not if `patient`."""
+        if not self._taken:
+            self._taken = True
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, inf if patient else self._spent))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self.give(0.0)  # it was given the turn and does not take it
+            raise
+
+    def give(self, spent: float) -> None:
+        """The turn is over: the next one's, if any waits."""
+        self._spent += spent
+        while self._waiting:
+            turn, since = self._waiting.popleft()
+            if turn.done():
+                continue
+            if self._spent - since <= self._most:
+                turn.set_result(None)
+                return
+            turn.set_exception(Overloaded("the chat template is busy with other requests", retry_after=1))
+        self._taken = False
+
+
 class Renderer:
-    """Renders one job at a time, within `Setup.timeout` seconds each; who waits longer than that for a turn is refused.
+    """Renders one job at a time, within `Setup.timeout` seconds of processor time each.
 
     Every method runs on one event loop.
     """
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._turn = asyncio.Lock()
+        self._turns = _Turns(PATIENCE * setup.timeout)
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -69,54 +117,62 @@ class Renderer:
 
     async def start(self, process: Process | None = None) -> None:
         """Start the process, or take over one. Raises ModelFileError if a template is no valid template."""
-        async with self._turn:
+        await self._turns.take(patient=True)
+        try:
             await self._spawn(process)
+        finally:
+            self._turns.give(0.0)
 
     async def render(self, job: Job) -> list[str]:
         """One text a conversation.
 
         Raises InvalidRequest (field `messages`) if the template refuses or cannot render them, takes too long or too
-        much memory; Overloaded if the process is busy with others.
+        much memory; Overloaded if the process is busy with others; Unavailable if it is stuck.
         """
         try:
             data = frame(job)
         except ValueError as error:
             raise InvalidRequest(f"the messages are too long to render: {error}", field="messages") from error
-        timeout = self._setup.timeout
         try:
-            async with asyncio.timeout(timeout):  # unlike `wait_for`, no task for each request
-                await self._turn.acquire()
+            async with asyncio.timeout(STALLED):  # unlike `wait_for`, no task for each request
+                await self._turns.take()
         except TimeoutError:
-            raise Overloaded("the chat template is busy with other requests", retry_after=1) from None
+            raise _stuck() from None
+        spent = self._setup.timeout
         try:
-            answer = await self._answer(data, timeout)
+            answer = await self._answer(data)
+            spent = answer.seconds
         finally:
-            self._turn.release()
+            self._turns.give(spent)
             self._warm()
         if answer.error:
             raise InvalidRequest(answer.error, field="messages")
         return answer.texts
 
-    async def close(self) -> None:
-        """End the process and wait until it is gone."""
-        self._closed = True
-        async with self._turn:
-            self._end()
+    async def settled(self) -> None:
+        """Wait until the process that takes the place of one that overran is there."""
         while self._background:
             await asyncio.wait(self._background)
 
-    async def _answer(self, data: bytes, timeout: float) -> Rendered:
+    async def close(self) -> None:
+        """End the process and wait until it is gone."""
+        self._closed = True
+        await self._turns.take(patient=True)
+        self._end()
+        self._turns.give(0.0)
+        while self._background:
+            await asyncio.wait(self._background)
+
+    async def _answer(self, data: bytes) -> Rendered:
         if self._process is None or self._process.poll() is not None:
             self._end()
             await self._spawn()
         answered = False
         try:
-            answer = await self._twice(data, timeout)
+            answer = await self._twice(data)
             answered = not answer.last
         except TimeoutError:
-            raise InvalidRequest(
-                f"the chat template took longer than {timeout:g} s for these messages", field="messages"
-            ) from None
+            raise _stuck() from None
         except (EOFError, OSError, msgspec.MsgspecError):
             raise InvalidRequest("the chat template broke down over these messages", field="messages") from None
         finally:
@@ -125,23 +181,30 @@ class Renderer:
                 self._end()
         return answer
 
-    async def _twice(self, data: bytes, timeout: float) -> Rendered:
-        """One exchange; another with a new process if this one is gone, which need not be the messages' fault.
-
-        Each has the whole time: how long a process takes to start says nothing about the messages.
-        """
+    async def _twice(self, data: bytes) -> Rendered:
+        """One exchange; another with a new process if this one is gone, which need not be the messages' fault."""
         try:
-            return await self._within(data, timeout)
+            return await self._within(data)
         except TimeoutError:
             raise
         except (EOFError, OSError):
             self._end()
             await self._spawn()
-            return await self._within(data, timeout)
+            return await self._within(data)
 
-    async def _within(self, data: bytes, timeout: float) -> Rendered:
-        async with asyncio.timeout(timeout):
-            return await self._exchange(data)
+    async def _within(self, data: bytes) -> Rendered:
+        """One exchange. Raises InvalidRequest if the process used up its time over it."""
+        process = self._process
+        try:
+            async with asyncio.timeout(STALLED):
+                return await self._exchange(data)
+        except (EOFError, ConnectionError):
+            if process is not None and await asyncio.to_thread(process.wait) == -signal.SIGPROF:
+                limit = f"{self._setup.timeout:g} s of processor time"
+                raise InvalidRequest(
+                    f"the chat template took longer than {limit} for these messages", field="messages"
+                ) from None
+            raise
 
     async def _spawn(self, process: Process | None = None) -> None:
         """Start a process, unless there is one, and wait until it has compiled the templates."""
@@ -200,9 +263,12 @@ class Renderer:
             self._keep(asyncio.ensure_future(self._restart()))
 
     async def _restart(self) -> None:
-        async with self._turn:
+        await self._turns.take(patient=True)
+        try:
             if self._process is None and not self._closed:
                 await self._spawn()
+        finally:
+            self._turns.give(0.0)
 
     def _keep(self, work: asyncio.Future[object]) -> None:
         self._background.add(work)
@@ -212,3 +278,7 @@ class Renderer:
         self._background.discard(work)
         if not work.cancelled():
             work.exception()  # a failed restart shows again when the next request needs the process
+
+
+def _stuck() -> Unavailable:
+    return Unavailable("the process that renders chat templates does not answer; try again", retry_after=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 from cairn.text.split import TAGS, THINK, Splitter
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import OutputFormat, ToolCallDelta
+from cairn.types import OfferedTool, OutputFormat, ToolCallDelta
 
 _OPENER = re.compile(r"<think>\s*(?:</think>\s*)?")
 _OPENER_TOKENS = 8
@@ -36,16 +36,22 @@ def visible_ids(
     A stop string, an incomplete character and the end token are not part of it. Where a token reaches beyond what is
     visible it is dropped whole, and the visible text that it began is encoded again.
     """
-    skip = tokenizer.special_ids - {i for tag in TAGS if (i := tokenizer.token_id(tag)) is not None}
+    skip = (tokenizer.special_ids | (tokenizer.end_ids & tokenizer.control_ids)) - {
+        i for tag in TAGS if (i := tokenizer.token_id(tag)) is not None
+    }
     ids = list(generated)
     while ids and ids[-1] in skip:
         ids.pop()
     detokenizer = tokenizer.detokenizer(skip=skip)
     certain = detokenizer.push(ids)
     text = certain + detokenizer.flush()
-    content, reasoning, calls = _parse(text, output)
     shown = message.get("content") or ""
-    if reasoning != (message.get("reasoning_content") or "") or not _same_calls(calls, message.get("tool_calls") or []):
+    for by_model in (True, False):  # who ended it decides on a call without its last brace
+        content, reasoning, calls = _parse(text, output, by_model=by_model)
+        same = _same_calls(calls, message.get("tool_calls") or [])
+        if same and reasoning == (message.get("reasoning_content") or ""):
+            break
+    else:
         return None
     if content == shown and certain == text:
         return ids
@@ -54,19 +60,27 @@ def visible_ids(
     return _cut(tokenizer, ids, skip, text[: len(text) - len(content) + len(shown)])
 
 
-def _parse(text: str, output: OutputFormat) -> tuple[str, str, list[tuple[str, str]]]:
+def offered_by(message: Mapping[str, Any]) -> tuple[OfferedTool, ...]:
+    """The tools that a message calls, as far as reading its text again needs them: which were offered is not kept."""
+    values: dict[str, set[str]] = {}
+    for call in message.get("tool_calls") or ():
+        known = values.setdefault(call["function"]["name"], set())
+        arguments = call["function"]["arguments"]
+        if isinstance(arguments, Mapping):
+            known.update(key for key, value in arguments.items() if not isinstance(value, str))
+    return tuple(OfferedTool(name, tuple(sorted(known))) for name, known in values.items())
+
+
+def _parse(text: str, output: OutputFormat, *, by_model: bool) -> tuple[str, str, list[tuple[str, str]]]:
     """Content, reasoning and tool calls (name, arguments) of a whole text."""
     splitter = Splitter(output, 0, 0)
     texts = {"text": "", "reasoning": ""}
     calls: list[tuple[str, str]] = []
-    for piece in splitter.push(text) + splitter.finish(by_model=True):
-        if not isinstance(piece, ToolCallDelta):
-            texts[piece[0]] += piece[1]
-        elif piece.index == len(calls):
+    for piece in splitter.push(text) + splitter.finish(by_model=by_model):
+        if isinstance(piece, ToolCallDelta):
             calls.append((piece.name, piece.arguments))
         else:
-            name, arguments = calls[piece.index]
-            calls[piece.index] = (name, arguments + piece.arguments)
+            texts[piece[0]] += piece[1]
     return texts["text"], texts["reasoning"], calls
 
 

@@ -1,22 +1,26 @@
 """The model's text -> content, reasoning and tool calls, each character to exactly one of them.
 
-Text between `<think>` and `</think>` is reasoning, text between `<tool_call>` and `</tool_call>` is a tool call if it
-is one (`cairn.text.tools`), all else is content. Line breaks that only set a tag apart belong to the tag: one before
-`</think>` and `<tool_call>`, all behind `<think>`, `</think>` and `</tool_call>`. Reasoning that never ends is
-reasoning. What comes out does not depend on how the text was cut into pieces.
+An answer that begins with `<think>`, perhaps behind white space, begins with reasoning, and so does one whose prompt
+ends with it. Reasoning ends at `</think>` or not at all. Behind it, and behind the first content, such tags are content
+like any other text. `<tool_call>` in content opens a tool call if it is one, and so is an answer a call that is nothing
+but one (`cairn.text.tools`); all else is content. Line breaks that only set a tag apart belong to the tag: one before
+`</think>` and `<tool_call>`, all behind `<think>`, `</think>` and `</tool_call>`. What comes out does not depend on how
+the text was cut into pieces.
 """
 
 from __future__ import annotations
 
 import re
 
-from cairn.text.tools import OPEN, CallScanner, call_id
+from cairn.text.tools import OPEN, BareReader, Call, CallReader, call_id
 from cairn.types import OutputFormat, ToolCallDelta
 
 THINK = "<think>"
 END_THINK = "</think>"
 TAGS = (THINK, END_THINK, OPEN, "</tool_call>")
 """What the tokens of a model may spell as one: they must reach the splitter as text."""
+MOST_LEAD = 16
+"""White space before `<think>` or a call without tags; behind more it is content."""
 
 Content = tuple[str, str]
 """("text" or "reasoning", characters)."""
@@ -28,17 +32,24 @@ class Splitter:
 
     def __init__(self, output: OutputFormat, request: int, choice: int) -> None:
         """`request` and `choice` make the ids of tool calls."""
+        self._output = output
         self._source = (request, choice)
         self._kind = "reasoning" if output.reasoning and output.reasoning_open else "text"
         self._trim = self._kind == "reasoning"
-        tags = [tag for tag, on in ((THINK, output.reasoning), (OPEN, output.tools)) if on]
-        self._tags = {"text": tags, "reasoning": [END_THINK]}
-        self._patterns = {kind: _pattern(tags) for kind, tags in self._tags.items()}
+        self._thinks = output.reasoning and not output.reasoning_open
+        """Reasoning may begin here."""
+        self._lead = True
+        """No content has come yet."""
+        self._tags = {"text": [OPEN] if output.tools else [], "reasoning": [END_THINK]}
+        self._patterns = {
+            kind: re.compile("|".join("\n?" + re.escape(tag) for tag in tags)) if tags else None
+            for kind, tags in self._tags.items()
+        }
         self._held = ""
-        self._call: CallScanner | None = None
-        self._calls = 0
+        self._call: CallReader | None = None
+        self._bare: BareReader | None = None
         self.complete_calls = 0
-        """Tool calls that came out complete."""
+        """Tool calls that came out; each is complete."""
 
     def push(self, text: str) -> list[Piece]:
         """Split what is certain by now."""
@@ -49,6 +60,8 @@ class Splitter:
         while at < len(text):
             if self._call is not None:
                 at, text = self._feed_call(self._call, text, at, pieces)
+            elif self._bare is not None:
+                at, text = self._feed_bare(self._bare, text, at)
             else:
                 at = self._feed_text(text, at, pieces)
         return pieces
@@ -56,14 +69,19 @@ class Splitter:
     def finish(self, *, by_model: bool) -> list[Piece]:
         """The text ends: what was held back. `by_model`: it ended by itself and was not cut."""
         pieces: list[Piece] = []
-        call, self._call = self._call, None
-        if call is not None:
-            if by_model:
-                pieces += call.end()
-            if call.complete:
-                self.complete_calls += 1
-            elif not call.began:
-                self._put(pieces, "text", call.rest + call.again)
+        bare, self._bare = self._bare, None
+        if bare is not None:
+            if (call := bare.finish(by_model=by_model)) is not None:
+                self._put_calls(pieces, [call])
+            else:
+                pieces += self.push(bare.kept)
+        while self._call is not None:
+            reader, self._call = self._call, None
+            reader.finish(by_model=by_model)
+            self._put_calls(pieces, reader.take())
+            if reader.failed:
+                self._put(pieces, "text", reader.rest)
+                pieces += self.push(reader.again)
         self._put(pieces, self._kind, self._held)
         self._held = ""
         return pieces
@@ -76,6 +94,8 @@ class Splitter:
             if at == len(text):
                 return at
             self._trim = False
+        if self._lead and self._kind == "text":
+            return self._feed_lead(text, at)
         pattern = self._patterns[self._kind]
         found = pattern.search(text, at) if pattern else None
         if found is None:
@@ -84,34 +104,50 @@ class Splitter:
             self._put(pieces, self._kind, text[at:end])
             return len(text)
         self._put(pieces, self._kind, text[at : found.start()])
-        self._open(found.group())
+        if self._kind == "text":
+            self._call = CallReader(found.group(), self._output)
+        else:
+            self._kind = "text"
+            self._trim = True
         return found.end()
 
-    def _open(self, tag: str) -> None:
-        """Go on behind a tag, which may have a line break before it."""
-        if tag.endswith(OPEN):
-            self._call = self._next_call(tag)
-            return
-        self._kind = "reasoning" if tag.endswith(THINK) and not tag.endswith(END_THINK) else "text"
-        self._trim = True
+    def _feed_lead(self, text: str, at: int) -> int:
+        """Find out what an answer begins with; nothing is passed on, and what may be either is held back."""
+        first = at
+        while first < len(text) and first - at <= MOST_LEAD and text[first].isspace():
+            first += 1
+        begin = text[first : first + len(THINK)] if first - at <= MOST_LEAD else "no tag"
+        if not begin or (self._thinks and begin != THINK and THINK.startswith(begin)):
+            self._held = text[at:]
+            return len(text)
+        thinks, self._thinks = self._thinks and begin == THINK, False
+        if thinks:
+            self._kind = "reasoning"
+            self._trim = True
+            return first + len(THINK)
+        self._lead = False
+        if self._output.offered and begin[0] in "{`":
+            self._bare = BareReader(text[at:first], self._output)
+            return first
+        return at
 
-    def _feed_call(self, call: CallScanner, text: str, at: int, pieces: list[Piece]) -> tuple[int, str]:
-        at, deltas = call.feed(text, at)
-        pieces += deltas
-        if not call.complete and not call.failed:
+    def _feed_call(self, reader: CallReader, text: str, at: int, pieces: list[Piece]) -> tuple[int, str]:
+        at = reader.feed(text, at)
+        self._put_calls(pieces, reader.take())
+        if reader.closed or reader.failed:
+            self._call = None
+            self._trim = reader.closed
+        if not reader.failed:
             return at, text
-        self._calls += call.began
-        self.complete_calls += call.complete
-        self._call = self._next_call("") if call.followed else None
-        self._trim = call.closed
-        if call.failed:
-            self._put(pieces, "text", call.rest)
-            again = call.again
-            return (at - len(again), text) if len(again) <= at else (0, again + text[at:])
-        return at, text
+        self._put(pieces, "text", reader.rest)
+        return _back(reader.again, text, at)
 
-    def _next_call(self, opening: str) -> CallScanner:
-        return CallScanner(self._calls, call_id(*self._source, self._calls), opening)
+    def _feed_bare(self, reader: BareReader, text: str, at: int) -> tuple[int, str]:
+        at = reader.feed(text, at)
+        if not reader.failed:
+            return at, text
+        self._bare = None
+        return _back(reader.kept, text, at)
 
     def _certain(self, text: str, at: int) -> int:
         """Where the end of `text` begins that may become a tag."""
@@ -120,16 +156,20 @@ class Splitter:
         bracket = text.rfind("<", max(at, end - len(OPEN)))
         if bracket >= 0 and any(tag.startswith(text[bracket:]) for tag in tags):
             end = bracket
-        broken = end > at and text[end - 1] == "\n" and (self._kind == "reasoning" or OPEN in tags)
-        return end - 1 if broken else end
+        return end - 1 if tags and end > at and text[end - 1] == "\n" else end
 
     def _put(self, pieces: list[Piece], kind: str, text: str) -> None:
         if text:
             pieces.append((kind, text))
 
+    def _put_calls(self, pieces: list[Piece], calls: list[Call]) -> None:
+        for call in calls:
+            index = self.complete_calls
+            self.complete_calls += 1
+            id = call_id(*self._source, index)
+            pieces.append(ToolCallDelta(index=index, id=id, name=call.name, arguments=call.arguments))
 
-def _pattern(tags: list[str]) -> re.Pattern[str] | None:
-    """Any of `tags`, with one line break before those that close something or open a call."""
-    if not tags:
-        return None
-    return re.compile("|".join(re.escape(tag) if tag == THINK else "\n?" + re.escape(tag) for tag in tags))
+
+def _back(again: str, text: str, at: int) -> tuple[int, str]:
+    """The place and the text to go on with where `again`, which ends before text[at], is to be read once more."""
+    return (at - len(again), text) if len(again) <= at else (0, again + text[at:])

@@ -26,11 +26,18 @@ class TextStream:
         formats = output.reasoning or output.tools
         kept = {i for tag in TAGS if formats and (i := tokenizer.token_id(tag)) is not None}
         ends = tokenizer.control_ids.intersection(request.sampling.stop_token_ids)
-        self._detokenizer = tokenizer.detokenizer(
-            skip=(tokenizer.special_ids | ends) - kept, after=request.prompt if output.continues else ()
-        )
+        skip = (tokenizer.special_ids | ends) - kept
+        self._detokenizer = tokenizer.detokenizer(skip=skip, after=request.prompt if output.continues else ())
         self._splitter = Splitter(output, request.id, request.choice) if formats else None
         self._stops = StopScanner(request.stop) if request.stop else None
+        self._stop_tokens = {
+            i: text
+            for stop in request.stop
+            for start, end in tokenizer.controls.find(stop)
+            if (i := tokenizer.controls.ids[text := stop[start:end]]) in skip
+        }
+        """Control tokens in stop strings that are no text."""
+        self._in_content = not output.reasoning_open
         self._unstoppable = request.sampling.min_tokens
         self.tokens: list[int] = []
         """Every token that counts: those after the one that completed a stop string do not."""
@@ -65,7 +72,12 @@ class TextStream:
             if self.stopped:
                 break
             self.tokens.append(token)
-            pieces += self._visible(self._split(self._detokenizer.push((token,))))
+            split = self._split(self._detokenizer.push((token,)))
+            pieces += self._visible(split)
+            if split:
+                self._in_content = not isinstance(split[-1], ToolCallDelta) and split[-1][0] == "text"
+            if token in self._stop_tokens:
+                pieces += self._unseen(self._stop_tokens[token])
         counted = len(self.tokens) - counted
         return _deltas(pieces, tuple(tokens[:counted]))
 
@@ -92,6 +104,13 @@ class TextStream:
         if not text:
             return []
         return [("text", text)] if self._splitter is None else self._splitter.push(text)
+
+    def _unseen(self, text: str) -> list[Piece]:
+        """Look for stop strings in the text of a control token, where content is."""
+        if self._stops is None or not self._in_content or len(self.tokens) <= self._unstoppable:
+            return []
+        shown = self._stops.push(text, hidden=True)
+        return [("text", shown)] if shown else []
 
     def _visible(self, pieces: list[Piece]) -> list[Piece]:
         """Apply stop strings to content; whatever follows a stop is dropped."""

@@ -1,26 +1,45 @@
-"""The tokenizer and the chat templates that come with a model."""
+"""The tokenizer and the chat templates that come with a model, or a template that is given in their place."""
 
 from __future__ import annotations
 
+import datetime
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cairn.errors import ModelFileError
-from cairn.models.files import is_gguf, read_optional_json
+from cairn.errors import ConfigError, ModelFileError
+from cairn.models.families import family_of
+from cairn.models.files import MAX_TEMPLATE_BYTES, Fields, is_gguf, read_json, read_optional_json, read_small
+from cairn.models.tokenizer_files import given_file
+from cairn.text.named_templates import NAMED
 from cairn.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from cairn.models.gguf import Gguf
 
+_GO = re.compile(r"\{\{-?\s*(?:\.[A-Z]|(?:if|range|with|else|end|block|template)\b|\$)")
+"""What only a template of Go's text/template has: Ollama's are such."""
 
-def load_text(folder: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer and the chat templates of a folder or a GGUF file, which is read once. Raises ModelFileError."""
+
+def load_text(folder: Path, given: str | None = None) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer and the chat templates of a folder or a GGUF file, which is read once.
+
+    `given`: a tokenizer.json in place of the model's own.
+    Raises ModelFileError, and ModelError for an architecture that is not built: before the tokenizer is, which may take
+    seconds.
+    """
     parsed = None
     if is_gguf(folder):
         from cairn.models.gguf import read_gguf
+        from cairn.models.gguf_spec import architecture
 
         parsed = read_gguf(folder)
-    return Tokenizer.load(folder, parsed), load_templates(folder, parsed)
+        architecture(parsed)
+    elif (path := folder / "config.json").is_file():
+        family_of(Fields(read_json(path), path))
+    tokenizer = Tokenizer.load(folder, parsed) if given is None else Tokenizer.given(given_file(given), folder, parsed)
+    return tokenizer, load_templates(folder, parsed)
 
 
 def load_templates(folder: Path, parsed: Gguf | None = None) -> dict[str, str]:
@@ -58,10 +77,50 @@ def _templates_of(folder: Path) -> dict[str, str]:
             raise ModelFileError(f"{path}: chat_template must be a text or a list of objects with name and template")
     files = [(path.stem, path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))]
     for name, path in [*files, ("default", folder / "chat_template.jinja")]:
-        try:
-            templates[name] = path.read_text("utf-8")
-        except FileNotFoundError:
+        if not path.exists():
             continue
-        except (OSError, UnicodeDecodeError) as error:
+        try:
+            text = read_small(path, MAX_TEMPLATE_BYTES, "chat template").decode()
+        except UnicodeDecodeError as error:
             raise ModelFileError(f"{path}: cannot be read as text ({error})") from error
+        templates[name] = text.replace("\r\n", "\n").replace("\r", "\n")
     return templates
+
+
+def given_template(given: str) -> str:
+    """A template by name or from a file. Raises ConfigError."""
+    if given in NAMED:
+        return NAMED[given]
+    path = Path(given).expanduser()
+    try:
+        if not path.exists():
+            raise _bad_template(f"{given!r} is neither a file nor one of {', '.join(NAMED)}")
+        if not path.is_file() or path.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise _bad_template(f"{given}: must be a file of at most {MAX_TEMPLATE_BYTES:,} bytes")
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _bad_template(f"{given}: cannot be read as text ({error})") from None
+
+
+def _bad_template(why: str) -> ConfigError:
+    return ConfigError(f"chat_template: {why}", field="chat_template")
+
+
+def unusable(templates: Mapping[str, str], why: str) -> str:
+    """Why templates cannot be used, in words for a person: `why` is what compiling said."""
+    if any(_GO.search(text) for text in templates.values()):
+        return "it is a Go template, as Ollama has them, and no jinja2 one"
+    return why
+
+
+def defaults(template: str, tools: Any, now: float) -> dict[str, Any]:
+    """What other servers give to a template beside its messages, where it asks for it: thinking is on unless it is
+    turned off; today's date; and the tools' functions by their older name. `now`: seconds since 1970."""
+    found: dict[str, Any] = {}
+    if re.search(r"\benable_thinking\b", template):
+        found["enable_thinking"] = True
+    if re.search(r"\bdate_string\b", template):
+        found["date_string"] = datetime.datetime.fromtimestamp(now).strftime("%d %b %Y")
+    if tools and re.search(r"\bfunctions\b", template):
+        found["functions"] = [tool["function"] for tool in tools if isinstance(tool, Mapping) and "function" in tool]
+    return found

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,10 +19,13 @@ import msgspec
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Library
 
-from cairn.errors import ModelFileError
-from cairn.models.files import is_gguf, read_optional_json
+from cairn.errors import InvalidRequest, ModelFileError
+from cairn.models.ends import UNMISTAKABLE, Middle, known_ends, known_middle
+from cairn.models.files import MAX_TOKENIZER_BYTES, is_gguf, read_optional_json, read_small
+from cairn.models.tokenizer_files import companions
 from cairn.text.controls import Controls, is_control
 from cairn.text.detokenizer import Decoding, Detokenizer
+from cairn.text.tokenizer_checks import fault, no_panic
 
 if TYPE_CHECKING:
     from cairn.models.gguf import Gguf
@@ -34,17 +38,38 @@ INLINE = 4_096
 """Most characters or tokens that are worth no thread: more of them would hold other requests up meanwhile."""
 
 
+class _Model(msgspec.Struct, frozen=True):
+    """The part of it that is looked at."""
+
+    vocab: Any = None
+
+
 class _File(msgspec.Struct):
     """The part of tokenizer.json that the library does not show."""
 
     decoder: dict[str, Any] | None = None
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    model: _Model = _Model()
 
 
 class Tokenizer:
     """One model's tokenizer. Its methods may be called from several threads at once."""
 
-    def __init__(self, library: Library, decoder: dict[str, Any] | None, config: Mapping[str, Any]) -> None:
-        """`library` is taken over; `decoder` is tokenizer.json's, `config` tokenizer_config.json's."""
+    def __init__(
+        self,
+        library: Library,
+        decoder: dict[str, Any] | None,
+        config: Mapping[str, Any],
+        *,
+        begins_chats: bool = False,
+        middle: Middle | None = None,
+    ) -> None:
+        """`library` is taken over; `decoder` is tokenizer.json's, `config` tokenizer_config.json's.
+
+        `begins_chats`: the token that starts a text stands before a chat too, whether or not its template writes it.
+        `middle`: the tokens for filling in the middle that the model's file names.
+        """
         library.no_truncation()
         library.no_padding()
         self._full = library
@@ -58,12 +83,22 @@ class Tokenizer:
         """The tokens that a user must not be able to write."""
         self.control_ids = frozenset(self.controls.ids.values())
         self._decoding = Decoding(library, decoder)
+        self.unspelt_bytes = (
+            self._decoding.unspelt_bytes() if getattr(library.model, "unk_token", None) is None else frozenset()
+        )
+        """Bytes that the vocabulary lacks, and that are left out of a text."""
         self._plain, self._real = self._with_aliases(library)
         unk = library.token_to_id(self.special_tokens.get("unk_token", ""))
         model = library.model
         self._spellable = frozenset(i for i in self.control_ids - {unk} if model.id_to_token(i) is not None)
         self._unspellable: tuple[Library, dict[int, int]] | None = None
         self._prefix = self._bos_prefix()
+        self._begins_chats = begins_chats and bool(self._prefix)
+        ends = known_ends(library.token_to_id, self.control_ids.__contains__)
+        self.end_ids = frozenset(ends if self.eos_id is None else (*ends, self.eos_id))
+        """Tokens that end an answer: the tokenizer's own, and those that are spelt so. `Chat` adds the template's."""
+        self.middle = middle or known_middle(self.controls.ids)
+        """The tokens for filling in the middle, of a model that has them."""
 
     @classmethod
     def load(cls, folder: Path, parsed: Gguf | None = None) -> Tokenizer:
@@ -75,29 +110,66 @@ class Tokenizer:
             from cairn.models.gguf import read_gguf  # it needs numpy, and nothing else here does
             from cairn.text import gguf
 
-            return cls(*gguf.load_tokenizer(parsed or read_gguf(folder)))
+            read = parsed or read_gguf(folder)
+            return cls(*gguf.load_tokenizer(read), begins_chats=True, middle=gguf.named_middle(read))
         path = folder / "tokenizer.json"
+        if not path.exists():
+            raise ModelFileError(f"{path}: the file is missing; a model folder must hold a tokenizer.json")
+        return cls._read(path, folder)
+
+    @classmethod
+    def given(cls, path: Path, folder: Path, parsed: Gguf | None = None) -> Tokenizer:
+        """Read a tokenizer.json in place of the one of the model in `folder`. Raises ModelFileError as `load`.
+
+        Which tokens begin and end a text is said by the files beside it, else by the model's own.
+        """
+        if companions(path) or not is_gguf(folder):
+            return cls._read(path, path.parent if companions(path) else folder)
+        from cairn.models.gguf import read_gguf
+        from cairn.text import gguf
+
+        read = parsed or read_gguf(folder)
+        return cls._read(path, None, lambda library: gguf.named_tokens(read, library.id_to_token))
+
+    @classmethod
+    def _read(
+        cls, path: Path, folder: Path | None, named: Callable[[Library], dict[str, Any]] | None = None
+    ) -> Tokenizer:
+        """Read a tokenizer.json, with what its settings in `folder` say, or else what `named` says."""
         try:
-            text = path.read_bytes()
-            decoder = msgspec.json.decode(text, type=_File).decoder
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise ModelFileError(f"{path}: {reason}; a model folder must hold a tokenizer.json") from error
+            text = read_small(path, MAX_TOKENIZER_BYTES, "tokenizer.json")
+            file = msgspec.json.decode(text, type=_File)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ModelFileError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
-        config = {
-            **read_optional_json(folder / "special_tokens_map.json"),
-            **read_optional_json(folder / "tokenizer_config.json"),
-        }
-        library = _library(text.decode(), path)
-        _add_missing(library, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
-        _add_named(library, config)
-        return cls(library, decoder, config)
+        with ThreadPoolExecutor(1) as beside:
+            checked = beside.submit(fault, file.normalizer, file.pre_tokenizer)
+            library = _library(text.decode(), path)
+            vocab = file.model.vocab
+            if isinstance(vocab, dict) and len(set(vocab.values())) < len(vocab):
+                raise ModelFileError(f"{path}: two tokens of its vocabulary have one id")
+            if wrong := checked.result():
+                raise ModelFileError(f"{path}: {wrong}")
+        with no_panic(lambda why: ModelFileError(f"{path}: the tokenizers library fails on it ({why})")):
+            if folder is None:
+                config = named(library) if named is not None else {}
+            else:
+                config = {
+                    **read_optional_json(folder / "special_tokens_map.json"),
+                    **read_optional_json(folder / "tokenizer_config.json"),
+                }
+                _add_missing(library, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
+            _add_named(library, config)
+            return cls(library, file.decoder, config)
 
     @property
     def vocab_size(self) -> int:
         """Tokens, added ones included."""
         return int(self._full.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id of a token."""
+        return max(self._full.get_vocab(with_added_tokens=True).values(), default=0)
 
     @property
     def bos_id(self) -> int | None:
@@ -116,12 +188,43 @@ class Tokenizer:
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Ids of `text`, nothing put before or after it. Control tokens in it are ordinary text unless `special`."""
         if special:
-            return list(self._full.encode(valid_text(text), add_special_tokens=False).ids)
+            return _ids(self._full, valid_text(text))
         return self._encode(valid_text(text))
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a raw completion prompt: BOS once if the tokenizer wants one, control tokens in it are text."""
-        return self._prefix + self.encode(text)
+    def encode_prompt(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a raw completion prompt, for which its writer is the template: control tokens in it are control
+        tokens, unless `special` is False. BOS once if the tokenizer wants one, also where the text has it."""
+        return self._begun(self.encode(text, special=special))
+
+    def encode_raw(self, prompt: str | Sequence[int], suffix: str, *, special: bool = True) -> list[int]:
+        """Ids of a raw prompt, text or ids; with a `suffix`, which needs `middle`, for what stands between the two.
+
+        Raises InvalidRequest for a text of which nothing is left, because the vocabulary lacks all of its bytes.
+        """
+        if not suffix:
+            if not isinstance(prompt, str):
+                return list(prompt)
+            ids = self.encode_prompt(prompt, special=special)
+            if prompt and not ids and (lacking := self.unspelt_bytes.intersection(valid_text(prompt).encode())):
+                named = ", ".join(f"0x{byte:02X}" for byte in sorted(lacking))
+                raise InvalidRequest(f"the prompt holds only bytes that the vocabulary lacks: {named}", field="prompt")
+            return ids
+        assert self.middle is not None
+        before = self.encode(prompt, special=special) if isinstance(prompt, str) else prompt
+        after = self.encode(suffix, special=special)
+        return self._begun([self.middle.prefix, *before, self.middle.suffix, *after, self.middle.middle])
+
+    def _begun(self, ids: Sequence[int]) -> list[int]:
+        prefix = self._prefix
+        return list(ids) if prefix and list(ids[: len(prefix)]) == prefix else [*prefix, *ids]
+
+    def begun_chat(self, text: str) -> str:
+        """A rendered chat template with the token that starts a text, where the model wants it and it is not there."""
+        if not self._begins_chats:
+            return text
+        (bos,) = self._prefix
+        spelt = str(self._full.id_to_token(bos))
+        return text if spelt not in self.controls.ids or text.lstrip().startswith(spelt) else spelt + text
 
     def encode_rendered(self, text: str, mark: str = "") -> list[int]:
         """Ids of a rendered chat template: its control tokens are recognised, except those broken up by `mark`.
@@ -134,6 +237,25 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; special tokens are left out unless told otherwise, unknown ids always."""
         return str(self._full.decode(list(ids), skip_special_tokens=skip_special))
+
+    def spell(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, control tokens included, as `encode_prompt` reads it back to the same ids where any does.
+
+        A tokenizer that puts a space before every text puts it behind control tokens too, where decoding shows it.
+        """
+        plain = self.decode(ids, skip_special=False)
+        if self.encode(plain, special=True) == list(ids):
+            return plain
+        pieces: list[str] = []
+        run: list[int] = []
+        for i in ids:
+            if i in self.control_ids:
+                pieces += [self.decode(run, skip_special=False), str(self._full.id_to_token(i))]
+                run = []
+            else:
+                run.append(i)
+        spelt = "".join([*pieces, self.decode(run, skip_special=False)])
+        return spelt if self.encode(spelt, special=True) == list(ids) else plain
 
     def detokenizer(self, *, skip: Collection[int] | None = None, after: Sequence[int] = ()) -> Detokenizer:
         """Decode a stream: the pieces join to exactly `decode` of all ids. `skip` replaces the special ids.
@@ -217,8 +339,13 @@ class Tokenizer:
 def _ids(library: Library, text: str) -> list[int]:
     """Ids of `text`. The library's plain `encode` holds Python's lock, so that a long text in a thread would stop all
     others; its batches do not."""
-    (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
+    with no_panic(_cannot_encode):
+        (encoding,) = library.encode_batch_fast([text], add_special_tokens=False)
     return list(encoding.ids)
+
+
+def _cannot_encode(why: str) -> InvalidRequest:
+    return InvalidRequest(f"the model's tokenizer fails on this text ({why})", field="messages")
 
 
 def valid_text(text: str) -> str:
@@ -233,7 +360,8 @@ def valid_text(text: str) -> str:
 def _library(data: str, path: Path) -> Library:
     """The tokenizer that a tokenizer.json describes; `path` is for the message."""
     try:
-        return Library.from_str(data)
+        with no_panic(ModelFileError):
+            return Library.from_str(data)
     except Exception as error:  # the library raises bare Exception
         raise ModelFileError(f"{path}: the tokenizers library refuses it ({error})") from error
 
@@ -271,9 +399,10 @@ def _add_missing(library: Library, decoder: object, path: Path) -> None:
 
 
 def _add_named(library: Library, config: Mapping[str, Any]) -> None:
-    """Add the special tokens that tokenizer_config.json names (`bos_token`, ...) and the model's vocabulary has."""
+    """Add the special tokens that tokenizer_config.json names (`bos_token`, ...) and the model's vocabulary has, and
+    those that end a turn by their text."""
     added = {token.content for token in library.get_added_tokens_decoder().values()}
-    texts = dict.fromkeys(_content(config.get(name)) for name in SPECIAL_NAMES)
+    texts = dict.fromkeys([*(_content(config.get(name)) for name in SPECIAL_NAMES), *sorted(UNMISTAKABLE)])
     tokens = [
         AddedToken(text, special=True, normalized=False)
         for text in texts

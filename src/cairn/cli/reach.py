@@ -1,0 +1,137 @@
+"""Who answers `cairn chat` and `cairn run`: the server that runs on this machine, or a model in this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+from cairn.cli.options import server
+from cairn.cli.output import talk
+from cairn.cli.sampling import Source, source
+from cairn.errors import CairnError, ConfigError
+from cairn.option import local_options, options
+from cairn.resolve import Resolved
+
+if TYPE_CHECKING:
+    from cairn.cli.client import Client
+
+_LOOK = 2.0
+"""Seconds in which a server on this machine says that it is there; what does not is none of ours."""
+_LOADING = "loading"
+_AGAIN = 0.2
+"""Seconds between two looks at a server that loads its model."""
+
+
+class Answers(NamedTuple):
+    """What answers, and what it is called on the terminal."""
+
+    source: Source
+    name: str
+    """The server's address, or the model's name."""
+    model: str
+    """The model in this process; "" where a server answers."""
+
+
+@contextmanager
+def answers(
+    resolved: Resolved, host: str | None, local: bool, fetch: Callable[[str], None] | None = None
+) -> Iterator[Answers]:
+    """The server at `host`; else the one at the configured port, if it has the model that was asked for; else a model
+    in this process, which `fetch` may bring to this machine first.
+
+    `local`: only the latter. So it is where a flag is given that no running server could heed.
+    """
+    if local and host is not None:
+        raise ConfigError("--local loads a model in this process; --host names a server")
+    if host is not None:
+        with source(resolved, host) as found:
+            _names(cast("Client", found))  # whether anybody is there is told now, not at the first question
+            yield Answers(found, host, "")
+        return
+    running = None if local or _flags(resolved) else _running(resolved)
+    if running is not None:
+        with server(resolved, running.url, running.model) as client:
+            yield Answers(client, running.url, "")
+        return
+    model = resolved.config.model
+    if fetch is not None:
+        fetch(model)
+    with ExitStack() as opened:
+        with talk().status("loading the model"):
+            found = opened.enter_context(source(resolved, None))
+        yield Answers(found, model, model)
+
+
+class _Server(NamedTuple):
+    url: str
+    model: str
+
+
+def _flags(resolved: Resolved) -> list[str]:
+    """The flags that were given and are for a model in this process alone."""
+    return [
+        one.flag
+        for one in options()
+        if one.name in local_options() and one.name != "model" and resolved.source(one.name) == one.flag
+    ]
+
+
+def _running(resolved: Resolved) -> _Server | None:
+    """The server at the configured port, where there is one that has the model; which it is, or is not, is said."""
+    from cairn.cli.client import address
+
+    url = address(resolved.config)
+    if not resolved.config.port or not (state := _state(url)):
+        return None
+    if state == _LOADING:
+        with talk().status(f"waiting for the server at {url} to load its model"):
+            while state == _LOADING:
+                time.sleep(_AGAIN)
+                state = _state(url)
+    try:
+        with server(resolved, url) as client:
+            names = _names(client)
+    except CairnError as error:
+        _say(f"A server runs at {url}, but {error}. A model is loaded here.")
+        return None
+    name = _meant(resolved, names)
+    if name is None:
+        _say(f"The server at {url} has {', '.join(names)}, not {resolved.config.model}, which is loaded here.")
+        return None
+    _say(f"The server at {url} answers, with {name}; --local loads a model here instead.")
+    return _Server(url, name)
+
+
+def _state(url: str) -> str:
+    """`ready`, `loading`, or "" where no Cairn server answers."""
+    import httpx
+
+    try:
+        found = httpx.get(f"{url}/health/ready", timeout=_LOOK, trust_env=False).json()
+        reasons = found["reasons"]
+        return _LOADING if any("being loaded" in str(one) for one in reasons) else "ready"
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, RecursionError):
+        return ""
+
+
+def _names(client: Client) -> list[str]:
+    """The models of a server."""
+    return [str(one["id"]) for one in client.get("/v1/models")["data"]]
+
+
+def _meant(resolved: Resolved, names: list[str]) -> str | None:
+    """The server's name of the model that was asked for; where none was, of its first."""
+    if resolved.source("model") == "default":
+        return names[0] if names else None
+    from cairn.models import hub
+
+    wanted = [resolved.config.model, resolved.config.served_name]
+    with suppress(CairnError):
+        wanted.append(hub.model_name(hub.locate(resolved.config.model)))
+    return next((name for name in names if name in wanted), None)
+
+
+def _say(text: str) -> None:
+    talk().print(text, style="dim", markup=False, soft_wrap=True)

@@ -1,0 +1,64 @@
+"""How large a key or a value of a model can become, whatever is asked of it.
+
+A normalised vector of H numbers has the length sqrt(H), but for its weights; so no product of it with a row w is beyond
+sqrt(H) times the length of w times those weights (Cauchy and Schwarz). Nor is a key, whose numbers are turned in pairs,
+beyond the length of its pair. This holds for every prompt, so that a type of KV that holds it never overflows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.kernels.rope import Floats, frequencies
+from cairn.types import ModelSpec
+
+HALF = 65_504.0
+"""The largest float16."""
+ROUNDING = 2.0
+"""How much longer rounding can make a row and a vector together: to 4 bits by groups 1.38 times the one, to 8 bits 1.03
+times the other, and the rest is spare."""
+
+
+def reach(spec: ModelSpec, weights: Mapping[str, NDArray[Any]]) -> float:
+    """A number that no key and no value passes; infinite or NaN for weights that are. Reads the weights of both.
+
+    `weights` are those of `open_weights`, before they are rounded for the kernels; that is in `ROUNDING`.
+    """
+    with np.errstate(all="ignore"):
+        turned = abs(frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling).factor)
+        bounds = [_layer(spec, weights, f"model.layers.{layer}.", turned) for layer in range(spec.layers)]
+    return float(ROUNDING * np.max(bounds))  # not Python's, which loses NaN
+
+
+def fits_half(reached: float) -> bool:
+    """Whether float16 holds keys and values up to that."""
+    return reached <= HALF
+
+
+def _layer(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], prefix: str, turned: float) -> float:
+    norm = _wide(weights[f"{prefix}input_layernorm.weight"])
+    if spec.qk_norm:
+        keys = np.float32(math.sqrt(spec.head_dim)) * np.abs(_wide(weights[f"{prefix}self_attn.k_norm.weight"]))
+        pairs = np.maximum(*np.split(keys, 2))
+    else:
+        keys = _products(spec, weights, f"{prefix}self_attn.k_proj", norm)
+        pairs = np.hypot(*np.split(keys.reshape(-1, spec.head_dim), 2, axis=1))
+    values = _products(spec, weights, f"{prefix}self_attn.v_proj", norm)
+    return float(np.max([values.max(), turned * pairs.max()]))
+
+
+def _products(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], name: str, norm: Floats) -> Floats:
+    """What each output of a projection of a normalised vector is at most."""
+    rows = _wide(weights[f"{name}.weight"]) * norm
+    found: Floats = np.float32(math.sqrt(spec.hidden)) * np.sqrt(np.einsum("oi,oi->o", rows, rows))
+    return found + np.abs(_wide(weights[f"{name}.bias"])) if spec.qkv_bias else found
+
+
+def _wide(array: NDArray[Any]) -> Floats:
+    wide: Floats = array.astype(np.float32, copy=False)
+    return wide

@@ -1,0 +1,183 @@
+"""What a chat template does with messages: found out by rendering probes, and messages made to fit it.
+
+A template that was written for other messages than it gets leaves things out without a word: a content that it reads
+only as parts, a call that it does not know, a tool's result. What it shows is seen in what it renders, so a few small
+conversations are rendered when a model is loaded, and texts looked for that only the probe can have put there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]
+Render = Callable[[list[Message], dict[str, Any]], Awaitable[str | None]]
+"""Conversation, variables -> the text; None where the template refuses or fails."""
+
+USER, SYSTEM, SAID, MORE = "probe of user", "probe of system", "probe of answer", "probe of more"
+NAME, VALUE, RESULT, TOOL, KEY = "probe_call", "probe of value", "probe of result", "probe_tool", "probe_key"
+_CALL: Message = {
+    "type": "function",
+    "id": "probe0001",
+    "function": {"name": NAME, "arguments": {KEY: VALUE}},
+}
+_CALLS: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_RESULT: Message = {"role": "tool", "content": RESULT, "tool_call_id": "probe0001", "name": NAME}
+_ASKED: Message = {"role": "user", "content": USER}
+_OFFERED: Message = {
+    "type": "function",
+    "function": {
+        "name": TOOL,
+        "description": TOOL,
+        "parameters": {"type": "object", "properties": {KEY: {"type": "string", "description": KEY}}, "required": []},
+    },
+}
+
+
+class Traits(NamedTuple):
+    """What a template does where tools are offered, or where none are."""
+
+    absent: bool = False
+    """Tools that there are not must be undefined, not None."""
+    parts: frozenset[str] = frozenset()
+    """Roles whose content it reads only as a list of parts."""
+    calls: bool = True
+    """It shows the calls of an answer."""
+    beside: bool = True
+    """It shows what an answer says beside its calls."""
+    apart: bool = False
+    """It shows both as two answers, one after the other."""
+    results: bool = True
+    """It shows what tools gave."""
+    offers: bool = False
+    """It shows the tools that are offered."""
+
+
+async def find_traits(render: Render) -> tuple[Traits, Traits]:
+    """A template's traits without tools and with them."""
+    nothing: dict[str, Any] = {"tools": None, "documents": None}
+    with_none, without = await render([_ASKED], nothing), await render([_ASKED], {})
+    absent = without is not None and (with_none is None or len(without) < len(with_none))
+    given = {} if absent else nothing
+    parts: frozenset[str] = frozenset()
+    plain = Traits(absent=absent)
+    if with_none is not None or without is not None:
+        parts = await _find_parts(render, given)
+        plain = await _find_calls(render, Traits(absent=absent, parts=parts), given)
+    offered = {**given, "tools": [_OFFERED]}
+    shown = await render(in_parts([_ASKED], parts), offered)
+    if not (_shows(shown, TOOL) or _shows(shown, KEY)):
+        return plain, plain
+    return plain, await _find_calls(render, plain._replace(offers=True), offered)
+
+
+async def _find_parts(render: Render, given: dict[str, Any]) -> frozenset[str]:
+    parts: set[str] = set()
+    for role, probe, conversation in (
+        ("user", USER, [_ASKED]),
+        ("system", SYSTEM, [{"role": "system", "content": SYSTEM}, _ASKED]),
+        ("assistant", SAID, [_ASKED, _said(SAID), {"role": "user", "content": MORE}]),
+    ):
+        if not _shows(await render(in_parts(conversation, parts), given), probe) and _shows(
+            await render(in_parts(conversation, {*parts, role}), given), probe
+        ):
+            parts.add(role)
+    return frozenset(parts)
+
+
+async def _find_calls(render: Render, traits: Traits, given: dict[str, Any]) -> Traits:
+    """The traits with those of calls and results."""
+
+    async def shows(conversation: list[Message], *probes: str) -> bool:
+        return _shows(await render(in_parts(conversation, traits.parts), given), *probes)
+
+    whole = [_ASKED, _CALLS, _RESULT]
+    both = await shows(whole, NAME, VALUE, RESULT)
+    calls = both or await shows([_ASKED, _CALLS], NAME, VALUE) or await shows(whole, NAME, VALUE)
+    results = both or await shows([_ASKED, _CALLS if calls else _said(SAID), _RESULT], RESULT)
+    tail = [_RESULT] if results else []
+    beside = not calls or await shows([_ASKED, {**_CALLS, "content": SAID}, *tail], SAID, NAME)
+    apart = not beside and await shows([_ASKED, _said(SAID), _CALLS, *tail], SAID, NAME)
+    return traits._replace(calls=calls, results=results, beside=beside, apart=apart)
+
+
+def _said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _shows(text: str | None, *probes: str) -> bool:
+    return text is not None and all(probe in text for probe in probes)
+
+
+def in_parts(messages: Sequence[Message], roles: Iterable[str]) -> list[Message]:
+    """The messages with the content of these roles as a list of one part."""
+    roles = {*roles, "tool"} if {"user", "assistant"} <= set(roles) else set(roles)
+    return [
+        {**one, "content": [{"type": "text", "text": one["content"]}]} if one["role"] in roles else one
+        for one in messages
+    ]
+
+
+def fitted(messages: Sequence[Message], traits: Traits) -> list[Message]:
+    """Plain messages as a template with these traits shows all of them: calls and results that it does not know are
+    text, in the tags of the Hermes format."""
+    made: list[Message] = []
+    told = False
+    """The last of them holds what tools gave, as a user's text; what a user says next goes on there."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        result = message["role"] == "tool" and not traits.results
+        if result:
+            message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        elif calls and not (traits.calls and (traits.beside or not message["content"])):
+            said = {key: value for key, value in message.items() if key != "tool_calls"}
+            if traits.calls and traits.apart:
+                made.append(said)
+                message = {**message, "content": ""}
+            else:
+                text = "\n".join(filter(None, [message["content"], *map(_as_text, calls)]))
+                message = {**said, "content": text}
+        if told and message["role"] == "user":
+            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n{message['content']}"}
+        else:
+            made.append(message)
+            told = result
+    return in_parts(made, traits.parts)
+
+
+def _as_text(call: Message) -> str:
+    """A call as text. Arguments that are no JSON object stand as they are."""
+    function = call["function"]
+    name, arguments = function["name"], function["arguments"]
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {written}}}\n</tool_call>'
+
+
+def left_out(messages: Sequence[Message], text: str) -> list[tuple[int, str]]:
+    """What of plain messages is not found in what was rendered of them, as it is but for white space around it:
+    (index, "content" or "tool_calls")."""
+    found: list[tuple[int, str]] = []
+    at = 0
+    for n, message in enumerate(messages):
+        wanted = message["content"].strip()
+        place = text.find(wanted, at)
+        place = text.find(wanted) if place < 0 else place  # some templates move a message
+        if place < 0:
+            found.append((n, "content"))
+        else:
+            at = place + len(wanted)
+        if any(call["function"]["name"] not in text for call in message.get("tool_calls", ())):
+            found.append((n, "tool_calls"))
+    return found
+
+
+def standing_in(message: Message, others: Mapping[str, str]) -> Message:
+    """A message with its content, or the names of its calls, replaced by others: those that `left_out` named."""
+    if "content" in others:
+        message = {**message, "content": others["content"]}
+    if "tool_calls" in others:
+        name = others["tool_calls"]
+        calls = [{**call, "function": {**call["function"], "name": name}} for call in message["tool_calls"]]
+        message = {**message, "tool_calls": calls}
+    return message

@@ -1,0 +1,57 @@
+"""What a server says at its start."""
+
+import ipaddress
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from tests.service.test_requests import SPEC
+
+from cairn.api.lifetime import _announce, elsewhere
+from cairn.config import Config
+from cairn.system import SystemNetwork
+
+
+class House:
+    def addresses(self) -> list[str]:
+        return ["192.168.1.5", "10.0.0.2", "2001:db8::1"]
+
+
+@pytest.mark.parametrize(
+    ("host", "urls"),
+    [
+        ("127.0.0.1", []),
+        ("192.168.1.5", []),
+        ("0.0.0.0", ["http://192.168.1.5:80", "http://10.0.0.2:80"]),
+        ("::", ["http://192.168.1.5:80", "http://10.0.0.2:80", "http://[2001:db8::1]:80"]),
+        ("[::]", ["http://192.168.1.5:80", "http://10.0.0.2:80", "http://[2001:db8::1]:80"]),
+    ],
+)
+def test_a_server_on_every_interface_names_the_addresses_that_others_use(host: str, urls: list[str]) -> None:
+    assert elsewhere(Config(host=host), 80, House()) == urls
+
+
+def test_this_machines_addresses_are_addresses_of_it_and_no_loopback() -> None:
+    for address in map(ipaddress.ip_address, SystemNetwork().addresses()):
+        assert not address.is_loopback and not address.is_link_local
+
+
+def test_without_a_list_of_interfaces_the_way_outside_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SystemNetwork, "_interfaces", staticmethod(lambda: []))
+    monkeypatch.setattr(SystemNetwork, "_inet6", staticmethod(lambda: []))
+    monkeypatch.setattr(SystemNetwork, "_outside", staticmethod(lambda: ["192.168.1.5", "127.0.0.1"]))
+    assert SystemNetwork().addresses() == ["192.168.1.5"]
+
+
+def test_the_start_says_where_and_how_the_model_is_sampled(capsys: pytest.CaptureFixture[str]) -> None:
+    service: Any = SimpleNamespace(name="m", spec=msgspec.structs.replace(SPEC, defaults={"temperature": 0.6}))
+    _announce("http://127.0.0.1:80", ["http://192.168.1.5:80"], service, Config(host="0.0.0.0", unsafe_no_auth=True))
+    said = capsys.readouterr().err
+    assert "From other machines: http://192.168.1.5:80/v1\n" in said
+    assert (
+        "Sampling where a request says nothing: temperature 0.6 (the model's own), top_k 40, top_p 0.95, min_p 0.05 "
+        "(Cairn's defaults). Try:\n" in said
+    )
+    _announce("http://127.0.0.1:80", [], service, Config())
+    assert "From other machines" not in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""Model files are regular files of sane size: nothing else is waited for, and nothing without end is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tests.tiny_models import write_model
+
+from cairn.errors import ModelFileError
+from cairn.models import files, weights
+from cairn.models.digests import file_digest
+from cairn.models.gguf import read_gguf
+from cairn.models.hub import demo_folder
+from cairn.models.spec import load_spec
+from cairn.text.templates import _templates_of
+from cairn.text.tokenizer import Tokenizer
+
+READERS = {
+    "config.json": load_spec,
+    "generation_config.json": load_spec,
+    "tokenizer.json": Tokenizer.load,
+    "tokenizer_config.json": Tokenizer.load,
+    "special_tokens_map.json": Tokenizer.load,
+    "chat_template.jinja": _templates_of,
+    "chat_template.json": _templates_of,
+    "additional_chat_templates/tool.jinja": _templates_of,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = write_model(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((demo_folder() / name).read_bytes())
+    (folder / "additional_chat_templates").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("kind", ["pipe", "device", "link to a device", "socket"])
+def test_what_is_no_regular_file_is_refused_at_once(
+    model: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe would hang the start, and /dev/zero fill the memory."""
+    monkeypatch.chdir((model / name).parent)  # names of sockets are short
+    path = Path(Path(name).name)
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.bind(str(path))
+    elif kind == "device" and os.geteuid() == 0:
+        os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5))
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(ModelFileError, match=rf"{path.name}: (is a pipe, a device or a socket|cannot be read \()"):
+        READERS[name](model)
+
+
+@pytest.mark.parametrize("read", [file_digest, read_gguf, lambda path: list(weights._tensors(path))])
+def test_weights_in_a_pipe_are_refused_at_once(tmp_path: Path, read) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "m.gguf"
+    os.mkfifo(path)
+    with pytest.raises(ModelFileError, match="is a pipe, a device or a socket, not a file"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "what"),
+    [
+        ("config.json", files.MAX_JSON_BYTES, "32 MiB, which no model's JSON file is"),
+        ("tokenizer.json", files.MAX_TOKENIZER_BYTES, "128 MiB, which no model's tokenizer.json is"),
+        ("chat_template.jinja", files.MAX_TEMPLATE_BYTES, "4 MiB, which no model's chat template is"),
+    ],
+)
+def test_a_file_beyond_every_models_is_not_read(model: Path, name: str, limit: int, what: str) -> None:
+    with (model / name).open("wb") as file:
+        file.truncate(limit + 1)
+    with pytest.raises(ModelFileError, match=f"{name}: larger than {what}"):
+        READERS[name](model)
+
+
+def test_a_file_that_grows_while_it_is_read_is_bounded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(b" " * 1000)
+    real = os.fstat
+
+    def before(handle: int) -> os.stat_result:
+        found = list(real(handle))
+        found[6] = 0
+        return os.stat_result(found)
+
+    monkeypatch.setattr(files.os, "fstat", before)
+    with pytest.raises(ModelFileError, match="larger than"):
+        files.read_small(path, 999, "JSON file")
+    assert len(files.read_small(path, 1000, "JSON file")) == 1000
+
+
+def test_a_template_has_the_line_ends_that_it_had(model: Path) -> None:
+    (model / "chat_template.jinja").write_bytes(b"a\r\nb\rc\n")
+    assert _templates_of(model)["default"] == "a\nb\nc\n"
+
+
+def test_more_tensors_than_any_model_has_are_refused_before_they_are_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = ",".join(f'"{n}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for n in range(1 << 17))
+    text = f"{{{entries}}}".encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    parsed: list[bytes] = []
+    monkeypatch.setattr(weights, "parse_object", lambda text, *_, **__: parsed.append(text))
+    with pytest.raises(ModelFileError, match="its header describes more than 65536 tensors"):
+        list(weights._tensors(path))
+    assert not parsed
+    monkeypatch.undo()
+    monkeypatch.setattr(weights, "MAX_TENSORS", 2)
+    save_file({str(n): np.zeros(1, np.float32) for n in range(3)}, path, {"a": json.dumps({"{": "{" * 100})})
+    with pytest.raises(ModelFileError, match="its header describes 3 tensors, more than 2"):
+        list(weights._tensors(path))

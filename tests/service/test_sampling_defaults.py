@@ -1,0 +1,77 @@
+"""What applies where a request says nothing, and from where."""
+
+import msgspec
+import pytest
+from tests.service.test_requests import SPEC
+
+from cairn.service.requests import SamplingOptions, sampling_params
+from cairn.service.sampling_defaults import NEUTRAL, sampling_defaults, sentence
+from cairn.types import SAMPLING_RANGES
+
+OURS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+
+
+def spec(**said: float):
+    return msgspec.structs.replace(SPEC, defaults=said)
+
+
+def drawn(said: dict[str, float], **asked) -> dict[str, float]:
+    found = sampling_params(spec(**said), SamplingOptions(**asked), prompt_tokens=4)
+    return {name: getattr(found, name) for name in OURS}
+
+
+def test_a_model_that_says_nothing_is_sampled_as_people_expect():
+    assert drawn({}) == OURS
+    params = sampling_params(SPEC, prompt_tokens=4)
+    assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("name", list(OURS))
+def test_a_request_that_names_one_value_keeps_the_other_defaults(name):
+    asked = {"temperature": 0.3, "top_k": 5, "top_p": 0.5, "min_p": 0.2}[name]
+    assert drawn({}, **{name: asked}) == {**OURS, name: asked}
+
+
+def test_a_request_can_turn_each_of_them_off():
+    off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    assert drawn({}, **off) == off
+
+
+def test_a_file_that_names_a_cut_is_the_whole_recipe():
+    assert drawn({"temperature": 0.6, "top_p": 0.9}) == {"temperature": 0.6, "top_k": 0, "top_p": 0.9, "min_p": 0}
+    assert drawn({"top_k": 64.0, "top_p": 0.95}) == {"temperature": 1, "top_k": 64, "top_p": 0.95, "min_p": 0}
+    assert drawn({"min_p": 0.1}) == {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0.1}
+    assert drawn({"top_p": 0.9}, temperature=0.2) == {"temperature": 0.2, "top_k": 0, "top_p": 0.9, "min_p": 0}
+
+
+def test_a_file_that_names_a_temperature_alone_keeps_the_cuts():
+    assert drawn({"temperature": 0.3}) == {**OURS, "temperature": 0.3}
+    assert drawn({"temperature": 0.0}, temperature=1.0) == {**OURS, "temperature": 1.0}  # do_sample: false
+
+
+def test_a_penalty_alone_says_nothing_of_the_draw():
+    assert drawn({"repetition_penalty": 1.1}) == OURS
+    assert sampling_params(spec(repetition_penalty=1.1), prompt_tokens=4).repetition_penalty == 1.1
+
+
+def test_every_value_says_where_it_comes_from():
+    applied = sampling_defaults(spec(temperature=0.6, top_p=0.9))
+    assert {name: one.source for name, one in applied.items()} == {
+        **dict.fromkeys(OURS, "model"),
+        **dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), "default"),
+    }
+    assert {one.source for one in sampling_defaults(SPEC).values()} == {"default"}
+    assert list(applied) == list(NEUTRAL) == list(SAMPLING_RANGES)
+
+
+def test_a_line_says_it_all():
+    def said(**values: float) -> str:
+        return sentence(sampling_defaults(spec(**values)))
+
+    assert said() == "temperature 0.8, top_k 40, top_p 0.95, min_p 0.05 (Cairn's defaults)"
+    assert said(temperature=0.6, top_p=0.9) == "temperature 0.6, top_p 0.9 (the model's own)"
+    assert said(temperature=0.7) == (
+        "temperature 0.7 (the model's own), top_k 40, top_p 0.95, min_p 0.05 (Cairn's defaults)"
+    )
+    assert said(temperature=0.0, repetition_penalty=1.1) == "greedy, repetition_penalty 1.1 (the model's own)"
+    assert said(top_k=-1.0) == "temperature 1 (the model's own)"

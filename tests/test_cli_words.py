@@ -1,0 +1,301 @@
+"""Commands that people know from elsewhere, and what `cairn chat` talks to."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from tests.test_cli import elsewhere, run, sentence, sse  # noqa: F401  (elsewhere: used by its name)
+
+from cairn import __version__
+from cairn.cli import reach
+from cairn.models import hub
+from cairn.models.removal import plan
+
+ANSWER = sse(
+    {"choices": [{"index": 0, "delta": {"content": "Hello you"}}]},
+    {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+    "[DONE]",
+)
+READY = '{"status": "ready", "reasons": [], "troubles": []}'
+
+
+class Running(http.server.BaseHTTPRequestHandler):
+    """A server on this machine, with answers by path and all that it was asked."""
+
+    answers: ClassVar[dict[str, list[tuple[int, str]]]]
+    asked: ClassVar[list[tuple[str, dict[str, object]]]]
+    port: ClassVar[str]
+
+    def do_GET(self) -> None:
+        self.answer({})
+
+    def do_POST(self) -> None:
+        self.answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+    def answer(self, body: dict[str, object]) -> None:
+        self.asked.append((self.path, body))
+        given = self.answers.get(self.path, [(404, '{"error": {"message": "no such thing"}}')])
+        status, text = given.pop(0) if len(given) > 1 else given[0]
+        self.send_response(status)
+        self.send_header("content-length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Running]]:
+    """A server at the configured port."""
+
+    class Handler(Running):
+        answers: ClassVar = {
+            "/health/ready": [(200, READY)],
+            "/v1/models": [(200, '{"data": [{"id": "m", "max_model_len": 64}]}')],
+            "/v1/chat/completions": [(200, ANSWER)],
+            "/metrics": [(200, "cairn:num_requests_running 2\ncairn:num_requests_waiting 1\n")],
+        }
+        asked: ClassVar = []
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    Handler.port = str(server.server_address[1])
+    monkeypatch.setenv("CAIRN_PORT", Handler.port)
+    yield Handler
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models that were loaded in this process, in place of loading them."""
+    found: list[str] = []
+
+    class Local:
+        def __init__(self, resolved) -> None:
+            found.append(resolved.config.model)
+            self.llm = self
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("cairn.cli.sampling._Local", Local)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- who answers
+
+
+def test_chat_talks_to_the_server_that_runs_and_says_so(running, loaded):
+    done = run("chat", given="hi\n")
+    assert (done.returncode, done.stdout, loaded) == (0, "Hello you\n", []), done.stderr
+    url = f"http://127.0.0.1:{running.port}"
+    assert f"The server at {url} answers, with m; --local loads a model here instead." in done.stderr
+    assert running.asked[-1][1]["model"] == "m"
+
+
+def test_chat_loads_a_model_where_no_server_runs(loaded, monkeypatch):
+    monkeypatch.setattr(reach, "_state", lambda url: "")
+    assert run("chat").returncode == 0
+    assert loaded == ["demo"]
+
+
+@pytest.mark.parametrize("more", [["--local"], ["--kv-gb", "1"], ["--threads", "1"]])
+def test_chat_loads_a_model_where_it_is_told_to(running, loaded, more):
+    done = run("chat", *more)
+    assert (done.returncode, loaded, running.asked) == (0, ["demo"], [])
+    assert "demo is ready" in done.stderr
+
+
+def test_a_model_that_is_named_is_asked_of_a_server_that_has_it(running, loaded, elsewhere):  # noqa: F811
+    assert run("chat", "m", given="hi\n").stdout == "Hello you\n"
+    (elsewhere / "m.gguf").write_bytes(b"GGUF")
+    assert run("chat", str(elsewhere / "m.gguf"), given="hi\n").stdout == "Hello you\n"  # as the server calls it
+    assert (running.asked[-1][1]["model"], loaded) == ("m", [])
+    done = run("chat", "demo")
+    assert loaded == ["demo"]
+    assert "has m, not demo, which is loaded here" in done.stderr
+    assert run("chat", env={"CAIRN_MODEL": "demo"}).returncode == 0
+    assert loaded == ["demo", "demo"]
+
+
+def test_a_server_that_loads_its_model_is_waited_for(running, loaded):
+    loading = '{"status": "not ready", "reasons": ["the model is still being loaded"], "troubles": []}'
+    running.answers["/health/ready"] = [(503, loading), (503, loading), (200, READY)]
+    assert run("chat", given="hi\n").stdout == "Hello you\n"
+    assert [path for path, _ in running.asked].count("/health/ready") == 3
+
+
+def test_a_stranger_at_the_port_is_left_alone(running, loaded):
+    for status, text in ((200, "<html>"), (200, "[]"), (404, "{}")):
+        running.answers["/health/ready"] = [(status, text)]
+        assert run("chat").returncode == 0
+    assert loaded == ["demo"] * 3
+
+
+def test_a_server_that_wants_a_key_is_told_of(running, loaded):
+    running.answers["/v1/models"] = [(401, '{"error": {"message": "a key is needed"}}')]
+    done = run("chat")
+    assert loaded == ["demo"]
+    assert "a key is needed; give the key with CAIRN_API_KEY" in done.stderr and "loaded here" in done.stderr
+
+
+def test_local_and_a_server_exclude_each_other(running):
+    assert "--host names a server" in sentence(run("chat", "--local", "--host", "h:1"))
+    assert "--agent is for a server" in sentence(run("chat", "--local", "--agent", "ada"))
+
+
+# ------------------------------------------------------------------------------------------------------------ run
+
+
+def test_run_answers_a_prompt_or_talks(running):
+    assert run("run", "m", "hi there").stdout == "Hello you\n"
+    assert running.asked[-1][1]["messages"] == [{"role": "user", "content": "hi there"}]
+    assert run("run", "m", given="hi\n").stdout == "Hello you\n"
+
+
+def test_run_pulls_what_is_not_here(running, loaded, monkeypatch):
+    pulled = []
+    monkeypatch.setattr(hub, "pull", lambda model, **_: pulled.append(model))
+    assert run("run", "org/name").returncode == 0
+    assert run("run", "demo").returncode == 0
+    assert (pulled, loaded) == (["org/name"], ["org/name", "demo"])
+    assert run("run", "m", given="hi\n").returncode == 0  # the server has it
+    assert pulled == ["org/name"]
+
+
+def test_run_says_where_there_is_no_such_model(loaded, monkeypatch):
+    monkeypatch.setattr(reach, "_state", lambda url: "")
+    assert sentence(run("run", "nothing.gguf")) == "there is no file nothing.gguf"
+
+
+# ------------------------------------------------------------------------------------------------ what is told of it
+
+
+def test_a_cut_answer_is_told_on_stderr_and_a_whole_one_is_not(running):
+    host = f"127.0.0.1:{running.port}"
+    assert run("generate", "-p", "x", "--host", host).stderr == ""
+    cut = sse({"choices": [{"index": 0, "delta": {"content": "Hel"}, "finish_reason": "length"}]}, "[DONE]")
+    running.answers["/v1/chat/completions"] = [(200, cut)]
+    for more in ([], ["--stream"]):
+        done = run("generate", "-p", "x", "--host", host, *more)
+        assert (done.returncode, done.stdout) == (0, "Hel\n")
+        assert done.stderr == "(the answer was cut at the token limit: finish_reason length)\n"
+
+
+def test_ps_shows_the_servers_model_and_its_load(running):
+    done = run("ps")
+    assert done.stdout == f"m\t64\t2\t1\thttp://127.0.0.1:{running.port}\n"
+    running.answers["/metrics"] = [(401, '{"error": {"message": "no"}}')]
+    assert run("ps").stdout.startswith("m\t64\t-\t-\t")
+    assert "no server answers" in sentence(run("ps", "--host", "127.0.0.1:1"), 1)
+
+
+def test_stop_says_how_a_server_is_ended(running):
+    assert "keeps m for as long as it runs; end it with Ctrl-C" in sentence(run("stop", "m"))
+    assert "no server answers" in sentence(run("stop", "--host", "127.0.0.1:1"), 1)
+
+
+@pytest.mark.parametrize("word", ["list", "ls", "models"])
+def test_models_by_each_of_its_names(word):
+    assert run(word).stdout.startswith("demo\t11.8 MB\t")
+
+
+def test_show_tells_what_a_model_is():
+    rows = dict(line.split("\t") for line in run("show", "demo").stdout.splitlines())
+    assert rows["family"] == "Qwen3ForCausalLM" and rows["parameters"] == "5.84 million"
+    assert rows["context"] == "2048 tokens" and rows["quantisation"] == "BF16 100%"
+    assert rows["chat template"] == "with tools" and rows["ends"] == "<|im_end|> <|endoftext|>"
+    assert rows["sampling"] == "greedy (the model's own)"
+    assert "<|im_start|>" in run("show", "demo", "--template").stdout
+    assert "cairn pull org/name" in sentence(run("show", "org/name"))
+
+
+def test_version_by_each_of_its_names():
+    assert run("version").stdout == run("--version").stdout == f"{__version__}\n"
+    done = subprocess.run([sys.executable, "-m", "cairn", "version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [(["create"], "a folder or a .gguf"), (["delete", "m"], "cairn rm MODEL"), (["server"], "cairn serve")],
+)
+def test_words_of_other_programs_are_told_what_they_are_called_here(words, hint):
+    assert hint in sentence(run(*words))
+
+
+def test_near_misses_of_commands_and_options_are_hinted_at():
+    assert "Did you mean 'serve'?" in run("serv").stderr
+    assert "--kv-gb" in run("serve", "--kvgb", "3").stderr
+    assert "Did you mean 'rollback'?" in run("agents", "rolback").stderr
+
+
+def test_help_names_completion_and_the_usual_short_flag_works():
+    shown = run("-h").stdout
+    assert "--install-completion" in shown and "--show-completion" in shown
+    assert "--kv-gb" in run("serve", "-h").stdout
+
+
+# ------------------------------------------------------------------------------------------------------------- rm
+
+
+def repository(folder: Path, **files: str) -> Path:
+    """A repository in the download cache below `folder`, with files by their names and contents."""
+    place = folder / ".cache/huggingface/hub/models--org--name"
+    snapshot = place / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (place / "blobs").mkdir()
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("a" * 40)
+    for name, content in files.items():
+        blob = place / "blobs" / f"blob-{content}"
+        blob.write_text(content)
+        (snapshot / f"{name}.gguf").symlink_to(os.path.relpath(blob, snapshot))
+    return place
+
+
+def test_rm_removes_one_quantisation_and_leaves_the_other(elsewhere):  # noqa: F811
+    place = repository(elsewhere, **{"m-Q4_0": "four", "m-Q8_0": "eight", "n-Q4_1": "four"})
+    assert "give --yes" in sentence(run("rm", "org/name:Q8_0"))
+    assert run("rm", "org/name:Q8_0", "--yes").returncode == 0
+    assert sorted(path.name for path in (place / "blobs").iterdir()) == ["blob-four"]
+    assert run("rm", "org/name:Q4_0", "-y").returncode == 0
+    assert (place / "blobs" / "blob-four").exists()  # another name of it is left
+    assert run("rm", "hf.co/org/name:Q4_1", "-y").returncode == 0
+    assert not place.exists()  # nothing is left of it
+
+
+def test_rm_removes_a_whole_repository(elsewhere):  # noqa: F811
+    place = repository(elsewhere, **{"m-Q4_0": "four", "m-Q8_0": "eight"})
+    assert plan("org/name").bytes == sum(path.lstat().st_size for path in place.rglob("*") if not path.is_dir())
+    done = run("rm", "org/name", "--yes")
+    assert done.returncode == 0 and done.stderr.startswith("Removed org/name")
+    assert place.parent.is_dir() and not place.exists()
+
+
+def test_rm_removes_nothing_else(elsewhere):  # noqa: F811
+    (elsewhere / "m.gguf").write_bytes(b"GGUF")
+    place = repository(elsewhere, **{"m-Q4_0": "four"})
+    for model, why in (
+        ("demo", "comes with Cairn"),
+        ("m.gguf", "is no download"),
+        (str(elsewhere), "is no download"),
+        ("../name", "is no download"),
+        ("org/..", "is no download"),
+        ("org/other", "not downloaded"),
+        ("org/name:Q8_0", "only Q4_0"),
+    ):
+        assert why in sentence(run("rm", model, "--yes"))
+    assert (elsewhere / "m.gguf").exists() and place.exists()

@@ -1,0 +1,101 @@
+"""Tokenizers that strangers made: what they may do to a text is bounded, and their faults are sentences."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import text_models
+from tokenizers import Regex, models, pre_tokenizers
+from tokenizers import Tokenizer as Library
+
+from cairn.errors import InvalidRequest, ModelFileError
+from cairn.text.gguf import SPLITS
+from cairn.text.tokenizer import Tokenizer, _ids
+from cairn.text.tokenizer_checks import MAX_GROWTH, fault, growth
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def charsmap(*texts: bytes) -> dict[str, Any]:
+    data = (4).to_bytes(4, "little") + bytes(4) + b"\0".join(texts) + b"\0"
+    return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(data).decode()}
+
+
+def many(kind: str, *parts: Any) -> dict[str, Any]:
+    return {"type": "Sequence", kind: [*parts]}
+
+
+@pytest.mark.parametrize(
+    ("step", "most"),
+    [
+        (None, 1),
+        (replace({"String": " "}, "▁"), 3),
+        (replace({"String": "``"}, '"'), 1),
+        (replace({"Regex": "x*"}, "yy"), 3),
+        (many("normalizers", {"type": "NFKC"}, replace({"String": " "}, "▁")), 33),
+        (many("normalizers", *[replace({"String": "a"}, "a" * 1000)] * 6), 1e18),
+        (many("pretokenizers", split("x"), {"type": "ByteLevel"}), 2),
+        (charsmap(b"a", b"x" * 40), 40),
+    ],
+)
+def test_growth_is_told_by_the_file(step: Any, most: float) -> None:
+    assert growth(step) == most
+
+
+def spoilt(folder: Path, **parts: Any) -> Path:
+    """A model's tokenizer with other parts."""
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(json.loads(text_models.byte_level()) | parts))
+    return folder
+
+
+def test_growth_beyond_the_limit_is_refused_before_it_runs(tmp_path: Path) -> None:
+    bomb = many("normalizers", *[replace({"String": "a"}, "a" * 1000)] * 6)
+    with pytest.raises(ModelFileError, match=rf"2e\+18 times as long; the limit is {MAX_GROWTH:g}"):
+        Tokenizer.load(spoilt(tmp_path / "m", normalizer=bomb))
+    with pytest.raises(ModelFileError, match="characters before every text"):
+        Tokenizer.load(spoilt(tmp_path / "m", normalizer={"type": "Prepend", "prepend": "x" * 5000}))
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(x|xx)+y", r"(\w+\s?)*$", r"(\w|\d)+z"])
+def test_a_pattern_that_backtracks_for_ever_is_refused_by_name(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(ModelFileError, match=r"its pattern .* takes too long or fails") as refused:
+        Tokenizer.load(spoilt(tmp_path / "m", pre_tokenizer=split(pattern)))
+    assert repr(pattern) in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["llama-bpe", "qwen2", "smollm", "tekken"])
+def test_patterns_of_models_in_circulation_pass(name: str) -> None:
+    assert fault({"type": "NFC"}, many("pretokenizers", *SPLITS[name])) is None
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"model": {"type": "BPE", "vocab": {"a": 0, "b": 0}, "merges": []}},
+        {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}},
+        {"pre_tokenizer": split("(")},
+        {"normalizer": {"type": "None of ours"}},
+    ],
+)
+def test_a_broken_file_is_a_sentence(tmp_path: Path, parts: dict[str, Any]) -> None:
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json"):
+        Tokenizer.load(spoilt(tmp_path / "m", **parts))
+
+
+def test_a_panic_of_the_library_is_the_requests_own_error() -> None:
+    made = Library(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    with pytest.raises(InvalidRequest, match="tokenizer fails on this text"):
+        _ids(made, "a" * 24 + "!")
