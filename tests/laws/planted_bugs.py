@@ -173,7 +173,6 @@ BUGS = (
     Bug("a slow machine reads no prompt", PLAN, "max(self._least, max(", "max(0, max("),
     Bug("time is short where nobody waits", PLAN, "if not rows or not self._each:", "if not self._each:"),
     Bug("on a slow machine a long prompt takes all the time", PLAN, "self._most - self._most // 2, ENOUGH", "self._most, ENOUGH"),
-    Bug("on a slow machine few prompts are short", PLAN, "(self.left if self._most == self._tokens else self.kept)", "self.left"),
     Bug("what a long prompt leaves on a slow machine is nobody's", PLAN, "min(self._most - self.taken, most - self._long)", "0"),
     Bug("one row too many", SCHEDULER, "len(self._running) + passed.any >= self._max_rows", "len(self._running) > self._max_rows"),
     Bug("nobody joins while others run", SCHEDULER, "            if room.left < 1 or", "            if self._running or room.left < 1 or"),
