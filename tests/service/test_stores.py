@@ -6,11 +6,14 @@ import dataclasses
 import logging
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import save_file
+from tests.tiny_models import random_tensors
 from tiny import collect, config, request, serving, until
 
 from cairn.engine.fake import FakeEngine, fake_spec
@@ -179,3 +182,23 @@ async def test_a_folder_that_is_no_store_is_set_aside_when_told_so(folder: Path,
         assert service.troubles() == []
     (aside,) = tmp_path.glob("kv.aside-*")
     assert (aside / "letter").read_text() == "not a store"
+
+
+async def test_a_folder_of_another_kv_type_is_left_alone(folder: Path, tmp_path: Path) -> None:
+    """Nothing of it is loaded, the answer is that of an empty folder, and whoever wrote it finds it again."""
+    prompt = "a context " * 30
+    folder = Path(shutil.copytree(folder, tmp_path / "model"))
+    save_file(random_tensors(folder), folder / "model.safetensors")
+
+    async def ask(kv_dtype: str, where: str) -> tuple[tuple[int, ...], int]:
+        options = {"engine": "cpu", "kv_load": "always", "kv_dtype": kv_dtype, "kv_dir": str(tmp_path / where)}
+        async with serving(folder, **options) as service:
+            got = await collect(service.generate(request(service, prompt, 8)))
+            await service.flush()
+            return tuple(got.tokens), got.cache.disk
+
+    before, found = await ask("bf16", "shared")
+    assert found == 0
+    assert await ask("f16", "shared") == await ask("f16", "alone")
+    again, found = await ask("bf16", "shared")
+    assert again == before and found > 0
