@@ -285,6 +285,16 @@ def test_rm_removes_a_whole_repository(elsewhere):  # noqa: F811
     assert place.parent.is_dir() and not place.exists()
 
 
+def test_rm_removes_a_model_with_a_short_name(elsewhere):  # noqa: F811
+    place = elsewhere / ".cache/cairn/models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert "smollm2 is not downloaded" in sentence(run("rm", "smollm2", "-y"))
+    place.parent.mkdir(parents=True)
+    with place.open("wb") as file:
+        file.truncate(98_362_432)
+    assert run("rm", "smollm2", "-y").returncode == 0
+    assert not place.parent.exists()
+
+
 def test_rm_removes_nothing_else(elsewhere):  # noqa: F811
     (elsewhere / "m.gguf").write_bytes(b"GGUF")
     place = repository(elsewhere, **{"m-Q4_0": "four"})

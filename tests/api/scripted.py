@@ -148,7 +148,6 @@ class ScriptedService:
         self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab, max_rows=4096, identity=identity)
         self.tokenizer = Bytes()
         self.chat = self
-        self.template = "{{ messages }}"
         self.metrics = Metrics("cairn", "scripted")
         self.streams: list[ScriptedStream] = []
         self.remembered: list[tuple[Any, ...]] = []

@@ -215,10 +215,11 @@ async def test_props() -> None:
     async with site(ScriptedService(), Config(max_running=7, model="org/name:Q4_1")) as at, at.http() as http:
         props = (await http.get("/props")).json()
         assert (props["total_slots"], props["model_path"], props["model_alias"]) == (7, "org/name:Q4_1", "scripted")
-        assert props["chat_template"] == "{{ messages }}" and props["build_info"].startswith("cairn ")
+        assert props["chat_template"] == "enable_thinking" and props["build_info"].startswith("cairn ")
         assert (props["bos_token"], props["eos_token"]) == ("<257>", "<256>")
         defaults = props["default_generation_settings"]
-        assert defaults["n_ctx"] == 128 and defaults["params"]["temperature"] == 0.7  # the model's own
+        assert defaults["n_ctx"] == 128 and defaults["params"]["temperature"] == 0.7
+        assert (defaults["sources"]["temperature"], defaults["sources"]["top_k"]) == ("model", "default")
         assert (await http.post("/props", json={})).status_code == 405
 
 

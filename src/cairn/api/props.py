@@ -12,6 +12,7 @@ from cairn import __version__
 from cairn.api.reply import Call
 from cairn.config import Config
 from cairn.service.requests import sampling_params
+from cairn.service.sampling_defaults import sampling_defaults
 from cairn.service.service import Service
 
 
@@ -27,7 +28,11 @@ class Props:
         ends = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in spec.eos_ids]
         await call.json(
             {
-                "default_generation_settings": {"n_ctx": context, "params": self._defaults(service)},
+                "default_generation_settings": {
+                    "n_ctx": context,
+                    "params": self._defaults(service),
+                    "sources": {name: applied.source for name, applied in sampling_defaults(spec).items()},
+                },
                 "total_slots": min(self._config.max_running, service.info.max_rows),
                 "model_path": self._config.model,
                 "model_alias": service.name,

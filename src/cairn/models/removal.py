@@ -16,6 +16,7 @@ from pathlib import Path
 from cairn.errors import ModelError
 from cairn.models.hub import DEMO, NoDownload, repository_of, select
 from cairn.models.install import locked
+from cairn.models.known import KNOWN
 from cairn.models.variants import variants
 
 
@@ -36,6 +37,11 @@ def plan(model: str, env: Mapping[str, str] | None = None) -> Removal:
     """What removing a model means. Raises ModelError for what is no download, or not here."""
     if model == DEMO:
         raise ModelError(f"{DEMO} comes with Cairn and cannot be removed")
+    if model in KNOWN:
+        place = KNOWN[model].here(env)
+        if place is None:
+            raise ModelError(f"{model} is not downloaded; cairn list shows what is")
+        return Removal(model, place.parent, (), (), _size(place.parent))
     try:
         name, tag, repository = repository_of(model, env)
     except NoDownload:

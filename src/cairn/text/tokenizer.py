@@ -129,11 +129,16 @@ class Tokenizer:
         from cairn.text import gguf
 
         read = parsed or read_gguf(folder)
-        return cls._read(path, None, lambda library: gguf.named_tokens(read, library.id_to_token))
+        return cls._read(path, None, lambda library: gguf.named_tokens(read, library.id_to_token), begins_chats=True)
 
     @classmethod
     def _read(
-        cls, path: Path, folder: Path | None, named: Callable[[Library], dict[str, Any]] | None = None
+        cls,
+        path: Path,
+        folder: Path | None,
+        named: Callable[[Library], dict[str, Any]] | None = None,
+        *,
+        begins_chats: bool = False,
     ) -> Tokenizer:
         """Read a tokenizer.json, with what its settings in `folder` say, or else what `named` says."""
         try:
@@ -159,7 +164,7 @@ class Tokenizer:
                 }
                 _add_missing(library, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
             _add_named(library, config)
-            return cls(library, file.decoder, config)
+            return cls(library, file.decoder, config, begins_chats=begins_chats)
 
     @property
     def vocab_size(self) -> int:
