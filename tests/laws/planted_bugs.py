@@ -178,7 +178,7 @@ BUGS = (
     Bug("nobody joins while others run", SCHEDULER, "            if room.left < 1 or", "            if self._running or room.left < 1 or"),
     Bug("a small request overtakes one that does not fit", SCHEDULER, "                if covered is None:\n                    break\n", "                if covered is None:\n                    continue\n"),
     Bug("a long prompt leaves short ones no room", SCHEDULER, "            room.keep_half()\n", "            pass\n"),
-    Bug("a long prompt gets nothing beside short ones", PLAN, "self.kept = self._tokens // 2", "self.kept = self._tokens"),
+    Bug("a long prompt gets nothing beside short ones", PLAN, "self._most - self._most // 2, ENOUGH", "0, ENOUGH"),
     Bug("deadlines are not looked at", SCHEDULER, "        if now < self._next_deadline:", "        if True:"),
     Bug("a deadline is reported as success", SCHEDULER, "self._fail(sequence, now, FinishReason.DEADLINE)", "self._fail(sequence, now, FinishReason.LENGTH)"),
     Bug("the next deadline is forgotten", SCHEDULER, "self._next_deadline = min((s.deadline for s in self._sequences.values()), default=math.inf)", "self._next_deadline = math.inf"),
