@@ -97,6 +97,14 @@ def test_precedence_is_flag_environment_file_default(elsewhere):
     ]
 
 
+def test_a_mark_before_a_file_is_passed_over(elsewhere):
+    """As some editors write it."""
+    Path("cairn.toml").write_bytes(b"\xef\xbb\xbfport = 3\n")
+    Path("keys").write_bytes(b"\xef\xbb\xbfone\ntwo\n")
+    config = resolve({"api_key": ["@keys"]}, {}).config
+    assert config.port == 3 and [key.reveal() for key in config.api_key] == ["one", "two"]
+
+
 def test_files_are_found_in_order(elsewhere):
     home = elsewhere / "home" / ".config" / "cairn"
     home.mkdir(parents=True)

@@ -220,8 +220,8 @@ def test_misspelt_and_wrong_options_are_errors(llm):
             llm.generate(prompts)
     with pytest.raises(InvalidRequest, match="ids go from 0"):
         llm.generate([[1, 10**6]])
-    with pytest.raises(ContextTooLong, match="max_tokens is 5000"):
-        llm.generate("x", max_tokens=5000)
+    with pytest.raises(ContextTooLong, match="the prompt has 5000 tokens"):
+        llm.generate([[1] * 5000])
     for messages in ("hi", ["hi"], [{"content": "hi"}], []):
         with pytest.raises(InvalidRequest, match="messages"):
             llm.chat(messages)

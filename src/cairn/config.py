@@ -74,6 +74,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     served_name: Annotated[str | None, Meta(description="Name that clients use for the model; default: its own.")] = (
         None
     )
+    alias: Annotated[
+        tuple[str, ...], Meta(description="Another name that clients may use for the model; repeat for more.")
+    ] = ()
+    strict_model: Annotated[
+        bool,
+        Meta(
+            description="Refuse requests that name another model, with 404. Without it they are answered by the one "
+            "there is, and the answer tells its name."
+        ),
+    ] = False
     tokenizer: Annotated[
         str | None,
         Meta(
@@ -173,10 +183,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["auto", "always", "never"],
         Meta(description="Load stored KV; 'auto': where that is faster than to compute it, as measured."),
     ] = "auto"
+    store_kv: Annotated[
+        Literal["asked", "always"],
+        Meta(
+            description='"store": false in a request keeps its KV and the tokens of its answer off the disk, so that '
+            "nothing of it is found again after a restart; 'always' keeps them all the same. Some agents send it "
+            "unasked (codex, pi)."
+        ),
+    ] = "asked"
     kv_write_gb: Annotated[
         float,
         Meta(ge=0, description="GB of KV stored a day at first touch; beyond that, only what comes a second time."),
     ] = 100.0
+    kv_ttl: Annotated[
+        float,
+        Meta(ge=0, description="Seconds that unused KV is kept in kv_dir; 0 keeps it until its room is needed."),
+    ] = 30 * 86400.0
     kv_fresh: Annotated[
         bool, Meta(description="Set a kv_dir aside that cannot be used as a store, and start a new one in its place.")
     ] = False
@@ -234,7 +256,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         tuple[str, ...], Meta(description="Host headers to accept besides the address itself and localhost.")
     ] = ()
     cors_origins: Annotated[
-        tuple[str, ...], Meta(description="Web origins that may call the API; none by default.")
+        tuple[str, ...],
+        Meta(
+            description="Web origins that may call the API, such as https://app.example; none by default. "
+            "http://localhost stands for all its ports, '*' for every page."
+        ),
     ] = ()
     metrics_prefix: Annotated[Literal["cairn", "vllm"], Meta(description="Prefix of the metric names.")] = "cairn"
     log_level: Annotated[
@@ -251,6 +277,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int, Meta(ge=1, description="Most MiB kept of resumable answers; the oldest are given up first.")
     ] = 64
     # limits on what a client may send
+    lenient: Annotated[
+        bool,
+        Meta(
+            description="Answer requests with unknown fields, and tell of these in the answer's 'warnings'; without "
+            "it they are a 400, but with the header X-Cairn-Lenient: 1."
+        ),
+    ] = False
     max_header_kib: Annotated[int, Meta(ge=1, description="Most KiB of request line and headers.")] = 32
     max_body_mib: Annotated[int, Meta(ge=1, description="Most MiB of request body.")] = 16
     max_bodies_mib: Annotated[

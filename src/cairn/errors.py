@@ -28,6 +28,7 @@ CairnError                 500  our own fault, or unforeseen
 from __future__ import annotations
 
 import traceback
+from typing import Self
 
 
 class CairnError(Exception):
@@ -41,6 +42,11 @@ class CairnError(Exception):
         super().__init__(message)
         self.field = field
         self.retry_after = retry_after
+
+    def named(self, message: str, field: str | None) -> Self:
+        """The same error in the words of a route that calls the field otherwise."""
+        self.args, self.field = (message,), field
+        return self
 
 
 def by_code(code: str, message: str, field: str | None = None) -> CairnError:
@@ -65,6 +71,14 @@ class InvalidRequest(CairnError):
 
 class ContextTooLong(InvalidRequest):
     code = "context_length_exceeded"
+
+    def __init__(
+        self, message: str, *, field: str | None = None, prompt_tokens: int | None = None, context: int | None = None
+    ) -> None:
+        super().__init__(message, field=field)
+        self.prompt_tokens = prompt_tokens
+        """How many the prompt has, or has at least where it was not read to its end."""
+        self.context = context
 
 
 class Unsupported(InvalidRequest):

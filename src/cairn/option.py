@@ -18,12 +18,12 @@ PANELS = (
     ("Text", "reasoning_history"),
     ("Agents", "agents_dir"),
     ("Server", "host"),
-    ("Limits on what a client may send", "max_header_kib"),
+    ("Limits on what a client may send", "lenient"),
 )
 """Groups of options in the help: each begins at the named field of `Config`."""
 
 _LOCAL_PANELS = ("Model and engine", "Scheduling", "Stored KV", "Text")
-_SERVED_ONLY = ("served_name",)
+_SERVED_ONLY = ("served_name", "alias", "strict_model", "store_kv")
 
 Kind = Literal["int", "float", "str", "bool", "choice", "secret", "tenant"]
 

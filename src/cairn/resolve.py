@@ -119,7 +119,7 @@ def _read(env: Mapping[str, str], file: Path | None) -> tuple[Path | None, dict[
     if path is None:
         return None, {}
     try:
-        return path, tomllib.loads(path.read_text(encoding="utf-8"))
+        return path, tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"there is no file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -274,7 +274,7 @@ def _lines(given: _Given, value: object) -> list[str]:
     """The keys in a file that was named as @FILE: one a line, empty lines do not count."""
     path = expanded(str(value)[1:])
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{given.source}: the key file {path} cannot be read: {error}", field=None) from None
     if not lines:

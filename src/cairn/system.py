@@ -8,13 +8,14 @@ import fcntl
 import logging
 import os
 import secrets
+import select
 import socket
 import stat
 import struct
 import sys
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TextIO
 
 from cairn.config import PREFIX
 from cairn.seams import LOCK_FILE, Entry
@@ -28,8 +29,29 @@ def without_secrets() -> dict[str, str]:
 def log_to_stderr(level: str) -> None:
     """What a process of the server has to tell, from this level on. Only our own loggers become talkative: libraries
     might log what passes through them."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = _Patient(sys.stderr)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", handlers=[handler])
     logging.getLogger("cairn").setLevel(level.upper())
+
+
+class _Patient(logging.StreamHandler[TextIO]):
+    """Leaves out what is of no importance while nobody reads: a full pipe would hold up all that this process does."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write, or not."""
+        if record.levelno > logging.INFO or _takes(self.stream):
+            super().emit(record)
+
+
+def _takes(stream: TextIO) -> bool:
+    """Whether a line can be written without waiting."""
+    try:
+        handle = stream.fileno()
+    except (OSError, ValueError):  # in memory, or closed
+        return True
+    poll = select.poll()
+    poll.register(handle, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 class SystemClock:

@@ -98,6 +98,8 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt already ends inside `<think>`."""
     tools: bool = False
     """`<tool_call>` JSON becomes tool calls."""
+    one_call: bool = False
+    """The answer ends with its first tool call."""
     xml: bool = False
     """So do `<function=...>` tags in it."""
     offered: tuple[OfferedTool, ...] = ()
@@ -126,6 +128,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """The tenant's salt: contexts with different salts never share KV."""
     timeout: float | None = None
     """Seconds from `add` after which the request ends with `DEADLINE`."""
+    first_token_timeout: float | None = None
+    """The same where it has no token by then. The front alone looks at it: a token is there when it has it."""
     priority: int = 0
     """Higher runs earlier; waiting raises it, so nobody starves."""
     durable: bool = False

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from desk import Desk, desk
 
+from cairn.agents.listing import page
 from cairn.agents.replays import KEEP_SECONDS
+from cairn.errors import NotFound
 
 DAY = 86_400.0
 STEPS = pytest.mark.parametrize("step", [200 * DAY, -200 * DAY])
@@ -103,3 +105,26 @@ async def test_what_has_a_time_that_is_still_to_come_is_as_old_as_the_start() ->
         assert at.ids == ["ada"] and at.numbers("ada") == [1, 2] and at.on_disk(b"because")
         await weeks(at, KEEP_SECONDS + 3700)
         assert at.numbers("ada") == [1] and not at.on_disk(b"because")
+
+
+async def test_an_agent_whose_time_is_over_is_gone_at_once_and_its_id_can_be_had() -> None:
+    """Not only when somebody looks for such agents next."""
+    async with desk() as at:
+        await at.make("ada", ttl=1)
+        await at.say("ada")
+        await at.make("bob")
+
+        def listed() -> list[str]:
+            return [agent.id for agent in page(at.book.roster, "me", 9, "", at.book.outbox.now()).agents]
+
+        at.clock.passed = 1.0
+        assert at.agent("ada").id == "ada" and listed() == ["ada", "bob"]
+        at.clock.passed = 1.01
+        with pytest.raises(NotFound):
+            at.agent("ada")
+        assert listed() == ["bob"]
+        at.book.find("me", "ada", over=True).ties += 1  # a request in its name runs still
+        assert at.numbers("ada") == [1]
+        at.agent("ada").ties -= 1
+        await at.make("ada")
+        assert at.numbers("ada") == []

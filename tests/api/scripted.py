@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from cairn.errors import CairnError, Cancelled
 from cairn.figures import CacheReport
@@ -39,6 +39,7 @@ SPEC = ModelSpec(
 class Bytes:
     """Token n is byte n; 256 and more are control tokens."""
 
+    special_tokens: ClassVar[dict[str, str]] = {"bos_token": "<257>"}
     middle: Middle | None = None
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
@@ -140,11 +141,14 @@ class ScriptedService:
     def __init__(self, script: Callable[[Request], list[Step]] | None = None, *, name: str = "scripted") -> None:
         self.script = script or (lambda request: [Delta(text="hi", tokens=(104, 105)), done()])
         self.name = name
+        self.names = frozenset({name})
+        self.strict = False
         self.spec = SPEC
         identity = b"\x11\x12\x13\x14\x15\x16\x17"
         self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab, max_rows=4096, identity=identity)
         self.tokenizer = Bytes()
         self.chat = self
+        self.template = "{{ messages }}"
         self.metrics = Metrics("cairn", "scripted")
         self.streams: list[ScriptedStream] = []
         self.remembered: list[tuple[Any, ...]] = []
@@ -152,6 +156,7 @@ class ScriptedService:
         self.failing: list[str] = []
         self.reasons: list[str] = []
         self.output = OutputFormat()
+        self.template = "enable_thinking"
         self._ids = itertools.count(1)
 
     def next_id(self) -> int:
@@ -161,6 +166,9 @@ class ScriptedService:
         self.prompts.append((messages, tools, tenant, template_args))
         text = "".join(str(message["content"] or "") for message in messages)
         return SimpleNamespace(tokens=tuple(text.encode()) or (1,), output=self.output)
+
+    def knows(self, name: str) -> bool:
+        return name in self.template
 
     def remember(self, tenant: str, prompt: Sequence[int], generated: Sequence[int], message: Any) -> None:
         self.remembered.append((tenant, tuple(prompt), tuple(generated), message))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 from scripted import ScriptedService
-from sockets import site
+from sockets import answer, request_bytes, site
 
 from cairn.config import Config
 from cairn.types import Delta
@@ -29,7 +30,8 @@ async def test_tokenize_and_detokenize() -> None:
         found = (await http.post("/tokenize", json={"prompt": "h\u00e9"})).json()
         assert found == {"tokens": [0x68, 0xC3, 0xA9], "count": 3, "max_model_len": 128}
         assert (await http.post("/detokenize", json={"tokens": [*found["tokens"], 256]})).json() == {
-            "prompt": "h\u00e9<256>"
+            "prompt": "h\u00e9<256>",
+            "content": "h\u00e9<256>",
         }
         chat = (await http.post("/tokenize", json={"messages": CHAT["messages"]})).json()
         assert chat["tokens"] == [104, 105]
@@ -48,7 +50,31 @@ async def test_tokenize_and_detokenize() -> None:
             ("/detokenize", {"tokens": "a"}),
         ):
             assert (await http.post(path, json=body)).status_code == 400, body
-        assert (await http.post("/tokenize", json={"prompt": "a", "model": "other"})).status_code == 404
+        assert (await http.post("/tokenize", json={"prompt": "a", "model": "other"})).status_code == 200
+
+
+async def test_tokenize_as_llama_server_has_it() -> None:
+    service = ScriptedService()
+    service.tokenizer.encode_prompt = lambda text, special=True: [257, *text.encode()]  # type: ignore[method-assign]
+    async with site(service) as at, at.http() as http:
+
+        async def tokens(**body: Any) -> Any:
+            response = await http.post("/tokenize", json=body)
+            return response.json()["tokens"] if response.status_code == 200 else response.status_code
+
+        assert await tokens(content="hi") == [104, 105]
+        assert await tokens(content="hi", add_special=True) == [257, 104, 105]
+        assert await tokens(content="a<256>b") == [97, 256, 98]
+        assert await tokens(content="<256>", parse_special=False) == list(b"<256>")
+        pieces = await tokens(content="h\u00e9", with_pieces=True)
+        assert pieces == [{"id": 104, "piece": "h"}, {"id": 0xC3, "piece": [0xC3]}, {"id": 0xA9, "piece": [0xA9]}]
+        pair = [{"id": 257, "piece": "<257>"}, {"id": 104, "piece": "h"}]
+        assert await tokens(content="h", add_special=True, with_pieces=True) == pair
+        assert (await tokens(messages=CHAT["messages"], with_pieces=True))[0] == {"id": 104, "piece": "h"}
+        long = await http.post("/tokenize", json={"content": "x" * 16_385})
+        assert long.json()["error"]["code"] == "context_length_exceeded" and long.json()["error"]["param"] == "content"
+        for wrong in ({"content": "a", "prompt": "a"}, {"prompt": "a", "add_special": True}, {"content": 1}):
+            assert await tokens(**wrong) == 400, wrong
 
 
 async def test_control_tokens_in_a_raw_text_are_control_tokens_unless_told_otherwise() -> None:
@@ -166,6 +192,101 @@ async def test_while_draining() -> None:
         assert (await http.get("/health/ready")).status_code == 503
         assert (await http.get("/health/live")).status_code == 200
         assert (await http.get("/v1/models")).status_code == 200
+
+
+async def test_health_for_people_who_know_llama_server() -> None:
+    async with site(None) as at, at.http() as http:
+        for path in ("/health", "/health/startup"):
+            assert (await http.get(path)).status_code == 503
+        loading = (await http.get("/health")).json()
+        assert loading["status"] == "loading model" and loading["error"]["message"] == "Loading model"
+        assert (await http.get("/version")).json()["version"]
+        service = at.app.service = ScriptedService()  # type: ignore[assignment]
+        assert (await http.get("/health")).json() == {"status": "ok", "reasons": [], "troubles": []}
+        assert (await http.head("/health")).status_code == 200
+        service.reasons = ["requests hold 95% of the KV pool"]
+        full = await http.get("/health")
+        assert full.status_code == 503 and full.json()["status"] == "degraded" and full.headers["retry-after"]
+        assert full.json()["error"]["message"] == "requests hold 95% of the KV pool"
+        assert (await http.get("/health/startup")).json() == {"status": "started"}
+
+
+async def test_props() -> None:
+    async with site(ScriptedService(), Config(max_running=7, model="org/name:Q4_1")) as at, at.http() as http:
+        props = (await http.get("/props")).json()
+        assert (props["total_slots"], props["model_path"], props["model_alias"]) == (7, "org/name:Q4_1", "scripted")
+        assert props["chat_template"] == "{{ messages }}" and props["build_info"].startswith("cairn ")
+        assert (props["bos_token"], props["eos_token"]) == ("<257>", "<256>")
+        defaults = props["default_generation_settings"]
+        assert defaults["n_ctx"] == 128 and defaults["params"]["temperature"] == 0.7  # the model's own
+        assert (await http.post("/props", json={})).status_code == 405
+
+
+async def test_routes_without_v1() -> None:
+    async with site(ScriptedService(name="org/name")) as at, at.http() as http:
+        assert (await http.get("/models")).json() == (await http.get("/v1/models")).json()
+        assert (await http.get("/models/org/name")).json()["id"] == "org/name"
+        chat = await http.post("/chat/completions", json=CHAT | {"model": "org/name"})
+        assert chat.json()["choices"][0]["message"]["content"] == "hi"
+        text = await http.post("/completions", json={"model": "org/name", "prompt": "a"})
+        assert text.json()["choices"][0]["text"] == "hi"
+        assert (await http.get("/chat/completions")).status_code == 405
+
+
+async def test_a_wrong_base_url_gets_a_hint() -> None:
+    async with site(ScriptedService()) as at:
+        for path, meant in (
+            ("/v1/v1/chat/completions", "/v1/chat/completions"),
+            ("//v1/chat/completions", "/v1/chat/completions"),
+            ("/v1//models", "/v1/models"),
+            ("/v1/models/", "/v1/models"),
+            ("/openai/v1/chat/completions", "/v1/chat/completions"),
+            ("/v1/chat/completions/", "/v1/chat/completions"),
+            ("/v1/tokenize", "/tokenize"),
+            ("/v1/health/live", "/health/live"),
+            ("/agents", "/v1/agents"),
+            ("/metrics/", "/metrics"),
+        ):
+            # By hand: httpx reads a path of two slashes as a host.
+            reader, writer = await at.raw()
+            writer.write(request_bytes("GET", path))
+            status, _, body = await answer(reader)
+            message = json.loads(body)["error"]["message"]
+            assert status == 404 and f"it is {meant}" in message, (path, message)
+            assert ("the base URL is http://localhost/v1" in message) == meant.startswith("/v1")
+
+
+async def test_a_404_speaks_the_dialect_of_its_path() -> None:
+    async with site(ScriptedService()) as at, at.http() as http:
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            found = await http.post(path, json={})
+            body = found.json()
+            assert found.status_code == 404 and body["type"] == "error"
+            assert body["error"]["type"] == "not_found_error" and "chat/completions" in body["error"]["message"]
+            assert body["request_id"] == found.headers["x-request-id"]
+        for path in ("/api/chat", "/api/generate", "/api/tags", "/api/anything"):
+            found = await http.post(path, json={})
+            assert found.status_code == 404 and f"{at.url}/v1" in found.json()["error"], path
+
+
+async def test_routes_of_other_servers_get_a_sentence() -> None:
+    async with site(ScriptedService()) as at, at.http() as http:
+        for path, said in (
+            ("/v1/embeddings", "embeddings are not built into this model"),
+            ("/embedding", "embeddings are not built into this model"),
+            ("/v1/images/generations", "images are neither made nor edited here"),
+            ("/v1/audio/transcriptions", "speech"),
+            ("/v1/responses", "chat/completions"),
+            ("/v1/rerank", "scores no documents"),
+            ("/v1/files/file-1/content", "keeps no files"),
+            ("/completion", "/v1/completions"),
+            ("/slots", "no slots"),
+            ("/", f"{at.url}/v1"),
+        ):
+            message = (await http.post(path, json={})).json()["error"]["message"]
+            assert message.startswith(f"there is no route {path}: ") and said in message, message
+        assert (await http.get("/v1/nothing")).json()["error"]["message"] == "there is no route /v1/nothing"
+        assert "embeddings are not built" in (await http.post("/api/embed", json={})).json()["error"]
 
 
 async def test_unknown_routes_and_methods() -> None:

@@ -217,7 +217,6 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/agents", {"pins": True}, 400, "pins"),
     ("/v1/agents", {"ttl": -1}, 400, "ttl"),
     ("/v1/agents", {"ttl": 0.999}, 400, "ttl"),
-    ("/v1/agents", {"model": "gpt"}, 404, "there is no model"),
     ("/v1/agents", {"system": "a", "messages": [{"role": "system", "content": "b"}]}, 400, "either system"),
     ("/v1/agents", {"metadata": {"a": "b" * 600}}, 400, "metadata.a"),
     ("/v1/agents/ada/turns", {"messages": []}, 400, "messages"),
@@ -239,7 +238,8 @@ WRONG: list[tuple[str, Any, int, str]] = [
 async def test_what_is_wrong_is_named(folder: Path) -> None:
     async with home(folder) as (at, _, http):
         await at.agents.create("default", id="ada")
-        for path, body, status, what in WRONG:
+        at.service.strict = True
+        for path, body, status, what in [*WRONG, ("/v1/agents", {"model": "gpt"}, 404, "there is no model")]:
             response = await http.post(path, json=body)
             said = response.json()["error"]["message"]
             assert (response.status_code, what in said) == (status, True), (path, body, response.text)
@@ -414,15 +414,59 @@ async def test_ordinary_requests_are_on_the_account_of_the_agent_they_name(folde
         for more, headers, count in calls:
             assert (await http.post("/v1/chat/completions", json=chat | more, headers=headers)).status_code == 200
             assert await counted() == count, (more, headers)
-        unknown = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "nobody"})
-        assert unknown.status_code == 404
         bad = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "no id"})
-        assert bad.status_code == 400
-        assert [one.json()["error"]["param"] for one in (unknown, bad)] == ["X-Cairn-Agent"] * 2
+        assert bad.status_code == 400 and bad.json()["error"]["param"] == "X-Cairn-Agent"
         web.app.ties.agents = None
         assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
         without = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "ada"})
         assert without.status_code == 503
+
+
+async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent without turns, which goes by itself."""
+    chat = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 3}
+    text = {"prompt": "hi", "max_tokens": 3}
+    async with home(folder) as (_, _, http):
+
+        async def opened() -> dict[str, int]:
+            data = (await http.get("/v1/agents")).json()["data"]
+            assert all(one["turns"] == 0 and one["ttl"] == 7 * 86_400 for one in data)
+            return {one["id"]: one["savings"]["requests"] for one in data}
+
+        calls: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+            ("bob", {}, {"X-Cairn-Agent": "bob"}),
+            ("bob", {"store": False}, {"X-Cairn-Agent": "bob"}),
+            ("eve", {"prompt_cache_key": "eve"}, {}),
+            ("eve", {"metadata": {"agent": "dan"}, "prompt_cache_key": "eve"}, {}),
+            ("dan", {"metadata": {"agent": "dan"}}, {}),
+            ("", {"prompt_cache_key": "no id"}, {}),
+            ("", {"prompt_cache_key": "private", "store": False}, {}),
+        ]
+        wanted: dict[str, int] = {}
+        for name, more, headers in calls:
+            for path, body in (("chat/completions", chat), ("completions", text)):
+                answer = await http.post(f"/v1/{path}", json=body | more, headers=headers)
+                assert answer.status_code == 200, answer.text
+                wanted |= {name: wanted.get(name, 0) + 1} if name else {}
+                assert await opened() == wanted
+        wrong = await http.post("/v1/chat/completions", json=chat | {"n": 99}, headers={"X-Cairn-Agent": "joe"})
+        assert wrong.status_code == 400 and await opened() == wanted, "for nothing no account is opened"
+        answers = [http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "two"}) for _ in range(2)]
+        assert [one.status_code for one in await asyncio.gather(*answers)] == [200, 200]
+        assert (await opened())["two"] == 2
+        monkeypatch.setattr("cairn.agents.book.MAX_AGENTS", 4)
+        answer = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "joe"})
+        assert answer.status_code == 200 and "joe" not in await opened(), "served, on nobody's account"
+
+
+async def test_answers_of_store_false_are_kept_where_the_server_says_so(folder: Path) -> None:
+    """What they were sampled as is in the log then, and found again after a restart."""
+    chat = {"messages": [{"role": "user", "content": "hi"}], "store": False, "prompt_cache_key": "pi", **TURN}
+    for store_kv, kept in (("asked", 0), ("always", 1)):
+        async with home(folder, store_kv=store_kv) as (at, _, http):
+            assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
+            assert len(at.agents._replays._kept) == kept
+            assert len((await http.get("/v1/agents")).json()["data"]) == kept, "an account too"
 
 
 async def test_requests_that_were_refused_take_no_place_from_those_that_were_computed(folder: Path) -> None:
@@ -540,7 +584,7 @@ async def test_an_agents_time_is_not_over_while_a_request_in_its_name_runs(folde
         await http.post("/v1/agents", json={"id": "ada", "ttl": 60})
         ada = at.agents._find("default", "ada")
         path, body = "/v1/chat/completions", chat | {"max_tokens": 1500}
-        refused = await http.post(path, json=body | {"max_tokens": 10**6}, headers=headers)
+        refused = await http.post(path, json=body | {"n": 99}, headers=headers)
         assert refused.status_code == 400 and ada.ties == 0
         async with http.stream("POST", path, json=body, headers=headers) as answer:
             async for _ in answer.aiter_lines():

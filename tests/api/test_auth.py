@@ -10,6 +10,8 @@ from sockets import Site, site
 
 from cairn.api.app import App
 from cairn.api.auth import OPEN, Access, _same_address, check_exposure
+from cairn.api.origins import Origins
+from cairn.api.server import serve
 from cairn.config import Config, Secret, TenantKeys
 from cairn.errors import ConfigError
 
@@ -46,14 +48,14 @@ def every_route(app: App) -> list[tuple[str, str]]:
     ],
 )
 async def test_every_route_needs_a_key(headers: dict[str, str]) -> None:
-    """Known failure 45: no route is open because nobody thought of it; not even one that does not exist."""
+    """Known failure 45: no route is open because nobody thought of it."""
     async with site(ScriptedService(), ONE) as at:
         routes = [
             *every_route(at.app),
-            ("GET", "/"),
-            ("GET", "/nowhere"),
+            ("GET", "/version"),
+            ("POST", "/chat/completions"),
+            ("GET", "/models/x"),
             ("DELETE", "/v1/models"),
-            ("GET", "//health/live"),
         ]
         assert len(routes) > 10
         for method, path in routes:
@@ -64,10 +66,19 @@ async def test_every_route_needs_a_key(headers: dict[str, str]) -> None:
 
 
 async def test_only_health_is_open() -> None:
-    assert {"/health/live", "/health/ready"} == OPEN
+    assert {"/health", "/health/live", "/health/ready", "/health/startup"} == OPEN
     async with site(ScriptedService(), ONE) as at:
         for path in OPEN:
             assert (await call(at, path)).status_code == 200
+
+
+async def test_what_is_no_route_is_told_without_a_key_and_nothing_of_what_there_is() -> None:
+    """A wrong base URL must not look like a wrong key; whether an object exists is told to nobody without one."""
+    async with site(ScriptedService(), ONE) as at:
+        for path in ("/", "/nowhere", "//health/live", "/v1/v1/models", "/v1/cache/nothing", "/v1/requests/1/2"):
+            assert (await call(at, path)).status_code == 404, path
+        for path in ("/v1/models/scripted", "/v1/models/other", "/v1/requests/0000000000000001", "/v1/agents/one"):
+            assert (await call(at, path)).status_code == 401, path
 
 
 async def test_bearer_and_x_api_key() -> None:
@@ -170,7 +181,26 @@ async def test_hosts_of_this_machine(host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example:8000", "", "a:b:c", "[x"]
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example:8000",
+        "",
+        "a:b:c",
+        "[x",
+        "[localhost]",
+        "[localhost]evil.com",
+        "[localhost]:80",
+        "[127.0.0.1]",
+        "[::1].evil.com",
+        "[::1]evil.com:80",
+        "[::1]:80.evil.com",
+        "[::1]:evil",
+        "localhost:evil",
+        "[[::1]]",
+        "localhost:80:80",
+    ],
 )
 async def test_another_host_is_refused(host: str) -> None:
     """DNS rebinding: a page's own name never reaches the API, not even health."""
@@ -207,6 +237,53 @@ async def test_cors_is_off_and_never_reflected() -> None:
         assert not any(name.startswith("access-control") for name in response.headers)
         asked = await preflight(at, "https://evil.example")
         assert asked.status_code == 405 and "access-control-allow-origin" not in asked.headers
+
+
+@pytest.mark.parametrize(
+    ("entry", "wrong"),
+    [
+        ("app.example", "no scheme"),
+        ("localhost", "no scheme"),
+        ("localhost:3000", "no scheme"),
+        ("https://app.example/", "a path"),
+        ("https://app.example/page", "a path"),
+        ("https://*.app.example", "a star"),
+        ("https://b\u00fccher.example", "xn--"),
+        ("https://app.example:port", "can never match"),
+        ("https://user@app.example", "can never match"),
+        ("https://app.example?x", "can never match"),
+        ("://app.example", "no scheme"),
+        ("", "no scheme"),
+    ],
+)
+def test_an_origin_that_no_page_has_is_refused(entry: str, wrong: str) -> None:
+    with pytest.raises(ConfigError, match="can never match") as caught:
+        serve(Config(cors_origins=("https://app.example", entry)))
+    assert wrong in str(caught.value) and caught.value.field == "cors_origins"
+
+
+@pytest.mark.parametrize(
+    ("entry", "pages", "others"),
+    [
+        (
+            "http://localhost",
+            ["http://localhost", "http://localhost:5173"],
+            ["https://localhost", "http://localhost.x"],
+        ),
+        ("http://127.0.0.1", ["http://127.0.0.1:3000"], ["http://127.0.0.11", "http://localhost:3000"]),
+        ("http://[::1]", ["http://[::1]:3000"], ["http://[::2]:3000"]),
+        ("http://localhost:3000", ["http://localhost:3000"], ["http://localhost:3001", "http://localhost"]),
+        ("HTTPS://App.Example:443", ["https://app.example"], ["https://app.example:444", "http://app.example"]),
+        ("https://app.example", ["https://app.example"], ["https://app.example:8443", "https://app.example.org"]),
+        ("vscode-webview://abc", ["vscode-webview://abc"], ["vscode-webview://abd", ""]),
+        ("null", ["null"], ["", "http://localhost"]),
+        ("*", ["null", "http://anything:1"], [""]),
+    ],
+)
+def test_origins_as_browsers_write_them(entry: str, pages: list[str], others: list[str]) -> None:
+    origins = Origins(Config(cors_origins=(entry,)))
+    assert origins and not Origins(Config())
+    assert [page for page in (*pages, *others) if origins.allow(page)] == pages
 
 
 async def test_cors_for_configured_origins_only() -> None:

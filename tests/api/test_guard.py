@@ -10,7 +10,8 @@ import pytest
 from scripted import ScriptedService, done
 from sockets import Site, answer, request_bytes, site
 
-from cairn.api.guard import Guard
+from cairn.api.deadlines import Phase
+from cairn.api.guard import FIRST_LOOK, Guard
 from cairn.config import Config
 from cairn.types import Delta
 
@@ -373,3 +374,59 @@ async def test_stream_over_http_1_0_ends_with_the_connection() -> None:
         assert b"content-length: %d" % len(text) in head and json.loads(text)["object"] == "chat.completion"
         head, text = await old(at, request_bytes("HEAD", "/v1/models"))
         assert text == b""
+
+
+@pytest.mark.parametrize("version", ["1.1", "1.0"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_has_closed_only_its_own_side_gets_its_answer(stream: bool, version: str) -> None:
+    """As `nc -N` does it, with a body that takes a while to answer."""
+    service = ScriptedService(lambda request: [60.0])
+    body = json.dumps({"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "stream": stream}).encode()
+    async with site(service) as at:
+        reader, writer = await at.raw()
+        writer.write(
+            request_bytes("POST", "/v1/chat/completions", body).replace(b"HTTP/1.1", b"HTTP/" + version.encode())
+        )
+        writer.write_eof()
+        while not service.streams:
+            await asyncio.sleep(0.001)
+        while (guard := at.listener.guards()[0]).cycle.keep_alive is not False:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(3 * FIRST_LOOK)  # it is looked at, and found to be there
+        assert guard.phase is Phase.ANSWER and not service.streams[0].closed
+        service.streams[0].push(Delta(text="still here", tokens=(1,)))
+        service.streams[0].push(done())
+        text = (await reader.read()).decode()
+        assert "still here" in text and " 200 OK" in text
+        assert text.startswith("HTTP/1.1 100 Continue") == (version == "1.1" and not stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_has_closed_the_connection_is_gone_at_once(stream: bool) -> None:
+    service = ScriptedService(lambda request: [60.0])
+    body = json.dumps({"model": "scripted", "messages": [{"role": "user", "content": "hi"}], "stream": stream}).encode()
+    async with site(service) as at, asyncio.timeout(10):
+        reader, writer = await at.raw()
+        writer.write(request_bytes("POST", "/v1/chat/completions", body))
+        if stream:
+            await reader.readuntil(b"\r\n\r\n")
+        while not service.streams:
+            await asyncio.sleep(0.001)
+        writer.close()
+        while not service.streams[0].closed:
+            await asyncio.sleep(0.001)
+
+
+async def test_half_a_request_and_then_the_end_is_told() -> None:
+    async with site(ScriptedService()) as at:
+        for sent in (
+            b"GET /v1/mod",
+            request_bytes("POST", "/v1/completions", b"{}", "Content-Length: 9")[:-1].replace(
+                b"Content-Length: 2\r\n", b""
+            ),
+        ):
+            reader, writer = await at.raw()
+            writer.write(sent)
+            writer.write_eof()
+            text = (await reader.read()).decode()
+            assert text.startswith("HTTP/1.1 400 ") and "ended before the request was whole" in text

@@ -49,7 +49,8 @@ def test_numbers_that_are_not_finite_are_refused(number: str) -> None:
         b"{'a':1}",
         b'{"a":1}x',
         b'{"a":\xff}',
-        b'\xef\xbb\xbf{"a":1}',
+        b"\xef\xbb\xbf",
+        b'{\xef\xbb\xbf"a":1}',
         b'{"a":"\\ud800"}',
         b'{"\\udc00":1}',
         b'{"a":["\\ud800x"]}',
@@ -61,6 +62,11 @@ def test_numbers_that_are_not_finite_are_refused(number: str) -> None:
 def test_what_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
         parse_json(body, max_depth=64)
+
+
+def test_a_mark_before_the_object_is_passed_over() -> None:
+    """As some editors and .NET write it."""
+    assert parse_json(b'\xef\xbb\xbf{"a":1}', max_depth=1, max_values=1) == {"a": 1}
 
 
 def test_whole_characters_pass() -> None:

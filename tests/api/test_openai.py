@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from scripted import SPEC, ScriptedService, done
 from sockets import Site, answer, events, request_bytes, site
 from tests.text import text_models
 
-from cairn.config import Config
+from cairn.config import Config, Secret
 from cairn.errors import GenerationFailed, InvalidRequest, Overloaded, Unavailable
 from cairn.figures import CacheReport, Miss
 from cairn.models.ends import Middle
@@ -25,9 +27,9 @@ from cairn.types import Delta, Done, FinishReason, Request, TokenLogprob, ToolCa
 HI = [{"role": "user", "content": "hi"}]
 
 
-async def post(at: Site, body: dict[str, Any], path: str = "/v1/chat/completions") -> Any:
+async def post(at: Site, body: dict[str, Any], path: str = "/v1/chat/completions", **more: Any) -> Any:
     async with at.http() as http:
-        return await http.post(path, json=body)
+        return await http.post(path, json=body, **more)
 
 
 def chat(**more: Any) -> dict[str, Any]:
@@ -507,7 +509,7 @@ async def test_openai_client_takes_a_message_of_its_stream_helper_back(tools: An
 async def test_openai_client_sees_typed_errors() -> None:
     async with site(ScriptedService()) as at, at.openai() as client:
         with pytest.raises(openai.NotFoundError, match="scripted") as unknown:
-            await client.chat.completions.create(model="gpt-4", messages=HI)
+            await client.models.retrieve("gpt-4")
         assert unknown.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError) as wrong:
             await client.chat.completions.create(model="scripted", messages=HI, temperature=11)
@@ -532,13 +534,95 @@ async def test_openai_client_raises_on_an_error_in_the_stream() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_error_before_the_answer_is_a_status(stream: bool) -> None:
     """Known failure 41: 429 carries the Retry-After that the error states."""
-    error = Overloaded("the queue is full", retry_after=2.2)
-    async with site(ScriptedService(lambda request: [error])) as at:
+
+    def refuse(request: Request) -> list[Any]:
+        raise Overloaded("the queue is full", retry_after=2.2)
+
+    async with site(ScriptedService(refuse)) as at:
         response = await post(at, chat(stream=stream))
     assert response.status_code == 429 and response.headers["retry-after"] == "3"
     assert response.json() == {
         "error": {"message": "the queue is full", "type": "rate_limit_error", "param": None, "code": "overloaded"}
     }
+
+
+@pytest.mark.parametrize("marked", [{}, {"X-Cairn-Resumable": "1"}])
+async def test_a_queued_stream_has_its_headers_at_once_and_can_be_cancelled_by_its_id(marked: dict[str, str]) -> None:
+    """Who waits in the queue must be able to give up, and to say which request that is."""
+    service = ScriptedService(lambda request: [600.0])
+    async with site(service) as at, at.http() as http:
+        own = marked | {"X-Request-ID": "job-7"}
+        async with http.stream("POST", "/v1/chat/completions", json=chat(stream=True), headers=own) as waiting:
+            assert waiting.status_code == 200 and waiting.headers["x-request-id"] == "job-7"
+            id = waiting.headers["x-cairn-request-id"]
+            assert (await http.get("/v1/requests/job-7")).json()["id"] == id
+            assert (await http.post("/v1/requests/job-7/cancel")).json()["cancelled"] is True
+            text = (await waiting.aread()).decode().partition("data: ")[2]
+        assert json.loads(text)["error"]["code"] == "cancelled"
+
+
+async def test_a_name_in_flight_twice_cancels_nobody_and_is_no_other_tenants() -> None:
+    config = Config(api_key=(Secret("alpha"), Secret("beta")))
+    service = ScriptedService(lambda request: [Delta(text="x"), 600.0])
+    async with site(service, config) as at, at.http() as http, contextlib.AsyncExitStack() as stack:
+        ids = {}
+        for key in ("alpha", "alpha", "beta"):
+            headers = {"x-api-key": key, "x-request-id": "1"}
+            sent = http.stream("POST", "/v1/chat/completions", json=chat(stream=True), headers=headers)
+            ids.setdefault(key, []).append((await stack.enter_async_context(sent)).headers["x-cairn-request-id"])
+
+        async def cancel(id: str, key: str) -> tuple[int, bool]:
+            response = await http.post(f"/v1/requests/{id}/cancel", headers={"x-api-key": key})
+            return response.status_code, response.json().get("cancelled", False)
+
+        assert await cancel("1", "alpha") == (409, False)
+        assert not any(stream.over for stream in service.streams)
+        assert await cancel("1", "beta") == (200, True)
+        assert await cancel(ids["alpha"][0], "beta") == (404, False)
+        for id in ids["alpha"]:
+            assert await cancel(id, "alpha") == (200, True)
+
+
+@pytest.mark.parametrize("name", ["a/b", "x" * 129, "two words", "\u00e9".encode().decode("latin-1")])
+async def test_a_name_that_cannot_be_used_means_nothing(name: str) -> None:
+    async with site(ScriptedService()) as at:
+        response = await post(at, chat(), headers={"X-Request-ID": name.encode("latin-1")})
+        assert response.json()["id"] == "chatcmpl-" + response.headers["x-request-id"]
+        assert "x-cairn-request-id" not in response.headers
+
+
+async def test_time_limits_and_priority_of_a_request() -> None:
+    service = ScriptedService()
+    async with site(service, Config(request_timeout=100)) as at:
+        for path, body in (("/v1/chat/completions", chat()), ("/v1/completions", complete())):
+            await post(at, body | {"timeout": 2.5, "first_token_timeout": 1, "priority": -7}, path)
+            asked = service.streams[-1].request
+            assert (asked.timeout, asked.first_token_timeout, asked.priority) == (2.5, 1.0, 7)  # inside, more is sooner
+            await post(at, body, path)
+            asked = service.streams[-1].request
+            assert (asked.timeout, asked.first_token_timeout, asked.priority) == (100, None, 0)
+            for field, value in (("timeout", 0), ("timeout", 101), ("first_token_timeout", -1), ("priority", 101)):
+                refused = await post(at, body | {field: value}, path)
+                error = refused.json()["error"]
+                assert refused.status_code == 400 and error["param"] == field and "100" in error["message"]
+
+
+async def test_the_access_log_has_a_line_for_each_request_and_no_text(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "cairn.access")
+    service = ScriptedService(lambda request: [Delta(text="xyzzy", tokens=(1, 2)), done()])
+    async with site(service) as at, at.http() as http:
+        named = await post(at, chat(stream=True), headers={"X-Request-ID": "job-8"})
+        await http.get("/nowhere?secret=xyzzy")
+        await http.get("/health/live")
+        service.script = lambda request: [GenerationFailed("no")]
+        await post(at, chat(stream=True))
+    first, second, third = [record.getMessage() for record in caplog.records if record.name == "cairn.access"]
+    id = named.headers["x-cairn-request-id"]
+    assert re.fullmatch(
+        rf"POST /v1/chat/completions 200, \d+ ms, 2\+2 tokens, request {id} \(job-8\), tenant default", first
+    )
+    assert second.startswith("GET /nowhere 404, ") and "xyzzy" not in first + second
+    assert "200, " in third and "ended early: generation_failed" in third
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

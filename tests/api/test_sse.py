@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted import Bytes, done
 from sockets import events
+from tests.text import text_models
 
 from cairn.api.sse import (
     DONE,
@@ -24,6 +28,7 @@ from cairn.api.sse import (
 )
 from cairn.errors import InvalidRequest, Overloaded, Unauthorized
 from cairn.figures import CacheReport, Differs, Miss
+from cairn.text.tokenizer import Tokenizer
 from cairn.types import Delta, TokenLogprob, ToolCallDelta
 
 HEAD = {"id": 'a"b', "object": "chat.completion", "created": 1, "model": "m\u2028\n\n", "system_fingerprint": None}
@@ -77,18 +82,72 @@ def test_text_offsets_count_characters_not_bytes() -> None:
     for token in "h\u00e9y".encode():
         logprobs.add(token, TokenLogprob(token, float("-inf")))
     found = logprobs.take()
-    assert found["tokens"] == ["h", "\ufffd", "\ufffd", "y"] and found["top_logprobs"] is None
+    assert found["tokens"] == ["h", "bytes:\\xc3", "bytes:\\xa9", "y"] and found["top_logprobs"] is None
     assert found["token_logprobs"] == [-9999.0] * 4
     assert logprobs.take()["tokens"] == []
 
 
 def test_tokens_that_read_alike_do_not_hide_each_other() -> None:
-    """Halves of characters all read U+FFFD: the token's own entry is its own, else the likeliest counts."""
+    """Halves of characters all read U+FFFD, and a tokenizer may spell one text in two ways."""
     logprobs = TextLogprobs(Bytes(), 3)
     likely, unlikely = 0xC3, 0xA9
     logprobs.add(unlikely, TokenLogprob(unlikely, -5.0, ((likely, -0.1), (104, -2.0), (0xC4, -3.0))))
     logprobs.add(104, TokenLogprob(104, -2.0, ((likely, -0.1), (unlikely, -5.0), (104, -2.0))))
-    assert logprobs.take()["top_logprobs"] == [{"\ufffd": -5.0, "h": -2.0}, {"\ufffd": -0.1, "h": -2.0}]
+    found = logprobs.take()
+    assert found["top_logprobs"] == [
+        {"bytes:\\xc3": -0.1, "h": -2.0, "bytes:\\xc4": -3.0, "bytes:\\xa9": -5.0},
+        {"bytes:\\xc3": -0.1, "bytes:\\xa9": -5.0, "h": -2.0},
+    ]
+    assert found["tokens"] == ["bytes:\\xa9", "h"]
+    asked = TextLogprobs(Twins(), 20)
+    asked.add(120, TokenLogprob(120, -3.0, tuple((token, -0.1 * token) for token in range(110, 130))))
+    (top,) = asked.take()["top_logprobs"]
+    assert len(top) == 20 and top["token_id:121"] == -0.1 * 121, "as many as were asked for"
+
+
+class Twins(Bytes):
+    """Odd tokens read as the even ones before them."""
+
+    def token_bytes(self, id: int) -> bytes:
+        return super().token_bytes(id & ~1)
+
+
+def offsets(tokenizer: Any, tokens: Sequence[int]) -> list[int]:
+    logprobs = TextLogprobs(tokenizer, 0)
+    for token in tokens:
+        logprobs.add(token, TokenLogprob(token, -1.0))
+    found: list[int] = logprobs.take()["text_offset"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("raw", "wanted"),
+    [
+        (b"h\xc3\xa9y", [0, 1, 1, 2]),
+        (b"\xc3hi", [0, 1, 2]),
+        (b"\xe2\x82hi", [0, 0, 1, 2]),
+        (b"\xe2\x82\xc3\xa9!", [0, 0, 1, 1, 2]),
+        (b"\xc3\xc3h", [0, 1, 2]),
+        (b"\x80\x80h", [0, 1, 2]),
+        (b"a\xffb", [0, 1, 2]),
+        (b"\xf0\x80a", [0, 1, 2]),
+    ],
+)
+def test_a_token_begins_behind_what_was_not_whole(raw: bytes, wanted: list[int], tmp_path: Path) -> None:
+    """Bytes that wait in vain for the rest of their character come out with the next token, and stand before it."""
+    folder = text_models.write_model(tmp_path, text_models.byte_level(), text_models.QWEN_CONFIG)
+    tokenizer = Tokenizer.load(folder)
+    one = {tokenizer.token_bytes(token): token for token in range(256)}
+    assert offsets(tokenizer, [one[bytes([byte])] for byte in raw]) == wanted
+
+
+def test_a_token_begins_behind_a_run_of_bytes(tmp_path: Path) -> None:
+    """SentencePiece shows a run of bytes when it ends, an invalid one as one U+FFFD a byte."""
+    folder = text_models.write_model(tmp_path, text_models.sentencepiece(), text_models.LLAMA2_CONFIG)
+    tokenizer = Tokenizer.load(folder)
+    word = tokenizer.encode("the lazy")[-1]
+    run = [tokenizer.token_id(f"<0x{byte:02X}>") for byte in b"\xc3\xc3"]
+    assert offsets(tokenizer, [word, *run, word])[-1] == len(tokenizer.decode([word, *run]))
 
 
 def merged(one: Any, other: Any) -> Any:

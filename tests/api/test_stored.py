@@ -113,7 +113,11 @@ async def test_the_command_line_says_the_same(
             assert shown["damaged"] == "2 chunks" and shown["trouble"] == "the disk sulks"
             assert shown["host memory"] == "not used"
             assert shown["loaded"] == "640 tokens in 0.25 s"
-        assert (await run("stats"))["packed weights"].startswith("0 files here, 0 bytes of ")
+        (tmp_path / "cairn" / "packed").mkdir(parents=True)
+        (tmp_path / "cairn" / "packed" / "one.packed").write_bytes(bytes(2000))
+        monkeypatch.setenv("CAIRN_KEEP_PACKED_GB", "3")
+        assert (await run("stats"))["packed weights"] == "1 files here, 2.0 kB of 3.0 GB"
+        (tmp_path / "cairn" / "packed" / "one.packed").unlink()
         scrubbed = await run("scrub")
         assert (scrubbed["removed"], scrubbed["not readable now"]) == ("2 chunks, 16.0 kB", "3 chunks")
         shown = await run("prune")
@@ -133,19 +137,6 @@ def test_packed_weights_that_prune_removed_are_told_without_a_server(
         main(["cache", "prune", "--host", "http://127.0.0.1:9"])
     assert left.value.code and not old.exists()
     assert capsys.readouterr().out == "packed weights\t1 files removed here, 2.0 kB\n"
-
-
-def test_what_packed_weights_take_is_told_without_a_server(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "cairn" / "packed").mkdir(parents=True)
-    (tmp_path / "cairn" / "packed" / "one.packed").write_bytes(bytes(2000))
-    with pytest.raises(SystemExit) as left:
-        main(["cache", "stats", "--host", "http://127.0.0.1:9", "--keep-packed-gb", "3"])
-    assert left.value.code
-    assert capsys.readouterr().out == "packed weights\t1 files here, 2.0 kB of 3.0 GB\n"
 
 
 async def test_a_real_server_stores_flushes_and_finds_damage(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ async def test_concurrent_streams_are_complete_in_order_and_once(
         before = server.rss()
         results = await asyncio.gather(*(stream(server.port, body_of(prompt, **more)) for prompt in prompts))
         grown = server.rss() - before
-        assert server.family() and server.post("/detokenize", {"tokens": []}) == {"prompt": ""}
+        assert server.family() and server.post("/detokenize", {"tokens": []}) == {"prompt": "", "content": ""}
     firsts = sorted(first for _, first in results)
     figure(
         f"{count * choices} concurrent streams of {TOKENS} tokens ({name})",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import random
 import threading
 import time as machine_time
@@ -391,6 +392,48 @@ def test_what_is_pinned_is_counted_without_a_look_at_all_of_it(files: CrashFiles
     store.pin("a", [])
     store.pin("b", [])
     assert store.stats().pinned == 0
+
+
+def test_more_pinned_than_the_budget_is_said_until_some_is_unpinned(files: CrashFiles, time: Time) -> None:
+    """Also of what is not there yet, and after a restart."""
+    budget = 10 * 4096
+    store = open_store(files, time, budget=budget)
+    chunks = chain(20)
+    store.pin("early", keys(chunks))
+    assert not store.stats().trouble, "nobody knows yet what a chunk takes"
+    store.keep(chunks[:5])
+    store.tend()
+    assert "pinned KV needs about 81,920 bytes" in store.stats().trouble and "--kv-disk-gb" in store.stats().trouble
+    store.close()
+    store = open_store(files, time, budget=budget)
+    assert "pinned KV" in store.stats().trouble
+    store.pin("early", keys(chunks[:5]))
+    assert not store.stats().trouble
+    store.pin("other", keys(chunks[:9]))
+    assert not store.stats().trouble, "what two pin is there once"
+    store.pin("other", keys(chunks))
+    assert store.stats().trouble
+    store.pin("other", [])
+    assert not store.stats().trouble
+
+
+def test_without_a_time_to_live_nothing_grows_too_old_and_a_short_one_is_kept_to(files: CrashFiles, time: Time) -> None:
+    chunks = chain(2)
+    store = open_store(files, time, ttl=math.inf)
+    store.keep(chunks)
+    time.seconds += 10 * 365 * 86400
+    store.tend()
+    assert store.prune() == 0 and store.leading(keys(chunks)) == 2
+    store.close()
+    store = open_store(files, time, ttl=60.0)
+    store.leading(keys(chunks))
+    store.tend()
+    time.seconds += 59
+    store.tend()
+    assert held(files, chunks) == 2
+    time.seconds += 7
+    store.tend()
+    assert held(files, chunks) == 0
 
 
 def test_an_owner_is_never_a_file_name(files: CrashFiles, time: Time) -> None:

@@ -162,7 +162,7 @@ async def test_a_model_without_a_template_needs_no_rendering_process(monkeypatch
 
     launching, load_text = chat.launch, chat.load_text
     monkeypatch.setattr(chat, "launch", launched)
-    monkeypatch.setattr(chat, "load_text", lambda folder: (load_text(folder)[0], {}))
+    monkeypatch.setattr(chat, "load_text", lambda *given: (load_text(*given)[0], {}))
     made = await Chat.start(demo, Config())
     (process,) = started
     assert process.popen.returncode is not None

@@ -95,6 +95,19 @@ def test_the_same_messages_that_became_other_tokens() -> None:
     assert why(recent, other, 32, told_of(then)).differs is not None
 
 
+def test_a_history_that_leaves_an_answer_out_is_other_tokens() -> None:
+    """The two part where a template opens the answer, within what was rendered from the same messages before."""
+    recent = RecentContexts()
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    question, answer = {"role": "user", "content": "And?"}, {"role": "assistant", "content": "Hi"}
+    recent.note(MINE, [*KNOWN[:80], 1, 2, 3, *range(50)], 83, told_of(asked).messages)
+    left_out = [*KNOWN[:80], 1, 5, 6, 7]
+    assert why(recent, left_out, 80, told_of([*asked, question])).reason == "different tokens"
+    assert why(recent, left_out, 80, told_of([*asked, answer, question])).reason == "template", "none is left out"
+    early = [*KNOWN[:40], *range(60)]
+    assert why(recent, early, 32, told_of([*asked, question])).reason == "template", "what comes first differs too"
+
+
 def test_what_the_caller_knows_comes_before_a_comparison(recent: RecentContexts) -> None:
     assert why(recent, [*KNOWN[:70], 7], 64, Told(why="model changed")) == Miss(position=64, reason="model changed")
 

@@ -77,12 +77,23 @@ def test_nothing_that_is_asked_for_is_dropped():
     assert found.stop_token_ids == (7, 9, 50)
     assert params(ignore_eos=True, stop_token_ids=[50]).stop_token_ids == (50,)
     used = {*options, "logit_bias", "stop_token_ids", "ignore_eos"}
-    assert set(SamplingOptions.__struct_fields__) - used == {"stop", "n", "priority"}
+    assert set(SamplingOptions.__struct_fields__) - used == {
+        "stop",
+        "n",
+        "priority",
+        "timeout",
+        "first_token_timeout",
+        "parallel_tool_calls",
+    }
     (first, second) = requests(
         SPEC, [1], SamplingOptions(stop=["a", "b"], n=2, priority=3), ids=counter(), timeout=9.0, salt=b"s"
     )
-    assert (first.stop, first.priority, first.timeout, first.salt) == (("a", "b"), 3, 9.0, b"s")
+    assert (first.stop, first.priority, first.timeout, first.salt) == (("a", "b"), -3, 9.0, b"s")  # 3 comes later
     assert (first.id, first.choice, second.id, second.choice) == (100, 0, 101, 1)
+    for tools in (True, False):
+        plan = SamplingOptions(parallel_tool_calls=False)
+        (one,) = requests(SPEC, [1], plan, ids=counter(), output=OutputFormat(tools=tools))
+        assert one.output == OutputFormat(tools=tools, one_call=tools)
     assert first.sampling == second.sampling
 
 
@@ -110,16 +121,17 @@ def test_numbers_hold_at_the_limit_and_not_beyond(name):
     [
         ("top_k", [-1, 0, 1 << 31], [-2, 1.5, True, (1 << 31) + 1]),
         ("min_tokens", [0, 62], [-1, 63, "2"]),
-        ("max_tokens", [1, 62], [0, -1, 2.0]),
-        ("seed", [-(1 << 63), (1 << 64) - 1], [-(1 << 63) - 1, 1 << 64, 1.0]),
+        ("max_tokens", [1, 62, 2.0, -1], [0, -2, 2.5, "1", True]),
+        ("seed", [-(1 << 63), (1 << 64) - 1, 1.0], [-(1 << 63) - 1, 1 << 64, 1.5]),
         ("n", [1, 8], [0, 9, "1"]),
         ("priority", [-100, 100], [-101, 101]),
         ("stop_token_ids", [[], [0, 99], [1] * 64], [[100], [-1], ["a"], "12", [1] * 65]),
         ("logit_bias", [{}, {0: -100, 99: 100}], [{100: 1}, {-1: 1}, {1: 101}, {1: math.nan}, {1: "x"}, [1]]),
-        ("stop", [[], "x", ["x"] * 4, "é" * 128], [["x"] * 5, "", [""], [5], "é" * 129]),
+        ("stop", [[], "x", ["x"] * 64, "é" * 128], [["x"] * 65, "", [""], [5], "é" * 129]),
         ("logprobs", [True], [1, "yes"]),
         ("ignore_eos", [True], [1]),
         ("prompt_logprobs", [True], ["x"]),
+        ("parallel_tool_calls", [True, False], [0, "no"]),
     ],
 )
 def test_limits(field, good, bad):
@@ -153,7 +165,8 @@ def test_top_logprobs_need_logprobs():
 def test_seeds_are_drawn_or_kept():
     assert params().seed == 42
     assert params(seed=5).seed == 5
-    assert params(seed=-1).seed == params(seed=(1 << 64) - 1).seed == (1 << 64) - 1
+    assert params(seed=-1).seed == 42 and params(seed=(1 << 64) - 1).seed == (1 << 64) - 1
+    assert params(seed=4.0).seed == 4
     assert params(seed=-(1 << 63)).seed == 1 << 63, "not that of seed 0"
     assert params(seed=(1 << 63) - 1).seed == (1 << 63) - 1
 
@@ -163,9 +176,14 @@ def test_the_context_bounds_prompt_and_answer():
     assert params(prompt_tokens=60, max_tokens=4).max_tokens == 4
     assert params(prompt_tokens=10, context=32).max_tokens == 22
     assert params(prompt_tokens=64, max_tokens=0, allow_empty=True).max_tokens == 0
-    for length, asked in ((64, None), (65, None), (60, 5), (65, 1)):
+    assert params(prompt_tokens=60, max_tokens=5).max_tokens == params(prompt_tokens=60, max_tokens=-1).max_tokens == 4
+    assert params(prompt_tokens=60, max_tokens=1 << 40).max_tokens == 4, "clients that always ask for a lot"
+    cut = params(prompt_tokens=60, max_tokens=32, min_tokens=20)
+    assert (cut.max_tokens, cut.min_tokens) == (4, 4)
+    for length, asked in ((64, None), (65, None), (64, 5), (64, -1), (65, 1)):
         with pytest.raises(ContextTooLong) as caught:
             params(prompt_tokens=length, max_tokens=asked)
+        assert (caught.value.prompt_tokens, caught.value.context) == (length, 64)
         assert str(length) in str(caught.value) and "64" in str(caught.value)
         assert caught.value.code == "context_length_exceeded"
     with pytest.raises(InvalidRequest, match="max_tokens must be from 1"):

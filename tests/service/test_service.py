@@ -640,6 +640,29 @@ async def test_a_model_that_cannot_be_loaded_is_a_model_error(folder: Path, tmp_
         await Service.start(config(tmp_path), in_process=True)
 
 
+async def test_a_queued_request_is_cancelled_and_one_without_a_token_in_time_ends(folder: Path) -> None:
+    async with serving(folder, max_running=1) as service:
+        running = service.generate(request(service, "long", 1500))
+        await anext(running)
+        waiting = service.generate(request(service, "waits"))
+        late = service.generate(request(service, "too late", first_token_timeout=0.001))
+        begun = service.status(running.id)
+        assert begun is not None and begun.state == "running"
+        with pytest.raises(DeadlineExceeded, match=r"first_token_timeout, 0\.001 s"):
+            await collect(late)
+        assert service.abort(waiting.id)
+        with pytest.raises(Cancelled):
+            await collect(waiting)
+        running.close()
+        # A token that came in time ends the watch: the rest may take as long as it takes.
+        slow = request(service, "x", 40, first_token_timeout=20.0)
+        flight = service.generate(slow)
+        await anext(flight)
+        service._flights[slow.id].arrived -= 100
+        service._traffic.end_late()
+        assert len((await collect(flight)).tokens) == 39
+
+
 async def test_a_service_is_ready_once_it_has_loaded_and_while_the_pool_has_room(service: Service) -> None:
     """Known failure 46: health that always says yes."""
     assert service.unready() == []

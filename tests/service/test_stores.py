@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import collect, config, request, serving, until
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import ConfigError, Conflict
+from cairn.kv.disk import DiskStore
 from cairn.service.kv_folder import with_folder
 from cairn.service.link import Patience
 from cairn.service.service import Service
@@ -53,6 +56,22 @@ async def test_what_a_folder_has_to_bring_up_is_known_before_the_model(
         assert stored_bytes(config(folder, kv_dir=str(tmp_path / "kv"), **off), SystemFiles()) == 0
     monkeypatch.setattr("cairn.service.stores.MOST_AHEAD", 1000)
     assert stored_bytes(stored, SystemFiles()) == 1000
+
+
+@pytest.mark.parametrize(("given", "kept"), [({}, 30 * 86400.0), ({"kv_ttl": 90.0}, 90.0), ({"kv_ttl": 0}, math.inf)])
+async def test_the_option_says_how_long_unused_kv_is_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, float], kept: float
+) -> None:
+    made: list[float] = []
+
+    class Watched(DiskStore):
+        def __init__(self, *args: Any, **how: Any) -> None:
+            made.append(how["ttl"])
+            super().__init__(*args, **how)
+
+    monkeypatch.setattr("cairn.service.stores.DiskStore", Watched)
+    async with serving(folder, kv_dir=str(tmp_path / "kv"), **given):
+        assert made == [kept]
 
 
 async def test_a_store_in_use_refuses_a_second_process(folder: Path, tmp_path: Path) -> None:

@@ -594,6 +594,19 @@ async def test_calls_and_results_that_a_template_does_not_know_are_text(start: S
     assert 'Look:\n<tool_call>\n{"name": "f", "arguments": {"cut}\n</tool_call>' in text
 
 
+async def test_names_of_fields_stay_as_they_are_in_any_vocabulary(start: Start) -> None:
+    """A control token such as `<repo_name>` is made of one: a template that knows no calls looks none of them up."""
+    data = json.loads(text_models.byte_level())
+    last = max(one["id"] for one in data["added_tokens"])
+    words = "name function arguments tool_calls id type content role"
+    data["added_tokens"] += [
+        {**data["added_tokens"][0], "id": last + n, "content": f"<the_{word}_of>"}
+        for n, word in enumerate(words.split(), 1)
+    ]
+    chat = await start(json.dumps(data), template=EACH + "{{ m.content }}" + END)
+    assert '{"name": "get_weather", "arguments": {' in decoded(chat, (await chat.prompt(TOOL_CONVERSATION)).tokens)
+
+
 async def test_what_is_said_beside_a_call_stands_before_it(start: Start) -> None:
     """As in Llama 3.1, whose template writes either."""
     either = (

@@ -71,3 +71,15 @@ def test_long_stops_stay_linear() -> None:
     scanner = StopScanner(["a" * 255 + "b"] * 1 + ["a" * 200 + "c"])
     shown = sum(len(scanner.push("a" * 10)) for _ in range(2000)) + len(scanner.release())
     assert shown == 20_000
+
+
+def test_control_tokens_count_for_a_stop_and_are_never_shown() -> None:
+    """A character in upper case stands for a control token's text."""
+    rng = random.Random(2)
+    for _ in range(4000):
+        stops = ["".join(rng.choice("abAB") for _ in range(rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
+        text = "".join(rng.choice("abABc") for _ in range(rng.randrange(20)))
+        shown, hit = reference(text, stops)
+        scanner = StopScanner(stops)
+        said = "".join(scanner.push(one, hidden=one.isupper()) for one in text) + scanner.release()
+        assert (said, scanner.hit) == ("".join(one for one in shown if one.islower()), hit), (text, stops)

@@ -140,7 +140,7 @@ class Agents:
 
     def page(self, tenant: str, *, limit: int = 20, after: str = "") -> AgentPage:
         """A tenant's agents `after` an id or what `next` of another page says; InvalidRequest for anything else."""
-        return listing.page(self._book.roster, tenant, limit, after)
+        return listing.page(self._book.roster, tenant, limit, after, self._outbox.now())
 
     # What these tell is read from the log: Unavailable where the disk gives out nothing, Damaged where it is damaged,
     # and NotFound where the agent is deleted meanwhile.
@@ -280,7 +280,7 @@ class Agents:
         Its KV goes too, except what other agents of the tenant share. Unavailable where the disk refuses it: the agent
         is gone, and its bytes go as soon as the disk works.
         """
-        agent = self._find(tenant, id)
+        agent = self._find(tenant, id, over=True)
         if agent.starting:
             raise conflict(agent)
         await self._book.remove(agent)

@@ -48,11 +48,14 @@ class Book:
 
     # ---------------------------------------------------------------------------------------------------- to look up
 
-    def find(self, tenant: str, id: str) -> Agent:
-        """One agent. InvalidRequest for what is no id, NotFound for one that is not there or is another tenant's."""
+    def find(self, tenant: str, id: str, *, over: bool = False) -> Agent:
+        """One agent. InvalidRequest for what is no id, NotFound for one that is not there or is another tenant's.
+
+        Nor is one there whose time to live is `over`, whether it is erased yet or not, unless those are asked for.
+        """
         check_id(id)
         agent = self.roster.find(tenant, id)
-        if agent is None:
+        if agent is None or (not over and agent.over(self.outbox.now())):
             raise NotFound(f"there is no agent {id}", field="id")
         return agent
 
@@ -76,6 +79,12 @@ class Book:
         if turn is None:
             raise NotFound(f"agent {agent.id} has no turn {number}", field="turn")
         return turn
+
+    async def vacate(self, tenant: str, id: str | None) -> None:
+        """Erase the agent of that id if its time to live is over: its id can be had again."""
+        agent = self.roster.find(tenant, id) if id is not None else None
+        if agent is not None and agent.over(self.outbox.now()):
+            await self.remove(agent)
 
     def new_id(self, tenant: str, id: str | None) -> str:
         """An id for another agent: this one, or one made up. Conflict if it is taken, Overloaded if too many."""
@@ -111,6 +120,7 @@ class Book:
         """A new agent with this one's history up to a turn. Conflict while that is not durable."""
         if agent.new:
             raise Conflict(f"agent {agent.id} is being made; fork it once that is answered")
+        await self.vacate(agent.tenant, id)
         now = self.outbox.now()
         old = agent.record
         record = msgspec.structs.replace(
@@ -266,9 +276,14 @@ class Book:
                 self._tell(agent, record)
 
 
+def is_id(text: str) -> bool:
+    """Whether an agent can be called so."""
+    return ID.fullmatch(text) is not None and text not in RESERVED
+
+
 def check_id(id: str) -> None:
     """InvalidRequest for what is no agent's id. Ids never become file names."""
-    if not ID.fullmatch(id) or id in RESERVED:
+    if not is_id(id):
         raise InvalidRequest(
             "an agent's id has 1 to 64 letters, digits, dots, underscores and hyphens, begins with a letter or digit, "
             "and is not 'import'",

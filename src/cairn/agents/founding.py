@@ -33,6 +33,7 @@ async def found(
     check(messages, "messages")
     check(tools, "tools")
     check(metadata, "metadata")
+    await book.vacate(tenant, id)
     id = book.new_id(tenant, id)
     now = book.outbox.now()
     root = book.writer.record(Kind.TURN, TurnRecord(agent=0, number=0, messages=tuple(messages), tools=tuple(tools)))
@@ -67,7 +68,9 @@ async def take_in(
     read = await asyncio.to_thread(portable.read, data, spec.vocab, spec.identity)
     if accept is not None:
         await asyncio.to_thread(accept, read)
-    id = book.new_id(tenant, read.agent.id if id is None else id)
+    id = read.agent.id if id is None else id
+    await book.vacate(tenant, id)
+    id = book.new_id(tenant, id)
     agent, records = await asyncio.to_thread(_plant, book.writer, read, tenant, id, book.outbox.now())
     book.new_id(tenant, id)  # another may have taken it meanwhile
     return await book.add(agent, *records)

@@ -12,9 +12,9 @@ from cairn.agents.tree import Agent
 from cairn.errors import InvalidRequest, NotFound
 
 
-def page(roster: Roster, tenant: str, limit: int, after: str) -> AgentPage:
-    """Those `after` an id or what `next` of another page says; InvalidRequest for anything else."""
-    agents = roster.of(tenant)
+def page(roster: Roster, tenant: str, limit: int, after: str, now: float) -> AgentPage:
+    """Those whose time is not over, `after` an id or what `next` of another page says; InvalidRequest for all else."""
+    agents = [agent for agent in roster.of(tenant) if not agent.over(now)]
     if after:
         last = _named(roster, tenant, after)
         agents = [agent for agent in agents if _place(agent) > last]

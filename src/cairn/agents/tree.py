@@ -184,6 +184,12 @@ class Agent:
         """Whether a turn is about to run, or runs."""
         return self.starting or self.running is not None
 
+    def over(self, now: float) -> bool:
+        """Whether it was not used for longer than it is to be kept; it is in use while a turn of it or a request in its
+        name runs."""
+        idle = not self.ties and not self.busy
+        return idle and self.record.ttl is not None and now - self.used > self.record.ttl
+
     @property
     def tenant(self) -> str:
         """Whose it is."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from cairn.agents.book import Book
 from cairn.agents.kv import BATCH
 from cairn.agents.replays import Replays
-from cairn.agents.tree import Agent
 from cairn.errors import Unavailable, trace
 
 log = logging.getLogger(__name__)
@@ -57,13 +56,13 @@ class Upkeep:
         for looked, agent in enumerate(book.roster, 1):
             if looked % BATCH == 0:
                 await asyncio.sleep(0)
-            if agent in book.roster and not agent.busy and not _over(agent, now):
+            if agent in book.roster and not agent.busy and not agent.over(now):
                 own, over = agent.own, set(book.roster.prune(agent, now - ABANDONED_SECONDS))
                 outbox.condemn(over)  # at once: who deletes the agent meanwhile is told when all of it is gone
                 await book.kv.collect(agent, [turn for turn in own if turn.key in over])
         await self._erase()
         for agent in book.roster:
-            if agent in book.roster and not agent.busy and _over(agent, now):
+            if agent in book.roster and agent.over(now):
                 outbox.condemn(await book.let_go(agent))
         await self._erase()  # all at once: each erasure writes the log anew
 
@@ -71,8 +70,3 @@ class Upkeep:
         outbox = self._book.outbox
         if condemned := outbox.condemned():
             await outbox.erase(condemned)  # which knows them again if it is cut off
-
-
-def _over(agent: Agent, now: float) -> bool:
-    """Whether it was not used for longer than it is to be kept; it is in use while a request in its name runs."""
-    return not agent.ties and agent.record.ttl is not None and now - agent.used > agent.record.ttl

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
 from urllib.parse import parse_qsl
 
 from cairn.agents.portable import Portable
 from cairn.api.checks import check_generation, check_messages
 from cairn.api.parse import parse
 from cairn.api.reply import Call, shown
-from cairn.api.schemas import Body, ChatGeneration, ChatMessage, Number, Several, Tool
+from cairn.api.schemas import Body, ChatGeneration, ChatMessage, Count, Number, Several, Tool
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 
@@ -21,6 +22,8 @@ MOST_TTL = 10 * 365 * 86_400.0
 
 class CreateBody(Body):
     """POST /v1/agents."""
+
+    within: ClassVar[dict[str, type[Body]]] = {"messages": ChatMessage, "tools": Tool}
 
     id: str | None = None
     model: str | None = None
@@ -38,7 +41,6 @@ class CreateBody(Body):
 class TurnBody(ChatGeneration):
     """POST /v1/agents/{id}/turns: only what is new."""
 
-    model: str | None = None  # type: ignore[assignment]
     fork_on_conflict: bool | None = None
 
 
@@ -61,7 +63,7 @@ class EvictBody(Body):
 class ForkBody(Body):
     """POST /v1/agents/{id}/fork."""
 
-    turn: int | None = None
+    turn: Count = None
     id: str | None = None
 
 
@@ -82,7 +84,7 @@ def check_portable(read: Portable, config: Config) -> None:
 def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
     """The messages that an agent begins with, checked."""
     messages = list(body.messages or ())
-    check_messages(messages, body.tools, config)
+    check_messages(messages, config)
     if body.system is not None:
         if messages and messages[0].role in ("system", "developer"):
             raise InvalidRequest("give either system or a system message, not both", field="system")
@@ -103,7 +105,7 @@ def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
 
 def check_turn(body: TurnBody, config: Config) -> None:
     """The limits of a turn, and combinations that mean nothing."""
-    check_generation(body, None, config)
+    check_generation(body, config)
     for index, message in enumerate(body.messages):
         if message.role == "assistant":
             raise InvalidRequest(

@@ -39,9 +39,11 @@ from cairn.api.agent_schemas import (
     query,
 )
 from cairn.api.body_budget import RETRY, spool
+from cairn.api.checks import check_strict
 from cairn.api.limits import read_json, read_nothing
 from cairn.api.openai import check_length, check_model
 from cairn.api.parse import parse
+from cairn.api.registry import Registry
 from cairn.api.reply import Call, shown
 from cairn.api.resumable import Tapes
 from cairn.api.schemas import contents, plain_messages, plain_tools
@@ -61,12 +63,12 @@ LISTED = 20
 class AgentRoutes:
     """The routes."""
 
-    def __init__(self, config: Config, tapes: Tapes, ties: Ties, folder: Path) -> None:
+    def __init__(self, config: Config, registry: Registry, tapes: Tapes, ties: Ties, folder: Path) -> None:
         """`folder`: the one of the token log, whose disk takes imports while they arrive."""
         self._config = config
         self._folder = folder
         self._ties = ties
-        self._turns = TurnRoutes(config, tapes, ties)
+        self._turns = TurnRoutes(config, registry, tapes, ties)
         self._importing: Counter[str] = Counter()
         """Imports under way, by tenant."""
         self._reading = asyncio.Lock()
@@ -99,9 +101,9 @@ class AgentRoutes:
     async def create(self, call: Call, service: Service) -> None:
         """POST /v1/agents."""
         agents = self._open()
-        body = parse(CreateBody, await read_nothing(call, self._config), self._config)
-        if body.model is not None:
-            check_model(body.model, service)
+        body = parse(CreateBody, await read_nothing(call, self._config), self._config, call)
+        check_strict(body.tools, call)
+        check_model(body.model, service)
         messages = beginning(body, self._config)
         tools = plain_tools(body.tools) or []
         await check_length(service, contents(messages, tools), "messages")
@@ -153,7 +155,7 @@ class AgentRoutes:
 
         Its KV, which holds token ids, goes with them, except: while the worker is being replaced it goes once there is
         one, and that of turns that another model answered, or that the log cannot be read for, goes when nobody has
-        used it for 30 days.
+        used it for kv_ttl, 30 days unless configured otherwise.
         """
         id = id_of(call)
         await self._open().delete(call.tenant, id)

@@ -70,6 +70,7 @@ class ChatAnswer:
         self._head = head(call, service, self.prefix, self.kind)
         self._chunks: ChatChunks | None = None
         self._include_usage = include_usage
+        self._warnings = call.warnings
 
     def begin(self) -> bytes:
         """The first bytes of a stream: every choice names its role."""
@@ -84,7 +85,7 @@ class ChatAnswer:
     def finish(self, index: int, done: Done, reason: str) -> bytes:
         """The end of a choice in a stream."""
         assert self._chunks is not None
-        return self._chunks.finish(index, done, reason)
+        return self._chunks.finish(index, done, reason, self._warnings)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The usage chunk of a stream."""
@@ -134,6 +135,7 @@ class TextAnswer:
         self._head = head(call, service, self.prefix, self.kind)
         self._chunks: TextChunks | None = None
         self._include_usage = include_usage
+        self._warnings = call.warnings
         self._logprobs = None if top is None else [self._scores(choice, service, top) for choice in choices]
         self._echoed = [echoes is None] * len(choices)
 
@@ -157,7 +159,7 @@ class TextAnswer:
     def finish(self, index: int, done: Done, reason: str) -> bytes:
         """The end of a choice in a stream."""
         assert self._chunks is not None
-        return self._echo(index) + self._chunks.finish(index, done, reason)
+        return self._echo(index) + self._chunks.finish(index, done, reason, self._warnings)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The usage chunk of a stream."""
@@ -269,6 +271,12 @@ def reason(choice: Choice) -> str:
     """The finish_reason of a choice that has ended."""
     assert choice.done is not None
     return choice.done.reason.value
+
+
+def tokens_of(choices: Sequence[Choice]) -> tuple[int, int]:
+    """Tokens of the prompts, each counted once, and of all answers, however they ended."""
+    prompts = sum(len(choice.request.prompt) for choice in choices if choice.request.choice == 0)
+    return prompts, sum(len(choice.computed) for choice in choices)
 
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:

@@ -2,15 +2,18 @@
 
 Routes (POST bodies are JSON):
 
-    POST /v1/chat/completions   POST /v1/completions         openai.py
+    POST /v1/chat/completions   POST /v1/completions         openai.py; these and models also without /v1
     GET  /v1/models             GET  /v1/models/{id}         admin.py
-    POST /tokenize              POST /detokenize
+    POST /tokenize              POST /detokenize             tokens.py
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
     GET  /v1/requests/{id}/events                            resumable.py
     /v1/agents and below                                     agents.py
     GET  /v1/cache              POST /v1/cache/flush|scrub|prune    stored.py
-    GET  /health/live           GET  /health/ready
+    GET  /health and below      GET  /version                health.py
+    GET  /props                                              props.py
     GET  /metrics
+
+Whether a path is a route is told before a key is asked for, and by its form alone; any other is a 404 (unserved.py).
 """
 
 from __future__ import annotations
@@ -20,26 +23,35 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 
+from cairn.api import health
 from cairn.api.admin import Admin
 from cairn.api.agents import AgentRoutes
 from cairn.api.auth import Access, has_tenants, preflight
 from cairn.api.body_budget import BodyBudget
 from cairn.api.folders import agents_folder, named
 from cairn.api.openai import OpenAI
+from cairn.api.props import Props
 from cairn.api.registry import Registry
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
 from cairn.api.resumable import Tapes
 from cairn.api.stored import StoredRoutes
 from cairn.api.ties import Ties
+from cairn.api.tokens import Tokens
+from cairn.api.unserved import body_of, canonical, no_route
 from cairn.config import Config
-from cairn.errors import CairnError, MethodNotAllowed, NotFound, Unavailable, trace
+from cairn.errors import CairnError, MethodNotAllowed, Unavailable, trace
 from cairn.seams import Rng
 from cairn.service.service import Service
 from cairn.system import SystemClock, SystemRng
 
 log = logging.getLogger("cairn.api")
+access = logging.getLogger("cairn.access")
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
+PROBES = ("/health", "/metrics")
+"""Routes, with all below them, that machines ask every few seconds: what they ask is logged only for debugging."""
+LEFT = 499
+"""The status in the log of a request whose client left before it was answered."""
 STARTING_RETRY = 2.0
 """Seconds after which a client may ask again while the model loads."""
 
@@ -61,13 +73,16 @@ class App:
         tapes = Tapes(config.reconnect_grace, config.max_resumable_mib << 20)
         openai = OpenAI(config, registry, tapes, self.ties)
         admin = self._admin = Admin(config, registry, tapes)
-        self._agent_routes = AgentRoutes(config, tapes, self.ties, agents_folder(config, os.environ))
+        tokens = Tokens(config)
+        self._health = health.routes()
+        self._agent_routes = AgentRoutes(config, registry, tapes, self.ties, agents_folder(config, os.environ))
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
             "/v1/models": {"GET": admin.models},
-            "/tokenize": {"POST": admin.tokenize},
-            "/detokenize": {"POST": admin.detokenize},
+            "/tokenize": {"POST": tokens.tokenize},
+            "/detokenize": {"POST": tokens.detokenize},
+            "/props": {"GET": Props(config).show},
             "/metrics": {"GET": admin.metrics},
             **StoredRoutes(config).routes(),
         }
@@ -93,21 +108,23 @@ class App:
             await self._fail(call, internal(call.id))
         finally:
             call.release()
-        log.debug("request %s: %d after %.3f s", call.id, call.status, time.monotonic() - began)
+        _note(call, time.monotonic() - began)
 
     async def _answer(self, call: Call) -> None:
         self._access.cors(call)
         if self._access.is_preflight(call):
             await call.respond(204, b"", preflight(call))
             return
+        self._access.check_host(call)
+        call.path = canonical(call.path)
+        answering = self._health.get(call.path)
+        if answering is None and self._methods(call.path) is None:
+            host = (call.header(b"host") or b"").decode("latin-1")
+            raise no_route(call.path, host, self._served)
         self._access.check(call)
-        if call.path == "/health/live":
+        if answering is not None:
             _allow(call, {"GET", "HEAD"})
-            await call.json({"status": "live"})
-            return
-        if call.path == "/health/ready":
-            _allow(call, {"GET", "HEAD"})
-            await self._admin.ready(call, self.service, self.draining, self.ties.troubles(), self._folders)
+            await answering(call, health.State(self.service, self.draining, self.ties.troubles(), self._folders))
             return
         endpoint = self._route(call)
         if self.service is None:
@@ -116,11 +133,15 @@ class App:
             raise Unavailable("the server is shutting down", retry_after=max(1.0, self.config.shutdown_grace))
         await endpoint(call, self.service)
 
+    def _methods(self, path: str) -> dict[str, Endpoint] | None:
+        """The methods of a route, or None for what is none."""
+        return self._exact.get(path) or self._admin.routes(path) or self._agent_routes.routes(path)
+
+    def _served(self, path: str) -> bool:
+        return path in self._health or self._methods(path) is not None
+
     def _route(self, call: Call) -> Endpoint:
-        path = call.path
-        methods = self._exact.get(path) or self._admin.routes(path) or self._agent_routes.routes(path)
-        if methods is None:
-            raise NotFound(f"there is no route {shown(call.path)}")
+        methods = self._methods(call.path) or {}
         method = call.scope["method"]
         _allow(call, {*methods, *(("HEAD",) if "GET" in methods else ())})
         return methods["GET" if method == "HEAD" else method]
@@ -132,7 +153,7 @@ class App:
         if error.status == 405:
             headers.append((b"allow", str(error.field).encode()))
             error.field = None
-        await call.fail(error, headers)
+        await call.fail(error, headers, body_of(call.path, error, call.id))
 
 
 def build_app(service: Service | None, config: Config) -> App:
@@ -144,6 +165,21 @@ def _allow(call: Call, methods: set[str]) -> None:
     method = call.scope["method"]
     if method not in methods:
         raise MethodNotAllowed(f"{call.path} is not for {method[:20]}", field=", ".join(sorted(methods)))
+
+
+def _note(call: Call, seconds: float) -> None:
+    """A line in the access log. Nothing that was asked or answered stands in it, and no query."""
+    probe = any(call.path == route or call.path.startswith(f"{route}/") for route in PROBES)
+    level = logging.DEBUG if probe else logging.INFO
+    if not access.isEnabledFor(level):
+        return
+    parts = [f"{shown(call.scope['method'])} {shown(call.path)} {call.status or LEFT}", f"{1000 * seconds:.0f} ms"]
+    if call.tokens is not None:
+        parts.append("{}+{} tokens".format(*call.tokens))
+    if call.ended:
+        parts.append(f"ended early: {call.ended}")
+    parts.append(f"request {call.id}" + (f" ({call.name})" if call.name is not None else ""))
+    access.log(level, "%s", ", ".join([*parts, f"tenant {call.tenant}"]))
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:

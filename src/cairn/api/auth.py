@@ -1,7 +1,7 @@
 """Who may call: one layer before every route, closed by default.
 
 Without configured keys everything is open to whoever can reach the address, which is this machine unless
-`unsafe_no_auth` was given. With keys, only the two health routes are open. The Host header is checked always, so that
+`unsafe_no_auth` was given. With keys, only the health routes are open. The Host header is checked always, so that
 a web page cannot reach a local server through a name it controls (DNS rebinding).
 """
 
@@ -13,16 +13,19 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
+from cairn.api.origins import Origins
 from cairn.api.reply import Call, Headers, shown
 from cairn.config import Config, Secret
 from cairn.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 
-OPEN = frozenset({"/health/live", "/health/ready"})
+OPEN = frozenset({"/health", "/health/live", "/health/ready", "/health/startup"})
 """Routes that need no key."""
 ADMIN = ("/metrics", "/v1/cache")
 """Routes that need the admin key on a server with keys, with all below them."""
 KEY_LABEL = b"cairn tenant salt 1\0"
 NAME_LABEL = b"cairn tenant name 1\0"
+_BRACKETED = re.compile(r"\[([^\[\]]*)\](?::(.*))?")
+_PORT = re.compile(r"[0-9]{1,5}")
 _NAMES = re.compile(rb"[A-Za-z0-9_, -]{0,2000}")
 
 
@@ -47,11 +50,10 @@ class Access:
         self._hosts = {"localhost", "127.0.0.1", "::1", _bare(config.host)}
         self._hosts |= {_bare(_without_port(host)) for host in config.allowed_hosts}
         self._any_host = "*" in config.allowed_hosts
-        self._origins = frozenset(config.cors_origins)
+        self._origins = Origins(config)
 
     def check(self, call: Call) -> None:
-        """Let the call pass and give it its tenant, or raise InvalidRequest, Unauthorized or Forbidden."""
-        self._check_host(call)
+        """Let the call pass and give it its tenant, or raise Unauthorized or Forbidden."""
         if call.path in OPEN:
             return
         if any(call.path == route or call.path.startswith(f"{route}/") for route in ADMIN):
@@ -74,11 +76,14 @@ class Access:
             return
         call.headers.append((b"vary", b"origin"))
         origin = (call.header(b"origin") or b"").decode("latin-1")
-        if origin in self._origins or ("*" in self._origins and origin):
-            allowed = b"*" if "*" in self._origins else origin.encode("latin-1")
+        if self._origins.allow(origin):
+            allowed = b"*" if self._origins.any else origin.encode("latin-1")
             call.headers += [
                 (b"access-control-allow-origin", allowed),
-                (b"access-control-expose-headers", b"x-request-id, retry-after, x-cairn-agent, x-cairn-turn"),
+                (
+                    b"access-control-expose-headers",
+                    b"x-request-id, x-cairn-request-id, retry-after, x-cairn-agent, x-cairn-turn, x-cairn-warning",
+                ),
             ]
 
     def is_preflight(self, call: Call) -> bool:
@@ -97,7 +102,8 @@ class Access:
         if not hmac.compare_digest(_digest(_credential(call)), self._admin):
             raise _unauthorized("this route needs the admin key")
 
-    def _check_host(self, call: Call) -> None:
+    def check_host(self, call: Call) -> None:
+        """Raise InvalidRequest or Forbidden unless the client called this server by a name of its own."""
         values = [value for name, value in call.scope["headers"] if name == b"host"]
         if len(values) != 1:
             raise InvalidRequest("the request must carry exactly one Host header", field="Host")
@@ -215,10 +221,17 @@ def _bare(host: str) -> str:
 
 
 def _without_port(value: str) -> str:
-    if value.startswith("["):
-        return value[1:].partition("]")[0]
-    name, _, port = value.rpartition(":")
-    return name if name and port.isdigit() and ":" not in name else value
+    """The host of `host[:port]`; the value itself, which is nobody's name, where it is not of that form."""
+    host, port = value, ""
+    if match := _BRACKETED.fullmatch(value):
+        host, port = match[1], match[2] or ""
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError:
+            return value
+    elif value.count(":") == 1:
+        host, _, port = value.partition(":")
+    return host if host and (not port or _PORT.fullmatch(port)) else value
 
 
 def _same_address(host: str, address: str) -> bool:

@@ -5,31 +5,47 @@ from __future__ import annotations
 from typing import Any
 
 from cairn.api.limits import has_more
-from cairn.api.reply import shown
-from cairn.api.schemas import ChatBody, ChatGeneration, ChatMessage, Generation, Tool
+from cairn.api.reply import Call, shown
+from cairn.api.schemas import ChatBody, ChatGeneration, ChatMessage, Tool
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
 from cairn.text.chat import RESERVED
-from cairn.text.messages import check_strict
 
 MAX_TEMPLATE_ARGS = 16
+MAX_EFFORT = 32
 
 
 def check_chat(body: ChatBody, config: Config) -> None:
     """The limits of a chat, and combinations that mean nothing."""
-    check_generation(body, body.tools, config)
-    if body.tool_choice is not None and body.tool_choice not in ("none", "auto"):
-        if body.tool_choice == "required" or isinstance(body.tool_choice, dict):
-            raise Unsupported("tool_choice can only be 'none' or 'auto' so far", field="tool_choice")
-        raise InvalidRequest("tool_choice must be 'none' or 'auto'", field="tool_choice")
-    if body.tool_choice == "auto" and not body.tools:
-        raise InvalidRequest("tool_choice 'auto' needs tools", field="tool_choice")
+    check_generation(body, config)
+    if choice_of(body) not in ("none", "auto"):
+        raise Unsupported(
+            "tool_choice can only be 'auto' or 'none': no answer can be made to call a tool yet, nor a certain one; "
+            "offer only the tools that may be called, and ask for the call in the prompt",
+            field="tool_choice",
+        )
 
 
-def check_generation(body: ChatGeneration, tools: list[Tool] | None, config: Config) -> None:
+def choice_of(body: ChatBody) -> Any:
+    """Whether the model may call the tools: `auto`, `none`, or what is not built. Some clients send an object."""
+    choice = body.tool_choice
+    if isinstance(choice, dict):
+        choice = choice.get("type", choice.get("mode"))
+    return "auto" if choice is None else choice
+
+
+def check_strict(tools: list[Tool] | None, call: Call) -> None:
+    """Tell the sender of a tool that wants its calls held to their schema that they are not."""
+    for index, tool in enumerate(tools or ()):
+        if tool.function.strict:
+            call.warn(f"tools[{index}].function.strict is not enforced: calls are not held to their schema yet")
+
+
+def check_generation(body: ChatGeneration, config: Config) -> None:
     """What holds for a chat and for a turn."""
-    check_stream(body)
-    check_messages(body.messages, tools, config)
+    check_messages(body.messages, config)
+    if body.reasoning_effort is not None and len(body.reasoning_effort) > MAX_EFFORT:
+        raise InvalidRequest(f"reasoning_effort is longer than {MAX_EFFORT} characters", field="reasoning_effort")
     both = body.max_tokens is not None and body.max_completion_tokens is not None
     if both and body.max_tokens != body.max_completion_tokens:
         raise InvalidRequest(
@@ -38,9 +54,8 @@ def check_generation(body: ChatGeneration, tools: list[Tool] | None, config: Con
     check_template_args(body.chat_template_kwargs)
 
 
-def check_messages(messages: list[ChatMessage], tools: list[Tool] | None, config: Config) -> None:
+def check_messages(messages: list[ChatMessage], config: Config) -> None:
     """What each role may carry, and how much its tool calls."""
-    check_strict(tool.function.strict for tool in tools or ())
     calls = [call.function.arguments for message in messages for call in message.tool_calls or ()]
     if has_more([arguments.encode("utf-8", "surrogatepass") for arguments in calls], config.max_json_values):
         raise InvalidRequest(
@@ -49,12 +64,6 @@ def check_messages(messages: list[ChatMessage], tools: list[Tool] | None, config
         )
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]")
-
-
-def check_stream(body: Generation) -> None:
-    """`stream_options` belongs to a stream."""
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options needs stream to be true", field="stream_options")
 
 
 def check_template_args(given: dict[str, Any] | None) -> None:
@@ -75,8 +84,6 @@ def check_template_args(given: dict[str, Any] | None) -> None:
 
 
 def _check_message(message: ChatMessage, where: str) -> None:
-    if message.content is None and not (message.role == "assistant" and message.tool_calls):
-        raise InvalidRequest(f"{where}.content is missing", field=f"{where}.content")
     if message.tool_calls and message.role != "assistant":
         raise InvalidRequest(f"{where}.tool_calls belongs to an assistant message", field=f"{where}.tool_calls")
     for name in ("reasoning_content", "reasoning"):
@@ -84,7 +91,7 @@ def _check_message(message: ChatMessage, where: str) -> None:
             raise InvalidRequest(f"{where}.{name} belongs to an assistant message", field=f"{where}.{name}")
     if message.role == "tool" and message.tool_call_id is None:
         raise InvalidRequest(
-            f"{where}.tool_call_id is missing: it says which tool call the message answers",
+            f"{where}.tool_call_id is missing: it says which call of a tool the message answers",
             field=f"{where}.tool_call_id",
         )
     if message.role != "tool" and message.tool_call_id is not None:

@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from cairn.api.deadlines import Phase, Times, Verdict
 from cairn.api.output import WRITE_BUFFER, Output, refusal
 from cairn.api.reply import too_large
+from cairn.api.sse import HEARTBEAT
 from cairn.errors import CairnError, HeadersTooLarge, InvalidRequest, Unavailable
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 CONNECTIONS_RETRY = 1.0
 IMPORT = b"/v1/agents/import"
 """The route whose bodies are files, with a limit of their own."""
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+FIRST_LOOK, LAST_LOOK = 0.01, 1.0
+"""Seconds between looks at a connection that the client has closed or half closed: ever twice as long."""
 OFFERS = (b"upgrade", b"http2-settings")
 """Headers that offer to switch protocols, and how Connection names them."""
 
@@ -88,6 +92,38 @@ class Guard(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > self._max_head:
                 self._refuse_head()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more: it has closed the connection, or only its own side (`nc -N`) and still reads.
+
+        Both look the same until something is written, and the kernel of one that is gone says so. A request that is
+        whole is therefore answered, and what is sent first means nothing: 100 Continue, or a comment in a stream.
+        """
+        if self.phase is Phase.HEAD or self.phase is Phase.BODY:
+            self.refuse(InvalidRequest("the connection ended before the request was whole"))
+        if self.phase is not Phase.ANSWER or self.output.reset:
+            return False
+        self.cycle.keep_alive = False
+        if not self.cycle.response_started:
+            if self.cycle.scope["http_version"] != "1.0":  # which knows no interim answers
+                self.output.write(CONTINUE)
+        elif self.output.events and self.cycle.chunked_encoding:
+            self.output.write(b"%x\r\n%b\r\n" % (len(HEARTBEAT), HEARTBEAT))
+        self._watch_for_reset(FIRST_LOOK)
+        return True
+
+    def _watch_for_reset(self, pause: float) -> None:
+        """Look now and then whether the client is gone after all: while nothing is read no loop says so."""
+
+        def look() -> None:
+            if self.phase is not Phase.ANSWER:
+                return
+            if self.output.reset:
+                self.output.raw.abort()
+            else:
+                self._watch_for_reset(min(2 * pause, LAST_LOOK))
+
+        self.loop.call_later(pause, look)
 
     def _feed(self, data: bytes) -> None:
         try:

@@ -9,14 +9,23 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-import msgspec
-
-from cairn.api.answers import Answer, ChatAnswer, Choice, TextAnswer, finished, said, starting, tied, usage_of
-from cairn.api.checks import check_chat, check_stream
+from cairn.api.answers import (
+    Answer,
+    ChatAnswer,
+    Choice,
+    TextAnswer,
+    finished,
+    said,
+    starting,
+    tied,
+    tokens_of,
+    usage_of,
+)
+from cairn.api.checks import check_chat, check_strict, choice_of
 from cairn.api.limits import read_json
 from cairn.api.parse import parse
 from cairn.api.registry import Registry
-from cairn.api.reply import JSON, Call, Watch, encode, internal, shown
+from cairn.api.reply import Call, Watch, internal, shown
 from cairn.api.resumable import Tapes, is_resumable
 from cairn.api.schemas import ChatBody, CompletionBody, contents, plain_messages, plain_tools
 from cairn.api.sse import DONE, EVENT_STREAM, HEARTBEAT, error_event
@@ -25,7 +34,7 @@ from cairn.config import Config
 from cairn.errors import CairnError, InvalidRequest, UnknownModel
 from cairn.service.admission import check_together
 from cairn.service.recent import Told, told_of
-from cairn.service.requests import SamplingOptions, requests
+from cairn.service.requests import requests
 from cairn.service.service import Service
 from cairn.service.stream import merge
 from cairn.text import length
@@ -47,15 +56,17 @@ class OpenAI:
 
     async def chat(self, call: Call, service: Service) -> None:
         """POST /v1/chat/completions."""
-        body = parse(ChatBody, await read_json(call, self._config), self._config)
+        body = parse(ChatBody, await read_json(call, self._config), self._config, call)
         check_chat(body, self._config)
+        check_strict(body.tools, call)
         check_model(body.model, service)
-        tie = self._ties.tie(call, body)
-        tools = plain_tools(body.tools) if body.tool_choice != "none" else None
+        tools = plain_tools(body.tools) if choice_of(body) != "none" else None
         await check_length(service, contents(body.messages, tools), "messages")
         messages = plain_messages(body.messages)
-        prompt = await service.chat.prompt(messages, tools, tenant=call.tenant, template_args=body.chat_template_kwargs)
-        names = names_of(body.max_tokens)
+        prompt = await service.chat.prompt(
+            messages, tools, tenant=call.tenant, template_args=body.template_args(service.chat.knows)
+        )
+        names, store = names_of(body.max_tokens), is_stored(body.store, self._config)
         with spelled(names):
             made = requests(
                 service.spec,
@@ -68,23 +79,22 @@ class OpenAI:
                 salt=call.salt,
                 timeout=self._config.request_timeout,
                 durable=any(message.role == "assistant" for message in body.messages),
-                stored=body.store is not False,
+                stored=store,
             )
         check_together(made, self._config, service.info.max_rows)
         choices = [Choice(request) for request in made]
+        tie = await self._ties.tie(call, body, store=store)
         answer = ChatAnswer(call, service, choices, body.include_usage, tie)
-        answer.told, answer.names = told_of(messages, store=body.store is not False), names
+        answer.told, answer.names = told_of(messages, store=store), names
         await self._run(call, service, choices, answer, bool(body.stream), body.include_usage)
 
     async def complete(self, call: Call, service: Service) -> None:
         """POST /v1/completions."""
-        body = parse(CompletionBody, await read_json(call, self._config), self._config)
-        check_stream(body)
+        body = parse(CompletionBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
-        tie = self._ties.tie(call, body)
-        echo = bool(body.echo)
+        echo, store = bool(body.echo), is_stored(body.store, self._config)
         options = body.options(
-            max_tokens=body.max_tokens,
+            max_tokens=COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
             logprobs=body.logprobs is not None,
             top_logprobs=body.logprobs,
             prompt_logprobs=echo and body.logprobs is not None,
@@ -102,7 +112,7 @@ class OpenAI:
                 made = requests(
                     service.spec,
                     tokens,
-                    options if body.max_tokens is not None else _fit(options, len(tokens), service.info.context),
+                    options,
                     ids=draw,
                     context=service.info.context,
                     max_choices=self._config.max_choices,
@@ -110,7 +120,7 @@ class OpenAI:
                     timeout=self._config.request_timeout,
                     output=OutputFormat(continues=True),
                     allow_empty=echo,
-                    stored=body.store is not False,
+                    stored=store,
                 )
             choices += [Choice(request) for request in made]
             if echo:
@@ -118,8 +128,9 @@ class OpenAI:
                 echoes += [text] * len(made)
         check_together([choice.request for choice in choices], self._config, service.info.max_rows)
         top = body.logprobs
+        tie = await self._ties.tie(call, body, store=store)
         answer = TextAnswer(call, service, choices, body.include_usage, echoes if echo else None, top, tie)
-        answer.told = Told(store=body.store is not False)
+        answer.told = Told(store=store)
         await self._run(call, service, choices, answer, bool(body.stream), body.include_usage)
 
     def _prompts(self, body: CompletionBody) -> list[str | list[int]]:
@@ -138,13 +149,14 @@ class OpenAI:
     ) -> None:
         numbers = [choice.request.id for choice in choices]
         if is_resumable(call, stream):
-            events = self._events(call.number, service, choices, answer, usage)
+            events = self._events(call, service, choices, answer, usage)
             follower = self._tapes.start(
                 call, events, lambda: [service.abort(id) for id in numbers], self._config.heartbeat
             )
             await follower.run(call)
+            call.tokens = tokens_of(choices)
             return
-        self._registry.open(call.number, numbers)
+        self._registry.open(call.number, numbers, name=call.name, salt=call.salt)
         try:
             with spelled(answer.names), tied(choices, answer):
                 async with Watch(call) as watch:
@@ -152,8 +164,11 @@ class OpenAI:
                         await self._stream(call, service, choices, answer, usage, watch)
                     else:
                         await self._whole(call, service, choices, answer, watch)
+                if watch.left:
+                    call.ended = "client_left"
         finally:
             self._registry.close(call.number)
+            call.tokens = tokens_of(choices)
 
     async def _whole(
         self, call: Call, service: Service, choices: Sequence[Choice], answer: Answer, watch: Watch
@@ -167,19 +182,23 @@ class OpenAI:
                         answer.done(index)
                     else:
                         choices[index].add(event)
-        body = encode(answer.whole(usage_of(choices)))
+        whole = answer.whole(usage_of(choices))
         watch.stop()
-        await call.respond(200, body, [JSON])
+        await call.json(whole)
 
     async def _stream(
         self, call: Call, service: Service, choices: Sequence[Choice], answer: Answer, usage: bool, watch: Watch
     ) -> None:
         try:
             asked = [choice.request for choice in choices]
-            events = merge(starting(service, choices, answer), asked, heartbeat=self._config.heartbeat)
+            start = starting(service, choices, answer)
+            data = answer.begin()
+            events = merge(start, asked, heartbeat=self._config.heartbeat, announce=True)
             async with contextlib.aclosing(events) as found:
                 async for batch in found:
-                    data = b"" if call.started else await self._begin(call, answer)
+                    if not call.started:
+                        await call.begin(EVENT_STREAM)
+                        continue
                     data += said(batch, choices, answer) if batch else HEARTBEAT
                     if all(choice.done for choice in choices):
                         data += answer.usage(usage_of(choices)) + DONE if usage else DONE
@@ -188,24 +207,31 @@ class OpenAI:
                         return
                     if data:
                         await call.write(data)
+                    data = b""
         except Exception as error:
             if not call.started:
                 raise
             watch.stop()
             known = error if isinstance(error, CairnError) else internal(call.id)
+            call.ended = known.code
             await call.write(error_event(known), more=False)
             if known is not error:
                 raise
 
     async def _events(
-        self, number: int, service: Service, choices: Sequence[Choice], answer: Answer, usage: bool
+        self, call: Call, service: Service, choices: Sequence[Choice], answer: Answer, usage: bool
     ) -> AsyncGenerator[bytes, None]:
-        """The chunks of a stream, whoever reads them."""
+        """The chunks of a stream, whoever reads them; nothing at all first, once the requests are let in."""
         asked = [choice.request for choice in choices]
-        self._registry.open(number, [request.id for request in asked])
+        number, name, salt = call.number, call.name, call.salt
+        del call  # its connection may be gone long before
+        self._registry.open(number, [request.id for request in asked], name=name, salt=salt)
         try:
             with spelled(answer.names), tied(choices, answer):
-                async with contextlib.aclosing(merge(starting(service, choices, answer), asked)) as found:
+                events = merge(starting(service, choices, answer), asked, announce=True)
+                async with contextlib.aclosing(events) as found:
+                    await anext(found)
+                    yield b""
                     data = answer.begin()
                     async for batch in found:
                         data += said(batch, choices, answer)
@@ -215,11 +241,6 @@ class OpenAI:
             yield answer.usage(usage_of(choices)) + DONE if usage else DONE
         finally:
             self._registry.close(number)
-
-    async def _begin(self, call: Call, answer: Answer) -> bytes:
-        data = answer.begin()
-        await call.start(200, EVENT_STREAM)
-        return data
 
 
 def ids(call: Call, service: Service) -> Any:
@@ -242,12 +263,17 @@ def spelled(names: Mapping[str, str]) -> Iterator[None]:
         if name is None:
             raise
         text = str(error) if error.field == "prompt" else str(error).replace(str(error.field), name)
-        raise type(error)(text, field=name) from None
+        raise error.named(text, name) from None
 
 
-def check_model(name: str, service: Service) -> None:
-    """UnknownModel unless this is the model served here."""
-    if name != service.name:
+def is_stored(store: bool | None, config: Config) -> bool:
+    """Whether something of a request may be kept on the disk, as it says itself and the server's owner."""
+    return store is not False or config.store_kv == "always"
+
+
+def check_model(name: str | None, service: Service, *, strict: bool = False) -> None:
+    """UnknownModel where `strict`, or the server's owner, wants a name of the model that is served."""
+    if name is not None and name not in service.names and (strict or service.strict):
         raise UnknownModel(f"there is no model {shown(name)!r}; this server has: {service.name}", field="model")
 
 
@@ -281,9 +307,3 @@ async def check_length(service: Service, texts: Sequence[str], field: str, *, sp
     """Refuse texts that are far too long for the context before anything is done with them."""
     encode = partial(service.tokenizer.encode, special=special)
     await length.check_length(encode, texts, service.info.context, field)
-
-
-def _fit(options: SamplingOptions, prompt: int, context: int) -> SamplingOptions:
-    """The default of max_tokens, cut to what is left of the context; without any room the length check says so."""
-    room = context - prompt
-    return msgspec.structs.replace(options, max_tokens=min(COMPLETION_TOKENS, room)) if room > 0 else options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -15,15 +16,21 @@ WRITE_BUFFER = 1 << 14
 a slow client has not read is better kept as tokens, in front of the encoding."""
 
 
+_TCP_CLOSE = 7
+"""The state of a connection that was reset, as Linux numbers them (netinet/tcp.h)."""
+
+
 class Output:
     """A transport that counts what was written, sends the head of an answer together with the first piece of its
     body (each write is a system call and wakes the client), and closes the way its owner wants."""
 
-    __slots__ = ("_end", "_head", "raw", "written")
+    __slots__ = ("_end", "_head", "events", "raw", "written")
 
     def __init__(self, raw: asyncio.Transport, end: Callable[[], None]) -> None:
         self.raw = raw
         self.written = 0
+        self.events = False
+        """Whether the answer under way is a stream of events."""
         self._end = end
         self._head = b""
 
@@ -31,6 +38,7 @@ class Output:
         """Send, or keep the head of an answer until more comes."""
         if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
             self._head = data
+            self.events = b"\r\ncontent-type: text/event-stream" in data
             return
         if self._head:
             data = self._head + data
@@ -42,6 +50,15 @@ class Output:
         """Send a head that nothing follows."""
         if self._head:
             self.write(b"")
+
+    @property
+    def reset(self) -> bool:
+        """Whether the other side has refused what was sent, or whether that cannot be found out."""
+        try:
+            state = self.raw.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        except (AttributeError, OSError):  # not Linux, or no longer a socket
+            return True
+        return bool(state[0] == _TCP_CLOSE)
 
     def close(self) -> None:
         """Close after what was written is sent; a client that still sends gets time to read it."""

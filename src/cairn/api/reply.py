@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
 
 from cairn.api.body_budget import BodyBudget
-from cairn.errors import CairnError, RequestTimeout, TooLarge
+from cairn.errors import CairnError, ContextTooLong, RequestTimeout, TooLarge
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -22,7 +23,10 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+WARNING = b"x-cairn-warning"
 JSON = (b"content-type", b"application/json")
+_NAME = re.compile(rb"[!-.0-~]{1,128}")
+"""What a client may call a request: visible characters, and no slash, since it stands in a path."""
 encode = msgspec.json.Encoder().encode
 
 
@@ -31,11 +35,15 @@ class Disconnected(Exception):
 
 
 def error_body(error: CairnError) -> dict[str, Any]:
-    """The error in OpenAI's shape."""
+    """The error in OpenAI's shape; of a prompt that is too long also its tokens and the context's, as llama.cpp says
+    them."""
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 499: "cancelled"}
     fallback = "invalid_request_error" if error.status < 500 else "server_error"
     kind = kinds.get(error.status, fallback)
-    return {"error": {"message": str(error), "type": kind, "param": error.field, "code": error.code}}
+    body: dict[str, Any] = {"message": str(error), "type": kind, "param": error.field, "code": error.code}
+    if isinstance(error, ContextTooLong) and error.prompt_tokens is not None:
+        body |= {"n_prompt_tokens": error.prompt_tokens, "n_ctx": error.context}
+    return {"error": body}
 
 
 def retry_after(error: CairnError) -> Headers:
@@ -43,6 +51,9 @@ def retry_after(error: CairnError) -> Headers:
     if error.retry_after is None:
         return []
     return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
+
+
+MAX_WARNINGS = 16
 
 
 def shown(text: str) -> str:
@@ -53,7 +64,8 @@ def shown(text: str) -> str:
 class Call:
     """One request and its answer: a thin layer over ASGI that puts the request id on every response.
 
-    `id` is 16 hexadecimal digits, unique for ever; `tenant` and `salt` are set by the access layer.
+    `id` is 16 hexadecimal digits, unique for ever; `tenant` and `salt` are set by the access layer. `name` is what the
+    client calls the request in X-Request-ID, if that is of a form that can be used: other values mean nothing.
     """
 
     __slots__ = (
@@ -61,8 +73,10 @@ class Call:
         "_held",
         "_receive",
         "_send",
+        "ended",
         "headers",
         "id",
+        "name",
         "number",
         "path",
         "salt",
@@ -70,6 +84,8 @@ class Call:
         "started",
         "status",
         "tenant",
+        "tokens",
+        "warnings",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, number: int, budget: BodyBudget) -> None:
@@ -79,11 +95,19 @@ class Call:
         self.id = f"{number:016x}"
         self.headers: Headers = []
         """Sent with every answer beside the endpoint's own (CORS)."""
+        self.warnings: list[str] = []
+        """What the sender should know of a request that is answered all the same: told in a header, and in bodies."""
         self.tenant = "default"
         self.salt = b""
         self.started = False
         self.status = 0
         """Of the answer, once it has begun."""
+        self.tokens: tuple[int, int] | None = None
+        """Of the prompt and of the answer, where something was generated."""
+        self.ended = ""
+        """Why the answer ended early although its status says nothing of it."""
+        given = self.header(b"x-request-id")
+        self.name = given.decode() if given is not None and _NAME.fullmatch(given) else None
         self._receive = receive
         self._send = send
         self._budget = budget
@@ -128,6 +152,11 @@ class Call:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
+    def warn(self, sentence: str) -> None:
+        """Tell the sender something with the answer, the first 16 sentences of many."""
+        if len(self.warnings) < MAX_WARNINGS:
+            self.warnings.append(sentence)
+
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:
         """A whole answer."""
         await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
@@ -135,19 +164,29 @@ class Call:
 
     async def json(self, value: Any, status: int = 200) -> None:
         """A whole answer as JSON."""
+        if self.warnings and isinstance(value, dict):
+            value = value | {"warnings": self.warnings}
         await self.respond(status, encode(value), [JSON])
 
-    async def fail(self, error: CairnError, headers: Headers | None = None) -> None:
-        """A whole answer that reports an error."""
-        extra = [JSON, *(headers or ()), *retry_after(error)]
-        await self.respond(error.status, encode(error_body(error)), extra)
+    async def fail(self, error: CairnError, headers: Headers, body: dict[str, Any]) -> None:
+        """A whole answer that reports an error, `body` in the shape that the path's clients read."""
+        await self.respond(error.status, encode(body), [JSON, *headers, *retry_after(error)])
 
     async def start(self, status: int, headers: Headers) -> None:
         """Status and headers of an answer whose body follows by `write`."""
         self.started = True
         self.status = status
-        headers = [*headers, *self.headers, (b"x-request-id", self.id.encode())]
+        id = self.id.encode()
+        told = [(WARNING, sentence.encode("ascii", "replace")) for sentence in self.warnings]
+        headers = [*headers, *self.headers, *told, (b"x-request-id", id if self.name is None else self.name.encode())]
+        if self.name is not None:
+            headers.append((b"x-cairn-request-id", id))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def begin(self, headers: Headers) -> None:
+        """Status 200 and headers on their way at once, before there is anything to say."""
+        await self.start(200, headers)
+        await self.write(b"")
 
     async def write(self, data: bytes, more: bool = True) -> None:
         """A piece of the body; waits while the client reads too slowly."""

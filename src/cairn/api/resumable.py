@@ -93,21 +93,21 @@ class Tapes:
         try:
             async with aclosing(events):
                 async for data in events:
+                    tape.begun = True
                     self._add(tape, data)
         except Exception as error:
             if not isinstance(error, CairnError):
                 log.error("request %016x: %s", tape.number, trace(error))
             known = error if isinstance(error, CairnError) else internal(f"{tape.number:016x}")
-            if tape.last:
+            tape.failure = known
+            if tape.begun:
                 self._add(tape, error_event(known))
-            else:
-                tape.failure = known
         finally:
             before = tape.size
             tape.end()
             if tape.number in self._tapes:
                 self.size += tape.size - before
-            if tape.failure is not None:
+            if not tape.begun:
                 self._forget(tape)
             elif tape.number in self._tapes:
                 self._ended[tape.number] = tape
@@ -149,30 +149,33 @@ class Follower:
     async def run(self, call: Call, after: int = 0) -> None:
         """Answer the call with every event that follows number `after`, until the end or until the client leaves.
 
-        Raises what kept the request from starting, and InvalidRequest if there is no event `after` yet.
+        The headers are sent once the request was let in. Raises what kept it from that, and InvalidRequest if there is
+        no event `after` yet.
         """
         tape = self._tape
         try:
             if after > tape.last:
                 raise InvalidRequest(f"after is {after}; the last event so far is {tape.last}", field="after")
             async with Watch(call) as watch:
-                while after == tape.last and not tape.over and await self._waker.sleep(self._heartbeat):
-                    pass
-                if tape.failure is not None:
+                while not tape.begun and not tape.over:
+                    await self._waker.sleep()
+                if tape.failure is not None and not tape.begun:
                     raise tape.failure
                 tape.read(after)
                 if call.scope["method"] == "HEAD":
                     watch.stop()
                     await call.respond(200, b"", EVENT_STREAM)
                     return
-                await call.start(200, EVENT_STREAM)
+                await call.begin(EVENT_STREAM)
                 await self._send(call, after, watch)
+                if tape.failure is not None:
+                    call.ended = tape.failure.code
         finally:
             self._leave(tape, self._waker)
 
     async def wait(self, call: Call) -> None:
-        """Return when all is said, for an answer that is sent whole. Raises what kept the request from starting, and
-        Disconnected if the client left before; the tape then has its time of grace."""
+        """Return when all is said, for an answer sent whole. Raises what ended it early, and Disconnected if the
+        client left before; the tape then has its time of grace."""
         tape = self._tape
         try:
             async with Watch(call) as watch:
@@ -188,7 +191,7 @@ class Follower:
 
     async def _send(self, call: Call, after: int, watch: Watch) -> None:
         tape = self._tape
-        news = after < tape.last  # else the time of a heartbeat has passed already
+        news = True
         while True:
             try:
                 data, after = tape.read(after)
@@ -198,8 +201,7 @@ class Follower:
                 return
             if tape.over and after == tape.last:
                 watch.stop()
-                # What fails before its first event, and after a heartbeat, can have no status any more.
-                await call.write(data if tape.failure is None else error_event(tape.failure), more=False)
+                await call.write(data, more=False)
                 return
             if data or not news:
                 await call.write(data or HEARTBEAT)

@@ -1,4 +1,5 @@
-"""Request bodies: their shapes. How a JSON object becomes one is in `parse`, what it may still not say in `checks`.
+"""Request bodies: their shapes. How a JSON object becomes one is in `parse`, which fields beside these are accepted in
+`fields`, what a body may still not say in `checks`.
 
 Shapes follow the OpenAI API reference (platform.openai.com/docs/api-reference, as openai-python's `types` state them).
 Numbers are only typed here; their ranges are checked in `service/requests.py`, lengths of lists there and in `parse`.
@@ -7,35 +8,37 @@ Numbers are only typed here; their ranges are checked in `service/requests.py`, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from cairn.api.reply import shown
 from cairn.errors import InvalidRequest
 from cairn.service.requests import SamplingOptions
 
-SPARE_FIELDS = 16
-"""Unknown fields of an object that are told by name."""
+Place = Literal["request", "stream_options", "message", "part", "tool", "function", "call", "called", "other"]
+"""What kind of object a field stands in."""
 
 
 class Body(BaseModel):
     """Strict: no field but these, no number written as text."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    place: ClassVar[Place] = "other"
+    within: ClassVar[dict[str, type[Body]]] = {}
+    """The fields that hold such bodies, one or a list of them."""
+    synonyms: ClassVar[Mapping[str, str]] = {}
+    """Other names of fields, which count where the field's own is absent."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _few(cls, value: Any) -> Any:
-        """Every unknown field is an error of its own: of an object with many more than are known none is looked at."""
-        most = len(cls.model_fields) + SPARE_FIELDS
-        if isinstance(value, dict) and len(value) > most:
-            raise PydanticCustomError(
-                "fields", "Holds {count} fields; the limit is {most}", {"count": len(value), "most": most}
-            )
-        return value
+
+def _as_text(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
+def _whole(value: Any) -> Any:
+    """4.0 is a whole number, as of clients whose numbers are all floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 T = TypeVar("T")
@@ -44,12 +47,12 @@ Several = Annotated[list[T], Field(fail_fast=True)]
 
 
 class TextPart(Body):
-    """`{"type": "text", "text": ...}`; what is said of caching has no effect, since every prefix is kept anyway."""
+    """`{"type": "text", "text": ...}`."""
+
+    place = "part"
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None
-    prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
 def _text_or_list(value: Any) -> str | None:
@@ -67,16 +70,19 @@ Content = Annotated[
 
 
 class CalledFunction(Body):
-    """What the model called. `arguments` is whatever text it produced, JSON or not."""
+    """What the model called. `arguments` is whatever text it produced, JSON or not; some clients send an object."""
+
+    place = "called"
 
     name: str
-    arguments: str
-    parsed_arguments: Any = None
-    """What openai-python's parsed streams make of `arguments`, for their own use; it has no effect."""
+    arguments: Annotated[str, BeforeValidator(_as_text)]
 
 
 class ToolCall(Body):
     """A call that an assistant message made."""
+
+    place = "call"
+    within = {"function": CalledFunction}
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -86,6 +92,9 @@ class ToolCall(Body):
 
 class ChatMessage(Body):
     """One message of any role; `checks` knows what a role may carry."""
+
+    place = "message"
+    within = {"content": TextPart, "tool_calls": ToolCall}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -100,6 +109,8 @@ class ChatMessage(Body):
 class FunctionTool(Body):
     """A function that the model may call."""
 
+    place = "function"
+
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -109,6 +120,9 @@ class FunctionTool(Body):
 class Tool(Body):
     """`{"type": "function", "function": {...}}`."""
 
+    place = "tool"
+    within = {"function": FunctionTool}
+
     type: Literal["function"]
     function: FunctionTool
 
@@ -116,12 +130,13 @@ class Tool(Body):
 class StreamOptions(Body):
     """`include_usage` adds a last chunk with the usage."""
 
+    place = "stream_options"
+
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
 
 
 Number = float | None
-Count = int | None
+Count = Annotated[int | None, BeforeValidator(_whole)]
 Stop = Annotated[
     Annotated[str, Tag("~text")] | Annotated[Several[str], Tag("~list")],
     Discriminator(_text_or_list, custom_error_type="stop", custom_error_message="must be a text or a list of texts"),
@@ -131,7 +146,11 @@ Stop = Annotated[
 class Generation(Body):
     """What chat and text completions share."""
 
-    model: str
+    place = "request"
+    within = {"stream_options": StreamOptions}
+    synonyms: ClassVar[Mapping[str, str]] = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+
+    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count = None
@@ -149,10 +168,13 @@ class Generation(Body):
     min_tokens: Count = None
     ignore_eos: bool | None = None
     n: Count = None
+    priority: Count = None
+    timeout: Number = None
+    first_token_timeout: Number = None
     store: bool | None = None
     """False: nothing of it goes to the disk, neither the answer for exact replay nor its KV, which holds token ids."""
     metadata: dict[str, str] | None = None
-    """`agent`: whose account it is on, where there is an agent of that id."""
+    """`agent`: whose account it is on."""
     prompt_cache_key: str | None = None
     """The same."""
 
@@ -174,6 +196,9 @@ class Generation(Body):
             "min_tokens": self.min_tokens,
             "ignore_eos": bool(self.ignore_eos),
             "n": self.n,
+            "priority": self.priority,
+            "timeout": self.timeout,
+            "first_token_timeout": self.first_token_timeout,
         }
         return SamplingOptions(**(given | more))
 
@@ -189,20 +214,46 @@ Messages = Annotated[Several[ChatMessage], Field(min_length=1)]
 class ChatGeneration(Generation):
     """What a chat and an agent's turn share."""
 
+    within = Generation.within | {"messages": ChatMessage}
+
     messages: Messages
     max_completion_tokens: Count = None
     logprobs: bool | None = None
     top_logprobs: Count = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    """Short for that argument of the template."""
+    reasoning_effort: str | None = None
+    """`none` and `minimal` turn reasoning off where the template can; otherwise an argument of the template."""
+    parallel_tool_calls: bool | None = None
+    """False: the answer ends with its first call."""
 
     def chat_options(self) -> SamplingOptions:
         """The sampling options, `max_tokens` by either of its names."""
         most = self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-        return self.options(max_tokens=most, logprobs=bool(self.logprobs), top_logprobs=self.top_logprobs)
+        return self.options(
+            max_tokens=most,
+            logprobs=bool(self.logprobs),
+            top_logprobs=self.top_logprobs,
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+        )
+
+    def template_args(self, knows: Callable[[str], bool]) -> dict[str, Any]:
+        """The arguments of the template; `knows` tells whether it looks at one of that name."""
+        found: dict[str, Any] = {}
+        if self.enable_thinking is not None:
+            found["enable_thinking"] = self.enable_thinking
+        if self.reasoning_effort in ("none", "minimal") and knows("enable_thinking"):
+            found.setdefault("enable_thinking", False)
+        elif self.reasoning_effort is not None and knows("reasoning_effort"):
+            found["reasoning_effort"] = self.reasoning_effort
+        return found | (self.chat_template_kwargs or {})
 
 
 class ChatBody(ChatGeneration):
     """POST /v1/chat/completions."""
+
+    within = ChatGeneration.within | {"tools": Tool}
 
     tools: Several[Tool] | None = None
     tool_choice: Any = None
@@ -245,12 +296,17 @@ class CompletionBody(Generation):
 
 
 class TokenizeBody(Body):
-    """POST /tokenize: a text as a completion prompt, or messages as the chat template renders them."""
+    """POST /tokenize: a completion prompt, a text by itself, or messages as the chat template renders them."""
+
+    within = {"messages": ChatMessage, "tools": Tool}
 
     model: str | None = None
     prompt: str | None = None
+    content: str | None = None
+    add_special: bool | None = None
     parse_special: bool | None = None
     """As of a completion."""
+    with_pieces: bool | None = None
     messages: Messages | None = None
     tools: Several[Tool] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

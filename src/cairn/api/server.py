@@ -16,6 +16,7 @@ import time
 
 from cairn.api.auth import check_exposure
 from cairn.api.folders import check_folders, usual_held
+from cairn.api.origins import Origins
 from cairn.config import Config
 from cairn.errors import ConfigError
 from cairn.service.launch import ENDING, launch_first
@@ -34,10 +35,12 @@ def serve(config: Config) -> None:
 
     The port answers at once, with 503 until the model is loaded. The first signal lets running requests finish within
     `config.shutdown_grace`; a second one ends them at once. Raises ConfigError (busy port, an address that needs a
-    key, folders that are not apart or that another server has) or ModelError; both carry exit code 2.
+    key, folders that are not apart or that another server has, an origin that no page can have) or ModelError; both
+    carry exit code 2.
     """
     check_exposure(config)
     check_folders(config, os.environ)
+    Origins(config)
     log_to_stderr(config.log_level)
     raise_file_limit(config.max_connections)
     # A signal waits until the loop takes it (`lifetime.Signals`): what it raised now could leave a worker behind, or be

@@ -8,6 +8,7 @@ is encoded once a stream.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ EVENT_STREAM = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
@@ -126,14 +128,18 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> d
 class TextLogprobs:
     """Collects the parallel lists of a text completion's `logprobs`; offsets are characters of the choice's text.
 
-    `after`: the prompt, where it is no part of that text.
+    A token is called by its text, by its bytes where they are no whole characters (`bytes:\\xe2\\x82`), and by its
+    number (`token_id:9`) where a likelier one beside it has that name. `after`: the prompt, where it is no part of that
+    text.
     """
 
     def __init__(self, vocabulary: Vocabulary, top: int, *, after: Sequence[int] = ()) -> None:
         self._vocabulary = vocabulary
         self._top = top
         self._pieces = vocabulary.detokenizer(after=after)
-        self._offset = 0
+        self._length = 0
+        self._begun = codecs.getincrementaldecoder("utf-8")("replace")
+        """Holds the bytes of a character that is not whole yet."""
         self._tokens: list[str] = []
         self._logprobs: list[float | None] = []
         self._tops: list[dict[str, float] | None] = []
@@ -141,19 +147,32 @@ class TextLogprobs:
 
     def add(self, token: int, entry: TokenLogprob | None) -> None:
         """A token, with None for the first of an echoed prompt, which nothing precedes."""
-        text = _readable(token, self._vocabulary)
-        self._tokens.append(text)
-        self._offsets.append(self._offset)
-        self._offset += len(self._pieces.push([token]))
-        if entry is None:
-            self._logprobs.append(None)
-            self._tops.append(None)
-            return
-        self._logprobs.append(_finite(entry.logprob))
-        tops: dict[str, float] = {}
-        for other, value in entry.top[: self._top]:  # several may read U+FFFD: the likeliest counts
-            tops.setdefault(_readable(other, self._vocabulary), _finite(value))
-        self._tops.append(tops | {text: _finite(entry.logprob)})
+        self._offsets.append(self._place(token))
+        top = entry.top[: self._top] if entry is not None else ()
+        names: dict[int, str] = {}
+        for one in dict.fromkeys((*(other for other, _ in top), token)):
+            name = _name(self._vocabulary.token_bytes(one))
+            names[one] = f"token_id:{one}" if name in names.values() else name
+        self._tokens.append(names[token])
+        self._logprobs.append(None if entry is None else _finite(entry.logprob))
+        own = {names[token]: _finite(entry.logprob)} if entry is not None else {}
+        self._tops.append({names[other]: _finite(value) for other, value in top} | own or None)
+
+    def _place(self, token: int) -> int:
+        """Where the token's own text begins: behind what it brings up of the tokens before it, which may have waited
+        for the rest of a character, and in vain. Within a character it is where that begins."""
+        before, raw = self._length, self._vocabulary.token_bytes(token)
+        text = self._pieces.push([token])
+        self._length += len(text)
+        state = self._begun.getstate()
+        whole = self._begun.decode(raw)
+        goes_on = state[0] and not whole.startswith(REPLACEMENT)
+        if goes_on:
+            return before
+        own = whole[1:] if state[0] else whole
+        if own and not text:  # it is shown later, or never
+            self._begun.setstate(state)
+        return self._length - len(own) if text.endswith(own) else before
 
     def take(self) -> dict[str, Any]:
         """What was added since the last time."""
@@ -207,9 +226,10 @@ class ChatChunks:
         found += [self._chunk(index, encode(piece), b"null", b"null") for piece in pieces[1:]]
         return b"".join(found)
 
-    def finish(self, index: int, done: Done, reason: str) -> bytes:
+    def finish(self, index: int, done: Done, reason: str, warnings: Sequence[str] = ()) -> bytes:
         """The last chunk of a choice. Where no usage follows, it says where the prompt's KV came from."""
-        return self._chunk(index, b"{}", b"null", encode(reason), b"" if self._usage_null else _cairn(done))
+        more = _told(warnings) + (b"" if self._usage_null else _cairn(done))
+        return self._chunk(index, b"{}", b"null", encode(reason), more)
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The chunk without choices that carries the usage."""
@@ -237,15 +257,19 @@ class TextChunks:
         tail = b',"logprobs":' + encode(logprobs) + b',"finish_reason":null}]' + self._usage_null + b"}\n\n"
         return self._heads[index] + encode(text) + tail
 
-    def finish(self, index: int, done: Done, reason: str) -> bytes:
+    def finish(self, index: int, done: Done, reason: str, warnings: Sequence[str] = ()) -> bytes:
         """The last chunk of a choice. Where no usage follows, it says where the prompt's KV came from."""
-        more = self._usage_null or _cairn(done)
+        more = _told(warnings) + (self._usage_null or _cairn(done))
         tail = b'"","logprobs":null,"finish_reason":' + encode(reason) + b"}]" + more + b"}\n\n"
         return self._heads[index] + tail
 
     def usage(self, usage: dict[str, Any]) -> bytes:
         """The chunk without choices that carries the usage."""
         return self._open + b'],"usage":' + encode(usage) + b"}\n\n"
+
+
+def _told(warnings: Sequence[str]) -> bytes:
+    return b',"warnings":' + encode(warnings) if warnings else b""
 
 
 def _cairn(done: Done) -> bytes:
@@ -255,6 +279,13 @@ def _cairn(done: Done) -> bytes:
 def _readable(token: int, vocabulary: Vocabulary) -> str:
     """The token's own text; bytes that are no whole character become U+FFFD, `bytes` has them as they are."""
     return vocabulary.token_bytes(token).decode("utf-8", "replace")
+
+
+def _name(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def _finite(logprob: float) -> float:

@@ -31,6 +31,7 @@ class Tape:
         "_fresh",
         "_fresh_bytes",
         "_pages",
+        "begun",
         "cancel",
         "failure",
         "last",
@@ -46,8 +47,10 @@ class Tape:
         self.number = number
         self.salt = salt
         self.over = False
+        self.begun = False
+        """Whether its request was let in: what fails from then on is an event."""
         self.failure: CairnError | None = None
-        """Why nothing was said at all."""
+        """Why it ended early."""
         self.last = 0
         """Number of the last event."""
         self.readers: set[Waker] = set()

@@ -1,7 +1,8 @@
 """What an ordinary request has to do with agents: whose account it is on, and what is kept of it.
 
-`X-Cairn-Agent` names an agent and must be one; `metadata.agent` and `prompt_cache_key` count where they happen to be
-the id of one. Nothing of this changes an answer.
+The header `X-Cairn-Agent` names the account, else `metadata.agent` or `prompt_cache_key`, whichever is known. One that
+is not known is opened: it is an agent without turns, and goes a week after its last request. Nothing of this changes
+an answer.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from cairn.agents.agents import Agents
+from cairn.agents.book import is_id
 from cairn.agents.tree import Agent
 from cairn.api.reply import Call
 from cairn.api.schemas import Generation
-from cairn.errors import InvalidRequest, NotFound, Unavailable
+from cairn.errors import InvalidRequest, NotFound, Overloaded, Unavailable
 from cairn.figures import CacheReport
 from cairn.text.chat import Sampled
 from cairn.types import Done, Request, Timing
 
 NAME = "X-Cairn-Agent"
 HEADER = NAME.lower().encode()
+ACCOUNT_TTL = 7 * 86_400.0
+"""Seconds without use after which an account that a request has opened is deleted."""
 
 
 class Ties:
@@ -53,30 +57,39 @@ class Ties:
         """There should be agents, and they cannot be had now."""
         self.why_not, self.failing = f"this server keeps no agents: {why}", True
 
-    def tie(self, call: Call, body: Generation) -> Tie | None:
-        """What a request leaves behind, or None where nothing is kept. NotFound for an unknown agent in the header."""
+    async def tie(self, call: Call, body: Generation, *, store: bool) -> Tie | None:
+        """What a request leaves behind, or None where nothing is kept. `store`: whether its answer may be.
+
+        InvalidRequest for a header that is no agent's id; of other names those that are none are passed over. Where no
+        account can be opened now, the request is served without one.
+        """
         header = call.header(HEADER)
         named = header.decode("latin-1") if header is not None else None
         if self.agents is None:
             if named is not None:
                 raise Unavailable(self.why_not)
             return None
-        store = body.store is not False
         if named is not None:
             try:
-                return Tie(self.agents, call.tenant, self.agents.named(call.tenant, named), store)
-            except (InvalidRequest, NotFound) as error:
-                raise type(error)(str(error), field=NAME) from None
-        names = ((body.metadata or {}).get("agent"), body.prompt_cache_key)
-        found = (self._named(call, name) for name in names if name is not None)
-        return Tie(self.agents, call.tenant, next((agent for agent in found if agent is not None), None), store)
+                agent = await self._account(self.agents, call.tenant, [named], new=True)
+            except InvalidRequest as error:
+                raise error.named(str(error), NAME) from None
+        else:
+            given = ((body.metadata or {}).get("agent"), body.prompt_cache_key)
+            names = [name for name in given if name is not None and is_id(name)]
+            agent = await self._account(self.agents, call.tenant, names, new=store)
+        return Tie(self.agents, call.tenant, agent, store)
 
-    def _named(self, call: Call, name: str) -> Agent | None:
-        assert self.agents is not None
-        try:
-            return self.agents.named(call.tenant, name)
-        except (InvalidRequest, NotFound):
-            return None
+    async def _account(self, agents: Agents, tenant: str, names: Sequence[str], *, new: bool) -> Agent | None:
+        """The agent of the first of these names that is known; where there is none a `new` one, or None."""
+        for name in names:
+            with contextlib.suppress(NotFound):
+                return agents.named(tenant, name)
+        if names and new:
+            with contextlib.suppress(Overloaded, Unavailable):
+                await agents.create(tenant, id=names[0], ttl=ACCOUNT_TTL)
+                return agents.named(tenant, names[0])
+        return None
 
 
 class Tie:

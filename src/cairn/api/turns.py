@@ -6,7 +6,7 @@ Every turn is generated onto a tape, so it runs on for a time of grace after its
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
@@ -14,25 +14,27 @@ import msgspec
 from cairn.agents.info import TurnInfo
 from cairn.agents.running import RunningTurn
 from cairn.api.agent_schemas import ResumeBody, TurnBody, check_account, check_turn, id_of, page_of
-from cairn.api.answers import ChatAnswer, Choice, said, usage_of
+from cairn.api.answers import ChatAnswer, Choice, said, tokens_of, usage_of
 from cairn.api.limits import read_json, read_nothing
 from cairn.api.openai import check_length, check_model, names_of, spelled
 from cairn.api.parse import parse
-from cairn.api.reply import JSON, Call, encode
+from cairn.api.registry import Registry
+from cairn.api.reply import Call
 from cairn.api.resumable import Tapes
 from cairn.api.schemas import contents, plain_messages
 from cairn.api.sse import DONE
 from cairn.api.ties import HEADER, Ties
 from cairn.config import Config
-from cairn.errors import CairnError, InvalidRequest
+from cairn.errors import InvalidRequest
 from cairn.service.service import Service
 
 
 class TurnRoutes:
     """The routes."""
 
-    def __init__(self, config: Config, tapes: Tapes, ties: Ties) -> None:
+    def __init__(self, config: Config, registry: Registry, tapes: Tapes, ties: Ties) -> None:
         self._config = config
+        self._registry = registry
         self._tapes = tapes
         self._ties = ties
 
@@ -51,13 +53,12 @@ class TurnRoutes:
     async def turn(self, call: Call, service: Service) -> None:
         """POST /v1/agents/{id}/turns: new messages in, the answer out as of /v1/chat/completions."""
         agents, id = self._ties.open(), id_of(call)
-        body = parse(TurnBody, await read_json(call, self._config), self._config)
+        body = parse(TurnBody, await read_json(call, self._config), self._config, call)
         agents.get(call.tenant, id)
         check_turn(body, self._config)
         header = call.header(HEADER)
         check_account(body, None if header is None else header.decode("latin-1"), id)
-        if body.model is not None:
-            check_model(body.model, service)
+        check_model(body.model, service)
         await check_length(service, contents(body.messages), "messages")
         with spelled(names_of(body.max_tokens)):
             running = await agents.turn(
@@ -67,7 +68,7 @@ class TurnRoutes:
                 body.chat_options(),
                 request=call.number,
                 fork_on_conflict=bool(body.fork_on_conflict),
-                template_args=body.chat_template_kwargs,
+                template_args=body.template_args(service.chat.knows),
             )
         await self._answer(call, service, running, bool(body.stream), body.include_usage)
 
@@ -77,7 +78,7 @@ class TurnRoutes:
         `logprobs` is null where a part of it was said before: what was computed then is not kept.
         """
         agents, id = self._ties.open(), id_of(call)
-        body = parse(ResumeBody, await read_nothing(call, self._config), self._config)
+        body = parse(ResumeBody, await read_nothing(call, self._config), self._config, call)
         running = await agents.resume(call.tenant, id, request=call.number)
         await self._answer(call, service, running, bool(body.stream), True)
 
@@ -86,20 +87,21 @@ class TurnRoutes:
             (b"x-cairn-agent", running.agent.id.encode()),
             (b"x-cairn-turn", b"%d" % running.turn.number),
         ]
-        choice = Choice(running.request)
+        choice, number = Choice(running.request), call.number
         answer = TurnAnswer(call, service, [choice], usage)
-        spoken = _Spoken(choice, answer, keep_logprobs=not stream)
+        spoken = _Spoken(choice, answer, lambda: self._registry.close(number), keep_logprobs=not stream)
         events = spoken.events(running, usage)
+        self._registry.open(call.number, [running.request.id], name=call.name, salt=call.salt)
         follower = self._tapes.start(call, events, running.cancel, self._config.heartbeat)
+        try:
+            await (follower.run(call) if stream else follower.wait(call))
+        finally:
+            call.tokens = tokens_of([choice])
         if stream:
-            await follower.run(call)
             return
-        await follower.wait(call)
-        if spoken.error is not None:
-            raise spoken.error
         whole = answer.whole(usage_of([choice]))
         whole |= {"agent": running.agent.id, "turn": running.turn.number}
-        await call.respond(200, encode(whole), [JSON])
+        await call.json(whole)
 
 
 class TurnAnswer(ChatAnswer):
@@ -112,15 +114,15 @@ class TurnAnswer(ChatAnswer):
 class _Spoken:
     """The chunks of one turn, for the tape."""
 
-    def __init__(self, choice: Choice, answer: TurnAnswer, *, keep_logprobs: bool) -> None:
-        self._choice, self._answer, self._keep = choice, answer, keep_logprobs
-        self.error: CairnError | None = None
-        """Why the answer is not whole."""
+    def __init__(self, choice: Choice, answer: TurnAnswer, over: Callable[[], None], *, keep_logprobs: bool) -> None:
+        """`over` is called when the turn is."""
+        self._choice, self._answer, self._over, self._keep = choice, answer, over, keep_logprobs
 
     async def events(self, running: RunningTurn, usage: bool) -> AsyncGenerator[bytes, None]:
-        """The chunks of the stream, whoever reads them."""
+        """The chunks of the stream, whoever reads them; nothing at all first, since the turn has begun."""
         choice, answer = self._choice, self._answer
         try:
+            yield b""
             async with contextlib.aclosing(running.batches()) as found:
                 data = answer.begin()
                 async for batch in found:
@@ -130,9 +132,8 @@ class _Spoken:
                     if data:
                         yield data
                     data = b""
-        except CairnError as error:
-            self.error = error
-            raise
+        finally:
+            self._over()
         yield answer.usage(usage_of([choice])) + DONE if usage else DONE
 
 

@@ -33,12 +33,11 @@ def register(app: typer.Typer) -> None:
         from cairn.cli.output import amount
         from cairn.models.packed_file import usage
 
+        rows = _call(resolved, host, "GET", "", _stats)
         most = resolved.config.keep_packed_gb
         packed = usage(None if most is None else int(most * 1e9))
-        # Told first: there may be no server, and they are here all the same.
         size = f"{amount(packed.bytes)} of {amount(packed.budget)}"
-        _print([("packed weights", f"{packed.files:,} files here, {size}")])
-        _print(_call(resolved, host, "GET", "", _stats))
+        _print([*rows, ("packed weights", f"{packed.files:,} files here, {size}")])
 
     @cache.command()
     @configured(_SERVER, model=False)
@@ -55,8 +54,8 @@ def register(app: typer.Typer) -> None:
     @cache.command()
     @configured(_SERVER, model=False)
     def prune(resolved: Resolved, host: Host = None) -> None:
-        """Remove stored chunks that nobody has used for thirty days; pinned ones stay. On this machine also packed
-        weights that no start has used for as long."""
+        """Remove stored chunks that nobody has used for --kv-ttl; pinned ones stay. On this machine also packed
+        weights that no start has used for thirty days."""
         from cairn.cli.output import amount
         from cairn.models.packed_file import prune as prune_packed
 

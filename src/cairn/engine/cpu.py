@@ -48,6 +48,10 @@ class Fit(NamedTuple):
     memory: WeightMemory
     blocks: tuple[int, ...]
     """Of the pool of each group."""
+    config: Config
+    """As it was given, but for a type of KV that does not hold the model's numbers."""
+    notes: tuple[str, ...]
+    """What is to be told of that."""
 
 
 class CpuEngine:
@@ -113,7 +117,7 @@ class CpuEngine:
         taken = weight_memory(spec, weights, config.kernels)
         blocks = blocks or pool_blocks(spec, config, weights=taken)
         check_memory(spec, config, blocks, weights=taken)
-        return Fit(weights, taken, blocks)
+        return Fit(weights, taken, blocks, config, tuple(notes))
 
     @classmethod
     def load(
@@ -129,7 +133,8 @@ class CpuEngine:
 
         `fit`: what `fit` gave, where it was asked before; otherwise `blocks` are as there.
         """
-        weights, taken, blocks = fit or cls.fit(spec, folder, config, blocks)
+        weights, taken, blocks, config, told = fit or cls.fit(spec, folder, config, blocks)
+        notes = list(told)
         budget = None if config.keep_packed_gb is None else int(config.keep_packed_gb * 10**9)
         keep = partial(packed_file.build, place=folder, size=taken.held, budget=budget)
         build = keep if config.keep_packed else decoder.build

@@ -37,6 +37,8 @@ RESERVE = 256 << 20
 AHEAD = 2
 """How many chunks on the disk is told what will be read: it reads while a chunk is checked."""
 _PRUNE_EVERY = 600.0
+_PRUNES = 10
+"""Looks for what is unused within a time to live, at least."""
 
 
 class DiskStore:
@@ -243,7 +245,7 @@ class DiskStore:
             upkeep.clean(state)
             upkeep.remember_uses(state)
             if state.clock.now() >= self._next_prune:
-                self._next_prune = state.clock.now() + _PRUNE_EVERY
+                self._next_prune = state.clock.now() + min(_PRUNE_EVERY, self._ttl / _PRUNES)
                 # A start with a clock that is far ahead finds all of it old, as one after a long rest does: what was
                 # used last is young then, and the rest ages from there.
                 upkeep.prune(state, state.now() - self._idle - self._ttl)

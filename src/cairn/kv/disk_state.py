@@ -106,8 +106,18 @@ class DiskState:
                 bytes=self.shelf.bytes + self.folder.littered,
                 budget=self.budget,
                 pinned=self.shelf.pinned,
-                trouble=self._trouble or self._full,
+                trouble=self._trouble or self._full or self._crowded(),
             )
+
+    def _crowded(self) -> str:
+        """Whether more is pinned than the budget holds. With the lock held."""
+        need = self.shelf.pinned_bytes
+        if need <= self.budget:
+            return ""
+        return (
+            f"pinned KV needs about {need:,} bytes and {self.folder.folder} may take {self.budget:,}: not all of it "
+            "can be kept; unpin some, or give --kv-disk-gb more"
+        )
 
     @property
     def damaged(self) -> int:

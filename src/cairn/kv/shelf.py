@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cairn.kv.chunk_file import Name
 
+KEY_BYTES = 32
+"""Of a chunk's key, which ends its id."""
 CHEAP_DEPTH = 4096
 """Tokens of depth at which attention over what is before a chunk costs as much as all the rest of computing it.
 
@@ -69,6 +72,10 @@ class Shelf:
         self._doomed: dict[bytes, Entry] = {}
         self._tags: dict[bytes, int] = {}
         """How many chunks each model has, doomed ones too."""
+        self._sizes: dict[bytes, int] = {}
+        """Bytes on the disk of each model's chunks, doomed ones too."""
+        self._pinned_tags = Counter[bytes]()
+        """How many chunks of each model are pinned, here or not."""
 
     def __len__(self) -> int:
         """Live chunks."""
@@ -81,6 +88,13 @@ class Shelf:
             self._protected = set()
             self._protect(self._pinned)
         return len(self._protected)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """About what all that is pinned takes once it is there: what is not is like the rest of its model, of which
+        nothing is known while there is none."""
+        models = ((tag, count) for tag, count in self._pinned_tags.items() if tag in self._tags)
+        return sum(count * self._sizes[tag] // self._tags[tag] for tag, count in models)
 
     def _protect(self, ids: Iterable[bytes]) -> None:
         """Count these pinned chunks, as far as they are live, and what they extend, if that is counted at all."""
@@ -129,6 +143,7 @@ class Shelf:
             parent.children.add(entry.id)
         self._entries[entry.id] = entry
         self._tags[entry.name.tag] = self._tags.get(entry.name.tag, 0) + 1
+        self._sizes[entry.name.tag] = self._sizes.get(entry.name.tag, 0) + entry.disk
         self.bytes += entry.disk
         if entry.id in self._pinned:
             self._protect([entry.id])
@@ -211,8 +226,9 @@ class Shelf:
             return
         del self._doomed[entry.id], self._entries[entry.id]
         self._tags[entry.name.tag] -= 1
+        self._sizes[entry.name.tag] -= entry.disk
         if not self._tags[entry.name.tag]:
-            del self._tags[entry.name.tag]
+            del self._tags[entry.name.tag], self._sizes[entry.name.tag]
         self.bytes -= entry.disk
 
     def emptied(self) -> Shelf:
@@ -234,10 +250,12 @@ class Shelf:
             self._pins[owner] = frozenset(ids)
         for id in self._pins.get(owner, frozenset()):
             self._pinned[id] = self._pinned.get(id, 0) + 1
+            self._pinned_tags[id[:-KEY_BYTES]] += self._pinned[id] == 1
         for id in old:
             self._pinned[id] -= 1
             if not self._pinned[id]:
                 del self._pinned[id]
+                self._pinned_tags[id[:-KEY_BYTES]] -= 1
                 self._protected = None
                 entry = self.get(id)
                 if entry is not None:

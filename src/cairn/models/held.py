@@ -69,17 +69,18 @@ class HeldWeights(Mapping[str, Any]):
     """The weights that `open_weights` gave in a form. A tensor is made when it is asked for: ask once."""
 
     def __init__(self, source: Mapping[str, NDArray[Any]], form: Form) -> None:
-        self._source, self.form = source, form
+        self.source, self.form = source, form
+        """Tensors as the files have them, and what they are held in."""
         self.errors: dict[str, float] = {}
         """Relative error of each tensor that was rounded when it was asked for."""
         self._made = 0
 
     def __getitem__(self, name: str) -> NDArray[Any] | Quantized:
-        tell("packing the weights", self._made, len(self._source))
+        tell("packing the weights", self._made, len(self.source))
         self._made += 1
         if self._stays(name):
             return self._as_stored(name)
-        array = self._source[name]
+        array = self.source[name]
         if self.form == "f32":
             return array.astype(np.float32, copy=False)
         if self.form == "bf16":
@@ -90,7 +91,7 @@ class HeldWeights(Mapping[str, Any]):
 
     def outline(self, name: str) -> Outline:
         """What `[name]` gives, and the bytes that it makes on the way."""
-        plain = known.outline(self._source, name)
+        plain = known.outline(self.source, name)
         if self._stays(name):
             return self._packed(name) or plain
         if self.form in ("f32", "bf16"):
@@ -102,7 +103,7 @@ class HeldWeights(Mapping[str, Any]):
     def note(self) -> str:
         """How the weights are held, and which number formats of the file are rounded for that; reads none of them."""
         found: dict[str, set[str]] = {}
-        for name in self._source:
+        for name in self.source:
             kind, target = self._rounds(name)
             if target:
                 found.setdefault(target, set()).add(kind)
@@ -111,10 +112,10 @@ class HeldWeights(Mapping[str, Any]):
 
     def _rounds(self, name: str) -> tuple[str, str]:
         """A tensor's number format in the file, and what it is rounded to; "" where it loses nothing."""
-        plain = known.outline(self._source, name)
+        plain = known.outline(self.source, name)
         kind, inexact = _KINDS.get(plain.dtype, plain.dtype), False
-        if isinstance(self._source, _Packed):
-            kind, inexact = self._source.kind(name)
+        if isinstance(self.source, _Packed):
+            kind, inexact = self.source.kind(name)
         if self._stays(name):
             return kind, "int8" if inexact and len(plain.shape) == 2 else ""
         if self.form in ("f32", "bf16"):
@@ -122,17 +123,17 @@ class HeldWeights(Mapping[str, Any]):
         return kind, f"int{self._bits(name)}"
 
     def __contains__(self, name: object) -> bool:
-        return name in self._source  # a mapping's own would make the tensor
+        return name in self.source  # a mapping's own would make the tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._source)
+        return iter(self.source)
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self.source)
 
     def _stays(self, name: str) -> bool:
         """Whether a tensor is held as it is stored."""
-        shape = known.outline(self._source, name).shape
+        shape = known.outline(self.source, name).shape
         if self.form == "stored" or (len(shape) == 1 and self.form != "f32"):
             return True
         if self.form in ("f32", "bf16"):
@@ -144,13 +145,13 @@ class HeldWeights(Mapping[str, Any]):
         return 4 if self.form == "int4" and name not in _ENDS else 8
 
     def _packed(self, name: str) -> Outline | None:
-        return self._source.packed_outline(name) if isinstance(self._source, _Packed) else None
+        return self.source.packed_outline(name) if isinstance(self.source, _Packed) else None
 
     def _as_stored(self, name: str) -> NDArray[Any] | Quantized:
         if self._packed(name) is None:
-            return self._source[name]
-        assert isinstance(self._source, _Packed)
-        held, error = self._source.packed(name)
+            return self.source[name]
+        assert isinstance(self.source, _Packed)
+        held, error = self.source.packed(name)
         if error:
             self.errors[name] = error
         return held

@@ -116,6 +116,8 @@ def check_tokens(request: Request, info: wire.Info) -> None:
         raise ContextTooLong(
             f"the context holds {info.context} tokens; the prompt has {prompt} and the completion asks for {asked}",
             field="prompt" if prompt + 1 > info.context else "max_tokens",
+            prompt_tokens=prompt,
+            context=info.context,
         )
     if prompt + min(asked, 1) > info.pool_tokens:
         raise InvalidRequest(

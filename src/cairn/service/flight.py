@@ -1,8 +1,8 @@
 """The front's record of a request: what its worker said, and what its consumer has not read yet.
 
 The tokens so far are all that is needed to go on in another worker. They are turned into text when the consumer reads,
-so a consumer that lags gets what it missed as one event; only a request with stop strings is read at once, because a
-stop must reach the worker whether anybody reads or not.
+so a consumer that lags gets what it missed as one event; only a request with stop strings, or of one tool call, is read
+at once, because a stop must reach the worker whether anybody reads or not.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Flight:
         self.request = request
         self.told = told
         self.text = text
-        self.eager = bool(request.stop)
+        self.eager = bool(request.stop) or request.output.one_call
         self.tokens = list(request.generated)
         """Every token of the answer so far, also what was generated before."""
         self.limit = len(request.prompt) + request.sampling.max_tokens

@@ -29,6 +29,9 @@ CHUNK = 4 * BLOCK_TOKENS
 SHOWN_TOKENS = 16
 SHOWN = 48
 """Characters of each side's text."""
+OPENING = 16
+"""At the end of a prompt a template opens the answer: at most so many tokens, which follow no message."""
+_DIGEST = 8
 _ID = 4  # bytes
 
 
@@ -95,7 +98,7 @@ class RecentContexts:
         for context in self._tenants.get(salt, ()):
             if (same := _common(context.ids, data)) < max(at, 1):
                 continue
-            told_so = any(same < length and said.startswith(which) for length, which in context.prompts)
+            told_so = any(same < _rendered(length, which, said) for length, which in context.prompts)
             if same > at or told_so or not again:
                 at, known, again = same, context, told_so
         if known is None or at < miss.position:
@@ -121,7 +124,18 @@ def told_of(messages: Sequence[Mapping[str, Any]], *, store: bool = True, why: M
 
 
 def _digest(message: Mapping[str, Any]) -> bytes:
-    return hashlib.sha256(json.dumps(message, sort_keys=True, default=str).encode()).digest()[:8]
+    """Of one message; the last bit tells an assistant's."""
+    digest = hashlib.sha256(json.dumps(message, sort_keys=True, default=str).encode()).digest()
+    return digest[: _DIGEST - 1] + bytes([digest[_DIGEST] & 0xFE | (message.get("role") == "assistant")])
+
+
+def _rendered(length: int, which: bytes, said: bytes) -> int:
+    """How many ids of a prompt of `length`, made from the messages `which`, the same template makes of the messages
+    `said` too. Where no answer follows them there, that is not so of what opens one."""
+    if not said.startswith(which):
+        return 0
+    follows = said[len(which) : len(which) + _DIGEST]
+    return length - OPENING if follows and not follows[-1] & 1 else length
 
 
 def _common(one: bytes, other: bytes) -> int:

@@ -18,21 +18,26 @@ from cairn.service.sampling_defaults import sampling_defaults
 from cairn.system import SystemRng
 from cairn.types import SAMPLING_RANGES, ModelSpec, OutputFormat, Request, SamplingParams
 
-MAX_STOP = 4
+MAX_STOP = 64
 MAX_STOP_BYTES = 256
 MAX_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
 ONE_TOKEN = 1e-9
 """What a top_p of 0 means: the likeliest token alone."""
+MOST_SECONDS = 1e9
+"""Of a time limit where none is configured."""
 LEAST_SEED, MOST_SEED = -(1 << 63), (1 << 64) - 1
+NONE_GIVEN = -1
+"""As a seed: draw one. As `max_tokens`: until the context is full."""
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a caller may ask of one generation. Nothing is checked here: `sampling_params` and `requests` do that."""
 
     max_tokens: int | None = None
-    """At least 1. Default: what is left of the context. 0 is allowed by `requests(..., allow_empty=True)`."""
+    """At least 1. Default, and -1: what is left of the context; more than that ends there too. 0 is allowed by
+    `requests(..., allow_empty=True)`."""
     temperature: float | None = None
     """0 to 10; 0 is greedy."""
     top_k: int | None = None
@@ -46,13 +51,13 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     logit_bias: Mapping[int, float] | None = None
     """Token id -> -100 to 100, at most 1,024 of them."""
     seed: int | None = None
-    """Any 64-bit number. Default: drawn, so that every generation can be repeated."""
+    """Any 64-bit number. Default, and -1: drawn, so that every generation can be repeated."""
     logprobs: bool = False
     top_logprobs: int | None = None
     """0 to 20; needs `logprobs`."""
     prompt_logprobs: bool = False
     stop: str | Sequence[str] | None = None
-    """At most 4 texts of at most 256 bytes."""
+    """At most 64 texts of at most 256 bytes."""
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the generation beside the model's EOS."""
     min_tokens: int | None = None
@@ -60,6 +65,13 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     n: int | None = None
     """Choices, at most `max_choices`."""
     priority: int | None = None
+    """-100 to 100, default 0; lower runs sooner. Waiting makes up for it, so nobody starves."""
+    timeout: float | None = None
+    """Seconds after which it ends with an error; at most, and by default, what the server allows."""
+    first_token_timeout: float | None = None
+    """Seconds after which it ends with an error where not a token has come."""
+    parallel_tool_calls: bool = True
+    """False: an answer ends with its first tool call."""
 
 
 PLAIN = SamplingOptions()
@@ -89,12 +101,13 @@ def sampling_params(
         return _number(name, applied[name].value if given is None else given)
 
     max_tokens = _max_tokens(options.max_tokens, prompt_tokens, context, allow_empty)
-    min_tokens = _count("min_tokens", options.min_tokens or 0, 0, max_tokens, "max_tokens")
+    asked = options.max_tokens
+    most = max_tokens if asked is None else max(asked, max_tokens)
+    min_tokens = min(_count("min_tokens", options.min_tokens or 0, 0, most, "max_tokens"), max_tokens)
     top_k = int(applied["top_k"].value) if options.top_k is None else options.top_k
     _flags(options)
-    seed = (
-        (rng or SystemRng()).bits64() if options.seed is None else _count("seed", options.seed, LEAST_SEED, MOST_SEED)
-    )
+    seed = NONE_GIVEN if options.seed is None else _count("seed", options.seed, LEAST_SEED, MOST_SEED)
+    seed = (rng or SystemRng()).bits64() if seed == NONE_GIVEN else seed
     eos = () if options.ignore_eos else spec.eos_ids
     return SamplingParams(
         max_tokens=max_tokens,
@@ -134,7 +147,7 @@ def requests(
     """One `Request` a choice (`options.n`, default 1) for a prompt of token ids; `ids` gives each its id.
 
     Raises InvalidRequest for an empty prompt, a token id outside the vocabulary or an option out of range, and
-    ContextTooLong where prompt and max_tokens together exceed the context.
+    ContextTooLong where the prompt leaves no room in the context.
     """
     tokens = tuple(prompt)
     if not tokens:
@@ -150,7 +163,13 @@ def requests(
         spec, options, prompt_tokens=len(tokens), context=context, allow_empty=allow_empty, rng=rng
     )
     stop = _stop(options.stop)
+    output = output or OutputFormat()
+    if output.tools and not options.parallel_tool_calls:
+        output = msgspec.structs.replace(output, one_call=True)
     priority = 0 if options.priority is None else _count("priority", options.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    longest = MOST_SECONDS if timeout is None else timeout
+    first_token = _seconds("first_token_timeout", options.first_token_timeout, longest)
+    timeout = _seconds("timeout", options.timeout, longest) or timeout
     return tuple(
         Request(
             id=ids(),
@@ -158,10 +177,11 @@ def requests(
             sampling=sampling,
             choice=choice,
             stop=stop,
-            output=output or OutputFormat(),
+            output=output,
             salt=salt,
             timeout=timeout,
-            priority=priority,
+            first_token_timeout=first_token,
+            priority=-priority,
             durable=durable,
             stored=stored,
         )
@@ -180,8 +200,21 @@ def _number(name: str, value: object) -> float:
     return float(value)
 
 
+def _seconds(name: str, value: object, most: float) -> float | None:
+    """A time limit that is asked for, or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+        raise InvalidRequest(
+            f"{name} must be a number of seconds above 0 and at most {most:g} (request_timeout)", field=name
+        )
+    return float(value)
+
+
 def _count(name: str, value: object, low: float, high: float, limit: str = "") -> int:
-    """A whole number in [low, high]; `limit` names the option that `high` comes from."""
+    """A whole number in [low, high], which 4.0 is too; `limit` names the option that `high` comes from."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} must be a whole number", field=name)
     if not low <= value <= high:
@@ -198,25 +231,28 @@ def _said(value: float) -> str:
 
 
 def _max_tokens(asked: int | None, prompt_tokens: int, context: int, allow_empty: bool) -> int:
-    if asked is not None:
-        asked = _count("max_tokens", asked, 0 if allow_empty else 1, 1 << 31)
+    """How many tokens an answer may have: what was asked for, and never more than there is room for."""
+    endless = asked is None or asked == NONE_GIVEN
+    most = context if asked is None or endless else _count("max_tokens", asked, 0, 1 << 63)
+    if most == 0 and not allow_empty:
+        raise InvalidRequest(
+            "max_tokens must be from 1, as an answer has at least 1 token; leave it out, or send -1, for as many as "
+            "there is room for",
+            field="max_tokens",
+        )
     room = context - prompt_tokens
-    if room < (1 if asked is None else 0):
+    if room < min(most, 1):
         raise ContextTooLong(
             f"the prompt has {prompt_tokens} tokens; the context is {context} tokens, so no room is left for an answer",
             field="prompt",
+            prompt_tokens=prompt_tokens,
+            context=context,
         )
-    if asked is not None and asked > room:
-        raise ContextTooLong(
-            f"the prompt has {prompt_tokens} tokens and max_tokens is {asked}, together {prompt_tokens + asked}; "
-            f"the context is {context} tokens",
-            field="max_tokens",
-        )
-    return room if asked is None else asked
+    return min(most, room)
 
 
 def _flags(options: SamplingOptions) -> None:
-    for name in ("logprobs", "prompt_logprobs", "ignore_eos"):
+    for name in ("logprobs", "prompt_logprobs", "ignore_eos", "parallel_tool_calls"):
         if not isinstance(getattr(options, name), bool):
             raise InvalidRequest(f"{name} must be true or false", field=name)
 

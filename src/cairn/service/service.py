@@ -42,6 +42,15 @@ SHUTTING_DOWN = "the server is shutting down"
 _TICK = 0.25
 
 
+def names_of(config: Config, spec: ModelSpec) -> frozenset[str]:
+    """What a model may be called: its names, what was given to `serve`, and the end of that where it is a path or a
+    name on the hub."""
+    given = config.model
+    ends = {given, given.rstrip("/").rpartition("/")[2]}
+    ends |= {end.removesuffix(".gguf") for end in ends} | {end.partition(":")[0] for end in ends if "/" in given}
+    return frozenset({spec.name, config.served_name or spec.name, *config.alias, *ends} - {""})
+
+
 class ServiceStats(msgspec.Struct, frozen=True, kw_only=True):
     """The service now."""
 
@@ -64,6 +73,10 @@ class Service:
     metrics: Metrics
     name: str
     """What clients call the model."""
+    names: frozenset[str]
+    """All that they may call it."""
+    strict: bool
+    """Whether they may call it nothing else."""
 
     def __init__(self, config: Config, *, patience: Patience | None = None, clock: Clock | None = None) -> None:
         self._config = config
@@ -313,6 +326,7 @@ class Service:
             log.warning("%s", ready.trouble)
         if not self._loaded:
             self.name = self._config.served_name or ready.spec.name
+            self.names, self.strict = names_of(self._config, ready.spec), self._config.strict_model
             self.metrics = self._traffic.metrics = Metrics(self._config.metrics_prefix, self.name)
         self.metrics.worker_restarts = self._supervisor.restarts
         self.metrics.worker_failures = lambda: self._supervisor.failures

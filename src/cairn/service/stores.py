@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,6 +79,7 @@ def open_stores(
                 codec=codec,
                 clock=clock,
                 budget=None if config.kv_disk_gb is None else int(config.kv_disk_gb * GB),
+                ttl=config.kv_ttl or math.inf,
                 fresh=config.kv_fresh,
             )
         except (ConfigError, Conflict) as error:

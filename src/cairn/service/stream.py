@@ -169,11 +169,16 @@ class Stream:
 
 
 async def merge(
-    start: Callable[[Request], Stream], requests: Sequence[Request], *, heartbeat: float | None = None
+    start: Callable[[Request], Stream],
+    requests: Sequence[Request],
+    *,
+    heartbeat: float | None = None,
+    announce: bool = False,
 ) -> AsyncGenerator[list[tuple[int, Event]], None]:
     """Start all requests, the choices of one call, and give (index, event) as they come, all that is there at once.
 
-    An empty list says that nothing came for `heartbeat` seconds. The first error of any of them is raised, after what
+    An empty list says that nothing came for `heartbeat` seconds; with `announce` one comes first of all, and says that
+    all of them were let in. The first error of any of them is raised, after what
     the others had said by then. However this ends - all are done, an error, `aclose`, a cancelled task - every request
     is closed.
     """
@@ -184,6 +189,8 @@ async def merge(
             stream = start(request)
             streams.append(stream)
             stream.wake_with(waker)
+        if announce:
+            yield []
         alive = list(enumerate(streams))
         while alive:
             found: list[tuple[int, Event]] = []

@@ -242,9 +242,12 @@ class Traffic:
         """End what is past its deadline although the worker did not say so, and what nobody reads."""
         now = self._clock.now()
         for id, flight in tuple(self.flights.items()):
-            timeout = flight.request.timeout
+            timeout, first = flight.request.timeout, flight.request.first_token_timeout
             if timeout is not None and now - flight.arrived > timeout + _LATE:
                 self.release(id, FinishReason.DEADLINE, error=_late(), tell=True)
+            elif first is not None and flight.first_at is None and now - flight.arrived > first:
+                late = DeadlineExceeded(f"no token came within first_token_timeout, {first:g} s")
+                self.release(id, FinishReason.DEADLINE, error=late, tell=True)
             elif flight.idle:
                 flight.read_at = now
             elif now - flight.read_at > self._stall and flight.backlog > self._limit:

@@ -23,7 +23,7 @@ from cairn.errors import CairnError, ConfigError, InvalidRequest, ModelFileError
 from cairn.seams import Clock
 from cairn.system import SystemClock
 from cairn.text.length import check_length
-from cairn.text.messages import length, plain_message, texts_in, unused_marks, with_texts
+from cairn.text.messages import length, plain_message, texts_in, unused_marks, with_message_texts, with_texts
 from cairn.text.render_wire import Job, Setup
 from cairn.text.renderer import Renderer, launch
 from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
@@ -34,7 +34,7 @@ from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
 from cairn.text.tools import FUNCTION, offered_tools
 from cairn.text.tools import OPEN as TOOL_CALL
 from cairn.text.traits import Traits, find_traits, fitted, in_parts, left_out, standing_in
-from cairn.text.turn_ends import ANSWERED, ends_in
+from cairn.text.turn_ends import ANSWERED, turn_ends
 from cairn.types import OfferedTool, OutputFormat
 
 log = logging.getLogger("cairn.text")
@@ -149,7 +149,7 @@ class Chat:
         return chat
 
     async def _look_at_templates(self) -> None:
-        """Find out what each template shows of messages."""
+        """Find out what each template shows of messages, and what it ends the assistant's turns with."""
         assert self._renderer is not None
         renderer = self._renderer
 
@@ -163,16 +163,24 @@ class Chat:
                 return None
 
         for name in self._templates:
-            shown = partial(render, name)
             try:
-                plain, _ = self._traits[name] = await find_traits(shown)
-                if name == "default":
-                    nothing = {} if plain.absent else {"tools": None, "documents": None}
-                    text = await shown(in_parts(ANSWERED, plain.parts), nothing)
-                    self.tokenizer.end_ids |= ends_in(text or "", self.tokenizer)
+                self._traits[name] = await find_traits(partial(render, name))
             except CairnError as error:  # a machine that has no time to find out
                 log.warning("what the chat template shows of messages is not known: %s", error)
-                await renderer.settled()
+        plain = self._traits["default"][0]
+        given = {} if plain.absent else {"tools": None, "documents": None}
+        try:
+            text = await render("default", in_parts(ANSWERED, plain.parts), given)
+        except CairnError:
+            text = None
+        if text is not None:
+            self.tokenizer.end_ids |= turn_ends(text, self.tokenizer)
+        await renderer.settled()
+
+    @property
+    def template(self) -> str:
+        """The text of the template that chats are rendered with; empty where the model has none."""
+        return self._templates.get("default", "")
 
     async def prompt(
         self,
@@ -270,7 +278,8 @@ class Chat:
             clean = [plain_message(message, n, thinks=self._thinks) for n, message in enumerate(messages)]
             mark, edge = unused_marks([*texts_in([clean, tools or [], arguments]), *self._templates.values()])
             broken = partial(self._broken, mark=mark)
-            plain, offered = with_texts([clean, tools or None], broken)
+            plain = [with_message_texts(message, broken) for message in clean]
+            offered = with_texts(tools or None, broken)
             given = {valid_text(name): with_texts(value, broken) for name, value in arguments.items()}
         except RecursionError:
             raise InvalidRequest("messages or tools are nested too deeply", field="messages") from None
@@ -376,6 +385,10 @@ class Chat:
             if ids is not None:
                 return Sampled(Prefix().digest(before), answer, opened + ids, len(opened))
         return None
+
+    def knows(self, name: str) -> bool:
+        """Whether a template looks at an argument of this name."""
+        return any(name in text for text in self._templates.values())
 
     async def close(self) -> None:
         """End the rendering process."""

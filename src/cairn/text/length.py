@@ -28,6 +28,8 @@ async def check_length(encode: Encode, texts: Sequence[str], context: int, field
         raise ContextTooLong(
             f"the text has more than {count} tokens where it was no longer read; the context is {context} tokens",
             field=field,
+            prompt_tokens=count,
+            context=context,
         )
 
 

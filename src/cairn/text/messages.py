@@ -129,6 +129,21 @@ def with_texts(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
+def with_message_texts(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    """A plain message with `change` applied to every text in it, but for roles, types and the names of its fields."""
+    made = {key: item if _is_name(key, item) else with_texts(item, change) for key, item in message.items()}
+    if "tool_calls" in message:
+        made["tool_calls"] = [
+            {
+                "type": call["type"],
+                "function": {key: with_texts(item, change) for key, item in call["function"].items()},
+                **({"id": change(call["id"])} if "id" in call else {}),
+            }
+            for call in message["tool_calls"]
+        ]
+    return made
+
+
 def _is_name(key: str, value: Any) -> bool:
     return key in ("role", "type") and isinstance(value, str) and value in _NAMES
 

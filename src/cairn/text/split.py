@@ -46,10 +46,16 @@ class Splitter:
             for kind, tags in self._tags.items()
         }
         self._held = ""
+        self._one_call = output.one_call
         self._call: CallReader | None = None
         self._bare: BareReader | None = None
         self.complete_calls = 0
         """Tool calls that came out; each is complete."""
+
+    @property
+    def over(self) -> bool:
+        """The only call that is wanted is complete: what follows is no part of the answer."""
+        return self._one_call and self.complete_calls > 0 and self._call is None
 
     def push(self, text: str) -> list[Piece]:
         """Split what is certain by now."""
@@ -57,7 +63,7 @@ class Splitter:
         text = self._held + text
         self._held = ""
         at = 0
-        while at < len(text):
+        while at < len(text) and not self.over:
             if self._call is not None:
                 at, text = self._feed_call(self._call, text, at, pieces)
             elif self._bare is not None:
@@ -163,7 +169,7 @@ class Splitter:
             pieces.append((kind, text))
 
     def _put_calls(self, pieces: list[Piece], calls: list[Call]) -> None:
-        for call in calls:
+        for call in calls[: 1 - self.complete_calls] if self._one_call else calls:
             index = self.complete_calls
             self.complete_calls += 1
             id = call_id(*self._source, index)

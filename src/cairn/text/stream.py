@@ -50,8 +50,8 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """A stop string was hit: the generation is over, further tokens are ignored."""
-        return self._stops is not None and self._stops.hit
+        """A stop string was hit, or the only call is complete: the generation is over, further tokens are ignored."""
+        return (self._stops is not None and self._stops.hit) or (self._splitter is not None and self._splitter.over)
 
     @property
     def completion_tokens(self) -> int:

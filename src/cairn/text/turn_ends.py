@@ -10,11 +10,11 @@ _ROLES = ("user", "assistant", "user")
 
 
 ANSWERED = [{"role": role, "content": text} for role, text in zip(_ROLES, _SAID, strict=True)]
-"""A conversation with an answer in it, to be rendered."""
+"""A conversation of these."""
 
 
-def ends_in(text: str, tokenizer: Tokenizer) -> frozenset[int]:
-    """The ids that end an answer, told by `ANSWERED` as a template rendered it; none where it cannot be told.
+def turn_ends(text: str, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids that end an answer, of the conversation ANSWERED as it was rendered; none where it cannot be told.
 
     What stands behind an answer may also begin the next turn. It does where the whole text begins with it, or where it
     is all that stands there and stood before the first question too.

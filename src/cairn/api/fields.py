@@ -1,0 +1,191 @@
+"""Fields that clients send and this server has no use for: one table, by place and by whose field it is.
+
+A field without `values` may hold anything, since leaving it out never changes what an answer means. One with `values`
+has a meaning that is not built: these ask for nothing, and every other value is a 400 that says `why`. Null is as if a
+field were absent, of every field, known or not. docs/clients.md shows the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from cairn.api.schemas import Place
+
+
+class Row(NamedTuple):
+    """Fields of one kind."""
+
+    names: str
+    """Separated by blanks."""
+    why: str
+    """They have no effect, or no other value is accepted."""
+    values: tuple[Any, ...] | None = None
+    """What is accepted; None: anything."""
+
+
+_IDS = "names that a client gives for its own use"
+_CACHED = "every prefix is kept, without being asked"
+_SAMPLER = "this sampler is not built"
+_FORM = "this form of the answer is not built"
+
+ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
+    "request": {
+        "OpenAI": (
+            Row("user safety_identifier", "who asks; nobody here judges them"),
+            Row("service_tier", "all requests are served alike"),
+            Row("prediction", "a hint that changes the speed alone"),
+            Row("prompt_cache_options prompt_cache_retention", _CACHED),
+            Row("verbosity", "no switch of local models; ask for brevity in the prompt"),
+            Row(
+                "response_format",
+                "answers cannot be held to JSON or to a schema yet; ask for JSON in the prompt and leave it out",
+                ({"type": "text"},),
+            ),
+            Row("modalities", "answers are text", (["text"],)),
+            Row("audio", "answers are text", ()),
+            Row("functions", "send tools, which took their place", ([],)),
+            Row("function_call", "send tool_choice, which took its place", ("auto", "none")),
+            Row("web_search_options", "this server does not search the web", ()),
+            Row("moderation", "nothing here judges texts", ()),
+            Row("suffix", "it belongs to /v1/completions", ("",)),
+            Row("best_of", "ask for n answers and choose", (1,)),
+        ),
+        "llama.cpp": (
+            Row("cache_prompt id_slot slot_id n_cache_reuse n_keep", _CACHED),
+            Row(
+                "conv_id sse_ping_interval",
+                "streams are kept awake by --heartbeat and followed again by `X-Cairn-Resumable`",
+            ),
+            Row("timings_per_token return_progress", "nothing is added to the chunks"),
+            Row("mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold", "set samplers that are off"),
+            Row("dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers", "set a sampler that is off"),
+            Row("mirostat dynatemp_range dry_multiplier xtc_probability", _SAMPLER, (0,)),
+            Row("typical_p tfs_z", _SAMPLER, (1,)),
+            Row("top_n_sigma", _SAMPLER, (-1, 0)),
+            Row("samplers", "samplers have one order", ()),
+            Row("repeat_last_n", "penalties look at the whole context", (-1,)),
+            Row("penalize_nl", "line breaks are penalised like other tokens, or by logit_bias", (True,)),
+            Row("min_keep n_discard n_indent n_probs", _FORM, (0,)),
+            Row("t_max_predict_ms", "an answer ends with the time of the server's request_timeout", (0, -1)),
+            Row("grammar", "answers cannot be held to a grammar yet", ("",)),
+            Row("json_schema", "answers cannot be held to a schema yet", ()),
+            Row("lora", "adapters are not built", ([],)),
+            Row("parse_tool_calls", "calls are read where tools are offered", (True,)),
+            Row("reasoning_format", "reasoning is told apart from content", ("auto", "deepseek")),
+            Row("reasoning_budget_tokens thinking_budget_tokens", "reasoning has no bound of its own yet", (-1,)),
+            Row("reasoning_control post_sampling_probs return_tokens", _FORM, (False,)),
+            Row("response_fields", _FORM, ([],)),
+        ),
+        "vLLM, SGLang": (
+            Row("request_id", "the server gives its own"),
+            Row("add_generation_prompt", "a prompt ends where the answer begins", (True,)),
+            Row("continue_final_message", "a prompt ends where the answer begins", (False,)),
+            Row("skip_special_tokens spaces_between_special_tokens", "control tokens are no text", (True,)),
+            Row("include_stop_str_in_output no_stop_trim", "a stop string is no part of an answer", (False,)),
+            Row("use_beam_search early_stopping", "beam search is not built", (False,)),
+            Row("length_penalty", "beam search is not built", (1,)),
+            Row("detokenize", _FORM, (True,)),
+            Row("return_token_ids return_tokens_as_token_ids", _FORM, (False,)),
+            Row("include_reasoning separate_reasoning stream_reasoning", "reasoning is told apart and sent", (True,)),
+            Row("bad_words logits_processors documents", "not built", ([],)),
+            Row("chat_template", "the template is the model's, or the server's --chat-template", ()),
+            Row("guided_json guided_regex guided_choice guided_grammar structured_outputs", "not built yet", ()),
+        ),
+        "Ollama": (
+            Row("keep_alive", "a model stays loaded"),
+            Row("format", "answers cannot be held to JSON or to a schema yet", ("",)),
+            Row("options", "options stand beside the messages", ({},)),
+        ),
+        "OpenRouter, LiteLLM, Open WebUI": (
+            Row("session_id chat_id conversation_id", _IDS),
+            Row("provider route transforms usage", "asks a router, and there is none"),
+            Row("plugins models", "asks a router, and there is none", ([],)),
+        ),
+    },
+    "stream_options": {
+        "OpenAI": (Row("include_obfuscation", "padding against eavesdroppers, which TLS in front may do"),),
+        "vLLM, SGLang": (Row("continuous_usage_stats", _FORM, (False,)),),
+    },
+    "message": {
+        "OpenAI": (
+            Row("id status", "of the item that a message was in another API"),
+            Row("annotations", "remarks about the text; the text says what it says"),
+            Row("parsed", "what openai-python made of the text"),
+            Row("type", "a message", ("message",)),
+            Row("refusal", "a refusal is content here", ("",)),
+            Row("audio", "messages are text", ()),
+            Row("function_call", "send tool_calls, which took its place", ()),
+        ),
+        "Anthropic, OpenRouter, LiteLLM": (
+            Row("cache_control", _CACHED),
+            Row("is_error", "the text of a result says what went wrong"),
+            Row("reasoning_details thinking_blocks", "the reasoning of another API, in its own form"),
+            Row("metadata extra provider_specific_fields", _IDS),
+        ),
+        "Ollama, Open WebUI": (
+            Row("tool_name timestamp created_at index model", _IDS),
+            Row("images", "messages are text", ([],)),
+        ),
+        "DeepSeek, Mistral": (Row("prefix partial", "answers begin anew", (False,)),),
+    },
+    "part": {
+        "OpenAI": (
+            Row("prompt_cache_breakpoint", _CACHED),
+            Row("id status index", "of the item that a part was in another API"),
+            Row("annotations logprobs", "remarks about the text; the text says what it says"),
+        ),
+        "Anthropic, OpenRouter, LiteLLM": (
+            Row("cache_control", _CACHED),
+            Row("citations is_error", "remarks about the text; the text says what it says"),
+            Row("metadata extra provider_specific_fields", _IDS),
+        ),
+    },
+    "tool": {
+        "OpenAI": (
+            Row("id status", _IDS),
+            Row("strict", "it stands in `function`", (False,)),
+        ),
+        "Anthropic, OpenRouter, LiteLLM": (
+            Row("cache_control", _CACHED),
+            Row("defer_loading eager_input_streaming", "all tools are told at once"),
+            Row("metadata extra", _IDS),
+        ),
+    },
+    "function": {
+        "Anthropic, OpenRouter, LiteLLM": (
+            Row("cache_control", _CACHED),
+            Row("id metadata extra", _IDS),
+        ),
+    },
+    "call": {
+        "OpenAI": (Row("status", "of the item that a call was in another API"),),
+        "Gemini": (Row("extra_content thought_signature", "of the reasoning of another API"),),
+        "Anthropic, OpenRouter, LiteLLM": (
+            Row("cache_control", _CACHED),
+            Row("is_error", "the text of a result says what went wrong"),
+            Row("metadata extra provider_specific_fields", _IDS),
+        ),
+    },
+    "called": {
+        "OpenAI": (Row("parsed_arguments", "what openai-python made of the arguments"),),
+        "Anthropic, OpenRouter, LiteLLM": (Row("id metadata extra provider_specific_fields", _IDS),),
+    },
+}
+"""Place -> whose field it is -> rows."""
+
+ROWS: Mapping[Place, Mapping[str, Row]] = {
+    place: {name: row for rows in dialects.values() for row in rows for name in row.names.split()}
+    for place, dialects in ACCEPTED.items()
+}
+"""The same by name."""
+
+
+def asks_for_nothing(row: Row, value: Any) -> bool:
+    """Whether a field of the row may have this value."""
+    return row.values is None or any(_same(value, one) for one in row.values)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two JSON values are equal; 1.0 is 1, and true is not."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

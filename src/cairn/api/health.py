@@ -1,0 +1,89 @@
+"""How the server is: routes that answer at any time, also while the model loads.
+
+All but /version need no key, so nothing there names a folder or what anybody asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from cairn import __version__
+from cairn.api.reply import JSON, Call, encode
+from cairn.service.service import SHUTTING_DOWN, Service
+
+LOADING = "the model is still being loaded"
+LOADING_RETRY = 2
+"""Seconds after which to ask again while the model loads."""
+
+Answering = Callable[[Call, "State"], Awaitable[None]]
+
+
+class State:
+    """What is known of the server when it is asked."""
+
+    def __init__(self, service: Service | None, draining: bool, more: Sequence[str], folders: Sequence[str]) -> None:
+        """`more`: troubles beside the service's own. `folders`: not to be named; the log names them."""
+        self.loading = service is None
+        reasons = [LOADING] if service is None else service.unready()
+        if draining and SHUTTING_DOWN not in reasons:
+            reasons = [*reasons, SHUTTING_DOWN]
+        troubles = [*(service.troubles() if service is not None else ()), *more]
+        for folder in folders:
+            troubles = [trouble.replace(folder, "its folder") for trouble in troubles]
+        self.reasons = reasons
+        """Why new requests would not be served well now."""
+        self.troubles = troubles
+        """What does not work although they are."""
+
+
+def routes() -> dict[str, Answering]:
+    """Every route, by path; all are for GET and HEAD."""
+    return {
+        "/health": health,
+        "/health/live": live,
+        "/health/ready": ready,
+        "/health/startup": startup,
+        "/version": version,
+    }
+
+
+async def health(call: Call, state: State) -> None:
+    """GET /health: 200 with status ok, or 503 while the model loads or new requests would not be served well.
+
+    `status`, and `error` beside it, are what clients of llama-server look for.
+    """
+    if not state.reasons:
+        await call.json({"status": "ok", "reasons": [], "troubles": state.troubles})
+        return
+    message = "Loading model" if state.loading else "; ".join(state.reasons)
+    error = {"code": 503, "message": message, "type": "unavailable_error"}
+    status = "loading model" if state.loading else "degraded"
+    await _unavailable(call, {"status": status, "reasons": state.reasons, "troubles": state.troubles, "error": error})
+
+
+async def live(call: Call, state: State) -> None:
+    """GET /health/live: the process answers."""
+    await call.json({"status": "live"})
+
+
+async def ready(call: Call, state: State) -> None:
+    """GET /health/ready: 200, or 503 with the reasons; `troubles` fail no requests."""
+    body = {"status": "not ready" if state.reasons else "ready", "reasons": state.reasons, "troubles": state.troubles}
+    await (_unavailable(call, body) if state.reasons else call.json(body))
+
+
+async def startup(call: Call, state: State) -> None:
+    """GET /health/startup: 503 until the model is loaded for the first time, 200 ever after."""
+    if state.loading:
+        await _unavailable(call, {"status": "starting", "reasons": [LOADING]})
+    else:
+        await call.json({"status": "started"})
+
+
+async def version(call: Call, state: State) -> None:
+    """GET /version."""
+    await call.json({"version": __version__})
+
+
+async def _unavailable(call: Call, body: Mapping[str, object]) -> None:
+    await call.respond(503, encode(body), [JSON, (b"retry-after", b"%d" % LOADING_RETRY)])

@@ -1,0 +1,123 @@
+"""Paths that are no route: what they could have meant, and an answer in the shape that their callers read.
+
+Nothing here looks at what the server holds: a path is judged by its form alone, before anybody has to show a key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from cairn.api.reply import error_body, shown
+from cairn.errors import CairnError, NotFound
+
+_BARE = re.compile(r"/(?:chat/completions|completions|models)(?:/.*)?")
+_SLASHES = re.compile(r"/{2,}")
+_DOUBLED = re.compile(r"(?:/v1)+(?=/v1(?:/|$))")
+_ANTHROPIC = re.compile(r"/v1/messages(?:/.*)?|/v1/complete")
+_OLLAMA = re.compile(r"/api(?:/.*)?")
+
+_EMBEDDINGS = "embeddings are not built into this model: a language model that answers is served here, and nothing else"
+_OLLAMA_USE = "Ollama's API is not spoken here; the same server answers OpenAI's API at {base}"
+_RANKING = "this server scores no documents: it answers chats and text completions"
+_ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), said)
+    for pattern, said in (
+        (r"(?:/v1)?/embeddings?|/api/embed(?:dings)?", _EMBEDDINGS),
+        (r"/api/(?:chat|generate)", _OLLAMA_USE + ", POST {base}/chat/completions"),
+        (r"/api/(?:tags|show|ps)", _OLLAMA_USE + "; the model is listed at {base}/models"),
+        (r"/api/(?:pull|push|create|copy|delete|blobs/.*)", "models are not changed over HTTP; use 'cairn pull'"),
+        (r"/api/version", _OLLAMA_USE + "; the version is at /version"),
+        (r"/api(?:/.*)?", _OLLAMA_USE),
+        (
+            r"/v1/messages(?:/.*)?|/v1/complete",
+            "Anthropic's API is not spoken here; POST {base}/chat/completions takes chats as OpenAI's API has them",
+        ),
+        (r"/v1/responses(?:/.*)?", "OpenAI's Responses API is not built; POST {base}/chat/completions takes chats"),
+        (r"/v1/images(?:/.*)?", "images are neither made nor edited here: the model writes text"),
+        (r"/v1/videos(?:/.*)?", "videos are not made here: the model writes text"),
+        (
+            r"/v1/(?:audio|realtime)(?:/.*)?",
+            "speech is neither made nor understood here: the model reads and writes text",
+        ),
+        (r"/v1/moderations", "moderation is not built into this model"),
+        (r"(?:/v[12])?/(?:rerank|reranking|score)|/pooling|/classify", _RANKING),
+        (
+            r"/v1/(?:files|uploads|batches|fine_tuning|vector_stores|evals|containers)(?:/.*)?",
+            "this server keeps no files and runs no batches or training",
+        ),
+        (
+            r"/v1/(?:assistants|threads|conversations)(?:/.*)?",
+            "OpenAI's assistants are not built; agents, which keep their history here, are at {base}/agents",
+        ),
+        (r"/completion", "llama-server's own completion route is not built; POST {base}/completions completes a text"),
+        (r"/infill", "llama-server's infill route is not built; POST {base}/completions completes a text"),
+        (r"/apply-template", "templates are not shown here; POST /tokenize with messages gives a chat's tokens"),
+        (r"/slots(?:/.*)?", "there are no slots here: requests share the KV pool; figures are at /metrics"),
+        (r"/lora-adapters", "adapters are not built"),
+        (r"/generate(?:_stream)?|/invocations", "POST {base}/completions completes a text"),
+        (r"/ping", "whether the server is alive is told at /health/live"),
+        (r"/(?:v1)?", "Cairn listens here; OpenAI's API begins at {base}"),
+    )
+)
+"""What people look for at other servers, and what they are told. The first that fits."""
+
+
+def canonical(path: str) -> str:
+    """The path of a route that is also served without /v1, with it."""
+    return "/v1" + path if _BARE.fullmatch(path) else path
+
+
+def no_route(path: str, host: str, known: Callable[[str], bool]) -> NotFound:
+    """The error for a path that is no route. `host`: as the client calls this server; `known`: what is a route."""
+    base = f"http://{shown(host)}/v1"
+    near = _nearest(path, known)
+    if near is not None:
+        text = f"there is no route {shown(path)}; it is {shown(near)}"
+        if near.startswith("/v1/"):
+            text += f", and the base URL is {base}"
+        return NotFound(text)
+    for pattern, said in _ELSEWHERE:
+        if pattern.fullmatch(_tidy(path)):
+            return NotFound(f"there is no route {shown(path)}: {said.format(base=base)}")
+    return NotFound(f"there is no route {shown(path)}")
+
+
+def body_of(path: str, error: CairnError, id: str) -> dict[str, Any]:
+    """The error as the clients of this path read it: Anthropic's shape, Ollama's, or else OpenAI's."""
+    if _ANTHROPIC.fullmatch(path):
+        return {"type": "error", "error": {"type": _kind(error.status), "message": str(error)}, "request_id": id}
+    if _OLLAMA.fullmatch(path):
+        return {"error": str(error)}
+    return error_body(error)
+
+
+def _tidy(path: str) -> str:
+    """Without doubled slashes, a doubled /v1 and a slash at the end."""
+    path = _SLASHES.sub("/", path)
+    return _DOUBLED.sub("", path).rstrip("/") or "/"
+
+
+def _nearest(path: str, known: Callable[[str], bool]) -> str | None:
+    """The route that a wrong base URL has missed, if there is one."""
+    tidy = _tidy(path)
+    at = tidy.rfind("/v1/")
+    for one in (tidy, tidy[at:] if at > 0 else tidy, canonical(tidy), "/v1" + tidy, tidy.removeprefix("/v1")):
+        if one != path and known(one):
+            return one
+    return None
+
+
+def _kind(status: int) -> str:
+    """What Anthropic's API calls an error of this status."""
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        503: "overloaded_error",
+        504: "timeout_error",
+    }
+    return kinds.get(status, "invalid_request_error" if status < 500 else "api_error")

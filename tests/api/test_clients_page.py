@@ -1,0 +1,44 @@
+"""docs/clients.md shows the table of accepted fields as the code has it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from cairn.api.fields import ACCEPTED
+
+PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
+MARK = "<!-- accepted -->\n"
+TITLES = {
+    "request": "Of a request",
+    "stream_options": "Of `stream_options`",
+    "message": "Of a message",
+    "part": "Of a part of a message's content",
+    "tool": "Of a tool",
+    "function": "Of a tool's `function`",
+    "call": "Of a call in an assistant's message",
+    "called": "Of a call's `function`",
+}
+REWRITE = "CAIRN_TEST_WRITE_PAGES"
+"""Set it to have the tables written anew."""
+
+
+def tables() -> str:
+    lines = []
+    for place, dialects in ACCEPTED.items():
+        lines += ["", f"### {TITLES[place]}", "", "| fields | sent by clients of | values | |", "|---|---|---|---|"]
+        for dialect, rows in dialects.items():
+            for row in rows:
+                names = " ".join(f"`{name}`" for name in row.names.split())
+                values = "any" if row.values is None else ", ".join(f"`{json.dumps(one)}`" for one in row.values)
+                lines.append(f"| {names} | {dialect} | {values or 'null only'} | {row.why} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_shows_the_table() -> None:
+    head, _, shown = PAGE.read_text().partition(MARK)
+    if os.environ.pop(REWRITE, ""):
+        PAGE.write_text(head + MARK + tables())
+        return
+    assert shown == tables(), f"run this test with {REWRITE}=1"

@@ -1,0 +1,58 @@
+"""Reasoning and calls over the real engine: what a caller gets of an answer, in the next turn too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.scripted_model import CHATML, write_scripted
+
+from cairn import LLM
+from cairn.text.gguf import CONTROL, USER
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": "f",
+            "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}},
+        },
+    }
+]
+ASKED = [{"role": "user", "content": "Say it."}]
+TEMPLATE = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}" + CHATML + "{# <think> #}"
+TAGS = {"<think>": CONTROL, "</think>": USER, "<tool_call>": CONTROL, "</tool_call>": CONTROL}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "text", "reasoning", "calls", "reason"),
+    [
+        (["Use ", "`", "<think>", "x", "</think>", "` for"], "Use `<think>x</think>` for", "", [], "stop"),
+        (["<think>", "hm", "</think>", "So ", "<think>"], "So <think>", "hm", [], "stop"),
+        (["<tool_call>", '{"name": "f", "argu', 'ments": {"n": None,', "}", "</tool_call>"],
+         "", "", [("f", {"n": None})], "tool_calls"),
+        (["Hm", "<tool_call>", '{"name": "f", "arguments": {"n": 1', " oops}}", "</tool_call>"],
+         'Hm<tool_call>{"name": "f", "arguments": {"n": 1 oops}}</tool_call>', "", [], "stop"),
+        (["```json\n", '{"name": "f", ', '"arguments": {"n": 2}}', "\n```"],
+         "", "", [("f", {"n": 2})], "tool_calls"),
+    ],
+)  # fmt: skip
+def test_an_answer_is_reasoning_content_and_whole_calls(
+    tmp_path: Path, pieces: list[str], text: str, reasoning: str, calls: list[tuple[str, Any]], reason: str
+) -> None:
+    path = write_scripted(tmp_path / "m.gguf", pieces, kinds=TAGS, template=TEMPLATE)
+    with LLM(str(path), kv_gb=0.05, threads=1) as llm:
+        answer = llm.chat(ASKED, TOOLS, temperature=0, max_tokens=20)
+        assert (answer.text, answer.reasoning, answer.finish_reason) == (text, reasoning, reason)
+        assert [(one.name, json.loads(one.arguments)) for one in answer.tool_calls] == calls
+        stream = llm.chat(ASKED, TOOLS, temperature=0, max_tokens=20, stream=True)
+        assert "".join(delta.text for delta in stream) == text
+        # The next turn has the very ids of this one, so all of it is found again.
+        more = {"role": "tool", "content": "4"} if calls else {"role": "user", "content": "And?"}
+        again = llm.chat([*ASKED, answer.message, more], TOOLS, temperature=0, max_tokens=2)
+        assert again.usage is not None and answer.usage is not None
+        whole = answer.usage.prompt_tokens + answer.usage.completion_tokens
+        assert again.usage.cached_tokens >= whole // 16 * 16
