@@ -246,9 +246,9 @@ BUGS = (
     Bug("the memory store grows without bound", RAM, "while self._stats.bytes + size > self._stats.budget:", "while False:"),
     Bug("a miss is not reported", SEQUENCE, "            miss=miss,\n", "            miss=None,\n"),
     # ------------------------------------------------------------------------------------------------- streaming
-    Bug("the beginning of a stop string is shown", STOPS, "keep = self._start_of_partial(text)", "keep = len(text)"),
-    Bug("a stop string is shown", STOPS, "            return text[: min(found)[1]]\n", "            return text\n"),
-    Bug("text goes on after a stop string", STOPS, "            self.hit = True\n", ""),
+    Bug("the beginning of a stop string is shown", STOPS, "else self._start_of_partial(text)", "else len(text)"),
+    Bug("a stop string is shown", STOPS, "keep = min(found)[1] if found", "keep = len(text) if found"),
+    Bug("text goes on after a stop string", STOPS, "        self.hit = bool(found)\n", ""),
     Bug("held text is lost at the end", TEXT, "(held := self._stops.release())", "(held := \"\")"),
     Bug("an unfinished character is lost at the end", TEXT, "pieces = self._split(self._detokenizer.flush())", "pieces = []"),
     Bug("tokens past a stop are counted", TEXT, "            if self.stopped:\n                break\n", ""),
