@@ -64,6 +64,7 @@ async def test_tokenize_as_llama_server_has_it() -> None:
 
         assert await tokens(content="hi") == [104, 105]
         assert await tokens(content="hi", add_special=True) == [257, 104, 105]
+        assert await tokens(content="<256>", add_special=True, parse_special=False) == [257, *b"<256>"]
         assert await tokens(content="a<256>b") == [97, 256, 98]
         assert await tokens(content="<256>", parse_special=False) == list(b"<256>")
         pieces = await tokens(content="h\u00e9", with_pieces=True)
@@ -75,6 +76,23 @@ async def test_tokenize_as_llama_server_has_it() -> None:
         assert long.json()["error"]["code"] == "context_length_exceeded" and long.json()["error"]["param"] == "content"
         for wrong in ({"content": "a", "prompt": "a"}, {"prompt": "a", "add_special": True}, {"content": 1}):
             assert await tokens(**wrong) == 400, wrong
+
+
+async def test_tokenize_as_vllms_clients_ask() -> None:
+    service = ScriptedService()
+    service.tokenizer.encode_raw = lambda text, suffix, special=True: [257, *text.encode()]  # type: ignore
+    async with site(service) as at, at.http() as http:
+
+        async def asked(**body: Any) -> Any:
+            return await http.post("/tokenize", json=body)
+
+        assert (await asked(prompt="hi", add_special_tokens=True)).json()["tokens"] == [257, 104, 105]
+        assert (await asked(prompt="hi", add_special_tokens=False)).json()["tokens"] == [104, 105]
+        chat = {"messages": CHAT["messages"], "add_generation_prompt": True, "add_special_tokens": False}
+        assert (await asked(**chat, reasoning_effort="none", return_token_strs=False)).status_code == 200
+        assert service.prompts[-1][-1] == {"enable_thinking": False}
+        assert (await asked(content="hi", add_special_tokens=True)).status_code == 400
+        assert (await asked(**chat | {"add_generation_prompt": False})).status_code == 400
 
 
 async def test_control_tokens_in_a_raw_text_are_control_tokens_unless_told_otherwise() -> None:

@@ -78,6 +78,15 @@ def test_what_has_one_meaning_is_mended(text: str, strict: str) -> None:
         assert (scanner.done, at, scanner.text) == (True, len(text), strict)
 
 
+@pytest.mark.parametrize("text", [r'"C:\Users\name\temp"', r'{"a": "\d\bx"}', r'"\u12g\nb"', r'["\ta\c"]'])
+def test_a_text_of_which_one_escape_is_none_and_another_may_be_none_has_no_one_meaning(text: str) -> None:
+    for sizes in (None, *[random.Random(n) for n in range(5)]):
+        scanner, _ = scan(text, sizes)
+        assert scanner.failed, text
+    for same in (r'"\d+\n"', r'"C:\Users\Ada"', r'"a\nb"', r'["\d", "\nb"]'):
+        assert scan(same, random.Random(1))[0].done
+
+
 @pytest.mark.parametrize(
     ("text", "lacking"),
     [

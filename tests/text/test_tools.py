@@ -47,6 +47,8 @@ BAD = [
         '{"name": "f", "arguments": {"a": {"b": 1',
         "<function=f></function>",
     ),
+    *('{"name": "f", "parameters": {}, "parameters": {"a": 1}}', '{"name": "f", "arguments": {}, "parameters": {}}'),
+    r'{"name": "f", "arguments": {"path": "C:\Users\name"}}',
     *('{"name": "f", "arguments": {}, "arguments": {"a": 1}}', '{"name": "f", "arguments": {"a": 1} oops'),
 ]
 

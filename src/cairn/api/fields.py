@@ -61,10 +61,10 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
             Row("mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold", "set samplers that are off"),
             Row("dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers", "set a sampler that is off"),
             Row("mirostat dynatemp_range dry_multiplier xtc_probability", _SAMPLER, (0,)),
-            Row("typical_p tfs_z", _SAMPLER, (1,)),
+            Row("typical_p typ_p tfs_z", _SAMPLER, (1,)),
             Row("top_n_sigma", _SAMPLER, (-1, 0)),
             Row("samplers", "samplers have one order", ()),
-            Row("repeat_last_n", "penalties look at the whole context", (-1,)),
+            Row("repeat_last_n", "penalties look at the whole context; 64 is what clients send unasked", (-1, 64)),
             Row("penalize_nl", "line breaks are penalised like other tokens, or by logit_bias", (True,)),
             Row("min_keep n_discard n_indent n_probs", _FORM, (0,)),
             Row("t_max_predict_ms", "an answer ends with the time of the server's request_timeout", (0, -1)),
@@ -74,7 +74,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
             Row("parse_tool_calls", "calls are read where tools are offered", (True,)),
             Row("reasoning_format", "reasoning is told apart from content", ("auto", "deepseek")),
             Row("reasoning_budget_tokens thinking_budget_tokens", "reasoning has no bound of its own yet", (-1,)),
-            Row("reasoning_control post_sampling_probs return_tokens", _FORM, (False,)),
+            Row("reasoning_control post_sampling_probs return_tokens backend_sampling", _FORM, (False,)),
             Row("response_fields", _FORM, ([],)),
         ),
         "vLLM, SGLang": (
@@ -101,6 +101,12 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
             Row("session_id chat_id conversation_id", _IDS),
             Row("provider route transforms usage", "asks a router, and there is none"),
             Row("plugins models", "asks a router, and there is none", ([],)),
+        ),
+    },
+    "tokenize": {
+        "vLLM, SGLang": (
+            Row("add_generation_prompt", "a chat ends where the answer begins", (True,)),
+            Row("continue_final_message return_token_strs", "not built", (False,)),
         ),
     },
     "stream_options": {

@@ -17,7 +17,9 @@ from cairn.api.reply import shown
 from cairn.errors import InvalidRequest
 from cairn.service.requests import SamplingOptions
 
-Place = Literal["request", "stream_options", "message", "part", "tool", "function", "call", "called", "other"]
+Place = Literal[
+    "request", "tokenize", "stream_options", "message", "part", "tool", "function", "call", "called", "other"
+]
 """What kind of object a field stands in."""
 
 
@@ -211,7 +213,28 @@ class Generation(Body):
 Messages = Annotated[Several[ChatMessage], Field(min_length=1)]
 
 
-class ChatGeneration(Generation):
+class Templated(Body):
+    """What is rendered by the chat template."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    """Short for that argument of the template."""
+    reasoning_effort: str | None = None
+    """`none` and `minimal` turn reasoning off where the template can; otherwise an argument of the template."""
+
+    def template_args(self, knows: Callable[[str], bool]) -> dict[str, Any]:
+        """The arguments of the template; `knows` tells whether it looks at one of that name."""
+        found: dict[str, Any] = {}
+        if self.enable_thinking is not None:
+            found["enable_thinking"] = self.enable_thinking
+        if self.reasoning_effort in ("none", "minimal") and knows("enable_thinking"):
+            found.setdefault("enable_thinking", False)
+        elif self.reasoning_effort is not None and knows("reasoning_effort"):
+            found["reasoning_effort"] = self.reasoning_effort
+        return found | (self.chat_template_kwargs or {})
+
+
+class ChatGeneration(Generation, Templated):
     """What a chat and an agent's turn share."""
 
     within = Generation.within | {"messages": ChatMessage}
@@ -220,11 +243,6 @@ class ChatGeneration(Generation):
     max_completion_tokens: Count = None
     logprobs: bool | None = None
     top_logprobs: Count = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    """Short for that argument of the template."""
-    reasoning_effort: str | None = None
-    """`none` and `minimal` turn reasoning off where the template can; otherwise an argument of the template."""
     parallel_tool_calls: bool | None = None
     """False: the answer ends with its first call."""
 
@@ -237,17 +255,6 @@ class ChatGeneration(Generation):
             top_logprobs=self.top_logprobs,
             parallel_tool_calls=self.parallel_tool_calls is not False,
         )
-
-    def template_args(self, knows: Callable[[str], bool]) -> dict[str, Any]:
-        """The arguments of the template; `knows` tells whether it looks at one of that name."""
-        found: dict[str, Any] = {}
-        if self.enable_thinking is not None:
-            found["enable_thinking"] = self.enable_thinking
-        if self.reasoning_effort in ("none", "minimal") and knows("enable_thinking"):
-            found.setdefault("enable_thinking", False)
-        elif self.reasoning_effort is not None and knows("reasoning_effort"):
-            found["reasoning_effort"] = self.reasoning_effort
-        return found | (self.chat_template_kwargs or {})
 
 
 class ChatBody(ChatGeneration):
@@ -295,21 +302,24 @@ class CompletionBody(Generation):
     logprobs: Count = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Templated):
     """POST /tokenize: a completion prompt, a text by itself, or messages as the chat template renders them."""
 
+    place = "tokenize"
     within = {"messages": ChatMessage, "tools": Tool}
 
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
     add_special: bool | None = None
+    """Of `content`: put what begins a text before it."""
+    add_special_tokens: bool | None = None
+    """False: nothing before `prompt`."""
     parse_special: bool | None = None
     """As of a completion."""
     with_pieces: bool | None = None
     messages: Messages | None = None
     tools: Several[Tool] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeBody(Body):

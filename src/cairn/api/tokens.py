@@ -37,15 +37,19 @@ class Tokens:
         if sum(given is not None for given in (body.prompt, body.content, body.messages)) != 1:
             raise InvalidRequest("give one of prompt, content and messages", field="prompt")
         if body.messages is None:
-            for name in ("tools", "chat_template_kwargs"):
+            for name in ("tools", "chat_template_kwargs", "enable_thinking", "reasoning_effort"):
                 if getattr(body, name) is not None:
                     raise InvalidRequest(f"{name} goes with messages, not with a text", field=name)
         elif body.parse_special is not None:
             raise InvalidRequest("parse_special goes with a text, not with messages", field="parse_special")
         if body.content is None and body.add_special is not None:
             raise InvalidRequest("add_special goes with content", field="add_special")
+        if body.content is not None and body.add_special_tokens is not None:
+            raise InvalidRequest("add_special_tokens goes with prompt and messages", field="add_special_tokens")
         if body.content is not None:
             tokens = await self._content(service, body.content, body)
+        elif body.prompt is not None and body.add_special_tokens is False:
+            tokens = await self._content(service, body.prompt, body)
         elif body.prompt is not None:
             tokens = await encode_text(service, body.prompt, special=body.parse_special is not False)
         else:
@@ -55,13 +59,12 @@ class Tokens:
 
     async def _content(self, service: Service, text: str, body: TokenizeBody) -> list[int]:
         """Ids of a text by itself: nothing before it unless asked for, and control tokens in it are such unless not."""
-        special = body.parse_special is not False
+        tokenizer, special = service.tokenizer, body.parse_special is not False
+        encode = tokenizer.encode_prompt if body.add_special else tokenizer.encode
         if len(text) <= INLINE:
-            tokens = service.tokenizer.encode(text, special=special)
-        else:
-            await check_length(service, [text], "content")
-            tokens = await asyncio.to_thread(service.tokenizer.encode, text, special=special)
-        return [*service.tokenizer.encode_prompt(""), *tokens] if body.add_special else tokens
+            return encode(text, special=special)
+        await check_length(service, [text], "content" if body.prompt is None else "prompt")
+        return await asyncio.to_thread(encode, text, special=special)
 
     async def _chat(self, call: Call, service: Service, body: TokenizeBody) -> list[int]:
         messages = body.messages or []
@@ -70,7 +73,7 @@ class Tokens:
         tools = plain_tools(body.tools)
         await check_length(service, contents(messages, tools), "messages")
         prompt = await service.chat.prompt(
-            plain_messages(messages), tools, tenant=call.tenant, template_args=body.chat_template_kwargs
+            plain_messages(messages), tools, tenant=call.tenant, template_args=body.template_args(service.chat.knows)
         )
         return list(prompt.tokens)
 

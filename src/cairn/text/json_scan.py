@@ -47,7 +47,22 @@ class _At(enum.Enum):
 class JsonScanner:
     """Reads one JSON value. Linear: every character is looked at once, however the text is cut."""
 
-    __slots__ = ("_at", "_comma", "_failed", "_hex", "_key", "_mark", "_scalar", "_stack", "_text", "key", "members")
+    __slots__ = (
+        "_at",
+        "_comma",
+        "_doubtful",
+        "_failed",
+        "_hex",
+        "_key",
+        "_letter_next",
+        "_mark",
+        "_mended",
+        "_scalar",
+        "_stack",
+        "_text",
+        "key",
+        "members",
+    )
 
     def __init__(self) -> None:
         self._at = _At.VALUE
@@ -62,6 +77,9 @@ class JsonScanner:
         """The piece of `_text` that is the last comma."""
         self._mark = 0
         """The piece with which the member of the outermost object begins: its key, then its value."""
+        self._mended = self._doubtful = self._letter_next = False
+        """In the text being read: a backslash was mended to stand for itself; another, taken for an escape, stands right
+        before a letter, as in a path; the last one may."""
         self.key = ""
         """The key of the outermost object's member that is being read, or was last."""
         self.members: list[tuple[str, str]] = []
@@ -174,6 +192,9 @@ class JsonScanner:
             self.members.append((self.key, "".join(self._text[self._mark :])))
 
     def _string(self, text: str, at: int) -> int:
+        if self._letter_next:
+            self._doubtful |= text[at].isalpha()
+            self._letter_next = False
         found = _PLAIN.match(text, at)
         end = found.end() if found else at
         self._text.append(text[at:end])
@@ -182,6 +203,9 @@ class JsonScanner:
         if text[end] == "\\":
             self._at = _At.ESCAPE
         elif text[end] == '"':
+            if self._mended and self._doubtful:
+                return self._fail(end)
+            self._mended = self._doubtful = False
             self._text.append('"')
             self._end_string()
         else:
@@ -202,16 +226,19 @@ class JsonScanner:
             self._hex = ""
             self._at = _At.HEX
         elif character in '"\\/bfnrt':
+            self._letter_next = character in "bfnrt"
             self._text.append("\\" + character)
         elif character == "'":
             self._text.append(character)
         else:
+            self._mended = True
             self._text.append("\\\\" + _escaped(character))
         return at + 1
 
     def _more_hex(self, character: str, at: int) -> int:
         if character not in "0123456789abcdefABCDEF":  # as in a path of Windows
             self._at = _At.STRING
+            self._mended = True
             self._text.append("\\\\u" + self._hex)
             return at
         self._hex += character

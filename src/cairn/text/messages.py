@@ -100,14 +100,6 @@ def _key(key: object) -> str:
     return key
 
 
-def check_strict(flags: Iterable[object]) -> None:
-    """Unsupported where a tool wants its calls held to their schema: `flags` holds each tool's `strict`."""
-    for index, strict in enumerate(flags):
-        if strict:
-            field = f"tools[{index}].function.strict"
-            raise Unsupported(f"{field} is not built yet: answers are not held to a schema; send false", field=field)
-
-
 def unused_marks(texts: Iterable[str]) -> tuple[str, str]:
     """Two private characters that no text contains. InvalidRequest where there are none."""
     used = {mark for text in texts if not text.isascii() for mark in set(text)}

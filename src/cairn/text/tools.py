@@ -102,9 +102,8 @@ def _is_text(schema: Any) -> bool:
 def call_of(members: Sequence[tuple[str, str]]) -> Call | None:
     """The call that an object's members (key, JSON) say; None where they say none, or not which."""
     given = dict(members)
-    if sum(key in ("name", "arguments", "function") for key, _ in members) != len(
-        given.keys() & {"name", "arguments", "function"}
-    ):
+    telling = [key for key, _ in members if key in ("name", "arguments", "parameters", "function")]
+    if len(telling) != len(set(telling)) or {"arguments", "parameters"} <= set(telling):
         return None  # one of them twice
     if "name" not in given and given.get("function", "").startswith("{"):
         inner = JsonScanner()
