@@ -78,8 +78,8 @@ class JsonScanner:
         self._mark = 0
         """The piece with which the member of the outermost object begins: its key, then its value."""
         self._mended = self._doubtful = self._letter_next = False
-        """In the text being read: a backslash was mended to stand for itself; another, taken for an escape, stands before
-        a letter, as in a path; the last one may."""
+        """In the text being read: a backslash was mended to stand for itself; another one, taken for an escape, stands
+        before a letter, as in a path; the last one may."""
         self.key = ""
         """The key of the outermost object's member that is being read, or was last."""
         self.members: list[tuple[str, str]] = []
