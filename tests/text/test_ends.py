@@ -23,6 +23,7 @@ from cairn.text.turn_ends import _SAID, turn_ends
 
 HI = [{"role": "user", "content": "Say it."}]
 BOS = "<|begin|>"
+THINKS = CHATML + "{# <think> </think> #}"
 FINIS = CHATML.replace("<|im_end|>", "<|finis|>")
 
 
@@ -83,6 +84,26 @@ def test_a_stop_may_hold_control_tokens(stop: str, tmp_path: Path) -> None:
     expected = {"a<|im_start|>": "", "\n<|endoftext|>": "abc"}.get(stop, "a")
     assert (shown, reason) == (expected, "stop")
     assert said(path, stop=["<|im_start|>c", "b<|im_start|>"], ignore_eos=True, max_tokens=7) == ("abc\nd", "length")
+
+
+@pytest.mark.parametrize("pieces", [["if a", " <"], ["a", "\n"], ['{"a": ', "1}"], ["<tool", "_call>"]])
+def test_an_answer_with_the_end_token_as_a_stop_is_the_answer_without_it(pieces: list[str], tmp_path: Path) -> None:
+    path = write_scripted(tmp_path / "m.gguf", pieces, template=THINKS)
+    whole = said(path)
+    assert whole == ("".join(pieces), "stop") == said(path, stop=["<|im_end|>"])
+    assert said(path, stop=["<|im_end|>"], ignore_eos=True) == whole
+
+
+def test_a_stop_that_is_a_control_token_is_a_stop_token(tmp_path: Path) -> None:
+    """Also within reasoning, where texts are not looked for; a token that is text to a reader is looked for as text."""
+    kinds = {"<think>": USER, "<b>": USER}
+    path = write_scripted(tmp_path / "m.gguf", ["<think>", "a", "<|im_start|>", "b"], kinds=kinds, template=THINKS)
+    with LLM(str(path), kv_gb=0.05, threads=1) as llm:
+        controls, known = llm._llm.service.controls, llm._llm.service.tokenizer.controls.ids
+        assert set(controls) == {"<|im_start|>", "<|im_end|>", "<|endoftext|>"} and set(known) >= {"<think>", "<b>"}
+        answer = llm.chat(HI, temperature=0, max_tokens=8, stop="<|im_start|>")
+        assert (answer.reasoning, answer.text, answer.finish_reason) == ("a", "", "stop")
+        assert answer.usage.completion_tokens == 3
 
 
 # -- the beginning of a text ------------------------------------------------------------------------------------
