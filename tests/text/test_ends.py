@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 import pytest
+from tests.real_models import gemma3
 from tests.scripted_model import CHATML, write_scripted
 from tests.text import text_models
 
@@ -15,6 +16,8 @@ from cairn import LLM
 from cairn.config import Config
 from cairn.errors import InvalidRequest, ModelError
 from cairn.models.ends import FIM, UNMISTAKABLE, known_ends, known_middle
+from cairn.models.gguf import read_gguf
+from cairn.models.gguf_spec import _ends, gguf_spec
 from cairn.text.chat import Chat
 from cairn.text.gguf import CONTROL, PLAIN, UNUSED, USER
 from cairn.text.templates import load_text
@@ -224,6 +227,45 @@ def test_ends_are_known_by_text() -> None:
     assert words["</s>"] not in plain and {words["</s>"], words["<reponame>"]} <= set(controls)
     assert words["x"] not in controls
     assert known_middle({"<PRE>": 1, "<SUF>": 2, "<MID>": 3}) == (1, 2, 3) and known_middle({"<PRE>": 1}) is None
+
+
+def test_a_tag_of_html_that_a_vocabulary_holds_ends_nothing(tmp_path: Path) -> None:
+    """Unless the file calls it a control token or names it, or the template ends turns with it."""
+    tag = "</s>"
+    html = CHATML + "<s></s>"
+    for kind, template, ends in (
+        (USER, html, False),
+        (CONTROL, html, True),
+        (USER, FINIS.replace("finis", "x"), False),
+    ):
+        path = write_scripted(tmp_path / "m.gguf", ["x"], kinds={"<s>": kind, tag: kind}, template=template)
+        tokenizer, gguf = Tokenizer.load(path), read_gguf(path)
+        number = tokenizer.token_id(tag)
+        assert (number in tokenizer.end_ids) == (number in gguf_spec(gguf).eos_ids) == ends
+    named = write_scripted(
+        tmp_path / "m.gguf", ["x"], kinds={tag: USER, "<s>": USER}, extra={"tokenizer.ggml.eos_token_id": number}
+    )
+    tokenizer = Tokenizer.load(named)
+    assert tokenizer.eos_id in tokenizer.end_ids and gguf_spec(read_gguf(named)).eos_ids[0] == tokenizer.eos_id
+
+
+@pytest.mark.parametrize(("template", "ends"), [(CHATML, False), (CHATML.replace("<|im_end|>", "</s>"), True)])
+def test_a_tag_of_html_ends_an_answer_where_the_template_ends_turns_with_it(
+    template: str, ends: bool, tmp_path: Path
+) -> None:
+    pieces = ["a", "</s>", "b"]
+    path = write_scripted(tmp_path / "m.gguf", pieces, kinds={"</s>": USER}, template=template)
+    assert said(path) == ("a" if ends else "a</s>b", "stop")
+
+
+def test_gemmas_tags_of_html_end_nothing() -> None:
+    """It takes seconds: the vocabulary has 262,144 tokens."""
+    path = gemma3()
+    tokenizer, gguf = Tokenizer.load(path), read_gguf(path)
+    texts = {tokenizer.decode([i], skip_special=False) for i in tokenizer.end_ids}
+    assert texts == {"<eos>", "<end_of_turn>"}
+    assert tokenizer.end_ids == set(_ends(gguf, tokenizer.vocab_size))
+    assert tokenizer.decode(tokenizer.encode("<s>old</s>", special=True)) == "<s>old</s>"
 
 
 TURNS = {

@@ -94,7 +94,7 @@ class Tokenizer:
         self._unspellable: tuple[Library, dict[int, int]] | None = None
         self._prefix = self._bos_prefix()
         self._begins_chats = begins_chats and bool(self._prefix)
-        ends = known_ends(library.token_to_id, self.control_ids.__contains__)
+        ends = known_ends(library.token_to_id, self.special_ids.__contains__)
         self.end_ids = frozenset(ends if self.eos_id is None else (*ends, self.eos_id))
         """Tokens that end an answer: the tokenizer's own, and those that are spelt so. `Chat` adds the template's."""
         self.middle = middle or known_middle(self.controls.ids)
