@@ -268,6 +268,7 @@ def test_gemmas_tags_of_html_end_nothing() -> None:
     assert tokenizer.decode(tokenizer.encode("<s>old</s>", special=True)) == "<s>old</s>"
 
 
+ROLES = "System: Be kind.END\n{% for m in messages %}{{ m.role }}: {{ m.content }}END\n{% endfor %}"
 TURNS = {
     "chatml": (CHATML, "<|im_end|>"),
     "a system of its own": ("<|im_start|>system\nx<|im_end|>\n" + CHATML, "<|im_end|>"),
@@ -275,6 +276,13 @@ TURNS = {
         "{% for m in messages %}{{ m.role }}: {{ m.content }}"
         "{% if m.role == 'assistant' %}<|endoftext|>{% endif %}\n{% endfor %}",
         "<|endoftext|>",
+    ),
+    "a system of its own, roles as text": (ROLES.replace("END", "<|im_end|>"), "<|im_end|>"),
+    "and an end that the file does not name": (ROLES.replace("END", "<|endoftext|>"), "<|endoftext|>"),
+    "a system as text, and only the next turn": (
+        "Be kind.{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' }}{{ m.content }}"
+        "{% endfor %}",
+        None,
     ),
     "nothing": ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None),
     "only the next turn": ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", None),
