@@ -190,8 +190,26 @@ def test_the_middle_is_filled_in(named: bool, tmp_path: Path) -> None:
         tokenizer = llm._llm.service.tokenizer
         a, b = tokenizer.encode("a"), tokenizer.encode("b")
         assert tokenizer.encode_raw("a", "b") == [prefix, *a, suffix, *b, middle]
+        assert tokenizer.encode_raw(a, "b") == tokenizer.encode_raw("a", "b")
         answer = llm.generate("a", suffix="b", temperature=0, max_tokens=4)
         assert answer.text == "mid" and answer.usage.prompt_tokens == 5
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_first_token_stands_before_the_middle_once(wanted: bool, tmp_path: Path) -> None:
+    """Also where the prompt, as text or as ids, begins with it."""
+    path, kinds = tmp_path / "m.gguf", dict.fromkeys((BOS, *FIM[0]), CONTROL)
+    write_scripted(path, ["x"], kinds=kinds)
+    bos = Tokenizer.load(path).controls.ids[BOS]
+    extra = {"tokenizer.ggml.bos_token_id": bos, "tokenizer.ggml.add_bos_token": wanted}
+    tokenizer = Tokenizer.load(write_scripted(path, ["x"], kinds=kinds, extra=extra))
+    assert tokenizer.middle is not None
+    prefix, suffix, middle = tokenizer.middle
+    a, b = tokenizer.encode("a"), tokenizer.encode("b")
+    filled = [prefix, *a, suffix, *b, middle]
+    assert tokenizer.encode_raw("a", "b") == ([bos, *filled] if wanted else filled)
+    begun = [bos, *filled] if wanted else [prefix, bos, *filled[1:]]
+    assert tokenizer.encode_raw(BOS + "a", "b") == tokenizer.encode_raw([bos, *a], "b") == begun
 
 
 # -- what is known ----------------------------------------------------------------------------------------------
