@@ -57,7 +57,7 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """0 to 20; needs `logprobs`."""
     prompt_logprobs: bool = False
     stop: str | Sequence[str] | None = None
-    """At most 64 texts of at most 256 bytes."""
+    """At most 64 texts of at most 256 bytes. One that is a control token, which is never shown, is a stop token too."""
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the generation beside the model's EOS."""
     min_tokens: int | None = None
