@@ -252,6 +252,7 @@ class AsyncLLM:
             asked,
             ids=service.next_id,
             context=service.info.context,
+            controls=service.controls,
             max_choices=1,
             timeout=self.config.request_timeout,
             **more,

@@ -147,6 +147,7 @@ class ScriptedService:
         identity = b"\x11\x12\x13\x14\x15\x16\x17"
         self.info = SimpleNamespace(context=SPEC.context, vocab=SPEC.vocab, max_rows=4096, identity=identity)
         self.tokenizer = Bytes()
+        self.controls: dict[str, int] = {}
         self.chat = self
         self.metrics = Metrics("cairn", "scripted")
         self.streams: list[ScriptedStream] = []

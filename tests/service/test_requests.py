@@ -204,3 +204,11 @@ def test_stop_texts_are_one_or_many():
     (one,) = requests(SPEC, [1], SamplingOptions(stop="x"), ids=counter())
     (two,) = requests(SPEC, [1], SamplingOptions(stop=["x", "x", "y"]), ids=counter())
     assert (one.stop, two.stop) == (("x",), ("x", "y"))
+
+
+def test_a_stop_text_that_is_a_control_token_is_a_stop_token_too():
+    controls = {"<|a|>": 50, "<|b|>": 7, "<|c|>": 1_000_000}
+    asked = SamplingOptions(stop=["<|a|>", "x<|b|>", "<|c|>"])
+    (one,) = requests(SPEC, [1], asked, ids=counter(), controls=controls)
+    (other,) = requests(SPEC, [1], asked, ids=counter())
+    assert one.sampling.stop_token_ids == (*other.sampling.stop_token_ids, 50)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.text import text_models
 
@@ -722,6 +723,19 @@ async def test_an_answer_that_is_one_json_object_is_replayed_exactly(start: Star
     await talk.prompt("q")
     talk.answer(odd(chat, '```json\n{"name": "get_weather", "arguments": {"city": "x"}}\n```'))
     assert talk.messages[-1]["tool_calls"] and not talk.messages[-1]["content"]
+    tokens = await talk.prompt("rain", "tool")
+    assert tokens[: len(talk.said)] == talk.said
+
+
+async def test_an_answer_that_ends_with_its_first_call_is_replayed_exactly(start: Start) -> None:
+    """Also where the pair of tags around it holds another call."""
+    chat = await start()
+    talk = Talk(chat)
+    await talk.prompt("q")
+    talk.output = msgspec.structs.replace(talk.output, one_call=True)
+    call = '{"name": "get_weather", "arguments": {"city": "x"}}'
+    talk.answer(odd(chat, f"On it.\n<tool_call>\n{call}\n{call}\n</tool_call>"))
+    assert len(talk.messages[-1]["tool_calls"]) == 1 and talk.context == list(talk.said)
     tokens = await talk.prompt("rain", "tool")
     assert tokens[: len(talk.said)] == talk.said
 

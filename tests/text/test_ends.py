@@ -8,6 +8,7 @@ from typing import Any
 
 import jinja2
 import pytest
+from tests.real_models import gemma3
 from tests.scripted_model import CHATML, write_scripted
 from tests.text import text_models
 
@@ -15,6 +16,8 @@ from cairn import LLM
 from cairn.config import Config
 from cairn.errors import InvalidRequest, ModelError
 from cairn.models.ends import FIM, UNMISTAKABLE, known_ends, known_middle
+from cairn.models.gguf import read_gguf
+from cairn.models.gguf_spec import _ends, gguf_spec
 from cairn.text.chat import Chat
 from cairn.text.gguf import CONTROL, PLAIN, UNUSED, USER
 from cairn.text.templates import load_text
@@ -23,6 +26,7 @@ from cairn.text.turn_ends import _SAID, turn_ends
 
 HI = [{"role": "user", "content": "Say it."}]
 BOS = "<|begin|>"
+THINKS = CHATML + "{# <think> </think> #}"
 FINIS = CHATML.replace("<|im_end|>", "<|finis|>")
 
 
@@ -83,6 +87,26 @@ def test_a_stop_may_hold_control_tokens(stop: str, tmp_path: Path) -> None:
     expected = {"a<|im_start|>": "", "\n<|endoftext|>": "abc"}.get(stop, "a")
     assert (shown, reason) == (expected, "stop")
     assert said(path, stop=["<|im_start|>c", "b<|im_start|>"], ignore_eos=True, max_tokens=7) == ("abc\nd", "length")
+
+
+@pytest.mark.parametrize("pieces", [["if a", " <"], ["a", "\n"], ['{"a": ', "1}"], ["<tool", "_call>"]])
+def test_an_answer_with_the_end_token_as_a_stop_is_the_answer_without_it(pieces: list[str], tmp_path: Path) -> None:
+    path = write_scripted(tmp_path / "m.gguf", pieces, template=THINKS)
+    whole = said(path)
+    assert whole == ("".join(pieces), "stop") == said(path, stop=["<|im_end|>"])
+    assert said(path, stop=["<|im_end|>"], ignore_eos=True) == whole
+
+
+def test_a_stop_that_is_a_control_token_is_a_stop_token(tmp_path: Path) -> None:
+    """Also within reasoning, where texts are not looked for; a token that is text to a reader is looked for as text."""
+    kinds = {"<think>": USER, "<b>": USER}
+    path = write_scripted(tmp_path / "m.gguf", ["<think>", "a", "<|im_start|>", "b"], kinds=kinds, template=THINKS)
+    with LLM(str(path), kv_gb=0.05, threads=1) as llm:
+        controls, known = llm._llm.service.controls, llm._llm.service.tokenizer.controls.ids
+        assert set(controls) == {"<|im_start|>", "<|im_end|>", "<|endoftext|>"} and set(known) >= {"<think>", "<b>"}
+        answer = llm.chat(HI, temperature=0, max_tokens=8, stop="<|im_start|>")
+        assert (answer.reasoning, answer.text, answer.finish_reason) == ("a", "", "stop")
+        assert answer.usage.completion_tokens == 3
 
 
 # -- the beginning of a text ------------------------------------------------------------------------------------
@@ -166,8 +190,26 @@ def test_the_middle_is_filled_in(named: bool, tmp_path: Path) -> None:
         tokenizer = llm._llm.service.tokenizer
         a, b = tokenizer.encode("a"), tokenizer.encode("b")
         assert tokenizer.encode_raw("a", "b") == [prefix, *a, suffix, *b, middle]
+        assert tokenizer.encode_raw(a, "b") == tokenizer.encode_raw("a", "b")
         answer = llm.generate("a", suffix="b", temperature=0, max_tokens=4)
         assert answer.text == "mid" and answer.usage.prompt_tokens == 5
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_first_token_stands_before_the_middle_once(wanted: bool, tmp_path: Path) -> None:
+    """Also where the prompt, as text or as ids, begins with it."""
+    path, kinds = tmp_path / "m.gguf", dict.fromkeys((BOS, *FIM[0]), CONTROL)
+    write_scripted(path, ["x"], kinds=kinds)
+    bos = Tokenizer.load(path).controls.ids[BOS]
+    extra = {"tokenizer.ggml.bos_token_id": bos, "tokenizer.ggml.add_bos_token": wanted}
+    tokenizer = Tokenizer.load(write_scripted(path, ["x"], kinds=kinds, extra=extra))
+    assert tokenizer.middle is not None
+    prefix, suffix, middle = tokenizer.middle
+    a, b = tokenizer.encode("a"), tokenizer.encode("b")
+    filled = [prefix, *a, suffix, *b, middle]
+    assert tokenizer.encode_raw("a", "b") == ([bos, *filled] if wanted else filled)
+    begun = [bos, *filled] if wanted else [prefix, bos, *filled[1:]]
+    assert tokenizer.encode_raw(BOS + "a", "b") == tokenizer.encode_raw([bos, *a], "b") == begun
 
 
 # -- what is known ----------------------------------------------------------------------------------------------
@@ -205,6 +247,46 @@ def test_ends_are_known_by_text() -> None:
     assert known_middle({"<PRE>": 1, "<SUF>": 2, "<MID>": 3}) == (1, 2, 3) and known_middle({"<PRE>": 1}) is None
 
 
+def test_a_tag_of_html_that_a_vocabulary_holds_ends_nothing(tmp_path: Path) -> None:
+    """Unless the file calls it a control token or names it, or the template ends turns with it."""
+    tag = "</s>"
+    html = CHATML + "<s></s>"
+    for kind, template, ends in (
+        (USER, html, False),
+        (CONTROL, html, True),
+        (USER, FINIS.replace("finis", "x"), False),
+    ):
+        path = write_scripted(tmp_path / "m.gguf", ["x"], kinds={"<s>": kind, tag: kind}, template=template)
+        tokenizer, gguf = Tokenizer.load(path), read_gguf(path)
+        number = tokenizer.token_id(tag)
+        assert (number in tokenizer.end_ids) == (number in gguf_spec(gguf).eos_ids) == ends
+    named = write_scripted(
+        tmp_path / "m.gguf", ["x"], kinds={tag: USER, "<s>": USER}, extra={"tokenizer.ggml.eos_token_id": number}
+    )
+    tokenizer = Tokenizer.load(named)
+    assert tokenizer.eos_id in tokenizer.end_ids and gguf_spec(read_gguf(named)).eos_ids[0] == tokenizer.eos_id
+
+
+@pytest.mark.parametrize(("template", "ends"), [(CHATML, False), (CHATML.replace("<|im_end|>", "</s>"), True)])
+def test_a_tag_of_html_ends_an_answer_where_the_template_ends_turns_with_it(
+    template: str, ends: bool, tmp_path: Path
+) -> None:
+    pieces = ["a", "</s>", "b"]
+    path = write_scripted(tmp_path / "m.gguf", pieces, kinds={"</s>": USER}, template=template)
+    assert said(path) == ("a" if ends else "a</s>b", "stop")
+
+
+def test_gemmas_tags_of_html_end_nothing() -> None:
+    """It takes seconds: the vocabulary has 262,144 tokens."""
+    path = gemma3()
+    tokenizer, gguf = Tokenizer.load(path), read_gguf(path)
+    texts = {tokenizer.decode([i], skip_special=False) for i in tokenizer.end_ids}
+    assert texts == {"<eos>", "<end_of_turn>"}
+    assert tokenizer.end_ids == set(_ends(gguf, tokenizer.vocab_size))
+    assert tokenizer.decode(tokenizer.encode("<s>old</s>", special=True)) == "<s>old</s>"
+
+
+ROLES = "System: Be kind.END\n{% for m in messages %}{{ m.role }}: {{ m.content }}END\n{% endfor %}"
 TURNS = {
     "chatml": (CHATML, "<|im_end|>"),
     "a system of its own": ("<|im_start|>system\nx<|im_end|>\n" + CHATML, "<|im_end|>"),
@@ -212,6 +294,13 @@ TURNS = {
         "{% for m in messages %}{{ m.role }}: {{ m.content }}"
         "{% if m.role == 'assistant' %}<|endoftext|>{% endif %}\n{% endfor %}",
         "<|endoftext|>",
+    ),
+    "a system of its own, roles as text": (ROLES.replace("END", "<|im_end|>"), "<|im_end|>"),
+    "and an end that the file does not name": (ROLES.replace("END", "<|endoftext|>"), "<|endoftext|>"),
+    "a system as text, and only the next turn": (
+        "Be kind.{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' }}{{ m.content }}"
+        "{% endfor %}",
+        None,
     ),
     "nothing": ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", None),
     "only the next turn": ("{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}", None),

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Library
 
 from cairn.text.stream import TextStream
 from cairn.text.tokenizer import Tokenizer
-from cairn.types import Delta, FinishReason, OutputFormat, Request, SamplingParams
+from cairn.types import Delta, FinishReason, OfferedTool, OutputFormat, Request, SamplingParams
 
 BOTH = OutputFormat(reasoning=True, tools=True)
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Århus", "days": [1, 2]}}\n</tool_call>'
@@ -118,10 +118,13 @@ def test_random_tokens_give_the_same_deltas_in_any_pieces(tokenizer: Tokenizer) 
         text = "".join(rng.choice(words) for _ in range(rng.randrange(12)))
         tokens = tokenizer.encode(text, special=rng.random() < 0.7)
         tokens += [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(5))]
-        fields = {"output": BOTH, "stop": ("stop", "\n\nx", "ðŁ")}
+        controls = rng.choice(
+            ((), ("<|im_end|>",), ("x\n<|im_end|>", "<|im_end|><|im_end|>x"), ("<think>", "}<|im_end|>"))
+        )
+        fields = {"output": BOTH, "stop": ("stop", "\n\nx", "ðŁ", *controls)}
         deltas, reason = run(TextStream(tokenizer, request(**fields)), tokens)
         expected = (text_of(deltas), reasoning_of(deltas), calls_of(deltas), reason)
-        assert "stop" not in expected[0]
+        assert controls or "stop" not in expected[0]  # a control token that is looked for may stand within it
         for _ in range(3):
             stream = TextStream(tokenizer, request(**fields))
             deltas, reason = run(stream, tokens, rng)
@@ -219,6 +222,46 @@ def test_a_stop_string_does_not_reach_across_a_call(tokenizer: Tokenizer) -> Non
     stream = TextStream(tokenizer, request(output=BOTH, stop=("stop",)))
     assert text_of(run(stream, tokens)[0]) == "stop"
     assert not stream.stopped
+
+
+BARE = OutputFormat(tools=True, offered=(OfferedTool("f", ()),))
+ONE = '{"name": "f", "arguments": {"x": 1}}'
+
+
+@pytest.mark.parametrize(
+    "text", [ONE, f"```json\n{ONE}\n```", f"<tool_call>{ONE[:-1]}", "if a <", "a\n", "{", "\n", "a"]
+)
+def test_a_stop_that_is_the_end_token_changes_nothing(text: str, tokenizer: Tokenizer) -> None:
+    tokens = [*tokenizer.encode(text, special=True), tokenizer.eos_id]
+    ends = {"stop_token_ids": (tokenizer.eos_id,)}
+    results = []
+    for stop in ((), ("<|im_end|>",), ("<|im_end|>", "<|im_end|>\n")):
+        stream = TextStream(tokenizer, request(output=BARE, sampling=ends, stop=stop))
+        deltas, reason = run(stream, tokens)  # type: ignore[arg-type]
+        results.append((text_of(deltas), calls_of(deltas), reason, stream.tokens))
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] or results[0][1]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        ("a\n<|im_end|>more", "\n<|im_end|>", "a"),
+        ("a\n<|im_end|>more", "\n<|im_end|>mo", "a"),
+        ("a <<|im_end|>more", "<<|im_end|>", "a "),
+        ("{}\n<|im_end|>more", "}\n<|im_end|>", "{"),
+        ("a\n<|im_end|>more", "\n<|im_end|>x", "a\nmore"),
+        (f"{ONE}<|im_end|>", "}<|im_end|>", ""),
+    ],
+)
+def test_what_is_held_back_stands_before_a_control_token(
+    text: str, stop: str, shown: str, tokenizer: Tokenizer
+) -> None:
+    stream = TextStream(tokenizer, request(output=BARE, stop=(stop,)))
+    deltas, reason = run(stream, tokenizer.encode(text, special=True))
+    assert text_of(deltas) == shown
+    assert stream.stopped == (shown not in ("a\nmore", ""))
+    assert reason is (FinishReason.STOP if shown else FinishReason.TOOL_CALLS)
 
 
 def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:

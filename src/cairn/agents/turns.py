@@ -83,6 +83,7 @@ class Turns:
             options,
             ids=lambda: number,
             context=service.info.context,
+            controls=service.controls,
             max_choices=1,
             output=prompt.output,
             salt=agent.salt,

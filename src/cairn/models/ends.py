@@ -24,7 +24,7 @@ _AMBIGUOUS = frozenset(
         *("<fim-pad>", "<fim_pad>", "<fim-repo>", "<fim_repo>", "<REPO>", "<reponame>", "<repo_name>", "<file_sep>"),
     )
 )
-"""Ends where they are control tokens; elsewhere they may be pieces of HTML or of code."""
+"""Ends where a file calls them control tokens or names them; else they may be pieces of HTML or of code."""
 
 ENDS = UNMISTAKABLE | _AMBIGUOUS
 
@@ -50,7 +50,7 @@ class Middle(NamedTuple):
 
 
 def known_ends(find: Callable[[str], int | None], is_control: Callable[[int], bool]) -> tuple[int, ...]:
-    """The ids that are spelt as ends are. `find`: text -> id; `is_control`: whether it is no ordinary text."""
+    """The ids that are spelt as ends are. `find`: text -> id; `is_control`: whether the file calls it no text."""
     found = {text: i for text in sorted(ENDS) if (i := find(text)) is not None}
     if "<|return|>" in found and "<|end|>" in found:
         del found["<|end|>"]  # these models end a thought with it, and go on

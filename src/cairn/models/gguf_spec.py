@@ -70,7 +70,7 @@ SAMPLING = {
 }
 """Sampling default -> its key below `general.sampling.`."""
 
-_UNKNOWN, _CONTROL, _USER = 2, 3, 4
+_UNKNOWN, _CONTROL = 2, 3
 
 _NAMED_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 """What a file may name that ends an answer: below `tokenizer.ggml.`, with `_token_id` behind it."""
@@ -273,7 +273,7 @@ def _ends(gguf: Gguf, vocab: int) -> tuple[int, ...]:
         numbered = {text: i for i, text in reversed(list(enumerate(tokens))) if text in ENDS}
         marked: set[int] = set()
         if isinstance(kinds, np.ndarray) and kinds.shape == (len(tokens),):
-            marked = {i for i in numbered.values() if kinds[i] in (_CONTROL, _USER)}
+            marked = {i for i in numbered.values() if kinds[i] == _CONTROL}
         found += known_ends(numbered.get, marked.__contains__)
     return tuple(dict.fromkeys(found))
 

@@ -57,7 +57,7 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """0 to 20; needs `logprobs`."""
     prompt_logprobs: bool = False
     stop: str | Sequence[str] | None = None
-    """At most 64 texts of at most 256 bytes."""
+    """At most 64 texts of at most 256 bytes. One that is a control token, which is never shown, is a stop token too."""
     stop_token_ids: Sequence[int] | None = None
     """Token ids that end the generation beside the model's EOS."""
     min_tokens: int | None = None
@@ -143,8 +143,11 @@ def requests(
     durable: bool = False,
     stored: bool = True,
     rng: Rng | None = None,
+    controls: Mapping[str, int] | None = None,
 ) -> tuple[Request, ...]:
     """One `Request` a choice (`options.n`, default 1) for a prompt of token ids; `ids` gives each its id.
+
+    `controls`: text -> id of the model's control tokens; a stop text that is one is a stop token too.
 
     Raises InvalidRequest for an empty prompt, a token id outside the vocabulary or an option out of range, and
     ContextTooLong where the prompt leaves no room in the context.
@@ -163,6 +166,10 @@ def requests(
         spec, options, prompt_tokens=len(tokens), context=context, allow_empty=allow_empty, rng=rng
     )
     stop = _stop(options.stop)
+    named = [controls[text] for text in stop if text in controls] if controls else []
+    if named:
+        ends = dict.fromkeys((*sampling.stop_token_ids, *(token for token in named if token < spec.vocab)))
+        sampling = msgspec.structs.replace(sampling, stop_token_ids=tuple(ends))
     output = output or OutputFormat()
     if output.tools and not options.parallel_tool_calls:
         output = msgspec.structs.replace(output, one_call=True)

@@ -30,7 +30,7 @@ from cairn.service.supervisor import Supervisor
 from cairn.service.traffic import Traffic
 from cairn.system import SystemClock
 from cairn.text.chat import Chat
-from cairn.text.stream import TextStream
+from cairn.text.stream import TextStream, hidden_controls
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import FinishReason, ModelSpec, Request
 
@@ -138,6 +138,8 @@ class Service:
             await loading
         finally:
             loading.cancel()
+        self.controls = hidden_controls(self.tokenizer)
+        """Text -> id of the control tokens that are never shown."""
         self.chat.context = self.info.context
         self.spec = self._with_ends(self.spec)
         if self._config.tokenizer is not None:

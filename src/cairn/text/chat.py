@@ -373,13 +373,14 @@ class Chat:
             return None
         thought = bool(opened) and END_THINK.encode() not in b"".join(map(self.tokenizer.token_bytes, opened))
         called = offered_by(seen)
-        for tools in (True, False):
+        for tools, one_call in ((True, False), (True, True), (False, False)):
             output = OutputFormat(
                 reasoning=self._thinks,
                 reasoning_open=thought,
                 tools=tools,
                 xml=tools and any(FUNCTION in text for text in self._templates.values()),
                 offered=called if tools else (),
+                one_call=one_call,
             )
             ids = visible_ids(self.tokenizer, generated_tokens, seen, output)
             if ids is not None:

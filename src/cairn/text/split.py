@@ -10,6 +10,7 @@ the text was cut into pieces.
 
 from __future__ import annotations
 
+import copy
 import re
 
 from cairn.text.tools import OPEN, BareReader, Call, CallReader, call_id
@@ -57,6 +58,11 @@ class Splitter:
         """The only call that is wanted is complete: what follows is no part of the answer."""
         return self._one_call and self.complete_calls > 0 and self._call is None
 
+    @property
+    def may_call(self) -> bool:
+        """What is being read may be a call, and may turn out to be content."""
+        return self._call is not None or self._bare is not None
+
     def push(self, text: str) -> list[Piece]:
         """Split what is certain by now."""
         pieces: list[Piece] = []
@@ -90,6 +96,18 @@ class Splitter:
                 pieces += self.push(reader.again)
         self._put(pieces, self._kind, self._held)
         self._held = ""
+        return pieces
+
+    def copy(self) -> Splitter:
+        """Another one in the same state."""
+        return copy.deepcopy(self, {id(self._output): self._output})
+
+    def release(self) -> list[Piece]:
+        """Content held back because a tag may begin with it: something else follows."""
+        pieces: list[Piece] = []
+        if self._kind == "text" and not self._lead:
+            self._put(pieces, "text", self._held)
+            self._held = ""
         return pieces
 
     def _feed_text(self, text: str, at: int, pieces: list[Piece]) -> int:

@@ -8,6 +8,7 @@ Stop strings are looked for in content only: reasoning and the JSON of a tool ca
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 from cairn.text.split import TAGS, Piece, Splitter
@@ -16,6 +17,12 @@ from cairn.text.tokenizer import Tokenizer
 from cairn.types import Delta, FinishReason, Request, ToolCallDelta
 
 _ORDER = {"reasoning": 0, "text": 1}
+
+
+def hidden_controls(tokenizer: Tokenizer) -> dict[str, int]:
+    """Text -> id of the control tokens that are never shown, so that as a stop text each is a stop token too."""
+    hidden = tokenizer.special_ids | tokenizer.end_ids
+    return {text: i for text, i in tokenizer.controls.ids.items() if i in hidden and text not in TAGS}
 
 
 class TextStream:
@@ -72,12 +79,14 @@ class TextStream:
             if self.stopped:
                 break
             self.tokens.append(token)
-            split = self._split(self._detokenizer.push((token,)))
+            unseen = self._stop_tokens.get(token, "") if len(self.tokens) > self._unstoppable else ""
+            said = self._detokenizer.push((token,))
+            split = self._split(said + self._detokenizer.flush() if unseen else said)
             pieces += self._visible(split)
             if split:
-                self._in_content = not isinstance(split[-1], ToolCallDelta) and split[-1][0] == "text"
-            if token in self._stop_tokens:
-                pieces += self._unseen(self._stop_tokens[token])
+                self._in_content = self._is_content(split)
+            if unseen and not self.stopped:
+                pieces += self._unseen(unseen)
         counted = len(self.tokens) - counted
         return _deltas(pieces, tuple(tokens[:counted]))
 
@@ -100,16 +109,40 @@ class TextStream:
             reason = FinishReason.TOOL_CALLS
         return _deltas(pieces, ()), reason
 
+    @staticmethod
+    def _is_content(pieces: list[Piece]) -> bool:
+        return not isinstance(pieces[-1], ToolCallDelta) and pieces[-1][0] == "text"
+
     def _split(self, text: str) -> list[Piece]:
         if not text:
             return []
         return [("text", text)] if self._splitter is None else self._splitter.push(text)
 
     def _unseen(self, text: str) -> list[Piece]:
-        """Look for stop strings in the text of a control token, where content is."""
-        if self._stops is None or not self._in_content or len(self.tokens) <= self._unstoppable:
+        """Look for stop strings in the text of a control token, where content is.
+
+        What was said stands before it, held back or not: if the token completes a stop, the answer ends here as if the
+        model had ended it. If not, what is held back in order to be told from a call goes on.
+        """
+        before = self._stops, self._splitter
+        self._stops = copy.deepcopy(self._stops)
+        split: list[Piece] = []
+        if self._splitter is not None:
+            self._splitter = self._splitter.copy()
+            split = self._splitter.finish(by_model=True)
+        pieces = self._visible(split)
+        if self._stops is not None and (self._is_content(split) if split else self._in_content):
+            pieces += self._hidden(text)
+            if self.stopped:
+                return pieces
+        self._stops, self._splitter = before
+        if not self._in_content or (self._splitter is not None and self._splitter.may_call):
             return []
-        shown = self._stops.push(text, hidden=True)
+        pieces = [] if self._splitter is None else self._visible(self._splitter.release())
+        return pieces + self._hidden(text)
+
+    def _hidden(self, text: str) -> list[Piece]:
+        shown = "" if self._stops is None else self._stops.push(text, hidden=True)
         return [("text", shown)] if shown else []
 
     def _visible(self, pieces: list[Piece]) -> list[Piece]:

@@ -94,7 +94,7 @@ class Tokenizer:
         self._unspellable: tuple[Library, dict[int, int]] | None = None
         self._prefix = self._bos_prefix()
         self._begins_chats = begins_chats and bool(self._prefix)
-        ends = known_ends(library.token_to_id, self.control_ids.__contains__)
+        ends = known_ends(library.token_to_id, self.special_ids.__contains__)
         self.end_ids = frozenset(ends if self.eos_id is None else (*ends, self.eos_id))
         """Tokens that end an answer: the tokenizer's own, and those that are spelt so. `Chat` adds the template's."""
         self.middle = middle or known_middle(self.controls.ids)
@@ -216,12 +216,15 @@ class Tokenizer:
             return ids
         assert self.middle is not None
         before = self.encode(prompt, special=special) if isinstance(prompt, str) else prompt
+        before = before[len(self._prefix) :] if self._is_begun(before) else before
         after = self.encode(suffix, special=special)
         return self._begun([self.middle.prefix, *before, self.middle.suffix, *after, self.middle.middle])
 
     def _begun(self, ids: Sequence[int]) -> list[int]:
-        prefix = self._prefix
-        return list(ids) if prefix and list(ids[: len(prefix)]) == prefix else [*prefix, *ids]
+        return list(ids) if self._is_begun(ids) else [*self._prefix, *ids]
+
+    def _is_begun(self, ids: Sequence[int]) -> bool:
+        return list(ids[: len(self._prefix)]) == self._prefix
 
     def begun_chat(self, text: str) -> str:
         """A rendered chat template with the token that starts a text, where the model wants it and it is not there."""
