@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from cairn.models.files import MAX_NAME_BYTES, parts, stem
+from cairn.models.files import MAX_NAME_BYTES, is_gguf, parts, stem
 
 MAX_FOLDERS = 4
 """Deeper than this no repository keeps its models."""
@@ -104,6 +104,11 @@ def tags(found: Iterable[Variant]) -> str:
     return ", ".join(dict.fromkeys(one.type or one.stem for one in found))
 
 
+def gguf_names(snapshot: Path) -> list[str]:
+    """The names of the GGUF files in a snapshot, also of links that lead nowhere."""
+    return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if is_gguf(path)]
+
+
 def cached(repository: Path) -> list[tuple[Path, Variant]]:
     """The whole models among a repository's downloads with the snapshot that has each; the last one pulled if several.
 
@@ -111,9 +116,7 @@ def cached(repository: Path) -> list[tuple[Path, Variant]]:
     """
     newest: dict[tuple[str, str], tuple[int, Path, Variant]] = {}
     for snapshot in sorted((repository / "snapshots").glob("*")):
-        files = (path for path in snapshot.rglob("*") if path.suffix.lower() == ".gguf" and path.is_file())
-        names = [path.relative_to(snapshot).as_posix() for path in files]
-        for one in variants(names):
+        for one in variants(name for name in gguf_names(snapshot) if (snapshot / name).is_file()):
             if one.missing:
                 continue
             # The time of the link, not of what it points at.
