@@ -292,11 +292,32 @@ def test_rm_sees_an_ending_in_capitals(elsewhere):  # noqa: F811
     assert left(place) == ["blobs/blob-eight", "m-Q8_0.gguf"]
 
 
+@pytest.mark.parametrize("own", ["model", "m-Q4_0"])
+def test_rm_removes_one_of_two_that_only_their_folders_tell_apart(elsewhere, own):  # noqa: F811
+    place = repository(elsewhere, **{f"a/{own}": "one", f"b/{own}": "two"})
+    found = [hub.locate(f"org/name:{folder}/{own}").read_text() for folder in "ab"]
+    assert found == ["one", "two"]
+    planned = plan(f"org/name:a/{own}")
+    assert planned.name == f"org/name:a/{own}"
+    remove(planned)
+    assert left(place) == ["b", f"b/{own}.gguf", "blobs/blob-two"]
+
+
+def test_rm_removes_a_file_from_every_commit_that_has_it(elsewhere):  # noqa: F811
+    place = repository(elsewhere, **{"m-Q4_0": "new", "m-Q8_0": "eight"})
+    old = place / "snapshots" / ("b" * 40)
+    old.mkdir()
+    (place / "blobs" / "blob-old").write_text("old")
+    (old / "m-Q4_0.gguf").symlink_to("../../blobs/blob-old")
+    remove(plan("org/name:q4_0"))
+    assert left(place) == ["blobs/blob-eight", "m-Q8_0.gguf"] and not old.exists()
+
+
 def test_a_tag_without_files_removes_nothing(elsewhere, monkeypatch):  # noqa: F811
     """Such as one that another program has removed meanwhile."""
     place = repository(elsewhere, **{"m-Q4_0": "four", "m-Q8_0": "eight"})
     monkeypatch.setattr(removal, "gguf_names", lambda snapshot: [])
-    with pytest.raises(ModelError, match="org/name:Q4_0 is not downloaded"):
+    with pytest.raises(ModelError, match="org/name:m-Q4_0 is not downloaded"):
         remove(plan("org/name:Q4_0"))
     assert len(left(place)) == 4
 

@@ -17,7 +17,7 @@ from cairn.errors import ModelError
 from cairn.models.hub import DEMO, NoDownload, repository_of, select
 from cairn.models.install import locked
 from cairn.models.known import KNOWN
-from cairn.models.variants import gguf_names, variants
+from cairn.models.variants import Variant, gguf_names, variants
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,9 @@ def plan(model: str, env: Mapping[str, str] | None = None) -> Removal:
             raise ModelError(f"{model} is not downloaded; cairn list shows what is")
         if not tag:
             return Removal(name, repository, _size(repository), whole=True)
-        model = f"{name}:{tag}"
-        links = tuple(_links(model, repository))
+        chosen = select(f"{name}:{tag}", repository)
+        model = f"{name}:{chosen.path}"
+        links = tuple(_links(chosen, repository))
         if not links:
             raise ModelError(f"{model} is not downloaded; cairn list shows what is")
         rest = [path for path in _files(repository / "snapshots") if path not in links]
@@ -83,13 +84,12 @@ def remove(removal: Removal) -> None:
         raise _refused(removal.name, error) from error
 
 
-def _links(model: str, repository: Path) -> Iterator[Path]:
+def _links(chosen: Variant, repository: Path) -> Iterator[Path]:
     """The names of a quantisation's files in all snapshots, also those of older commits."""
-    chosen = select(model, repository)
     for snapshot in sorted((repository / "snapshots").glob("*")):
         names = gguf_names(snapshot)
         for one in variants(names):
-            if (one.stem, one.type) == (chosen.stem, chosen.type):
+            if (one.path, one.type) == (chosen.path, chosen.type):
                 yield from (snapshot / name for name in one.files if name in names)
 
 
