@@ -17,8 +17,9 @@ from tests.test_cli import elsewhere, run, sentence, sse  # noqa: F401  (elsewhe
 
 from cairn import __version__
 from cairn.cli import reach
-from cairn.models import hub
-from cairn.models.removal import plan
+from cairn.errors import ModelError
+from cairn.models import hub, removal
+from cairn.models.removal import plan, remove
 
 ANSWER = sse(
     {"choices": [{"index": 0, "delta": {"content": "Hello you"}}]},
@@ -262,7 +263,9 @@ def repository(folder: Path, **files: str) -> Path:
     for name, content in files.items():
         blob = place / "blobs" / f"blob-{content}"
         blob.write_text(content)
-        (snapshot / f"{name}.gguf").symlink_to(os.path.relpath(blob, snapshot))
+        link = snapshot / (name if name.lower().endswith(".gguf") else f"{name}.gguf")
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(os.path.relpath(blob, link.parent))
     return place
 
 
@@ -275,6 +278,48 @@ def test_rm_removes_one_quantisation_and_leaves_the_other(elsewhere):  # noqa: F
     assert (place / "blobs" / "blob-four").exists()  # another name of it is left
     assert run("rm", "hf.co/org/name:Q4_1", "-y").returncode == 0
     assert not place.exists()  # nothing is left of it
+
+
+def left(place: Path) -> list[str]:
+    """The names of the downloads that a repository still has, and of what they hold."""
+    files = [path for part in ("snapshots/" + "a" * 40, "blobs") for path in (place / part).rglob("*")]
+    return sorted(path.relative_to(place).as_posix().removeprefix(f"snapshots/{'a' * 40}/") for path in files)
+
+
+def test_rm_sees_an_ending_in_capitals(elsewhere):  # noqa: F811
+    place = repository(elsewhere, **{"m-Q4_0.GGUF": "four", "m-Q8_0": "eight"})
+    remove(plan("org/name:Q4_0"))
+    assert left(place) == ["blobs/blob-eight", "m-Q8_0.gguf"]
+
+
+@pytest.mark.parametrize("own", ["model", "m-Q4_0"])
+def test_rm_removes_one_of_two_that_only_their_folders_tell_apart(elsewhere, own):  # noqa: F811
+    place = repository(elsewhere, **{f"a/{own}": "one", f"b/{own}": "two"})
+    found = [hub.locate(f"org/name:{folder}/{own}").read_text() for folder in "ab"]
+    assert found == ["one", "two"]
+    planned = plan(f"org/name:a/{own}")
+    assert planned.name == f"org/name:a/{own}"
+    remove(planned)
+    assert left(place) == ["b", f"b/{own}.gguf", "blobs/blob-two"]
+
+
+def test_rm_removes_a_file_from_every_commit_that_has_it(elsewhere):  # noqa: F811
+    place = repository(elsewhere, **{"m-Q4_0": "new", "m-Q8_0": "eight"})
+    old = place / "snapshots" / ("b" * 40)
+    old.mkdir()
+    (place / "blobs" / "blob-old").write_text("old")
+    (old / "m-Q4_0.gguf").symlink_to("../../blobs/blob-old")
+    remove(plan("org/name:q4_0"))
+    assert left(place) == ["blobs/blob-eight", "m-Q8_0.gguf"] and not old.exists()
+
+
+def test_a_tag_without_files_removes_nothing(elsewhere, monkeypatch):  # noqa: F811
+    """Such as one that another program has removed meanwhile."""
+    place = repository(elsewhere, **{"m-Q4_0": "four", "m-Q8_0": "eight"})
+    monkeypatch.setattr(removal, "gguf_names", lambda snapshot: [])
+    with pytest.raises(ModelError, match="org/name:m-Q4_0 is not downloaded"):
+        remove(plan("org/name:Q4_0"))
+    assert len(left(place)) == 4
 
 
 def test_rm_removes_a_whole_repository(elsewhere):  # noqa: F811

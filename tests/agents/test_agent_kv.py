@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from house import House, house
+from house import Clock, House, house
 from tests.files import Fault
-from tests.service.tiny import collect, request
+from tests.service.tiny import collect, request, until
 
 from cairn.agents import kv, tied
 from cairn.agents.content import Branch, Content
@@ -24,6 +24,7 @@ from cairn.agents.tied import Tied
 from cairn.agents.tree import Agent, Turn
 from cairn.errors import Conflict, Unavailable
 from cairn.figures import Placed
+from cairn.kv.chunk_file import parse_name
 from cairn.text.chat import Sampled
 from cairn.text.replay import Answer
 
@@ -43,6 +44,28 @@ async def where(at: House, id: str) -> tuple[int, int]:
     """Leading tokens in the pool and on disk."""
     placed = await at.agents.where("default", id)
     return placed.pool, placed.disk
+
+
+async def test_kv_that_nobody_used_for_kv_ttl_goes_and_pinned_kv_stays(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the option to the files."""
+    clock, store = Clock(), tmp_path / "kv"
+    monkeypatch.setattr("cairn.service.worker.SystemClock", lambda: clock)
+
+    def chunks() -> int:
+        return sum(parse_name(path.name) is not None for path in store.rglob("*"))
+
+    async with house(folder, kv_dir=str(store), kv_ttl=3600.0) as at:
+        await grown(at, "bob")
+        await at.agents.pin("default", "bob", True)
+        pinned = chunks()
+        await grown(at, "ada")
+        both = [(await where(at, id))[1] for id in ("bob", "ada")]
+        assert 0 < pinned < chunks() and min(both) > 200
+        clock.ahead = 3700.0
+        await until(lambda: chunks() == pinned)
+        assert [(await where(at, id))[1] for id in ("bob", "ada")] == [both[0], 0]
 
 
 async def test_kv_is_given_up_brought_up_and_shown(folder: Path, tmp_path: Path) -> None:

@@ -18,9 +18,13 @@ from sockets import Site, request_bytes, site
 from tests.agents.house import House, house, talking_model
 from tests.agents.test_portable import forged, with_agent, with_turn
 
+from cairn.agents.agents import Agents
+from cairn.agents.kv import AgentKv
 from cairn.agents.outbox import Outbox
 from cairn.agents.tied import MOST_CONTEXTS
+from cairn.agents.tree import Agent
 from cairn.api.auth import salts
+from cairn.api.ties import ACCOUNT_TTL
 from cairn.config import Config, Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
 from cairn.kv.chunk_file import parse_name
@@ -457,6 +461,48 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
         monkeypatch.setattr("cairn.agents.book.MAX_AGENTS", 4)
         answer = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "joe"})
         assert answer.status_code == 200 and "joe" not in await opened(), "served, on nobody's account"
+
+
+async def test_requests_that_open_an_account_again_at_once_share_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second finds the name free while the first still removes the account whose time is over."""
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "prompt_cache_key": "ada"}
+    removing, go_on, drop = asyncio.Event(), asyncio.Event(), AgentKv.drop
+
+    async def slow(self: AgentKv, agent: Agent) -> bool:
+        removing.set()
+        await go_on.wait()
+        return await drop(self, agent)
+
+    async with home(folder) as (at, _, http):
+        assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
+        at.clock.ahead = ACCOUNT_TTL + 60
+        with monkeypatch.context() as patched:
+            patched.setattr(AgentKv, "drop", slow)
+            first = asyncio.ensure_future(http.post("/v1/chat/completions", json=chat))
+            await removing.wait()
+            second = await http.post("/v1/chat/completions", json=chat)
+            go_on.set()
+            assert ((await first).status_code, second.status_code) == (200, 200), first.result().text
+        (account,) = (await http.get("/v1/agents")).json()["data"]
+        assert (account["id"], account["savings"]["requests"]) == ("ada", 2)
+
+
+async def test_an_account_that_is_deleted_while_it_is_opened_costs_no_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "prompt_cache_key": "ada"}
+    create = Agents.create
+
+    async def deleted(self: Agents, tenant: str, *, id: str, ttl: float) -> None:
+        await create(self, tenant, id=id, ttl=ttl)
+        await self.delete(tenant, id)
+
+    monkeypatch.setattr(Agents, "create", deleted)
+    async with home(folder) as (_, _, http):
+        assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
+        assert (await http.get("/v1/agents")).json()["data"] == []
 
 
 async def test_answers_of_store_false_are_kept_where_the_server_says_so(folder: Path) -> None:

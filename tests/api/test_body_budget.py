@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +104,29 @@ async def test_a_body_is_held_until_its_answer_has_ended() -> None:
                 break
             await asyncio.sleep(0.01)
         assert at.app.bodies.held == 0
+
+
+@pytest.mark.parametrize("where", ["open", "write"])
+async def test_an_import_that_a_full_disk_refuses_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    class Full(io.BytesIO):
+        def __init__(self, **_: Any) -> None:
+            if where == "open":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().__init__()
+
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with home(talking_model(tmp_path / "tiny")) as (_, _, http):
+        with monkeypatch.context() as patched:
+            patched.setattr(tempfile, "TemporaryFile", Full)
+            answer = await http.post("/v1/agents/import", content=b"x", headers=OCTETS)
+        assert answer.status_code == 503, answer.text
+        assert "the body cannot be kept in" in answer.text and "No space left on device" in answer.text
+        again = await http.post("/v1/agents/import", content=b"x", headers=OCTETS)
+        assert again.status_code == 400 and "no exported agent" in again.text, "and gives its place back"
 
 
 async def test_imports_go_to_the_disk_and_are_bounded_by_number(tmp_path: Path) -> None:

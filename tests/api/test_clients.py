@@ -12,6 +12,7 @@ import pytest
 from scripted import ScriptedService, done
 from sockets import Site, events, site
 from tests.scripted_model import write_scripted
+from tests.service.tiny import make_model, serving
 from tests.text import text_models
 
 from cairn.config import Config
@@ -41,6 +42,18 @@ async def test_one_model_answers_to_any_name_and_says_its_own(more: dict[str, An
             assert answer.status_code == 200 and answer.json()["model"] == "scripted"
             *chunks, _ = events((await post(at, path, body | more | {"stream": True})).text)
             assert {chunk["model"] for chunk in chunks} == {"scripted"}
+
+
+@pytest.mark.parametrize(("options", "status"), [({}, 200), ({"strict_model": True}, 404)])
+async def test_the_option_says_whether_a_name_that_is_not_the_models_is_refused(
+    tmp_path: Path, options: dict[str, bool], status: int
+) -> None:
+    async with serving(make_model(tmp_path / "tiny"), served_name="mine", **options) as service, site(service) as at:
+        for name, want in (("mine", 200), (None, 200), ("gpt-4o", status)):
+            answer = await post(at, CHAT, {"messages": HI, "model": name, "max_tokens": 2})
+            assert answer.status_code == want, answer.text
+        if status == 404:
+            assert answer.json()["error"]["code"] == "model_not_found" and "mine" in answer.json()["error"]["message"]
 
 
 async def test_a_strict_server_answers_to_its_names_only() -> None:

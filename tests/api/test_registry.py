@@ -1,4 +1,7 @@
+import pytest
+
 from cairn.api.registry import KEEP_CALLS, KEEP_SECONDS, Registry, parse_id
+from cairn.errors import Conflict
 
 
 class Hands:
@@ -37,6 +40,31 @@ def test_ended_calls_are_forgotten() -> None:
     registry.open(5000, [5000, 5001])
     registry.close(5000)
     assert registry.ids(1) == (1,) and registry.ids(5000) == (5000, 5001) and registry.ids(10**9) == (10**9, 1)
+
+
+@pytest.mark.parametrize("ends", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("apart", [0.0, 2 * KEEP_SECONDS])
+def test_a_name_that_calls_had_at_once_is_forgotten_with_the_last_of_them(ends: tuple[int, int], apart: float) -> None:
+    """Whichever ends first, and also where one of them runs on after the other was forgotten."""
+    clock = Hands()
+    registry = Registry(clock)
+
+    def another(number: int) -> None:
+        registry.open(number, [number, number + 1])
+        registry.close(number)
+
+    registry.open(1, [1], name="x", salt=b"ada")
+    registry.open(2, [2], name="x", salt=b"ada")
+    registry.close(ends[0])
+    clock.time += apart
+    another(10)
+    with pytest.raises(Conflict):
+        registry.find("x", b"ada")
+    registry.close(ends[1])
+    assert registry.find("x", b"ada") == 2
+    clock.time += KEEP_SECONDS + 1
+    another(20)
+    assert registry.find("x", b"ada") is None and not registry._names
 
 
 def test_ids() -> None:

@@ -907,6 +907,15 @@ def test_models_that_only_a_folder_tells_apart_can_be_asked_for(remote, env):
     assert [hub.locate(f"org/m:{name}/model.gguf", env) for name in ("one", "two")] == [one, two]
 
 
+def test_a_quantisation_that_moved_to_a_folder_is_the_last_one_pulled(remote, env):
+    for folder, commit in (("old/", "0" * 40), ("new/", "1" * 40), ("", "2" * 40)):
+        remote.commit, remote.files = commit, {f"{folder}m-Q4_0.gguf": commit.encode()}
+        path = hub.pull("org/m:Q4_0", env=env)
+        os.utime(path, ns=(0, int(commit[0])), follow_symlinks=False)
+    assert hub.locate("org/m:Q4_0", env) == path
+    assert hub.locate("org/m:new/m-Q4_0", env).read_bytes() == b"1" * 40
+
+
 def test_the_parts_of_a_split_model_come_together_in_their_folder(ggufs, env):
     path = hub.pull("org/m:F16", env=env)
     assert path.parent.name == "F16" and path.name == "m-F16-00001-of-00002.gguf"

@@ -7,6 +7,7 @@ was parsed of a body is held as long. A body of an import goes to a file while i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -60,20 +61,22 @@ async def spool(pieces: AsyncIterator[bytes], folder: Path) -> BinaryIO:
 
     Raises what `pieces` does, and Unavailable where the disk refuses.
     """
-    # The system's own folder of temporary files may lie in memory: it is only for a server that keeps nothing.
-    file = tempfile.TemporaryFile(dir=folder if folder.is_dir() else None)  # noqa: SIM115
     try:
-        waiting = bytearray()
-        async for piece in pieces:
-            waiting += piece
-            if len(waiting) >= WRITE_BYTES:
-                await asyncio.to_thread(file.write, waiting)
-                waiting = bytearray()
-        file.write(waiting)
-        file.seek(0)
-    except BaseException as error:
-        file.close()
-        if isinstance(error, OSError):
-            raise Unavailable(f"the body cannot be kept in {folder}: {error.strerror or error}") from error
-        raise
+        # The system's own folder of temporary files may lie in memory: it is only for a server that keeps nothing.
+        file = tempfile.TemporaryFile(dir=folder if folder.is_dir() else None)  # noqa: SIM115
+        try:
+            waiting = bytearray()
+            async for piece in pieces:
+                waiting += piece
+                if len(waiting) >= WRITE_BYTES:
+                    await asyncio.to_thread(file.write, waiting)
+                    waiting = bytearray()
+            file.write(waiting)
+            file.seek(0)
+        except BaseException:
+            with contextlib.suppress(OSError):  # it tries once more to write what is left
+                file.close()
+            raise
+    except OSError as error:
+        raise Unavailable(f"the body cannot be kept in {folder}: {error.strerror or error}") from error
     return file

@@ -37,6 +37,7 @@ class Registry:
             named.shared |= bool(named.live)
             named.live.add(number)
             named.last = number
+            named.calls += 1
 
     def close(self, number: int) -> None:
         """The call ended."""
@@ -50,9 +51,11 @@ class Registry:
         now = self._clock.now()
         self._ended[number] = (now, call)
         while len(self._ended) > KEEP_CALLS or next(iter(self._ended.values()))[0] < now - KEEP_SECONDS:
-            gone, (_, old) = self._ended.popitem(last=False)
-            if old.key is not None and not self._names[old.key].live and self._names[old.key].last == gone:
-                del self._names[old.key]
+            _, (_, old) = self._ended.popitem(last=False)
+            if old.key is not None:
+                self._names[old.key].calls -= 1
+                if not self._names[old.key].calls:
+                    del self._names[old.key]
 
     def ids(self, number: int) -> tuple[int, ...]:
         """The requests of a call; for one that is not known, the request of the same number."""
@@ -91,6 +94,8 @@ class _Name:
 
     live: set[int] = field(default_factory=set)
     last: int = 0
+    calls: int = 0
+    """That have or had it and are not forgotten."""
     shared: bool = False
     """Whether two calls had it at once, and one of those that came since still runs."""
 

@@ -17,7 +17,7 @@ from cairn.agents.book import is_id
 from cairn.agents.tree import Agent
 from cairn.api.reply import Call
 from cairn.api.schemas import Generation
-from cairn.errors import InvalidRequest, NotFound, Overloaded, Unavailable
+from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
 from cairn.figures import CacheReport
 from cairn.text.chat import Sampled
 from cairn.types import Done, Request, Timing
@@ -86,8 +86,9 @@ class Ties:
             with contextlib.suppress(NotFound):
                 return agents.named(tenant, name)
         if names and new:
-            with contextlib.suppress(Overloaded, Unavailable):
+            with contextlib.suppress(Conflict, Overloaded, Unavailable):  # Conflict: another request was first
                 await agents.create(tenant, id=names[0], ttl=ACCOUNT_TTL)
+            with contextlib.suppress(NotFound):
                 return agents.named(tenant, names[0])
         return None
 

@@ -17,7 +17,7 @@ from cairn.errors import ModelError
 from cairn.models.hub import DEMO, NoDownload, repository_of, select
 from cairn.models.install import locked
 from cairn.models.known import KNOWN
-from cairn.models.variants import variants
+from cairn.models.variants import Variant, gguf_names, variants
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,13 @@ class Removal:
 
     name: str
     repository: Path
-    links: tuple[Path, ...]
-    """The names in the snapshots; none for the whole repository."""
-    blobs: tuple[Path, ...]
     bytes: int
     """That the disk gets back."""
+    whole: bool = False
+    """Whether all of the repository goes, or only what follows."""
+    links: tuple[Path, ...] = ()
+    """The names in the snapshots."""
+    blobs: tuple[Path, ...] = ()
 
 
 def plan(model: str, env: Mapping[str, str] | None = None) -> Removal:
@@ -41,7 +43,7 @@ def plan(model: str, env: Mapping[str, str] | None = None) -> Removal:
         place = KNOWN[model].here(env)
         if place is None:
             raise ModelError(f"{model} is not downloaded; cairn list shows what is")
-        return Removal(model, place.parent, (), (), _size(place.parent))
+        return Removal(model, place.parent, _size(place.parent), whole=True)
     try:
         name, tag, repository = repository_of(model, env)
     except NoDownload:
@@ -50,14 +52,18 @@ def plan(model: str, env: Mapping[str, str] | None = None) -> Removal:
         if not repository.is_dir():
             raise ModelError(f"{model} is not downloaded; cairn list shows what is")
         if not tag:
-            return Removal(name, repository, (), (), _size(repository))
-        model = f"{name}:{tag}"
-        links = tuple(_links(model, repository))
+            return Removal(name, repository, _size(repository), whole=True)
+        chosen = select(f"{name}:{tag}", repository)
+        model = f"{name}:{chosen.path}"
+        links = tuple(_links(chosen, repository))
+        if not links:
+            raise ModelError(f"{model} is not downloaded; cairn list shows what is")
         rest = [path for path in _files(repository / "snapshots") if path not in links]
         if not rest:
-            return Removal(model, repository, (), (), _size(repository))
+            return Removal(model, repository, _size(repository), whole=True)
         blobs = tuple(_unnamed(repository / "blobs", links, rest))
-        return Removal(model, repository, links, blobs, sum(blob.stat().st_size for blob in blobs))
+        size = sum(blob.stat().st_size for blob in blobs)
+        return Removal(model, repository, size, links=links, blobs=blobs)
     except OSError as error:
         raise _refused(model, error) from error
 
@@ -66,7 +72,7 @@ def remove(removal: Removal) -> None:
     """Remove it. Raises ModelError if it is being downloaded, or the system refuses."""
     try:
         with locked(removal.repository, removal.name):
-            if not removal.links:
+            if removal.whole:
                 shutil.rmtree(removal.repository)
                 return
             for path in (*removal.links, *removal.blobs):
@@ -78,13 +84,12 @@ def remove(removal: Removal) -> None:
         raise _refused(removal.name, error) from error
 
 
-def _links(model: str, repository: Path) -> Iterator[Path]:
+def _links(chosen: Variant, repository: Path) -> Iterator[Path]:
     """The names of a quantisation's files in all snapshots, also those of older commits."""
-    chosen = select(model, repository)
     for snapshot in sorted((repository / "snapshots").glob("*")):
-        names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf")]
+        names = gguf_names(snapshot)
         for one in variants(names):
-            if (one.stem, one.type) == (chosen.stem, chosen.type):
+            if (one.path, one.type) == (chosen.path, chosen.type):
                 yield from (snapshot / name for name in one.files if name in names)
 
 

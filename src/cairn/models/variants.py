@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from cairn.models.files import MAX_NAME_BYTES, parts, stem
+from cairn.models.files import MAX_NAME_BYTES, is_gguf, parts, stem
 
 MAX_FOLDERS = 4
 """Deeper than this no repository keeps its models."""
@@ -104,24 +104,29 @@ def tags(found: Iterable[Variant]) -> str:
     return ", ".join(dict.fromkeys(one.type or one.stem for one in found))
 
 
+def gguf_names(snapshot: Path) -> list[str]:
+    """The names of the GGUF files in a snapshot, also of links that lead nowhere."""
+    return [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if is_gguf(path)]
+
+
 def cached(repository: Path) -> list[tuple[Path, Variant]]:
-    """The whole models among a repository's downloads with the snapshot that has each; the last one pulled if several.
+    """The whole models among a repository's downloads with the snapshot that has each; of one path the last one pulled.
 
     GGUF files of other commits stay where they are when one is pulled, so every snapshot is looked at.
     """
-    newest: dict[tuple[str, str], tuple[int, Path, Variant]] = {}
+    newest: dict[tuple[str, str], tuple[int, Path, Variant]] = {}  # by path and type
     for snapshot in sorted((repository / "snapshots").glob("*")):
-        files = (path for path in snapshot.rglob("*") if path.suffix.lower() == ".gguf" and path.is_file())
-        names = [path.relative_to(snapshot).as_posix() for path in files]
-        for one in variants(names):
+        for one in variants(name for name in gguf_names(snapshot) if (snapshot / name).is_file()):
             if one.missing:
                 continue
             # The time of the link, not of what it points at.
             pulled = (snapshot / one.files[-1]).lstat().st_mtime_ns
-            key = one.stem if one.type else one.path, one.type
+            key = one.path, one.type
             if key not in newest or pulled > newest[key][0]:
                 newest[key] = pulled, snapshot, one
-    return [(snapshot, one) for _, (_, snapshot, one) in sorted(newest.items())]
+    # Of two that a tag takes for the same, in folders of different commits, the last one comes first.
+    order = sorted(newest.values(), key=lambda at: (at[2].stem if at[2].type else at[2].path, at[2].type, -at[0]))
+    return [(snapshot, one) for _, snapshot, one in order]
 
 
 def _type(name: str) -> str:
