@@ -180,29 +180,39 @@ class Roster:
                 case Kind.TOKENS | Kind.END:
                     self._answer(record, began, missing)
                 case Kind.SAVINGS:
-                    if (line := decode(record.payload, SavingsRecord)) is not None:
-                        lines[record.key] = line
-                        if line.tenant:
-                            self.ledger.load(line.tenant, line.savings)
-                        elif record.key == BYTES_KEY:
-                            self.ledger.load_bytes(line.read, line.written)
+                    self._line(record, lines)
         missing.clear()
         for key in began:
             self._grow(key, began, missing)
         self._seat(agents, began, lines)
         owned = {record.key for record in records if record.kind in (Kind.AGENT, Kind.TURN)}
         stray = {record.key for record in records if record.kind in OWNED and record.key < LINES} - owned
-        needed: set[int] = set()
-        for seated in self:
-            seated.keeps(needed)
-        for key in self._turns.keys() - needed:
-            del self._turns[key]
+        needed = self._let_go_of_strays()
         for one in self._turns.values():
             if one.parent is not None and one.parent.state == "interrupted":
                 one.parent.state = "finished"  # nothing follows a turn without its end: damage cost that
         for one in self._turns.values():
             one.release()
         return sorted((began.keys() - needed - self._leave(began, needed, agents.keys())) | stray)
+
+    def _line(self, record: Record, lines: dict[int, SavingsRecord]) -> None:
+        """Take a line of savings: an agent's own, a tenant's total, or the bytes of the stores."""
+        if (line := decode(record.payload, SavingsRecord)) is None:
+            return
+        lines[record.key] = line
+        if line.tenant:
+            self.ledger.load(line.tenant, line.savings)
+        elif record.key == BYTES_KEY:
+            self.ledger.load_bytes(line.read, line.written)
+
+    def _let_go_of_strays(self) -> set[int]:
+        """Forget the turns that no agent needs; the keys of those that some agent does."""
+        needed: set[int] = set()
+        for agent in self:
+            agent.keeps(needed)
+        for key in self._turns.keys() - needed:
+            del self._turns[key]
+        return needed
 
     def _leave(self, began: dict[int, TurnRecord], needed: Set[int], agents: Set[int]) -> set[int]:
         """Keys of turns that nobody can reach because damage took what leads to them: they stay in the log."""
