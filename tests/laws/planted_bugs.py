@@ -113,12 +113,12 @@ LOG = "agents/log.py"
 SEGMENT = "agents/segment.py"
 INDEX = "agents/index.py"
 LOG_FOLDER = "agents/folder.py"
-READING = "agents/reading.py"
-REWRITING = "agents/rewriting.py"
+RECOVERY = "agents/recovery.py"
+COMPACTION = "agents/compaction.py"
 RECORDS = "agents/records.py"
-BOOK = "agents/book.py"
-ROSTER = "agents/roster.py"
-TREE = "agents/tree.py"
+AGENT_SERVICE = "agents/agent_service.py"
+AGENT_REGISTRY = "agents/agent_registry.py"
+TURN_TREE = "agents/turn_tree.py"
 RUNNING = "agents/running.py"
 WRITER = "agents/writer.py"
 AGENT_KV = "agents/kv.py"
@@ -312,7 +312,7 @@ BUGS = (
     Bug("a segment gets its name before it is synced", LOG_FOLDER, "            file.sync()\n            self._files.replace(temporary, self.name(header.number))\n            self.sync()\n", "            self._files.replace(temporary, self.name(header.number))\n            self.sync()\n"),
     Bug("after a sync that failed the segment is synced again", LOG, "            except OSError as error:\n                self._abandon()\n", "            except OSError as error:\n"),
     Bug("what was not synced is lost with its segment", LOG, "[*self._unsynced, *records]", "list(records)"),
-    Bug("what only the system's memory holds is relied on", READING, "segment.dirty |= damaged > 0 or last != SEAL", "segment.dirty |= damaged > 0"),
+    Bug("what only the system's memory holds is relied on", RECOVERY, "segment.dirty |= damaged > 0 or last != SEAL", "segment.dirty |= damaged > 0"),
     Bug("a segment that was given up counts as sound", LOG, "            self._active.dirty = True\n", ""),
     Bug("a number is given out twice after a restart", LOG, "itertools.count(1 + max(found.records, default=0))", "itertools.count(max(found.records, default=1))"),
     Bug("a record's checksum is not looked at", SEGMENT, "if data[at + len(head) : start] != _record_sum(header.seed, offset, head, payload):", "if False:"),
@@ -322,35 +322,35 @@ BUGS = (
     Bug("a field that old records lack is required", RECORDS, "    engine: bytes = b\"\"\n", "    engine: bytes\n"),
     Bug("an older record replaces a newer one", INDEX, "if old.lsn(old_offset) > record.lsn:", "if False:"),
     Bug("pieces count beside the end of their turn", INDEX, "                    one.drop(piece_offset)\n", "                    pass\n"),
-    Bug("old segments go before the new one is there", REWRITING, "    if records:\n        _make(", "    for number in numbers:\n        folder.remove(number)\n        folder.sync()\n        folder.create(segments[number].header, b\"\").close()\n    if records:\n        _make("),
+    Bug("old segments go before the new one is there", COMPACTION, "    if records:\n        _make(", "    for number in numbers:\n        folder.remove(number)\n        folder.sync()\n        folder.create(segments[number].header, b\"\").close()\n    if records:\n        _make("),
     Bug("compaction forgets where a record lies now", INDEX, "                self._places[record.kind].put(record.key, number, offset)\n", "                pass\n"),
     Bug("compaction drops what only an unsynced record replaces", LOG, "        self.write((), sync=True)  # before what it supersedes is dropped\n", ""),
-    Bug("compaction drops a record that cannot be read now", REWRITING, "        if keep_all:\n", "        if False:\n"),
+    Bug("compaction drops a record that cannot be read now", COMPACTION, "        if keep_all:\n", "        if False:\n"),
     Bug("an erasure is not written down before it begins", LOG, "        self.write([Record(self.next_lsn(), Kind.ERASE, 0, encode_keys(wanted))], sync=True)\n", ""),
     Bug("a start does not finish an erasure", LOG, "                self._erasing.update(decode_keys(record.payload))\n", "                pass\n"),
     Bug("an erasure spares what was superseded", INDEX, "not (keys.isdisjoint(self._superseded) and keys.isdisjoint(self._keys))", "not keys.isdisjoint(self._keys)"),
-    Bug("an erasure spares a segment that cannot be read", REWRITING, "for ending in (DAMAGED, NEW, LOG):", "for ending in (NEW, LOG):"),
+    Bug("an erasure spares a segment that cannot be read", COMPACTION, "for ending in (DAMAGED, NEW, LOG):", "for ending in (NEW, LOG):"),
     Bug("an erasure is told before the names are synced", LOG, "        self._folder.sync()\n        self._index.forget", "        self._index.forget"),
-    Bug("what is erased is written anew", REWRITING, "if key not in erasing}", "}"),
+    Bug("what is erased is written anew", COMPACTION, "if key not in erasing}", "}"),
     # -------------------------------------------------------------------------------------------------------- agents
-    Bug("a message is not on the disk before its answer", BOOK, "            await self.outbox.sync(record)\n", "            self.writer.append(record)\n"),
+    Bug("a message is not on the disk before its answer", AGENT_SERVICE, "            await self.pending.sync(record)\n", "            self.writer.append(record)\n"),
     Bug("a turn's end is told before it is on the disk", RUNNING, "            await self._keeper.sync()\n", ""),
     Bug("the log's thread never syncs", WRITER, "sync=bool(waited)", "sync=False"),
-    Bug("a rollback is not on the disk", BOOK, "replace(old, left={**old.left, before.key: self.outbox.now()})\n        try:\n            await self.outbox.sync(self.outbox.note(agent))\n", "replace(old, left={**old.left, before.key: self.outbox.now()})\n        try:\n            pass\n"),
-    Bug("a rollback is undone by a restart", ROSTER, "[turn for turn in agent.own if turn.key > lsn]", "list(agent.own)"),
-    Bug("after a restart an agent stands where it was noted last", ROSTER, "head = later[-1] if later else self._turns.get(record.head)", "head = self._turns.get(record.head)"),
-    Bug("a rollback that the disk refuses moves the head", BOOK, "            agent.head = before\n", ""),
-    Bug("numbers of abandoned turns are given out again", TREE, "max((turn.number for turn in self.turns()), default=0)", "self.head.number"),
-    Bug("what a rollback left is collected at once", ROSTER, " or turn.key in left)]", ")]"),
-    Bug("a branch is collected although a fork has it", ROSTER, "self._drop(gone, agent) if gone else []", "sorted(gone)"),
-    Bug("a fork begins where its origin stands", BOOK, "            head=at.key,\n", "            head=agent.head.key,\n"),
-    Bug("a fork's history goes with its origin", ROSTER, "                keys -= needed\n", "                pass\n"),
-    Bug("turns of a deleted agent stay in the log", ROSTER, "[agent.key, *self._drop(agent.keeps() | lost, agent)]", "[agent.key]"),
-    Bug("what was sampled in an agent's name outlives it", BOOK, "*self._replays.take(agent.key), ", ""),
-    Bug("a turn that the disk refused is listed", BOOK, "            self.roster.take_back(agent, turn)\n", ""),
+    Bug("a rollback is not on the disk", AGENT_SERVICE, "replace(old, left={**old.left, before.key: self.pending.now()})\n        try:\n            await self.pending.sync(self.pending.note(agent))\n", "replace(old, left={**old.left, before.key: self.pending.now()})\n        try:\n            pass\n"),
+    Bug("a rollback is undone by a restart", AGENT_REGISTRY, "[turn for turn in agent.own if turn.key > lsn]", "list(agent.own)"),
+    Bug("after a restart an agent stands where it was noted last", AGENT_REGISTRY, "head = later[-1] if later else self._turns.get(record.head)", "head = self._turns.get(record.head)"),
+    Bug("a rollback that the disk refuses moves the head", AGENT_SERVICE, "            agent.head = before\n", ""),
+    Bug("numbers of abandoned turns are given out again", TURN_TREE, "max((turn.number for turn in self.turns()), default=0)", "self.head.number"),
+    Bug("what a rollback left is collected at once", AGENT_REGISTRY, " or turn.key in left)]", ")]"),
+    Bug("a branch is collected although a fork has it", AGENT_REGISTRY, "self._drop(gone, agent) if gone else []", "sorted(gone)"),
+    Bug("a fork begins where its origin stands", AGENT_SERVICE, "            head=at.key,\n", "            head=agent.head.key,\n"),
+    Bug("a fork's history goes with its origin", AGENT_REGISTRY, "                keys -= needed\n", "                pass\n"),
+    Bug("turns of a deleted agent stay in the log", AGENT_REGISTRY, "[agent.key, *self._drop(agent.keeps() | lost, agent)]", "[agent.key]"),
+    Bug("what was sampled in an agent's name outlives it", AGENT_SERVICE, "*self._replays.take(agent.key), ", ""),
+    Bug("a turn that the disk refused is listed", AGENT_SERVICE, "            self.registry.take_back(agent, turn)\n", ""),
     Bug("chunks that another agent has go with a deleted one", AGENT_KV, "return [length * CHUNK_TOKENS for length in longest]", "return [0] * len(longest)"),
-    Bug("chunks of requests in another agent's name go with a deleted one", AGENT_KV, "for other in tied if other[:MARK] == one[:MARK])", "for other in tied[:0])"),
-    Bug("chunks of the default tenant go with an agent of none", ROSTER, "self._salts.get(agent.tenant, NOBODY)", "self._salts.get(agent.tenant, b\"\")"),
+    Bug("chunks of requests in another agent's name go with a deleted one", AGENT_KV, "for other in tied if other[:DIGEST_BYTES] == one[:DIGEST_BYTES])", "for other in tied[:0])"),
+    Bug("chunks of the default tenant go with an agent of none", AGENT_REGISTRY, "self._salts.get(agent.tenant, NOBODY)", "self._salts.get(agent.tenant, b\"\")"),
     Bug("chunks of a deleted agent stay", AGENT_KV, "keep=keep, disk=True)", "keep=keep, disk=False)"),
     Bug("chunks of a deleted agent's abandoned branches stay", AGENT_KV, "[*agent.turns(), *agent.head.path()]", "[*agent.head.path()]"),
     # ---------------------------------------------------------------------------------------------------- sampling
@@ -372,8 +372,8 @@ BUGS = (
 LAWS = (
     dict.fromkeys((STOPS, TEXT, BYTES, FLIGHT, WORKER), STREAMS)
     | dict.fromkeys((DISK, STATE, DISK_WRITER, DISK_INDEX, FOLDER, CHUNKS, PINS, DISK_MAINTENANCE), STORAGE)
-    | dict.fromkeys((LOG, SEGMENT, INDEX, LOG_FOLDER, READING, REWRITING, RECORDS), TOKEN_LOG)
-    | dict.fromkeys((BOOK, ROSTER, TREE, RUNNING, WRITER, AGENT_KV), AGENTS)
+    | dict.fromkeys((LOG, SEGMENT, INDEX, LOG_FOLDER, RECOVERY, COMPACTION, RECORDS), TOKEN_LOG)
+    | dict.fromkeys((AGENT_SERVICE, AGENT_REGISTRY, TURN_TREE, RUNNING, WRITER, AGENT_KV), AGENTS)
     | {CHECK: CODECS, VOCABULARY: SAMPLING}
 )
 """Which simulator has to find the bugs of a file; where none is named, the scheduler's."""
