@@ -60,6 +60,15 @@ def test_every_link_leads_somewhere() -> None:
     assert {(False, ".md"), (True, ".md"), (True, ".png")} <= found
 
 
+def test_every_known_failure_is_named_by_a_test_that_would_catch_it() -> None:
+    """18 is of GPUs and 48 of swapping models, neither of which a CPU server of one model has."""
+    numbers = set(map(int, re.findall(r"^(\d+)\. ", (ROOT / "docs" / "known-failures.md").read_text(), re.M)))
+    texts = [path.read_text() for folder in ("tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    lists = [one for text in texts for one in re.findall(r"[Kk]nown failures?\s+(\d+(?:(?:,| and| to|\s)+\d+)*)", text)]
+    named = {int(number) for one in lists for number in re.findall(r"\d+", one)}
+    assert numbers == set(range(1, 51)) and numbers - {18, 48} <= named <= numbers
+
+
 def test_every_test_that_the_table_of_bounds_names_is_there() -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "reliability.md").read_text()))
     texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
