@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 OWNED = frozenset({Kind.TOKENS, Kind.END, Kind.SAVINGS})
 """What is nothing without a turn or an agent."""
 MOST_IDENTITIES = 256
-"""Of models whose turns share one; files that are taken in may name any number."""
+"""How many identities of models are shared by their turns; files that are imported may name any number."""
 
 
 class AgentRegistry:
@@ -35,7 +35,7 @@ class AgentRegistry:
         self._identities: dict[bytes, bytes] = {}
         """One of each: a record that is read has its own."""
         self._lost: dict[int, set[int]] = {}
-        """By the key of the agent that made them: turns, and what is before them, that are in the log and not here."""
+        """Turns, and what is before them, that are in the log and not here, by the key of the agent that made them."""
         self.savings = SavingsTotals()
 
     def __iter__(self) -> Iterator[Agent]:
@@ -67,7 +67,7 @@ class AgentRegistry:
         return len(self._agents.get(tenant, ()))
 
     def find(self, tenant: str, id: str) -> Agent | None:
-        """One agent."""
+        """The agent of that id, if the tenant has it."""
         return self._agents.get(tenant, {}).get(id)
 
     def __contains__(self, agent: Agent) -> bool:
@@ -94,7 +94,7 @@ class AgentRegistry:
         return agent if agent is not None and agent in self else None
 
     def add(self, agent: Agent) -> None:
-        """A new agent."""
+        """Take in a new agent."""
         self._agents.setdefault(agent.tenant, {})[agent.id] = self._keyed[agent.key] = agent
         agent.salt = self._salts.get(agent.tenant, NOBODY)
         self._turns.setdefault(agent.root.key, agent.root)

@@ -32,7 +32,7 @@ ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED = frozenset({"import"})
 """Ids that are routes."""
 MAX_AGENTS = 10_000
-"""Of one tenant."""
+"""How many agents one tenant may have."""
 
 
 class AgentService:
@@ -50,9 +50,9 @@ class AgentService:
         self.registry, self.writer, self.pending, self.kv, self.rng = registry, writer, pending, kv, rng
         self._replays = replays
         self._untold: dict[int, Record] = {}
-        """By the agent's key: what the log has of agents of which the stores do not know whether they are pinned."""
+        """What the log has of agents of which the stores do not know whether they are pinned, by the agent's key."""
         self._pinning: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
-        """By the agent's key, while `set_pinned` is at work on it: one change after the other."""
+        """Held while `set_pinned` is at work on an agent, by its key: one change comes after the other."""
 
     # ---------------------------------------------------------------------------------------------------- to look up
 
@@ -75,7 +75,7 @@ class AgentService:
             yield agent
 
     def idle(self, tenant: str, id: str) -> Agent:
-        """The same, and Conflict while a turn of it runs."""
+        """One agent as `find` gives it; Conflict while a turn of it runs."""
         agent = self.find(tenant, id)
         if agent.busy:
             raise conflict(agent)

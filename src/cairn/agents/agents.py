@@ -135,7 +135,7 @@ class Agents:
     # ---------------------------------------------------------------------------------------------------- to look at
 
     def get(self, tenant: str, id: str) -> AgentInfo:
-        """One agent."""
+        """What callers are told of one agent."""
         return self._find(tenant, id).info()
 
     def page(self, tenant: str, *, limit: int = 20, after: str = "") -> AgentPage:

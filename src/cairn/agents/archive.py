@@ -95,7 +95,7 @@ class Archive:
         return contents
 
     async def readable(self, turns: Sequence[Turn]) -> list[Content | None]:
-        """The same as far as it can be read. Unavailable where the disk gives out nothing."""
+        """What these turns hold as far as it can be read. Unavailable where the disk gives out nothing."""
         found = {turn.key: turn.content for turn in turns}
         away = [turn for turn in turns if turn.content is None]
         if away:

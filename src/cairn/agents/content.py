@@ -30,7 +30,7 @@ class Content:
 
     @property
     def tokens(self) -> array[int]:
-        """Of the answer; to be read only."""
+        """Ids of the answer's tokens; only to be read."""
         if self._growing is not None:
             return self._growing
         return unpack(self.ended.ids) if self.ended is not None else array("I")
@@ -95,7 +95,7 @@ class Content:
         return ids
 
     def known(self, prompt: list[int], most: int = sys.maxsize) -> list[int]:
-        """The same, or what comes nearest to it; its first `most` ids, and as many of the prompt will do."""
+        """The context, or what comes nearest to it; its first `most` ids, and as many of the prompt will do."""
         if len(prompt) >= most:
             return prompt[:most]
         return self.context(prompt, most) or [*prompt, *self.tokens[: most - len(prompt)]]
@@ -115,7 +115,7 @@ class Branch:
 
     @property
     def last(self) -> Content:
-        """Of the turn that the branch ends with."""
+        """The content of the turn that the branch ends with."""
         return self.contents[-1]
 
     def prompt(self, most: int = sys.maxsize) -> list[int]:

@@ -44,12 +44,12 @@ class Folder:
                 raise ConfigError(f"{path}: holds {entry.name!r}, which is no part of a token log; name another folder")
 
     def numbers(self, ending: str) -> list[int]:
-        """Of the files with this ending, in order."""
+        """The numbers of the files with this ending, in order."""
         found = [_parse(entry.name) for entry in self._files.list(self.path)]
         return sorted(one[0] for one in found if one is not None and one[1] == ending)
 
     def name(self, number: int, ending: str = LOG) -> Path:
-        """A file's path."""
+        """The path of the file with this number and ending."""
         return self.path / f"{number:016x}.{ending}"
 
     def create(self, header: Header, body: bytes | bytearray) -> File:
@@ -74,7 +74,7 @@ class Folder:
         return self._files.open(self.name(number), "read")
 
     def read(self, number: int) -> bytes:
-        """A whole segment."""
+        """The bytes of a whole segment."""
         file = self.open(number)
         try:
             return file.read(0, file.size())

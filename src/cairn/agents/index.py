@@ -129,7 +129,7 @@ class Segment:
         """A record in it that counts cannot be read any more, so compaction leaves it alone."""
 
     def __len__(self) -> int:
-        """Rows."""
+        """How many rows there are."""
         return len(self._lsns)
 
     def add(self, record: Record, offset: int) -> None:
@@ -187,12 +187,12 @@ class Segment:
         return ((lsn, key) for lsn, key, kind in zip(self._lsns, self._keys, self._kinds, strict=True) if kind)
 
     def lsn(self, offset: int) -> int:
-        """Of the record that lies there; 0 where no row tells."""
+        """The lsn of the record that lies there; 0 where no row tells."""
         row = self._row(offset)
         return 0 if row is None else self._lsns[row]
 
     def place(self, offset: int) -> Place | None:
-        """Of the record that lies there, if a row tells."""
+        """The place of the record that lies there, if a row tells."""
         row = self._row(offset)
         return None if row is None else Place(self.header, offset, self._sizes[row])
 

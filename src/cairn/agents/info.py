@@ -20,11 +20,11 @@ class Savings(msgspec.Struct, frozen=True, kw_only=True):
     ram: int = 0
     disk: int = 0
     generated: int = 0
-    """Tokens sampled."""
+    """How many tokens were sampled."""
     prefill_seconds: float = 0.0
-    """Spent on prompts."""
+    """Seconds that were spent on prompts."""
     load_seconds: float = 0.0
-    """Of it, to bring KV up from RAM and disk."""
+    """Seconds of these that went into bringing KV up from RAM and disk."""
     seconds_avoided: float = 0.0
     """Prefill that was not needed, at the speed measured for the tokens that were computed, less the loading."""
 
@@ -41,11 +41,11 @@ class TurnInfo(msgspec.Struct, frozen=True, kw_only=True):
     current: bool
     """Whether it lies on the path to the agent's head; others are abandoned branches."""
     messages: tuple[dict[str, Any], ...]
-    """What came in."""
+    """The messages that came in."""
     answer: dict[str, Any] | None
     """The assistant's message, of an interrupted turn as far as it is known; None where nothing was said."""
     finish_reason: str
-    """Of a finished turn."""
+    """Why a finished turn ended."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
@@ -56,7 +56,7 @@ class TurnInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AgentInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One agent."""
+    """What callers are told of one agent."""
 
     id: str
     created: float
@@ -65,9 +65,9 @@ class AgentInfo(msgspec.Struct, frozen=True, kw_only=True):
     head: int
     """Number of the turn that the next one follows; 0 at the beginning."""
     turns: int
-    """On the path to the head."""
+    """How many turns lie on the path to the head."""
     tokens: int
-    """Of the context that the next turn extends, as the last turn left it; 0 before the first."""
+    """How long the context is that the next turn extends, as the last turn left it; 0 before the first."""
     state: Literal["idle", "running", "interrupted"]
     pinned: bool
     ttl: float | None

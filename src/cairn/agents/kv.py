@@ -29,13 +29,13 @@ BATCH = 32
 
 
 class AgentKv:
-    """All agents'. What the worker cannot do while it is being replaced is Unavailable."""
+    """The KV of all agents. What the worker cannot do while it is being replaced is Unavailable."""
 
     def __init__(self, service: Service, registry: AgentRegistry, archive: Archive) -> None:
         self._service, self._registry, self._archive = service, registry, archive
         self._tasks: set[asyncio.Task[None]] = set()
         self._pinning: dict[str, asyncio.Task[None]] = {}
-        """By owner, the last that was begun."""
+        """The last pin of each owner that was begun."""
         self._request_contexts = RequestContexts()
         self._head_digests = HeadDigests()
 
@@ -225,7 +225,7 @@ class AgentKv:
         return [length * CHUNK_TOKENS for length in longest]
 
     async def _digests_at_head(self, agent: Agent) -> bytes:
-        """Of the context at the agent's head."""
+        """The digests of the context at the agent's head."""
         head = agent.head
         if head.identity != self._service.spec.identity:
             return b""
@@ -261,7 +261,8 @@ class AgentKv:
 
 
 def owners(agent: Agent) -> tuple[str, str]:
-    """Of the pins of its context, and of an ordinary request's: the same for ever, whichever logs share a store."""
+    """The owners of the pins of its context, and of an ordinary request's: they stay the same for ever, whichever logs
+    share a store."""
     record = agent.record
     text = f"{record.tenant}\0{record.id}\0{record.created!r}"
     context, tied = (hashlib.sha256(one.encode()).hexdigest()[:32] for one in (text, text + "\0tied"))

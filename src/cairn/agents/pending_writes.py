@@ -21,7 +21,7 @@ from cairn.seams import Clock
 from cairn.types import Done
 
 STEP_SECONDS = 10.0
-"""By more than this the wall clock does not run away from the other one by itself: it was set, or the machine slept."""
+"""How far the wall clock may run away from the other one by itself: it was set, or the machine slept."""
 
 
 class PendingWrites:
@@ -30,7 +30,7 @@ class PendingWrites:
     def __init__(self, registry: AgentRegistry, writer: Writer, clock: Clock, replays: ReplayRecords) -> None:
         self._registry, self._writer, self._clock, self._replays = registry, writer, clock, replays
         self._owed: dict[tuple[int, int], Record] = {}
-        """By kind and key: of these kinds only the newest counts."""
+        """Records by kind and key: of these kinds only the newest counts."""
         self._to_erase: list[int] = []
         self._bytes = registry.savings.bytes
         self._lost: set[int] = set()

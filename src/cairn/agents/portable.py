@@ -42,13 +42,13 @@ from cairn.types import OutputFormat
 
 MEDIA_TYPE = "application/vnd.cairn.agent"
 MAX_NUMBER = 2**31 - 1
-"""Of a turn that is taken in: others are to follow it."""
+"""The highest number of a turn that is imported: others are to follow it."""
 READ_TURNS = 64
 """Turns that are read from the log together, and held until they are sent."""
 MAX_TURNS = 100_000
-"""Of an agent that is taken in: each is looked at by itself."""
+"""How many turns an imported agent may have: each is looked at by itself."""
 MAX_FIGURE = 2.0**53
-"""Of what is counted on: a sum beyond 64 bits could not be written any more."""
+"""The highest figure that is counted on: a sum beyond 64 bits could not be written any more."""
 MAX_ORIGIN = 64
 """Characters of the id that the agent was forked off."""
 MAX_DIGEST = 64
@@ -62,7 +62,7 @@ class Portable(NamedTuple):
 
     agent: AgentRecord
     turns: list[tuple[int, TurnRecord, EndRecord | None]]
-    """By key, parents first; the first is the beginning and has no end."""
+    """Turns by key, parents first; the first is the beginning and has no end."""
     savings: SavingsRecord
 
 
@@ -253,11 +253,11 @@ class _Context(NamedTuple):
     comes before it is."""
 
     number: int
-    """Of the turn."""
+    """The number of the turn."""
     size: int
-    """In tokens."""
+    """How many tokens the context has."""
     sum: hashlib._Hash
-    """Of its ids; to be copied."""
+    """The digest of its ids so far; to be copied before it goes on."""
 
     def follow(self, began: TurnRecord, end: EndRecord | None) -> _Context | None:
         """The context after a turn that follows, as `Branch` puts it together; None where its prompt is not what its

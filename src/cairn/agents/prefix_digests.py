@@ -9,13 +9,13 @@ from cairn.agents.records import pack
 from cairn.agents.turn_tree import CHUNK_TOKENS, Agent, Turn
 
 DIGEST_BYTES = 8
-"""Bytes of one."""
+"""Bytes of one digest."""
 MOST_BYTES = 1 << 24
-"""Of the marks of heads: these are of 128 million tokens."""
+"""The most bytes that digests of heads take: so many are of 128 million tokens."""
 
 
 def prefix_digests(ids: Sequence[int]) -> bytes:
-    """For each whole chunk a digest of the context up to its end."""
+    """A digest of the context up to the end of each whole chunk."""
     data, step, last, found = pack(ids), 4 * CHUNK_TOKENS, b"", bytearray()
     for end in range(step, len(data) + 1, step):
         last = hashlib.sha256(last + data[end - step : end]).digest()
@@ -24,9 +24,9 @@ def prefix_digests(ids: Sequence[int]) -> bytes:
 
 
 def common_chunks(one: bytes, other: bytes) -> int:
-    """How many leading chunks two contexts have in common, by their marks."""
+    """How many leading chunks two contexts have in common, by their digests."""
     low, high = 0, min(len(one), len(other)) // DIGEST_BYTES
-    while low < high:  # where two chunks have the same mark, all before them have
+    while low < high:  # where two chunks have the same digest, all before them have
         middle = (low + high + 1) // 2
         if (
             one[(middle - 1) * DIGEST_BYTES : middle * DIGEST_BYTES]
@@ -39,11 +39,11 @@ def common_chunks(one: bytes, other: bytes) -> int:
 
 
 class HeadDigests:
-    """Marks of the contexts at agents' heads, as far as they were read: else each deletion would read them all."""
+    """Digests of the contexts at agents' heads, as far as they were read: else each deletion would read them all."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Turn, bytes]] = {}
-        """By the agent's key."""
+        """The turn at an agent's head and its digests, by the agent's key."""
         self._bytes = 0
 
     def get(self, agent: Agent) -> bytes | None:

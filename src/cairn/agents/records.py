@@ -57,12 +57,12 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     parent: int = 0
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
-    """Of a beginning."""
+    """The tools of a beginning."""
     prefix: int = 0
     ids: bytes = b""
     digest: bytes = b""
     identity: bytes = b""
-    """Of the model whose tokens these are."""
+    """The identity of the model whose tokens these are."""
     engine: bytes = b""
     """Identity of what computed them, kernels included; empty in old records."""
     sampling: SamplingParams | None = None
@@ -102,7 +102,7 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     tenant: str
     identity: bytes
-    """Of the model whose tokens these are."""
+    """The identity of the model whose tokens these are."""
     before: bytes
     """SHA-256 of the ids before it."""
     visible: bytes
@@ -129,7 +129,7 @@ class UnpinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     the stores could not be told."""
 
     owners: tuple[str, ...] = ()
-    """As the stores know them: digests, which tell nothing of the agent."""
+    """The owners as the stores know them: digests, which tell nothing of the agent."""
 
 
 P = TypeVar("P", bound=msgspec.Struct)

@@ -31,9 +31,9 @@ class Found(NamedTuple):
 
     segments: dict[int, Segment]
     records: dict[int, Record]
-    """By lsn, those that are erased or superseded too; no seals."""
+    """Records by lsn, those that are erased or superseded too; no seals."""
     places: dict[int, tuple[int, int]]
-    """By lsn: the number of a segment and an offset. Each has a row there."""
+    """The number of a segment and an offset by lsn. Each has a row there."""
     damaged: int
     """Bytes that are no record."""
     next_number: int

@@ -13,9 +13,10 @@ from cairn.agents.prefix_digests import prefix_digests
 from cairn.agents.turn_tree import Agent
 
 MOST_CONTEXTS = 64
-"""Of one agent, the last ones."""
+"""How many contexts of one agent are kept: the last ones."""
 MOST_IDS = 1 << 24
-"""Of all agents together, which takes 64 MiB; the KV of so many tokens takes a thousand times as much."""
+"""How many ids of all agents together are kept, which takes 64 MiB; the KV of so many tokens takes a thousand times as
+much."""
 
 
 class _Context(NamedTuple):
@@ -24,11 +25,12 @@ class _Context(NamedTuple):
 
 
 class RequestContexts:
-    """All agents', the one that was longest without a request first. Of what is forgotten, only age takes the KV."""
+    """The contexts of all agents, the one that was longest without a request first. Of what is forgotten, only age
+    takes the KV."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[Agent, list[_Context]]] = {}
-        """By the agent's key, the oldest first; none that another of the agent begins with."""
+        """Each agent's contexts by its key, the oldest first; none that another of the agent begins with."""
         self._size = 0
 
     def add(self, agent: Agent, ids: Sequence[int]) -> None:
@@ -62,7 +64,7 @@ class RequestContexts:
         return contexts
 
     def prefix_digests(self, agent: Agent, *, own: bool) -> list[bytes]:
-        """Of the contexts of all other agents of the tenant; `own`: of the agent's, too."""
+        """The digests of the contexts of all other agents of the tenant; `own`: of the agent's, too."""
         return [
             one.prefix_digests
             for other, contexts in self._of.values()

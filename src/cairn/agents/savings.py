@@ -55,7 +55,7 @@ class SavingsTotals:
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """Of KV, (read from, written to) the disk for all tenants."""
+        """How many bytes of KV were (read from, written to) the disk for all tenants."""
         (read, written), (now_read, now_written) = self._before, self._traffic()
         return read + now_read, written + now_written
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import xxhash
 
 VERSION = 1
-"""Of the format. A reader for every earlier version stays; a newer one is refused."""
+"""The version of the format. A reader for every earlier version stays; a newer one is refused."""
 
 _MAGIC = b"CAIRNLOG"
 _HEADER = struct.Struct("<8sHxxxxxxQQ16x")  # then the checksum
@@ -101,7 +101,7 @@ def scan(header: Header, data: bytes) -> Scan:
 
 
 def walk(header: Header, data: bytes) -> Iterator[tuple[int, Record]]:
-    """The same, each with its offset."""
+    """The records of a segment, each with its offset."""
     mark = header.seed.to_bytes(8, "little")
     at = HEADER_BYTES
     while at < len(data):

@@ -38,7 +38,7 @@ class Turn:
         self.at = began.began
         """When it began, in seconds since 1970."""
         self.identity = began.identity
-        """Of the model whose tokens its are."""
+        """The identity of the model whose tokens it has."""
         self.state: TurnState = "interrupted" if began.number else "finished"
         self.content: Content | None = Content(began)
         """None once the log has it: ask the archive."""
@@ -176,7 +176,7 @@ class Agent:
 
     @property
     def id(self) -> str:
-        """As clients know it."""
+        """The name by which clients know the agent."""
         return self.record.id
 
     @property
@@ -192,7 +192,7 @@ class Agent:
 
     @property
     def tenant(self) -> str:
-        """Whose it is."""
+        """The tenant that the agent belongs to."""
         return self.record.tenant
 
     def turns(self) -> list[Turn]:
@@ -208,7 +208,7 @@ class Agent:
         return next((turn for turn in self.turns() if turn.number == number), None)
 
     def next_number(self) -> int:
-        """Of the next turn."""
+        """The number that the next turn gets."""
         return 1 + max((turn.number for turn in self.turns()), default=0)
 
     def leaves(self) -> list[Turn]:

@@ -43,7 +43,7 @@ class Writer:
         self._loop = asyncio.get_running_loop()
         self._jobs: deque[_Job] = deque()
         self._waiting = 0
-        """Bytes in `_jobs`."""
+        """How many bytes wait in `_jobs`."""
         self._closing = False
         self._lost: set[int] = set()
         self._change = threading.Condition()

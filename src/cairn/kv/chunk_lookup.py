@@ -69,7 +69,7 @@ class ChunkLookup:
         return [key for number in range(len(self._groups)) for key in self.keys(context, number, tokens, first, stop)]
 
     def tails(self, context: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[Tail]:
-        """For every group what follows the last whole chunk, where that is known at all from number `first` on."""
+        """What follows the last whole chunk in every group, where that is known at all from number `first` on."""
         index = max(first, len(tokens) // self.chunk_tokens)
         if not (rest := tuple(tokens[index * self.chunk_tokens :])):
             return []

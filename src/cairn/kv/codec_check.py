@@ -35,7 +35,8 @@ from cairn.types import CacheGroup, SamplingParams, TokenLogprob
 POSITIONS = 2000
 """Tokens that are foretold in a check."""
 MOST_DIFFERENCE = 0.01
-"""Of the perplexities, up or down: beyond this and the next two a codec changes a model too much to be used."""
+"""How far the perplexities may differ, up or down: beyond this and the next two a codec changes a model too much to be
+used."""
 MOST_DIVERGENCE = 0.01
 """Nats, the mean of all places: about a hundred tokens are needed to tell one from the other by what they say."""
 MOST_AT_A_PLACE = 0.1
@@ -63,7 +64,7 @@ class Comparison(msgspec.Struct, frozen=True):
     divergence: float
     """Kullback-Leibler, of the codec's distribution from that of `raw`, in nats: the mean."""
     at_a_place: float
-    """The same: what 99 of 100 places do not exceed."""
+    """What 99 of 100 places do not exceed."""
 
     @property
     def agreement(self) -> float:
@@ -72,7 +73,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     @property
     def difference(self) -> float:
-        """Of the perplexities, as a share of that of `raw`: 0.01 is 1 % worse."""
+        """How far the perplexities differ, as a share of that of `raw`: 0.01 is 1 % worse."""
         return self.perplexity / self.raw_perplexity - 1
 
     @property
@@ -158,7 +159,8 @@ def _path(folder: Path, identity: bytes) -> Path:
 
 
 def _divergence(one: TokenLogprob, other: TokenLogprob) -> float:
-    """Of `other` from `one`, over the tokens that both tell of; what is left of each side counts as one token."""
+    """How far `other` diverges from `one`, over the tokens that both tell of; what is left of each side counts as one
+    token."""
     log_p, log_q = dict(one.top) | {one.token: one.logprob}, dict(other.top) | {other.token: other.logprob}
     found, left_p, left_q = [], 1.0, 1.0
     for token in log_p.keys() & log_q.keys():

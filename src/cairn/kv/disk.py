@@ -95,7 +95,7 @@ class DiskStore:
     # --------------------------------------------------------------------------------------------------------- Store
 
     def match_prefix(self, keys: Sequence[bytes]) -> int:
-        """By the index alone."""
+        """Asks the index alone; no file is opened."""
         state = self._state
         with state.mutex:
             last, count = None, 0

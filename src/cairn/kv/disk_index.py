@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from cairn.kv.chunk_file import Name
 
 KEY_BYTES = 32
-"""Of a chunk's key, which ends its id."""
+"""How long a chunk's key is, which ends its id."""
 CHEAP_DEPTH = 4096
 """Tokens of depth at which attention over what is before a chunk costs as much as all the rest of computing it.
 
@@ -58,11 +58,11 @@ class Entry:
 
 
 class DiskIndex:
-    """The index."""
+    """All chunks of a folder, who pins them, and in which order they may go."""
 
     def __init__(self) -> None:
         self.bytes = 0
-        """On the disk: chunks, deleted ones too, and `of_other_models`."""
+        """What the folder takes on the disk: chunks, deleted ones too, and files that are no chunks."""
         self._entries: dict[bytes, Entry] = {}
         self._pins: dict[str, frozenset[bytes]] = {}
         self._pinned: dict[bytes, int] = {}
@@ -78,7 +78,7 @@ class DiskIndex:
         """How many chunks of each model are pinned, here or not."""
 
     def __len__(self) -> int:
-        """Live chunks."""
+        """How many chunks are live."""
         return len(self._entries) - len(self._deleted)
 
     @property
@@ -150,7 +150,7 @@ class DiskIndex:
         self._rank(entry)
 
     def use(self, entry: Entry, now: float) -> None:
-        """It was used."""
+        """Remember that a chunk was used."""
         if now > entry.used:
             entry.used = now
             self._rank(entry)

@@ -17,7 +17,7 @@ Keys = Callable[[bytes], Sequence[bytes]]
 """The keys of what is to be dropped, from an engine's identity."""
 
 LARGEST_BUDGET = 50 * 10**9
-"""Bytes."""
+"""The most bytes that a store takes without being told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class OtherEngines:
         """`tag` and `identity`: of the store's own engine."""
         self._state, self._tag, self._identity = state, tag, identity
         self._identities: dict[bytes, bytes] = {}
-        """By tag, as far as they were needed."""
+        """The identity that each tag stands for, as far as it was needed."""
         self._owed: dict[frozenset[bytes], Keys] = {}
         """Orders that the disk did not let be carried out, by what they say of this engine."""
 

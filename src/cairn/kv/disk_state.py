@@ -45,13 +45,13 @@ class DiskState:
         self.mutex = threading.Lock()
         self.index = DiskIndex()
         self.budget = 0
-        """Bytes."""
+        """How many bytes the store may take."""
         self.reserved = 0
         """Bytes of the budget for chunks that are being written."""
         self.writing: set[bytes] = set()
         """Ids of chunks that are being written."""
         self.dropped: set[bytes] = set()
-        """Of `writing`: what was dropped meanwhile."""
+        """Those of `writing` that were dropped meanwhile."""
         self.used = OrderedDict[bytes, Entry]()
         """Chunks whose last use is not yet remembered by their files."""
         self._reserve = reserve

@@ -38,7 +38,7 @@ class _Plan:
     held: list[Entry]
     """Chunks that others extend or rely on meanwhile."""
     work: list[Chunk]
-    """To be written."""
+    """Chunks that have to be written."""
     done: set[int]
     """`id` of the chunks that are there."""
 

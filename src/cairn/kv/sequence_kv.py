@@ -22,7 +22,7 @@ class Brought(NamedTuple):
     """A stretch of a context that a load brought up."""
 
     begin: int
-    """First token."""
+    """Where it begins: the number of its first token."""
     end: int
     tier: TierName
     """The lowest that any of it came from."""

@@ -24,7 +24,8 @@ class Chunk:
     """The KV of 64 tokens of one cache group."""
 
     key: bytes
-    """Of its last block: covers every token up to the end of the chunk and everything that could change a number."""
+    """The key of its last block, which covers every token up to the end of the chunk and everything that could change
+    a number."""
     parent: bytes
     """Key of the chunk before it; empty for the first."""
     tokens: tuple[int, ...]
@@ -80,7 +81,7 @@ class Store(Protocol):
         ...
 
     def stats(self) -> TierStats:
-        """The store now."""
+        """What the store holds and has done so far."""
         ...
 
     def close(self) -> None:

@@ -49,13 +49,14 @@ class Arrival(NamedTuple):
     """The chunks of one stretch of a context."""
 
     chunks: tuple[Chunk, ...]
-    """In the order of the stretch's wants."""
+    """They come in the order of the stretch's wants."""
     tier: TierName
     """The lowest tier that any of them came from."""
     buffers: tuple[memoryview, ...] = ()
     """What the chunks' pages may lie in."""
     copies: tuple[Chunk, ...] = ()
-    """Of those from the disk, for the store in memory: kept as they land, so that a drop meanwhile is not undone."""
+    """Copies of those from the disk, for the store in memory: kept as they land, so that a drop meanwhile is not
+    undone."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +72,7 @@ class Load:
     arrived: deque[Arrival] = field(default_factory=deque)
     fetched: int = 0
     landed: int = 0
-    """Stretches."""
+    """How many stretches were fetched, and how many of them lie in the pool."""
     turn: float = math.inf
     """When the reader came to it."""
     heard: float = 0.0
@@ -237,9 +238,9 @@ class LoadPolicy:
         self._mode = mode
         self._clock = clock
         self._prefill: float | None = None
-        """Tokens a second."""
+        """How many tokens a second are computed."""
         self._bandwidth: float | None = None
-        """Bytes a second."""
+        """How many bytes a second are read."""
         self._measured = -math.inf
 
     def computed(self, tokens: int, seconds: float) -> None:

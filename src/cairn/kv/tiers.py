@@ -81,19 +81,19 @@ class Tiers:
     # ------------------------------------------------------------------------------------- what the cache says
 
     def findable(self, context: SequenceKV, tokens: Sequence[int]) -> None:
-        """See `context.LowerTiers`."""
+        """See `LowerTiers`."""
         self.write_behind.findable(context, tokens)
 
     def not_stored_yet(self, context: SequenceKV, index: int, tokens: Sequence[int]) -> bool:
-        """See `context.LowerTiers`."""
+        """See `LowerTiers`."""
         return self.write_behind.not_stored_yet(context, index, tokens)
 
     def load(self, context: SequenceKV, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
-        """See `context.LowerTiers`."""
+        """See `LowerTiers`."""
         return self._begin(context, tokens, hit, spare, None, most)
 
     def stop(self, context: SequenceKV) -> None:
-        """See `context.LowerTiers`: whatever still arrives is for nobody."""
+        """See `LowerTiers`: whatever still arrives is for nobody."""
         load, _ = self._loads.pop(context)
         load.cancelled = True
         self.reader.taken()
@@ -104,7 +104,7 @@ class Tiers:
         self._answers += load.done
 
     def yield_blocks(self) -> bool:
-        """See `context.LowerTiers`: the youngest load goes first."""
+        """See `LowerTiers`: the youngest load goes first."""
         if not self._loads:
             return False
         context = next(reversed(self._loads))
