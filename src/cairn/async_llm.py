@@ -44,7 +44,7 @@ class AsyncLLM:
         self.config = _config(model, options) if config is None else _only(config, model, options)
         self._service: Service | None = None
         self._turn = asyncio.Lock()
-        """Of those that start or close it, in the event loop `_loop`."""
+        """Held by those that start or close it, in the event loop `_loop`."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._starting: tuple[asyncio.Task[Any], int] | None = None
         """Who starts it now, and how often that task had been cancelled before, unless `close` has cut that off."""

@@ -28,7 +28,7 @@ class Differs(msgspec.Struct, frozen=True, kw_only=True):
     """Where a prompt leaves the nearest known context of the same tenant, and how both go on there."""
 
     position: int
-    """Of the first token that is another one."""
+    """Where the first token is that is another one."""
     known: str
     """The beginning of what was there before: a few dozen characters."""
     given: str
@@ -39,7 +39,7 @@ class Miss(msgspec.Struct, frozen=True, kw_only=True):
     """The first full block of a prompt that no tier gave."""
 
     position: int
-    """Of its first token in the prompt."""
+    """Where its first token is in the prompt."""
     reason: MissReason
     differs: Differs | None = None
     """With `different tokens` and `template`."""
@@ -76,9 +76,9 @@ class Swept(msgspec.Struct, frozen=True, kw_only=True):
 
     checked: int = 0
     removed: int = 0
-    """Chunks."""
+    """How many chunks went."""
     bytes: int = 0
-    """Of the removed chunks."""
+    """What the removed chunks took."""
     unreadable: int = 0
     """Chunks that the disk did not give: they stay until it is asked again."""
 
@@ -93,9 +93,9 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     pinned: int = 0
     """Chunks that may not be evicted."""
     written: int = 0
-    """Bytes."""
+    """How many bytes were written."""
     read: int = 0
-    """Bytes."""
+    """How many bytes were read."""
     evicted: int = 0
     damaged: int = 0
     """Chunks that failed a check; they are gone."""

@@ -56,13 +56,13 @@ class AgentFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     agents: int = 0
     turns: Mapping[str, int] = {}
-    """By state; what is not named is 0."""
+    """How many turns there are by state; what is not named is 0."""
     log_bytes: int = 0
     log_dropped: int = 0
     """Records that were not written, because the disk was too slow or refused them."""
     requests: int = 0
     computed: int = 0
-    """Prompt tokens."""
+    """How many prompt tokens were computed."""
     saved: int = 0
     """Prompt tokens that were not computed again."""
     seconds_avoided: float = 0.0
@@ -88,7 +88,7 @@ class Tally:
 
     @property
     def count(self) -> int:
-        """Observations so far."""
+        """How many observations there were so far."""
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:

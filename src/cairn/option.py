@@ -45,12 +45,12 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def flag(self) -> str:
-        """As on the command line."""
+        """The option as it is written on the command line."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def variable(self) -> str:
-        """As in the environment."""
+        """The variable as it is written in the environment."""
         return PREFIX + self.name.upper()
 
     @property

@@ -50,7 +50,7 @@ class Room:
         self._tokens = tokens
         self.left = self._most = int(min(tokens, time))
         self.kept = 0
-        """For short prompts; 0 where there is no long one."""
+        """Tokens that are kept for short prompts; 0 where there is no long one."""
         self.taken = self._base = self._long = 0
         self._whole = False
 
@@ -150,7 +150,7 @@ class Plan:
 
     rows: list[Row]
     sequences: list[Sequence]
-    """Whose row it is, in the order of `rows`."""
+    """The sequences whose rows these are, in the order of `rows`."""
     ended: list[Output]
     """Requests that ended without a row: past their deadline, or with nothing left to compute."""
     started: list[int]

@@ -34,7 +34,7 @@ class Resolved(msgspec.Struct, frozen=True):
 
     config: Config
     sources: dict[str, str]
-    """By field name; a field that is missing here has its default."""
+    """Where a value comes from, by field name; a field that is missing here has its default."""
 
     def source(self, name: str) -> str:
         """Where the value of a field came from, in words."""

@@ -62,7 +62,7 @@ class Scheduler:
         return not self._sequences
 
     def stats(self) -> SchedulerStats:
-        """The scheduler now."""
+        """What the scheduler holds now."""
         return SchedulerStats(
             running=len(self._running),
             waiting=len(self._waiting),

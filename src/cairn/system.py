@@ -70,7 +70,7 @@ class SystemRng:
     """The operating system's generator."""
 
     def bits64(self) -> int:
-        """From `secrets`."""
+        """Bits from `secrets`."""
         return secrets.randbits(63)
 
 
@@ -179,11 +179,11 @@ class SystemFiles:
         return entries
 
     def mode(self, path: Path) -> int:
-        """Of the name itself, not of what a link leads to."""
+        """The permission bits of the name itself, not of what a link leads to."""
         return stat.S_IMODE(os.lstat(path).st_mode)
 
     def owned(self, path: Path) -> bool:
-        """By the effective user."""
+        """Whether the effective user owns it."""
         return os.lstat(path).st_uid == os.geteuid()
 
     def touch(self, path: Path, modified: float) -> None:
@@ -264,7 +264,7 @@ class SystemFile:
         os.ftruncate(self._handle, size)
 
     def size(self) -> int:
-        """Of the open file, also when its name is gone."""
+        """The size of the open file, also when its name is gone."""
         return os.fstat(self._handle).st_size
 
     def disk(self) -> int:

@@ -129,7 +129,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float | None = None
     """Seconds from `add` after which the request ends with `DEADLINE`."""
     first_token_timeout: float | None = None
-    """The same where it has no token by then. The front alone looks at it: a token is there when it has it."""
+    """When it ends where it has no token by then. The front alone looks at it: a token is there when it has it."""
     priority: int = 0
     """Higher runs earlier; waiting raises it, so nobody starves."""
     durable: bool = False
@@ -183,7 +183,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    """For prompt positions 1, 2, ...: sent in pieces, in order, before the first sampled token."""
+    """Those of prompt positions 1, 2, ..., sent in pieces, in order, before the first sampled token."""
     finish: FinishReason | None = None
     error: str = ""
     cache: CacheReport | None = None
@@ -254,7 +254,7 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
 MAX_CONTEXT = 1 << 24
 MAX_VOCAB = 1 << 22
 MAX_HEAD_DIM = 1 << 10
-"""Of a model that is served: what the kernels take, and a bound on what a file may claim."""
+"""The largest head of a model that is served: what the kernels take, and a bound on what a file may claim."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -275,7 +275,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float
     rope_scaling: RopeScaling = RopeScaling()
     activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Of the gated MLP."""
+    """The activation of the gated MLP."""
     qk_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False

@@ -35,7 +35,7 @@ class WaitingQueue:
         return len(self._items)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In order of rank. The queue may change meanwhile; the iteration does not."""
+        """Go through them in order of rank. The queue may change meanwhile; the iteration does not."""
         return iter(tuple(self._items))
 
     def check(self, tokens: int) -> None:
@@ -98,7 +98,7 @@ class Passed:
         return self._looks >= LOOKS
 
     def add(self, sequence: Sequence) -> None:
-        """Pass this one."""
+        """Remember that this one is passed."""
         self._first = sequence if self._first is None else self._first
         self.priority = max(self.priority, sequence.request.priority)
 

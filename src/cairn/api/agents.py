@@ -55,13 +55,13 @@ from cairn.service.service import Service
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
 MAX_IMPORTS = 4
-"""Of one tenant at once: each has a file on the disk, of at most max_import_mib."""
+"""How many imports of one tenant may run at once: each has a file on the disk, of at most max_import_mib."""
 LISTED = 20
 """Agents on a page of which nobody says how many."""
 
 
 class AgentRoutes:
-    """The routes."""
+    """The routes of agents."""
 
     def __init__(self, config: Config, registry: Registry, tapes: Tapes, ties: Ties, folder: Path) -> None:
         """`folder`: the one of the token log, whose disk takes imports while they arrive."""

@@ -31,7 +31,7 @@ _NAMES = re.compile(rb"[A-Za-z0-9_, -]{0,2000}")
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose request it is. Tenants never share KV (`salt`) and never see each other's requests."""
+    """The tenant that a request belongs to. Tenants never share KV (`salt`) and never see each other's requests."""
 
     name: str
     salt: bytes

@@ -17,7 +17,7 @@ class Row(NamedTuple):
     """Fields of one kind."""
 
     names: str
-    """Separated by blanks."""
+    """The names of the fields, separated by blanks."""
     why: str
     """They have no effect, or no other value is accepted."""
     values: tuple[Any, ...] | None = None
@@ -184,7 +184,7 @@ ROWS: Mapping[Place, Mapping[str, Row]] = {
     place: {name: row for rows in dialects.values() for row in rows for name in row.names.split()}
     for place, dialects in ACCEPTED.items()
 }
-"""The same by name."""
+"""The rows by name."""
 
 
 def asks_for_nothing(row: Row, value: Any) -> bool:

@@ -40,7 +40,7 @@ OFFERS = (b"upgrade", b"http2-settings")
 
 
 class Guard(HttpToolsProtocol):
-    """One connection."""
+    """One connection of a client."""
 
     def __init__(self, listener: Listener) -> None:
         super().__init__(listener.uvicorn, listener.state, {}, listener.loop)

@@ -35,7 +35,7 @@ log = logging.getLogger("cairn.api")
 FLUSH_SECONDS = 2.0
 """How long clients may take to read the end of their answers once everything has ended."""
 HASTY_FLUSH_SECONDS = 0.2
-"""The same after a second signal."""
+"""How long it may take after a second signal."""
 LOG_SECONDS = 5.0
 """How long the token log's disk may hold up the end."""
 CLOSE_SECONDS = STORE_SECONDS + KILL_SECONDS + 3.0

@@ -67,5 +67,5 @@ def _hint(text: str) -> str:
 
 
 def _spelt(scheme: str, host: str, port: str | None) -> str:
-    """As a browser sends it: without the port that is the scheme's own."""
+    """An origin as a browser sends it: without the port that is the scheme's own."""
     return f"{scheme}://{host}" + (f":{int(port)}" if port is not None and port != _USUAL.get(scheme) else "")

@@ -21,7 +21,7 @@ from cairn.service.requests import MAX_BIAS
 LENIENT = b"x-cairn-lenient"
 """Header with which a request has its unknown fields told and passed over."""
 MAX_METADATA = 16
-"""As in the OpenAI API."""
+"""How many pairs of metadata a request may have, as in the OpenAI API."""
 SPARE_FIELDS = 16
 """Unknown fields of an object that are told by name."""
 _UNIONS = frozenset({"content", "prompt", "stop"})

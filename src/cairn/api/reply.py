@@ -101,9 +101,9 @@ class Call:
         self.salt = b""
         self.started = False
         self.status = 0
-        """Of the answer, once it has begun."""
+        """The status of the answer, once it has begun."""
         self.tokens: tuple[int, int] | None = None
-        """Of the prompt and of the answer, where something was generated."""
+        """How many tokens prompt and answer have, where something was generated."""
         self.ended = ""
         """Why the answer ended early although its status says nothing of it."""
         given = self.header(b"x-request-id")

@@ -36,7 +36,7 @@ class Tapes:
         self._ended: OrderedDict[int, Tape] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self.size = 0
-        """Bytes of memory."""
+        """How many bytes of memory it takes."""
 
     def start(
         self, call: Call, events: AsyncGenerator[bytes, None], cancel: Callable[[], object], heartbeat: float

@@ -55,7 +55,7 @@ class Tape:
         """Number of the last event."""
         self.readers: set[Waker] = set()
         self.size = TAPE_COST
-        """Bytes of memory."""
+        """How many bytes of memory it takes."""
         self.timer: asyncio.TimerHandle | None = None
         self.cancel = cancel
         self._pages: list[_Page] = []

@@ -22,7 +22,7 @@ from cairn.text.tokenizer import INLINE
 
 
 class Tokens:
-    """The two routes."""
+    """The two routes of tokens."""
 
     def __init__(self, config: Config) -> None:
         self._config = config

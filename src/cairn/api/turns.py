@@ -30,7 +30,7 @@ from cairn.service.service import Service
 
 
 class TurnRoutes:
-    """The routes."""
+    """The routes of turns."""
 
     def __init__(self, config: Config, registry: Registry, tapes: Tapes, ties: Ties) -> None:
         self._config = config

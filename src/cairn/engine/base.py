@@ -17,7 +17,7 @@ from cairn.types import CacheGroup, SamplingParams, TokenLogprob
 T_co = TypeVar("T_co", covariant=True)
 
 NO_BLOCK = -1
-"""In a window group's table: a block that the window has passed and nobody may read."""
+"""An entry of a window group's table: a block that the window has passed and nobody may read."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ class RowResult(msgspec.Struct, frozen=True):
 
     token: int | None = None
     logprob: TokenLogprob | None = None
-    """Of the sampled token; set if `sampling.logprobs`."""
+    """That of the sampled token; set if `sampling.logprobs`."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str = ""
     """This row alone failed, for instance with non-finite logits."""

@@ -55,11 +55,11 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     """Read from memory in that time at least: packed matrices once a step, and the KV of the context."""
     read_fraction: float
-    """Of the memory bandwidth that was measured."""
+    """The share of the memory bandwidth that was measured."""
     operations: int
-    """Of float32 in that time, those of matrices and of attention."""
+    """How many float32 operations it did in that time, those of matrices and of attention."""
     arithmetic_fraction: float
-    """Of the arithmetic that was measured."""
+    """The share of the arithmetic that was measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ LAYOUT = "blocks-2"
 """Version of the KV layout above."""
 
 NOTHING = RowResult()
-"""Of a row that no logits were wanted of."""
+"""The result of a row that no logits were wanted of."""
 
 
 class Fit(NamedTuple):
@@ -47,9 +47,9 @@ class Fit(NamedTuple):
     weights: HeldWeights
     memory: WeightMemory
     blocks: tuple[int, ...]
-    """Of the pool of each group."""
+    """How many blocks the pool of each group has."""
     config: Config
-    """As it was given, but for a type of KV that does not hold the model's numbers."""
+    """The configuration as it was given, but for a type of KV that does not hold the model's numbers."""
     notes: tuple[str, ...]
     """What is to be told of that."""
 

@@ -97,7 +97,7 @@ class Quantized:
         return tuple(one for one in self._every if one is not None)
 
     def rows(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Quantized:
-        """The same with its outputs in another order: `change` puts the rows of each array in it."""
+        """This matrix with its outputs in another order: `change` puts the rows of each array in it."""
         return Quantized(self.bits, *(None if one is None else change(one) for one in self._every))  # type: ignore[arg-type]
 
     @property

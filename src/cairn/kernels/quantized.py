@@ -86,7 +86,7 @@ class Segments:
 
     @property
     def nbytes(self) -> int:
-        """Of the panels."""
+        """How many bytes the panels take."""
         return sum(part.panels.nbytes for _, part in self.parts)
 
     def rows(self, which: NDArray[Any]) -> Floats:

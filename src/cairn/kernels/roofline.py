@@ -64,7 +64,7 @@ def _best(work: Callable[[], int], now: Callable[[], float]) -> float:
 
 
 class _Numpy:
-    """The same with BLAS, which must be held to one thread: each of ours works for itself."""
+    """The probe with BLAS, which must be held to one thread: each of ours works for itself."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads

@@ -53,7 +53,7 @@ class Line(NamedTuple):
     """What is asked of one line of logits [vocab]."""
 
     row: Row | None
-    """Whose next token it decides; None where it is only looked at."""
+    """The row whose next token it decides; None where it is only looked at."""
     top: int | None = None
     """With a number: the mass of the raw distribution, and its so many most likely tokens."""
 

@@ -64,7 +64,7 @@ class Kind:
     dtype: np.dtype[Any] | None = None
     """How a format of single numbers is stored; None for the quantised ones."""
     bits: Literal[4, 5, 6, 8] = 8
-    """Of the codes that `split` gives."""
+    """How many bits the codes have that `split` gives."""
     split: Callable[[Blocks], Split] | None = None
     """Blocks as groups of codes; None for a format that is no such groups."""
     scaled: tuple[str, str] = ("float16", "")

@@ -25,7 +25,7 @@ REMEMBER_FROM = 64 << 20
 _PIECE = 1 << 20
 
 _hashed: dict[str, tuple[str, bytes]] = {}
-"""By path, what this process hashed, with its key: a start asks twice, and the cache folder may not be writable."""
+"""What this process hashed, by path, with its key: a start asks twice, and the cache folder may not be writable."""
 
 
 def file_digest(path: Path) -> bytes:
@@ -50,7 +50,7 @@ def file_digest(path: Path) -> bytes:
 
 
 def _hashed_whole(file: BufferedReader, size: int) -> bytes:
-    """As `hashlib.file_digest`, telling how far it is: a large file on a slow disk takes minutes."""
+    """Hash a file as `hashlib.file_digest` does, telling how far it is: a large file on a slow disk takes minutes."""
     hasher, buffer, done = hashlib.sha256(), memoryview(bytearray(_PIECE)), 0
     while count := file.readinto(buffer):
         tell("checking the files", done, size)

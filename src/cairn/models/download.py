@@ -57,13 +57,13 @@ class Listing:
 
     commit: str
     files: dict[str, RemoteFile]
-    """By name, those that can be verified."""
+    """Files that can be verified, by name."""
     unstated: frozenset[str]
     """Names of those whose checksum it does not state: some mirrors leave it out."""
 
     @property
     def names(self) -> list[str]:
-        """Of all files."""
+        """The names of all files."""
         return [*self.files, *self.unstated]
 
 

@@ -32,9 +32,9 @@ MAX_NAME_BYTES = 255
 MAX_JSON_BYTES = 32 << 20
 """Larger configs and indexes are refused: the index of the largest models has about 10 MB."""
 MAX_TOKENIZER_BYTES = 128 << 20
-"""Of a tokenizer.json; those of the largest vocabularies have some 35 MB."""
+"""The largest tokenizer.json; those of the largest vocabularies have some 35 MB."""
 MAX_TEMPLATE_BYTES = 4 << 20
-"""Of a chat template; the longest have some 30 KB."""
+"""The largest chat template; the longest have some 30 KB."""
 
 
 def is_gguf(path: Path) -> bool:

@@ -26,7 +26,7 @@ VERSIONS = (2, 3)
 MAX_ENTRIES = 1 << 16
 """Most metadata entries, and most tensors, of one file; the largest models have some thousands."""
 MAX_SIZE = 1 << 40
-"""Of one dimension."""
+"""The largest size of one dimension."""
 DEFAULT_ALIGNMENT = 32
 
 

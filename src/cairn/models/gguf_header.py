@@ -14,7 +14,7 @@ import numpy as np
 from cairn.errors import ModelFileError
 
 MAX_KEY_BYTES = (1 << 16) - 1
-"""Of a metadata key or a tensor name; the format's own bound for keys."""
+"""The longest metadata key or tensor name; the format's own bound for keys."""
 MAX_STRING_BYTES = 16 << 20
 MAX_ELEMENTS = 1 << 24
 """Most elements of all arrays together."""

@@ -47,7 +47,7 @@ class Downloaded:
 
     name: str
     folder: Path
-    """Of a GGUF model its file, or the first of them."""
+    """Where the model lies: of a GGUF model its file, or the first of them."""
     bytes: int
 
 

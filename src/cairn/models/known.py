@@ -23,7 +23,7 @@ class Known:
     package: str
     version: str
     bytes: int
-    """Of the wheel."""
+    """The size of the wheel."""
     member: str
     """The model's file in the wheel."""
     size: int

@@ -44,7 +44,7 @@ from cairn.types import ModelSpec
 
 MAGIC = b"CAIRNPK1"
 VERSION = 2
-"""Of the file; the order that kernels stream is of their own version."""
+"""The version of the file; the order that kernels stream is of their own version."""
 KEPT_FROM = 64 << 20
 """Bytes of packed weights from which a file is worth its room: smaller models are packed in some 100 ms."""
 SPARE = 1 << 30
@@ -254,7 +254,7 @@ class _Through(ABC):
 
     @abstractmethod
     def matrix(self, names: Sequence[str], biases: Sequence[str | None]) -> Any:
-        """As the kernels would make it."""
+        """The matrix as the kernels would make it."""
 
     def _array(self, name: str) -> Any:
         return self._weights[name]

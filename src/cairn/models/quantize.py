@@ -24,7 +24,7 @@ Rows = Callable[[int, int], NDArray[Any]]
 """Rows [begin, end) of a matrix, in any float type."""
 
 VERSION = "groups-2"
-"""Of how values become codes; a change that can move a bit of a weight gets a new one."""
+"""The version of how values become codes; a change that can move a bit of a weight gets a new one."""
 
 _SLICE = 1 << 16
 """Values that are rounded at a time: what stays in a core's cache."""

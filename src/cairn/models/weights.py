@@ -44,9 +44,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
 MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
 MAX_TENSORS = 1 << 16
-"""In one file; the largest models have some thousands."""
+"""How many tensors one file may hold; the largest models have some thousands."""
 MAX_BRACES = 1 << 17
-"""In a header, where each tensor has one; the rest is for what __metadata__ may quote."""
+"""How many braces a header may hold, where each tensor has one; the rest is for what __metadata__ may quote."""
 
 _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.self_attn\.(bias|masked_bias)")
 """Buffers that old checkpoints carry beside the weights and that the config determines."""

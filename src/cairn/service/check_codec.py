@@ -40,7 +40,7 @@ class Checked:
     """The store that remembers it."""
     found: Comparison
     raw_bytes: int
-    """Of one token's KV, all groups together."""
+    """What one token's KV takes as it is, all groups together."""
     bytes: int
 
 

@@ -14,7 +14,8 @@ CHANGED = "Cairn's own files were changed since this server started, so it canno
 
 
 def digest() -> bytes:
-    """Of the names and contents of the package's modules as they are now. Raises OSError where one cannot be read."""
+    """A digest of the names and contents of the package's modules as they are now. Raises OSError where one cannot be
+    read."""
     folder = Path(cairn.__file__).parent
     found = xxhash.xxh3_128()
     walk = os.walk(folder, onerror=_refuse)  # `rglob` leaves out what it cannot read

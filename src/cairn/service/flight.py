@@ -105,7 +105,7 @@ class Flight:
         self.waker: Waker | None = None
         self._unread: list[int] = []
         self._logprobs = PackedLogprobs()
-        """Of the tokens that the consumer has not read: a delta gets its own when it is taken."""
+        """Logprobs of the tokens that the consumer has not read: a delta gets its own when it is taken."""
         self._events: list[Event] = []
         self._parts = [delta.text for delta in text.before]
         self._reasoning = [delta.reasoning for delta in text.before]
@@ -254,7 +254,7 @@ class Flight:
 
 
 def joined(events: list[Event]) -> list[Event]:
-    """The same events with every run of deltas made one."""
+    """These events with every run of deltas made one."""
     merged: list[Event] = []
     run: list[Delta] = []
     for event in events:

@@ -21,7 +21,7 @@ _RECEIVE = 1 << 16  # more would be a fresh mapping from the kernel for each cal
 _COMPUTING = 0.1
 """CPU seconds that show that a step computes; the pulse alone uses far less."""
 _WELL_SECONDS = 60.0
-"""Of a worker's life in which it served or was idle, after which its death is the first in a row."""
+"""How long a worker must have served or been idle for its death to be the first in a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Patience:
     silence: float = 6.0
     """Without a sign of life while it has work: a request, or a question to answer."""
     stall: float = 120.0
-    """In one step without using the CPU: a step may take long, but not by waiting. While an answer waits for a disk the
-    worker steps, and says so every second."""
+    """How long one step may take without using the CPU: a step may take long, but not by waiting. While an answer
+    waits for a disk the worker steps, and says so every second."""
     step: float = 1800.0
-    """In one step at all."""
+    """How long one step may take at all."""
     restarts: int = 8
     """Deaths in a row without progress before the requests in flight end. Another worker is tried all the same."""
     backoff: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0)

@@ -124,7 +124,7 @@ def told_of(messages: Sequence[Mapping[str, Any]], *, store: bool = True, why: M
 
 
 def _digest(message: Mapping[str, Any]) -> bytes:
-    """Of one message; the last bit tells an assistant's."""
+    """A digest of one message; the last bit tells an assistant's."""
     digest = hashlib.sha256(json.dumps(message, sort_keys=True, default=str).encode()).digest()
     return digest[: _DIGEST - 1] + bytes([digest[_DIGEST] & 0xFE | (message.get("role") == "assistant")])
 

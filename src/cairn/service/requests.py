@@ -26,10 +26,10 @@ MAX_STOP_TOKENS = 64
 ONE_TOKEN = 1e-9
 """What a top_p of 0 means: the likeliest token alone."""
 MOST_SECONDS = 1e9
-"""Of a time limit where none is configured."""
+"""The longest time limit where none is configured."""
 LEAST_SEED, MOST_SEED = -(1 << 63), (1 << 64) - 1
 NONE_GIVEN = -1
-"""As a seed: draw one. As `max_tokens`: until the context is full."""
+"""What it means as a seed: draw one. As `max_tokens`: until the context is full."""
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -31,7 +31,7 @@ NEUTRAL = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-"""What changes nothing."""
+"""Values that change nothing."""
 _OWNERS: dict[Source, str] = {"model": "the model's own", "default": "Cairn's defaults"}
 
 

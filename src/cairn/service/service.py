@@ -52,7 +52,7 @@ def names_of(config: Config, spec: ModelSpec) -> frozenset[str]:
 
 
 class ServiceStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The service now."""
+    """What the service does now."""
 
     running: int
     waiting: int
@@ -197,7 +197,7 @@ class Service:
         return self._history.get(id)
 
     def stats(self) -> ServiceStats:
-        """Numbers of now."""
+        """The numbers of this moment."""
         return ServiceStats(
             running=self._traffic.running,
             waiting=self._queue.requests,

@@ -35,7 +35,7 @@ LESS_MEMORY = "the worker was replaced by one with less memory for KV, in which 
 CLOSE_SECONDS = 2.0
 """How long a worker whose socket was closed may take to end before it is killed."""
 STORE_SECONDS = 5.0
-"""The same at the end of the server: the worker stores the KV that still waits for it."""
+"""How long it may take at the end of the server: the worker stores the KV that still waits for it."""
 
 
 class Supervisor:

@@ -277,7 +277,7 @@ def _broken(error: Exception) -> CairnError:
 
 
 def _timing(flight: Flight, now: float) -> Timing:
-    """The same three spans that the worker reports, as this side saw them."""
+    """The three spans that the worker reports, as this side saw them."""
     started = now if flight.started_at is None else flight.started_at
     first = now if flight.first_at is None else flight.first_at
     return Timing(queue=started - flight.arrived, prefill=max(0.0, first - started), decode=now - first)

@@ -42,7 +42,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     config: Config
     folder: str
     blocks: tuple[int, ...] = ()
-    """In the pool of each group, as the worker before had them; none: as many as the configuration gives."""
+    """Blocks in the pool of each group, as the worker before had them; none: as many as the configuration gives."""
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
@@ -71,7 +71,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """The context that is meant, with `salt`."""
     salt: bytes = b""
     owner: str = ""
-    """Who pins."""
+    """The owner that pins."""
     keep: int = 0
     """Leading tokens that others need: not to be evicted."""
     disk: bool = False
@@ -95,7 +95,7 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int
     """Most rows in one step."""
     blocks: tuple[int, ...] = ()
-    """In the pool of each group."""
+    """How many blocks the pool of each group has."""
     identity: bytes = b""
     """Changes with everything that could change a number: weights, tokenizer, kernels, how KV is stored."""
     note: str = ""

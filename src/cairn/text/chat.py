@@ -102,7 +102,7 @@ class Chat:
         self._keep_reasoning = config.reasoning_history == "keep"
         self._table = ReplayTable()
         self._traits = {name: (Traits(), Traits()) for name in templates}
-        """Of each template, without tools and with them."""
+        """The traits of each template, without tools and with them."""
         self._refusal = NO_TEMPLATE
         """Why there is no renderer."""
         self._renderer: Renderer | None = None

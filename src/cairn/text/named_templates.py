@@ -100,4 +100,4 @@ NAMED: dict[str, str] = {
     "vicuna": _turns("USER: TEXT\n", "ASSISTANT: TEXT</s>\n", "ASSISTANT:", "TEXT\n\n"),
     "alpaca": _turns("### Instruction:\nTEXT\n\n", "### Response:\nTEXT\n\n", "### Response:\n", "TEXT\n\n"),
 }
-"""By the name of the format, as other programs call it."""
+"""Templates by the name of the format, as other programs call it."""

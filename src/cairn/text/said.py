@@ -45,7 +45,7 @@ class Said:
         return [(one[0], one[1], "".join(one[2:])) for _, one in sorted(self._calls.items())]
 
     def message(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
+        """The message as OpenAI's API has it."""
         return message_of(self.text, self.reasoning, self.calls)
 
 

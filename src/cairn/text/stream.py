@@ -168,7 +168,7 @@ class TextStream:
 
 
 def _deltas(pieces: list[Piece], tokens: tuple[int, ...]) -> list[Delta]:
-    """As few deltas as keep the order: one holds reasoning, then text, then tool calls."""
+    """Make as few deltas as keep the order: one holds reasoning, then text, then tool calls."""
     deltas: list[Delta] = []
     texts = ["", ""]
     calls: list[ToolCallDelta] = []

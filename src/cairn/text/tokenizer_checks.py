@@ -29,7 +29,7 @@ MAX_GROWTH = 256.0
 """Bytes that normalisers and pre-tokenisers may make of one. SentencePiece's NFKC table reaches 99, others 22."""
 MAX_PREPENDED = 1024
 CPU_SECONDS = 5
-"""Of one check; the tokenizers in circulation take some tenths."""
+"""What one check may take; the tokenizers in circulation take some tenths."""
 WALL_SECONDS = 120.0
 MEMORY = 1 << 30
 """Bytes of address space of the process."""
@@ -62,7 +62,8 @@ def growth(step: Mapping[str, Any] | None) -> float:
 
 
 def _charsmap_growth(encoded: object) -> float:
-    """Of SentencePiece's table: the size of a trie in 4 bytes, the trie, then the texts to write, each ended by 0."""
+    """How much SentencePiece's table makes of a text. It holds the size of a trie in 4 bytes, the trie, then the texts
+    to write, each ended by 0."""
     try:
         data = base64.b64decode(str(encoded or ""), validate=True)
     except ValueError:

@@ -329,7 +329,7 @@ class BareReader:
         self._tail: str | None = None
         self._scanner: JsonScanner | None = None
         self.failed = False
-        """It is none."""
+        """What was read is no call."""
 
     @property
     def kept(self) -> str:
