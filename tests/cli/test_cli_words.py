@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from tests.test_cli import elsewhere, run, sentence, sse  # noqa: F401  (elsewhere: used by its name)
+from tests.cli.test_cli import elsewhere, run, sentence, sse  # noqa: F401  (elsewhere: used by its name)
 
 from cairn import __version__
 from cairn.cli import reach

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "server_overhead.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "server_overhead.py"
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 TOKEN = b'data: {"choices":[{"index":0,"text":" a"}]}\n\n'
 FINISH = b'data: {"choices":[{"index":0,"text":"","finish_reason":"length"}]}\n\n'

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from benchmarks import report
 
 ROW: dict[str, Any] = {"shape": "s", "kind": "Q4_0", "name": "decode 8", "work": "decode", "size": 8, "depth": 0}

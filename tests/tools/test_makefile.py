@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-MAKEFILE = Path(__file__).parent.parent / "Makefile"
+MAKEFILE = Path(__file__).parents[2] / "Makefile"
 REACHED = "made by the Python of PYTHON"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-TOOLS = Path(__file__).parents[1] / "tools"
+TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
 
 from demo import acttable, acttalk, compose, grounded, things  # noqa: E402

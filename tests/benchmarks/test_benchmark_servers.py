@@ -13,7 +13,7 @@ import pytest
 def test_a_benchmark_that_ends_while_a_server_starts_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     serving = importlib.import_module("serving")
     started: list[Any] = []
 
