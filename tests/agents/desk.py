@@ -11,9 +11,8 @@ from typing import Any, cast
 from tests.files import CrashFiles
 
 from cairn.agents.agent_registry import AgentRegistry
-from cairn.agents.agent_service import AgentService
+from cairn.agents.agent_service import AgentService, create_agent
 from cairn.agents.archive import Archive
-from cairn.agents.create import create_agent
 from cairn.agents.index import Kind
 from cairn.agents.kv import AgentKv
 from cairn.agents.log import Log

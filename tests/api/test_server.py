@@ -27,7 +27,7 @@ from cairn.api import folders, lifetime, server
 from cairn.api.app import build_app
 from cairn.config import Config
 from cairn.errors import ConfigError, ModelFileError, Unavailable
-from cairn.service.kv_folder import with_folder
+from cairn.paths import with_folder
 from cairn.service.launch import KILL_SECONDS
 from cairn.service.service import Service
 from cairn.service.supervisor import STORE_SECONDS

@@ -10,7 +10,7 @@ from cairn.api import server
 from cairn.cli import main
 from cairn.config import Config
 from cairn.models import hub
-from cairn.models.known import KNOWN
+from cairn.models.addresses import KNOWN
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cairn.engine import pages
+from cairn.engine import cpu
 
 
 def threads() -> list[str]:
@@ -16,15 +16,15 @@ def threads() -> list[str]:
 
 def test_each_page_of_the_first_part_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each pool in proportion: two groups that hold 12 and 4 pages, of which half is wanted."""
-    monkeypatch.setattr(pages, "_SLICE", 2 * pages.PAGE)
+    monkeypatch.setattr(cpu, "_SLICE", 2 * cpu.PAGE)
     pools = [
-        np.ones((3, 2 * pages.PAGE), ml_dtypes.bfloat16),
-        np.ones((4, pages.PAGE // 4), np.float32),
+        np.ones((3, 2 * cpu.PAGE), ml_dtypes.bfloat16),
+        np.ones((4, cpu.PAGE // 4), np.float32),
     ]
-    with pages.taken(pools, 8 * pages.PAGE):
+    with cpu.taken(pools, 8 * cpu.PAGE):
         while threads():
             time.sleep(0.001)
-    first = [pool.reshape(-1).view(np.uint8)[:: pages.PAGE] for pool in pools]
+    first = [pool.reshape(-1).view(np.uint8)[:: cpu.PAGE] for pool in pools]
     ones = [np.ones(1, pool.dtype).view(np.uint8)[0] for pool in pools]
     assert first[0].tolist() == [0] * 6 + [ones[0]] * 6
     assert first[1].tolist() == [0] * 2 + [ones[1]] * 2
@@ -32,9 +32,9 @@ def test_each_page_of_the_first_part_is_written_to(monkeypatch: pytest.MonkeyPat
 
 def test_it_ends_with_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written once the engine may be used, or after loading failed."""
-    monkeypatch.setattr(pages, "_SLICE", pages.PAGE)
+    monkeypatch.setattr(cpu, "_SLICE", cpu.PAGE)
     pool = np.ones(1 << 26, np.uint8)
-    with pytest.raises(ZeroDivisionError), pages.taken([pool], len(pool)):
+    with pytest.raises(ZeroDivisionError), cpu.taken([pool], len(pool)):
         1 / 0  # noqa: B018
     assert not threads()
     pool[:] = 1
@@ -43,7 +43,7 @@ def test_it_ends_with_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_nothing_is_written_where_nothing_is_expected() -> None:
     pool = np.ones(1 << 16, np.uint8)
-    with pages.taken([pool], 0):
+    with cpu.taken([pool], 0):
         while threads():
             time.sleep(0.001)
     assert pool.all()

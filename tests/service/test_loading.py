@@ -12,9 +12,9 @@ import pytest
 from tests.tiny_models import KERNELS, MODELS, load, write_model
 
 from cairn.models import digests, packed_file
-from cairn.models.loading import tell, watched
+from cairn.models.digests import tell, watched
 from cairn.service import worker
-from cairn.service.loading import Shown
+from cairn.service.worker import Shown
 
 
 class Screen(io.StringIO):

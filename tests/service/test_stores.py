@@ -19,7 +19,7 @@ from tiny import collect, config, request, serving, until
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import ConfigError, Conflict
 from cairn.kv.disk import DiskStore
-from cairn.service.kv_folder import with_folder
+from cairn.paths import with_folder
 from cairn.service.link import Patience
 from cairn.service.service import Service
 from cairn.service.stores import open_stores, stored_bytes

@@ -28,7 +28,7 @@ from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import GenerationFailed, ModelError, Unavailable
 from cairn.seams import Clock
-from cairn.service import code, launch, supervisor, wire
+from cairn.service import launch, supervisor, wire
 from cairn.service import link as link_module
 from cairn.service.link import Patience
 from cairn.service.service import Service
@@ -799,7 +799,7 @@ async def test_a_package_that_was_changed_on_the_disk_gets_no_second_worker(
 ) -> None:
     """The new files may not understand the old front: a typed error says what to do, at once."""
     async with serving(folder) as service:
-        monkeypatch.setattr(code, "digest", lambda: b"other files")
+        monkeypatch.setattr(launch, "code_digest", lambda: b"other files")
         pid = service.stats().worker_pid
         assert pid is not None
         stream = service.generate(request(service, "a long answer", 1000))
@@ -808,7 +808,7 @@ async def test_a_package_that_was_changed_on_the_disk_gets_no_second_worker(
             await collect(stream)
         with pytest.raises(Unavailable, match="restart it"):
             service.generate(request(service))
-        assert service.unready() == [code.CHANGED]
+        assert service.unready() == [launch.CODE_CHANGED]
 
 
 async def test_a_model_that_was_changed_on_the_disk_is_not_served(
@@ -835,7 +835,7 @@ async def test_a_model_that_was_changed_on_the_disk_is_not_served(
 
 async def test_a_package_that_cannot_be_read_now_is_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known failure 2: without file descriptors for a moment nothing is known to have changed."""
-    digest, looks = code.digest, []
+    digest, looks = launch.code_digest, []
 
     def fails_once() -> bytes:
         looks.append(None)
@@ -844,7 +844,7 @@ async def test_a_package_that_cannot_be_read_now_is_read_again(folder: Path, mon
         return digest()
 
     async with serving(folder) as service:
-        monkeypatch.setattr(code, "digest", fails_once)
+        monkeypatch.setattr(launch, "code_digest", fails_once)
         asked = request(service, "a long answer", 1000)
         stream = service.generate(asked)
         os.kill(pid_of(service), signal.SIGKILL)
@@ -882,7 +882,7 @@ async def test_what_keeps_the_worker_from_being_replaced_is_told(folder: Path, m
         raise RuntimeError("can't start new thread")
 
     async with serving(folder) as service:
-        monkeypatch.setattr(code, "digest", none)
+        monkeypatch.setattr(launch, "code_digest", none)
         stream = service.generate(request(service, "a long answer", 1000))
         os.kill(pid_of(service), signal.SIGKILL)
         with pytest.raises(GenerationFailed, match=r"the worker cannot be replaced \(RuntimeError\)"):
@@ -894,27 +894,27 @@ def test_the_digest_of_the_package_changes_with_any_file(tmp_path: Path, monkeyp
     for name in ("__init__.py", "a/b.py", "a/native.so"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("1")
-    monkeypatch.setattr(code.cairn, "__file__", str(tmp_path / "__init__.py"))
-    seen = {code.digest()}
+    monkeypatch.setattr(launch.cairn, "__file__", str(tmp_path / "__init__.py"))
+    seen = {launch.code_digest()}
     (tmp_path / "a/b.py").write_text("2")
-    seen.add(code.digest())
+    seen.add(launch.code_digest())
     (tmp_path / "a/native.so").write_text("2")
-    seen.add(code.digest())
+    seen.add(launch.code_digest())
     (tmp_path / "a/b.py").rename(tmp_path / "a/c.py")
-    seen.add(code.digest())
-    assert len(seen) == 4 and code.digest() in seen
+    seen.add(launch.code_digest())
+    assert len(seen) == 4 and launch.code_digest() in seen
 
 
 def test_a_package_that_cannot_be_read_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be another one than before, as if the files had been changed."""
-    monkeypatch.setattr(code.cairn, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(launch.cairn, "__file__", str(tmp_path / "__init__.py"))
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError):
-        code.digest()
+        launch.code_digest()
 
     def no_more(path: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "scandir", no_more)
     with pytest.raises(OSError, match="Too many open files"):
-        code.digest()
+        launch.code_digest()

@@ -20,9 +20,8 @@ from cairn.models.gguf import read_gguf
 from cairn.models.gguf_spec import _ends, gguf_spec
 from cairn.text.chat import Chat
 from cairn.text.gguf import CONTROL, PLAIN, UNUSED, USER
-from cairn.text.templates import load_text
+from cairn.text.templates import _SAID, load_text, turn_ends
 from cairn.text.tokenizer import Tokenizer
-from cairn.text.turn_ends import _SAID, turn_ends
 
 HI = [{"role": "user", "content": "Say it."}]
 BOS = "<|begin|>"

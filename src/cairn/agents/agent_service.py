@@ -9,24 +9,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 from weakref import WeakValueDictionary
 
 import msgspec
 
+from cairn.agents import portable
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import typed_read_errors
 from cairn.agents.index import Kind
 from cairn.agents.kv import AgentKv, owners
 from cairn.agents.pending_writes import PendingWrites
-from cairn.agents.records import TurnRecord, UnpinRecord, decode
+from cairn.agents.records import AgentRecord, SavingsRecord, TurnRecord, UnpinRecord, check, decode
 from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.segment import Record
 from cairn.agents.turn_tree import NOBODY, Agent, Turn
 from cairn.agents.writer import Writer
 from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
 from cairn.seams import Rng
+from cairn.types import ModelSpec
 
 ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RESERVED = frozenset({"import"})
@@ -310,3 +313,74 @@ def conflict(agent: Agent) -> Conflict:
     return Conflict(
         f"turn {head.number} of agent {agent.id} was interrupted; resume it, or roll back to turn {head.before}"
     )
+
+
+async def create_agent(
+    agents: AgentService,
+    tenant: str,
+    id: str | None,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]],
+    metadata: Mapping[str, str],
+    ttl: float | None,
+    pinned: bool,
+) -> Agent:
+    """A new agent whose context begins with `messages`. Raises as `AgentService.new_id` and `AgentService.add` do, and
+    InvalidRequest for what no record can hold."""
+    check(messages, "messages")
+    check(tools, "tools")
+    check(metadata, "metadata")
+    await agents.free_id(tenant, id)
+    id = agents.new_id(tenant, id)
+    now = agents.pending.now()
+    root = agents.writer.record(Kind.TURN, TurnRecord(agent=0, number=0, messages=tuple(messages), tools=tuple(tools)))
+    beginning = Turn(root.key, msgspec.msgpack.decode(root.payload, type=TurnRecord), None)
+    record = AgentRecord(
+        id=id,
+        tenant=tenant,
+        created=now,
+        used=now,
+        root=root.key,
+        base=root.key,
+        head=root.key,
+        pinned=pinned,
+        ttl=ttl,
+        metadata=dict(metadata),
+    )
+    return await agents.add(Agent(agents.writer.key(), record, beginning, beginning), root)
+
+
+async def import_agent(
+    agents: AgentService,
+    spec: ModelSpec,
+    tenant: str,
+    data: bytes,
+    id: str | None,
+    accept: Callable[[portable.Portable], None] | None,
+) -> Agent:
+    """An agent that a file holds, under its own id or another. `accept` raises for what may not come in.
+
+    Raises as `portable.read`, `AgentService.new_id` and `AgentService.add` do.
+    """
+    read = await asyncio.to_thread(portable.read, data, spec.vocab, spec.identity)
+    if accept is not None:
+        await asyncio.to_thread(accept, read)
+    id = read.agent.id if id is None else id
+    await agents.free_id(tenant, id)
+    id = agents.new_id(tenant, id)
+    agent, records = await asyncio.to_thread(_plant, agents.writer, read, tenant, id, agents.pending.now())
+    agents.new_id(tenant, id)  # another may have taken it meanwhile
+    return await agents.add(agent, *records)
+
+
+def _plant(writer: Writer, read: portable.Portable, tenant: str, id: str, now: float) -> tuple[Agent, list[Record]]:
+    """An agent of what a file holds, and the records that it needs. Any thread may call."""
+    agent = portable.plant(read, writer.key, tenant, id, now)
+    records = [writer.record(Kind.TURN, agent.root.held.began, agent.root.key)]
+    for turn in agent.own:
+        content = turn.held
+        records.append(writer.record(Kind.TURN, content.began, turn.key))
+        if content.ended is not None:
+            records.append(writer.record(Kind.END, content.ended, turn.key))
+    records.append(writer.record(Kind.SAVINGS, SavingsRecord(savings=agent.savings), agent.key))
+    return agent, records

@@ -18,9 +18,8 @@ import msgspec
 
 from cairn.agents import portable
 from cairn.agents.agent_registry import AgentRegistry
-from cairn.agents.agent_service import AgentService, conflict
+from cairn.agents.agent_service import AgentService, conflict, create_agent, import_agent
 from cairn.agents.archive import Archive, Unreadable
-from cairn.agents.create import create_agent, import_agent
 from cairn.agents.disk_threads import on_disk_thread
 from cairn.agents.index import Kind
 from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo

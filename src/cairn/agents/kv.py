@@ -11,9 +11,8 @@ from functools import partial
 
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive, Unreadable
-from cairn.agents.prefix_digests import DIGEST_BYTES, HeadDigests, common_chunks, prefix_digests
 from cairn.agents.records import pack
-from cairn.agents.request_contexts import RequestContexts
+from cairn.agents.request_contexts import DIGEST_BYTES, HeadDigests, RequestContexts, common_chunks, prefix_digests
 from cairn.agents.turn_tree import CHUNK_TOKENS, NOBODY, Agent, Turn
 from cairn.errors import Conflict, Unavailable
 from cairn.figures import Placed

@@ -1,4 +1,4 @@
-"""Routes beside generation: models, requests, metrics."""
+"""Routes beside generation: models, requests, metrics, what applies where a request says nothing, and stored KV."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
+
+from cairn import __version__
 from cairn.api.agent_schemas import NoBody
 from cairn.api.limits import read_nothing
 from cairn.api.openai import check_model
@@ -15,8 +18,10 @@ from cairn.api.reply import Call
 from cairn.api.resumable import Tapes, parse_after
 from cairn.config import Config
 from cairn.errors import NotFound
+from cairn.figures import Swept
 from cairn.metrics import CONTENT_TYPE
 from cairn.service.flight import RequestStatus
+from cairn.service.requests import sampling_defaults, sampling_params
 from cairn.service.service import Service
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
@@ -130,3 +135,102 @@ class Admin:
 
 def _unknown() -> NotFound:
     return NotFound("there is no such request, or it ended more than ten minutes ago", field="id")
+
+
+class Props:
+    """GET /props: what is served and what applies where a request says nothing, by llama-server's names.
+
+    Names: llama.cpp's tools/server/README.md, "GET /props". What has no meaning here is left out. Nothing is changed by
+    this route, so there is no POST.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    async def show(self, call: Call, service: Service) -> None:
+        """GET /props."""
+        spec, tokenizer, context = service.spec, service.tokenizer, service.info.context
+        ends = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in spec.eos_ids]
+        await call.json(
+            {
+                "default_generation_settings": {
+                    "n_ctx": context,
+                    "params": self._defaults(service),
+                    "sources": {name: applied.source for name, applied in sampling_defaults(spec).items()},
+                },
+                "total_slots": min(self._config.max_running, service.info.max_rows),
+                "model_path": self._config.model,
+                "model_alias": service.name,
+                "modalities": {"vision": False, "audio": False},
+                "chat_template": service.chat.template,
+                "bos_token": tokenizer.special_tokens.get("bos_token", ""),
+                "eos_token": ends[0] if ends else tokenizer.special_tokens.get("eos_token", ""),
+                "eos_tokens": ends,
+                "build_info": f"cairn {__version__}",
+            }
+        )
+
+    def _defaults(self, service: Service) -> dict[str, Any]:
+        """What a request gets that gives no option: the same function that completes requests says so."""
+        params = sampling_params(service.spec, prompt_tokens=1, context=service.info.context)
+        return {
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "repeat_penalty": params.repetition_penalty,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "n_predict": -1,
+            "max_tokens": -1,
+            "stop": [],
+            "stream": False,
+        }
+
+
+class StoredRoutes:
+    """Stored KV: what there is of it, and orders to the stores, which take no body, or an empty object.
+
+    They are admin routes: they are about all tenants at once.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def routes(self) -> dict[str, dict[str, Endpoint]]:
+        """Every route, by path and method."""
+        return {
+            "/v1/cache": {"GET": self.stats},
+            "/v1/cache/flush": {"POST": self.flush},
+            "/v1/cache/scrub": {"POST": self.scrub},
+            "/v1/cache/prune": {"POST": self.prune},
+        }
+
+    async def stats(self, call: Call, service: Service) -> None:
+        """GET /v1/cache: the stores below the pool, at most about a second old; null where there is no such store."""
+        body: dict[str, Any] = msgspec.to_builtins(service.kv())
+        await call.json({"object": "cache", "model": service.name} | body)
+
+    async def flush(self, call: Call, service: Service) -> None:
+        """POST /v1/cache/flush: answers when all KV that was to be stored is durable; 503 if a part was given up."""
+        await self._nothing(call)
+        await service.flush()
+        await self.stats(call, service)
+
+    async def scrub(self, call: Call, service: Service) -> None:
+        """POST /v1/cache/scrub: read and check every stored chunk; damaged ones go."""
+        await self._nothing(call)
+        await call.json(_swept("scrub", await service.scrub()))
+
+    async def prune(self, call: Call, service: Service) -> None:
+        """POST /v1/cache/prune: remove what nobody used for the time to live."""
+        await self._nothing(call)
+        await call.json(_swept("prune", await service.prune()))
+
+    async def _nothing(self, call: Call) -> None:
+        parse(NoBody, await read_nothing(call, self._config), self._config)
+
+
+def _swept(what: str, found: Swept) -> dict[str, Any]:
+    figures = {"checked": found.checked, "removed": found.removed, "removed_bytes": found.bytes}
+    return {"object": what} | figures | {"unreadable": found.unreadable}

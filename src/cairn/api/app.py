@@ -24,17 +24,15 @@ import time
 from collections.abc import Awaitable, Callable
 
 from cairn.api import health
-from cairn.api.admin import Admin
+from cairn.api.admin import Admin, Props, StoredRoutes
 from cairn.api.agents import AgentRoutes
 from cairn.api.auth import Access, has_tenants, preflight
 from cairn.api.body_budget import BodyBudget
 from cairn.api.folders import agents_folder, named
 from cairn.api.openai import OpenAI
-from cairn.api.props import Props
 from cairn.api.registry import Registry
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
 from cairn.api.resumable import Tapes
-from cairn.api.stored import StoredRoutes
 from cairn.api.ties import Ties
 from cairn.api.tokens import Tokens
 from cairn.api.unserved import body_of, canonical, no_route

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from cairn.config import Config
 from cairn.errors import ConfigError
-from cairn.paths import expanded, home
+from cairn.paths import expanded, home, users_folder
 from cairn.seams import Clock, FileSystem, Lock
-from cairn.service.kv_folder import users_folder
 
 log = logging.getLogger("cairn.api")
 

@@ -25,7 +25,7 @@ from cairn.config import Config
 from cairn.errors import ConfigError
 from cairn.seams import Network
 from cairn.service.launch import ENDING, KILL_SECONDS, First
-from cairn.service.sampling_defaults import sampling_defaults, sentence
+from cairn.service.requests import sampling_defaults, sentence
 from cairn.service.service import Service
 from cairn.service.supervisor import STORE_SECONDS
 from cairn.system import SystemClock, SystemFiles, SystemNetwork, SystemRng

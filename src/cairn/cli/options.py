@@ -138,7 +138,7 @@ def _sampling(model: str) -> list[tuple[str, str, str]]:
     from cairn.models import hub
     from cairn.models.files import is_gguf
     from cairn.models.spec import load_spec
-    from cairn.service.sampling_defaults import sampling_defaults
+    from cairn.service.requests import sampling_defaults
 
     try:
         place = hub.locate(model)

@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
         try:
             from cairn.api.server import serve as serve_http
             from cairn.cli.models import fetched
-            from cairn.service.kv_folder import with_folder
+            from cairn.paths import with_folder
 
             fetched(resolved.config.model)
             serve_http(with_folder(resolved.config, os.environ))

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +24,6 @@ from cairn.config import Config
 from cairn.engine.base import NO_BLOCK, EngineInfo, Ready, Row, RowResult
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import WeightMemory, block_bytes, check_memory, kv_dtype, pool_blocks, weight_memory
-from cairn.engine.pages import taken
 from cairn.kernels.base import Kernels
 from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
 from cairn.kernels.program import Interpreted, Program
@@ -296,3 +297,38 @@ def identity(spec: ModelSpec, kernels: Kernels, form: str, kv_dtype: str) -> byt
     that can move a bit."""
     facts = (LAYOUT, kv_dtype, BLOCK_TOKENS, kernels.numerics, quantize.VERSION, form)
     return hashlib.sha256(spec.identity + repr(facts).encode()).digest()
+
+
+PAGE = 4096
+_SLICE = 4 << 20
+
+
+@contextmanager
+def taken(pools: Sequence[NDArray[Any]], size: int) -> Iterator[None]:
+    """Write zeros into each page of the first `size` bytes of the pools, of each in proportion, beside the body.
+
+    The system gives out memory page by page, when each is first written to, which takes as long as it does to read as
+    much stored KV. A context that is asked for right after a restart should not wait for both, so the blocks that will
+    be used first are taken while weights are loaded.
+
+    Nobody else may write to them meanwhile. What is not done at the end of the body is left undone.
+    """
+    over = threading.Event()
+    whole = sum(pool.nbytes for pool in pools)
+
+    def write() -> None:
+        for pool in pools:
+            numbers = pool.reshape(-1).view(np.uint8)
+            numbers = numbers[: len(numbers) * min(size, whole) // whole]
+            for at in range(0, len(numbers), _SLICE):
+                if over.is_set():
+                    return
+                numbers[at : at + _SLICE : PAGE] = 0
+
+    thread = threading.Thread(target=write, name="cairn-kv-pages", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -11,13 +11,36 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from io import BufferedReader
 from pathlib import Path
 
 from cairn.errors import ConfigError
 from cairn.models.files import opened
-from cairn.models.loading import tell
 from cairn.paths import home
+
+Watch = Callable[[str, int, int], None]
+"""Told how far the load of a model is: what is being done, how much of it is done, and of how much."""
+
+_watch: ContextVar[Watch | None] = ContextVar("cairn_loading", default=None)
+
+
+@contextlib.contextmanager
+def watched(watch: Watch) -> Iterator[None]:
+    """Inside, on this thread, `watch` is told of every step of a load."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
+
+
+def tell(doing: str, done: int, total: int) -> None:
+    """Something of a load is done."""
+    if (watch := _watch.get()) is not None:
+        watch(doing, done, total)
+
 
 REMEMBER_FROM = 64 << 20
 """Bytes: smaller files are hashed each time, which takes at most some 30 ms."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from cairn.kernels.base import GROUP, Quantized
 from cairn.models import outline as known
 from cairn.models.dequant import SLICE
-from cairn.models.loading import tell
+from cairn.models.digests import tell
 from cairn.models.outline import Outline
 from cairn.models.quantize import rounded
 from cairn.models.weights import small

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.errors import ConfigError, ModelError, ModelFileError
-from cairn.models.addresses import plain
+from cairn.models.addresses import KNOWN, Known, plain
 from cairn.models.files import INDEX, MAX_NAME_BYTES, WEIGHTS, is_gguf, read_json, stem
-from cairn.models.known import KNOWN, Known
 from cairn.models.variants import MAX_FOLDERS, Variant, cached, choose, is_place, tags, variants
 from cairn.paths import expanded, home
 from cairn.seams import Clock
@@ -242,9 +241,8 @@ def pull(
     name, tag, repository = repository_of(model, env)
     if env.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         raise ModelError(f"{model} cannot be downloaded because HF_HUB_OFFLINE is set")
-    from cairn.models.download import Hub
+    from cairn.models.download import Hub, Pauses
     from cairn.models.install import install, install_gguf, locked
-    from cairn.models.pauses import Pauses
 
     try:
         (repository / "blobs").mkdir(parents=True, exist_ok=True)

@@ -35,9 +35,8 @@ from numpy.typing import NDArray
 from cairn.errors import CairnError, ConfigError
 from cairn.kernels.native import NativeKernels, form_of
 from cairn.models import decoder, quantize
-from cairn.models.digests import memory_path
+from cairn.models.digests import memory_path, tell
 from cairn.models.held import HeldWeights
-from cairn.models.loading import tell
 from cairn.models.outline import Outline
 from cairn.models.spec import identity_of
 from cairn.types import ModelSpec

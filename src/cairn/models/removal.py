@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.errors import ModelError
+from cairn.models.addresses import KNOWN
 from cairn.models.hub import DEMO, NoDownload, repository_of, select
 from cairn.models.install import locked
-from cairn.models.known import KNOWN
 from cairn.models.variants import Variant, gguf_names, variants
 
 

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cairn.errors import ModelError, ModelFileError
+from cairn.models.addresses import Known
 from cairn.models.digests import file_digest
 from cairn.models.files import reading
-from cairn.models.known import Known
 from cairn.seams import Clock
 from cairn.system import without_secrets
 

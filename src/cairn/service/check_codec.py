@@ -19,9 +19,8 @@ from cairn.kv.store import CHUNK_BLOCKS
 from cairn.kv.store_folder import open_folder
 from cairn.models.hub import locate
 from cairn.models.spec import load_spec
-from cairn.paths import expanded
+from cairn.paths import expanded, with_folder
 from cairn.seams import Clock, FileSystem
-from cairn.service.kv_folder import with_folder
 from cairn.service.stores import keyed
 from cairn.text.templates import load_text
 from cairn.text.tokenizer import Tokenizer

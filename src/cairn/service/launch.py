@@ -6,6 +6,7 @@ This imports little: a server starts its first worker before it imports the rest
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -14,13 +15,16 @@ import threading
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
+import xxhash
 
+import cairn
 from cairn.config import Config
 from cairn.errors import ConfigError, ModelError
 from cairn.models.hub import locate
-from cairn.service import code, wire
+from cairn.service import wire
 from cairn.system import without_secrets
 
 WORKER = (sys.executable, "-P", "-m", "cairn.service.worker")
@@ -47,7 +51,7 @@ class First:
 
     load: wire.Load
     code: bytes
-    """`code.digest` of the package when it was started; empty in-process, and where the package could not be read:
+    """`code_digest` of the package when it was started; empty in-process, and where the package could not be read:
     then later workers are not held against it."""
     worker: Worker
 
@@ -70,7 +74,7 @@ def launch_first(config: Config, in_process: bool = False, folder: Path | None =
     seen = b""
     if not in_process:
         with contextlib.suppress(OSError):  # one file that cannot be read is no reason not to serve
-            seen = code.digest()
+            seen = code_digest()
     try:
         return First(load, seen, launch(load, in_process))
     except OSError as error:
@@ -131,3 +135,23 @@ def _serve_quietly(sock: socket.socket) -> None:
         serve(sock)
     except Exception:
         traceback.print_exc(file=sys.stderr)
+
+
+CODE_CHANGED = "Cairn's own files were changed since this server started, so it cannot start another worker; restart it"
+
+
+def code_digest() -> bytes:
+    """Which code is on the disk: a digest of the names and contents of the package's modules as they are now. Raises
+    OSError where one cannot be read."""
+    folder = Path(cairn.__file__).parent
+    found = xxhash.xxh3_128()
+    walk = os.walk(folder, onerror=_refuse)  # `rglob` leaves out what it cannot read
+    for path in sorted(Path(place, name) for place, _, names in walk for name in names):
+        if path.suffix in (".py", ".so"):
+            found.update(str(path.relative_to(folder)).encode() + b"\0")
+            found.update(path.read_bytes())
+    return found.digest()
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise error

@@ -19,9 +19,8 @@ from cairn.kv.ram import RamStore
 from cairn.kv.sequence_kv import TierName
 from cairn.kv.store import Store
 from cairn.kv.store_folder import held
-from cairn.paths import expanded
+from cairn.paths import expanded, users_folder
 from cairn.seams import Clock, FileSystem
-from cairn.service.kv_folder import users_folder
 from cairn.types import ModelSpec
 
 GB = 10**9

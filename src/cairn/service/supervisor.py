@@ -12,6 +12,7 @@ because the code or the model is another one now, does the supervisor give up.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -21,12 +22,46 @@ import msgspec
 
 from cairn.errors import CairnError, GenerationFailed, ModelError, Unavailable, by_code, trace
 from cairn.seams import Clock
-from cairn.service import code, wire
+from cairn.service import launch as launching
+from cairn.service import wire
 from cairn.service.flight import Flight
-from cairn.service.launch import First, launch
+from cairn.service.launch import CODE_CHANGED, First, launch
 from cairn.service.link import Link, Patience
-from cairn.service.questions import Questions
 from cairn.types import FinishReason, Request
+
+
+class Questions:
+    """What the front asks the worker beside requests: each `Ask` is one question, and its `Answer` may never come."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, asyncio.Future[wire.Answer]] = {}
+        self._numbers = itertools.count()
+
+    def __bool__(self) -> bool:
+        return bool(self._asked)
+
+    async def ask(self, link: Link, what: wire.What, **fields: Any) -> wire.Answer:
+        """The worker's answer. Raises what `fail` is told if that comes first."""
+        number = next(self._numbers)
+        answer: asyncio.Future[wire.Answer] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            link.send(wire.Ask(number, what, **fields))
+            return await answer
+        finally:
+            del self._asked[number]
+
+    def take(self, answer: wire.Answer) -> None:
+        """Give an answer to whoever asked, if anybody still waits."""
+        if (asked := self._asked.get(answer.id)) is not None and not asked.done():
+            asked.set_result(answer)
+
+    def fail(self, error: CairnError) -> None:
+        """None of them will be answered."""
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(error)
+
 
 log = logging.getLogger(__name__)
 
@@ -201,8 +236,8 @@ class Supervisor:
         while self._carry_on(why):
             await asyncio.sleep(self._backoff())
             try:
-                if first.code and await asyncio.to_thread(code.digest) != first.code:
-                    self._give_up(code.CHANGED)
+                if first.code and await asyncio.to_thread(launching.code_digest) != first.code:
+                    self._give_up(CODE_CHANGED)
                     return
                 load = msgspec.structs.replace(first.load, blocks=self._blocks)
                 worker = launch(load, first.worker.process is None)

@@ -29,12 +29,11 @@ from cairn.text.renderer import Renderer, launch
 from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
 from cairn.text.sampled import offered_by, opener, visible_ids
 from cairn.text.split import END_THINK, THINK
-from cairn.text.templates import defaults, given_template, load_text, unusable
+from cairn.text.templates import ANSWERED, defaults, given_template, load_text, turn_ends, unusable
 from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
 from cairn.text.tools import FUNCTION, offered_tools
 from cairn.text.tools import OPEN as TOOL_CALL
 from cairn.text.traits import Traits, find_traits, fitted, in_parts, left_out, standing_in
-from cairn.text.turn_ends import ANSWERED, turn_ends
 from cairn.types import OfferedTool, OutputFormat
 
 log = logging.getLogger("cairn.text")
