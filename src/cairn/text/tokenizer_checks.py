@@ -171,8 +171,10 @@ def main() -> None:
     """Try the parts of a tokenizer.json on stdin; say on stdout what is tried, and `ok` at the end."""
     from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    for kind, most in ((resource.RLIMIT_CPU, CPU_SECONDS), (resource.RLIMIT_AS, MEMORY)):
+        _, hard = resource.getrlimit(kind)
+        least = most if hard == resource.RLIM_INFINITY else min(most, hard)  # the server may have less itself
+        resource.setrlimit(kind, (least, least))
     normalizer, pre_tokenizer = json.loads(sys.stdin.buffer.read())
     patterns = _patterns(normalizer, pre_tokenizer)
     for number, pattern in enumerate(patterns):
