@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import json
+import shutil
 import socket
 import threading
 import time
@@ -812,3 +814,31 @@ async def test_a_start_that_fails_twice_leaves_no_error_unseen(folder: Path, tmp
     gc.collect()
     await asyncio.sleep(0)
     assert unseen == []
+
+
+async def test_bytes_that_the_vocabulary_lacks_are_said_at_the_start(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    vocab = text["model"]["vocab"]
+    vocab["unused"] = vocab.pop("\u0104")  # the byte 4
+    shutil.copytree(folder, tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(text), "utf-8")
+    async with serving(tmp_path / "m") as service:
+        assert "the vocabulary lacks the bytes 04: they are left out of prompts" in caplog.messages
+        with pytest.raises(InvalidRequest, match="only bytes that the vocabulary lacks: 0x04"):
+            service.tokenizer.encode_raw("\x04", "")
+
+
+async def test_too_little_memory_for_the_pool_is_told_with_the_option(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where the system told of more than it gives: under `ulimit -v`, or beside others that took it meanwhile."""
+
+    def load(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("cairn.engine.device.load_engine", load)
+    with pytest.raises(ModelError, match=r"use --kv-gb for less of it, .* \(ulimit -v\)"):
+        await Service.start(config(folder), in_process=True)
+    assert "Traceback" not in capfd.readouterr().err
