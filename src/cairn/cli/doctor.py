@@ -103,7 +103,7 @@ def _fit(name: str, config: Config) -> str:
     from cairn.cli.output import amount
     from cairn.engine import machine, memory
     from cairn.engine.device import check_context
-    from cairn.kv.windows import ANY, longest
+    from cairn.kv.attention_window import ANY, longest
     from cairn.models import hub
     from cairn.models.held import HeldWeights, form_of
     from cairn.models.spec import load_spec
@@ -134,7 +134,7 @@ def _fit(name: str, config: Config) -> str:
 def _agents(config: Config) -> Rows:
     """Where agents are kept, and what the disk lost of them."""
     from cairn.agents.folder import Folder
-    from cairn.agents.reading import look
+    from cairn.agents.recovery import look
     from cairn.api.folders import agents_folder
     from cairn.system import SystemFiles
 
