@@ -57,12 +57,12 @@ async def test_what_the_disk_refuses_is_a_503_and_nothing_has_changed(folder: Pa
                 await at.agents.fork("default", "ada", new_id="bob")
             with pytest.raises(Unavailable):
                 await at.agents.rollback("default", "ada", turn=0)
-            assert at.agents.get("default", "ada") == before and at.agents.trouble
+            assert at.agents.get("default", "ada") == before and at.agents.troubles
             assert [info.id for info in at.agents.page("default").agents] == ["ada"]
             assert at.service.stats().running == 0, "no generation goes on behind a refusal"
             at.files.heal()
             heard = await at.say("ada", "two")
-            assert heard.done is not None and at.agents.trouble == ""
+            assert heard.done is not None and at.agents.troubles == []
             before = at.agents.get("default", "ada")
         # What was refused may be on the disk all the same: it goes when the disk works.
         await at.agents.tend()

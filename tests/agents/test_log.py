@@ -14,8 +14,10 @@ import pytest
 from tests.files import CrashFile, CrashFiles, Fault
 
 from cairn.agents import log as log_module
+from cairn.agents.folder import Folder
 from cairn.agents.index import TIDY, Index, Kind, OffsetTable, Segment, decode_keys, encode_keys
 from cairn.agents.log import Log
+from cairn.agents.recovery import look
 from cairn.agents.segment import (
     HEADER_BYTES,
     MAX_PAYLOAD,
@@ -356,6 +358,7 @@ def test_a_segment_without_a_header_is_set_aside_and_goes_with_the_next_erasure(
     files.put(FOLDER / f"{99:016x}.log", b"secret" * 2000)
     again = opened(files)
     assert again.recovered == [kept] and again.damaged == 12_000
+    assert "1 of its files had no readable header and were set aside as *.damaged" in again.loss
     again.erase([12345])
     assert not any(b"secret" in data for data in files.files(FOLDER).values())
 
@@ -374,3 +377,43 @@ def test_the_same_holds_on_a_real_disk(tmp_path: Path) -> None:
     again = Log.open(SystemFiles(), path, Draw())
     assert again is not None and again.recovered == [kept]
     again.close()
+
+
+def test_a_loss_is_told_and_a_write_that_was_cut_off_is_none(tmp_path: Path) -> None:
+    """Told by the log itself and by whoever looks at its folder, also while it is open; zeros as anything else."""
+    folder = Folder(SystemFiles(), tmp_path / "log")
+
+    def reopened() -> str:
+        log = Log.open(SystemFiles(), folder.path, Draw())
+        assert log is not None
+        try:
+            assert look(folder) == log.loss or "in the midst" in log.loss  # those bytes are gone when it is open
+            return log.loss
+        finally:
+            log.close()
+
+    log = Log.open(SystemFiles(), folder.path, Draw())
+    assert log is not None
+    for key in (1, 2, 3):
+        put(log, Kind.TURN, key, b"payload")
+    log.close()
+    (number,) = folder.numbers("log")
+    path = folder.name(number)
+    whole = path.read_bytes()
+    assert reopened() == look(folder) == ""
+    path.write_bytes(whole[:-3])
+    assert look(folder) == ""
+    assert reopened() == ""
+    (number,) = folder.numbers("log")
+    path = folder.name(number)
+    data = bytearray(path.read_bytes())
+    data[HEADER_BYTES + 50] ^= 1
+    path.write_bytes(data)
+    assert "bytes in the midst of it are no records" in look(folder)
+    assert "bytes in the midst of it are no records" in reopened()
+    (number,) = folder.numbers("log")
+    path = folder.name(number)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert "1 of its files had no readable header" in look(folder)
+    assert "1 of its files had no readable header" in reopened()
+    assert "1 of its files had no readable header" in reopened(), "it lies there until the next erasure"

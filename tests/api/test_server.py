@@ -11,7 +11,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from sockets import answer, events, request_bytes
 from cairn.agents.log import Log
 from cairn.api import folders, lifetime, server
 from cairn.api.app import build_app
+from cairn.cli import main
 from cairn.config import Config
 from cairn.errors import ConfigError, ModelFileError, Unavailable
 from cairn.paths import with_folder
@@ -489,3 +490,46 @@ def test_a_log_that_nobody_reads_any_more_ends_nothing(monkeypatch: pytest.Monke
         lifetime._say("Finishing 2 requests")
         with contextlib.suppress(OSError):
             broken.close()
+
+
+async def test_a_token_log_of_zeros_is_a_trouble_and_in_the_doctors_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All agents are gone, and every answer of theirs is a 404: health says why, and names no folder."""
+    folder = tmp_path / "agents"
+    config = Config(model="demo", engine="fake", kv_gb=0.01, agents_dir=str(folder), kv_dir=str(tmp_path / "kv"))
+
+    async def served(work: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+        app = build_app(None, config)
+        service = app.service = await Service.start(config, in_process=True)
+        try:
+            await lifetime._open_agents(app, service, config)
+            transport = httpx.ASGITransport(app=app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+                await work(http)
+        finally:
+            if app.ties.agents is not None:
+                await app.ties.agents.close()
+            await service.close()
+
+    async def made(http: httpx.AsyncClient) -> None:
+        assert (await http.post("/v1/agents", json={"id": "ada"})).status_code == 201
+        assert (await http.get("/health")).json()["troubles"] == []
+
+    async def lost(http: httpx.AsyncClient) -> None:
+        assert (await http.get("/v1/agents/ada")).status_code == 404
+        (trouble,) = (await http.get("/health")).json()["troubles"]
+        assert trouble.startswith("the token log in its folder was damaged: 1 of its files had no readable header")
+
+    def told() -> str:
+        with pytest.raises(SystemExit):
+            main(["doctor", "demo", "--agents-dir", str(folder)])
+        return " ".join(capsys.readouterr().out.split())
+
+    await served(made)
+    assert "token log sound" in told()
+    for path in folder.glob("*.log"):
+        path.write_bytes(bytes(path.stat().st_size))
+    assert f"the token log in {folder} was damaged" in told()
+    await served(lost)
+    assert f"the token log in {folder} was damaged" in told()

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import signal
@@ -867,3 +868,24 @@ def test_cancel_ends_a_request_of_a_server(elsewhere):
         server.stderr.read()
         server.stderr.close()
         assert server.wait(30) == 0
+
+
+def test_a_process_that_may_take_little_memory_says_so(tmp_path: Path) -> None:
+    """`ulimit -v`: a pool that has no room in it is refused with the option, and by default the pool is smaller."""
+
+    command = [sys.executable, "-m", "cairn", "generate", "demo", "-p", "Hi", "--max-tokens", "2"]
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", 'ulimit -v 1500000; exec "$@"', "x", *command, *more],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            check=False,
+        )
+
+    small, large = run(), run("--kv-gb", "2")
+    assert not small.returncode, small.stderr
+    assert large.returncode == 2 and "Traceback" not in large.stderr
+    assert re.search(r"needs 2\.\d+ GB of memory .* are free; use --kv-gb for a smaller pool", large.stderr)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -113,3 +115,15 @@ def test_gpus_are_found_by_looking_at_files(tmp_path: Path) -> None:
         "sys/class/kfd/kfd/topology/nodes/1/name": "gfx942\n",
     }
     assert gpus(put(tmp_path, files)) == (Gpu("cuda", "Test 9000"), Gpu("rocm", "gfx942"))
+
+
+def test_a_limit_of_address_space_limits_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ulimit -v`: what is free beyond it cannot be had."""
+    put(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/statm": "1000 7 7 7 0 7 0\n"})
+    page = os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (1500 * page, -1))
+    assert memory_available(tmp_path) == 500 * page
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (10, 10))
+    assert memory_available(tmp_path) == 0
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (resource.RLIM_INFINITY, -1))
+    assert memory_available(tmp_path) == 8_000_000 * 1024

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import random
+import re
 import threading
 import time as machine_time
 from collections.abc import Iterator
@@ -653,6 +654,12 @@ def test_a_chunk_that_cannot_be_read_twice_is_given_up(files: CrashFiles, time: 
     assert store.match_prefix([chunk.key]) == 0
 
 
+NO_ROOM = (
+    r"cannot write /kv: [\d,]+ bytes of its disk are free, and [\d,]+ are left to others; "
+    "name a folder on a larger one with --kv-dir, or keep none with --no-kv-disk"
+)
+
+
 def test_a_full_disk_is_said_and_the_store_lives_on_its_own_bytes(time: Time) -> None:
     files = CrashFiles(now=time.now, capacity=40 * 4096)
     store = open_store(files, time, budget=1 << 30, reserve=8 * 4096)
@@ -669,7 +676,7 @@ def test_a_full_disk_is_said_and_the_store_lives_on_its_own_bytes(time: Time) ->
     store.drop(keys([chunk for number in range(16) for chunk in chain(3, salt=bytes([number]))] + chain(1, salt=b"!")))
     files.put(Path("/others9"), bytes(files.free(FOLDER)))
     assert store.keep(chain(1)) == 0
-    assert store.stats().trouble == "the KV store cannot write /kv: the disk is full"
+    assert re.search(NO_ROOM, store.stats().trouble)
     for path in [path for path in files.files() if path.parent == Path("/")]:
         files.vanish(path)
     store.tend()
@@ -762,7 +769,7 @@ def test_what_was_given_and_has_shown_is_not_counted_twice(time: Time) -> None:
     files.put(Path("/others"), bytes(files.free(FOLDER)))
     store.tend()
     assert (store.stats().chunks, files.free(FOLDER)) == (0, 8 * 4096)
-    assert store.stats().trouble == "the KV store cannot write /kv: the disk is full"
+    assert re.search(NO_ROOM, store.stats().trouble)
 
 
 def test_a_disk_that_never_shows_what_was_removed_is_given_a_little_each_minute(time: Time) -> None:
@@ -1119,3 +1126,11 @@ def test_ten_thousand_chunks_are_indexed_within_a_second(files: CrashFiles, time
     seconds = machine_time.process_time() - start
     assert again.stats().chunks == 10_000
     assert seconds < 1.0
+
+
+def test_a_small_disk_of_which_all_is_free_says_what_is_left_to_others(time: Time) -> None:
+    """It is not full: it has less than the store leaves to others."""
+    store = open_store(CrashFiles(now=time.now, capacity=64 * 4096), time, budget=1 << 30, reserve=256 << 20)
+    assert store.keep(chain(1)) == 0
+    assert "258,048 bytes of its disk are free, and 268,435,456 are left to others" in store.stats().trouble
+    assert "--kv-dir" in store.stats().trouble and "full" not in store.stats().trouble

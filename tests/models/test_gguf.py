@@ -108,7 +108,10 @@ FILES: dict[str, tuple[bytes, str]] = {
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "is big-endian"),
     "many tensors": (b"GGUF" + struct.pack("<IQQ", 3, 1 << 63, 0), "announces 9223372036854775808 tensors, more than"),
     "many entries": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1 << 40), "metadata entries, more than"),
-    "missing entry": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1), "truncated: the header goes on at byte 24, but"),
+    "missing entry": (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1),
+        "truncated: what begins at byte 24 of the header ends at byte 32, and",
+    ),
     "long key": (
         header([struct.pack("<Q", 1 << 60) + bytes(99)], []),
         "at byte 24: a metadata key has 1152921504606846976",
@@ -116,7 +119,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "long text": (header([entry("k", STRING, struct.pack("<Q", 1 << 50))], []), "at byte 37: the value of 'k' has "),
     "text past the end": (
         header([entry("k", STRING, struct.pack("<Q", 1 << 20))], []),
-        "truncated: the header goes on",
+        "truncated: what begins at byte",
     ),
     "not text": (header([entry("k", STRING, text(b"\xff\xfe"))], []), "at byte 37: the value of 'k' is not UTF-8"),
     "unknown kind": (header([entry("k", 77, b"")], []), "the value of 'k' has the unknown type 77"),

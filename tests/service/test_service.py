@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import json
+import shutil
 import socket
 import threading
 import time
@@ -34,6 +36,7 @@ from cairn.errors import (
 )
 from cairn.figures import CacheReport
 from cairn.service import admission, traffic, wire
+from cairn.service.launch import launch_first
 from cairn.service.service import Service
 from cairn.service.stream import Waker, merge
 from cairn.service.worker import serve
@@ -764,3 +767,78 @@ async def test_a_start_that_is_given_up_leaves_nothing_behind(folder: Path, tmp_
     serve(theirs)
     assert not [one for one in threading.enumerate() if one.name.startswith("cairn-kv")]
     await (await Service.start(settings, in_process=True)).close()
+
+
+@pytest.mark.usefixtures("slow_engine")
+async def test_tokens_that_are_generated_are_those_that_requests_are_told(service: Service) -> None:
+    """A worker goes on for some steps until it hears that a request has ended: nobody got those tokens."""
+    whole = await collect(service.generate(request(service, "whole", 40)))
+    await collect(service.generate(request(service, "whole", 400, stop=(whole.text[20:23],))))
+    for _ in range(5):
+        stream = service.generate(request(service, "left early", 1900))
+        await anext(stream)
+        stream.close()
+    unread = service.generate(request(service, "cut", 1900, stop=("nope",)))
+    await until(lambda: service.status(unread.id).completion_tokens > 3)  # type: ignore[union-attr]
+    service.abort(unread.id)
+    await collect(service.generate(request(service, "behind all of them", 40)))
+    await until(lambda: service._stats.running == 0)
+    assert service.metrics.generation_tokens == service.metrics.generation_length.sum > 80
+
+
+async def test_a_start_that_fails_twice_leaves_no_error_unseen(folder: Path, tmp_path: Path) -> None:
+    """The tokenizer cannot be read and the worker cannot load: whichever is first, the other is nobody's."""
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    unseen: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: unseen.append(context["message"]))
+    for order in ("worker first", "tokenizer first"):
+        service = Service(config(tmp_path))
+        supervisor = service._supervisor
+        supervisor.start(launch_first(config(tmp_path), in_process=True, folder=tmp_path))
+        assert supervisor._loaded is not None
+        if order == "worker first":
+            await until(supervisor._loaded.done)
+        else:
+            waiting = asyncio.create_task(supervisor.loaded())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await until(supervisor._loaded.done)
+        await service.close()
+        del supervisor, service
+        gc.collect()
+        await asyncio.sleep(0)
+    with pytest.raises(ModelError):
+        await Service.start(config(tmp_path), in_process=True)
+    gc.collect()
+    await asyncio.sleep(0)
+    assert unseen == []
+
+
+async def test_bytes_that_the_vocabulary_lacks_are_said_at_the_start(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    vocab = text["model"]["vocab"]
+    vocab["unused"] = vocab.pop("\u0104")  # the byte 4
+    shutil.copytree(folder, tmp_path / "m")
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(text), "utf-8")
+    async with serving(tmp_path / "m") as service:
+        assert "the vocabulary lacks the bytes 04: they are left out of prompts" in caplog.messages
+        with pytest.raises(InvalidRequest, match="only bytes that the vocabulary lacks: 0x04"):
+            service.tokenizer.encode_raw("\x04", "")
+
+
+async def test_too_little_memory_for_the_pool_is_told_with_the_option(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where the system told of more than it gives: under `ulimit -v`, or beside others that took it meanwhile."""
+
+    def load(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("cairn.engine.device.load_engine", load)
+    with pytest.raises(ModelError, match=r"use --kv-gb for less of it, .* \(ulimit -v\)"):
+        await Service.start(config(folder), in_process=True)
+    assert "Traceback" not in capfd.readouterr().err

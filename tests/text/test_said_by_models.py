@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,29 @@ def test_an_answer_is_reasoning_content_and_whole_calls(
         assert again.usage is not None and answer.usage is not None
         whole = answer.usage.prompt_tokens + answer.usage.completion_tokens
         assert again.usage.cached_tokens >= whole // 16 * 16
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [f"{letter}\u0301" for letter in "aeiouyncszlrgkmpw"],
+        ["\u212b", "e", "\u0301", *(f"{letter}\u0323\u0307" for letter in "sdhklmnrtvwyz")],
+        [chr(0x1100 + i) + chr(0x1161 + i) for i in range(17)],
+    ],
+)
+def test_text_that_is_not_nfc_comes_back_to_its_cache(tmp_path: Path, pieces: list[str]) -> None:
+    """The tokenizer of such a model makes NFC of a text, so what it said in another form is no encoding of it:
+    the answer is put back as its ids, and a question in that form is the same prompt as in NFC."""
+    path = write_scripted(tmp_path / "m.gguf", pieces, extra={"tokenizer.ggml.pre": "qwen2"})
+    with LLM(str(path), kv_gb=0.05, threads=1) as llm:
+        asked = [{"role": "user", "content": "Where is the cafe\u0301 of A\u030angstro\u0308m, which is so good?"}]
+        answer = llm.chat(asked, temperature=0, max_tokens=20)
+        assert answer.text == "".join(pieces) != unicodedata.normalize("NFC", answer.text)
+        assert answer.usage is not None
+        whole = answer.usage.prompt_tokens + answer.usage.completion_tokens
+        composed = [{"role": "user", "content": unicodedata.normalize("NFC", str(asked[0]["content"]))}]
+        for first in (asked, composed):
+            more = [*first, answer.message, {"role": "user", "content": "And where else?"}]
+            again = llm.chat(more, temperature=0, max_tokens=2)
+            assert again.usage is not None and again.usage.cached_tokens >= whole // 16 * 16
+            assert again.cache.miss is None or again.cache.miss.position >= whole // 16 * 16

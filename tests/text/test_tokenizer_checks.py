@@ -13,9 +13,10 @@ from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from cairn.errors import InvalidRequest, ModelFileError
+from cairn.text import tokenizer, tokenizer_checks
 from cairn.text.gguf import SPLITS
 from cairn.text.tokenizer import Tokenizer, _ids
-from cairn.text.tokenizer_checks import MAX_GROWTH, fault, growth
+from cairn.text.tokenizer_checks import MAX_GROWTH, MAX_STEPS, fault, growth
 
 
 def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
@@ -99,3 +100,35 @@ def test_a_panic_of_the_library_is_the_requests_own_error() -> None:
     made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     with pytest.raises(InvalidRequest, match="tokenizer fails on this text"):
         _ids(made, "a" * 24 + "!")
+
+
+def test_counts_that_no_model_has_are_refused_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens, merges in both ways to write them, pieces, and all that is beside them; at the limit they load."""
+    monkeypatch.setattr(tokenizer, "_COMMAS", 2)
+    monkeypatch.setattr(tokenizer, "MAX_LISTED", 8)
+    bpe: dict[str, Any] = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"] * 8}
+    Tokenizer.load(spoilt(tmp_path / "m", model=bpe))
+    Tokenizer.load(spoilt(tmp_path / "m", model=bpe | {"merges": [["a", "b"]] * 8}))
+    monkeypatch.setattr(tokenizer, "_library", lambda *_: pytest.fail("it was built"))
+    for model, what in (
+        (bpe | {"merges": ["a b"] * 12}, "12 merges"),
+        (bpe | {"merges": [["a", "b"]] * 12}, "12 merges"),
+        (bpe | {"vocab": {str(i): i for i in range(12)}}, "12 tokens"),
+        ({"type": "Unigram", "vocab": [["a", 0]] * 12}, "12 tokens"),
+    ):
+        with pytest.raises(ModelFileError, match=f"holds some {what}; the limit is 8"):
+            Tokenizer.load(spoilt(tmp_path / "m", model=model))
+    monkeypatch.setattr(tokenizer, "MAX_JSON_VALUES", 100)
+    with pytest.raises(ModelFileError, match="more than 100 values beside its tokens and merges"):
+        Tokenizer.load(spoilt(tmp_path / "m", model=bpe, other=[0] * 100))
+
+
+def test_steps_and_added_tokens_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = many("normalizers", *[replace({"String": "a"}, "b")] * (MAX_STEPS + 1))
+    with pytest.raises(ModelFileError, match=f"steps; the limit is {MAX_STEPS}"):
+        Tokenizer.load(spoilt(tmp_path / "m", normalizer=steps))
+    monkeypatch.setattr(tokenizer_checks, "MAX_ADDED", 2)
+    with pytest.raises(ModelFileError, match="10 added tokens; the limit is 2"):
+        Tokenizer.load(spoilt(tmp_path / "m"))

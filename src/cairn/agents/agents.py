@@ -127,9 +127,9 @@ class Agents:
         await self._maintenance.tend()
 
     @property
-    def trouble(self) -> str:
-        """Why the log does not work now, as a sentence; empty when it does."""
-        return self.writer.trouble
+    def troubles(self) -> list[str]:
+        """Why the log does not work now, and what it had lost when it was opened, a sentence each."""
+        return [one for one in (self.writer.trouble, self.writer.loss) if one]
 
     # ---------------------------------------------------------------------------------------------------- to look at
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from cairn.agents.compaction import choose, clear, rewrite
 from cairn.agents.folder import Folder
 from cairn.agents.index import Index, Kind, Segment, decode_keys, encode_keys
-from cairn.agents.recovery import Found, fetch, read_segments
+from cairn.agents.recovery import Found, fetch, read_segments, told
 from cairn.agents.segment import SEAL, Header, Record, encode_record
 from cairn.seams import File, FileSystem, Lock, Rng
 
@@ -62,6 +62,8 @@ class Log:
         """Every record that counts, in order. Empty it once it was read."""
         self.damaged = 0
         """Bytes that were found to be no record at the start."""
+        self.loss = ""
+        """What was found lost at the start, as a sentence; empty for nothing."""
         self.trouble = ""
         """Why it cannot be written, as a sentence; empty when it can."""
 
@@ -92,6 +94,9 @@ class Log:
         self._index, self.damaged = Index(found.segments), found.damaged
         if found.damaged:
             log.warning("%d bytes of the token log are no records: a write was cut off, or damage", found.damaged)
+        self.loss = told(self._folder, found.loss)
+        if self.loss:
+            log.error("%s", self.loss)
         self._next_number = found.next_number
         self._lsns = itertools.count(1 + max(found.records, default=0))
         self._recall(found)

@@ -36,6 +36,8 @@ class Found(NamedTuple):
     """The number of a segment and an offset by lsn. Each has a row there."""
     damaged: int
     """Bytes that are no record."""
+    loss: str
+    """What of that no write that was cut off can have left, as the end of a sentence; empty where nothing is."""
     next_number: int
     """Beyond those of all files."""
 
@@ -59,7 +61,7 @@ def read_segments(folder: Folder) -> Found:
     segments: dict[int, Segment] = {}
     records: dict[int, Record] = {}
     places: dict[int, tuple[int, int]] = {}
-    lost = 0
+    lost = inside = 0
     for number, data in reversed(read):  # of a record that is there twice the later one is known to be durable
         header = headers[number]
         if header is None or header.number != number:
@@ -67,19 +69,50 @@ def read_segments(folder: Folder) -> Found:
             lost += len(data)
             folder.set_aside(number)
             continue
-        segments[number], damaged = _enter(header, data, records, places)
+        segments[number], damaged, torn = _enter(header, data, records, places)
         lost += damaged
-    return Found(segments, records, places, lost, following)
+        inside += damaged - torn
+    return Found(segments, records, places, lost, loss(len(folder.numbers(DAMAGED)), inside), following)
+
+
+def loss(aside: int, inside: int) -> str:
+    """What a log lost that no write which was cut off explains: segments without a header, bytes between records."""
+    found = [f"{aside} of its files had no readable header and were set aside as *.{DAMAGED}"] if aside else []
+    found += [f"{inside} bytes in the midst of it are no records"] if inside else []
+    return " and ".join(found)
+
+
+def look(folder: Folder) -> str:
+    """What the log in a folder has lost, as a sentence; empty for nothing. Changes nothing; a server may hold it."""
+    aside, inside = len(folder.numbers(DAMAGED)), 0
+    for number in folder.numbers(LOG):
+        try:
+            data = folder.read(number)
+        except FileNotFoundError:  # compacted meanwhile
+            continue
+        header = decode_header(data)
+        if header is None or header.number != number:
+            aside += 1
+        elif header.version <= VERSION:
+            _, damaged, torn = _enter(header, data, {}, {})
+            inside += damaged - torn
+    return told(folder, loss(aside, inside))
+
+
+def told(folder: Folder, lost: str) -> str:
+    """A loss as a sentence; empty for none."""
+    return f"the token log in {folder.path} was damaged: {lost}; agents and turns in them are lost" if lost else ""
 
 
 def _enter(
     header: Header, data: bytes, records: dict[int, Record], places: dict[int, tuple[int, int]]
-) -> tuple[Segment, int]:
-    """A segment with those of its records that are not there yet, and its damaged bytes."""
+) -> tuple[Segment, int, int]:
+    """A segment with those of its records that are not there yet, its damaged bytes, and how many of them end it, as
+    those of a write that was cut off do."""
     segment, last = Segment(header), None
-    sound = 0
+    sound, end = 0, HEADER_BYTES
     for offset, record in walk(header, data):
-        last = record
+        last, end = record, offset + record.size
         sound += record.size
         if record.kind == SEAL.kind:
             continue
@@ -91,7 +124,7 @@ def _enter(
     damaged = max(len(data) - HEADER_BYTES, 0) - sound
     segment.size = len(data)
     segment.dirty |= damaged > 0 or last != SEAL
-    return segment, damaged
+    return segment, damaged, max(len(data) - end, 0)
 
 
 def fetch(folder: Folder, index: Index, wanted: Sequence[tuple[int, int]]) -> list[Record | None]:

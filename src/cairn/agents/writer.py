@@ -56,6 +56,11 @@ class Writer:
         self._thread.start()
 
     @property
+    def loss(self) -> str:
+        """What the log had lost when it was opened, as a sentence; empty for nothing."""
+        return self._log.loss
+
+    @property
     def trouble(self) -> str:
         """Why the log does not work now; empty when it does."""
         return self._log.trouble

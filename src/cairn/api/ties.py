@@ -47,7 +47,7 @@ class Ties:
         """What does not work of them now, although requests are served."""
         if self.agents is None:
             return [self.why_not] if self.failing else []
-        return [self.agents.trouble] if self.agents.trouble else []
+        return self.agents.troubles
 
     def opened(self, agents: Agents) -> None:
         """There are agents from now on."""

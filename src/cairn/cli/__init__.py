@@ -87,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130
+    except MemoryError:
+        print("cairn: this process may take no more memory: give it more (ulimit -v), or less to do", file=sys.stderr)
+        code = 1
     except BrokenPipeError:  # the reader of stdout has gone; nothing more can be said there
         code = 1
     except OSError as error:  # above all a stdout that is full

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 
 import typer
@@ -27,8 +28,9 @@ SIZING = (
     "kv_dtype",
     "max_running",
     "step_tokens",
+    "agents_dir",
 )
-"""Options that decide which engine computes and whether a model fits."""
+"""Options that decide which engine computes, whether a model fits, and where agents are."""
 
 
 def register(app: typer.Typer) -> None:
@@ -41,7 +43,8 @@ def register(app: typer.Typer) -> None:
         from cairn.cli.output import sections
 
         config = resolved.config
-        sections([("Machine", _machine()), ("Engines", _engines(config)), ("Models", _models(config))])
+        rows = [("Machine", _machine()), ("Engines", _engines(config)), ("Models", _models(config))]
+        sections([*rows, ("Agents", _agents(config))])
 
 
 def _machine() -> Rows:
@@ -126,6 +129,23 @@ def _fit(name: str, config: Config) -> str:
         f"fits: {amount(weights.held)} of weights ({held.note()}); {amount(pool)} of KV pool holds {holds}, "
         f"context {context:,}"
     )
+
+
+def _agents(config: Config) -> Rows:
+    """Where agents are kept, and what the disk lost of them."""
+    from cairn.agents.folder import Folder
+    from cairn.agents.recovery import look
+    from cairn.api.folders import agents_folder
+    from cairn.system import SystemFiles
+
+    place = agents_folder(config, os.environ)
+    try:
+        state = look(Folder(SystemFiles(), place)) or "sound"
+    except FileNotFoundError:
+        state = "none yet"
+    except (OSError, CairnError) as error:
+        state = f"cannot be read: {error}"
+    return [("folder", str(place)), ("token log", state)]
 
 
 def _largest(config: Config) -> str:

@@ -64,7 +64,16 @@ def memory_available(root: Path = ROOT) -> int:
         used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
         if limit.isdecimal() and used.isdecimal():
             available = min(available, max(0, int(limit) - int(used) + _clean_file_pages(folder)))
-    return available
+    return min(available, address_space(root))
+
+
+def address_space(root: Path = ROOT) -> int:
+    """Bytes that this process may still map, by its own limit (`ulimit -v`); very many where it has none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    pages = _read(root / "proc/self/statm").split()
+    if limit == resource.RLIM_INFINITY or not pages:
+        return sys.maxsize
+    return max(0, limit - int(pages[0]) * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _clean_file_pages(folder: Path) -> int:

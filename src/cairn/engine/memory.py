@@ -156,9 +156,11 @@ def check_memory(
     pool, buffers = _bytes(spec, config, blocks), _buffers(spec, config)
     if weights.held + max(pool + buffers, weights.passing) > free:
         loading = f", {_gb(weights.passing)} while loading" if weights.passing > pool + buffers else ""
+        hint = "; use --kv-gb for a smaller pool" if weights.held + max(buffers, weights.passing) < free else ""
         raise ModelError(
             f"{spec.name}: needs {_gb(weights.held + max(pool + buffers, weights.passing))} of memory "
-            f"({_gb(weights.held)} weights{loading}, {_gb(pool)} KV pool, {_gb(buffers)} buffers), {_gb(free)} are free"
+            f"({_gb(weights.held)} weights{loading}, {_gb(pool)} KV pool, {_gb(buffers)} buffers), {_gb(free)} are "
+            f"free{hint}"
         )
 
 

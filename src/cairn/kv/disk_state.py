@@ -211,8 +211,14 @@ class DiskState:
                 self.count(evicted=cleared)
                 if cleared < max(1, len(victims)):
                     if lack > 0:
-                        self._full = f"the KV store cannot write {self.folder.folder}: the disk is full"
+                        self._full = self._no_room(free)
                     return False
+
+    def _no_room(self, free: int) -> str:
+        """What to say of a disk on which the store may take no more."""
+        kept = f"{free:,} bytes of its disk are free, and {self._reserve:,} are left to others"
+        what = "; name a folder on a larger one with --kv-dir, or keep none with --no-kv-disk"
+        return f"the KV store cannot write {self.folder.folder}: {kept}{what}"
 
     def _owed_to_others(self, free: int) -> int:
         """How far the disk is below a quarter of the reserve. With the lock held.

@@ -31,6 +31,9 @@ MAX_NAME_BYTES = 255
 
 MAX_JSON_BYTES = 32 << 20
 """Larger configs and indexes are refused: the index of the largest models has about 10 MB."""
+MAX_JSON_VALUES = 1 << 20
+"""Of a JSON file but for a vocabulary, and of a safetensors header: its commas and brackets, which are no fewer. The
+largest models have some 100,000; a text of 32 MiB could hold 16 million empty lists, in 1 GB."""
 MAX_TOKENIZER_BYTES = 128 << 20
 """The largest tokenizer.json; those of the largest vocabularies have some 35 MB."""
 MAX_TEMPLATE_BYTES = 4 << 20
@@ -120,6 +123,8 @@ def read_optional_json(path: Path) -> dict[str, Any]:
 
 def parse_object(text: bytes, path: Path, unique: bool = False) -> dict[str, Any]:
     """The JSON object in `text`; `path` is for the message only. `unique`: a key that stands twice is an error."""
+    if most_values(text) > MAX_JSON_VALUES:
+        raise ModelFileError(f"{path}: holds more than {MAX_JSON_VALUES} values, which no model's JSON does")
     try:
         value = json.loads(text, object_pairs_hook=_unique if unique else None)
     except (ValueError, RecursionError) as error:
@@ -127,6 +132,11 @@ def parse_object(text: bytes, path: Path, unique: bool = False) -> dict[str, Any
     if not isinstance(value, dict):
         raise ModelFileError(f"{path}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def most_values(text: bytes) -> int:
+    """How many values a JSON text may hold at most, told without building one of them."""
+    return sum(map(text.count, (b",", b"[", b"{")))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

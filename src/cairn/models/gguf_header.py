@@ -21,6 +21,11 @@ MAX_ELEMENTS = 1 << 24
 MAX_TEXTS = 1 << 20
 """Most texts in one array; the largest vocabularies have some 300,000 tokens and 600,000 merges."""
 
+MAX_ALL_TEXTS = 1 << 21
+"""Most texts in all arrays together."""
+MAX_HEADER_BYTES = 1 << 28
+"""Of all before the tensors; the largest have some 20 MB. A file with holes may say that it has terabytes."""
+
 _READ = 1 << 20
 _LENGTH = struct.Struct("<Q")
 _SCALARS = {
@@ -37,11 +42,11 @@ class Cursor:
     The header is read, not mapped: a mapped file that is cut while it is read would kill the process.
     """
 
-    __slots__ = ("_data", "_file", "_size", "at", "elements", "path")
+    __slots__ = ("_data", "_file", "_size", "at", "elements", "path", "strings")
 
     def __init__(self, path: Path, file: BinaryIO, size: int) -> None:
         self.path, self.at = path, 0
-        self.elements = 0
+        self.elements = self.strings = 0
         self._data, self._file, self._size = bytearray(), file, size
 
     def error(self, text: str) -> ModelFileError:
@@ -89,10 +94,13 @@ class Cursor:
     def _fill(self, end: int) -> None:
         """Read on, so that the bytes before `end` are here."""
         if end <= self._size:
+            if end > MAX_HEADER_BYTES:
+                raise self.error(f"the header goes on, and that of no model has more than {MAX_HEADER_BYTES} bytes")
             self._data += self._file.read(max(end - len(self._data), _READ))
         if end > len(self._data):
             raise ModelFileError(
-                f"{self.path}: truncated: the header goes on at byte {self.at}, but the file has {self._size} bytes"
+                f"{self.path}: truncated: what begins at byte {self.at} of the header ends at byte {end}, and the file "
+                f"has only {self._size} bytes"
             )
 
 
@@ -144,4 +152,7 @@ def _array(cursor: Cursor, key: str) -> Any:
         raise cursor.error(f"{what} has elements of the type {kind}, expected numbers, truth values or texts")
     if count > MAX_TEXTS:
         raise cursor.error(f"{what} has {count} texts, more than {MAX_TEXTS}")
+    cursor.strings += count
+    if cursor.strings > MAX_ALL_TEXTS:
+        raise cursor.error(f"{what} has {count} texts; all arrays together may have {MAX_ALL_TEXTS}")
     return cursor.texts(count, MAX_STRING_BYTES, f"an element of {key[:120]!r}")

@@ -131,13 +131,9 @@ class Service:
     async def _load(self, first: First) -> None:
         self._supervisor.start(first)
         self._ticker = asyncio.create_task(self._tick())
-        loading = asyncio.create_task(self._supervisor.loaded())
-        try:
-            self.chat = await Chat.start(Path(first.load.folder), self._config, self._clock)
-            self.tokenizer = self._traffic.tokenizer = self.chat.tokenizer
-            await loading
-        finally:
-            loading.cancel()
+        self.chat = await Chat.start(Path(first.load.folder), self._config, self._clock)
+        self.tokenizer = self._traffic.tokenizer = self.chat.tokenizer
+        await self._supervisor.loaded()
         self.controls = hidden_controls(self.tokenizer)
         """Text -> id of the control tokens that are never shown."""
         self.chat.context = self.info.context

@@ -125,6 +125,7 @@ class Supervisor:
     def start(self, first: First) -> None:
         """Take over the first worker; from now on one is kept alive."""
         self._loaded = asyncio.get_running_loop().create_future()
+        self._loaded.add_done_callback(_seen)
         self._link = Link(first.worker, self._clock, self._receive)
         self._keeper = asyncio.create_task(self._keep(self._link, first))
 
@@ -369,3 +370,9 @@ class Supervisor:
             self._failures = min(self._failures, 1)
             lost = GenerationFailed("the worker died each time it computed this request")
             self._on_lost(self.flights[guilty], lost)
+
+
+def _seen(loaded: asyncio.Future[None]) -> None:
+    """Mark an error as seen: where the tokenizer fails first, or the start is cut off, nobody waits for the worker."""
+    if not loaded.cancelled():
+        loaded.exception()

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -122,7 +122,6 @@ class Traffic:
             self._measure(before, step.stats)
         tokens = len(step.ids) + sum([len(output.tokens) for output in step.outputs])
         if tokens:
-            self.metrics.generation_tokens += tokens
             self.metrics.step_tokens.observe(tokens)
         self._tokens(step, now)
         for output in step.outputs:
@@ -130,12 +129,13 @@ class Traffic:
 
     def _tokens(self, step: wire.Step, now: float) -> None:
         """One token each for most requests; those that had theirs of the last step, too, waited equally long."""
-        flights, before, together = self.flights, self._stepped, 0
+        flights, before, together, taken = self.flights, self._stepped, 0, 0
         for id, token in zip(step.ids, step.tokens, strict=True):
             flight = flights.get(id)
             if flight is None:
                 continue
             flight.accept_token(token)
+            taken += not flight.eager
             if flight.last_at == before:
                 together += 1
             else:
@@ -145,6 +145,7 @@ class Traffic:
         if together:
             self.metrics.inter_token.observe(now - before, together)
         self._stepped = now
+        self.metrics.generation_tokens += taken
 
     def _measure(self, old: wire.Stats, new: wire.Stats) -> None:
         metrics = self.metrics
@@ -168,6 +169,8 @@ class Traffic:
         if output.cache is not None and flight.cache is None:
             output = self._explained(flight, output)
         flight.accept(output)
+        if not flight.eager:
+            self.metrics.generation_tokens += len(output.tokens)
         if output.tokens:
             if flight.first_at is None:
                 flight.first_at = now
@@ -217,7 +220,8 @@ class Traffic:
         """Let the consumer know of news; a request with stop strings is read at once."""
         if flight.eager:
             try:
-                flight.read()
+                with self._counting(flight):
+                    flight.read()
             except Exception as error:
                 self.release(flight.request.id, FinishReason.ERROR, error=_broken(error), tell=True)
                 return
@@ -226,6 +230,16 @@ class Traffic:
                 return
         if flight.waker is not None:
             flight.waker.wake()
+
+    @contextlib.contextmanager
+    def _counting(self, flight: Flight) -> Iterator[None]:
+        """Count the tokens that are read inside, of a request whose text may stop within them. All others count when
+        they come, so that the total is the sum of what requests are told; what a worker sends of one that has ended
+        meanwhile counts nowhere."""
+        before = flight.text.completion_tokens
+        yield
+        if flight.eager:
+            self.metrics.generation_tokens += flight.text.completion_tokens - before
 
     # ---------------------------------------------------------------------------------------------- the one way out
 
@@ -247,7 +261,8 @@ class Traffic:
         now = self._clock.now()
         timing = timing or _timing(flight, now)
         try:
-            flight.end(reason, error, timing)
+            with self._counting(flight):
+                flight.end(reason, error, timing)
         except Exception as failure:
             flight.fail(_broken(failure))
         self._remember(flight, reason, timing, now)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TextIO
 
 from cairn.engine.base import Engine
-from cairn.errors import CairnError
+from cairn.errors import CairnError, ModelError
 from cairn.figures import KvStats
 from cairn.kv.cache import Cache
 from cairn.kv.tiers import Tiers
@@ -49,6 +49,10 @@ LOOK_SECONDS = 0.05
 REST_SECONDS = 0.2
 """How long nobody must have wanted a step before KV is stored: the next turn of a conversation often comes at once."""
 _NEWS_SECONDS = 0.5
+NO_MEMORY = (
+    "there is not the memory that the model and its KV take: use --kv-gb for less of it, or let this process have more "
+    "(ulimit -v)"
+)
 _PULSE_SECONDS = 5.0
 _STORE_SECONDS = 4.0
 """How long what is to be written holds up the end."""
@@ -286,6 +290,8 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
             engine.close()
         if isinstance(error, CairnError):
             channel.send(wire.LoadFailed(error.code, str(error)))
+        elif isinstance(error, MemoryError):
+            channel.send(wire.LoadFailed(ModelError.code, NO_MEMORY))
         else:
             traceback.print_exc(file=sys.stderr)
             channel.send(wire.LoadFailed(CairnError.code, f"the model could not be loaded: {error!r}"))

@@ -25,10 +25,13 @@ from cairn.models.ends import UNMISTAKABLE, Middle, is_spelt_as_control
 from cairn.models.gguf import Gguf
 from cairn.models.gguf_spec import named_ids
 from cairn.text.detokenizer import BYTE_TOKEN
+from cairn.text.tokenizer_checks import check_added
 from cairn.types import MAX_VOCAB
 
 PLAIN, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of tokens, as `tokenizer.ggml.token_type` numbers them."""
+ADDED = frozenset((UNKNOWN, CONTROL, USER))
+"""Those of tokens that are recognised as a whole."""
 
 _WRITTEN = re.compile(r"<[^\s<>'\"]{1,64}>|\[[^\s\[\]'\"]{1,64}\]")
 """What may be a control token in a template's source."""
@@ -97,6 +100,7 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
     """
     fields = gguf.fields
     tokens, kinds = _vocabulary(gguf)
+    check_added(sum(kind in ADDED for kind in kinds), gguf.paths[0])  # before anything is built of so many
     model = fields.text("tokenizer.ggml.model", "")
     if model == "gpt2":
         bpe, around = _byte_bpe(gguf, tokens, kinds)
@@ -117,7 +121,9 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
     }
     rebuilt = Tokenizer.from_str(json.dumps({"version": "1.0", **around, **empty}))
     rebuilt.model = bpe
-    rebuilt.add_tokens(_added(tokens, kinds, _mistaken(gguf, tokens, kinds, config)))
+    added = _added(tokens, kinds, _mistaken(gguf, tokens, kinds, config))
+    check_added(len(added), gguf.paths[0])
+    rebuilt.add_tokens(added)
     return rebuilt, around["decoder"], config
 
 
@@ -196,7 +202,7 @@ def _added(tokens: list[str], kinds: list[int], mistaken: set[str]) -> list[Adde
     return [
         AddedToken(token, normalized=False, special=kind != USER or token in mistaken)
         for token, kind in zip(tokens, kinds, strict=True)
-        if token and (kind in (UNKNOWN, CONTROL, USER) or token in mistaken)
+        if token and (kind in ADDED or token in mistaken)
     ]
 
 
@@ -236,6 +242,7 @@ def _byte_bpe(gguf: Gguf, tokens: list[str], kinds: list[int]) -> tuple[BPE, dic
     listed = gguf.metadata.get("tokenizer.ggml.merges")
     if not isinstance(listed, list):
         raise ModelFileError(f"{path}: tokenizer.ggml.merges must be a list of texts")
+    listed = list(dict.fromkeys(listed))  # of one that stands twice the first counts, as with llama.cpp
     try:
         # A token may begin with a space of its own only in the byte alphabet, where it is another character.
         pairs = [tuple(merge.split(" ")) for merge in listed]

@@ -21,11 +21,18 @@ from tokenizers import Tokenizer as Library
 
 from cairn.errors import InvalidRequest, ModelFileError
 from cairn.models.ends import UNMISTAKABLE, Middle, known_ends, known_middle
-from cairn.models.files import MAX_TOKENIZER_BYTES, is_gguf, read_optional_json, read_small
+from cairn.models.files import (
+    MAX_JSON_VALUES,
+    MAX_TOKENIZER_BYTES,
+    is_gguf,
+    most_values,
+    read_optional_json,
+    read_small,
+)
 from cairn.models.tokenizer_files import companions
 from cairn.text.controls import Controls, is_control
 from cairn.text.detokenizer import Decoding, Detokenizer
-from cairn.text.tokenizer_checks import fault, no_panic
+from cairn.text.tokenizer_checks import check_added, fault, no_panic
 
 if TYPE_CHECKING:
     from cairn.models.gguf import Gguf
@@ -38,10 +45,17 @@ INLINE = 4_096
 """Most characters or tokens that are worth no thread: more of them would hold other requests up meanwhile."""
 
 
+MAX_LISTED = 1 << 20
+"""Most tokens, and most merges, of a tokenizer.json; the largest models have some 300,000 and 600,000."""
+_COMMAS = 1 << 16
+"""Commas and brackets that stand in the texts of tokens and merges: many more than any vocabulary has."""
+
+
 class _Model(msgspec.Struct, frozen=True):
     """The part of it that is looked at."""
 
-    vocab: Any = None
+    vocab: msgspec.Raw = msgspec.Raw(b"null")
+    merges: msgspec.Raw = msgspec.Raw(b"null")
 
 
 class _File(msgspec.Struct):
@@ -51,6 +65,7 @@ class _File(msgspec.Struct):
     normalizer: dict[str, Any] | None = None
     pre_tokenizer: dict[str, Any] | None = None
     model: _Model = _Model()
+    added_tokens: list[msgspec.Raw] | None = None
 
 
 class Tokenizer:
@@ -143,13 +158,13 @@ class Tokenizer:
         """Read a tokenizer.json, with what its settings in `folder` say, or else what `named` says."""
         try:
             text = read_small(path, MAX_TOKENIZER_BYTES, "tokenizer.json")
-            file = msgspec.json.decode(text, type=_File)
+            file = _looked_at(text, path)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ModelFileError(f"{path}: not a tokenizer.json of the tokenizers library ({error})") from error
         with ThreadPoolExecutor(1) as beside:
             checked = beside.submit(fault, file.normalizer, file.pre_tokenizer)
             library = _library(text.decode(), path)
-            vocab = file.model.vocab
+            vocab = msgspec.json.decode(file.model.vocab)
             if isinstance(vocab, dict) and len(set(vocab.values())) < len(vocab):
                 raise ModelFileError(f"{path}: two tokens of its vocabulary have one id")
             if wrong := checked.result():
@@ -363,6 +378,26 @@ def valid_text(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def _looked_at(text: bytes, path: Path) -> _File:
+    """What is looked at of a tokenizer.json. Raises ModelFileError for one that holds more than any model's.
+
+    What the tokenizers library builds takes ten times the file's size, so it is counted before there is any of it.
+    """
+    file = msgspec.json.decode(text, type=_File)
+    known = 0
+    for what, part in (("tokens", file.model.vocab), ("merges", file.model.merges)):
+        listed = bytes(part)
+        known += (most := most_values(listed))
+        # A token is `"x":1,` or `["x",-1.5],`, a merge `"x y",` or `["x","y"],`.
+        each = 3 if listed[1:].lstrip().startswith(b"[") else 1
+        if most > each * MAX_LISTED + _COMMAS:
+            raise ModelFileError(f"{path}: holds some {most // each} {what}; the limit is {MAX_LISTED}")
+    if most_values(text) - known > MAX_JSON_VALUES:
+        raise ModelFileError(f"{path}: holds more than {MAX_JSON_VALUES} values beside its tokens and merges")
+    check_added(len(file.added_tokens or ()), path)
+    return file
 
 
 def _library(data: str, path: Path) -> Library:

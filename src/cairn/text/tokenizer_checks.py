@@ -20,14 +20,19 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from cairn.errors import CairnError
+from cairn.errors import CairnError, ModelFileError
 from cairn.system import without_secrets
 
 MAX_GROWTH = 256.0
 """Bytes that normalisers and pre-tokenisers may make of one. SentencePiece's NFKC table reaches 99, others 22."""
 MAX_PREPENDED = 1024
+MAX_ADDED = 1 << 16
+"""Tokens that are recognised as a whole; models have at most some 30,000, and each takes time at every start."""
+MAX_STEPS = 1000
+"""Of normalisers and pre-tokenisers together: each is a pass over the text."""
 CPU_SECONDS = 5
 """What one check may take; the tokenizers in circulation take some tenths."""
 WALL_SECONDS = 120.0
@@ -72,6 +77,12 @@ def _charsmap_growth(encoded: object) -> float:
     return max(1.0, *map(float, map(len, texts)))
 
 
+def check_added(count: int, path: Path) -> None:
+    """Raise ModelFileError for more tokens that are recognised as a whole than any model has."""
+    if count > MAX_ADDED:
+        raise ModelFileError(f"{path}: has {count} added tokens; the limit is {MAX_ADDED}")
+
+
 def steps(step: object) -> Iterator[Mapping[str, Any]]:
     """All steps of a nested sequence."""
     if isinstance(step, Mapping):
@@ -100,6 +111,8 @@ def _fault(parts: str) -> str | None:
     if grown > MAX_GROWTH:
         return f"its normaliser may make a text {grown:.4g} times as long; the limit is {MAX_GROWTH:g}"
     found = [one for part in (normalizer, pre_tokenizer) for one in steps(part)]
+    if len(found) > MAX_STEPS:
+        return f"its normaliser and pre-tokeniser have {len(found)} steps; the limit is {MAX_STEPS}"
     if any(len(str(one.get("prepend", ""))) > MAX_PREPENDED for one in found):
         return f"it puts more than {MAX_PREPENDED} characters before every text"
     patterns = _patterns(normalizer, pre_tokenizer)
@@ -159,8 +172,10 @@ def main() -> None:
     """Try the parts of a tokenizer.json on stdin; say on stdout what is tried, and `ok` at the end."""
     from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    for kind, most in ((resource.RLIMIT_CPU, CPU_SECONDS), (resource.RLIMIT_AS, MEMORY)):
+        _, hard = resource.getrlimit(kind)
+        least = most if hard == resource.RLIM_INFINITY else min(most, hard)  # the server may have less itself
+        resource.setrlimit(kind, (least, least))
     normalizer, pre_tokenizer = json.loads(sys.stdin.buffer.read())
     patterns = _patterns(normalizer, pre_tokenizer)
     for number, pattern in enumerate(patterns):
