@@ -877,3 +877,19 @@ def test_a_thread_may_close_the_loop_while_it_asks_something_of_it(monkeypatch):
     caller.start()
     caller.join(20)
     assert said and run.closed
+
+
+def test_the_order_of_samplers_is_an_option_and_a_request_may_name_its_own():
+    """As llama.cpp's clients name it."""
+    sampling = {"temperature": 2.0, "top_p": 0.6, "top_k": 0, "min_p": 0, "seed": 5, **NINE}
+    llama = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
+    with LLM("demo", engine="fake") as llm:
+        usual = llm.generate("Once", **sampling).tokens
+        listed = llm.generate("Once", samplers=llama, **sampling).tokens
+        assert llm.generate("Once", samplers="edskypmxt", **sampling).tokens == listed != usual
+        with pytest.raises(InvalidRequest, match="there are two orders"):
+            llm.generate("Once", samplers=["temperature", "penalties"], repetition_penalty=1.1, **sampling)
+    with LLM("demo", engine="fake", sampler_order="llama") as llm:
+        assert llm.generate("Once", **sampling).tokens == listed
+        usually = ["penalties", "temperature", "top_k", "top_p", "min_p"]
+        assert llm.generate("Once", samplers=usually, **sampling).tokens == usual

@@ -159,6 +159,15 @@ def kept(logits: NDArray[np.float32], top_k: int = 0, top_p: float = 1.0, min_p:
     return result
 
 
+@pytest.mark.parametrize("filters", [{"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 12, "top_p": 0.9, "min_p": 0.05}])
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+def test_the_temperature_after_the_cuts(temperature: float, filters: dict[str, float]) -> None:
+    logits = random_logits(1)[0]
+    cut = np.where(kept(logits, **filters) > 0, logits, -np.inf)  # type: ignore[arg-type]
+    found = draws(logits, temperature=temperature, temperature_last=True, **filters)
+    assert_distributed(found, probabilities(cut / np.float32(temperature)))
+
+
 @pytest.mark.parametrize("vocab", [64, 5000])
 @pytest.mark.parametrize(
     "filters",

@@ -253,6 +253,7 @@ class AsyncLLM:
             ids=service.next_id,
             context=service.info.context,
             controls=service.controls,
+            sampler_order=self.config.sampler_order,
             max_choices=1,
             timeout=self.config.request_timeout,
             **more,

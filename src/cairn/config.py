@@ -203,6 +203,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         bool, Meta(description="Set a kv_dir aside that cannot be used as a store, and start a new one in its place.")
     ] = False
     # text
+    sampler_order: Annotated[
+        Literal["default", "llama"],
+        Meta(
+            description="Order of samplers where a request lists none: 'default' applies the temperature before top_k, "
+            "top_p and min_p, as transformers and vLLM do, 'llama' after them, as llama.cpp does."
+        ),
+    ] = "default"
     reasoning_history: Annotated[
         Literal["keep", "template"],
         Meta(

@@ -15,7 +15,7 @@ PANELS = (
     ("Model and engine", "model"),
     ("Scheduling", "max_running"),
     ("Stored KV", "kv_dir"),
-    ("Text", "reasoning_history"),
+    ("Text", "sampler_order"),
     ("Agents", "agents_dir"),
     ("Server", "host"),
     ("Limits on what a client may send", "lenient"),

@@ -44,9 +44,10 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one token is chosen from the logits. Every default means "off" or "plain sampling".
 
-    The order of application is the field's: bias and penalties on the logits, then temperature, then top-k, top-p,
-    min-p. `temperature == 0` is greedy. `stop_token_ids` is already resolved: it holds the model's EOS ids unless
-    `ignore_eos` was asked for, so nothing below the front needs to know what EOS is.
+    The order of application: bias and penalties on the logits, then temperature, then top-k, top-p, min-p; with
+    `temperature_last` the temperature after these. `temperature == 0` is greedy. `stop_token_ids` is already resolved:
+    it holds the model's EOS ids unless `ignore_eos` was asked for, so nothing below the front needs to know what EOS
+    is.
     """
 
     max_tokens: int
@@ -54,6 +55,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    temperature_last: bool = False
+    """The cuts look at the distribution before the temperature, which then is of what they keep."""
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

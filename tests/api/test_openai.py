@@ -278,6 +278,7 @@ async def test_every_sampling_option_reaches_the_request() -> None:
         "ignore_eos": True,
         "logprobs": True,
         "top_logprobs": 3,
+        "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
     }
     service = ScriptedService()
     async with site(service) as at:
@@ -291,8 +292,31 @@ async def test_every_sampling_option_reaches_the_request() -> None:
     assert (sampling.seed, sampling.min_tokens, sampling.max_tokens) == (11, 2, 9)
     assert sampling.stop_token_ids == (9,) and request.stop == ("END",)
     assert sampling.logprobs and sampling.top_logprobs == 3
+    assert sampling.temperature_last and not service.streams[1].request.sampling.temperature_last
     plain = service.streams[1].request.sampling
     assert plain.temperature == 0.7 and plain.stop_token_ids == (256,) and plain.max_tokens == 126
+
+
+async def test_the_servers_order_of_samplers_and_a_requests_own() -> None:
+    config, service = Config(sampler_order="llama"), ScriptedService()
+    usual = ["penalties", "temperature", "top_k", "top_p", "min_p"]
+    async with site(service, config) as at, at.http() as http:
+        for more in ({}, {"samplers": usual}, {"samplers": ["top_k", "temperature"]}):
+            assert (await post(at, chat(temperature=0.5, top_p=0.9, **more))).status_code == 200
+            body = {"prompt": "a", "temperature": 0.5, "top_p": 0.9, "max_tokens": 1, **more}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+        refused = await post(at, chat(samplers=["top_p", "temperature", "min_p"], top_p=0.9, min_p=0.1))
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "samplers"
+        unknown = await post(at, chat(samplers=["top_k", "dry"], dry_multiplier=0.8))
+        assert unknown.status_code == 400 and unknown.json()["error"]["param"] == "dry_multiplier"
+        wrong = await post(at, chat(samplers={"top_k": 1}))
+        assert wrong.json()["error"]["message"].startswith("samplers must be a list of names")
+        assert (await post(at, chat(samplers=["top_k", "dry", "xtc"], dry_multiplier=0))).status_code == 200
+        props = (await http.get("/props")).json()["default_generation_settings"]["params"]
+    found = [one.request.sampling for one in service.streams]
+    assert [one.temperature_last for one in found[:6]] == [True, True, False, False, False, False]
+    assert [one.top_p for one in found[4:6]] == [1.0, 1.0], "what is not in the list does not apply"
+    assert props["samplers"] == ["penalties", "top_k", "top_p", "min_p", "temperature"]
 
 
 # ------------------------------------------------------------------------------------------------- text completions

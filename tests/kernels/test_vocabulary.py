@@ -70,6 +70,9 @@ def large_lines() -> tuple[Any, list[tuple[list[Line], list[Choice]]]]:
         {"top_k": 9000, "top_p": 0.99},
         {"top_p": 0.97, "min_p": 1e-4},
         {"top_p": 1 - 1e-12},
+        {"temperature": 0.6, "top_p": 0.6, "temperature_last": True},
+        {"temperature": 1.7, "top_k": 9000, "top_p": 0.99, "min_p": 1e-4, "temperature_last": True},
+        {"temperature": 0.6, "min_p": 0.05, "temperature_last": True},
     ]
     options = [SamplingParams(max_tokens=9, seed=seed, **one) for one in every for seed in range(2)]  # type: ignore[arg-type]
     asked = [[Line(Row([1], 0, 1, (), 0, 1, params, 0), 5)] * len(logits) for params in options]
@@ -154,7 +157,8 @@ def test_the_ends_of_the_draw(kernels: Any, bits: int, place: int) -> None:
     logits = np.full((1, 3001), -1000, np.float32)
     logits[0, [20, 30, 2999]] = 0
     sampler = kernels.sampler(3001)
-    for options in ({}, {"top_k": 60}, {"top_p": 0.999}, {"min_p": 1e-6}, {"top_k": 3}):
+    late = {"temperature": 0.5, "top_p": 0.999, "temperature_last": True}
+    for options in ({}, {"top_k": 60}, {"top_p": 0.999}, {"min_p": 1e-6}, {"top_k": 3}, late):
         line = Line(Row([1], 0, 1, (), 0, 1, SamplingParams(max_tokens=9, seed=seed, **options), 0))  # type: ignore[arg-type]
         got = sampler.choose([line], logits)
         assert got == NUMPY.choose([line], logits)
@@ -174,6 +178,27 @@ def test_what_does_not_fit_is_refused(kernels: Any) -> None:
         sampler.greedy(np.zeros((1, 64), np.float64))
     with pytest.raises(ValueError, match="a vocabulary has"):
         kernels.sampler(0)
+
+
+@pytest.mark.parametrize(("last", "most"), [(False, 3), (True, 30)])
+def test_a_nucleus_before_and_after_the_temperature(kernels: Any, last: bool, most: int) -> None:
+    """The figures of docs/sampling.md: what may be drawn at temperature 0.6 and top_p 0.6."""
+    vocab = 290
+    ids = np.random.default_rng(3).permutation(vocab)
+    logits = np.empty((1, vocab), np.float32)
+    logits[0, ids] = -0.95 * np.log(np.arange(1, vocab + 1))
+    options = {"temperature": 0.6, "top_p": 0.6, "temperature_last": last}
+    lines = [
+        Line(Row([1], 0, 1, (), 0, 1, SamplingParams(max_tokens=9, seed=seed, logprobs=True, **options), 0), 2)  # type: ignore[arg-type]
+        for seed in range(3000)
+    ]
+    many = np.tile(logits, (len(lines), 1))
+    got = kernels.sampler(vocab).choose(lines, many)
+    assert got == NUMPY.choose(lines, many)
+    assert {one.token for one in got} == set(ids[:most].tolist())
+    assert {one.mass for one in got} == {NUMPY.choose([Line(None, 2)], logits)[0].mass}, "of the plain distribution"
+    first, second = (sum(one.token == ids[at] for one in got) for at in (0, 1))
+    assert first / second == pytest.approx(2 ** (0.95 / 0.6), rel=0.15), "the temperature applies in either order"
 
 
 def test_masses_count_in_units_of_the_peak() -> None:

@@ -57,6 +57,7 @@ def random_row(rng: np.random.Generator, vocab: int) -> Row:
         top_k=maybe(0.4, 0, 1, 2, 5, 40, 300, vocab - 1, vocab, vocab + 1),
         top_p=maybe(0.4, 1.0, 1e-300, 1e-9, 0.1, 0.5, 0.9, 0.99, 1 - 1e-9, 1 - 2.0**-53),
         min_p=maybe(0.3, 0.0, 1e-300, 1e-12, 1e-3, 0.1, 0.5, 1.0),
+        temperature_last=maybe(0.3, False, True),
         repetition_penalty=maybe(0.3, 1.0, 0.5, 1.1, 2.0, 1e30, 1e-30),
         presence_penalty=maybe(0.2, 0.0, 0.5, -2.0, 1e30),
         frequency_penalty=maybe(0.2, 0.0, 0.7, -2.0, 1e30),
@@ -107,8 +108,10 @@ def check(row: Row, logits: Any, choice: Choice) -> None:
     if params.temperature < 1e-5:
         assert choice.token == values.argmax(), "greedy takes another token"
         return
-    relative = ((values - values.max()).astype(np.float32) / np.float32(min(params.temperature, 3e38))).astype(float)
-    low, high, kept = interval(row, relative, choice.token)
+    relative = (values - values.max()).astype(np.float32)
+    scaled = (relative / np.float32(min(params.temperature, 3e38))).astype(float)
+    cut = relative.astype(float) if params.temperature_last else scaled
+    low, high, kept = interval(row, cut, scaled, choice.token)
     if low is None or high is None:
         return
     draw = uniform(params.seed, row.choice, len(row.tokens)) * kept
@@ -135,8 +138,9 @@ def adjusted(row: Row, logits: Any) -> Any:
     return values
 
 
-def interval(row: Row, relative: Any, token: int) -> tuple[float | None, float | None, float]:
-    """Where a token lies among the kept mass, and that mass; None where a filter's edge is too close to say."""
+def interval(row: Row, relative: Any, scaled: Any, token: int) -> tuple[float | None, float | None, float]:
+    """Where a token lies among the kept mass, and that mass; None where a filter's edge is too close to say. The cuts
+    look at `relative`, the draw at `scaled`."""
     params, weights = row.sampling, np.exp(relative)
     ranked = sorted(range(len(relative)), key=lambda i: (-relative[i], i))
     kept = ranked[: params.top_k] if params.top_k else ranked
@@ -150,8 +154,9 @@ def interval(row: Row, relative: Any, token: int) -> tuple[float | None, float |
         kept = kept[:count]
     if params.min_p:
         kept = [i for i in kept if relative[i] >= np.float32(math.log(params.min_p))]
-    if not (0 < params.top_k < len(relative) or params.top_p < 1):
+    if params.temperature_last or not (0 < params.top_k < len(relative) or params.top_p < 1):
         kept = sorted(kept)
+    weights = np.exp(scaled)
     assert token in kept, f"token {token} was cut by a filter"
     at = kept.index(token)
     low = float(weights[kept[:at]].sum())

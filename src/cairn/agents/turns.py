@@ -83,6 +83,7 @@ class Turns:
             ids=lambda: number,
             context=service.info.context,
             controls=service.controls,
+            sampler_order=self._config.sampler_order,
             max_choices=1,
             output=prompt.output,
             salt=agent.salt,

@@ -22,6 +22,7 @@ from cairn.figures import Swept
 from cairn.metrics import CONTENT_TYPE
 from cairn.service.flight import RequestStatus
 from cairn.service.requests import sampling_defaults, sampling_params
+from cairn.service.sampler_order import ORDERS
 from cairn.service.service import Service
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
@@ -172,7 +173,8 @@ class Props:
 
     def _defaults(self, service: Service) -> dict[str, Any]:
         """What a request gets that gives no option: the same function that completes requests says so."""
-        params = sampling_params(service.spec, prompt_tokens=1, context=service.info.context)
+        order = self._config.sampler_order
+        params = sampling_params(service.spec, prompt_tokens=1, context=service.info.context, sampler_order=order)
         return {
             "temperature": params.temperature,
             "top_k": params.top_k,
@@ -181,6 +183,7 @@ class Props:
             "repeat_penalty": params.repetition_penalty,
             "presence_penalty": params.presence_penalty,
             "frequency_penalty": params.frequency_penalty,
+            "samplers": list(ORDERS[order]),
             "n_predict": -1,
             "max_tokens": -1,
             "stop": [],

@@ -58,12 +58,14 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
                 "streams are kept awake by --heartbeat and followed again by `X-Cairn-Resumable`",
             ),
             Row("timings_per_token return_progress", "nothing is added to the chunks"),
-            Row("mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold", "set samplers that are off"),
+            Row(
+                "mirostat_tau mirostat_eta dynatemp_exponent xtc_threshold adaptive_decay", "set samplers that are off"
+            ),
             Row("dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers", "set a sampler that is off"),
             Row("mirostat dynatemp_range dry_multiplier xtc_probability", _SAMPLER, (0,)),
             Row("typical_p typ_p tfs_z", _SAMPLER, (1,)),
             Row("top_n_sigma", _SAMPLER, (-1, 0)),
-            Row("samplers", "samplers have one order", ()),
+            Row("adaptive_target", _SAMPLER, (-1,)),
             Row("repeat_last_n", "penalties look at the whole context; 64 is what clients send unasked", (-1, 64)),
             Row("penalize_nl", "line breaks are penalised like other tokens, or by logit_bias", (True,)),
             Row("min_keep n_discard n_indent n_probs", _FORM, (0,)),

@@ -143,6 +143,14 @@ Stop = Annotated[
     Annotated[str, Tag("~text")] | Annotated[Several[str], Tag("~list")],
     Discriminator(_text_or_list, custom_error_type="stop", custom_error_message="must be a text or a list of texts"),
 ]
+Samplers = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[Several[str], Tag("~list")],
+    Discriminator(
+        _text_or_list,
+        custom_error_type="samplers",
+        custom_error_message="must be a list of names of samplers, or a text of their letters",
+    ),
+]
 
 
 class Generation(Body):
@@ -163,6 +171,7 @@ class Generation(Body):
     repetition_penalty: Number = None
     presence_penalty: Number = None
     frequency_penalty: Number = None
+    samplers: Samplers | None = None
     logit_bias: dict[str, float] | None = None
     seed: Count = None
     stop: Stop | None = None
@@ -191,6 +200,7 @@ class Generation(Body):
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
+            "samplers": self.samplers,
             "logit_bias": None if self.logit_bias is None else _bias(self.logit_bias),
             "seed": self.seed,
             "stop": self.stop,

@@ -50,6 +50,7 @@ def _asked(line: Line) -> tuple[Any, ...]:
             params.repetition_penalty,
             params.presence_penalty,
             params.frequency_penalty,
+            params.temperature_last,
         ),
         (params.seed, row.choice, len(row.tokens)),
         params.logit_bias,

@@ -1,6 +1,7 @@
 """One token from one line of logits, in numpy: the meaning of `csrc/sampler.cpp`, and what runs where that cannot.
 
     line -> bias -> penalties -> banned stop tokens -> temperature -> top-k -> top-p -> min-p -> one draw
+    line -> bias -> penalties -> banned stop tokens -> top-k -> top-p -> min-p -> temperature -> one draw, where asked
 
 The native sampler gives the same tokens, bit for bit, by construction:
 
@@ -9,7 +10,7 @@ The native sampler gives the same tokens, bit for bit, by construction:
     sums        weights are whole multiples of 2**-40, summed as integers: no order of summing can show
     ranks       tokens are ordered by value, equal ones by id, so what a filter keeps is one set
     the draw    53 random bits times the kept mass, in whole numbers; along it lie the kept tokens, in the order of rank
-                where top-k or top-p ranks them, else by id
+                where top-k or top-p ranks them and the temperature came before, else by id
 
 A weight has a relative error of up to 3e-6 (2e-7 near the peak), and tokens less likely than 2**-41 of the likeliest
 have none. Log-probabilities are of the raw distribution, with the same weights.
@@ -174,8 +175,9 @@ def _choose(rows: list[Row], logits: Floats) -> list[int | None]:
     for i in hot:
         params = rows[i].sampling
         if filters(params, vocab):
-            scaled = (logits[i] - peak[i]) / divisor(params)
-            tokens[i] = _draw_kept(scaled, params, _bits(rows[i]))
+            relative = logits[i] - peak[i]
+            draw = _draw_late if params.temperature_last else _draw_kept
+            tokens[i] = draw(relative, params, _bits(rows[i]))
     whole = [i for i in hot if not filters(rows[i].sampling, vocab)]
     for begin in range(0, len(whole), _SLICE):
         part = whole[begin : begin + _SLICE]
@@ -201,7 +203,7 @@ def divisor(params: SamplingParams) -> np.float32:
 
 
 def lowest(params: SamplingParams) -> np.float32:
-    """What min-p asks of a token's logit relative to the peak's, after temperature."""
+    """What min-p asks of a token's logit relative to the peak's."""
     return np.float32(math.log(params.min_p) if params.min_p > 0 else -math.inf)
 
 
@@ -247,10 +249,21 @@ def _draw_whole(scaled: Floats, bits: Sequence[int]) -> list[int]:
     return tokens
 
 
-def _draw_kept(scaled: Floats, params: SamplingParams, bits: int) -> int:
-    """Draw among the tokens that top-k, then top-p, then min-p keep. `scaled` is one row [vocab] with maximum 0."""
+def _draw_kept(relative: Floats, params: SamplingParams, bits: int) -> int:
+    """Draw among the tokens that top-k, then top-p, then min-p keep. `relative` is one row [vocab] with maximum 0."""
+    scaled = relative / divisor(params)
     kept = _kept(scaled, params)
-    running = np.cumsum(weigh(scaled[kept]))
+    return _drawn(kept, scaled[kept], bits)
+
+
+def _draw_late(relative: Floats, params: SamplingParams, bits: int) -> int:
+    """The same where the temperature is of what they keep."""
+    kept = np.sort(_kept(relative, params))
+    return _drawn(kept, relative[kept] / divisor(params), bits)
+
+
+def _drawn(kept: Ids, scaled: Floats, bits: int) -> int:
+    running = np.cumsum(weigh(scaled))
     return int(kept[np.searchsorted(running, bits * int(running[-1]) >> 53, side="right")])
 
 

@@ -16,6 +16,7 @@ import msgspec
 from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.seams import Rng
 from cairn.sequence import MAX_PRIORITY
+from cairn.service.sampler_order import NEUTRAL, SamplerOrder, arrange
 from cairn.system import SystemRng
 from cairn.types import SAMPLING_RANGES, ModelSpec, OutputFormat, Request, SamplingParams
 
@@ -24,16 +25,6 @@ Source = Literal["model", "default"]
 DRAW = {"temperature": 0.8, "top_k": 40.0, "top_p": 0.95, "min_p": 0.05}
 """Cairn's own, in the order in which people name them."""
 CUTS = ("top_k", "top_p", "min_p")
-NEUTRAL = {
-    "temperature": 1.0,
-    "top_k": 0.0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
-"""Values that change nothing."""
 _OWNERS: dict[Source, str] = {"model": "the model's own", "default": "Cairn's defaults"}
 
 
@@ -117,6 +108,8 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    samplers: Sequence[str] | str | None = None
+    """Those that apply, in their order, as llama.cpp's clients name them (`sampler_order`)."""
     logit_bias: Mapping[int, float] | None = None
     """Token id -> -100 to 100, at most 1,024 of them."""
     seed: int | None = None
@@ -154,39 +147,35 @@ def sampling_params(
     context: int | None = None,
     allow_empty: bool = False,
     rng: Rng | None = None,
+    sampler_order: SamplerOrder = "default",
 ) -> SamplingParams:
     """Checked and complete sampling parameters.
 
     Order of precedence: the option, what the model's files say, Cairn's default (`sampling_defaults`). `context` is the
-    engine's limit in tokens (`EngineInfo.context`), default the model's. `allow_empty` admits `max_tokens=0` (only
-    the prompt is scored). Raises InvalidRequest (with `field` and the limit) or ContextTooLong (with the figures).
+    engine's limit in tokens (`EngineInfo.context`), default the model's. `allow_empty` admits `max_tokens=0` (only the
+    prompt is scored). `sampler_order` applies where the options list no samplers. Raises InvalidRequest (with `field`
+    and the limit) or ContextTooLong (with the figures).
     """
     context = spec.context if context is None else context
-
-    applied = sampling_defaults(spec)
-
-    def number(name: str) -> float:
-        given = getattr(options, name)
-        return _number(name, applied[name].value if given is None else given)
-
+    values, temperature_last = arrange(_values(spec, options), options.samplers, sampler_order)
     max_tokens = _max_tokens(options.max_tokens, prompt_tokens, context, allow_empty)
     asked = options.max_tokens
     most = max_tokens if asked is None else max(asked, max_tokens)
     min_tokens = min(_count("min_tokens", options.min_tokens or 0, 0, most, "max_tokens"), max_tokens)
-    top_k = int(applied["top_k"].value) if options.top_k is None else options.top_k
     _flags(options)
     seed = NONE_GIVEN if options.seed is None else _count("seed", options.seed, LEAST_SEED, MOST_SEED)
     seed = (rng or SystemRng()).bits64() if seed == NONE_GIVEN else seed
     eos = () if options.ignore_eos else spec.eos_ids
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=number("temperature"),
-        top_k=max(_count("top_k", top_k, *SAMPLING_RANGES["top_k"]), 0),
-        top_p=number("top_p") or ONE_TOKEN,
-        min_p=number("min_p"),
-        repetition_penalty=number("repetition_penalty"),
-        presence_penalty=number("presence_penalty"),
-        frequency_penalty=number("frequency_penalty"),
+        temperature=values["temperature"],
+        top_k=max(int(values["top_k"]), 0),
+        top_p=values["top_p"] or ONE_TOKEN,
+        min_p=values["min_p"],
+        temperature_last=temperature_last,
+        repetition_penalty=values["repetition_penalty"],
+        presence_penalty=values["presence_penalty"],
+        frequency_penalty=values["frequency_penalty"],
         logit_bias=_bias(options.logit_bias or {}, spec.vocab),
         seed=seed & MOST_SEED,
         logprobs=options.logprobs,
@@ -213,6 +202,7 @@ def requests(
     stored: bool = True,
     rng: Rng | None = None,
     controls: Mapping[str, int] | None = None,
+    sampler_order: SamplerOrder = "default",
 ) -> tuple[Request, ...]:
     """One `Request` a choice (`options.n`, default 1) for a prompt of token ids; `ids` gives each its id.
 
@@ -232,7 +222,13 @@ def requests(
         raise InvalidRequest(f"prompt holds token id {wrong}; ids go from 0 to {spec.vocab - 1}", field="prompt")
     choices = 1 if options.n is None else _count("n", options.n, 1, max_choices)
     sampling = sampling_params(
-        spec, options, prompt_tokens=len(tokens), context=context, allow_empty=allow_empty, rng=rng
+        spec,
+        options,
+        prompt_tokens=len(tokens),
+        context=context,
+        allow_empty=allow_empty,
+        rng=rng,
+        sampler_order=sampler_order,
     )
     stop = _stop(options.stop)
     named = [controls[text] for text in stop if text in controls] if controls else []
@@ -263,6 +259,18 @@ def requests(
         )
         for choice in range(choices)
     )
+
+
+def _values(spec: ModelSpec, options: SamplingOptions) -> dict[str, float]:
+    """Every sampling parameter of `sampling_defaults`, checked."""
+    found: dict[str, float] = {}
+    for name, applied in sampling_defaults(spec).items():
+        given = getattr(options, name)
+        if name == "top_k":
+            found[name] = _count(name, int(applied.value) if given is None else given, *SAMPLING_RANGES[name])
+        else:
+            found[name] = _number(name, applied.value if given is None else given)
+    return found
 
 
 def _number(name: str, value: object) -> float:

@@ -14,6 +14,7 @@ namespace {
 constexpr float ALL = -std::numeric_limits<float>::infinity();
 
 constexpr std::greater<std::uint64_t> FALLING;
+constexpr std::uint32_t ANY_ID = 0xffffffffu;  // of a key: that of its value which ranks last
 
 // Where the draw falls among so much mass.
 std::int64_t part(std::uint64_t bits, std::int64_t mass) {
@@ -90,7 +91,7 @@ Told Sampler::answer(Index number, const Room& room) {
     }
     told.token = peak.at;
     if (ask.divisor > 0) {
-        passes_.relate(line, vocab_, peak.value, ask.divisor, room.line);
+        passes_.relate(line, vocab_, peak.value, ask.late ? 1.0f : ask.divisor, room.line);
         told.token = draw(ask, room);
     }
     return told;
@@ -120,32 +121,55 @@ void Sampler::adjust(const Ask& ask, float* line, std::int32_t* counts) const {
 
 // The goal of each draw lies below the mass, so the searches end, on a token that weighs something.
 std::int64_t Sampler::draw(const Ask& ask, const Room& room) const {
-    if (0 < ask.top_k && ask.top_k < vocab_) return draw_ranked(ask, room);
+    if (ask.late) return draw_late(ask, room);
+    if (ask.cuts_k(vocab_)) return draw_ranked(ask, room);
     if (ask.top_p < 1) return draw_nucleus(ask, room);
-    std::int64_t goal = part(ask.bits, passes_.weigh(room.line, vocab_, 0, ask.least, room.sums));
+    return draw_whole(ask, ask.least, room);
+}
+
+std::int64_t Sampler::draw_whole(const Ask& ask, float least, const Room& room) const {
+    std::int64_t goal = part(ask.bits, passes_.weigh(room.line, vocab_, 0, least, room.sums));
     Index chunk = 0, at = 0;
     while (goal >= room.sums[chunk]) goal -= room.sums[chunk++];
     const Index from = chunk * CHUNK;
-    passes_.weights(room.line + from, std::min(CHUNK, vocab_ - from), ask.least, room.chunk);
+    passes_.weights(room.line + from, std::min(CHUNK, vocab_ - from), least, room.chunk);
     while (goal >= room.chunk[at]) goal -= room.chunk[at++];
     return from + at;
 }
 
-std::int64_t Sampler::draw_ranked(const Ask& ask, const Room& room) const {
+// The line is not divided by the temperature yet: that comes after the cuts, for what they keep.
+std::int64_t Sampler::draw_late(const Ask& ask, const Room& room) const {
+    std::uint64_t last = key_of(ask.least, ANY_ID);
+    if (ask.cuts_k(vocab_)) last = keep_ranked(ask, room).last;
+    else if (ask.top_p < 1) last = keep_nucleus(ask, room).kept.last;
+    for (Index i = 0; i < vocab_; i++) {
+        float& value = room.line[i];
+        value = key_of(value, static_cast<std::uint32_t>(i)) >= last ? value / ask.divisor : ALL;
+    }
+    return draw_whole(ask, ALL, room);
+}
+
+// Of the `top_k` highest tokens, whose keys are then sorted.
+Sampler::Kept Sampler::keep_ranked(const Ask& ask, const Room& room) const {
     highest(room.line, ask.top_k, room);
     std::sort(room.keys, room.keys + ask.top_k, FALLING);
-    std::int64_t mass = 0, kept = 0, token = 0;
+    std::int64_t mass = 0;
     each_weight(ask.top_k, room, [&](std::uint64_t, std::int64_t weight) {
         mass += weight;
         return true;
     });
-    const std::int64_t enough = ask.top_p < 1 ? short_of(ask.top_p, mass) : mass;
+    const std::int64_t enough = ask.top_p < 1 ? short_of(ask.top_p, mass) : mass + 1;
+    Kept kept = {0, 0};
     each_weight(ask.top_k, room, [&](std::uint64_t key, std::int64_t weight) {
         if (value_of(key) < ask.least) return false;
-        kept += weight;
-        return kept < enough;
+        kept = {kept.mass + weight, key};
+        return kept.mass < enough;
     });
-    std::int64_t goal = part(ask.bits, kept);
+    return kept;
+}
+
+std::int64_t Sampler::draw_ranked(const Ask& ask, const Room& room) const {
+    std::int64_t goal = part(ask.bits, keep_ranked(ask, room).mass), token = 0;
     each_weight(ask.top_k, room, [&](std::uint64_t key, std::int64_t weight) {
         token = id_of(key), goal -= weight;
         return goal >= 0;
@@ -153,42 +177,50 @@ std::int64_t Sampler::draw_ranked(const Ask& ask, const Room& room) const {
     return token;
 }
 
+// The keys of one bucket, in order; how many.
+Index Sampler::sort_bucket(const Nucleus& nucleus, Index which, const Room& room) const {
+    const Index count = passes_.bucket(room.line, vocab_, nucleus.least, nucleus.factor, which, room.keys);
+    // Equal values are in order already.
+    if (!std::is_sorted(room.keys, room.keys + count, FALLING)) std::sort(room.keys, room.keys + count, FALLING);
+    return count;
+}
+
 // Tokens are sorted only within the bucket of values that top-p ends in, and the one that the draw falls into.
-std::int64_t Sampler::draw_nucleus(const Ask& ask, const Room& room) const {
+Sampler::Nucleus Sampler::keep_nucleus(const Ask& ask, const Room& room) const {
     const std::int64_t mass = passes_.weigh(room.line, vocab_, 0, ALL, room.sums);
     const std::int64_t enough = short_of(ask.top_p, mass);
     // All that weigh less than this are together less than the tail that is cut; if rounding says otherwise, all count.
     const double tail = static_cast<double>(mass) / static_cast<double>(ONE) * (1 - ask.top_p) / static_cast<double>(vocab_);
     const float likely = std::max(LOWEST, std::min(0.0f, static_cast<float>(std::log(tail) - 0.01)));
-    float least = 0, factor = 0;
-    Index sorted = 0, count = 0;
-    const auto sort = [&](Index which) {
-        count = passes_.bucket(room.line, vocab_, least, factor, which, room.keys), sorted = which;
-        // Equal values are in order already.
-        if (!std::is_sorted(room.keys, room.keys + count, FALLING)) std::sort(room.keys, room.keys + count, FALLING);
-    };
-    std::int64_t kept = 0;
+    Nucleus found = {};
+    Kept& kept = found.kept;
     for (const float bound : {likely, LOWEST}) {
-        least = std::max(bound, ask.least), factor = static_cast<float>(BUCKETS - 1) / std::max(-least, 1e-3f);
-        passes_.tally(room.line, vocab_, least, factor, room.buckets);
-        sorted = -1, kept = 0;
-        for (Index which = 0; which < BUCKETS && sorted < 0; which++) {
-            if (kept + room.buckets[which] < enough) {
-                kept += room.buckets[which];
+        found.least = std::max(bound, ask.least);
+        found.factor = static_cast<float>(BUCKETS - 1) / std::max(-found.least, 1e-3f);
+        passes_.tally(room.line, vocab_, found.least, found.factor, room.buckets);
+        found.sorted = -1, kept = {0, key_of(found.least, ANY_ID)};
+        for (Index which = 0; which < BUCKETS && found.sorted < 0; which++) {
+            if (kept.mass + room.buckets[which] < enough) {
+                kept.mass += room.buckets[which];
                 continue;
             }
-            sort(which);
-            each_weight(count, room, [&](std::uint64_t, std::int64_t weight) {
-                kept += weight;
-                return kept < enough;
+            found.count = sort_bucket(found, which, room), found.sorted = which;
+            each_weight(found.count, room, [&](std::uint64_t key, std::int64_t weight) {
+                kept = {kept.mass + weight, key};
+                return kept.mass < enough;
             });
         }
-        if (sorted >= 0 || least == ask.least) break;
+        if (found.sorted >= 0 || found.least == ask.least) break;
     }
-    std::int64_t goal = part(ask.bits, kept), token = 0;
+    return found;
+}
+
+std::int64_t Sampler::draw_nucleus(const Ask& ask, const Room& room) const {
+    const Nucleus found = keep_nucleus(ask, room);
+    std::int64_t goal = part(ask.bits, found.kept.mass), token = 0;
     Index which = 0;
     while (goal >= room.buckets[which]) goal -= room.buckets[which++];
-    if (which != sorted) sort(which);
+    const Index count = which == found.sorted ? found.count : sort_bucket(found, which, room);
     each_weight(count, room, [&](std::uint64_t key, std::int64_t weight) {
         token = id_of(key), goal -= weight;
         return goal >= 0;

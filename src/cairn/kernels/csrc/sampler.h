@@ -66,9 +66,11 @@ struct Ask {
     double top_p;        // 1: all
     float least;         // min-p's log; -inf: all
     float repetition, presence, frequency;
+    bool late;           // the cuts look at the distribution before the temperature
     std::uint64_t bits;  // 53, of the draw
     Index bias, bias_end, banned, banned_end, seen, generated, seen_end;
 
+    bool cuts_k(Index vocab) const { return 0 < top_k && top_k < vocab; }
     bool adjusts() const { return bias != bias_end || banned != banned_end || seen != seen_end; }
 };
 
@@ -105,11 +107,27 @@ class Sampler {
         std::int32_t* counts;
         std::uint64_t* keys;
     };
+    // What the cuts keep: its mass, and the key of the last token, before which all others rank.
+    struct Kept {
+        std::int64_t mass;
+        std::uint64_t last;
+    };
+    // With it, how buckets were made of values, and which of them is sorted, with so many keys; -1: none.
+    struct Nucleus {
+        Kept kept;
+        float least, factor;
+        Index sorted, count;
+    };
 
     Told answer(Index number, const Room& room);
     void adjust(const Ask& ask, float* line, std::int32_t* counts) const;
     std::int64_t draw(const Ask& ask, const Room& room) const;
+    std::int64_t draw_whole(const Ask& ask, float least, const Room& room) const;
+    std::int64_t draw_late(const Ask& ask, const Room& room) const;
+    Kept keep_ranked(const Ask& ask, const Room& room) const;
     std::int64_t draw_ranked(const Ask& ask, const Room& room) const;
+    Index sort_bucket(const Nucleus& nucleus, Index which, const Room& room) const;
+    Nucleus keep_nucleus(const Ask& ask, const Room& room) const;
     std::int64_t draw_nucleus(const Ask& ask, const Room& room) const;
     void highest(const float* line, Index count, const Room& room) const;
     template <class F>

@@ -61,7 +61,7 @@ Index put_biases(Sampler& sampler, nb::handle pairs) {
     return static_cast<Index>(sampler.ids.size());
 }
 
-// (top, None) or (top, (divisor, top_k, top_p, least, repetition, presence, frequency), (seed, choice, position),
+// (top, None) or (top, (divisor, top_k, top_p, least, repetition, presence, frequency, late), (seed, choice, position),
 // biases, banned, tokens or None, the first of them that counts, the first of the output)
 Ask read(Sampler& sampler, const nb::tuple& line, const float* logits) {
     Ask ask = {};
@@ -77,6 +77,7 @@ Ask read(Sampler& sampler, const nb::tuple& line, const float* logits) {
     ask.repetition = static_cast<float>(nb::cast<double>(numbers[4]));
     ask.presence = static_cast<float>(nb::cast<double>(numbers[5]));
     ask.frequency = static_cast<float>(nb::cast<double>(numbers[6]));
+    ask.late = nb::cast<bool>(numbers[7]);
     const auto words = nb::cast<nb::tuple>(line[2]);
     ask.bits = random_bits(PyLong_AsUnsignedLongLongMask(nb::object(words[0]).ptr()), nb::cast<std::uint64_t>(words[1]),
                            nb::cast<std::uint64_t>(words[2]));

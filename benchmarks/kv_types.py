@@ -1,0 +1,90 @@
+"""What float16 KV costs in speed beside bfloat16: python benchmarks/kv_types.py [--kernels NAME] [--rounds N]
+
+Attention alone is timed, over KV that no cache holds: nothing else of a step reads KV, so a row of `cairn bench` is
+slower or faster by less than is shown here. The two types, and a second pool of bfloat16, take turns on one thread, and
+what counts is the time that the thread computed, so that a machine that is busy with something else disturbs little.
+Told are the median of the rounds' ratios, the middle half of them, and, from the second pool, the same of the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from cairn.engine.machine import cpu_name
+from cairn.kernels.choose import chosen
+from cairn.kernels.native import NativeKernels
+from cairn.types import BLOCK_TOKENS
+
+DTYPES = ("float16", "bfloat16", "bfloat16")
+LAYERS = 4
+SHAPES = {"qwen3-0.6b": (16, 8, 128), "llama-3.2-1b": (32, 8, 64), "SmolLM2-135M": (9, 3, 64)}
+"""Heads, heads of KV, size of a head."""
+WORK = (("decode 1", 1, 1, 512), ("decode 1", 1, 1, 4096), ("decode 8", 8, 1, 2048), ("prefill", 1, 64, 2048))
+"""Sequences, tokens of each, context before."""
+
+
+def main() -> None:
+    """Print a line a row."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kernels", default="auto")
+    parser.add_argument("--rounds", type=int, default=60)
+    asked = parser.parse_args()
+    kernels = NativeKernels(chosen(asked.kernels), 1)
+    print(f"{cpu_name()}, {chosen(asked.kernels)} kernels, {asked.rounds} rounds\n")
+    print("| attention of | at | f16 beside bf16 | middle half | bf16 beside bf16 | middle half |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for shape, sizes in SHAPES.items():
+        for name, rows, tokens, depth in WORK:
+            calls = [_call(kernels, dtype, sizes, rows, tokens, depth) for dtype in DTYPES]
+            half, plain, other = zip(*_rounds(calls, asked.rounds), strict=True)
+            print(f"| {shape}, {name} | {depth} | {_told(half, plain)} | {_told(other, plain)} |", flush=True)
+
+
+def _call(
+    kernels: NativeKernels, dtype: str, sizes: tuple[int, int, int], rows: int, tokens: int, depth: int
+) -> Callable[[], None]:
+    """Attention of one step in every layer."""
+    heads, kv_heads, size = sizes
+    blocks = -(-(depth + tokens) // BLOCK_TOKENS)
+    kv = kernels.allocate((rows * blocks, LAYERS, 2, kv_heads, BLOCK_TOKENS, size), dtype)
+    random = np.random.default_rng(1)
+    kv[:] = random.normal(0, 1, kv.shape[1:]).astype(kv.dtype)
+    query = random.normal(0, 1, (rows * tokens, heads, size)).astype(np.float32)
+    out = np.empty((rows * tokens, heads * size), np.float32)
+    places = np.array([(row * tokens, tokens, depth) for row in range(rows)], np.int32)
+    tables = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
+
+    def call() -> None:
+        for layer in range(LAYERS):
+            kernels.attention(query, kv, layer, places, tables, 0, size**-0.5, out)
+
+    return call
+
+
+def _rounds(calls: Sequence[Callable[[], None]], count: int) -> list[list[float]]:
+    """Seconds of each, another one first each time; before that a round that does not count."""
+    found = []
+    for number in range(count + 1):
+        times = [0.0] * len(calls)
+        for place in range(len(calls)):
+            which = (place + number) % len(calls)
+            start = time.process_time()
+            calls[which]()
+            times[which] = time.process_time() - start
+        found.append(times)
+    return found[1:]
+
+
+def _told(seconds: Sequence[float], beside: Sequence[float]) -> str:
+    """How much longer the one takes."""
+    low, middle, high = statistics.quantiles([one / two for one, two in zip(seconds, beside, strict=True)], n=4)
+    return f"{100 * (middle - 1):+.1f} % | {100 * (low - 1):+.1f} to {100 * (high - 1):+.1f}"
+
+
+if __name__ == "__main__":
+    main()
