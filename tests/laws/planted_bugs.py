@@ -94,6 +94,7 @@ PLAN = "plan.py"
 
 SEQUENCE = "sequence.py"
 WAITING = "waiting.py"
+ROUNDS = "rounds.py"
 FAKE = "engine/fake.py"
 STOPS = "text/stops.py"
 TEXT = "text/stream.py"
@@ -204,7 +205,13 @@ BUGS = (
     Bug("a continuation's tokens count as prompt", SEQUENCE, "self.prompt_len = len(request.prompt)", "self.prompt_len = len(self.tokens)"),
     Bug("priorities are ignored", SEQUENCE, "now - request.priority * AGE_SECONDS", "now"),
     Bug("logits are wanted in the middle of a prompt", SEQUENCE, "first = end - 1 if end == len(self.tokens) else None", "first = end - 1"),
-    Bug("the queue is last in, first out", WAITING, "insort(self._items, sequence, key=Sequence.by_rank)", "self._items.insert(0, sequence)"),
+    Bug("the queue is last in, first out", ROUNDS, "insort(line, item, key=key)", "line.insert(0, item)"),
+    Bug("whose turn it is, is not kept", ROUNDS, "            self._lines[tenant] = line\n", "            self._lines = {tenant: line, **self._lines}\n"),
+    Bug("a tenant that was served stays in front", WAITING, "            self._rounds.served(sequence.request.share)\n", "            pass\n"),
+    Bug("tenants take no turns", ROUNDS, "return (item for around in zip_longest(*lines) for item in around if item is not None)", "return iter(sorted((item for line in lines for item in line), key=lambda one: one.rank))"),
+    Bug("a tenant that has more in line goes first", ROUNDS, "lines = [tuple(line) for line in self._lines.values()]", "lines = sorted(map(tuple, self._lines.values()), key=len, reverse=True)"),
+    Bug("a tenant's second waits behind all of another's", ROUNDS, "return (item for around in zip_longest(*lines) for item in around if item is not None)", "return (item for line in lines for item in line)"),
+    Bug("one that was preempted stands behind those that never ran", WAITING, "return chain(tuple(self._back), self._rounds) if", "return chain(self._rounds, tuple(self._back)) if"),
     Bug("the queue takes one too many", WAITING, "if waiting < self._max_requests", "if waiting <= self._max_requests"),
     Bug("what was long once is long for ever", WAITING, "if self._step > sequence.long_until:", "if sequence.long_until < 0:"),
     Bug("the queue does not count tokens", WAITING, "and (not waiting or queued + tokens <= self._max_tokens)", ""),

@@ -326,6 +326,7 @@ class Agents:
         options: SamplingOptions = PLAIN,
         *,
         request: int,
+        share: str = "",
         fork_on_conflict: bool = False,
         template_args: Mapping[str, Any] | None = None,
     ) -> RunningTurn:
@@ -336,13 +337,13 @@ class Agents:
         """
         with self._book.reading(tenant, id) as agent:
             return await self._turns.start(
-                agent, messages, options, request, template_args, fork_on_conflict=fork_on_conflict
+                agent, messages, options, request, template_args, share=share, fork_on_conflict=fork_on_conflict
             )
 
-    async def resume(self, tenant: str, id: str, *, request: int) -> RunningTurn:
+    async def resume(self, tenant: str, id: str, *, request: int, share: str = "") -> RunningTurn:
         """Go on with the interrupted turn at the head: what it said before comes again, and then the rest.
 
         One whose answer the log lost is computed again. Conflict if there is none, or if another model began it.
         """
         with self._book.reading(tenant, id) as agent:
-            return await self._turns.resume(agent, request)
+            return await self._turns.resume(agent, request, share)
