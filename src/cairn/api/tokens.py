@@ -53,12 +53,14 @@ class Tokens:
             tokens = await encode_text(call, service, body.prompt, special=body.parse_special is not False)
         else:
             tokens = await self._chat(call, service, body)
-        shown: list[Any] = tokens
-        if body.with_pieces and len(tokens) <= INLINE:
-            shown = [piece_of(service, token) for token in tokens]
-        elif body.with_pieces:
-            shown = await service.chat.long.run(call.share, lambda: [piece_of(service, token) for token in tokens])
+        shown: list[Any] = await self._pieces(call, service, tokens) if body.with_pieces else tokens
         await call.json({"tokens": shown, "count": len(tokens), "max_model_len": service.info.context})
+
+    async def _pieces(self, call: Call, service: Service, tokens: list[int]) -> list[dict[str, Any]]:
+        def pieces() -> list[dict[str, Any]]:
+            return [piece_of(service, token) for token in tokens]
+
+        return pieces() if len(tokens) <= INLINE else await service.chat.long.run(call.share, pieces)
 
     async def _content(self, call: Call, service: Service, text: str, body: TokenizeBody) -> list[int]:
         """Ids of a text by itself: nothing before it unless asked for, and control tokens in it are such unless not."""
