@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from cairn.api.open_requests import ACCOUNT_TTL
 from sockets import Site, request_bytes, site
 from tests.agents.house import House, house, talking_model
 from tests.agents.test_portable import forged, with_agent, with_turn
@@ -25,6 +24,7 @@ from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.request_contexts import MOST_CONTEXTS
 from cairn.agents.turn_tree import Agent
 from cairn.api.auth import salts
+from cairn.api.ties import ACCOUNT_TTL
 from cairn.config import Config, Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
 from cairn.kv.chunk_file import parse_name
@@ -546,7 +546,7 @@ async def test_a_request_that_ended_early_belongs_to_its_agent_all_the_same(fold
                     await http.post(f"/v1/requests/{answer.headers['x-request-id']}/cancel")
             agent, kv = at.agents.named("default", "ada"), at.agents.kv
             async with asyncio.timeout(10):
-                while not (left := kv._tied.take(agent)):
+                while not (left := kv._request_contexts.take(agent)):
                     await asyncio.sleep(0.01)
             assert [len(ids) > 60 for ids in left] == [True]
 
@@ -576,7 +576,7 @@ async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_t
                         await asyncio.sleep(0.01)
                     quick.set()
         async with asyncio.timeout(10):
-            while agent.key not in kv._tied._of:
+            while agent.key not in kv._request_contexts._of:
                 await asyncio.sleep(0.01)
         await at.service.flush()
         assert len(chunk_files(tmp_path / "kv")) == 4

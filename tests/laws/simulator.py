@@ -27,7 +27,7 @@ from cairn.sampling import sample
 from cairn.scheduler import Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence, State
 from cairn.types import FinishReason, Output, Request, SamplingParams, TokenLogprob
-from cairn.waiting import PAUSE
+from cairn.waiting import LOOKS, PAUSE
 
 VOCAB = 24
 WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))
@@ -565,6 +565,10 @@ class World:
         ]
         passed: dict[str, int] = {}
         barred: set[str] = set()
+        kept = 0
+        """Blocks for the first that is passed."""
+        short = not admitted and len(waiting) <= LOOKS
+        """Whether the next that need not be passed is the first."""
         half, long = self.half(plan, before)
         rows = {sequence.request.id: row for sequence, row in zip(plan.sequences, plan.rows, strict=True)}
         room = not preempted and running < self.max_rows
@@ -585,8 +589,13 @@ class World:
             client.overtaken += bool(past) and not beside
             client.awaited = client.awaited + 1 if awaiting else 0
             law(client.overtaken <= 12 * 48, "a request was overtaken without end")
-            if long and room and not place and not admitted and not awaiting and not is_long and not self.shared(plan):
-                law(not self.fits(client, running), "a short prompt waits for a long one")
+            if awaiting or is_long or outranked:
+                kept = kept or self.need(client)
+            elif short and long and room and running + (place > 0) < self.max_rows and not self.shared(plan):
+                law(not self.fits(client, running + kept), "a short prompt waits for a long one")
+                short = False
+            else:
+                short = False
         head = next((c for c in waiting if not self.awaits(sequences[c.request.id])), None)
         if head is not None and room and not full:
             law(not self.fits(head, running), "a request waits although there is room")
@@ -594,8 +603,11 @@ class World:
 
     def fits(self, client: Client, running: int) -> bool:
         """Whether the pools have room for all of a request."""
-        need = -(-len(self.scheduler._sequences[client.request.id].tokens) // self.size)
-        return all(pool.available >= need + running for pool in self.cache.pools)
+        return all(pool.available >= self.need(client) + running for pool in self.cache.pools)
+
+    def need(self, client: Client) -> int:
+        """Blocks that all of a request takes."""
+        return -(-len(self.scheduler._sequences[client.request.id].tokens) // self.size)
 
     def missing(self, sequence: Sequence) -> int:
         """Tokens of a waiting request's prompt that the pools do not have."""
