@@ -147,3 +147,5 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hits: int
     """Prompt tokens found there."""
     preemptions: int
+    token_seconds: float = 0.0
+    """How long a token of a prompt takes, as measured; 0 before any was."""

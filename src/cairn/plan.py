@@ -108,6 +108,11 @@ class Pace:
         self._each = math.inf
         """Seconds of a token of a prompt."""
 
+    @property
+    def token_seconds(self) -> float:
+        """Seconds of a token of a prompt, 0 before any was measured."""
+        return 0.0 if self._each == math.inf else self._each
+
     def took(self, rows: int, tokens: int, seconds: float) -> None:
         """A step of so many rows of one token, and so many tokens of prompts, took so long."""
         if not tokens:

@@ -3,17 +3,19 @@
 A step is one engine call of at most `step_tokens` tokens: every running sequence that only needs its next token first,
 then the prompts that are being computed, in chunks, then new sequences. Sequences join and leave at every step.
 
-Order is by `rank`, lowest first: the time of arrival, less `AGE_SECONDS` for every level of priority. Waiting therefore
-raises everybody alike, and a request is only ever overtaken by those that arrive within `AGE_SECONDS` times the
-difference in priority after it. One that does not fit is not overtaken at all; one that waits for another to compute
-their common prefix may be, for a bounded time, and a long one by short ones as below. When blocks run out, the running
-sequence of the highest rank goes back to waiting: it keeps its tokens and its rank and computes its KV again. The one
-of the lowest rank is never preempted, so something always finishes.
+Tenants take turns (`Rounds`): each in turn begins one request, whoever has how many waiting. Which of its own that is
+says `rank`, lowest first: the time of arrival, less `AGE_SECONDS` for every level of priority. Waiting therefore raises
+all of a tenant's alike, and a request is only ever overtaken by those of its tenant that arrive within `AGE_SECONDS`
+times the difference in priority after it; what priority one tenant asks for is nothing to the others. One that does not
+fit is not overtaken at all; one that waits for another to compute their common prefix may be, for a bounded time, and a
+long one by short ones as below. When blocks run out, the running sequence that began last goes back to waiting, before
+all that never ran: it keeps its tokens and its turn and computes its KV again. The one that began first is never
+preempted, so something always finishes.
 
 Of a long prompt a step takes no more than an engine needs to be fast, and half of the step is for short ones, which are
 whole in it: neither the next token nor the next turn of an agent waits until somebody's 20,000 tokens are read. Those
-take at most twice as long by that. Long prompts wait for each other, and a short one passes none of higher priority,
-nor begins where it would take the row or the blocks that the next of them needs.
+take at most twice as long by that. Long prompts wait for each other, and a short one passes none of its tenant's that
+has a higher priority, nor begins where it would take the row or the blocks that the next of them needs.
 
 Beside rows that want their next token, a step takes no more of prompts than there is time for (`Pace`): on a slow
 machine they are read in smaller steps, and a stream's tokens come as often.
@@ -53,7 +55,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._planned: Plan | None = None
         self._next_deadline = math.inf
-        self._serial, self._steps = itertools.count(), itertools.count()
+        self._serial, self._steps, self._turns = itertools.count(), itertools.count(), itertools.count(1)
         self._queries = self._hits = self._preemptions = 0
 
     @property
@@ -71,6 +73,7 @@ class Scheduler:
             prefix_queries=self._queries,
             prefix_hits=self._hits,
             preemptions=self._preemptions,
+            token_seconds=self._pace.token_seconds,
         )
 
     def add(self, request: Request) -> None:
@@ -172,7 +175,7 @@ class Scheduler:
                 return True
             if self._cache.below is not None and self._cache.below.yield_blocks():
                 continue
-            victim = max(self._running, key=Sequence.by_rank)
+            victim = max(self._running, key=Sequence.by_turn)
             victim.become(State.WAITING)
             self._cache.close(victim.kv, victim.tokens)
             victim.computed = 0
@@ -225,7 +228,7 @@ class Scheduler:
                     if missing > kept:
                         passed.long(sequence, pause=missing > self._step_tokens)
                         continue
-                    if not room.short(missing) or passed.priority > sequence.request.priority:
+                    if not room.short(missing):
                         break
                     spare += passed.needs(self._cache.info.block_tokens)
                 covered = self._cache.open(sequence.kv, sequence.tokens, reuse=reuse, spare=spare)
@@ -234,8 +237,9 @@ class Scheduler:
                     break
                 sequence.computed = covered
             sequence.become(State.RUNNING)
-            self._waiting.discard(sequence)
+            self._waiting.start(sequence)
             self._running.append(sequence)
+            sequence.turn = sequence.turn or next(self._turns)
             if sequence.admitted is None:
                 miss = self._cache.miss(sequence.kv, sequence.tokens, sequence.computed) if reuse else None
                 sequence.start(now, miss)

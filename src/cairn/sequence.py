@@ -57,6 +57,7 @@ class Sequence:
         "state",
         "to_score",
         "tokens",
+        "turn",
     )
 
     def __init__(self, request: Request, kv: SequenceKV, limit: int, serial: int, now: float) -> None:
@@ -72,6 +73,9 @@ class Sequence:
         self.arrival = now
         self.deadline = math.inf if request.timeout is None else now + request.timeout
         self.rank = (now - request.priority * AGE_SECONDS, serial)
+        """Its place among those of its tenant that never ran."""
+        self.turn = 0
+        """How many had begun to run before it, and one; 0 before it runs itself."""
         self.admitted: float | None = None
         self.first_token: float | None = None
         self.report: CacheReport | None = None
@@ -83,8 +87,12 @@ class Sequence:
         self.to_score = self.prompt_len - 1 if request.sampling.prompt_logprobs and not request.generated else 0
 
     def by_rank(self) -> tuple[float, int]:
-        """Key of the order in which sequences run: the lowest first."""
+        """Key of the order in which a tenant's sequences begin to run: the lowest first."""
         return self.rank
+
+    def by_turn(self) -> int:
+        """Key of the order in which sequences began to run, and run on after preemption."""
+        return self.turn
 
     @property
     def target(self) -> int:

@@ -129,12 +129,14 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     output: OutputFormat = OutputFormat()
     salt: bytes = b""
     """The tenant's salt: contexts with different salts never share KV."""
+    share: str = ""
+    """Whose share of the server it takes: a tenant's name, or a client's address where there are no keys."""
     timeout: float | None = None
     """Seconds from `add` after which the request ends with `DEADLINE`."""
     first_token_timeout: float | None = None
     """When it ends where it has no token by then. The front alone looks at it: a token is there when it has it."""
     priority: int = 0
-    """Higher runs earlier; waiting raises it, so nobody starves."""
+    """Higher runs earlier than others of the same share; waiting raises it, so nobody starves."""
     durable: bool = False
     """Keep this context's KV beyond the pool at first touch: an agent's, or one with an answer in it. Others are kept
     when they are long, or when they come a second time."""

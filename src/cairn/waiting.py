@@ -1,14 +1,15 @@
-"""The queue of requests that wait to run: in order of rank, and bounded. Who of them is passed by others."""
+"""The queue of requests that wait to run: in order, and bounded. Who of them is passed by others."""
 
 from __future__ import annotations
 
-import math
 from bisect import insort
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 from cairn.errors import Overloaded
 from cairn.kv.blocks import BlockPool
+from cairn.rounds import Rounds
 from cairn.sequence import Sequence
 
 LOOKS = 8
@@ -26,21 +27,26 @@ class WaitingQueue:
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._items: list[Sequence] = []
+        self._back: list[Sequence] = []
+        """Those that ran before and were preempted."""
+        self._rounds: Rounds[Sequence] = Rounds()
+        """All others."""
+        self._count = 0
         self._refused: Refused | None = None
         self.tokens = 0
         """Tokens of all waiting requests; a request's do not change while it waits."""
 
     def __len__(self) -> int:
-        return len(self._items)
+        return self._count
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Go through them in order of rank. The queue may change meanwhile; the iteration does not."""
-        return iter(tuple(self._items))
+        """Go through them in order: those that ran before by their turn, then one of each tenant, a second of each,
+        and so on; those of a tenant by rank. The queue may change meanwhile; the iteration does not."""
+        return chain(tuple(self._back), self._rounds) if self._back else iter(self._rounds)
 
     def check(self, tokens: int) -> None:
         """Raise `Overloaded` if a request of so many tokens is one too many."""
-        waiting, queued = len(self._items), self.tokens
+        waiting, queued = self._count, self.tokens
         if waiting < self._max_requests and (not waiting or queued + tokens <= self._max_tokens):
             return
         raise Overloaded(
@@ -50,15 +56,29 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         """Queue a sequence, also one that was preempted: those are never refused."""
-        insort(self._items, sequence, key=Sequence.by_rank)
+        if sequence.turn:
+            insort(self._back, sequence, key=Sequence.by_turn)
+        else:
+            self._rounds.add(sequence.request.share, sequence, key=Sequence.by_rank)
+        self._count += 1
         self.tokens += len(sequence.tokens)
 
     def discard(self, sequence: Sequence) -> None:
         """Take this sequence out, because it runs now or has ended."""
-        self._items.remove(sequence)
+        if sequence.turn:
+            self._back.remove(sequence)
+        else:
+            self._rounds.remove(sequence.request.share, sequence)
+        self._count -= 1
         self.tokens -= len(sequence.tokens)
         if self._refused is not None and self._refused.sequence is sequence:
             self._refused = None
+
+    def start(self, sequence: Sequence) -> None:
+        """Take this sequence out, because it runs now: its tenant has had its turn, unless it ran before."""
+        self.discard(sequence)
+        if not sequence.turn:
+            self._rounds.served(sequence.request.share)
 
     def opened(self, sequence: Sequence, covered: int | None, passed: Passed, running: int, kept: int) -> None:
         """Remember, where a sequence was not opened (`covered` is None), what there was then."""
@@ -78,14 +98,14 @@ class WaitingQueue:
 class Passed:
     """Waiting requests that the step of this number, beside a long prompt, passes in search of short ones."""
 
-    __slots__ = ("_first", "_looks", "_step", "priority")
+    __slots__ = ("_first", "_looks", "_priorities", "_step")
 
     def __init__(self, step: int) -> None:
         self._step = step
         self._first: Sequence | None = None
         self._looks = 0
-        self.priority = -math.inf
-        """The highest of theirs: nobody passes who has less."""
+        self._priorities: dict[str, int] = {}
+        """The highest of each tenant's: none of its own passes that has less."""
 
     @property
     def any(self) -> bool:
@@ -100,7 +120,8 @@ class Passed:
     def add(self, sequence: Sequence) -> None:
         """Remember that this one is passed."""
         self._first = sequence if self._first is None else self._first
-        self.priority = max(self.priority, sequence.request.priority)
+        request = sequence.request
+        self._priorities[request.share] = max(self._priorities.get(request.share, request.priority), request.priority)
 
     def long(self, sequence: Sequence, *, pause: bool) -> None:
         """Pass this one, whose cached prefix was looked up and is too short; with `pause` it is not looked up again at
@@ -110,8 +131,11 @@ class Passed:
         self.add(sequence)
 
     def again(self, sequence: Sequence) -> bool:
-        """Pass this one if it was long at a look at most `PAUSE` steps ago."""
-        if self._step > sequence.long_until:
+        """Pass this one if it was long at a look at most `PAUSE` steps ago, or if one of its tenant's that has a higher
+        priority was passed."""
+        request = sequence.request
+        outranked = self._priorities.get(request.share, request.priority) > request.priority
+        if self._step > sequence.long_until and not outranked:
             return False
         self.add(sequence)
         return True

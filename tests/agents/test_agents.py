@@ -563,3 +563,14 @@ async def test_the_ledger_of_bytes_goes_on_after_a_restart(folder: Path) -> None
         assert (found.read, found.written) == (counted.read, counted.written)
         at.service.metrics._ended = [value + 7 for value in at.service.metrics._ended]
         assert at.agents.figures().read == found.read + 7
+
+
+async def test_a_turn_takes_the_share_of_whoever_asked_for_it(folder: Path) -> None:
+    async with house(folder) as at:
+        await at.agents.create("default", id="ada")
+        first = await at.begin("ada", "hello", share="10.0.0.7", options=SamplingOptions(max_tokens=400))
+        assert first.request.share == "10.0.0.7"
+        await first.close()
+        again = await at.agents.resume("default", "ada", request=at.service.next_id(), share="10.0.0.8")
+        assert again.request.share == "10.0.0.8"
+        await again.close()

@@ -14,6 +14,7 @@ from cairn.errors import CairnError, Cancelled
 from cairn.figures import CacheReport
 from cairn.metrics import Metrics
 from cairn.models.ends import Middle
+from cairn.text.shared_time import LongTexts
 from cairn.types import CacheGroup, Delta, Done, Event, FinishReason, ModelSpec, OutputFormat, Request, Usage
 
 SPEC = ModelSpec(
@@ -149,6 +150,7 @@ class ScriptedService:
         self.tokenizer = Bytes()
         self.controls: dict[str, int] = {}
         self.chat = self
+        self.long = LongTexts()
         self.metrics = Metrics("cairn", "scripted")
         self.streams: list[ScriptedStream] = []
         self.remembered: list[tuple[Any, ...]] = []
@@ -162,7 +164,9 @@ class ScriptedService:
     def next_id(self) -> int:
         return next(self._ids)
 
-    async def prompt(self, messages: Any, tools: Any, *, tenant: str, template_args: Any = None) -> Any:
+    async def prompt(
+        self, messages: Any, tools: Any, *, tenant: str, share: str = "", template_args: Any = None
+    ) -> Any:
         self.prompts.append((messages, tools, tenant, template_args))
         text = "".join(str(message["content"] or "") for message in messages)
         return SimpleNamespace(tokens=tuple(text.encode()) or (1,), output=self.output)

@@ -9,8 +9,10 @@ from scripted import ScriptedService
 from sockets import Site, site
 
 from cairn.api.app import App
-from cairn.api.auth import OPEN, Access, _same_address, check_exposure
+from cairn.api.auth import OPEN, Access, _same_address, check_exposure, has_tenants
+from cairn.api.body_budget import BodyBudget
 from cairn.api.origins import Origins
+from cairn.api.reply import Call
 from cairn.api.server import serve
 from cairn.config import Config, Secret, TenantKeys
 from cairn.errors import ConfigError
@@ -336,3 +338,46 @@ def test_another_address_needs_a_key(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "localhost", "::1", "[::1]"])
 def test_this_machine_needs_no_key(host: str) -> None:
     check_exposure(Config(host=host))
+
+
+async def test_a_request_takes_the_share_of_its_tenant() -> None:
+    service = ScriptedService()
+    async with site(service, TWO) as at:
+        for key in ("alpha", "beta", "alpha"):
+            headers = {"x_api_key": key}
+            assert (await call(at, "/v1/chat/completions", "POST", CHAT, **headers)).status_code == 200
+            body = {"model": "scripted", "prompt": "hi"}
+            assert (await call(at, "/v1/completions", "POST", body, **headers)).status_code == 200
+    shares = [stream.request.share for stream in service.streams]
+    assert shares[0] == shares[1] == shares[4] == shares[5] != shares[2] == shares[3]
+    assert all(share.startswith("key-") for share in shares)
+
+
+@pytest.mark.parametrize(
+    ("client", "agent", "share"),
+    [
+        (("10.0.0.7", 5000), None, "10.0.0.7"),
+        (("10.0.0.7", 5001), "x", "10.0.0.7"),
+        (("::ffff:10.0.0.7", 1), None, "10.0.0.7"),
+        (("2001:db8:1:2:3:4:5:6", 1), None, "2001:db8:1:2::/64"),
+        (("127.0.0.1", 1), None, "127.0.0.1"),
+        (("127.0.0.1", 1), "ada", "127.0.0.1 ada"),
+        (("127.0.0.1", 1), "a\x07", "127.0.0.1 a?"),
+        (("::1", 1), "ada", "::1 ada"),
+        (("", 0), None, ""),
+        (None, None, ""),
+    ],
+)
+def test_without_keys_a_share_is_a_clients(client: tuple[str, int] | None, agent: str | None, share: str) -> None:
+    """A name that a client may choose counts on this machine only: elsewhere it could have any number of shares."""
+    headers = [] if agent is None else [(b"x-cairn-agent", agent.encode())]
+    scope: Any = {"type": "http", "path": "/v1/models", "method": "GET", "headers": headers, "client": client}
+    made = Call(scope, None, None, 1, BodyBudget(1, 1))  # type: ignore[arg-type]
+    Access(Config()).check(made)
+    assert made.share == share and made.tenant == "default"
+
+
+def test_clients_without_keys_share_bodies_where_others_can_reach_the_server() -> None:
+    assert not has_tenants(Config())
+    assert has_tenants(Config(host="0.0.0.0", unsafe_no_auth=True))
+    assert not has_tenants(ONE) and has_tenants(TWO)

@@ -137,6 +137,7 @@ SCHEDULER = "scheduler.py"
 PLAN = "plan.py"
 SEQUENCE = "sequence.py"
 WAITING = "waiting.py"
+ROUNDS = "rounds.py"
 FAKE = "engine/fake.py"
 STOPS = "text/stream.py"
 TEXT = "text/stream.py"
@@ -210,7 +211,7 @@ BUGS = (
     # -------------------------------------------------------------------------------------------------- scheduler
     Bug("a preempted sequence believes in its old progress", SCHEDULER, "Scheduler._fit", "victim.computed = 0", "pass"),
     Bug("a preempted sequence keeps its blocks", SCHEDULER, "Scheduler._fit", "self._cache.close(victim.kv, victim.tokens)", "pass"),
-    Bug("the oldest sequence is preempted", SCHEDULER, "Scheduler._fit", "max(self._running, key=Sequence.by_rank)", "min(self._running, key=Sequence.by_rank)"),
+    Bug("the oldest sequence is preempted", SCHEDULER, "Scheduler._fit", "max(self._running, key=Sequence.by_turn)", "min(self._running, key=Sequence.by_turn)"),
     Bug("a victim of this plan grows again", SCHEDULER, "Scheduler._chunk", "if sequence.state is not State.RUNNING:\n    return", "pass"),
     Bug("a victim of this plan keeps its row", SCHEDULER, "Scheduler.plan", "self._preemptions != preemptions", "False"),
     Bug("decode rows are not counted in the budget", SCHEDULER, "Scheduler.plan", "self._step_tokens - len(work)", "self._step_tokens"),
@@ -247,7 +248,13 @@ BUGS = (
     Bug("a continuation's tokens count as prompt", SEQUENCE, "Sequence.__init__", "len(request.prompt)", "len(self.tokens)"),
     Bug("priorities are ignored", SEQUENCE, "Sequence.__init__", "now - request.priority * AGE_SECONDS", "now"),
     Bug("logits are wanted in the middle of a prompt", SEQUENCE, "Sequence.row", "end - 1 if end == len(self.tokens) else None", "end - 1"),
-    Bug("the queue is last in, first out", WAITING, "WaitingQueue.push", "insort(self._items, sequence, key=Sequence.by_rank)", "self._items.insert(0, sequence)"),
+    Bug("the queue is last in, first out", ROUNDS, "Rounds.add", "insort(line, item, key=key)", "line.insert(0, item)"),
+    Bug("whose turn it is, is not kept", ROUNDS, "Rounds.served", "self._lines[tenant] = line", "self._lines = {tenant: line, **self._lines}"),
+    Bug("a tenant that was served stays in front", WAITING, "WaitingQueue.start", "self._rounds.served(sequence.request.share)", "pass"),
+    Bug("tenants take no turns", ROUNDS, "Rounds.__iter__", "(item for around in zip_longest(*lines) for item in around if item is not None)", "iter(sorted((item for line in lines for item in line), key=lambda one: one.rank))"),
+    Bug("a tenant that has more in line goes first", ROUNDS, "Rounds.__iter__", "[tuple(line) for line in self._lines.values()]", "sorted(map(tuple, self._lines.values()), key=len, reverse=True)"),
+    Bug("a tenant's second waits behind all of another's", ROUNDS, "Rounds.__iter__", "(item for around in zip_longest(*lines) for item in around if item is not None)", "(item for line in lines for item in line)"),
+    Bug("one that was preempted stands behind those that never ran", WAITING, "WaitingQueue.__iter__", "chain(tuple(self._back), self._rounds)", "chain(self._rounds, tuple(self._back))"),
     Bug("the queue takes one too many", WAITING, "WaitingQueue.check", "waiting < self._max_requests", "waiting <= self._max_requests"),
     Bug("what was long once is long for ever", WAITING, "Passed.again", "self._step > sequence.long_until", "sequence.long_until < 0"),
     Bug("the queue does not count tokens", WAITING, "WaitingQueue.check", "waiting < self._max_requests and (not waiting or queued + tokens <= self._max_tokens)", "waiting < self._max_requests"),

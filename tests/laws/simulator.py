@@ -27,7 +27,7 @@ from cairn.sampling import sample
 from cairn.scheduler import Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence, State
 from cairn.types import FinishReason, Output, Request, SamplingParams, TokenLogprob
-from cairn.waiting import PAUSE
+from cairn.waiting import LOOKS, PAUSE
 
 VOCAB = 24
 WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))
@@ -128,13 +128,20 @@ class Client:
     awaited: int = 0
     long_at: int = -PAUSE - 1
     """The last plan for which it took more than a whole step."""
+    turn: int = 0
+    """How many had begun to run before it, and one; 0 before it runs itself."""
 
     @property
     def deadline(self) -> float:
         return self.arrival + self.request.timeout if self.request.timeout is not None else float("inf")
 
     @property
+    def share(self) -> str:
+        return self.request.share
+
+    @property
     def rank(self) -> tuple[float, int]:
+        """Its place among those of its tenant that never ran."""
         return self.arrival - AGE_SECONDS * self.request.priority, self.order
 
 
@@ -177,13 +184,22 @@ class World:
             self.limits = dataclasses.replace(self.limits, step_seconds=seconds, least_tokens=least)
         spec = fake_spec(VOCAB, self.context, self.windows)
         self.model = FakeEngine(spec, blocks=self.blocks, block_tokens=self.size)
+        self.crowd = random.Random(seed + (1 << 42))
+        """Draws whose each request is: of one tenant, or of some, of whom one asks for much."""
+        self.tenants = self.crowd.choice(("a", "aaab", "aab", "abc", "aaaabcde"))
         self.truth: dict[tuple[object, ...], list[int]] = {}
         self.parents: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
         self.salts: dict[bytes, bytes] = {}
         self.live: dict[int, Client] = {}
         self.computed_once: Counter[tuple[bytes, tuple[int, ...]]] = Counter()
         self.steps = self.finished = 0
-        self.orders = 0
+        self.orders = self.turns = 0
+        self.ring: list[str] = []
+        """Tenants of whom something waits that never ran, in the order of their turns."""
+        self.passes: dict[str, Counter[str]] = {}
+        """How many requests of each other tenant began since this one, which waits, had its turn."""
+        self.shared_turns = 0
+        """Requests that began while another tenant waited."""
         self.waits = 0
         self.plans = 0
         """Plans that let waiting requests run."""
@@ -256,8 +272,9 @@ class World:
             generated=generated,
             choice=choice,
             salt=chance.choice((b"", b"", b"", b"tenant")),
+            share=self.crowd.choice(self.tenants),
             timeout=None if self.calm or chance.random() < 0.8 else chance.uniform(0.5, 20),
-            priority=chance.choice((0, 0, 0, -1, 1, 3)),
+            priority=chance.choice((0, 0, 0, -1, 1, 3)) * self.crowd.choice((1, 1, 30)),
             durable=self.tiered and chance.random() < 0.7,
         )
 
@@ -284,6 +301,7 @@ class World:
             self.storage.start()
         self.max_rows = min(limits.max_running, limits.step_tokens)
         self.queue_limits = limits
+        self.ring, self.passes, self.turns = [], {}, 0
 
     # ------------------------------------------------------------------------------------------------- actions
 
@@ -323,6 +341,8 @@ class World:
                 got=list(request.generated),
             )
             law(request.id in self.scheduler._sequences, "an accepted request is not there")
+            if request.share not in self.ring:
+                self.ring.append(request.share)
             if chance.random() < 0.02:
                 self.drop(request.id)
 
@@ -333,6 +353,7 @@ class World:
         law(output is not None and output.id == id and output.finish is reason, "drop did not end the request")
         law(output is not None and not output.tokens and output.timing is not None, "drop sent tokens or no timing")
         del self.live[id]
+        self.leave_ring()
         law(self.scheduler.drop(id, reason) is None, "a request was dropped twice")
 
     def die(self) -> None:
@@ -350,6 +371,7 @@ class World:
                 generated=tuple(client.got),
                 choice=old.choice,
                 salt=old.salt,
+                share=old.share,
                 timeout=left,
                 priority=old.priority,
                 durable=old.durable,
@@ -392,6 +414,8 @@ class World:
         before = {sequence.request.id: sequence.state for sequence in self.scheduler._sequences.values()}
         preemptions = self.scheduler.stats().preemptions
         planned_at = self.clock.now()
+        self.leave_ring()  # what is late ends before anybody begins
+        line = self.line()
         plan = self.scheduler.plan()
         if plan is None:
             loading = self.storage is not None and self.storage.tiers.loading
@@ -405,7 +429,7 @@ class World:
             return not self.scheduler.idle
         self.steps += 1
         ended = {output.id for output in plan.ended}
-        self.after_plan(plan, before, ended, preempted=self.scheduler.stats().preemptions > preemptions)
+        self.after_plan(plan, before, ended, line, preempted=self.scheduler.stats().preemptions > preemptions)
         victims = {id for id in self.live if id not in ended and self.chance.random() < self.cancels / 4}
         results = self.engine.run(plan)
         for id in victims:
@@ -433,7 +457,52 @@ class World:
         law(machine.steady < 1 or seconds <= most + 1e-9, "a stream waits too long for its next token")
         machine.steady += not isinstance(results, Exception)
 
-    def after_plan(self, plan: Plan, before: dict[int, State], ended: set[int], *, preempted: bool) -> None:
+    def waiting(self, *, new: bool = False) -> list[Client]:
+        """The requests that wait now and are not late; `new`: those that never ran."""
+        sequences, now = self.scheduler._sequences, self.clock.now()
+        waits = [self.live[id] for id, one in sequences.items() if one.state is State.WAITING and id in self.live]
+        return [client for client in waits if client.deadline > now and not (new and client.turn)]
+
+    def leave_ring(self) -> None:
+        """Tenants of whom nothing waits any more that never ran have no turn to come."""
+        left = {client.share for client in self.waiting(new=True)}
+        self.ring = [share for share in self.ring if share in left]
+        self.passes = {share: passes for share, passes in self.passes.items() if share in left}
+
+    def line(self) -> list[Client]:
+        """In which order the requests that wait have their turns: those that ran before, then one of each tenant, a
+        second of each, and so on; of its own, a tenant's priority and their age say which."""
+        waits = self.waiting()
+        line = sorted((client for client in waits if client.turn), key=lambda client: client.turn)
+        lines = [
+            sorted((c for c in waits if not c.turn and c.share == share), key=lambda client: client.rank)
+            for share in self.ring
+        ]
+        for place in range(len(waits)):
+            line += [own[place] for own in lines if place < len(own)]
+        return line
+
+    def took_turns(self, plan: Plan, barred: set[str]) -> None:
+        """Between two requests of one tenant that begin, every other that waits and is not `barred` has one."""
+        for id in plan.started:
+            client = self.live[id]
+            self.turns += 1
+            client.turn = self.turns
+            share = client.share
+            self.passes.pop(share, None)
+            waits = {other.share for other in self.waiting(new=True)} - barred - {share}
+            self.shared_turns += bool(waits)
+            for other in waits:
+                passes = self.passes.setdefault(other, Counter())
+                passes[share] += 1
+                law(passes[share] <= 1, "a tenant had two turns while another waited")
+            self.ring.remove(share)
+            self.ring.append(share)
+        self.leave_ring()
+
+    def after_plan(
+        self, plan: Plan, before: dict[int, State], ended: set[int], line: list[Client], *, preempted: bool
+    ) -> None:
         """Laws of one plan: budget, decode first, nobody starves, nothing is computed twice."""
         law(bool(plan.rows) or bool(plan.ended), "an empty plan")
         used = sum(row.end - row.start for row in plan.rows)
@@ -465,53 +534,80 @@ class World:
         law({c.request.id for c in self.live.values() if c.deadline <= self.clock.now()} <= ended, "a deadline passed")
         law(all(self.cache.use()[g].held <= n for g, n in enumerate(self.blocks)), "more held than there is")
         law(not preempted or self.storage is None or not self.storage.tiers.loading, "preempted to keep a load")
+        barred = self.fairness(plan, before, line, preempted=preempted, running=len(running), full=full)
+        self.took_turns(plan, barred)
         self.victims(before)
-        self.fairness(plan, before, preempted=preempted, running=len(running), full=full)
 
     def victims(self, before: dict[int, State]) -> None:
         """Whoever was preempted stood behind everybody who still runs."""
         sequences = self.scheduler._sequences
         was = {id: sequences[id].state for id, state in before.items() if state is State.RUNNING and id in sequences}
-        gone = [self.live[id].rank for id, state in was.items() if state is State.WAITING]
-        kept = [self.live[id].rank for id, state in was.items() if state is State.RUNNING]
+        gone = [self.live[id].turn for id, state in was.items() if state is State.WAITING]
+        kept = [self.live[id].turn for id, state in was.items() if state is State.RUNNING]
         law(not gone or not kept or max(kept) < min(gone), "the wrong sequence was preempted")
 
-    def fairness(self, plan: Plan, before: dict[int, State], *, preempted: bool, running: int, full: bool) -> None:
-        """Nobody is overtaken but by rank, while waiting for a prefix, which is bounded, or beside a long prompt, which
-        gets half of the step, by short ones, which are whole in the other half. One that took more than a whole step
-        may count as long for a few more."""
+    def fairness(
+        self, plan: Plan, before: dict[int, State], line: list[Client], *, preempted: bool, running: int, full: bool
+    ) -> set[str]:
+        """Nobody is overtaken by those behind in the `line`, but while waiting for a prefix, which is bounded, or
+        beside a long prompt, which gets half of the step, by short ones, which are whole in the other half. One that
+        took more than a whole step may count as long for a few more. What stands behind one of its tenant's that is
+        passed and has a higher priority is passed too. Returns the tenants who have somebody that may be passed."""
         sequences = self.scheduler._sequences
         self.plans += not preempted
-        waiting = sorted(
-            (self.live[id] for id, s in sequences.items() if s.state is State.WAITING), key=lambda client: client.rank
-        )
+        places = {client.request.id: place for place, client in enumerate(line)}
+        waits = [self.live[id] for id, s in sequences.items() if s.state is State.WAITING]
+        known = [client for client in waits if client.request.id in places]
+        preempted_now = sorted((client for client in waits if client.request.id not in places), key=lambda c: c.turn)
+        waiting = preempted_now + sorted(known, key=lambda client: places[client.request.id])
         admitted = [
             self.live[id] for id, s in sequences.items() if s.state is State.RUNNING and before[id] is State.WAITING
         ]
+        passed: dict[str, int] = {}
+        barred: set[str] = set()
+        kept = 0
+        """Blocks for the first that is passed."""
+        short = not admitted and len(waiting) <= LOOKS
+        """Whether the next that need not be passed is the first."""
         half, long = self.half(plan, before)
         rows = {sequence.request.id: row for sequence, row in zip(plan.sequences, plan.rows, strict=True)}
         room = not preempted and running < self.max_rows
         for place, client in enumerate(waiting):
-            past = [rows.get(other.request.id) for other in admitted if other.rank > client.rank]
+            own = places.get(client.request.id, -1)
+            past = [rows.get(other.request.id) for other in admitted if places[other.request.id] > own]
             awaiting, missing = self.awaits(sequences[client.request.id]), self.missing(sequences[client.request.id])
             client.long_at = self.plans if missing > self.limits.step_tokens else client.long_at
             is_long = missing > half or self.plans - client.long_at <= PAUSE
-            beside = long and is_long and all(row is None or row.end - row.start <= half for row in past)
+            outranked = passed.get(client.share, -1000) > client.request.priority
+            whole = all(row is None or row.end - row.start <= half for row in past)
+            beside = long and (is_long or outranked) and whole
+            if awaiting or is_long or outranked:
+                barred.add(client.share)
+                passed[client.share] = max(passed.get(client.share, -1000), client.request.priority)
             law(awaiting or beside or not past, "a waiting request was overtaken")
             self.beside += beside and bool(past)
             client.overtaken += bool(past) and not beside
             client.awaited = client.awaited + 1 if awaiting else 0
             law(client.overtaken <= 12 * 48, "a request was overtaken without end")
-            if long and room and not place and not admitted and not awaiting and not is_long and not self.shared(plan):
-                law(not self.fits(client, running), "a short prompt waits for a long one")
+            if awaiting or is_long or outranked:
+                kept = kept or self.need(client)
+            elif short and long and room and running + (place > 0) < self.max_rows and not self.shared(plan):
+                law(not self.fits(client, running + kept), "a short prompt waits for a long one")
+                short = False
+            else:
+                short = False
         head = next((c for c in waiting if not self.awaits(sequences[c.request.id])), None)
         if head is not None and room and not full:
             law(not self.fits(head, running), "a request waits although there is room")
+        return barred
 
     def fits(self, client: Client, running: int) -> bool:
         """Whether the pools have room for all of a request."""
-        need = -(-len(self.scheduler._sequences[client.request.id].tokens) // self.size)
-        return all(pool.available >= need + running for pool in self.cache.pools)
+        return all(pool.available >= self.need(client) + running for pool in self.cache.pools)
+
+    def need(self, client: Client) -> int:
+        """Blocks that all of a request takes."""
+        return -(-len(self.scheduler._sequences[client.request.id].tokens) // self.size)
 
     def missing(self, sequence: Sequence) -> int:
         """Tokens of a waiting request's prompt that the pools do not have."""
@@ -755,6 +851,7 @@ def run_many(first: int, count: int) -> Counter[str]:
             finished=world.finished,
             preemptions=stats.preemptions,
             beside=world.beside,
+            shared_turns=world.shared_turns,
             slowed=world.slowed,
             hits=stats.prefix_hits,
             loaded=world.storage.loaded if world.storage is not None else 0,

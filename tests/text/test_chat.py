@@ -21,6 +21,7 @@ from cairn.text.chat import Chat
 from cairn.text.json_scan import MAX_DEPTH
 from cairn.text.messages import plain_message, unused_marks
 from cairn.text.named_templates import NAMED
+from cairn.text.shared_time import LongTexts
 from cairn.text.stream import TextStream
 from cairn.text.templates import load_templates
 from cairn.text.tokenizer import INLINE
@@ -1024,8 +1025,9 @@ async def test_long_chats_are_read_beside_the_loop(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Chat, "_read", read)
     chat = object.__new__(Chat)
+    chat.long = LongTexts()
     for size in (10, INLINE + 1):
-        await chat._read_apart([{"role": "assistant", "content": "", "reasoning_content": "x" * size}], None, None)
+        await chat._read_apart("", [{"role": "assistant", "reasoning_content": "x" * size}], None, None)
     assert seen == [True, False]
 
 

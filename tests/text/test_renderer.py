@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from cairn.errors import CairnError, InvalidRequest, ModelFileError, Overloaded, Unavailable
+from cairn.errors import CairnError, InvalidRequest, ModelFileError, Unavailable
 from cairn.text.render_wire import MAX_FRAME, Job, Setup, frame
-from cairn.text.renderer import Renderer, _Turns, launch
+from cairn.text.renderer import Renderer, launch
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 NOON = 1_000_000_000.0 + 12 * 3600
@@ -166,29 +166,6 @@ async def test_a_process_that_is_stuck_is_a_503_and_is_replaced(
     assert all(isinstance(error, Unavailable) and error.status == 503 and error.retry_after for error in errors)
     assert await renderer.render(job("content", "well")) == ["well"]
     assert renderer.pid != first and gone(first, 60)
-
-
-async def test_who_waits_is_refused_for_the_time_that_others_used_and_no_other() -> None:
-    turns = _Turns(1.0)
-    await turns.take()
-    waiting = [asyncio.create_task(turns.take()) for _ in range(4)]
-    closing = asyncio.create_task(turns.take(patient=True))
-    await asyncio.sleep(0)
-    waiting[1].cancel()
-    turns.give(0.6)
-    await waiting[0]
-    turns.give(0.6)  # more than 1 s in all
-    await closing
-    assert [type(task.exception()) for task in waiting[2:]] == [Overloaded, Overloaded]
-    turns.give(5.0)
-    await turns.take()  # nobody is before it
-    late = asyncio.create_task(turns.take())
-    await asyncio.sleep(0)
-    turns.give(0.9)
-    late.cancel()  # as the turn comes
-    with pytest.raises(asyncio.CancelledError):
-        await late
-    await turns.take()
 
 
 async def test_signals_to_the_server_do_not_reach_the_process(renderer: Renderer) -> None:

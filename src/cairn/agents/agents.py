@@ -325,6 +325,7 @@ class Agents:
         options: SamplingOptions = PLAIN,
         *,
         request: int,
+        share: str = "",
         fork_on_conflict: bool = False,
         template_args: Mapping[str, Any] | None = None,
     ) -> RunningTurn:
@@ -335,16 +336,16 @@ class Agents:
         """
         with self._agents.reading(tenant, id) as agent:
             return await self._turns.start(
-                agent, messages, options, request, template_args, fork_on_conflict=fork_on_conflict
+                agent, messages, options, request, template_args, share=share, fork_on_conflict=fork_on_conflict
             )
 
-    async def resume(self, tenant: str, id: str, *, request: int) -> RunningTurn:
+    async def resume(self, tenant: str, id: str, *, request: int, share: str = "") -> RunningTurn:
         """Go on with the interrupted turn at the head: what it said before comes again, and then the rest.
 
         One whose answer the log lost is computed again. Conflict if there is none, or if another model began it.
         """
         with self._agents.reading(tenant, id) as agent:
-            return await self._turns.resume(agent, request)
+            return await self._turns.resume(agent, request, share)
 
 
 def list_agents(registry: AgentRegistry, tenant: str, limit: int, after: str, now: float) -> AgentPage:

@@ -45,9 +45,13 @@ class Turns:
         number: int,
         template_args: Mapping[str, Any] | None,
         *,
+        share: str,
         fork_on_conflict: bool,
     ) -> RunningTurn:
-        """Begin a turn with new messages; `number`: its request's id. Conflict where the head is not free."""
+        """Begin a turn with new messages; `number`: its request's id, `share`: whose share of the server it takes.
+
+        Conflict where the head is not free.
+        """
         forked = False
         if agent.busy or agent.head.state != "finished":
             if not fork_on_conflict:
@@ -56,7 +60,7 @@ class Turns:
             agent, forked = await self._agents.fork(agent, whole, None), True
         agent.starting = True
         try:
-            return await self._begin(agent, messages, options, number, template_args)
+            return await self._begin(agent, messages, options, number, template_args, share)
         except BaseException:
             if forked:
                 with contextlib.suppress(Unavailable):
@@ -72,10 +76,11 @@ class Turns:
         options: SamplingOptions,
         number: int,
         template_args: Mapping[str, Any] | None,
+        share: str,
     ) -> RunningTurn:
         service = self.service
         check(messages, "messages")
-        prompt, prefix, told = await self._prompt(agent, messages, template_args)
+        prompt, prefix, told = await self._prompt(agent, messages, template_args, share)
         (request,) = requests(
             service.spec,
             prompt.tokens,
@@ -87,6 +92,7 @@ class Turns:
             max_choices=1,
             output=prompt.output,
             salt=agent.salt,
+            share=share,
             timeout=self._config.request_timeout,
         )
         request = msgspec.structs.replace(request, durable=True)
@@ -102,7 +108,7 @@ class Turns:
         return self._run(agent, turn, request, stream, [])
 
     async def _prompt(
-        self, agent: Agent, messages: Sequence[dict[str, Any]], template_args: Mapping[str, Any] | None
+        self, agent: Agent, messages: Sequence[dict[str, Any]], template_args: Mapping[str, Any] | None, share: str
     ) -> tuple[Prompt, int, Told]:
         """The prompt of the next turn, how many of its ids are the context of the head, and what helps to say why a
         part of its KV is missing."""
@@ -117,12 +123,13 @@ class Turns:
             # What came from elsewhere, or from other kernels, was not computed here: its KV cannot have been evicted.
             if branch.last.began.engine == self.service.info.identity:
                 self.service.recent.note(agent.salt, before, len(before), told.messages[: len(history)])
-            extended = await chat.extend(before, history, messages, tools, template_args=template_args)
+            extended = await chat.extend(before, history, messages, tools, share=share, template_args=template_args)
             if extended is not None:
                 return extended, len(before), told
         elif not changed:
             await self._recall(agent, branch)
-        return await chat.prompt(whole, tools, tenant=agent.tenant, template_args=template_args), 0, told
+        prompt = await chat.prompt(whole, tools, tenant=agent.tenant, share=share, template_args=template_args)
+        return prompt, 0, told
 
     async def _recall(self, agent: Agent, branch: Branch) -> None:
         """Let the answers of a branch be put back as they were sampled although the last cannot: the whole is rendered
@@ -152,14 +159,17 @@ class Turns:
             request=request.id,
         )
 
-    async def resume(self, agent: Agent, number: int) -> RunningTurn:
-        """Go on with the interrupted turn at the head as the request `number`. Conflict where that cannot be done."""
+    async def resume(self, agent: Agent, number: int, share: str) -> RunningTurn:
+        """Go on with the interrupted turn at the head as the request `number`. Conflict where that cannot be done.
+
+        `share`: whose share of the server it takes.
+        """
         if agent.busy:
             raise conflict(agent)
         agent.starting = True
         try:
             async with self._cut(agent) as branch:
-                request = self._again(agent, branch, number)
+                request = self._again(agent, branch, number, share)
         finally:
             agent.starting = False
         turn = agent.head
@@ -196,7 +206,7 @@ class Turns:
             turn.state, turn.content = "finished", None
             raise
 
-    def _again(self, agent: Agent, branch: Branch, number: int) -> Request:
+    def _again(self, agent: Agent, branch: Branch, number: int, share: str) -> Request:
         """What was asked at the head when it began, as much of it as this server has room for.
 
         No log-probabilities where something was said: the log has none, and a part of them would be read as
@@ -236,6 +246,7 @@ class Turns:
             stop=began.stop,
             output=began.output,
             salt=agent.salt,
+            share=share,
             timeout=self._config.request_timeout,
             durable=True,
         )

@@ -106,12 +106,12 @@ class AgentRoutes:
         check_model(body.model, service)
         messages = beginning(body, self._config)
         tools = plain_tools(body.tools) or []
-        await check_length(service, contents(messages, tools), "messages")
+        await check_length(call, service, contents(messages, tools), "messages")
         plain = plain_messages(messages)
         if plain or tools:  # what no turn could use is refused now; some templates want a user's message
             asked = any(message["role"] == "user" for message in plain)
             first = plain if asked else [*plain, {"role": "user", "content": "Hello."}]
-            await service.chat.prompt(first, tools or None, tenant=call.tenant)
+            await service.chat.prompt(first, tools or None, tenant=call.tenant, share=call.share)
         info = await agents.create(
             call.tenant,
             id=body.id,

@@ -22,6 +22,7 @@ OPEN = frozenset({"/health", "/health/live", "/health/ready", "/health/startup"}
 """Routes that need no key."""
 ADMIN = ("/metrics", "/v1/cache")
 """Routes that need the admin key on a server with keys, with all below them."""
+AGENT = b"x-cairn-agent"
 KEY_LABEL = b"cairn tenant salt 1\0"
 NAME_LABEL = b"cairn tenant name 1\0"
 _BRACKETED = re.compile(r"\[([^\[\]]*)\](?::(.*))?")
@@ -54,6 +55,7 @@ class Access:
 
     def check(self, call: Call) -> None:
         """Let the call pass and give it its tenant, or raise Unauthorized or Forbidden."""
+        call.share = _client(call)
         if call.path in OPEN:
             return
         if any(call.path == route or call.path.startswith(f"{route}/") for route in ADMIN):
@@ -68,7 +70,8 @@ class Access:
                 found = tenant
         if found is None:
             raise _unauthorized("an API key is needed" if not _credential(call) else "the API key is not known here")
-        call.tenant, call.salt = found.name, found.salt
+        call.tenant = call.share = found.name
+        call.salt = found.salt
 
     def cors(self, call: Call) -> None:
         """Add the CORS headers if the page's origin is one of the configured ones; never reflect another."""
@@ -150,7 +153,9 @@ def has_keys(config: Config) -> bool:
 
 
 def has_tenants(config: Config) -> bool:
-    """Whether there are several tenants, who share the server."""
+    """Whether several tenants share the server; without keys they are clients, where others can reach it."""
+    if not has_keys(config):
+        return not is_local(config.host)
     return len({tenant.name for _, tenant in _tenants(config)}) > 1
 
 
@@ -163,6 +168,19 @@ def is_local(host: str) -> bool:
         return ipaddress.ip_address(bare).is_loopback
     except ValueError:
         return False
+
+
+def _client(call: Call) -> str:
+    """Who calls where no key says it: an address, of IPv6 the network that one client may have for itself. On this
+    machine, where all have the same, it is whom the request names as its agent."""
+    address = (call.scope.get("client") or ("",))[0]
+    try:
+        found = _ip(address)
+    except ValueError:  # a socket of another kind
+        return address
+    if found.is_loopback and (agent := call.header(AGENT)) is not None:
+        return f"{found} {shown(agent.decode('latin-1'))}"
+    return str(ipaddress.IPv6Network((found, 64), strict=False)) if found.version == 6 else str(found)
 
 
 def _credential(call: Call) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
@@ -61,10 +60,14 @@ class OpenAI:
         check_strict(body.tools, call)
         check_model(body.model, service)
         tools = plain_tools(body.tools) if choice_of(body) != "none" else None
-        await check_length(service, contents(body.messages, tools), "messages")
+        await check_length(call, service, contents(body.messages, tools), "messages")
         messages = plain_messages(body.messages)
         prompt = await service.chat.prompt(
-            messages, tools, tenant=call.tenant, template_args=body.template_args(service.chat.knows)
+            messages,
+            tools,
+            tenant=call.tenant,
+            share=call.share,
+            template_args=body.template_args(service.chat.knows),
         )
         names, store = names_of(body.max_tokens), is_stored(body.store, self._config)
         with spelled(names):
@@ -79,6 +82,7 @@ class OpenAI:
                 max_choices=self._config.max_choices,
                 output=prompt.output,
                 salt=call.salt,
+                share=call.share,
                 timeout=self._config.request_timeout,
                 durable=any(message.role == "assistant" for message in body.messages),
                 stored=store,
@@ -109,7 +113,7 @@ class OpenAI:
         special = body.parse_special is not False
         check_suffix(body, service)
         for prompt in prompts:
-            tokens = await encode_text(service, prompt, body.suffix or "", inline=inline, special=special)
+            tokens = await encode_text(call, service, prompt, body.suffix or "", inline=inline, special=special)
             with spelled({"top_logprobs": "logprobs"}):
                 made = requests(
                     service.spec,
@@ -121,6 +125,7 @@ class OpenAI:
                     sampler_order=self._config.sampler_order,
                     max_choices=self._config.max_choices,
                     salt=call.salt,
+                    share=call.share,
                     timeout=self._config.request_timeout,
                     output=OutputFormat(continues=True),
                     allow_empty=echo,
@@ -282,7 +287,13 @@ def check_model(name: str | None, service: Service, *, strict: bool = False) -> 
 
 
 async def encode_text(
-    service: Service, prompt: str | list[int], suffix: str = "", *, inline: bool = True, special: bool = True
+    call: Call,
+    service: Service,
+    prompt: str | list[int],
+    suffix: str = "",
+    *,
+    inline: bool = True,
+    special: bool = True,
 ) -> list[int]:
     """The token ids of a raw prompt, with a `suffix` of what stands between the two.
 
@@ -293,8 +304,8 @@ async def encode_text(
     encode = partial(service.tokenizer.encode_raw, prompt, suffix, special=special)
     if inline and sum(map(len, texts)) <= INLINE:
         return encode()
-    await check_length(service, texts, "prompt", special=special)
-    return await asyncio.to_thread(encode)
+    await check_length(call, service, texts, "prompt", special=special)
+    return await service.chat.long.run(call.share, encode)
 
 
 def check_suffix(body: CompletionBody, service: Service) -> None:
@@ -307,7 +318,9 @@ def check_suffix(body: CompletionBody, service: Service) -> None:
         raise InvalidRequest("suffix and echo do not go together: the prompt is not before the answer", field="suffix")
 
 
-async def check_length(service: Service, texts: Sequence[str], field: str, *, special: bool = False) -> None:
+async def check_length(
+    call: Call, service: Service, texts: Sequence[str], field: str, *, special: bool = False
+) -> None:
     """Refuse texts that are far too long for the context before anything is done with them."""
     encode = partial(service.tokenizer.encode, special=special)
-    await length.check_length(encode, texts, service.info.context, field)
+    await length.check_length(encode, texts, service.info.context, field, service.chat.long, call.share)

@@ -64,8 +64,8 @@ def shown(text: str) -> str:
 class Call:
     """One request and its answer: a thin layer over ASGI that puts the request id on every response.
 
-    `id` is 16 hexadecimal digits, unique for ever; `tenant` and `salt` are set by the access layer. `name` is what the
-    client calls the request in X-Request-ID, if that is of a form that can be used: other values mean nothing.
+    `id` is 16 hexadecimal digits, unique for ever; `tenant`, `salt` and `share` are set by the access layer. `name` is
+    what the client calls the request in X-Request-ID, if that is of a form that can be used: other values mean nothing.
     """
 
     __slots__ = (
@@ -81,6 +81,7 @@ class Call:
         "path",
         "salt",
         "scope",
+        "share",
         "started",
         "status",
         "tenant",
@@ -99,6 +100,8 @@ class Call:
         """What the sender should know of a request that is answered all the same: told in a header, and in bodies."""
         self.tenant = "default"
         self.salt = b""
+        self.share = ""
+        """Whose share of the server it takes: the tenant's, or the client's where there are no keys."""
         self.started = False
         self.status = 0
         """The status of the answer, once it has begun."""
@@ -127,7 +130,7 @@ class Call:
         """
         parts: list[bytes] = []
         async for part in self.pieces():
-            self._budget.take(self.tenant, len(part))
+            self._budget.take(self.share, len(part))
             self._held += len(part)
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -144,7 +147,7 @@ class Call:
 
     def release(self) -> None:
         """The body is held no more."""
-        self._budget.give(self.tenant, self._held)
+        self._budget.give(self.share, self._held)
         self._held = 0
 
     async def gone(self) -> None:

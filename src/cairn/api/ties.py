@@ -15,6 +15,7 @@ import msgspec
 from cairn.agents.agent_service import is_id
 from cairn.agents.agents import Agents
 from cairn.agents.turn_tree import Agent
+from cairn.api.auth import AGENT
 from cairn.api.reply import Call
 from cairn.api.schemas import Generation
 from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
@@ -23,7 +24,7 @@ from cairn.text.chat import Sampled
 from cairn.types import Done, Request, Timing
 
 NAME = "X-Cairn-Agent"
-HEADER = NAME.lower().encode()
+HEADER = AGENT
 ACCOUNT_TTL = 7 * 86_400.0
 """Seconds without use after which an account that a request has opened is deleted."""
 

@@ -6,7 +6,6 @@ https://docs.vllm.ai (serving/openai_compatible_server, Tokenizer API): `prompt`
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from cairn.api.checks import check_messages, check_template_args
@@ -47,33 +46,43 @@ class Tokens:
         if body.content is not None and body.add_special_tokens is not None:
             raise InvalidRequest("add_special_tokens goes with prompt and messages", field="add_special_tokens")
         if body.content is not None:
-            tokens = await self._content(service, body.content, body)
+            tokens = await self._content(call, service, body.content, body)
         elif body.prompt is not None and body.add_special_tokens is False:
-            tokens = await self._content(service, body.prompt, body)
+            tokens = await self._content(call, service, body.prompt, body)
         elif body.prompt is not None:
-            tokens = await encode_text(service, body.prompt, special=body.parse_special is not False)
+            tokens = await encode_text(call, service, body.prompt, special=body.parse_special is not False)
         else:
             tokens = await self._chat(call, service, body)
-        shown: list[Any] = [piece_of(service, token) for token in tokens] if body.with_pieces else tokens
+        shown: list[Any] = await self._pieces(call, service, tokens) if body.with_pieces else tokens
         await call.json({"tokens": shown, "count": len(tokens), "max_model_len": service.info.context})
 
-    async def _content(self, service: Service, text: str, body: TokenizeBody) -> list[int]:
+    async def _pieces(self, call: Call, service: Service, tokens: list[int]) -> list[dict[str, Any]]:
+        def pieces() -> list[dict[str, Any]]:
+            return [piece_of(service, token) for token in tokens]
+
+        return pieces() if len(tokens) <= INLINE else await service.chat.long.run(call.share, pieces)
+
+    async def _content(self, call: Call, service: Service, text: str, body: TokenizeBody) -> list[int]:
         """Ids of a text by itself: nothing before it unless asked for, and control tokens in it are such unless not."""
         tokenizer, special = service.tokenizer, body.parse_special is not False
         encode = tokenizer.encode_prompt if body.add_special else tokenizer.encode
         if len(text) <= INLINE:
             return encode(text, special=special)
-        await check_length(service, [text], "content" if body.prompt is None else "prompt")
-        return await asyncio.to_thread(encode, text, special=special)
+        await check_length(call, service, [text], "content" if body.prompt is None else "prompt")
+        return await service.chat.long.run(call.share, encode, text, special=special)
 
     async def _chat(self, call: Call, service: Service, body: TokenizeBody) -> list[int]:
         messages = body.messages or []
         check_messages(messages, self._config)
         check_template_args(body.chat_template_kwargs)
         tools = plain_tools(body.tools)
-        await check_length(service, contents(messages, tools), "messages")
+        await check_length(call, service, contents(messages, tools), "messages")
         prompt = await service.chat.prompt(
-            plain_messages(messages), tools, tenant=call.tenant, template_args=body.template_args(service.chat.knows)
+            plain_messages(messages),
+            tools,
+            tenant=call.tenant,
+            share=call.share,
+            template_args=body.template_args(service.chat.knows),
         )
         return list(prompt.tokens)
 
@@ -91,7 +100,7 @@ class Tokens:
         if len(body.tokens) <= INLINE:
             text = service.tokenizer.spell(body.tokens)
         else:
-            text = await asyncio.to_thread(service.tokenizer.spell, body.tokens)
+            text = await service.chat.long.run(call.share, service.tokenizer.spell, body.tokens)
         await call.json({"prompt": text, "content": text})
 
 

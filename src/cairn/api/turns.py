@@ -59,7 +59,7 @@ class TurnRoutes:
         header = call.header(HEADER)
         check_account(body, None if header is None else header.decode("latin-1"), id)
         check_model(body.model, service)
-        await check_length(service, contents(body.messages), "messages")
+        await check_length(call, service, contents(body.messages), "messages")
         with spelled(names_of(body.max_tokens)):
             running = await agents.turn(
                 call.tenant,
@@ -67,6 +67,7 @@ class TurnRoutes:
                 plain_messages(body.messages),
                 body.chat_options(),
                 request=call.number,
+                share=call.share,
                 fork_on_conflict=bool(body.fork_on_conflict),
                 template_args=body.template_args(service.chat.knows),
             )
@@ -79,7 +80,7 @@ class TurnRoutes:
         """
         agents, id = self._ties.open(), id_of(call)
         body = parse(ResumeBody, await read_nothing(call, self._config), self._config, call)
-        running = await agents.resume(call.tenant, id, request=call.number)
+        running = await agents.resume(call.tenant, id, request=call.number, share=call.share)
         await self._answer(call, service, running, bool(body.stream), True)
 
     async def _answer(self, call: Call, service: Service, running: RunningTurn, stream: bool, usage: bool) -> None:

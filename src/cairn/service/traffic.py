@@ -118,7 +118,7 @@ class Traffic:
         for id in step.started:
             self._started(id, now)
         if step.stats != before or step.started:
-            self.queue.note(now, len(step.started), step.stats)
+            self.queue.note(now, step.stats)
             self._measure(before, step.stats)
         tokens = len(step.ids) + sum([len(output.tokens) for output in step.outputs])
         if tokens:
@@ -160,7 +160,7 @@ class Traffic:
         flight = self.flights.get(id)
         if flight is not None and flight.started_at is None:
             flight.started_at = now
-            self.queue.leave(flight.request)
+            self.queue.begin(flight.request)
 
     def _output(self, output: Output, now: float) -> None:
         flight = self.flights.get(output.id)

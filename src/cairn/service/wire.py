@@ -116,6 +116,8 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int = 0
     kv: KvStats | None = None
     """Set when it has changed."""
+    token_seconds: float = 0.0
+    """How long a token of a prompt takes, as measured; 0 before any was."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):

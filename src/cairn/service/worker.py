@@ -197,6 +197,7 @@ class Loop:
             prefix_hits=stats.prefix_hits,
             preemptions=stats.preemptions,
             kv=kv,
+            token_seconds=stats.token_seconds,
         )
 
 

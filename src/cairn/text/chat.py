@@ -28,6 +28,7 @@ from cairn.text.render_wire import Job, Setup
 from cairn.text.renderer import Renderer, launch
 from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
 from cairn.text.sampled import offered_by, opener, visible_ids
+from cairn.text.shared_time import LongTexts
 from cairn.text.split import END_THINK, THINK
 from cairn.text.templates import ANSWERED, defaults, given_template, load_text, turn_ends, unusable
 from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
@@ -94,6 +95,7 @@ class Chat:
         self._clock = clock or SystemClock()
         self.context: int | None = None
         """Tokens that the engine takes, once it has told."""
+        self.long = LongTexts()
         self.tokenizer = tokenizer
         self._templates = templates
         self._named = {match[1] or match[3] for text in templates.values() for match in _NAMED.finditer(text)}
@@ -187,15 +189,17 @@ class Chat:
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
         tenant: str = "default",
+        share: str = "",
         template_args: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """Render and encode a chat up to the beginning of the assistant's next message.
 
         Messages are OpenAI's: role, content (text or text parts), reasoning_content, tool_calls, tool_call_id, name.
-        `template_args` are variables of the template, such as enable_thinking. Raises InvalidRequest or Unsupported
-        naming the field, ContextTooLong for a chat far beyond the context, Overloaded if too many wait to be rendered.
+        `template_args` are variables of the template, such as enable_thinking; `share` is whose time is taken. Raises
+        InvalidRequest or Unsupported naming the field, ContextTooLong for a chat far beyond the context, Overloaded if
+        too many of that share wait to be rendered.
         """
-        chat = await self._read_apart(messages, tools, template_args)
+        chat = await self._read_apart(share, messages, tools, template_args)
         found = dict(self._answers(tenant, chat.clean))
         answers = {f"{chat.edge}{n}{chat.edge}": answer for n, answer in found.items()}
         conversations = [chat.plain]
@@ -204,15 +208,15 @@ class Chat:
             shown = dict(enumerate(chat.plain)) | {n: {"role": "assistant", "content": text} for n, text in stand_ins}
             conversations.append(list(shown.values()))
         try:
-            texts = await self._render(chat, conversations)
+            texts = await self._render(chat, conversations, share)
         except InvalidRequest:
             if not found:
                 raise
-            texts = await self._render(chat, [chat.plain])  # the template wants the answers as they are
-        await self._check_shown(chat, texts[0])
-        await self._check_length(texts[0], chat.mark)
+            texts = await self._render(chat, [chat.plain], share)  # the template wants the answers as they are
+        await self._check_shown(chat, texts[0], share)
+        await self._check_length(texts[0], chat.mark, share)
         if sum(map(len, texts)) > INLINE:
-            tokens = await asyncio.to_thread(self._encode, texts, chat.mark, answers, tenant)
+            tokens = await self.long.run(share, self._encode, texts, chat.mark, answers, tenant)
         else:
             tokens = self._encode(texts, chat.mark, answers, tenant)
         return self._prompt(chat, texts[0], tokens)
@@ -224,6 +228,7 @@ class Chat:
         new: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
         *,
+        share: str = "",
         template_args: Mapping[str, Any] | None = None,
     ) -> Prompt | None:
         """The prompt for new messages behind `before`, the exact ids of a conversation whose last message is an answer.
@@ -231,12 +236,12 @@ class Chat:
         Only what the new messages add is encoded. None where the template does not tell what that is: `prompt` then
         renders and encodes the conversation as a whole. Raises as `prompt` does.
         """
-        chat = await self._read_apart([*messages, *new], tools, template_args)
+        chat = await self._read_apart(share, [*messages, *new], tools, template_args)
         answer = f"{chat.edge}0{chat.edge}"
         shown = list(chat.plain)
         shown[len(messages) - 1] = {"role": "assistant", "content": answer}
         try:
-            (text,) = await self._render(chat, [shown])
+            (text,) = await self._render(chat, [shown], share)
         except InvalidRequest:
             return None
         _, found, added = text.partition(answer)
@@ -244,15 +249,15 @@ class Chat:
             return None
         if left_out(chat.plain[len(messages) :], added):
             return None
-        await self._check_length(added, chat.mark)
+        await self._check_length(added, chat.mark, share)
         encode = self.tokenizer.encode_rendered
         long = len(added) > INLINE
-        ids = await asyncio.to_thread(encode, added, chat.mark) if long else encode(added, chat.mark)
+        ids = await self.long.run(share, encode, added, chat.mark) if long else encode(added, chat.mark)
         return self._prompt(chat, added, [*before, *ids])
 
-    async def _read_apart(self, *chat: Any) -> _Read:
+    async def _read_apart(self, share: str, *chat: Any) -> _Read:
         """`_read`, where it may take long in a thread: of what a template drops there may be megabytes."""
-        return await asyncio.to_thread(self._read, *chat) if length(chat) > INLINE else self._read(*chat)
+        return await self.long.run(share, self._read, *chat) if length(chat) > INLINE else self._read(*chat)
 
     def _read(
         self,
@@ -290,7 +295,7 @@ class Chat:
         text = self._templates[name]
         return self._traits[name][True].offers and (TOOL_CALL in text or _JSON_CALL.search(text) is not None)
 
-    async def _render(self, chat: _Read, conversations: list[Any]) -> list[str]:
+    async def _render(self, chat: _Read, conversations: list[Any], share: str) -> list[str]:
         assert self._renderer is not None
         now = self._clock.time_ns() / 1e9
         nothing = {} if chat.traits.absent else {"tools": None, "documents": None}
@@ -299,9 +304,9 @@ class Chat:
         shown = [fitted(conversation, chat.traits) for conversation in conversations]
         payload = _json({"messages": shown, "variables": variables})
         job = Job(template=chat.template, payload=payload, marks=chat.mark + chat.edge, now=now)
-        return [self.tokenizer.begun_chat(text) for text in await self._renderer.render(job)]
+        return [self.tokenizer.begun_chat(text) for text in await self._renderer.render(job, share)]
 
-    async def _check_shown(self, chat: _Read, text: str) -> None:
+    async def _check_shown(self, chat: _Read, text: str, share: str) -> None:
         """InvalidRequest naming the message where the template leaves one's content or calls out. Reasoning it may."""
         lost = left_out(chat.plain, text)
         if not lost:
@@ -313,7 +318,7 @@ class Chat:
             kinds = [kind for at, kind in lost if at == n]
             shown[n] = standing_in(shown[n], {kind: names[n, kind] for kind in kinds})
         try:
-            (text,) = await self._render(chat, [shown])
+            (text,) = await self._render(chat, [shown], share)
         except InvalidRequest:
             return  # it looks at them
         for n, kind in lost:
@@ -321,11 +326,11 @@ class Chat:
                 field = f"messages[{n}].{kind}"
                 raise InvalidRequest(f"this model's chat template leaves {field} out of the prompt", field=field)
 
-    async def _check_length(self, rendered: str, mark: str) -> None:
+    async def _check_length(self, rendered: str, mark: str, share: str) -> None:
         """What a template put into the prompt: contents, tools, calls, and of reasoning what it keeps."""
         if self.context is not None:
             encode = partial(self.tokenizer.encode_rendered, mark=mark)
-            await check_length(encode, [rendered], self.context, "messages")
+            await check_length(encode, [rendered], self.context, "messages", self.long, share)
 
     def _prompt(self, chat: _Read, text: str, tokens: Sequence[int]) -> Prompt:
         """`text`: what was rendered, or its end."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 from cairn.errors import ContextTooLong
+from cairn.text.shared_time import LongTexts
 
 USUAL_CHARACTERS = 8
 """Characters a token from which a text is looked at more closely; languages and code have 1 to 5."""
@@ -16,14 +16,17 @@ PIECE = 16_384
 Encode = Callable[[str], Sequence[int]]
 
 
-async def check_length(encode: Encode, texts: Sequence[str], context: int, field: str) -> None:
+async def check_length(
+    encode: Encode, texts: Sequence[str], context: int, field: str, long: LongTexts, share: str
+) -> None:
     """Raise ContextTooLong for texts that are together far too long for a context of so many tokens.
 
-    They are encoded in pieces until twice the context is passed; the cuts add far less than that.
+    They are encoded in pieces until twice the context is passed; the cuts add far less than that. `share`: in which
+    tenant's time.
     """
     if sum(map(len, texts)) <= max(PIECE, USUAL_CHARACTERS * context):
         return
-    count = await asyncio.to_thread(_count, encode, texts, 2 * context)
+    count = await long.run(share, _count, encode, texts, 2 * context)
     if count > 2 * context:
         raise ContextTooLong(
             f"the text has more than {count} tokens where it was no longer read; the context is {context} tokens",

@@ -7,15 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
 from dataclasses import dataclass
-from math import inf
 
 import msgspec
 
-from cairn.errors import CairnError, InvalidRequest, ModelFileError, Overloaded, Unavailable
+from cairn.errors import CairnError, InvalidRequest, ModelFileError, Unavailable
 from cairn.system import without_secrets
 from cairn.text.render_wire import MAX_FRAME, Job, Rendered, Setup, frame
+from cairn.text.shared_time import Turns
 
 START_TIMEOUT = 120.0
 """Seconds for the process to start and compile the templates, on a machine however busy: what compiling may take is
@@ -24,7 +23,9 @@ STALLED = 15.0
 """Seconds without an answer after which the process is taken for stuck: what a job may take is bounded by its own
 processor time, so this says something of the machine and nothing of the messages."""
 PATIENCE = 2.0
-"""Times a job's limit that others may use of the process's time before one that waits for it is refused."""
+"""Times a job's limit that others of a tenant may use of the process's time before one of its that waits is refused."""
+OURS = ""
+"""Whose turns the server's own are, among those of tenants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,45 +61,6 @@ def launch() -> Process:
     return Process(popen, ours)
 
 
-class _Turns:
-    """Whose turn it is: first come, first served. Who waits is refused once others have used `most` seconds of
-    processor time meanwhile."""
-
-    def __init__(self, most: float) -> None:
-        self._most = most
-        self._spent = 0.0
-        self._taken = False
-        self._waiting: deque[tuple[asyncio.Future[None], float]] = deque()
-        """Those that wait, and what had been spent when they came."""
-
-    async def take(self, *, patient: bool = False) -> None:
-        """Wait for a turn. Raises Overloaded, but not if `patient`."""
-        if not self._taken:
-            self._taken = True
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((turn, inf if patient else self._spent))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self.give(0.0)  # it was given the turn and does not take it
-            raise
-
-    def give(self, spent: float) -> None:
-        """The turn is over: the next one's, if any waits."""
-        self._spent += spent
-        while self._waiting:
-            turn, since = self._waiting.popleft()
-            if turn.done():
-                continue
-            if self._spent - since <= self._most:
-                turn.set_result(None)
-                return
-            turn.set_exception(Overloaded("the chat template is busy with other requests", retry_after=1))
-        self._taken = False
-
-
 class Renderer:
     """Renders one job at a time, within `Setup.timeout` seconds of processor time each.
 
@@ -107,7 +69,7 @@ class Renderer:
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._turns = _Turns(PATIENCE * setup.timeout)
+        self._turns = Turns(PATIENCE * setup.timeout)
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -121,17 +83,17 @@ class Renderer:
 
     async def start(self, process: Process | None = None) -> None:
         """Start the process, or take over one. Raises ModelFileError if a template is no valid template."""
-        await self._turns.take(patient=True)
+        await self._turns.take(OURS, patient=True)
         try:
             await self._spawn(process)
         finally:
-            self._turns.give(0.0)
+            self._turns.give(OURS, 0.0)
 
-    async def render(self, job: Job) -> list[str]:
-        """One text a conversation.
+    async def render(self, job: Job, share: str = OURS) -> list[str]:
+        """One text a conversation; `share`: of which tenant's time.
 
         Raises InvalidRequest (field `messages`) if the template refuses or cannot render them, takes too long or too
-        much memory; Overloaded if the process is busy with others; Unavailable if it is stuck.
+        much memory; Overloaded if the process is busy with others of the tenant; Unavailable if it is stuck.
         """
         try:
             data = frame(job)
@@ -139,7 +101,7 @@ class Renderer:
             raise InvalidRequest(f"the messages are too long to render: {error}", field="messages") from error
         try:
             async with asyncio.timeout(STALLED):  # unlike `wait_for`, no task for each request
-                await self._turns.take()
+                await self._turns.take(share)
         except TimeoutError:
             raise _stuck() from None
         spent = self._setup.timeout
@@ -147,7 +109,7 @@ class Renderer:
             answer = await self._answer(data)
             spent = answer.seconds
         finally:
-            self._turns.give(spent)
+            self._turns.give(share, spent)
             self._warm()
         if answer.error:
             raise InvalidRequest(answer.error, field="messages")
@@ -161,9 +123,9 @@ class Renderer:
     async def close(self) -> None:
         """End the process and wait until it is gone."""
         self._closed = True
-        await self._turns.take(patient=True)
+        await self._turns.take(OURS, patient=True)
         self._end()
-        self._turns.give(0.0)
+        self._turns.give(OURS, 0.0)
         while self._background:
             await asyncio.wait(self._background)
 
@@ -269,12 +231,12 @@ class Renderer:
             self._keep(asyncio.ensure_future(self._restart()))
 
     async def _restart(self) -> None:
-        await self._turns.take(patient=True)
+        await self._turns.take(OURS, patient=True)
         try:
             if self._process is None and not self._closed:
                 await self._spawn()
         finally:
-            self._turns.give(0.0)
+            self._turns.give(OURS, 0.0)
 
     def _keep(self, work: asyncio.Future[object]) -> None:
         self._background.add(work)

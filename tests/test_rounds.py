@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from cairn.engine.fake import FakeEngine, fake_spec
+from cairn.kv.cache import Cache
+from cairn.plan import Limits
+from cairn.rounds import Rounds
+from cairn.scheduler import Scheduler
+from cairn.system import SystemClock
+from cairn.types import Request, SamplingParams
+
+
+def test_each_tenant_has_one_then_a_second_and_whoever_was_served_steps_back() -> None:
+    rounds: Rounds[str] = Rounds()
+    for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
+        rounds.add(item[0], item)
+    assert list(rounds) == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    assert list(rounds.tagged())[:2] == [("a", "a1"), ("b", "b1")]
+    rounds.remove("a", "a1")
+    rounds.served("a")
+    assert list(rounds) == ["b1", "c1", "a2", "b2", "a3"]
+    rounds.remove("c", "c1")
+    rounds.served("c")  # nothing of it waits any more
+    rounds.add("d", "d1")
+    assert list(rounds) == ["b1", "a2", "d1", "b2", "a3"]
+    rounds.add("a", "a0", key=str)
+    assert rounds.line("a") == ["a0", "a2", "a3"] and rounds.line("nobody") == []
+
+
+def begun(asked: list[tuple[str, int]], running: int = 1) -> list[str]:
+    """In which order requests of these tenants and priorities begin that came in this order."""
+    engine = FakeEngine(fake_spec(), blocks=200)
+    scheduler = Scheduler(Cache(engine.info), Limits(max_running=running), SystemClock())
+    for id, (share, priority) in enumerate(asked):
+        sampling = SamplingParams(max_tokens=3, temperature=0.0)
+        request = Request(id=id, prompt=(id % 8, 2, 3), sampling=sampling, share=share, priority=priority)
+        scheduler.add(request)
+    order: list[str] = []
+    while (plan := scheduler.plan()) is not None:
+        order += [asked[id][0] + (f" {id}" if asked[id][1] else "") for id in plan.started]
+        scheduler.commit(plan, plan.run(engine))
+    return order
+
+
+def test_one_request_of_a_tenant_does_not_wait_behind_another_tenants_hundred() -> None:
+    assert begun([("a", 0)] * 120 + [("b", 0)]).index("b") == 1
+    assert begun([("a", 0)] * 5 + [("b", 0)] * 2 + [("c", 0)]) == ["a", "b", "c", "a", "b", "a", "a", "a"]
+
+
+def test_priority_orders_a_tenants_own_requests_and_takes_nothing_from_others() -> None:
+    order = begun([("b", 0)] * 3 + [("a", -100), ("a", 100), ("a", 50)])
+    assert order == ["b", "a 4", "b", "a 5", "b", "a 3"]

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import msgspec
+import pytest
+
+from cairn.errors import Overloaded
+from cairn.text.render_wire import Job, Setup
+from cairn.text.renderer import Renderer
+from cairn.text.shared_time import AT_ONCE, LongTexts, Turns
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_who_waits_is_refused_for_the_time_that_others_of_its_tenant_used_and_no_other() -> None:
+    turns = Turns(1.0)
+    await turns.take("a")
+    waiting = [asyncio.create_task(turns.take("a")) for _ in range(4)]
+    closing = asyncio.create_task(turns.take("a", patient=True))
+    await settle()
+    waiting[1].cancel()
+    await settle()
+    turns.give("a", 0.6)
+    await waiting[0]
+    turns.give("a", 0.6)  # more than 1 s in all
+    await closing
+    assert [type(task.exception()) for task in waiting[2:]] == [Overloaded, Overloaded]
+    turns.give("a", 5.0)
+    await turns.take("a")  # nobody is before it
+    late = asyncio.create_task(turns.take("a"))
+    await settle()
+    turns.give("a", 0.9)
+    late.cancel()  # as the turn comes
+    with pytest.raises(asyncio.CancelledError):
+        await late
+    await turns.take("a")
+
+
+async def test_a_tenant_waits_for_one_job_of_another_however_many_wait() -> None:
+    turns, order = Turns(1.0), list[str]()
+
+    async def job(share: str) -> None:
+        await turns.take(share)
+        order.append(share)
+
+    await turns.take("a")
+    tasks = [asyncio.create_task(job(share)) for share in "aaaaaaabb"]
+    await settle()
+    turns.give("a", 0.6)
+    await settle()
+    for _ in range(20):  # whoever has the turn takes 0.6 s of it
+        turns.give(order[-1], 0.6)
+        await settle()
+        if all(task.done() for task in tasks):
+            break
+    assert order == ["a", "b", "b"]
+    errors = [task.exception() for task in tasks]
+    assert [error is None for error in errors] == [True] + 6 * [False] + 2 * [True]  # all of the tenant's own making
+    assert all(isinstance(error, Overloaded) and error.retry_after for error in errors if error)
+
+
+async def test_who_is_refused_is_told_how_much_of_its_own_waits() -> None:
+    turns = Turns(1.0)
+    for _ in range(100):
+        await turns.take("a")
+        turns.give("a", 3.0)
+    await turns.take("a")
+    waiting = [asyncio.create_task(turns.take("a")) for _ in range(5)]
+    await settle()
+    turns.give("a", 3.0)
+    errors = await asyncio.gather(*waiting, return_exceptions=True)
+    times = [error.retry_after for error in errors if isinstance(error, Overloaded)]
+    assert [round(seconds or 0) for seconds in times] == [15, 12, 9, 6, 3]
+
+
+async def test_long_texts_are_worked_on_few_at_a_time_and_the_next_tenant_comes_first() -> None:
+    long, order, running = LongTexts(), list[str](), list[threading.Event]()
+    begun = threading.Semaphore(0)
+
+    def work(share: str, end: threading.Event) -> str:
+        order.append(share)
+        begun.release()
+        assert end.wait(30)
+        return share
+
+    async def one(share: str) -> str:
+        running.append(end := threading.Event())
+        return await long.run(share, work, share, end)
+
+    tasks = [asyncio.create_task(one(share)) for share in ("a",) * (AT_ONCE + 4) + ("b",)]
+    await settle()
+    for _ in range(AT_ONCE):
+        assert await asyncio.to_thread(begun.acquire, timeout=30)
+    assert order == ["a"] * AT_ONCE
+    tasks[0].cancel()  # its thread goes on, and keeps the place
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[0]
+    assert order == ["a"] * AT_ONCE
+    for end in running:
+        end.set()
+    assert await asyncio.gather(*tasks[1:]) == ["a"] * (AT_ONCE + 3) + ["b"]
+    assert order.index("b") <= AT_ONCE + 1
+
+
+async def test_a_tenant_that_keeps_the_template_busy_makes_no_others_chat_a_429() -> None:
+    slow = "{% for a in range(300) %}{% for b in range(300) %}{% endfor %}{% endfor %}slow"
+    renderer = Renderer(Setup(templates={"slow": slow}, variables={}, timeout=20.0))
+    payload = {"messages": [[{"role": "user", "content": "x"}]], "variables": {"tools": None, "documents": None}}
+    job = Job(template="slow", payload=msgspec.json.encode(payload), marks="", now=0.0)
+    renderer._turns = Turns(1e-4)
+    await renderer.start()
+    try:
+        busy = [asyncio.create_task(renderer.render(job, "a")) for _ in range(9)]
+        await settle()
+        assert await renderer.render(job, "b") == ["slow"]
+        found = await asyncio.gather(*busy, return_exceptions=True)
+        assert sum(isinstance(one, Overloaded) for one in found) >= 7
+    finally:
+        await renderer.close()
