@@ -166,7 +166,7 @@ def softcap(x: Floats, cap: float) -> None:
     x *= np.float32(cap)
 
 
-def _attend(q: Floats, pages: _Pages, seen: NDArray[np.bool_], scale: float, cap: float) -> Floats:
+def _attend(q: Floats, pages: _Pages, seen: NDArray[np.bool_], scale: float, cap: float = 0.0) -> Floats:
     """softmax(q k * scale) v for q[R, K, T, tile, D] over the spans that `seen` covers, in q's shape."""
     rows, _, tiles, tile, _ = q.shape
     count = seen.shape[2]
