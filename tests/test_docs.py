@@ -14,23 +14,7 @@ from cairn.option import options
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-ROOMS = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
 ROUTES = sorted(set(re.findall(r"`(/[a-z0-9/{}*_]+)`", README)) - {"/cancel"})
-
-
-def test_the_map_names_every_file_and_no_other() -> None:
-    source = ROOT / "src" / "cairn"
-    files = {path.relative_to(source) for path in source.rglob("*.py") if path.name != "__init__.py"}
-    named, room = set(), Path()
-    for line in ROOMS.splitlines()[2:]:
-        if opened := re.match(r"  (\w+)/", line):
-            room = Path(opened[1])
-        elif re.match(r"  \w", line):
-            room = Path()
-        named |= {room / name for name in re.findall(r"\b[a-z_]+\.py\b", line)}
-        if room == Path("cli"):
-            named |= {room / f"{name}.py" for name in line.partition("commands: ")[2].split()}
-    assert named == files
 
 
 @pytest.mark.parametrize("route", ROUTES)

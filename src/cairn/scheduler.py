@@ -200,7 +200,7 @@ class Scheduler:
         if long:
             room.use_kept(count)
 
-    def _admit(
+    def _admit(  # noqa: C901  one loop over the queue, each of whose branches ends it or passes one sequence
         self, work: dict[Sequence, int], room: Room, now: float, ended: list[Output], started: list[int]
     ) -> None:
         """Let waiting sequences run, in order, while there is room in the step, a row and blocks."""

@@ -8,7 +8,7 @@ import math
 from cairn.engine.base import EngineInfo, Row
 from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.figures import CacheReport, Miss
-from cairn.kv.context import Context
+from cairn.kv.sequence_kv import SequenceKV
 from cairn.types import FinishReason, Request, Timing
 
 AGE_SECONDS = 5.0
@@ -59,7 +59,7 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, request: Request, kv: Context, limit: int, serial: int, now: float) -> None:
+    def __init__(self, request: Request, kv: SequenceKV, limit: int, serial: int, now: float) -> None:
         self.request = request
         self.kv = kv
         self.limit = limit

@@ -10,20 +10,20 @@ from typing import Any, cast
 
 from tests.files import CrashFiles
 
+from cairn.agents.agent_registry import AgentRegistry
+from cairn.agents.agent_service import AgentService
 from cairn.agents.archive import Archive
-from cairn.agents.book import Book
-from cairn.agents.founding import found
+from cairn.agents.create import create_agent
 from cairn.agents.index import Kind
 from cairn.agents.kv import AgentKv
 from cairn.agents.log import Log
-from cairn.agents.outbox import Outbox
+from cairn.agents.maintenance import Maintenance
+from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.records import EndRecord, TurnRecord
-from cairn.agents.replays import Replays
-from cairn.agents.roster import Roster
+from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.running import RunningTurn
-from cairn.agents.tree import Agent, Turn
+from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.turns import Turns
-from cairn.agents.upkeep import Upkeep
 from cairn.agents.writer import Writer
 from cairn.text.chat import Sampled
 from cairn.text.replay import Answer
@@ -81,15 +81,20 @@ class Desk:
     def open(self) -> None:
         log = Log.open(self.files, FOLDER, Draw())
         assert log is not None
-        roster, self.replays, kv = Roster(), Replays(b"model"), cast("AgentKv", NoKv())
-        orphans = roster.load(log.recovered)
+        registry, self.replays, kv = AgentRegistry(), ReplayRecords(b"model"), cast("AgentKv", NoKv())
+        orphans = registry.load(log.recovered)
         self.replays.load(log.recovered)
         self.writer = Writer(log)
-        self.book = Book(
-            roster, self.writer, Outbox(roster, self.writer, self.clock, self.replays), kv, Draw(), self.replays
+        self.book = AgentService(
+            registry,
+            self.writer,
+            PendingWrites(registry, self.writer, self.clock, self.replays),
+            kv,
+            Draw(),
+            self.replays,
         )
         self.turns = Turns(cast("Any", None), self.book, Archive(log), self.clock, cast("Any", None))
-        self.upkeep = Upkeep(self.book, self.replays, orphans)
+        self.upkeep = Maintenance(self.book, self.replays, orphans)
 
     async def close(self) -> None:
         await self.upkeep.close()
@@ -97,7 +102,7 @@ class Desk:
 
     async def again(self, *, clean: bool = False) -> None:
         if clean:
-            await self.book.outbox.settle()
+            await self.book.pending.settle()
         after = self.files if clean else self.files.crash(random.Random(1))
         await self.close()
         self.files = after
@@ -108,7 +113,7 @@ class Desk:
 
     @property
     def ids(self) -> list[str]:
-        return sorted(agent.id for agent in self.book.roster)
+        return sorted(agent.id for agent in self.book.registry)
 
     def numbers(self, id: str) -> list[int]:
         return [turn.number for turn in self.agent(id).turns()]
@@ -117,11 +122,11 @@ class Desk:
         return any(text in data for data in self.files.files().values())
 
     async def make(self, id: str, ttl: float | None = None) -> Agent:
-        return await found(self.book, "me", id, (), (), {}, ttl, False)
+        return await create_agent(self.book, "me", id, (), (), {}, ttl, False)
 
     async def begin(self, id: str) -> RunningTurn:
         agent = self.agent(id)
-        number, began = agent.next_number(), self.book.outbox.now()
+        number, began = agent.next_number(), self.book.pending.now()
         record = TurnRecord(agent=agent.key, number=number, parent=agent.head.key, began=began)
         turn = await self.book.begin(agent, record)
         request = Request(id=number, prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=9))
@@ -130,15 +135,15 @@ class Desk:
     async def say(self, id: str) -> None:
         """A turn from its beginning to its end."""
         running = await self.begin(id)
-        end = EndRecord(state="finished", ids=b"", ended=self.book.outbox.now())
+        end = EndRecord(state="finished", ids=b"", ended=self.book.pending.now())
         running.turn.end(end)
         running.agent.running = None
-        await self.book.outbox.sync(self.writer.record(Kind.END, end, running.turn.key))
+        await self.book.pending.sync(self.writer.record(Kind.END, end, running.turn.key))
         running.turn.release()
 
     async def keep(self) -> None:
         """An answer for exact replay."""
-        sampled, now = Sampled(b"b" * 32, Answer(b"v" * 32, "because"), [1, 2, 3], 1), self.book.outbox.now()
+        sampled, now = Sampled(b"b" * 32, Answer(b"v" * 32, "because"), [1, 2, 3], 1), self.book.pending.now()
         record = self.writer.record(Kind.REPLAY, self.replays.payload("me", sampled, now))
         self.replays.add(record, now)
         await self.writer.sync(record)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from desk import Desk, desk
 
-from cairn.agents.listing import page
-from cairn.agents.replays import KEEP_SECONDS
+from cairn.agents.agents import list_agents
+from cairn.agents.replay_records import KEEP_SECONDS
 from cairn.errors import NotFound
 
 DAY = 86_400.0
@@ -27,7 +27,7 @@ async def weeks(at: Desk, until: float) -> None:
     """Time passes; the agent is in use."""
     while at.clock.passed < until:
         at.clock.passed = min(until, at.clock.passed + DAY / 2)
-        at.agent("ada").used = at.book.outbox.now()
+        at.agent("ada").used = at.book.pending.now()
         await at.upkeep.tend()
 
 
@@ -115,7 +115,7 @@ async def test_an_agent_whose_time_is_over_is_gone_at_once_and_its_id_can_be_had
         await at.make("bob")
 
         def listed() -> list[str]:
-            return [agent.id for agent in page(at.book.roster, "me", 9, "", at.book.outbox.now()).agents]
+            return [agent.id for agent in list_agents(at.book.registry, "me", 9, "", at.book.pending.now()).agents]
 
         at.clock.passed = 1.0
         assert at.agent("ada").id == "ada" and listed() == ["ada", "bob"]
@@ -123,8 +123,8 @@ async def test_an_agent_whose_time_is_over_is_gone_at_once_and_its_id_can_be_had
         with pytest.raises(NotFound):
             at.agent("ada")
         assert listed() == ["bob"]
-        at.book.find("me", "ada", over=True).ties += 1  # a request in its name runs still
+        at.book.find("me", "ada", over=True).open_requests += 1  # a request in its name runs still
         assert at.numbers("ada") == [1]
-        at.agent("ada").ties -= 1
+        at.agent("ada").open_requests -= 1
         await at.make("ada")
         assert at.numbers("ada") == []

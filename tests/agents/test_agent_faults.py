@@ -24,9 +24,9 @@ from tests.service.tiny import collect, request
 from cairn.agents.agents import Agents
 from cairn.agents.index import Kind
 from cairn.agents.info import Savings, TurnInfo
-from cairn.agents.ledger import LINES
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, SavingsRecord, TokensRecord
+from cairn.agents.savings import LINES
 from cairn.agents.segment import Record
 from cairn.errors import CairnError, ConfigError, Conflict, GenerationFailed, InvalidRequest, NotFound, Unavailable
 from cairn.service.service import Service
@@ -290,8 +290,8 @@ async def test_nothing_is_forked_off_an_agent_before_it_is_durable(
             raise Unavailable("no space left on device")
 
         monkeypatch.setattr(at.agents.writer, "sync", refuse)
-        making = asyncio.create_task(at.agents.take_in("default", data, "new"))
-        while at.agents._book.roster.find("default", "new") is None:
+        making = asyncio.create_task(at.agents.import_agent("default", data, "new"))
+        while at.agents._agents.registry.find("default", "new") is None:
             await asyncio.sleep(0.001)
         monkeypatch.setattr(at.agents.writer, "sync", sync)
         with pytest.raises(Conflict, match="agent new is being made"):
@@ -349,11 +349,11 @@ async def test_a_rollback_that_the_disk_refuses_undoes_nothing_that_began_meanwh
             await gate.wait()
             raise Unavailable("refused")
 
-        began, gate, sync = asyncio.Event(), asyncio.Event(), at.agents._book.outbox.sync
-        at.agents._book.outbox.sync = refuse  # type: ignore[method-assign]
+        began, gate, sync = asyncio.Event(), asyncio.Event(), at.agents._agents.pending.sync
+        at.agents._agents.pending.sync = refuse  # type: ignore[method-assign]
         task = asyncio.create_task(at.agents.pin("default", "ada", True))  # type: ignore[arg-type]
         await began.wait()
-        at.agents._book.outbox.sync = sync  # type: ignore[method-assign]
+        at.agents._agents.pending.sync = sync  # type: ignore[method-assign]
         await at.say("ada", "two")
         gate.set()
         with pytest.raises(Unavailable):
@@ -569,8 +569,8 @@ async def test_upkeep_that_is_cut_off_knows_what_was_refused(folder: Path, monke
     """A turn that was answered with 503 is not there after the next start."""
     async with house(folder) as at:
         await at.agents.create("default", id="ada")
-        book = at.agents._book
-        book.outbox._condemned.append(4711)
+        book = at.agents._agents
+        book.pending._to_erase.append(4711)
         stuck = asyncio.Event()
 
         async def erase(keys: object) -> None:
@@ -583,7 +583,7 @@ async def test_upkeep_that_is_cut_off_knows_what_was_refused(folder: Path, monke
             await stuck.wait()
             tending.cancel()
             await asyncio.gather(tending, return_exceptions=True)
-        assert book.outbox.condemned() == [4711]
+        assert book.pending.to_erase() == [4711]
 
 
 async def test_what_the_disk_refused_although_nobody_waited_is_written_when_it_works_again(folder: Path) -> None:

@@ -16,12 +16,12 @@ from house import Clock, House, house
 from tests.files import Fault
 from tests.service.tiny import collect, request, until
 
-from cairn.agents import kv, tied
+from cairn.agents import kv, request_contexts
+from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Branch, Content
 from cairn.agents.records import AgentRecord, TurnRecord
-from cairn.agents.roster import Roster
-from cairn.agents.tied import Tied
-from cairn.agents.tree import Agent, Turn
+from cairn.agents.request_contexts import RequestContexts
+from cairn.agents.turn_tree import Agent, Turn
 from cairn.errors import Conflict, Unavailable
 from cairn.figures import Placed
 from cairn.kv.chunk_file import parse_name
@@ -159,18 +159,18 @@ async def test_agents_without_a_turn_go_without_a_look_at_all_of_their_tenant(
 ) -> None:
     """Where the time of many was over at once, each looked at each."""
     looked = 0
-    of = Roster.of
+    of = AgentRegistry.of
 
-    def counted(roster: Roster, tenant: str) -> list[Agent]:
+    def counted(registry: AgentRegistry, tenant: str) -> list[Agent]:
         nonlocal looked
         looked += 1
-        return of(roster, tenant)
+        return of(registry, tenant)
 
     async with house(folder) as at:
         for n in range(5):
             await at.agents.create("default", id=f"a{n}", ttl=10)
         at.clock.ahead = 60
-        monkeypatch.setattr(Roster, "of", counted)
+        monkeypatch.setattr(AgentRegistry, "of", counted)
         await at.agents.tend()
         assert looked == 0
         assert not at.agents.page("default").agents
@@ -463,7 +463,7 @@ async def test_an_agent_of_a_tenant_that_is_no_longer_configured_takes_no_kv_alo
         monkeypatch.setattr(at.service, "unpin", unpin)
         at.clock.ahead = 8 * 86_400
         await at.agents.tend()
-        assert [agent.id for agent in at.agents._book.roster.of("acme")] == ["bob"]
+        assert [agent.id for agent in at.agents._agents.registry.of("acme")] == ["bob"]
         assert await where(at, "ada") == before
         assert at.service.recent._tenants.keys() == {b"", b"acme"}, "and what says why a prompt is missed stays"
         await at.agents.delete("acme", "bob")
@@ -668,8 +668,8 @@ def named(key: int, tenant: str = "default", *, pinned: bool = False) -> Agent:
 
 def test_contexts_of_requests_are_remembered_within_a_bound_over_all_agents(monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent that was longest without a request gives up first, and of one agent the oldest context."""
-    monkeypatch.setattr(tied, "MOST_IDS", 1000)
-    kept, one, other = Tied(), named(1), named(2)
+    monkeypatch.setattr(request_contexts, "MOST_IDS", 1000)
+    kept, one, other = RequestContexts(), named(1), named(2)
     for n in range(3):
         kept.add(one, [n] * 200)
     kept.add(other, [7] * 300)
@@ -684,8 +684,8 @@ def test_contexts_of_requests_are_remembered_within_a_bound_over_all_agents(monk
 def test_what_is_pinned_and_the_newest_context_are_remembered_whatever_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tied, "MOST_IDS", 100)
-    kept, pinned, other = Tied(), named(1, pinned=True), named(2)
+    monkeypatch.setattr(request_contexts, "MOST_IDS", 100)
+    kept, pinned, other = RequestContexts(), named(1, pinned=True), named(2)
     kept.add(pinned, [1] * 90)
     kept.add(pinned, [2] * 90)
     kept.add(other, [3] * 500)

@@ -12,14 +12,14 @@ import pytest
 from tests.agents.house import hear, house
 from tests.files import CrashFiles
 
+from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive
 from cairn.agents.content import Content, Descent
 from cairn.agents.index import Kind
 from cairn.agents.log import Log
 from cairn.agents.records import AgentRecord, EndRecord, TurnRecord, pack
-from cairn.agents.roster import Roster
 from cairn.agents.segment import Record
-from cairn.agents.tree import Agent, Turn
+from cairn.agents.turn_tree import Agent, Turn
 from cairn.errors import Damaged, Unavailable
 from cairn.system import SystemFiles, SystemRng
 from cairn.types import SamplingParams
@@ -53,13 +53,13 @@ def finish(log: Log, key: int, number: int) -> tuple[Record, EndRecord]:
     return Record(log.next_lsn(), Kind.END, key, msgspec.msgpack.encode(end)), end
 
 
-def grow(log: Log, roster: Roster, agent: Agent, turns: int) -> None:
+def grow(log: Log, registry: AgentRegistry, agent: Agent, turns: int) -> None:
     """Turns of 4 KB of text and 900 tokens each, as they are said."""
     for _ in range(turns):
         number = agent.head.number + 1
         record, began = begin(log, agent.key, number, agent.head.key)
         turn = Turn(record.key, began, agent.head)
-        roster.add_turn(agent, turn)
+        registry.add_turn(agent, turn)
         log.write([record], sync=False)
         record, end = finish(log, turn.key, number)
         turn.end(end)
@@ -67,14 +67,14 @@ def grow(log: Log, roster: Roster, agent: Agent, turns: int) -> None:
         turn.release()
 
 
-def planted(log: Log, roster: Roster, key: int) -> Agent:
+def planted(log: Log, registry: AgentRegistry, key: int) -> Agent:
     record = AgentRecord(id=f"agent-{key}", tenant="default", created=1.0, used=1.0, root=key, base=key, head=key)
     began = TurnRecord(agent=0, number=0, messages=({"role": "system", "content": "The house book."},))
     root = Turn(key, began, None)
     agent = Agent(log.next_lsn(), record, root, root)
     log.write([Record(log.next_lsn(), Kind.TURN, key, msgspec.msgpack.encode(began))], sync=False)
     log.write([Record(log.next_lsn(), Kind.AGENT, agent.key, msgspec.msgpack.encode(record))], sync=True)
-    roster.add(agent)
+    registry.add(agent)
     root.release()
     return agent
 
@@ -89,23 +89,23 @@ async def test_a_turn_costs_little_memory_whatever_it_says(tmp_path: Path, figur
     """While turns are said, and after a restart. All that they said is read back from the log."""
     tracemalloc.start()
     try:
-        log, roster = opened(tmp_path / "log"), Roster()
-        agents = [planted(log, roster, log.next_lsn()) for _ in range(10)]
+        log, registry = opened(tmp_path / "log"), AgentRegistry()
+        agents = [planted(log, registry, log.next_lsn()) for _ in range(10)]
         for agent in agents:
-            grow(log, roster, agent, 100)
+            grow(log, registry, agent, 100)
         gc.collect()
         before, _ = tracemalloc.get_traced_memory()
         for agent in agents:
-            grow(log, roster, agent, 100)
+            grow(log, registry, agent, 100)
         gc.collect()
         said = (tracemalloc.get_traced_memory()[0] - before) / 1000
         log.close()
         key = agents[3].key
-        del log, roster, agents, agent
+        del log, registry, agents, agent
         gc.collect()
         before, _ = tracemalloc.get_traced_memory()
-        log, roster = opened(tmp_path / "log"), Roster()
-        roster.load(log.recovered)
+        log, registry = opened(tmp_path / "log"), AgentRegistry()
+        registry.load(log.recovered)
         log.recovered = []
         gc.collect()
         loaded = (tracemalloc.get_traced_memory()[0] - before) / 2000
@@ -113,7 +113,7 @@ async def test_a_turn_costs_little_memory_whatever_it_says(tmp_path: Path, figur
         tracemalloc.stop()
     figure("agents: memory of a turn, said and after a restart", f"{said:.0f} and {loaded:.0f} bytes")
     assert said < MOST and loaded < MOST
-    (agent,) = [one for one in roster if one.key == key]
+    (agent,) = [one for one in registry if one.key == key]
     branch = await Archive(log).branch(agent.head)
     assert [one.began.number for one in branch.contents] == list(range(201)) and agent.head.size == branch.last.size
     messages = branch.messages()
@@ -168,7 +168,7 @@ async def test_an_end_that_was_owed_leaves_memory_when_it_is_written(
             full.setattr(at.agents.writer, "sync", refuse)
             assert isinstance((await hear(turn)).error, Unavailable)
         assert agent.head.content is not None
-        await at.agents._book.outbox.settle()
+        await at.agents._agents.pending.settle()
         assert agent.head.content is None
         (info,) = await at.agents.turns("default", "ada")
         assert info.state == "finished" and info.answer is not None

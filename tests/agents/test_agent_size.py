@@ -16,6 +16,7 @@ import pytest
 from tests.agents.house import house
 
 from cairn.agents import portable
+from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive
 from cairn.agents.content import Branch, Content, digest
 from cairn.agents.index import Kind
@@ -23,9 +24,8 @@ from cairn.agents.info import Savings
 from cairn.agents.log import Log
 from cairn.agents.portable import read
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, pack
-from cairn.agents.roster import Roster
 from cairn.agents.segment import Header, Record, encode_header, encode_record
-from cairn.agents.tree import Agent, Turn
+from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.writer import Writer
 from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.figures import Placed
@@ -50,91 +50,91 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def agent_of(roster: Roster, id: str, key: int, root: Turn | None = None, base: Turn | None = None) -> Agent:
+def agent_of(registry: AgentRegistry, id: str, key: int, root: Turn | None = None, base: Turn | None = None) -> Agent:
     """An agent without turns of its own; its turns' keys follow its own."""
     root = root or Turn(key + 1, TurnRecord(agent=0, number=0), None)
     base = base or root
     record = AgentRecord(id=id, tenant="t", created=NOW, used=NOW, root=root.key, base=base.key, head=base.key)
     agent = Agent(key, record, root, base)
-    roster.add(agent)
+    registry.add(agent)
     return agent
 
 
-def grow(roster: Roster, agent: Agent, count: int) -> None:
+def grow(registry: AgentRegistry, agent: Agent, count: int) -> None:
     for n in range(count):
         key, number = agent.key + 2 + len(agent.own), agent.head.number + 1
         began = TurnRecord(agent=agent.key, number=number, parent=agent.head.key, began=NOW + n)
         turn = Turn(key, began, agent.head)
         turn.end(EndRecord(state="finished", ids=b""))
-        roster.add_turn(agent, turn)
+        registry.add_turn(agent, turn)
 
 
 def test_the_upkeep_of_young_turns_looks_at_each_once_and_then_at_none(steps: list[int]) -> None:
-    roster = Roster()
-    agent = agent_of(roster, "ada", 1000)
-    grow(roster, agent, TURNS)
-    assert roster.prune(agent, NOW - WEEK) == [] and len(steps) <= 3 * TURNS
+    registry = AgentRegistry()
+    agent = agent_of(registry, "ada", 1000)
+    grow(registry, agent, TURNS)
+    assert registry.prune(agent, NOW - WEEK) == [] and len(steps) <= 3 * TURNS
     steps.clear()
-    assert roster.prune(agent, NOW + 2 * WEEK) == [] and steps == [], "nothing was ever abandoned"
+    assert registry.prune(agent, NOW + 2 * WEEK) == [] and steps == [], "nothing was ever abandoned"
 
 
 def test_a_branch_that_is_kept_for_a_week_is_looked_at_once(steps: list[int]) -> None:
-    roster = Roster()
-    agent = agent_of(roster, "ada", 1000)
-    grow(roster, agent, TURNS)
-    assert roster.prune(agent, NOW - WEEK) == []
+    registry = AgentRegistry()
+    agent = agent_of(registry, "ada", 1000)
+    grow(registry, agent, TURNS)
+    assert registry.prune(agent, NOW - WEEK) == []
     left, agent.head, agent.straight = agent.head, agent.own[0], False
     agent.record = msgspec.structs.replace(agent.record, left={left.key: NOW})
-    grow(roster, agent, 1)
+    grow(registry, agent, 1)
     steps.clear()
-    assert roster.prune(agent, NOW - WEEK) == [] and len(steps) <= 3 * TURNS
+    assert registry.prune(agent, NOW - WEEK) == [] and len(steps) <= 3 * TURNS
     steps.clear()
-    gone = roster.prune(agent, NOW + WEEK)
+    gone = registry.prune(agent, NOW + WEEK)
     assert len(gone) == TURNS - 1 and len(steps) <= 3 * TURNS
     assert [turn.number for turn in agent.own] == [1, 2]
-    assert roster.prune(agent, NOW + WEEK) == []
+    assert registry.prune(agent, NOW + WEEK) == []
     steps.clear()
-    assert roster.prune(agent, NOW + WEEK) == [] and steps == []
+    assert registry.prune(agent, NOW + WEEK) == [] and steps == []
 
 
 def test_a_deletion_looks_at_no_other_family_and_once_at_its_own(steps: list[int]) -> None:
-    roster = Roster()
+    registry = AgentRegistry()
     for n in range(5):
-        grow(roster, agent_of(roster, f"other{n}", 10_000 * (2 + n)), TURNS)
-    ada = agent_of(roster, "ada", 1000)
-    grow(roster, ada, TURNS)
-    forks = [agent_of(roster, f"fork{n}", 5000 + 10 * n, ada.root, ada.own[TURNS // 2]) for n in range(20)]
+        grow(registry, agent_of(registry, f"other{n}", 10_000 * (2 + n)), TURNS)
+    ada = agent_of(registry, "ada", 1000)
+    grow(registry, ada, TURNS)
+    forks = [agent_of(registry, f"fork{n}", 5000 + 10 * n, ada.root, ada.own[TURNS // 2]) for n in range(20)]
     for fork in forks:
-        grow(roster, fork, 2)
+        grow(registry, fork, 2)
     steps.clear()
-    gone = roster.remove(ada)
+    gone = registry.remove(ada)
     assert len(steps) <= 3 * TURNS
     assert gone == [ada.key, *(turn.key for turn in ada.own[TURNS // 2 + 1 :])]
     for fork in forks[1:]:
-        assert len(roster.remove(fork)) == 3
-    assert len(roster.remove(forks[0])) == 1 + 1 + TURNS // 2 + 1 + 2
+        assert len(registry.remove(fork)) == 3
+    assert len(registry.remove(forks[0])) == 1 + 1 + TURNS // 2 + 1 + 2
 
 
 def test_a_start_looks_at_each_turn_of_a_family_once(steps: list[int]) -> None:
-    roster, records = Roster(), []
-    ada = agent_of(roster, "ada", 1000)
-    grow(roster, ada, TURNS)
+    registry, records = AgentRegistry(), []
+    ada = agent_of(registry, "ada", 1000)
+    grow(registry, ada, TURNS)
     for turn in (ada.root, *ada.own):
         records.append(Record(turn.key, Kind.TURN, turn.key, msgspec.msgpack.encode(turn.held.began)))
     for n in range(50):
         record = msgspec.structs.replace(ada.record, id=f"a{n}", base=ada.head.key, head=ada.head.key)
         records.append(Record(5000 + n, Kind.AGENT, 5000 + n, msgspec.msgpack.encode(record)))
-    again = Roster()
+    again = AgentRegistry()
     steps.clear()
     assert again.load(records) == [] and len(steps) <= TURNS + 1 + 2 * 50
     assert all(agent.head.number == TURNS for agent in again)
 
 
 def test_what_is_told_of_an_agent_is_no_walk_through_its_turns(steps: list[int]) -> None:
-    roster = Roster()
-    ada = agent_of(roster, "ada", 1000)
-    grow(roster, ada, TURNS)
-    fork = agent_of(roster, "fork", 5000, ada.root, ada.own[TURNS // 2])
+    registry = AgentRegistry()
+    ada = agent_of(registry, "ada", 1000)
+    grow(registry, ada, TURNS)
+    fork = agent_of(registry, "fork", 5000, ada.root, ada.own[TURNS // 2])
     assert [ada.info().turns, fork.info().turns] == [TURNS, TURNS // 2 + 1] and steps == []
     ada.head = ada.root
     assert ada.info().turns == 0
@@ -255,7 +255,7 @@ async def test_turns_that_begin_anew_are_each_looked_at_a_few_times(
     found: dict[int, list[int]] = {}
     async with house(folder) as at:
         for turns in (200, 400):
-            await at.agents.take_in("default", exported(turns, at.service.spec.identity, anew=True))
+            await at.agents.import_agent("default", exported(turns, at.service.spec.identity, anew=True))
             found[turns] = []
             for work in (at.say("ada", "more"), at.agents.delete("default", "ada")):
                 looked = 0
@@ -298,7 +298,7 @@ async def test_branches_that_have_much_in_common_are_read_once(
     depth, leaves = 60, 60
     async with house(folder) as at:
         mine = at.service.spec.identity
-        await at.agents.take_in("default", broom(depth, leaves, b"other" if how == "another model's" else mine))
+        await at.agents.import_agent("default", broom(depth, leaves, b"other" if how == "another model's" else mine))
         asked = Asked(monkeypatch, at.service)
         if how == "abandoned":
             await at.agents.rollback("default", "ada", turn=depth // 2)
@@ -326,7 +326,7 @@ async def test_no_more_of_a_context_is_told_than_the_model_can_have(
         began = TurnRecord(agent=1, number=1, parent=2, ids=pack(ids), digest=digest(ids), identity=mine, began=NOW)
         said = {"role": "assistant", "content": "b"}
         end = EndRecord(state="finished", ids=pack(ids), message=said, keep=len(ids), ended=NOW)
-        await at.agents.take_in("default", file_of([*values, (Kind.TURN, 3, began), (Kind.END, 3, end)]))
+        await at.agents.import_agent("default", file_of([*values, (Kind.TURN, 3, began), (Kind.END, 3, end)]))
         asked = Asked(monkeypatch, at.service)
         await at.agents.where("default", "ada")
         await at.agents.delete("default", "ada")
@@ -385,7 +385,7 @@ async def test_the_event_loop_does_not_wait_for_an_import(folder: Path, monkeypa
     monkeypatch.setattr(Writer, "record", noted)
     monkeypatch.setattr(portable, "plant", together)
     async with house(folder) as at:
-        both = [at.agents.take_in("default", exported(TURNS)) for _ in range(2)]
+        both = [at.agents.import_agent("default", exported(TURNS)) for _ in range(2)]
         done = await asyncio.gather(*both, return_exceptions=True)
         assert sorted(type(one).__name__ for one in done) == ["AgentInfo", "Conflict"]
         assert len(threads) == 2 * (2 * TURNS + 1) and not any(threads)

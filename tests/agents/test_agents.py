@@ -11,7 +11,7 @@ import pytest
 from house import FOLDER, GREEDY, Draw, Heard, House, file_of, hear, house
 from tests.files import CrashFiles
 
-from cairn.agents.book import check_id
+from cairn.agents.agent_service import check_id
 from cairn.agents.index import Kind
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, TokensRecord, decode
@@ -346,7 +346,7 @@ async def test_what_follows_a_rollback_stays_for_a_week_however_old_it_is(folder
         at.clock.ahead += 6 * 86_400
         await at.agents.tend()
         assert [turn.number for turn in await at.agents.turns("default", "ada")] == [1, 2]
-        await at.agents.take_in("default", data, "bob")
+        await at.agents.import_agent("default", data, "bob")
         at.clock.ahead += 2 * 86_400
         await at.agents.tend()
         assert [turn.number for turn in await at.agents.turns("default", "ada")] == [1]
@@ -493,7 +493,7 @@ async def test_a_turn_is_told_where_it_leaves_what_is_known(folder: Path) -> Non
         found = second.done.cache.miss
         assert found.reason == "different tokens" and found.differs is not None
         assert found.differs.known.startswith("Ada, please.") and found.differs.given.startswith("Bob, please.")
-        turn = (await at.agents._archive.branch(at.agents._book.find("acme", "bob").head)).last
+        turn = (await at.agents._archive.branch(at.agents._agents.find("acme", "bob").head)).last
         assert turn.ended is not None and turn.ended.cache.miss == Miss(
             position=found.position, reason="different tokens"
         )

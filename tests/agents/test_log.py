@@ -14,9 +14,8 @@ import pytest
 from tests.files import CrashFile, CrashFiles, Fault
 
 from cairn.agents import log as log_module
-from cairn.agents.index import TIDY, Index, Kind, Segment, decode_keys, encode_keys
+from cairn.agents.index import TIDY, Index, Kind, OffsetTable, Segment, decode_keys, encode_keys
 from cairn.agents.log import Log
-from cairn.agents.places import PlaceTable
 from cairn.agents.segment import (
     HEADER_BYTES,
     MAX_PAYLOAD,
@@ -140,7 +139,7 @@ def test_an_end_supersedes_the_pieces_of_its_turn_only() -> None:
 
 
 def test_a_table_of_places_does_what_a_dict_does() -> None:
-    table, known, rng = PlaceTable(), {}, random.Random(1)
+    table, known, rng = OffsetTable(), {}, random.Random(1)
     for _ in range(20_000):
         key = rng.choice((rng.randrange(1, 3000), 2**63 + rng.randrange(300)))
         if rng.random() < 0.3:

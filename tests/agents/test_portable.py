@@ -15,11 +15,10 @@ from cairn.agents.archive import Archive
 from cairn.agents.content import Content
 from cairn.agents.index import Kind
 from cairn.agents.info import Savings
-from cairn.agents.msgpack_size import count_values
-from cairn.agents.portable import read
+from cairn.agents.portable import count_values, read
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack
 from cairn.agents.segment import HEADER_BYTES, Header, Record, decode_header, encode_header, encode_record, scan
-from cairn.agents.tree import Turn
+from cairn.agents.turn_tree import Turn
 from cairn.errors import CairnError, Conflict, InvalidRequest
 from cairn.figures import Miss
 from cairn.types import SamplingParams
@@ -46,7 +45,7 @@ async def test_an_imported_agent_goes_on_the_same_after_a_restart_too(folder: Pa
             await here.say("ada", text)
         await here.agents.rollback("default", "ada", turn=2)
         data = await file_of(here, "default", "ada")
-        info = await there.agents.take_in("bob", data, "eve")
+        info = await there.agents.import_agent("bob", data, "eve")
         assert (info.id, info.head, info.turns, info.metadata) == ("eve", 2, 2, {"a": "b"})
         assert (await there.agents.turns("bob", "eve")) == await here.agents.turns("default", "ada")
         assert there.agents.savings("bob").requests == 0, "it saved nothing here yet"
@@ -56,8 +55,8 @@ async def test_an_imported_agent_goes_on_the_same_after_a_restart_too(folder: Pa
         more = [await here.say("ada", "more"), await there.say("eve", "more", "bob")]
         assert more[0].tokens == more[1].tokens
         with pytest.raises(Conflict, match="there is an agent eve already"):
-            await there.agents.take_in("bob", data, "eve")
-        assert (await there.agents.take_in("bob", data)).id == "ada"
+            await there.agents.import_agent("bob", data, "eve")
+        assert (await there.agents.import_agent("bob", data)).id == "ada"
 
 
 async def test_what_an_agent_from_elsewhere_says_was_never_seen_here(folder: Path) -> None:
@@ -66,7 +65,7 @@ async def test_what_an_agent_from_elsewhere_says_was_never_seen_here(folder: Pat
         await here.agents.create("default", id="ada", messages=SYSTEM)
         for text in ("one " * 40, "two"):
             await here.say("ada", text)
-        await there.agents.take_in("default", await file_of(here, "default", "ada"))
+        await there.agents.import_agent("default", await file_of(here, "default", "ada"))
         for again in (False, True):
             heard = await there.say("ada", "more")
             assert heard.done is not None
@@ -86,7 +85,7 @@ async def test_under_another_model_an_agent_reads_its_text_again(folder: Path) -
         spec = at.service.spec
         at.service.spec = msgspec.structs.replace(spec, identity=b"another")
         await at.again()  # a server of that model
-        await at.agents.take_in("default", data, "eve")
+        await at.agents.import_agent("default", data, "eve")
         assert (await at.agents.context("default", "eve")) == ()
         heard = await at.say("eve", "two")
         assert heard.done is not None
@@ -242,7 +241,7 @@ async def test_nothing_that_was_asked_for_comes_in_with_a_file(folder: Path) -> 
         await (await at.begin("ada", "one")).close()
         data = await file_of(at, "default", "ada")
         asked = with_turn(1, sampling=SamplingParams(max_tokens=5, top_k=1 << 40), stop=("x",), engine=b"")
-        await at.agents.take_in("default", forged(data, asked), "eve")
+        await at.agents.import_agent("default", forged(data, asked), "eve")
         for _ in range(2):
             with pytest.raises(Conflict, match="came from a file"):
                 await at.agents.resume("default", "eve", request=at.service.next_id())

@@ -14,17 +14,17 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from cairn.api.open_requests import ACCOUNT_TTL
 from sockets import Site, request_bytes, site
 from tests.agents.house import House, house, talking_model
 from tests.agents.test_portable import forged, with_agent, with_turn
 
 from cairn.agents.agents import Agents
 from cairn.agents.kv import AgentKv
-from cairn.agents.outbox import Outbox
-from cairn.agents.tied import MOST_CONTEXTS
-from cairn.agents.tree import Agent
+from cairn.agents.pending_writes import PendingWrites
+from cairn.agents.request_contexts import MOST_CONTEXTS
+from cairn.agents.turn_tree import Agent
 from cairn.api.auth import salts
-from cairn.api.ties import ACCOUNT_TTL
 from cairn.config import Config, Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
 from cairn.kv.chunk_file import parse_name
@@ -184,15 +184,15 @@ async def test_a_client_that_waits_for_a_whole_answer_and_leaves_cancels_nothing
 
 
 async def test_a_turn_that_is_being_written_down_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, sync = asyncio.Event(), Outbox.sync
+    held, sync = asyncio.Event(), PendingWrites.sync
 
-    async def late(outbox: Outbox, *records: Any) -> None:
+    async def late(pending: PendingWrites, *records: Any) -> None:
         await held.wait()
-        await sync(outbox, *records)
+        await sync(pending, *records)
 
     async with home(folder) as (_, _, http):
         await http.post("/v1/agents", json={"id": "ada"})
-        monkeypatch.setattr(Outbox, "sync", late)
+        monkeypatch.setattr(PendingWrites, "sync", late)
         waiting = asyncio.create_task(http.post("/v1/agents/ada/turns", json=ask("x", max_tokens=4)))
         while not (turns := (await http.get("/v1/agents/ada/turns")).json()["data"]):
             await asyncio.sleep(0.01)
@@ -458,7 +458,7 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
         answers = [http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "two"}) for _ in range(2)]
         assert [one.status_code for one in await asyncio.gather(*answers)] == [200, 200]
         assert (await opened())["two"] == 2
-        monkeypatch.setattr("cairn.agents.book.MAX_AGENTS", 4)
+        monkeypatch.setattr("cairn.agents.agent_service.MAX_AGENTS", 4)
         answer = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "joe"})
         assert answer.status_code == 200 and "joe" not in await opened(), "served, on nobody's account"
 
@@ -527,7 +527,7 @@ async def test_requests_that_were_refused_take_no_place_from_those_that_were_com
             for more in ({}, {"stream": True}):
                 body = chat | {"messages": [{"role": "user", "content": f"{n}: " + "hi " * 40}]} | more
                 assert (await http.post("/v1/chat/completions", json=body, headers=named)).status_code == 400
-        left = at.agents.kv._tied.take(at.agents.named("default", "ada"))
+        left = at.agents.kv._request_contexts.take(at.agents.named("default", "ada"))
         assert len(left) == 1
 
 
@@ -609,7 +609,7 @@ async def test_the_text_of_a_deleted_agent_is_shown_to_nobody_though_a_request_i
                 assert [line async for line in lines if line][-1] == "data: [DONE]"
         quick.set()
         async with asyncio.timeout(10):
-            while agent.ties:
+            while agent.open_requests:
                 await asyncio.sleep(0.01)
         await at.agents.kv.settled()
         body |= {"messages": [{"role": "user", "content": "Code: which one?"}], "max_tokens": 1}
@@ -631,18 +631,18 @@ async def test_an_agents_time_is_not_over_while_a_request_in_its_name_runs(folde
         ada = at.agents._find("default", "ada")
         path, body = "/v1/chat/completions", chat | {"max_tokens": 1500}
         refused = await http.post(path, json=body | {"n": 99}, headers=headers)
-        assert refused.status_code == 400 and ada.ties == 0
+        assert refused.status_code == 400 and ada.open_requests == 0
         async with http.stream("POST", path, json=body, headers=headers) as answer:
             async for _ in answer.aiter_lines():
                 break
-            assert ada.ties == 1
+            assert ada.open_requests == 1
             at.clock.ahead += 61
             await at.agents.tend()
             assert named() == ["ada"]
             if resumable:
                 await http.post(f"/v1/requests/{answer.headers['x-request-id']}/cancel")
         async with asyncio.timeout(10):
-            while ada.ties:
+            while ada.open_requests:
                 await asyncio.sleep(0.01)
         await at.agents.tend()
         assert named() == ["ada"]
@@ -650,7 +650,7 @@ async def test_an_agents_time_is_not_over_while_a_request_in_its_name_runs(folde
         assert (await http.post(path, json=body | {"max_tokens": 1}, headers=headers)).status_code == 200
         at.clock.ahead += 59
         await at.agents.tend()
-        assert named() == ["ada"] and ada.ties == 0
+        assert named() == ["ada"] and ada.open_requests == 0
         at.clock.ahead += 2
         await at.agents.tend()
         assert named() == []

@@ -27,7 +27,7 @@ from cairn.engine.memory import (
 from cairn.errors import ModelError
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.quantized import Segments
-from cairn.kv.windows import longest
+from cairn.kv.attention_window import longest
 from cairn.models.decoder import build
 from cairn.models.held import HeldWeights, form_of
 from cairn.models.spec import load_spec

@@ -6,7 +6,7 @@ from cairn.engine.base import NO_BLOCK, EngineInfo
 from cairn.kv import prefix
 from cairn.kv.blocks import Copy
 from cairn.kv.cache import Cache
-from cairn.kv.context import PATIENCE, Context
+from cairn.kv.sequence_kv import PATIENCE, SequenceKV
 from cairn.types import CacheGroup
 
 SIZE = 4
@@ -35,7 +35,7 @@ def cache(*pools: tuple[int, int], identity: bytes = b"model") -> Cache:
     )
 
 
-def compute(kv: Cache, tokens: list[int], salt: bytes = b"", *, reuse: bool = True, chunk: int = 1000) -> Context:
+def compute(kv: Cache, tokens: list[int], salt: bytes = b"", *, reuse: bool = True, chunk: int = 1000) -> SequenceKV:
     """Open, grow and publish a whole sequence."""
     context = kv.context(salt)
     computed = kv.open(context, tokens, reuse=reuse)

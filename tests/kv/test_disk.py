@@ -17,10 +17,10 @@ from tests.kv.stored import FOLDER, SIZE, Time, chain, chunk_path, held, keys, o
 
 from cairn.errors import ConfigError, Conflict
 from cairn.kv.codec import Raw
+from cairn.kv.disk_index import DiskIndex, Entry
 from cairn.kv.ram import RamStore
-from cairn.kv.shelf import Entry, Shelf
 from cairn.kv.store import OVERHEAD, Chunk
-from cairn.kv.writing import Writer
+from cairn.kv.store_writer import StoreWriter
 from cairn.system import SystemFiles
 
 
@@ -45,7 +45,7 @@ def test_what_was_kept_is_found_after_a_restart(files: CrashFiles, time: Time) -
     before = store.stats()
     store.close()
     again = open_store(files, time)
-    assert again.leading(keys(chunks)) == 5
+    assert again.match_prefix(keys(chunks)) == 5
     assert [again.fetch(chunk.key, chunk.tokens) for chunk in chunks] == chunks
     assert (again.stats().chunks, again.stats().bytes) == (5, before.bytes) == (5, on_disk(files))
 
@@ -106,9 +106,9 @@ def test_a_hole_ends_the_run(files: CrashFiles, time: Time) -> None:
     chunks = chain(4)
     store.keep(chunks)
     a, _, c, d = keys(chunks)
-    assert store.leading([a, b"?" * 32, c, d]) == 1
-    assert store.leading([b"?" * 32, a]) == 0
-    assert store.leading([]) == 0
+    assert store.match_prefix([a, b"?" * 32, c, d]) == 1
+    assert store.match_prefix([b"?" * 32, a]) == 0
+    assert store.match_prefix([]) == 0
 
 
 def test_a_chunk_without_what_it_extends_is_refused(files: CrashFiles, time: Time) -> None:
@@ -118,7 +118,7 @@ def test_a_chunk_without_what_it_extends_is_refused(files: CrashFiles, time: Tim
     assert store.keep([b]) == 0
     assert store.keep([a, c, d]) == 1
     assert store.keep([a, b, b, c]) == 4
-    assert store.leading(keys([a, b, c, d])) == 3
+    assert store.match_prefix(keys([a, b, c, d])) == 3
     assert store.stats().refused == 3
 
 
@@ -140,7 +140,7 @@ def test_models_share_a_folder_and_nothing_else(files: CrashFiles, time: Time, h
     store.close()
     other = open_store(files, time, **how)
     mine = "identity" not in how
-    assert other.leading(keys(chunks)) == (3 if mine else 0)
+    assert other.match_prefix(keys(chunks)) == (3 if mine else 0)
     assert (other.fetch(chunks[0].key, chunks[0].tokens) is not None) == mine
     assert other.stats().chunks == 3
     assert other.keep(chunks) == 3
@@ -152,7 +152,7 @@ def test_what_is_handed_over_again_after_a_refusal_is_refused_once(files: CrashF
     store, memory = open_store(files, time), RamStore(1 << 20)
     lost = [chunk for number in range(5) for chunk in chain(3, salt=bytes([number]))[1:]]
     whole = [chunk for number in range(5) for chunk in chain(1, salt=b"whole%d" % number)]
-    writer = Writer((memory, store), time, lambda: None, lambda: None)
+    writer = StoreWriter((memory, store), time, lambda: None, lambda: None)
     for chunk in [*lost, *whole]:
         writer.push(chunk)
     assert writer.work() and not writer.work()
@@ -217,11 +217,11 @@ def test_leaves_go_first_the_oldest_of_them(files: CrashFiles, time: Time) -> No
     for one in (deep, old, new):
         assert store.keep(one) == len(one)
         time.sleep(100)
-    assert store.leading(keys(old)) == 1  # now it was used last
+    assert store.match_prefix(keys(old)) == 1  # now it was used last
     time.sleep(100)
     store.keep(chain(1, salt=b"more"))
     assert [held(files, one) for one in (deep, old, new)] == [9, 1, 1]
-    assert store.leading(keys(deep)) == 9
+    assert store.match_prefix(keys(deep)) == 9
     time.sleep(100)
     store.keep(chain(1, salt=b"even more"))
     assert [held(files, one) for one in (deep, old, new)] == [9, 1, 0]
@@ -234,7 +234,7 @@ def test_what_a_used_chunk_extends_was_used_with_it(files: CrashFiles, time: Tim
     time.sleep(100)
     store.keep(other)
     time.sleep(100)
-    store.leading(keys(long))
+    store.match_prefix(keys(long))
     time.sleep(100)
     store.keep(chain(2, salt=b"x"))
     assert (held(files, long), held(files, other)) == (3, 0)
@@ -250,7 +250,7 @@ def test_a_use_that_a_dropped_chunk_left_behind_outlives_a_restart(files: CrashF
     for one in (used, other):
         assert store.keep(one) == len(one)
         time.sleep(100)
-    assert store.leading(keys(used)) == 2
+    assert store.match_prefix(keys(used)) == 2
     assert store.drop([used[1].key]) == 1
     store.close()
     store = open_store(files, time, budget=(3 + 1) * 4096)
@@ -372,7 +372,7 @@ def test_what_is_pinned_is_counted_without_a_look_at_all_of_it(files: CrashFiles
             return super().__iter__()
 
     store = open_store(files, time)
-    store._state.shelf._pinned = Watched()
+    store._state.index._pinned = Watched()
     chunks, late = chain(6), chain(3, salt=b"late")
     store.keep(chunks)
     store.pin("a", keys(chunks)[2:4])
@@ -423,10 +423,10 @@ def test_without_a_time_to_live_nothing_grows_too_old_and_a_short_one_is_kept_to
     store.keep(chunks)
     time.seconds += 10 * 365 * 86400
     store.tend()
-    assert store.prune() == 0 and store.leading(keys(chunks)) == 2
+    assert store.prune() == 0 and store.match_prefix(keys(chunks)) == 2
     store.close()
     store = open_store(files, time, ttl=60.0)
-    store.leading(keys(chunks))
+    store.match_prefix(keys(chunks))
     store.tend()
     time.seconds += 59
     store.tend()
@@ -451,13 +451,13 @@ def test_what_nobody_used_for_the_time_to_live_goes(files: CrashFiles, time: Tim
         store.keep(one)
     store.pin("a", keys(pinned))
     time.sleep(900)
-    store.leading(keys(used))
+    store.match_prefix(keys(used))
     store.tend()
     store.close()
     time.sleep(200)
     store = open_store(files, time, ttl=1000.0)
     store.tend()
-    assert [store.leading(keys(one)) for one in (old, used, pinned)] == [0, 3, 2]
+    assert [store.match_prefix(keys(one)) for one in (old, used, pinned)] == [0, 3, 2]
 
 
 def test_a_wall_clock_that_jumps_makes_nothing_old(files: CrashFiles, time: Time) -> None:
@@ -467,7 +467,7 @@ def test_a_wall_clock_that_jumps_makes_nothing_old(files: CrashFiles, time: Time
     time.wall = 1e9
     time.sleep(700)
     store.tend()
-    assert store.leading(keys(chain(3))) == 3
+    assert store.match_prefix(keys(chain(3))) == 3
 
 
 def test_a_wall_clock_that_is_ahead_at_the_start_makes_nothing_old(files: CrashFiles, time: Time) -> None:
@@ -499,14 +499,14 @@ def test_a_long_chain_is_pruned_with_one_look_at_the_index(
     store.keep(long + fork)
     store.pin("a", keys(long)[4:5])
     looks = 0
-    live = Shelf.live
+    live = DiskIndex.live
 
-    def look(shelf: Shelf) -> list[Entry]:
+    def look(index: DiskIndex) -> list[Entry]:
         nonlocal looks
         looks += 1
-        return live(shelf)
+        return live(index)
 
-    monkeypatch.setattr(Shelf, "live", look)
+    monkeypatch.setattr(DiskIndex, "live", look)
     time.sleep(31 * 86400)
     assert store.prune() == 75 and held(files, long) == 5 and looks <= 2
 
@@ -519,7 +519,7 @@ def test_pruning_others_leaves_this_model(files: CrashFiles, time: Time) -> None
     store.keep(chain(2))
     assert store.prune() == 0
     assert store.prune(others=True) == 3
-    assert (store.stats().chunks, store.leading(keys(chain(2)))) == (2, 2)
+    assert (store.stats().chunks, store.match_prefix(keys(chain(2)))) == (2, 2)
 
 
 def test_dropping_takes_what_extends_it_and_its_bytes(files: CrashFiles, time: Time) -> None:
@@ -529,7 +529,7 @@ def test_dropping_takes_what_extends_it_and_its_bytes(files: CrashFiles, time: T
     store.keep(chunks + branch)
     store.pin("a", keys(chunks))
     assert store.drop([chunks[2].key]) == 3
-    assert (store.leading(keys(chunks)), store.leading(keys(branch))) == (2, 2)
+    assert (store.match_prefix(keys(chunks)), store.match_prefix(keys(branch))) == (2, 2)
     assert store.drop([chunks[0].key, b"?" * 32]) == 4
     assert not [path for path in files.files(FOLDER) if path.name.count(".") == 4]
     store.close()
@@ -549,7 +549,7 @@ def test_damage_is_a_miss_and_takes_what_extends_it(files: CrashFiles, time: Tim
     data = files.files()[path]
     files.put(path, data[:-1] + bytes([data[-1] ^ 1]))
     assert store.fetch(chunks[1].key, chunks[1].tokens) is None
-    assert (store.leading(keys(chunks)), store.stats().damaged, store.stats().trouble) == (1, 3, "")
+    assert (store.match_prefix(keys(chunks)), store.stats().damaged, store.stats().trouble) == (1, 3, "")
     assert store.keep(chunks) == 4
     assert store.fetch(chunks[1].key, chunks[1].tokens) == chunks[1]
 
@@ -643,14 +643,14 @@ def test_a_chunk_that_cannot_be_read_twice_is_given_up(files: CrashFiles, time: 
     [chunk] = chain(1)
     store.keep([chunk])
     for _ in range(2):
-        assert store.leading([chunk.key]) == 1
+        assert store.match_prefix([chunk.key]) == 1
         files.fail(Fault(files.calls, only=frozenset({"read"})))
         assert store.fetch(chunk.key, chunk.tokens) is None
         for _ in range(10):  # the disk works otherwise
             time.sleep(1)
             store.tend()
         assert store.stats().trouble == ""
-    assert store.leading([chunk.key]) == 0
+    assert store.match_prefix([chunk.key]) == 0
 
 
 def test_a_full_disk_is_said_and_the_store_lives_on_its_own_bytes(time: Time) -> None:
@@ -788,7 +788,7 @@ def test_a_disk_that_fails_at_the_start_is_opened_later(files: CrashFiles, time:
     files.fail(Fault(files.calls, errno.EIO, sticky=True))
     store = open_store(files, time)
     assert store.stats().trouble == "the KV store cannot open /kv: Input/output error"
-    assert (store.leading(keys(chunks)), store.keep(chunks)) == (0, 0)
+    assert (store.match_prefix(keys(chunks)), store.keep(chunks)) == (0, 0)
     assert store.fetch(chunks[0].key, chunks[0].tokens) is None
     store.drop(keys(gone))
     store.pin("a", keys(chunks)[:1])
@@ -796,7 +796,7 @@ def test_a_disk_that_fails_at_the_start_is_opened_later(files: CrashFiles, time:
     time.sleep(2)
     store.tend()
     assert (store.stats().trouble, store.stats().pinned) == ("", 1)
-    assert (store.leading(keys(chunks)), store.leading(keys(gone))) == (3, 0)
+    assert (store.match_prefix(keys(chunks)), store.match_prefix(keys(gone))) == (3, 0)
     store.close()
     assert open_store(files, time).stats().pinned == 1
 
@@ -876,7 +876,7 @@ def test_what_the_disk_does_not_let_go_of_another_model_is_asked_for_again(
     store = open_store(files, time)
     files.fail(fault)
     files.log = []
-    assert store.drop_others(said) == (30 if kind == "sync_folder" else 0)
+    assert store.drop_of_other_engines(said) == (30 if kind == "sync_folder" else 0)
     assert [one for one, _ in files.log].count("read") <= 1, "a disk that fails was asked for each chunk"
     assert store.lingers(said(b"model"))
     assert kind == "sync_folder" or not store.lingers(keys(chain(1)))
@@ -902,13 +902,13 @@ def test_a_deletion_looks_at_no_chunk_of_another_model_that_is_known(files: Cras
         def values(self) -> Any:
             return (visited.append(entry.id) or entry for entry in super().values())
 
-    state.shelf._entries = Entries(state.shelf._entries)
+    state.index._entries = Entries(state.index._entries)
     theirs = keys(chain(1, salt=b"other" + bytes(2)))
     wanted = {b"other": theirs, b"third": []}
-    assert store.drop_others(lambda identity: wanted.get(identity, [])) == 1 and len(visited) == 1000
+    assert store.drop_of_other_engines(lambda identity: wanted.get(identity, [])) == 1 and len(visited) == 1000
     visited.clear()
     theirs[:] = keys(chain(1, salt=b"other" + bytes([1, 0])))
-    assert store.drop_others(lambda identity: wanted.get(identity, [])) == 1 and not visited
+    assert store.drop_of_other_engines(lambda identity: wanted.get(identity, [])) == 1 and not visited
 
 
 def test_a_disk_that_fails_for_good_can_be_closed(files: CrashFiles, time: Time) -> None:

@@ -85,7 +85,7 @@ def test_another_engines_chunk_that_was_evicted_before_it_was_dropped_does_not_c
         other.close()
         store = open_store(files, time)
         assert store.prune(others=True) == 1
-        store.drop_others(lambda identity: keys(theirs) if identity == b"other" else [b"mine"])
+        store.drop_of_other_engines(lambda identity: keys(theirs) if identity == b"other" else [b"mine"])
         assert not store.lingers([b"mine"])
         again = open_store(files.crash(random.Random(seed)), time, identity=b"other")
         assert again.fetch(theirs[0].key, theirs[0].tokens) is None, seed
@@ -109,7 +109,7 @@ def test_damage_is_never_served(prove: bool, figure: Figure) -> None:
             done += 1
             for chunk in here:
                 assert store.fetch(chunk.key, chunk.tokens) is None
-                assert store.leading(keys(chunks)) == chunks.index(chunk)
+                assert store.match_prefix(keys(chunks)) == chunks.index(chunk)
                 assert store.keep(chunks) == 4
                 found += 1
             files.put(path, data)

@@ -71,7 +71,7 @@ def verify(store: DiskStore, numbers: list[int], *, whole: int) -> None:
     last = numbers[-whole:]
     for number in numbers:
         chunks = chain(LENGTH, salt=number.to_bytes(4, "little"), size=6_000)
-        count = store.leading(keys(chunks))
+        count = store.match_prefix(keys(chunks))
         assert count == LENGTH or number not in last
         assert [store.fetch(chunk.key, chunk.tokens) for chunk in chunks[:count]] == chunks[:count]
     assert store.stats().damaged == 0

@@ -15,7 +15,7 @@ from tests.files import CrashFile, CrashFiles, Fault
 from tests.kv.stored import FOLDER, Time, chain, chunk_path, held, keys, on_disk, open_store
 
 from cairn.kv.chunk_file import Name
-from cairn.kv.shelf import Entry, Shelf
+from cairn.kv.disk_index import DiskIndex, Entry
 from cairn.kv.store_folder import MARKER
 from cairn.seams import LOCK_FILE
 from cairn.system import SystemFiles
@@ -101,14 +101,14 @@ def test_a_pin_while_the_disk_fails_repeats_no_other(
     store = open_store(files, time)
     files.fail(Fault(files.calls, errno.EIO, sticky=True))
     store.keep(chain(1))
-    handed, pin = 0, Shelf.pin
+    handed, pin = 0, DiskIndex.pin
 
-    def count(shelf: Shelf, owner: str, ids: Collection[bytes]) -> None:
+    def count(index: DiskIndex, owner: str, ids: Collection[bytes]) -> None:
         nonlocal handed
         handed += len(ids)
-        pin(shelf, owner, ids)
+        pin(index, owner, ids)
 
-    monkeypatch.setattr(Shelf, "pin", count)
+    monkeypatch.setattr(DiskIndex, "pin", count)
     for number in range(200):
         store.pin(f"agent {number}", keys(chain(10, salt=b"%d" % number)))
     assert handed == 200 * 10
@@ -149,7 +149,7 @@ def test_a_folder_that_is_emptied_or_removed_is_made_anew(
     store.tend()
     assert store.stats().trouble == ""
     assert store.keep(more) == 2
-    assert store.stats().chunks == 2 and store.leading(keys(chunks)) == 0
+    assert store.stats().chunks == 2 and store.match_prefix(keys(chunks)) == 0
     assert store.keep(chunks) == 3
     assert store.stats().pinned == 3, "what is pinned stays pinned"
     store.close()
@@ -191,7 +191,7 @@ def test_a_store_does_not_write_into_a_folder_that_another_made_in_the_place_of_
     time.sleep(100)
     first.tend()
     assert first.stats().trouble == ""
-    assert first.leading(keys(chunks)) == 0, "it was told to drop them"
+    assert first.match_prefix(keys(chunks)) == 0, "it was told to drop them"
     assert first.keep(chunks) == 2 and first.stats().pinned == 2
 
 
@@ -227,7 +227,7 @@ def test_what_was_dropped_stays_dropped_where_the_folder_is_opened_anew_with_its
         return keys(chain(3, salt=engine))
 
     files.fail(Fault(files.calls, errno.EIO, sticky=True, only=frozenset({"remove"})))
-    assert (store.drop(keys(chunks)) if identity == b"model" else store.drop_others(theirs)) == 0
+    assert (store.drop(keys(chunks)) if identity == b"model" else store.drop_of_other_engines(theirs)) == 0
     assert store.lingers(theirs(b"model"))
     files.vanish(FOLDER / LOCK_FILE)
     assert store.fetch(chunks[0].key, chunks[0].tokens) is None
@@ -326,15 +326,15 @@ def test_who_removed_a_chunk_of_a_folder_that_is_gone_forgets_none_of_the_one_in
     [one] = chain(1)
     name = Name(one.key, b"", b"tag", 0, 400)
     old, new = (Entry(one.key, b"", name, 4096, 0.0, 0.0) for _ in range(2))
-    shelf = Shelf()
-    shelf.add(old)
-    shelf.doom(old)
-    shelf = shelf.emptied()
-    shelf.add(new)
-    shelf.doom(new)
-    shelf.forget(old)
+    index = DiskIndex()
+    index.add(old)
+    index.mark_deleted(old)
+    index = index.emptied()
+    index.add(new)
+    index.mark_deleted(new)
+    index.forget(old)
     new.going = False
-    assert shelf.doomed() == [new] and shelf.bytes == 4096
+    assert index.deleted() == [new] and index.bytes == 4096
 
 
 # ------------------------------------------------------------------------------------------------------ the wall clock

@@ -8,10 +8,9 @@ from collections import OrderedDict
 import pytest
 from tiered import Between, Rig
 
-from cairn.kv.behind import WAIT_SECONDS, WriteLimits
-from cairn.kv.flushes import Flushes
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers import Tiers
+from cairn.kv.write_behind import WAIT_SECONDS, Flushes, WriteLimits
 from cairn.plan import Limits
 from cairn.types import FinishReason, SamplingParams
 
@@ -100,7 +99,7 @@ def test_what_is_evicted_from_memory_is_stored_first_however_long_it_is(store: B
     """More than the queue holds, noted and not yet copied when the order comes."""
     rig, tiers = rig_on(store, queue_bytes=4 * PAGES)
     run(rig, PROMPT)
-    assert (tiers.behind_pool.chunks, store.stats().chunks) == (10, 0)
+    assert (tiers.write_behind.chunks, store.stats().chunks) == (10, 0)
     done = list[bool]()
     tiers.evict(PROMPT, b"", 0, False, lambda: done.append(True))
     rig.settle()
@@ -156,7 +155,7 @@ def test_what_was_computed_ahead_of_a_deleted_context_is_no_loss(
     rig.scheduler.drop(id, FinishReason.CANCELLED)
     if queued:
         tiers.turn(True)
-    assert tiers.behind_pool.chunks
+    assert tiers.write_behind.chunks
     tiers.evict([*prompt, *said][: length + heard], b"", keep, True, lambda: None)
     assert flushed(rig, tiers) == 0 and store.stats().chunks == shared == keep // CHUNK
 
@@ -170,7 +169,7 @@ def test_what_begins_otherwise_or_is_another_tenants_is_stored_although_a_contex
     for salt, prompt in ((b"", PROMPT[:1]), (b"other", PROMPT[:1]), (b"", PROMPT[1:2])):
         id = rig.add(prompt, 20, salt=salt)
         stepped(rig, id, 20)
-    assert tiers.behind_pool.chunks == 3
+    assert tiers.write_behind.chunks == 3
     known = [*PROMPT[:1], *rig.engine.oracle(PROMPT[:1], SamplingParams(max_tokens=20), 20)][: 1 + heard]
     tiers.evict(known, b"", 0, True, lambda: None)
     rig.settle()
@@ -186,7 +185,7 @@ def test_a_long_line_that_leaves_the_pool_costs_no_more_than_the_queue_holds(sto
     limits, scheduling = WriteLimits(queue_bytes=8 * PAGES), Limits(step_tokens=4096)
     rig = Rig({"disk": store}, blocks=len(long) // 4 + 8, context=8192, limits=limits, scheduling=scheduling)
     assert rig.tiers is not None
-    behind, looked = rig.tiers.behind_pool, list[object]()
+    behind, looked = rig.tiers.write_behind, list[object]()
 
     class Noted(OrderedDict):  # type: ignore[type-arg]
         def __contains__(self, key: object) -> bool:
@@ -250,12 +249,12 @@ def test_what_was_noted_before_what_it_extends_goes_with_a_deletion_and_is_no_lo
     rig.ask(long[:34], 1)
     id = rig.add([*long, *[1] * 10], 300)
     stepped(rig, id, 3)
-    last, *_ = tiers.behind_pool._noted.values()
+    last, *_ = tiers.write_behind._noted.values()
     store.drop([last.chunk.parent])
     rig.add(long, 1)
     rig.step()
     rig.step()
-    depths = [noted.chunk.depth for noted in tiers.behind_pool._noted.values()]
+    depths = [noted.chunk.depth for noted in tiers.write_behind._noted.values()]
     assert depths.index(32) < depths.index(16), "the later chunk was not noted first"
     tiers.evict(long[:16], b"", 0, True, lambda: None)
     rig.scheduler.drop(id, FinishReason.CANCELLED)

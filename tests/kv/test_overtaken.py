@@ -51,7 +51,7 @@ def test_a_known_context_is_not_overtaken_for_ever_in_a_busy_pool(mode: Literal[
     limits = Limits(step_tokens=64, max_running=16, max_queue=100_000)
     rig = Rig({"disk": known(prompt, blocks=400, context=1024)}, blocks=120, load=mode, context=1024, scheduling=limits)
     if mode == "auto":
-        rig.tiers.gate.computed(1, 1.0)
+        rig.tiers.load_policy.computed(1, 1.0)
     asked = 0
     for step in range(1200):
         if step % 16 == 0:
@@ -74,8 +74,8 @@ def test_loads_that_wait_for_each_other_are_not_late(mode: Literal["auto", "alwa
     slow = Between(known(*prompts, blocks=2000))
     rig = Rig({"disk": slow}, blocks=2000, load=mode)
     slowly(rig, slow, 0.16 if mode == "auto" else 0.5)
-    rig.tiers.gate.computed(10, 1.0)
-    rig.tiers.gate.read(16 * 8, 0.16)
+    rig.tiers.load_policy.computed(10, 1.0)
+    rig.tiers.load_policy.read(16 * 8, 0.16)
     ids = [rig.add(prompt) for prompt in prompts]
     rig.settle()
     for id, prompt in zip(ids, prompts, strict=True):
@@ -100,7 +100,7 @@ def test_a_request_does_not_wait_for_what_was_prefetched_where_to_compute_it_is_
         return store.fetch(key, tokens, buffer)
 
     slow.fetch = fetch
-    rig.tiers.gate.computed(1000, 1.0)
+    rig.tiers.load_policy.computed(1000, 1.0)
     ended = list[int]()
     for number, prompt in enumerate(prompts):
         rig.tiers.prefetch(prompt, b"", lambda number=number: ended.append(number))
@@ -124,7 +124,7 @@ def test_what_was_prefetched_is_waited_for_where_to_load_it_is_faster() -> None:
     slow = Between(known(*prompts, blocks=800))
     rig = Rig({"disk": slow}, blocks=800, load="auto")
     assert rig.tiers is not None
-    rig.tiers.gate.computed(100, 1.0)
+    rig.tiers.load_policy.computed(100, 1.0)
     slowly(rig, slow, 1.0)
     rig.tiers.prefetch(prompts[0], b"", lambda: None)
     rig.settle()
@@ -146,7 +146,7 @@ def test_a_request_does_not_wait_for_a_prefetch_of_something_else(mode: Literal[
     slow = Between(known(*prompts, **how))
     rig = Rig({"disk": slow}, load=mode, **how)
     assert rig.tiers is not None
-    rig.tiers.gate.computed(1000, 1.0)
+    rig.tiers.load_policy.computed(1000, 1.0)
     ended = list[str]()
     rig.tiers.prefetch(prompts[0], b"", lambda: ended.append("prefetch"))
     rig.threads()
@@ -171,7 +171,7 @@ def test_a_load_waits_for_its_turn_no_longer_than_computing_takes() -> None:
     slow = Between(known(*prompts, **how))
     rig = Rig({"disk": slow}, load="auto", **how)
     assert rig.tiers is not None
-    rig.tiers.gate.computed(1000, 1.0)
+    rig.tiers.load_policy.computed(1000, 1.0)
     slowly(rig, slow, 0.005)
     long, short = (rig.add(prompt) for prompt in prompts)
     rig.settle()
@@ -265,7 +265,7 @@ def test_what_is_dear_to_compute_does_not_stay_for_ever() -> None:
     for turn in range(1, 6):
         for chunks in today:
             time.seconds += 60
-            assert store.leading(keys(chunks[: 6 * (turn - 1)])) == 6 * (turn - 1)
+            assert store.match_prefix(keys(chunks[: 6 * (turn - 1)])) == 6 * (turn - 1)
             store.keep(chunks[: 6 * turn])
 
 

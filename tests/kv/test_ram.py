@@ -20,10 +20,10 @@ def test_it_says_how_many_leading_keys_it_has() -> None:
     """Known failure 32."""
     store, chunks = RamStore(100 * SIZE), chain("a", 5)
     keys = [chunk.key for chunk in chunks]
-    assert store.keep(chunks) == 5 and store.leading(keys) == 5
-    assert store.leading([b"other", *keys]) == 0 and store.leading([*keys[:2], b"other", *keys[3:]]) == 2
+    assert store.keep(chunks) == 5 and store.match_prefix(keys) == 5
+    assert store.match_prefix([b"other", *keys]) == 0 and store.match_prefix([*keys[:2], b"other", *keys[3:]]) == 2
     assert store.drop([keys[2]]) == 3
-    assert store.leading(keys) == 2 and store.stats().bytes == 2 * SIZE
+    assert store.match_prefix(keys) == 2 and store.stats().bytes == 2 * SIZE
     assert store.drop([keys[2]]) == 0
 
 
@@ -50,7 +50,7 @@ def test_leaves_go_first_the_one_used_longest_ago_before_the_others() -> None:
     store.fetch(first[1].key, first[1].tokens)
     (new,) = chain("c", 1)
     assert store.keep([new]) == 1
-    assert store.leading([one.key for one in first]) == 2 and store.leading([one.key for one in second]) == 1
+    assert store.match_prefix([one.key for one in first]) == 2 and store.match_prefix([one.key for one in second]) == 1
     assert store.stats().bytes == 4 * SIZE and store.stats().evicted == 1
 
 
@@ -62,7 +62,7 @@ def test_what_is_pinned_stays_until_its_owner_pins_something_else() -> None:
     new = chain("b", 1)
     assert store.keep(new) == 0
     store.pin("agent", [])
-    assert store.keep(new) == 1 and store.leading([chunks[0].key]) == 1
+    assert store.keep(new) == 1 and store.match_prefix([chunks[0].key]) == 1
 
 
 def test_what_does_not_fit_at_all_is_refused() -> None:

@@ -15,14 +15,14 @@ from tests.laws.simulator import VirtualClock
 from tiered import SIZE, Between, Rig
 
 from cairn.figures import Miss, Placed, Swept
-from cairn.kv.behind import WriteLimits
 from cairn.kv.codec import Raw
-from cairn.kv.context import TierName
 from cairn.kv.disk import DiskStore
-from cairn.kv.loading import Gate
 from cairn.kv.prefix import numerics
 from cairn.kv.ram import RamStore
+from cairn.kv.sequence_kv import TierName
 from cairn.kv.store import Chunk, Store
+from cairn.kv.store_reader import LoadPolicy
+from cairn.kv.write_behind import WriteLimits
 from cairn.service import wire
 from cairn.service.worker import REST_SECONDS, Loop
 from cairn.types import CacheGroup, FinishReason, Request, SamplingParams
@@ -174,7 +174,7 @@ def test_the_queue_bounds_what_is_copied_and_not_what_waits_in_the_pool() -> Non
     store = disk()
     rig = Rig({"disk": store}, limits=WriteLimits(queue_bytes=2 * PAGES))
     assert rig.tiers is not None
-    behind = rig.tiers.behind_pool
+    behind = rig.tiers.write_behind
     id = rig.add(PROMPT)
     while rig.step():  # no thread runs: nothing leaves the queue
         pass
@@ -190,7 +190,7 @@ def test_the_queue_bounds_what_is_copied_and_not_what_waits_in_the_pool() -> Non
 def test_the_loop_stores_once_it_has_rested_and_not_before_the_next_turn_may_come() -> None:
     rig = Rig({"disk": disk()})
     assert rig.tiers is not None
-    behind, waits = rig.tiers.behind_pool, list[tuple[float | None, int]]()
+    behind, waits = rig.tiers.write_behind, list[tuple[float | None, int]]()
 
     class Channel:
         """A front that asks once. Time passes only while it is waited for."""
@@ -229,7 +229,7 @@ def test_noted_chunks_of_which_the_start_is_dropped_are_forgotten_and_no_loss(la
     rig.add([*PROMPT, *range(40)])
     while not rig.scheduler.idle:
         rig.step()
-    behind = rig.tiers.behind_pool
+    behind = rig.tiers.write_behind
     assert behind.chunks >= 2 and not behind.bytes
     answers: list[int] = []
     rig.tiers.evict(PROMPT, b"", 0, True, lambda: None)
@@ -253,7 +253,7 @@ def test_a_full_queue_gives_up_what_the_pool_needs_and_what_extends_it_and_block
             pass
         rig.check(id, prompt, 3)
     queued = rig.tiers.stats().queued
-    assert rig.tiers.behind_pool.bytes == 2 * PAGES and 2 < queued < 12
+    assert rig.tiers.write_behind.bytes == 2 * PAGES and 2 < queued < 12
     rig.settle()
     stats = rig.tiers.stats()
     assert store.stats().chunks == queued and stats.queued == 0
@@ -269,9 +269,9 @@ def test_what_the_pool_needs_is_copied_first_while_there_is_room() -> None:
     rig.cache.open(context, PROMPT)
     rig.cache.publish(context, PROMPT, 100)
     rig.cache.close(context, PROMPT)
-    assert rig.tiers.behind_pool.chunks == 6 and rig.tiers.behind_pool.bytes == 0
+    assert rig.tiers.write_behind.chunks == 6 and rig.tiers.write_behind.bytes == 0
     rig.cache.pools[0].take(40)
-    assert rig.tiers.behind_pool.bytes == 6 * PAGES
+    assert rig.tiers.write_behind.bytes == 6 * PAGES
     rig.settle()
     assert store.stats().chunks == 6 and rig.tiers.stats().dropped == 0
 
@@ -279,7 +279,7 @@ def test_what_the_pool_needs_is_copied_first_while_there_is_room() -> None:
 def test_what_has_waited_long_is_copied_although_requests_run() -> None:
     rig = Rig({"disk": disk()}, blocks=400, context=2048)
     assert rig.tiers is not None
-    behind = rig.tiers.behind_pool
+    behind = rig.tiers.write_behind
     rig.add(PROMPT, 1600)
     for _ in range(20):
         rig.step()
@@ -296,7 +296,7 @@ def test_the_end_copies_as_the_writer_makes_room() -> None:
     rig.add(PROMPT)
     while rig.step():
         pass
-    assert rig.tiers.behind_pool.bytes == PAGES
+    assert rig.tiers.write_behind.bytes == PAGES
     rig.tiers.start()
     rig.tiers.close(20)
     assert store.stats().chunks == 6
@@ -336,7 +336,7 @@ def test_a_store_that_fails_in_no_known_way_costs_its_chunks_and_ends_no_flush()
         with contextlib.suppress(RuntimeError):  # the thread logs it and goes on
             rig.tiers.writer.work()
         rig.step()
-    assert answers == [6] and not rig.tiers.behind_pool.bytes
+    assert answers == [6] and not rig.tiers.write_behind.bytes
     broken.keep = broken.inner.keep
     assert rig.ask(PROMPT[::-1]).computed == 100 and broken.inner.stats().chunks == 6
 
@@ -501,7 +501,7 @@ def test_what_the_reader_has_in_hand_while_it_is_dropped_goes_to_no_other_store(
 def test_the_gate_loads_where_that_is_faster_as_measured() -> None:
     """Known failure 37."""
     clock = VirtualClock()
-    gate = Gate("auto", clock)
+    gate = LoadPolicy("auto", clock)
     assert gate.worth(100, 1_000_000, 0)  # never measured: try
     gate.computed(1000, 1.0)
     gate.read(1_000_000, 1.0)
@@ -510,7 +510,7 @@ def test_the_gate_loads_where_that_is_faster_as_measured() -> None:
     assert not gate.worth(1000, 1_100_000, 0)
     clock.time += 61
     assert gate.worth(1000, 1_100_000, 0)  # a slow disk gets another chance
-    assert Gate("always", clock).worth(1, 1 << 40, 0) and not Gate("never", clock).worth(1000, 1, 0)
+    assert LoadPolicy("always", clock).worth(1, 1 << 40, 0) and not LoadPolicy("never", clock).worth(1000, 1, 0)
 
 
 def test_a_load_that_falls_behind_computing_is_given_up() -> None:
@@ -519,7 +519,7 @@ def test_a_load_that_falls_behind_computing_is_given_up() -> None:
     Rig({"disk": store}).ask(PROMPT)
     rig = Rig({"disk": store}, load="auto")
     assert rig.tiers is not None
-    rig.tiers.gate.computed(1000, 1.0)
+    rig.tiers.load_policy.computed(1000, 1.0)
     id = rig.add(PROMPT)
     rig.step()
     for _ in range(2):
@@ -553,7 +553,7 @@ def test_a_load_that_was_declined_and_is_worth_it_later_is_no_reason_for_a_miss(
     Rig({"disk": store}).ask(PROMPT)
     rig = Rig({"disk": store}, blocks=40, load="auto")
     assert rig.tiers is not None
-    gate, prompt = rig.tiers.gate, [*PROMPT[:96], *[1] * 30]
+    gate, prompt = rig.tiers.load_policy, [*PROMPT[:96], *[1] * 30]
     gate.computed(1000, 1.0)
     gate.read(1, 1.0)
     rig.add([(11 * n) % 59 for n in range(60)], 30)  # has the blocks meanwhile
@@ -695,7 +695,7 @@ def test_threads_do_the_same_and_end() -> None:
                 time.sleep(0.001)
         assert rig.check(id, PROMPT, 3).disk == expected
         rig.tiers.writer.push(lambda: None)
-        rig.tiers.behind_pool.finish(20)
+        rig.tiers.write_behind.finish(20)
         assert rig.tiers.writer.close(20) and rig.tiers.reader.close()
         assert threading.active_count() == before
     assert store.stats().chunks == 6

@@ -9,12 +9,12 @@ from tests.laws.simulator import VirtualClock
 
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.figures import CacheReport, TierStats
-from cairn.kv.behind import WriteLimits
 from cairn.kv.cache import Cache
-from cairn.kv.context import TierName
-from cairn.kv.loading import LoadMode
+from cairn.kv.sequence_kv import TierName
 from cairn.kv.store import Chunk, Store
+from cairn.kv.store_reader import LoadMode
 from cairn.kv.tiers import Tiers
+from cairn.kv.write_behind import WriteLimits
 from cairn.plan import Limits
 from cairn.scheduler import Scheduler
 from cairn.types import FinishReason, Output, Request, SamplingParams
@@ -32,8 +32,8 @@ class Between:
         self.keep: Callable[[Sequence[Chunk]], int] = inner.keep
         self.pinned: dict[str, tuple[bytes, ...]] = {}
 
-    def leading(self, keys: Sequence[bytes]) -> int:
-        return self.inner.leading(keys)
+    def match_prefix(self, keys: Sequence[bytes]) -> int:
+        return self.inner.match_prefix(keys)
 
     def drop(self, keys: Sequence[bytes]) -> int:
         return self.inner.drop(keys)

@@ -26,7 +26,7 @@ from tests.service.tiny import collect, request
 
 from cairn.agents.content import shared
 from cairn.agents.index import Kind
-from cairn.agents.tree import CHUNK_TOKENS
+from cairn.agents.turn_tree import CHUNK_TOKENS
 from cairn.errors import Unavailable
 from cairn.service.requests import SamplingOptions
 from cairn.text.chat import Sampled

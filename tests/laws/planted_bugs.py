@@ -81,13 +81,12 @@ class Bug:
 BLOCKS = "kv/blocks.py"
 PREFIX = "kv/prefix.py"
 CACHE = "kv/cache.py"
-WINDOWS = "kv/windows.py"
-CONTEXT = "kv/context.py"
+ATTENTION_WINDOW = "kv/attention_window.py"
+SEQUENCE_KV = "kv/sequence_kv.py"
 TIERS = "kv/tiers.py"
-BEHIND = "kv/behind.py"
-FLUSHES = "kv/flushes.py"
-WRITING = "kv/writing.py"
-LOADING = "kv/loading.py"
+WRITE_BEHIND = "kv/write_behind.py"
+STORE_WRITER = "kv/store_writer.py"
+STORE_READER = "kv/store_reader.py"
 RAM = "kv/ram.py"
 SCHEDULER = "scheduler.py"
 PLAN = "plan.py"
@@ -102,24 +101,24 @@ FLIGHT = "service/flight.py"
 WORKER = "service/worker.py"
 CHECK = "kv/codec_check.py"
 VOCABULARY = "kernels/vocabulary.py"
-STORE = "kv/disk.py"
+DISK = "kv/disk.py"
 STATE = "kv/disk_state.py"
-INTAKE = "kv/intake.py"
-SHELF = "kv/shelf.py"
+DISK_WRITER = "kv/disk_writer.py"
+DISK_INDEX = "kv/disk_index.py"
 FOLDER = "kv/store_folder.py"
 CHUNKS = "kv/chunk_file.py"
 PINS = "kv/pins.py"
-UPKEEP = "kv/upkeep.py"
+DISK_MAINTENANCE = "kv/disk_maintenance.py"
 LOG = "agents/log.py"
 SEGMENT = "agents/segment.py"
 INDEX = "agents/index.py"
 LOG_FOLDER = "agents/folder.py"
-READING = "agents/reading.py"
-REWRITING = "agents/rewriting.py"
+RECOVERY = "agents/recovery.py"
+COMPACTION = "agents/compaction.py"
 RECORDS = "agents/records.py"
-BOOK = "agents/book.py"
-ROSTER = "agents/roster.py"
-TREE = "agents/tree.py"
+AGENT_SERVICE = "agents/agent_service.py"
+AGENT_REGISTRY = "agents/agent_registry.py"
+TURN_TREE = "agents/turn_tree.py"
 RUNNING = "agents/running.py"
 WRITER = "agents/writer.py"
 AGENT_KV = "agents/kv.py"
@@ -146,8 +145,8 @@ BUGS = (
     Bug("the last block of a whole-prompt hit is copied a plan too late", SCHEDULER, "        copies = self._cache.copies()\n        if not work", "        copies, self._late = getattr(self, '_late', []), self._cache.copies()\n        if not work"),
     Bug("a hit ignores missing window blocks", CACHE, "            if gap is None:\n", "            if True:\n"),
     Bug("a window hit skips too far", CACHE, "            hit = gap\n", "            return gap\n"),
-    Bug("a window is one position too short", WINDOWS, "position - group.window + 1", "position - group.window + 2"),
-    Bug("a window is one block too short", WINDOWS, "return max(0, position - group.window + 1) // block_tokens if", "return -(-max(0, position - group.window + 1) // block_tokens) if"),
+    Bug("a window is one position too short", ATTENTION_WINDOW, "position - group.window + 1", "position - group.window + 2"),
+    Bug("a window is one block too short", ATTENTION_WINDOW, "return max(0, position - group.window + 1) // block_tokens if", "return -(-max(0, position - group.window + 1) // block_tokens) if"),
     # ----------------------------------------------------------------------------------------- open, grow, publish
     Bug("a passed block stays in the table", CACHE, "            table[index] = NO_BLOCK\n", "            break\n"),
     Bug("a passed block is never given back", CACHE, "index = first_read(group, computed, self._block_tokens) - 1", "index = -1"),
@@ -162,7 +161,7 @@ BUGS = (
     Bug("a closed context still claims to compute", CACHE, "        self._unclaim(context, tokens, context.claimed.stop)\n", ""),
     Bug("published blocks are still claimed", CACHE, "        self._unclaim(context, tokens, context.published[0])\n", ""),
     Bug("equal prompts do not wait for each other", CACHE, "return context.patience >= 0", "return False"),
-    Bug("a window needs one block less than it does", WINDOWS, "// block_tokens) + 1 if group.kind", "// block_tokens) if group.kind"),
+    Bug("a window needs one block less than it does", ATTENTION_WINDOW, "// block_tokens) + 1 if group.kind", "// block_tokens) if group.kind"),
     Bug("a window hit counts its held blocks twice", CACHE, "min(wanted, span - held)", "min(wanted, span)"),
     # -------------------------------------------------------------------------------------------------- scheduler
     Bug("a preempted sequence believes in its old progress", SCHEDULER, "            victim.computed = 0\n", ""),
@@ -217,30 +216,30 @@ BUGS = (
     Bug("a loaded page is not written", TIERS, "            self._engine.write_blocks(chunk.group, blocks, pages[CHUNK_BLOCKS - len(blocks) :]).wait()\n", ""),
     Bug("a load that begins inside a chunk takes its first pages", TIERS, "pages[CHUNK_BLOCKS - len(blocks) :]", "pages[: len(blocks)]"),
     Bug("a load that ended keeps its blocks", TIERS, "        if over or (load.over and not load.arrived):\n            self._cache.close(context, tokens)\n", "        if over or (load.over and not load.arrived):\n            self._cache.close(context, tokens) if not load.landed else self._loads.pop(context)\n"),
-    Bug("a load is never late", TIERS, "if load.landed == before and self.gate.late(load, self.reader.alive) and not load.over:", "if False:"),
-    Bug("a buffer is read into while its chunk waits", LOADING, "        return Arrival(tuple(chunks)", "        self._buffers += buffers\n        return Arrival(tuple(chunks)"),
-    Bug("the store in memory keeps what lies in a buffer", LOADING, "dataclasses.replace(chunk, pages=bytes(chunk.pages))", "chunk"),
-    Bug("a load that stands still is never late", LOADING, "        if now - max(load.started, load.heard, alive) > STALL_SECONDS:\n            return True\n", ""),
+    Bug("a load is never late", TIERS, "if load.landed == before and self.load_policy.late(load, self.reader.alive) and not load.over:", "if False:"),
+    Bug("a buffer is read into while its chunk waits", STORE_READER, "        return Arrival(tuple(chunks)", "        self._buffers += buffers\n        return Arrival(tuple(chunks)"),
+    Bug("the store in memory keeps what lies in a buffer", STORE_READER, "dataclasses.replace(chunk, pages=bytes(chunk.pages))", "chunk"),
+    Bug("a load that stands still is never late", STORE_READER, "        if now - max(load.started, load.heard, alive) > STALL_SECONDS:\n            return True\n", ""),
     Bug("nobody hears that a load has ended", TIERS, "        self._answers += load.done\n", ""),
     Bug("a load goes on for a sequence that has ended", CACHE, "            self.below.stop(context)\n", "            pass\n"),
     Bug("a sequence runs while it is loaded", CACHE, "        if context.loading:\n            return True\n", ""),
     Bug("a load takes blocks that are not there", CACHE, "        if any(more > self.pools[number].available for number in groups):\n            return False\n", ""),
     Bug("blocks that a load skips are taken all the same", CACHE, "self.pools[number].take(more) if number in groups else [NO_BLOCK] * more", "self.pools[number].take(more)"),
-    Bug("a lost chunk is read over", LOADING, "        if arrival is None or load.fetched == len(load.wants):", "        load.fetched += arrival is None\n        if load.fetched >= len(load.wants):"),
-    Bug("the report counts what was loaded twice", CONTEXT, "Brought(first, min(last, begin), where) for", "Brought(first, last, where) for"),
-    Bug("the report counts what was loaded beyond the prompt", CONTEXT, "max(0, min(end, covered) - begin)", "end - begin"),
-    Bug("a chunk is written under the key of the next", BEHIND, "Chunk(key, parent, part, index * width, b\"\", number), blocks", "Chunk(chain.key(last - 1, tokens), parent, part, index * width, b\"\", number), blocks"),
-    Bug("a chunk of another group is read", BEHIND, "self._engine.read_blocks(chunk.group, found)", "self._engine.read_blocks(0, found)"),
-    Bug("a chunk is written with the pages that are left of it", BEHIND, "return found if len(found) == len(blocks) else None", "return found or None"),
-    Bug("the queue has no bound", BEHIND, "self.bytes + size <= self._limits.queue_bytes or (not self.bytes and len(line) == 1)", "True"),
-    Bug("the queue counts what was written for ever", BEHIND, "        self.bytes -= size\n", "        pass\n"),
-    Bug("what the pool gives up waits for ever", BEHIND, "            pool.leaving = self._leaving\n", "            pass\n"),
-    Bug("a chunk is queued before what it extends", BEHIND, "            for one in reversed(line):\n", "            for one in line:\n"),
-    Bug("a chunk that was given up is waited for", BEHIND, "self._lose(self._outstanding.pop(noted.chunk.key))", "self._lose(self._outstanding[noted.chunk.key])"),
-    Bug("a copied chunk waits in the pool, too", BEHIND, "        self._unnote(chunk.key)\n        pages", "        pages"),
-    Bug("a chunk is noted whose blocks are gone", BEHIND, "        if self._find(noted) is None:\n", "        if False:\n"),
-    Bug("a flush does not wait for the queue", FLUSHES, "while self._waiting and oldest() >= self._waiting[0].before:", "while self._waiting:"),
-    Bug("a flush does not say what was given up", FLUSHES, "flush.done(flush.lost)", "flush.done(0)"),
+    Bug("a lost chunk is read over", STORE_READER, "        if arrival is None or load.fetched == len(load.wants):", "        load.fetched += arrival is None\n        if load.fetched >= len(load.wants):"),
+    Bug("the report counts what was loaded twice", SEQUENCE_KV, "Brought(first, min(last, begin), where) for", "Brought(first, last, where) for"),
+    Bug("the report counts what was loaded beyond the prompt", SEQUENCE_KV, "max(0, min(end, covered) - begin)", "end - begin"),
+    Bug("a chunk is written under the key of the next", WRITE_BEHIND, "Chunk(key, parent, part, index * width, b\"\", number), blocks", "Chunk(chain.key(last - 1, tokens), parent, part, index * width, b\"\", number), blocks"),
+    Bug("a chunk of another group is read", WRITE_BEHIND, "self._engine.read_blocks(chunk.group, found)", "self._engine.read_blocks(0, found)"),
+    Bug("a chunk is written with the pages that are left of it", WRITE_BEHIND, "return found if len(found) == len(blocks) else None", "return found or None"),
+    Bug("the queue has no bound", WRITE_BEHIND, "self.bytes + size <= self._limits.queue_bytes or (not self.bytes and len(line) == 1)", "True"),
+    Bug("the queue counts what was written for ever", WRITE_BEHIND, "        self.bytes -= size\n", "        pass\n"),
+    Bug("what the pool gives up waits for ever", WRITE_BEHIND, "            pool.leaving = self._leaving\n", "            pass\n"),
+    Bug("a chunk is queued before what it extends", WRITE_BEHIND, "            for one in reversed(line):\n", "            for one in line:\n"),
+    Bug("a chunk that was given up is waited for", WRITE_BEHIND, "self._lose(self._outstanding.pop(noted.chunk.key))", "self._lose(self._outstanding[noted.chunk.key])"),
+    Bug("a copied chunk waits in the pool, too", WRITE_BEHIND, "        self._unnote(chunk.key)\n        pages", "        pages"),
+    Bug("a chunk is noted whose blocks are gone", WRITE_BEHIND, "        if self._find(noted) is None:\n", "        if False:\n"),
+    Bug("a flush does not wait for the queue", WRITE_BEHIND, "while self._waiting and oldest() >= self._waiting[0].before:", "while self._waiting:"),
+    Bug("a flush does not say what was given up", WRITE_BEHIND, "flush.done(flush.lost)", "flush.done(0)"),
     Bug("the memory store keeps a chunk without its parent", RAM, "orphan = bool(chunk.parent) and chunk.parent not in self._chunks", "orphan = False"),
     Bug("the memory store evicts a chunk before what extends it", RAM, "for key in self._leaves if", "for key in self._chunks if"),
     Bug("the memory store evicts what is about to be extended", RAM, "if key != parent and not", "if not"),
@@ -266,25 +265,25 @@ BUGS = (
     Bug("a token with logprobs travels as a token only", WORKER, "not (output.finish or output.logprobs or", "not (output.finish or"),
     # ------------------------------------------------------------------------------------------------ the disk store
     Bug("a chunk is not synced", FOLDER, "                file.sync()\n                return temporary, max(", "                return temporary, max("),
-    Bug("the names of chunks are not synced", INTAKE, "return self._state.sync(folder.path(one.name).parent for one in written)", "return True"),
-    Bug("a chunk that could not be written is reported", INTAKE, "for chunk in plan.work[:kept])", "for chunk in plan.work)"),
-    Bug("the room for a chunk stays reserved", INTAKE, "            state.reserved -= one.reserved\n            state.shelf.add(", "            state.shelf.add("),
-    Bug("what a chunk extends may go while it is written", INTAKE, "                        state.shelf.hold(one)\n                        plan.held.append(one)\n", "                        pass\n"),
+    Bug("the names of chunks are not synced", DISK_WRITER, "return self._state.sync(folder.path(one.name).parent for one in written)", "return True"),
+    Bug("a chunk that could not be written is reported", DISK_WRITER, "for chunk in plan.work[:kept])", "for chunk in plan.work)"),
+    Bug("the room for a chunk stays reserved", DISK_WRITER, "            state.reserved -= one.reserved\n            state.index.add(", "            state.index.add("),
+    Bug("what a chunk extends may go while it is written", DISK_WRITER, "                        state.index.hold(one)\n                        plan.held.append(one)\n", "                        pass\n"),
     Bug("a write that failed leaves its file", FOLDER, "            self.discard(temporary, sum(len(part) for part in parts))\n            raise\n", "            raise\n"),
     Bug("leftovers are kept at a start", FOLDER, "if entry.name.startswith(_TEMPORARY) and not entry.folder:", "if False:"),
-    Bug("pins do not protect", SHELF, " and entry.id not in self._pinned\n", "\n"),
-    Bug("a chunk is evicted before what extends it", SHELF, "entry.live and not entry.children and", "entry.live and"),
-    Bug("uses are not noted", SHELF, "        if now > entry.used:\n", "        if False:\n"),
+    Bug("pins do not protect", DISK_INDEX, " and entry.id not in self._pinned\n", "\n"),
+    Bug("a chunk is evicted before what extends it", DISK_INDEX, "entry.live and not entry.children and", "entry.live and"),
+    Bug("uses are not noted", DISK_INDEX, "        if now > entry.used:\n", "        if False:\n"),
     Bug("a use that was inherited is forgotten at a restart", STATE, "            self._note_use(parent)\n", "            pass\n"),
-    Bug("uses are forgotten at a restart", UPKEEP, "                state.folder.files.touch(state.folder.path(entry.name), entry.used + ahead)\n", "                pass\n"),
-    Bug("what lost its last extension never becomes a leaf", SHELF, "            parent.children.discard(entry.id)\n", ""),
-    Bug("the bytes of removed chunks are counted for ever", SHELF, "        self.bytes -= entry.disk\n", ""),
-    Bug("dropping leaves what extends a chunk", SHELF, "                waiting += entry.children\n", ""),
-    Bug("the store does not compare tokens", STORE, "if chunk.tokens != tuple(tokens):", "if False:"),
-    Bug("leading keys are counted over a hole", STORE, "                if entry is None:\n                    break\n", "                if entry is None:\n                    continue\n"),
-    Bug("a damaged chunk is found again", STORE, "            state.condemn(entry)\n            return None\n", "            return None\n"),
-    Bug("what was dropped comes back after a power cut", STORE, "        state.sync(sorted({state.folder.digit(id[len(self._tag) :]) for id in touched}))\n", ""),
-    Bug("pins are forgotten at a restart", STORE, "                    state.shelf.pin(name, ids)\n", "                    pass\n"),
+    Bug("uses are forgotten at a restart", DISK_MAINTENANCE, "                state.folder.files.touch(state.folder.path(entry.name), entry.used + ahead)\n", "                pass\n"),
+    Bug("what lost its last extension never becomes a leaf", DISK_INDEX, "            parent.children.discard(entry.id)\n", ""),
+    Bug("the bytes of removed chunks are counted for ever", DISK_INDEX, "        self.bytes -= entry.disk\n", ""),
+    Bug("dropping leaves what extends a chunk", DISK_INDEX, "                waiting += entry.children\n", ""),
+    Bug("the store does not compare tokens", DISK, "if chunk.tokens != tuple(tokens):", "if False:"),
+    Bug("leading keys are counted over a hole", DISK, "                if entry is None:\n                    break\n", "                if entry is None:\n                    continue\n"),
+    Bug("a damaged chunk is found again", DISK, "            state.drop_damaged(entry)\n            return None\n", "            return None\n"),
+    Bug("what was dropped comes back after a power cut", DISK, "        state.sync(sorted({state.folder.digit(id[len(self._tag) :]) for id in touched}))\n", ""),
+    Bug("pins are forgotten at a restart", DISK, "                    state.index.pin(name, ids)\n", "                    pass\n"),
     Bug("pins are forgotten in a power cut", PINS, "        self._folder.files.sync_folder(self._path)\n", ""),
     Bug("the checksum of pages is not looked at", CHUNKS, "if xxhash.xxh3_128_digest(view[pages_at:]) != header.pages_check:", "if False:"),
     Bug("another chunk's file is believed", CHUNKS, "    if said != name:\n", "    if False:\n"),
@@ -295,8 +294,8 @@ BUGS = (
     Bug("a file that could not be removed is forgotten", STATE, "                    entry.going = False\n", "                    pass\n"),
     Bug("a sync that failed is not repeated", STATE, "                self.fail(\"write\", error)\n                return False\n", "                self.fail(\"write\", error)\n                self._unsynced.clear()\n                return False\n"),
     Bug("evictions are not counted", STATE, "                self.count(evicted=cleared)\n", ""),
-    Bug("orphans stay on the disk", UPKEEP, "    return found.junk + [(state.folder.path(entry.name), entry.disk) for entry in entries.values()]\n", "    return found.junk\n"),
-    Bug("leftovers that could not be removed stay", UPKEEP, "        for folder in state.folder.tidy():\n", "        for folder in ():\n"),
+    Bug("orphans stay on the disk", DISK_MAINTENANCE, "    return found.junk + [(state.folder.path(entry.name), entry.disk) for entry in entries.values()]\n", "    return found.junk\n"),
+    Bug("leftovers that could not be removed stay", DISK_MAINTENANCE, "        for folder in state.folder.tidy():\n", "        for folder in ():\n"),
     # the check of codecs
     Bug("agreement is of the tokens that were read", CHECK, "one.top[0][0] == other.top[0][0]", "one.token == other.token"),
     Bug("agreement is with the text", CHECK, "one.top[0][0] == other.top[0][0]", "other.top[0][0] == other.token"),
@@ -313,7 +312,7 @@ BUGS = (
     Bug("a segment gets its name before it is synced", LOG_FOLDER, "            file.sync()\n            self._files.replace(temporary, self.name(header.number))\n            self.sync()\n", "            self._files.replace(temporary, self.name(header.number))\n            self.sync()\n"),
     Bug("after a sync that failed the segment is synced again", LOG, "            except OSError as error:\n                self._abandon()\n", "            except OSError as error:\n"),
     Bug("what was not synced is lost with its segment", LOG, "[*self._unsynced, *records]", "list(records)"),
-    Bug("what only the system's memory holds is relied on", READING, "segment.dirty |= damaged > 0 or last != SEAL", "segment.dirty |= damaged > 0"),
+    Bug("what only the system's memory holds is relied on", RECOVERY, "segment.dirty |= damaged > 0 or last != SEAL", "segment.dirty |= damaged > 0"),
     Bug("a segment that was given up counts as sound", LOG, "            self._active.dirty = True\n", ""),
     Bug("a number is given out twice after a restart", LOG, "itertools.count(1 + max(found.records, default=0))", "itertools.count(max(found.records, default=1))"),
     Bug("a record's checksum is not looked at", SEGMENT, "if data[at + len(head) : start] != _record_sum(header.seed, offset, head, payload):", "if False:"),
@@ -323,35 +322,35 @@ BUGS = (
     Bug("a field that old records lack is required", RECORDS, "    engine: bytes = b\"\"\n", "    engine: bytes\n"),
     Bug("an older record replaces a newer one", INDEX, "if old.lsn(old_offset) > record.lsn:", "if False:"),
     Bug("pieces count beside the end of their turn", INDEX, "                    one.drop(piece_offset)\n", "                    pass\n"),
-    Bug("old segments go before the new one is there", REWRITING, "    if records:\n        _make(", "    for number in numbers:\n        folder.remove(number)\n        folder.sync()\n        folder.create(segments[number].header, b\"\").close()\n    if records:\n        _make("),
+    Bug("old segments go before the new one is there", COMPACTION, "    if records:\n        _make(", "    for number in numbers:\n        folder.remove(number)\n        folder.sync()\n        folder.create(segments[number].header, b\"\").close()\n    if records:\n        _make("),
     Bug("compaction forgets where a record lies now", INDEX, "                self._places[record.kind].put(record.key, number, offset)\n", "                pass\n"),
     Bug("compaction drops what only an unsynced record replaces", LOG, "        self.write((), sync=True)  # before what it supersedes is dropped\n", ""),
-    Bug("compaction drops a record that cannot be read now", REWRITING, "        if keep_all:\n", "        if False:\n"),
+    Bug("compaction drops a record that cannot be read now", COMPACTION, "        if keep_all:\n", "        if False:\n"),
     Bug("an erasure is not written down before it begins", LOG, "        self.write([Record(self.next_lsn(), Kind.ERASE, 0, encode_keys(wanted))], sync=True)\n", ""),
     Bug("a start does not finish an erasure", LOG, "                self._erasing.update(decode_keys(record.payload))\n", "                pass\n"),
     Bug("an erasure spares what was superseded", INDEX, "not (keys.isdisjoint(self._superseded) and keys.isdisjoint(self._keys))", "not keys.isdisjoint(self._keys)"),
-    Bug("an erasure spares a segment that cannot be read", REWRITING, "for ending in (DAMAGED, NEW, LOG):", "for ending in (NEW, LOG):"),
+    Bug("an erasure spares a segment that cannot be read", COMPACTION, "for ending in (DAMAGED, NEW, LOG):", "for ending in (NEW, LOG):"),
     Bug("an erasure is told before the names are synced", LOG, "        self._folder.sync()\n        self._index.forget", "        self._index.forget"),
-    Bug("what is erased is written anew", REWRITING, "if key not in erasing}", "}"),
+    Bug("what is erased is written anew", COMPACTION, "if key not in erasing}", "}"),
     # -------------------------------------------------------------------------------------------------------- agents
-    Bug("a message is not on the disk before its answer", BOOK, "            await self.outbox.sync(record)\n", "            self.writer.append(record)\n"),
+    Bug("a message is not on the disk before its answer", AGENT_SERVICE, "            await self.pending.sync(record)\n", "            self.writer.append(record)\n"),
     Bug("a turn's end is told before it is on the disk", RUNNING, "            await self._keeper.sync()\n", ""),
     Bug("the log's thread never syncs", WRITER, "sync=bool(waited)", "sync=False"),
-    Bug("a rollback is not on the disk", BOOK, "replace(old, left={**old.left, before.key: self.outbox.now()})\n        try:\n            await self.outbox.sync(self.outbox.note(agent))\n", "replace(old, left={**old.left, before.key: self.outbox.now()})\n        try:\n            pass\n"),
-    Bug("a rollback is undone by a restart", ROSTER, "[turn for turn in agent.own if turn.key > lsn]", "list(agent.own)"),
-    Bug("after a restart an agent stands where it was noted last", ROSTER, "head = later[-1] if later else self._turns.get(record.head)", "head = self._turns.get(record.head)"),
-    Bug("a rollback that the disk refuses moves the head", BOOK, "            agent.head = before\n", ""),
-    Bug("numbers of abandoned turns are given out again", TREE, "max((turn.number for turn in self.turns()), default=0)", "self.head.number"),
-    Bug("what a rollback left is collected at once", ROSTER, " or turn.key in left)]", ")]"),
-    Bug("a branch is collected although a fork has it", ROSTER, "self._drop(gone, agent) if gone else []", "sorted(gone)"),
-    Bug("a fork begins where its origin stands", BOOK, "            head=at.key,\n", "            head=agent.head.key,\n"),
-    Bug("a fork's history goes with its origin", ROSTER, "                keys -= needed\n", "                pass\n"),
-    Bug("turns of a deleted agent stay in the log", ROSTER, "[agent.key, *self._drop(agent.keeps() | lost, agent)]", "[agent.key]"),
-    Bug("what was sampled in an agent's name outlives it", BOOK, "*self._replays.take(agent.key), ", ""),
-    Bug("a turn that the disk refused is listed", BOOK, "            self.roster.take_back(agent, turn)\n", ""),
+    Bug("a rollback is not on the disk", AGENT_SERVICE, "replace(old, left={**old.left, before.key: self.pending.now()})\n        try:\n            await self.pending.sync(self.pending.note(agent))\n", "replace(old, left={**old.left, before.key: self.pending.now()})\n        try:\n            pass\n"),
+    Bug("a rollback is undone by a restart", AGENT_REGISTRY, "[turn for turn in agent.own if turn.key > lsn]", "list(agent.own)"),
+    Bug("after a restart an agent stands where it was noted last", AGENT_REGISTRY, "head = later[-1] if later else self._turns.get(record.head)", "head = self._turns.get(record.head)"),
+    Bug("a rollback that the disk refuses moves the head", AGENT_SERVICE, "            agent.head = before\n", ""),
+    Bug("numbers of abandoned turns are given out again", TURN_TREE, "max((turn.number for turn in self.turns()), default=0)", "self.head.number"),
+    Bug("what a rollback left is collected at once", AGENT_REGISTRY, " or turn.key in left)]", ")]"),
+    Bug("a branch is collected although a fork has it", AGENT_REGISTRY, "self._drop(gone, agent) if gone else []", "sorted(gone)"),
+    Bug("a fork begins where its origin stands", AGENT_SERVICE, "            head=at.key,\n", "            head=agent.head.key,\n"),
+    Bug("a fork's history goes with its origin", AGENT_REGISTRY, "                keys -= needed\n", "                pass\n"),
+    Bug("turns of a deleted agent stay in the log", AGENT_REGISTRY, "[agent.key, *self._drop(agent.keeps() | lost, agent)]", "[agent.key]"),
+    Bug("what was sampled in an agent's name outlives it", AGENT_SERVICE, "*self._replays.take(agent.key), ", ""),
+    Bug("a turn that the disk refused is listed", AGENT_SERVICE, "            self.registry.take_back(agent, turn)\n", ""),
     Bug("chunks that another agent has go with a deleted one", AGENT_KV, "return [length * CHUNK_TOKENS for length in longest]", "return [0] * len(longest)"),
-    Bug("chunks of requests in another agent's name go with a deleted one", AGENT_KV, "for other in tied if other[:MARK] == one[:MARK])", "for other in tied[:0])"),
-    Bug("chunks of the default tenant go with an agent of none", ROSTER, "self._salts.get(agent.tenant, NOBODY)", "self._salts.get(agent.tenant, b\"\")"),
+    Bug("chunks of requests in another agent's name go with a deleted one", AGENT_KV, "for other in tied if other[:DIGEST_BYTES] == one[:DIGEST_BYTES])", "for other in tied[:0])"),
+    Bug("chunks of the default tenant go with an agent of none", AGENT_REGISTRY, "self._salts.get(agent.tenant, NOBODY)", "self._salts.get(agent.tenant, b\"\")"),
     Bug("chunks of a deleted agent stay", AGENT_KV, "keep=keep, disk=True)", "keep=keep, disk=False)"),
     Bug("chunks of a deleted agent's abandoned branches stay", AGENT_KV, "[*agent.turns(), *agent.head.path()]", "[*agent.head.path()]"),
     # ---------------------------------------------------------------------------------------------------- sampling
@@ -372,9 +371,9 @@ BUGS = (
 
 LAWS = (
     dict.fromkeys((STOPS, TEXT, BYTES, FLIGHT, WORKER), STREAMS)
-    | dict.fromkeys((STORE, STATE, INTAKE, SHELF, FOLDER, CHUNKS, PINS, UPKEEP), STORAGE)
-    | dict.fromkeys((LOG, SEGMENT, INDEX, LOG_FOLDER, READING, REWRITING, RECORDS), TOKEN_LOG)
-    | dict.fromkeys((BOOK, ROSTER, TREE, RUNNING, WRITER, AGENT_KV), AGENTS)
+    | dict.fromkeys((DISK, STATE, DISK_WRITER, DISK_INDEX, FOLDER, CHUNKS, PINS, DISK_MAINTENANCE), STORAGE)
+    | dict.fromkeys((LOG, SEGMENT, INDEX, LOG_FOLDER, RECOVERY, COMPACTION, RECORDS), TOKEN_LOG)
+    | dict.fromkeys((AGENT_SERVICE, AGENT_REGISTRY, TURN_TREE, RUNNING, WRITER, AGENT_KV), AGENTS)
     | {CHECK: CODECS, VOCABULARY: SAMPLING}
 )
 """Which simulator has to find the bugs of a file; where none is named, the scheduler's."""

@@ -419,7 +419,7 @@ class World:
         outputs = self.scheduler.commit(plan, results, seconds)
         self.receive(plan, results, outputs, planned_at)
         if self.storage is not None:
-            self.storage.tiers.gate.computed(sum(row.end - row.start for row in plan.rows), 0.1)
+            self.storage.tiers.load_policy.computed(sum(row.end - row.start for row in plan.rows), 0.1)
             self.storage.turn(self.storage.chance.random() < 0.5)
         self.audit()
         return True

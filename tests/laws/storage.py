@@ -158,8 +158,8 @@ class Work:
         path = self.path_to(chunk)
         hole = self.rng.randrange(len(path))
         keys = [one.key for one in path]
-        law(self.store.leading([*keys[:hole], bytes(32), *keys[hole:]]) <= hole, "leading keys end at a hole")
-        count = self.store.leading(keys)
+        law(self.store.match_prefix([*keys[:hole], bytes(32), *keys[hole:]]) <= hole, "leading keys end at a hole")
+        count = self.store.match_prefix(keys)
         held = chunk_files(self.files)
         law(not self.lying or got is not None or count < len(path), "a chunk that is not given is not found again")
         if self.sound:

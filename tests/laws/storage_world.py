@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cairn.kv.behind import WriteLimits
-from cairn.kv.context import TierName
 from cairn.kv.ram import RamStore
+from cairn.kv.sequence_kv import TierName
 from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store
 from cairn.kv.tiers import Tiers
+from cairn.kv.write_behind import WriteLimits
 
 if TYPE_CHECKING:
     from tests.laws.simulator import World
@@ -101,7 +101,7 @@ class Storage:
         if self.with_ram:
             stores = {"ram": RamStore(20_000), "disk": self.disk}
         self.tiers = Tiers(world.cache, world.engine.inner, world.clock, stores, load=self.load, limits=self.limits)
-        behind = self.tiers.behind_pool
+        behind = self.tiers.write_behind
         self.flushing, self.untold, self.lose = list[Flushing](), 0, behind._lose
         behind._lose = self.lost  # type: ignore[method-assign]
 
@@ -151,7 +151,7 @@ class Storage:
         kind = chance.choice(("flush", "pin", "unpin", "prefetch", "evict", "where"))
         self.asked += kind != "where"
         if kind == "flush":
-            flush = Flushing(set(self.tiers.behind_pool._outstanding.items()), self.untold)
+            flush = Flushing(set(self.tiers.write_behind._outstanding.items()), self.untold)
             self.untold = 0
             self.flushing.append(flush)
             self.tiers.flush(lambda gone: self.flushed(flush, gone))
@@ -180,13 +180,13 @@ class Storage:
     def flushed(self, flush: Flushing, gone: int) -> None:
         self.answered += 1
         self.flushing.remove(flush)
-        left = flush.chunks & set(self.tiers.behind_pool._outstanding.items())
+        left = flush.chunks & set(self.tiers.write_behind._outstanding.items())
         law(not left, "a flush was answered before all was written")
         law(gone == flush.lost, "a flush does not say what was given up")
 
     def audit(self) -> None:
         """Laws of the state between two steps."""
-        behind = self.tiers.behind_pool
+        behind = self.tiers.write_behind
         law(behind.bytes == sum(size for size, _ in behind._copied.values()), "the queue's bytes do not add up")
         law(behind.bytes <= max(self.limits.queue_bytes, self.page), "the queue's bound was ignored")
         law(set(behind._outstanding) == set(behind._noted) | set(behind._copied), "a chunk waits nowhere or twice")
@@ -212,7 +212,7 @@ class Storage:
         """Everything asked is answered, nothing is outstanding, and every stored chunk holds what its key says."""
         world = self.world
         for _ in range(2000):
-            busy = [self.work(), self.tiers.turn(True), self.tiers.loading, self.tiers.behind_pool.chunks > 0]
+            busy = [self.work(), self.tiers.turn(True), self.tiers.loading, self.tiers.write_behind.chunks > 0]
             if not any(busy):
                 break
             world.clock.time += 0.5
@@ -220,7 +220,7 @@ class Storage:
             raise Broken("the tiers do not come to rest")
         self.tiers.turn(True)
         law(self.asked == self.answered, "somebody waits for an answer for ever")
-        law(not self.tiers.behind_pool.chunks and not self.tiers.behind_pool.bytes, "chunks are outstanding at rest")
+        law(not self.tiers.write_behind.chunks and not self.tiers.write_behind.bytes, "chunks are outstanding at rest")
         for store in self.tiers._stores.values():
             assert isinstance(store, RamStore)
             for key, chunk in store._chunks.items():

@@ -9,11 +9,21 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "cairn"
 HEART = ["scheduler.py", "plan.py", "sequence.py", "waiting.py"]
-HEART += ["kv/blocks.py", "kv/prefix.py", "kv/windows.py", "kv/cache.py", "kv/context.py"]
+HEART += ["kv/blocks.py", "kv/prefix.py", "kv/attention_window.py", "kv/cache.py", "kv/sequence_kv.py"]
 OUTSIDE = {"asyncio", "datetime", "io", "os", "pathlib", "random", "secrets", "socket", "subprocess", "sys"}
 OUTSIDE |= {"tempfile", "threading", "time", "uuid", "numpy", "torch"}
-ALLOWED = {"errors", "types", "figures", "seams", "engine.base", "kv.blocks", "kv.prefix", "kv.windows", "kv.cache"}
-ALLOWED |= {"kv.context", "plan", "sequence", "waiting"}
+ALLOWED = {
+    "errors",
+    "types",
+    "figures",
+    "seams",
+    "engine.base",
+    "kv.blocks",
+    "kv.prefix",
+    "kv.attention_window",
+    "kv.cache",
+}
+ALLOWED |= {"kv.sequence_kv", "plan", "sequence", "waiting"}
 
 
 def imports(path: Path) -> set[str]:
@@ -40,12 +50,3 @@ def test_python_hash_and_global_state_have_no_part_in_it(file: str) -> None:
     calls = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     assert not calls & {"hash", "id", "eval", "exec", "open", "print"}
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global | ast.Nonlocal)]
-
-
-def test_the_heart_can_be_printed() -> None:
-    for file in HEART:
-        text = (SOURCE / file).read_text()
-        assert len(text.splitlines()) <= 300, file
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                assert (node.end_lineno or 0) - node.lineno < 50, f"{file}: {node.name}"

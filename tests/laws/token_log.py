@@ -24,12 +24,12 @@ from tests.laws.storage_world import law
 
 from cairn.agents import index as index_module
 from cairn.agents import log as log_module
+from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Branch, Content
 from cairn.agents.index import FOUND, NEWEST, Kind
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, TurnRecord, decode
-from cairn.agents.replays import Replays
-from cairn.agents.roster import Roster
+from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.segment import Record, decode_header, walk
 
 FOLDER = Path("/agents")
@@ -400,9 +400,9 @@ def read_format_1() -> None:
     known = [(1, 2, 1), (3, 1, 2), (4, 2, 4), (6, 4, 4), (7, 7, 2), (8, 2, 8), (9, 3, 8), (10, 3, 8), (12, 1, 11)]
     law(found == [*known, (15, 6, 15)], f"what an earlier release wrote is read as {found}")
     law(not any(b"erased" in data for data in files.files().values()), "its erasure is not finished")
-    roster = Roster()
-    law(roster.load(log.recovered) == [], "what an earlier release wrote belongs to nobody")
-    ada, eve = roster.find("default", "ada"), roster.find("default", "eve")
+    registry = AgentRegistry()
+    law(registry.load(log.recovered) == [], "what an earlier release wrote belongs to nobody")
+    ada, eve = registry.find("default", "ada"), registry.find("default", "eve")
     assert ada is not None and eve is not None
     law((ada.record.ttl, ada.record.pinned, ada.record.metadata) == (86400.0, False, {"a": "b"}), "an agent's fields")
     law((ada.head.number, ada.head.state, ada.savings.requests) == (2, "interrupted", 1), "an agent's place")
@@ -421,7 +421,7 @@ def read_format_1() -> None:
     law(context == [*range(10, 90), 1, 2, 3, 4, 5], "a turn's context")
     law(content.answer == {"role": "assistant", "content": "Hello, Ada."}, "a turn's answer")
     law(began.sampling is not None and began.sampling.max_tokens == 12, "how a turn was sampled")
-    (kept,) = Replays(b"i" * 32).load(log.recovered)
+    (kept,) = ReplayRecords(b"i" * 32).load(log.recovered)
     law(kept[0] == "default" and list(kept[1].ids) == [1, 2, 3], "what was sampled for a request")
     log.close()
 

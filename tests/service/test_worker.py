@@ -60,7 +60,7 @@ def test_while_an_answer_is_owed_the_front_hears_that_the_loop_lives() -> None:
         news=lambda: None,
         stats=KvStats,
         loading=False,
-        behind_pool=SimpleNamespace(chunks=0),
+        write_behind=SimpleNamespace(chunks=0),
     )
     loaded: Any = SimpleNamespace(engine=None, scheduler=scheduler, cache=None, tiers=tiers, clock=world)
     channel: Any = world

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import pytest
 
 from cairn.errors import CairnError, InvalidRequest, ModelFileError, Overloaded, Unavailable
 from cairn.text.render_wire import MAX_FRAME, Job, Setup, frame
-from cairn.text.renderer import Renderer, _Turns
+from cairn.text.renderer import Renderer, _Turns, launch
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 NOON = 1_000_000_000.0 + 12 * 3600
@@ -380,3 +381,46 @@ async def test_a_process_that_cannot_be_started_is_not_the_messages_fault(
     assert not isinstance(caught.value, InvalidRequest)
     monkeypatch.undo()
     assert await renderer.render(job("content")) == ["x"]
+
+
+def test_a_process_that_cannot_be_started_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = sockets(monkeypatch)
+
+    def none(*_args: object, **_options: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", none)
+    with pytest.raises(OSError, match="unavailable"):
+        launch()
+    assert [sock.fileno() for sock in made] == [-1, -1]
+
+
+async def test_a_start_that_is_cancelled_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = sockets(monkeypatch)
+    entered = asyncio.Event()
+
+    async def never(**_options: object) -> None:
+        entered.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio, "open_connection", never)
+    start = asyncio.ensure_future(Renderer(Setup(templates={}, variables={}, timeout=1.0)).start())
+    await entered.wait()
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert [sock.fileno() for sock in made] == [-1, -1]
+
+
+def sockets(monkeypatch: pytest.MonkeyPatch) -> list[socket.socket]:
+    """Every socket of the pairs that are made from here on."""
+    made: list[socket.socket] = []
+    real = socket.socketpair
+
+    def pair() -> tuple[socket.socket, socket.socket]:
+        both = real()
+        made.extend(both)
+        return both
+
+    monkeypatch.setattr(socket, "socketpair", pair)
+    return made

@@ -286,7 +286,11 @@ def _restyle(name: str, values: Values) -> str:
         parts.insert(0, values.noun())
     elif roll < 0.63:
         parts = [rng.choice(words.VERBS), values.noun()]
-    style = rng.random()
+    return _joined(parts, rng.random())
+
+
+def _joined(parts: list[str], style: float) -> str:
+    """The words of a name with underscores mostly, else in camel case, with hyphens or in title case."""
     if style < 0.78:
         return "_".join(parts)
     if style < 0.9:

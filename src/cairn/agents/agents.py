@@ -9,32 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from cairn.agents import listing, portable
-from cairn.agents.archive import Archive
-from cairn.agents.aside import aside
-from cairn.agents.book import Book, conflict
-from cairn.agents.damage import Unreadable
-from cairn.agents.founding import found, take_in
+from cairn.agents import portable
+from cairn.agents.agent_registry import AgentRegistry
+from cairn.agents.agent_service import AgentService, conflict
+from cairn.agents.archive import Archive, Unreadable
+from cairn.agents.create import create_agent, import_agent
+from cairn.agents.disk_threads import on_disk_thread
 from cairn.agents.index import Kind
 from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo
 from cairn.agents.kv import AgentKv
 from cairn.agents.log import Log
-from cairn.agents.outbox import Outbox
-from cairn.agents.replays import Replays
-from cairn.agents.roster import Roster
+from cairn.agents.maintenance import Maintenance
+from cairn.agents.pending_writes import PendingWrites
+from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.running import RunningTurn
-from cairn.agents.tree import Agent
+from cairn.agents.turn_tree import Agent
 from cairn.agents.turns import Turns
-from cairn.agents.upkeep import Upkeep
 from cairn.agents.writer import Writer
 from cairn.config import Config
-from cairn.errors import ConfigError, Conflict, Unavailable
+from cairn.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
 from cairn.figures import Placed
 from cairn.metrics import AgentFigures
 from cairn.seams import Clock, FileSystem, Rng
@@ -59,23 +59,23 @@ class Agents:
         self, service: Service, log: Log, clock: Clock, rng: Rng, config: Config, salts: Mapping[str, bytes]
     ) -> None:
         self.service, self._config = service, config
-        roster = Roster(salts)
-        orphans = roster.load(log.recovered)
-        roster.ledger.watch(lambda: service.metrics.disk_bytes)
-        self._replays = Replays(service.spec.identity)
+        registry = AgentRegistry(salts)
+        orphans = registry.load(log.recovered)
+        registry.savings.watch(lambda: service.metrics.disk_bytes)
+        self._replays = ReplayRecords(service.spec.identity)
         for tenant, sampled in self._replays.load(log.recovered):
             service.chat.recall(tenant, sampled)
         left = [record for record in log.recovered if record.kind == Kind.UNPIN]
         log.recovered = []
         self._archive = Archive(log)
-        self.kv = AgentKv(service, roster, self._archive)
+        self.kv = AgentKv(service, registry, self._archive)
         self.writer = Writer(log)
-        self._outbox = Outbox(roster, self.writer, clock, self._replays)
-        self._book = Book(roster, self.writer, self._outbox, self.kv, rng, self._replays)
-        self._book.take_up(left)
-        self._turns = Turns(service, self._book, self._archive, clock, config)
-        self._upkeep = Upkeep(self._book, self._replays, orphans)
-        self._find = self._book.find
+        self._pending = PendingWrites(registry, self.writer, clock, self._replays)
+        self._agents = AgentService(registry, self.writer, self._pending, self.kv, rng, self._replays)
+        self._agents.resume_pins(left)
+        self._turns = Turns(service, self._agents, self._archive, clock, config)
+        self._maintenance = Maintenance(self._agents, self._replays, orphans)
+        self._find = self._agents.find
         service.metrics.agents = self.figures
 
     @classmethod
@@ -97,7 +97,7 @@ class Agents:
         end = clock.now() + LOCK_SECONDS
         while True:
             try:
-                opened = await aside(Log.open, files, folder, rng)
+                opened = await on_disk_thread(Log.open, files, folder, rng)
             except OSError as error:
                 raise ConfigError(f"{folder}: the token log cannot be read: {error.strerror or error}") from error
             if opened is not None:
@@ -110,22 +110,22 @@ class Agents:
 
     async def close(self) -> None:
         """Interrupt what runs, write what is left, and let others have the folder. May be called again."""
-        await self._upkeep.close()
+        await self._maintenance.close()
         await self.kv.close()
-        for turn in [agent.running for agent in self._book.roster if agent.running is not None]:
+        for turn in [agent.running for agent in self._agents.registry if agent.running is not None]:
             await turn.stop()
             if not turn.over.is_set():
                 await turn.close()
         with contextlib.suppress(Unavailable):
-            await self._outbox.settle()
-            if condemned := self._outbox.condemned():
-                await self._outbox.erase(condemned)
+            await self._pending.settle()
+            if to_erase := self._pending.to_erase():
+                await self._pending.erase(to_erase)
         with contextlib.suppress(Unavailable):
             await self.writer.close()
 
     async def tend(self) -> None:
         """What is done every half minute: write what is owed, erase what is over."""
-        await self._upkeep.tend()
+        await self._maintenance.tend()
 
     @property
     def trouble(self) -> str:
@@ -140,68 +140,68 @@ class Agents:
 
     def page(self, tenant: str, *, limit: int = 20, after: str = "") -> AgentPage:
         """A tenant's agents `after` an id or what `next` of another page says; InvalidRequest for anything else."""
-        return listing.page(self._book.roster, tenant, limit, after, self._outbox.now())
+        return list_agents(self._agents.registry, tenant, limit, after, self._pending.now())
 
     # What these tell is read from the log: Unavailable where the disk gives out nothing, Damaged where it is damaged,
     # and NotFound where the agent is deleted meanwhile.
 
     async def turns(self, tenant: str, id: str, *, after: int = 0, limit: int | None = None) -> tuple[TurnInfo, ...]:
         """Every turn `after` a number, abandoned branches included, by number; one that is damaged says so."""
-        return await listing.turns(self._book.roster, self._archive, self._find(tenant, id), after, limit)
+        return await list_turns(self._agents.registry, self._archive, self._find(tenant, id), after, limit)
 
     async def beginning(self, tenant: str, id: str) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
         """What the agent was told before its first turn, and its tools."""
-        with self._book.reading(tenant, id) as agent:
+        with self._agents.reading(tenant, id) as agent:
             (root,) = await self._archive.contents([agent.root])
         return root.began.messages, root.began.tools
 
     async def context(self, tenant: str, id: str) -> tuple[int, ...]:
         """The ids of the agent's context for the model that is served; none before its first turn with it."""
-        with self._book.reading(tenant, id) as agent:
+        with self._agents.reading(tenant, id) as agent:
             return tuple(await self.kv.ids(agent.head))
 
     def figures(self) -> AgentFigures:
         """All tenants together, for the metrics."""
         return msgspec.structs.replace(
-            self._book.roster.figures(), log_bytes=self.writer.bytes, log_dropped=self.writer.dropped
+            self._agents.registry.figures(), log_bytes=self.writer.bytes, log_dropped=self.writer.dropped
         )
 
     def savings(self, tenant: str) -> Savings:
         """The sum over a tenant's agents and requests, also those that are gone."""
-        return self._book.roster.ledger.totals.get(tenant, Savings())
+        return self._agents.registry.savings.totals.get(tenant, Savings())
 
     # ---------------------------------------------------------------------------------------------------- its KV
 
     async def where(self, tenant: str, id: str) -> Placed:
         """How many leading tokens of the context each tier has. Unavailable while the worker is being replaced."""
-        with self._book.reading(tenant, id) as agent:
+        with self._agents.reading(tenant, id) as agent:
             return await self.kv.where(agent)
 
     async def pin(self, tenant: str, id: str, pinned: bool) -> AgentInfo:
         """Keep the KV of the agent's context in the stores from eviction, now and after every turn; or no longer."""
-        with self._book.reading(tenant, id) as agent:
-            changed = await self._book.set_pinned(agent, pinned)
-            if agent in self._book.roster:  # nobody deleted it meanwhile
+        with self._agents.reading(tenant, id) as agent:
+            changed = await self._agents.set_pinned(agent, pinned)
+            if agent in self._agents.registry:  # nobody deleted it meanwhile
                 try:
                     await self.kv.pin(agent)
                 except Unreadable:  # damage does not pass: it is as it was before
-                    if changed and agent in self._book.roster:
-                        await self._book.set_pinned(agent, not pinned)
+                    if changed and agent in self._agents.registry:
+                        await self._agents.set_pinned(agent, not pinned)
                     raise
                 except Unavailable:
-                    self._book.pin_later(agent)
+                    self._agents.pin_later(agent)
                     raise
             return agent.info()
 
     async def prefetch(self, tenant: str, id: str) -> Placed:
         """Bring the KV of the context up into the pool; where it is then."""
-        with self._book.reading(tenant, id) as agent:
+        with self._agents.reading(tenant, id) as agent:
             return await self.kv.prefetch(agent)
 
     async def evict(self, tenant: str, id: str, *, disk: bool = False) -> Placed:
         """Give up the KV of the context, except what other agents of the tenant share; where it is then. With `disk`
         Conflict while the agent is pinned."""
-        with self._book.reading(tenant, id) as agent:
+        with self._agents.reading(tenant, id) as agent:
             return await self.kv.evict(agent, disk=disk)
 
     # ---------------------------------------------------------------------------------- requests in an agent's name
@@ -212,33 +212,33 @@ class Agents:
         It is used now, and as long as the request is computed in `using`.
         """
         agent = self._find(tenant, id)
-        agent.used = self._outbox.now()
+        agent.used = self._pending.now()
         return agent
 
     @contextlib.contextmanager
     def using(self, agent: Agent) -> Iterator[None]:
         """While an ordinary request in the agent's name is computed, however long: its time to live does not run."""
-        agent.ties += 1
+        agent.open_requests += 1
         try:
             yield
         finally:
-            agent.ties -= 1
-            agent.used = self._outbox.now()
+            agent.open_requests -= 1
+            agent.used = self._pending.now()
 
     def keep(self, tenant: str, sampled: Sampled, agent: Agent | None = None) -> None:
         """Keep what was sampled for an ordinary request in the log, where that is wanted."""
-        if not self._config.log or (agent is not None and agent not in self._book.roster):
+        if not self._config.log or (agent is not None and agent not in self._agents.registry):
             return
-        now, key = self._outbox.now(), agent.key if agent is not None else 0
+        now, key = self._pending.now(), agent.key if agent is not None else 0
         record = self.writer.record(Kind.REPLAY, self._replays.payload(tenant, sampled, now, key))
         with contextlib.suppress(Unavailable):  # the log is closed
             self.writer.append(record)
             self._replays.add(record, now, key)
 
-    def tie(self, agent: Agent, ids: Sequence[int]) -> None:
+    def add_request_context(self, agent: Agent, ids: Sequence[int]) -> None:
         """An ordinary request in the agent's name is over, and this is its context: its KV goes with the agent."""
-        if agent in self._book.roster:
-            self.kv.tied(agent, ids)
+        if agent in self._agents.registry:
+            self.kv.add_request_context(agent, ids)
         else:
             self.kv.drop_later(agent, ids)
 
@@ -248,13 +248,13 @@ class Agents:
         `ids`: prompt and answer, whose KV is then pinned if the agent is, and given up if it is deleted.
         """
         if agent is not None:
-            self.tie(agent, ids)
-        if agent is None or agent not in self._book.roster:
-            self._book.roster.ledger.count(tenant, done)
+            self.add_request_context(agent, ids)
+        if agent is None or agent not in self._agents.registry:
+            self._agents.registry.savings.count(tenant, done)
             return
-        agent.used = self._outbox.now()
+        agent.used = self._pending.now()
         with contextlib.suppress(Unavailable):
-            self.writer.append(*self._outbox.count(agent, done), self._outbox.note(agent))
+            self.writer.append(*self._pending.count(agent, done), self._pending.note(agent))
         if agent.record.pinned:
             self.kv.pin_later(agent, ids)
 
@@ -272,7 +272,7 @@ class Agents:
         pinned: bool = False,
     ) -> AgentInfo:
         """A new agent whose context begins with `messages`. Conflict if the id is taken. Durable when it returns."""
-        return (await found(self._book, tenant, id, messages, tools, metadata or {}, ttl, pinned)).info()
+        return (await create_agent(self._agents, tenant, id, messages, tools, metadata or {}, ttl, pinned)).info()
 
     async def delete(self, tenant: str, id: str) -> None:
         """Interrupt what runs, and erase every byte of the agent that no other shares; gone from disk on return.
@@ -283,7 +283,7 @@ class Agents:
         agent = self._find(tenant, id, over=True)
         if agent.starting:
             raise conflict(agent)
-        await self._book.remove(agent)
+        await self._agents.remove(agent)
 
     async def fork(self, tenant: str, id: str, *, turn: int | None = None, new_id: str | None = None) -> AgentInfo:
         """A new agent that shares this one's history up to a turn (default: the head); nothing is copied.
@@ -291,29 +291,29 @@ class Agents:
         NotFound for a turn that is not there, Conflict for one whose answer is not whole.
         """
         agent = self._find(tenant, id)
-        at = agent.head if turn is None else self._book.turn(agent, turn)
+        at = agent.head if turn is None else self._agents.turn(agent, turn)
         if at.state != "finished":
             raise Conflict(f"turn {at.number} of agent {agent.id} is {at.state}; fork at turn {at.before}")
-        return (await self._book.fork(agent, at, new_id)).info()
+        return (await self._agents.fork(agent, at, new_id)).info()
 
     def export(self, tenant: str, id: str) -> AsyncGenerator[bytes, None]:
         """The agent as one file, piece by piece: as `portable.export` says. Conflict while a turn runs."""
-        return portable.export(self._book.idle(tenant, id), self._book.roster, self._archive, self._book.rng)
+        return portable.export(self._agents.idle(tenant, id), self._agents.registry, self._archive, self._agents.rng)
 
-    async def take_in(
+    async def import_agent(
         self, tenant: str, data: bytes, id: str | None = None, check: Callable[[portable.Portable], None] | None = None
     ) -> AgentInfo:
         """Make an agent of an exported file, under its own id or another. `check` raises for what may not come in.
 
         InvalidRequest for a file that is damaged or none of ours, Conflict if the id is taken.
         """
-        return (await take_in(self._book, self.service.spec, tenant, data, id, check)).info()
+        return (await import_agent(self._agents, self.service.spec, tenant, data, id, check)).info()
 
     async def rollback(self, tenant: str, id: str, *, turn: int) -> AgentInfo:
         """Make another turn the head, 0 for the beginning. What followed it stays listed until it is collected."""
-        at = self._book.turn(self._find(tenant, id), turn)
-        agent = self._book.idle(tenant, id)
-        await self._book.move(agent, at)
+        at = self._agents.turn(self._find(tenant, id), turn)
+        agent = self._agents.idle(tenant, id)
+        await self._agents.move(agent, at)
         return agent.info()
 
     # --------------------------------------------------------------------------------------------------------- turns
@@ -334,7 +334,7 @@ class Agents:
         Conflict while another turn runs or one was interrupted, unless `fork_on_conflict`: then it is the turn of a
         new agent. ContextTooLong with the figures, Overloaded and Unavailable as for any request.
         """
-        with self._book.reading(tenant, id) as agent:
+        with self._agents.reading(tenant, id) as agent:
             return await self._turns.start(
                 agent, messages, options, request, template_args, fork_on_conflict=fork_on_conflict
             )
@@ -344,5 +344,47 @@ class Agents:
 
         One whose answer the log lost is computed again. Conflict if there is none, or if another model began it.
         """
-        with self._book.reading(tenant, id) as agent:
+        with self._agents.reading(tenant, id) as agent:
             return await self._turns.resume(agent, request)
+
+
+def list_agents(registry: AgentRegistry, tenant: str, limit: int, after: str, now: float) -> AgentPage:
+    """Those whose time is not over, `after` an id or what `next` of another page says; InvalidRequest for all else."""
+    agents = [agent for agent in registry.of(tenant) if not agent.over(now)]
+    if after:
+        last = _named(registry, tenant, after)
+        agents = [agent for agent in agents if _place(agent) > last]
+    some, more = agents[:limit], len(agents) > limit
+    next = f"{some[-1].record.created!r}:{some[-1].id}" if more else None
+    return AgentPage(agents=tuple(agent.info() for agent in some), more=more, next=next)
+
+
+async def list_turns(
+    registry: AgentRegistry, archive: Archive, agent: Agent, after: int, limit: int | None
+) -> tuple[TurnInfo, ...]:
+    """Turns of an agent beyond a number, as far as the log gives them. NotFound if the agent is deleted meanwhile."""
+    while True:
+        some, path = agent.turns(), {turn.key for turn in agent.head.path()}
+        some = [turn for turn in some if turn.number > after][:limit]
+        pairs = list(zip(some, await archive.readable(some), strict=True))
+        if agent not in registry:
+            raise NotFound(f"there is no agent {agent.id}", field="id")
+        if all((content is not None and not content.lost) or registry.holds(turn) for turn, content in pairs):
+            return tuple(turn.info(content, current=turn.key in path) for turn, content in pairs)
+
+
+def _named(registry: AgentRegistry, tenant: str, after: str) -> tuple[float, str]:
+    """The place in the list that `after` names; one with a time is a place also where no agent is any more."""
+    created, mark, id = after.rpartition(":")
+    if mark:
+        with contextlib.suppress(ValueError):
+            if math.isfinite(time := float(created)):
+                return -time, id
+    elif (agent := registry.find(tenant, id)) is not None:
+        return _place(agent)
+    raise InvalidRequest("after must be the id of an agent, or what `next` of a list said", field="after")
+
+
+def _place(agent: Agent) -> tuple[float, str]:
+    """Where an agent is in the list, as `AgentRegistry.of` sorts it."""
+    return -agent.record.created, agent.id

@@ -1,20 +1,25 @@
 """What turns hold, read back from the token log when it is asked for: nothing of a turn that has finished stays in
-memory but its place in the tree. An interrupted one, which may be resumed, keeps what it holds."""
+memory but its place in the tree. An interrupted one, which may be resumed, keeps what it holds.
+
+Where the log does not give a turn back, the agent was deleted meanwhile or a disk lost it (`typed_read_errors`). Damage
+stays where it is: the other turns are read, listed and exported, and an agent goes on from those before it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from array import array
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 
-from cairn.agents.aside import aside
+from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Branch, Content, Descent
-from cairn.agents.damage import Unreadable
+from cairn.agents.disk_threads import on_disk_thread
 from cairn.agents.index import Kind
 from cairn.agents.log import Log
 from cairn.agents.records import EndRecord, TurnRecord, decode
-from cairn.agents.tree import Turn
-from cairn.errors import Unavailable
+from cairn.agents.turn_tree import Agent, Turn
+from cairn.errors import Damaged, NotFound, Unavailable
 
 SOME = 32
 """Contexts that are held at once, and turns that are put together before others get their turn on the event loop."""
@@ -95,7 +100,7 @@ class Archive:
         away = [turn for turn in turns if turn.content is None]
         if away:
             try:
-                found |= await aside(self._read, away)
+                found |= await on_disk_thread(self._read, away)
             except OSError as error:
                 raise Unavailable(
                     f"the token log cannot be read: {error.strerror or error}", retry_after=10.0
@@ -130,3 +135,40 @@ def _following(turns: Iterable[Turn]) -> dict[Turn | None, list[Turn]]:
             seen.add(turn)
             after.setdefault(turn.parent, []).append(turn)
     return after
+
+
+class Unreadable(Unavailable):
+    """A turn's records are not in the log as they were written. Whoever knows the agent says which of both it is."""
+
+    def __init__(self, turn: Turn, content: Content | None) -> None:
+        """`content`: what came in with the turn, where only its answer cannot be read."""
+        super().__init__(f"turn {turn.number} cannot be read: the token log is damaged there, or it is erased")
+        self.turn, self.content = turn, content
+
+
+@contextlib.contextmanager
+def typed_read_errors(registry: AgentRegistry, agent: Agent) -> Iterator[None]:
+    """Let what cannot be read of an agent be NotFound where it was deleted, and else Damaged, with what can be done."""
+    try:
+        yield
+    except Unreadable as error:
+        if agent not in registry:
+            raise NotFound(f"there is no agent {agent.id}", field="id") from None
+        turn = error.turn
+        if not turn.number:
+            raise Damaged(
+                f"the beginning of agent {agent.id} cannot be read: the token log is damaged there; delete the agent"
+            ) from error
+        again = "resume it to have it answered again, " if answerable(registry, agent, error) else ""
+        raise Damaged(
+            f"turn {turn.number} of agent {agent.id} cannot be read: the token log is damaged there; {again}roll back "
+            f"to turn {turn.before}, or delete the agent"
+        ) from error
+
+
+def answerable(registry: AgentRegistry, agent: Agent, error: Unreadable) -> bool:
+    """Whether only the answer at the agent's head is lost, which nothing follows and which can be computed again."""
+    content = error.content
+    if error.turn is not agent.head or content is None or content.began.sampling is None:
+        return False
+    return not registry.followed(agent)

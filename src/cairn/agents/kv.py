@@ -9,13 +9,12 @@ from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
-from cairn.agents.archive import Archive
-from cairn.agents.damage import Unreadable
-from cairn.agents.marks import MARK, Heads, common, marks
+from cairn.agents.agent_registry import AgentRegistry
+from cairn.agents.archive import Archive, Unreadable
+from cairn.agents.prefix_digests import DIGEST_BYTES, HeadDigests, common_chunks, prefix_digests
 from cairn.agents.records import pack
-from cairn.agents.roster import Roster
-from cairn.agents.tied import Tied
-from cairn.agents.tree import CHUNK_TOKENS, NOBODY, Agent, Turn
+from cairn.agents.request_contexts import RequestContexts
+from cairn.agents.turn_tree import CHUNK_TOKENS, NOBODY, Agent, Turn
 from cairn.errors import Conflict, Unavailable
 from cairn.figures import Placed
 from cairn.service.service import Service
@@ -32,13 +31,13 @@ BATCH = 32
 class AgentKv:
     """All agents'. What the worker cannot do while it is being replaced is Unavailable."""
 
-    def __init__(self, service: Service, roster: Roster, archive: Archive) -> None:
-        self._service, self._roster, self._archive = service, roster, archive
+    def __init__(self, service: Service, registry: AgentRegistry, archive: Archive) -> None:
+        self._service, self._registry, self._archive = service, registry, archive
         self._tasks: set[asyncio.Task[None]] = set()
         self._pinning: dict[str, asyncio.Task[None]] = {}
         """By owner, the last that was begun."""
-        self._tied = Tied()
-        self._heads = Heads()
+        self._request_contexts = RequestContexts()
+        self._head_digests = HeadDigests()
 
     async def ids(self, turn: Turn) -> Sequence[int]:
         """The context behind a turn, for the model that is served; none where another model answered it.
@@ -57,17 +56,17 @@ class AgentKv:
         """Tell the stores what is pinned now."""
         if not agent.record.pinned:
             return await self._unpin(agent)
-        while agent.record.pinned and agent in self._roster:  # it may be unpinned or deleted while its head is read
+        while agent.record.pinned and agent in self._registry:  # it may be unpinned or deleted while its head is read
             head = agent.head
             if head.number and head.identity != self._service.spec.identity:
                 return None  # another model's: what is pinned of its KV stays pinned
             ids = await self.ids(head)
-            if agent.head is head and agent.record.pinned and agent in self._roster:
+            if agent.head is head and agent.record.pinned and agent in self._registry:
                 return await self._service.pin(owners(agent)[0], ids, agent.salt)
 
-    def tied(self, agent: Agent, ids: Sequence[int]) -> None:
+    def add_request_context(self, agent: Agent, ids: Sequence[int]) -> None:
         """An ordinary request in the agent's name is over, and this is its context: its KV goes with the agent."""
-        self._tied.add(agent, ids)
+        self._request_contexts.add(agent, ids)
 
     def pin_later(
         self, agent: Agent, ids: Sequence[int] | None = None, *, done: Callable[[], None] | None = None
@@ -83,15 +82,15 @@ class AgentKv:
                 del self._pinning[owner]
 
         async def work() -> None:
-            await (self.pin(agent) if ids is None else self._pin_tied(agent, ids))
+            await (self.pin(agent) if ids is None else self._pin_request_context(agent, ids))
             if done is not None:
                 done()
 
         self._pinning[owner] = self._later(work)
         self._pinning[owner].add_done_callback(over)
 
-    async def _pin_tied(self, agent: Agent, ids: Sequence[int]) -> None:
-        if agent.record.pinned and agent in self._roster:
+    async def _pin_request_context(self, agent: Agent, ids: Sequence[int]) -> None:
+        if agent.record.pinned and agent in self._registry:
             await self._service.pin(owners(agent)[1], ids, agent.salt)
 
     def drop_later(self, agent: Agent, ids: Sequence[int]) -> None:
@@ -119,8 +118,8 @@ class AgentKv:
         by the stores' time to live, which spares what is pinned. So does that of an agent whose tenant is not
         configured any more.
         """
-        tied = self._tied.take(agent)
-        self._heads.forget(agent)
+        tied = self._request_contexts.take(agent)
+        self._head_digests.forget(agent)
         self._service.recent.forget(agent.salt)  # its text is shown to nobody any more
         await asyncio.sleep(0)  # a pin that was asked for before comes before
         unpinned = False
@@ -203,40 +202,41 @@ class AgentKv:
 
         `own`: what the agent's own head and ordinary requests have counts as well.
         """
-        found = [marks(ids) for ids, _ in contexts]
-        tied = self._tied.marks(agent, own=own)
+        found = [prefix_digests(ids) for ids, _ in contexts]
+        tied = self._request_contexts.prefix_digests(agent, own=own)
         longest = [
-            max((common(one, other) for other in tied if other[:MARK] == one[:MARK]), default=0) for one in found
+            max((common_chunks(one, other) for other in tied if other[:DIGEST_BYTES] == one[:DIGEST_BYTES]), default=0)
+            for one in found
         ]
         firsts = [turn.first if turn is not None else hash(pack(ids[:CHUNK_TOKENS])) for ids, turn in contexts]
-        for looked, other in enumerate(self._roster.of(agent.tenant), 1):
+        for looked, other in enumerate(self._registry.of(agent.tenant), 1):
             if looked % BATCH == 0:
                 await asyncio.sleep(0)
             near = [
                 at
                 for at, one in enumerate(found)
-                if longest[at] * MARK < len(one) and (not firsts[at] or other.head.first in (0, firsts[at]))
+                if longest[at] * DIGEST_BYTES < len(one) and (not firsts[at] or other.head.first in (0, firsts[at]))
             ]
             if (other is agent and not own) or not near:
                 continue
-            theirs = await self._marks(other)
+            theirs = await self._digests_at_head(other)
             for at in near:
-                longest[at] = max(longest[at], common(found[at], theirs))
+                longest[at] = max(longest[at], common_chunks(found[at], theirs))
         return [length * CHUNK_TOKENS for length in longest]
 
-    async def _marks(self, agent: Agent) -> bytes:
+    async def _digests_at_head(self, agent: Agent) -> bytes:
         """Of the context at the agent's head."""
         head = agent.head
         if head.identity != self._service.spec.identity:
             return b""
-        if (known := self._heads.get(agent)) is not None:
+        if (known := self._head_digests.get(agent)) is not None:
             return known
         try:
-            found = marks(await self.ids(head))
+            found = prefix_digests(await self.ids(head))
         except Unavailable:  # it was deleted meanwhile, or damaged: what it shares is made anew
             return b""
-        if head.state == "finished" and agent.head is head and agent in self._roster:
-            self._heads.put(agent, head, found)
+        if head.state == "finished" and agent.head is head and agent in self._registry:
+            self._head_digests.put(agent, head, found)
         return found
 
     def _later(self, work: Callable[[], Awaitable[object]]) -> asyncio.Task[None]:

@@ -27,10 +27,10 @@ import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from cairn.agents.compaction import choose, clear, rewrite
 from cairn.agents.folder import Folder
 from cairn.agents.index import Index, Kind, Segment, decode_keys, encode_keys
-from cairn.agents.reading import Found, fetch, read_segments
-from cairn.agents.rewriting import choose, clear, rewrite
+from cairn.agents.recovery import Found, fetch, read_segments
 from cairn.agents.segment import SEAL, Header, Record, encode_record
 from cairn.seams import File, FileSystem, Lock, Rng
 

@@ -19,13 +19,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from cairn.agents.archive import Archive
+from cairn.agents.agent_registry import AgentRegistry
+from cairn.agents.archive import Archive, Unreadable, typed_read_errors
 from cairn.agents.content import Content
-from cairn.agents.damage import Unreadable, told
 from cairn.agents.index import Kind
-from cairn.agents.msgpack_size import count_values
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TurnRecord, decode, pack, unpack
-from cairn.agents.roster import Roster
 from cairn.agents.segment import (
     HEADER_BYTES,
     VERSION,
@@ -36,7 +34,7 @@ from cairn.agents.segment import (
     encode_record,
     scan,
 )
-from cairn.agents.tree import Agent, Turn
+from cairn.agents.turn_tree import Agent, Turn
 from cairn.errors import InvalidRequest
 from cairn.seams import Rng
 from cairn.text.messages import plain_message
@@ -68,7 +66,7 @@ class Portable(NamedTuple):
     savings: SavingsRecord
 
 
-async def export(agent: Agent, roster: Roster, archive: Archive, rng: Rng) -> AsyncGenerator[bytes, None]:
+async def export(agent: Agent, registry: AgentRegistry, archive: Archive, rng: Rng) -> AsyncGenerator[bytes, None]:
     """The pieces of the file, as the agent is when the first is asked for.
 
     A turn on an abandoned branch that is damaged is left out, with what follows it. Damaged, before the first piece,
@@ -77,7 +75,7 @@ async def export(agent: Agent, roster: Roster, archive: Archive, rng: Rng) -> As
     """
     header = Header(0, rng.bits64())
     at, lsn = HEADER_BYTES, 0
-    with told(roster, agent):
+    with typed_read_errors(registry, agent):
         async for kind, key, payload in _records(agent, archive):
             if not lsn:
                 yield encode_header(header)
@@ -304,3 +302,32 @@ def _is_json(*values: Any) -> bool:
 
 def _wrong(what: str) -> InvalidRequest:
     return InvalidRequest(f"the file {what}")
+
+
+_BEHIND = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+_BEHIND |= {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17, 0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
+"""First byte -> how many bytes follow before the next value: of numbers and small extensions the value itself, of
+arrays and maps their length."""
+_COUNTED = {0xC4: (1, 0), 0xC5: (2, 0), 0xC6: (4, 0), 0xC7: (1, 1), 0xC8: (2, 1), 0xC9: (4, 1)}
+_COUNTED |= {0xD9: (1, 0), 0xDA: (2, 0), 0xDB: (4, 0)}
+"""First byte of bytes, extensions and texts -> bytes of the length, and bytes beside what is counted."""
+
+
+def count_values(data: bytes, most: int) -> int:
+    """Values in MessagePack `data`, arrays and maps and what they hold each; stops beyond `most`.
+
+    They are counted without making any: a value of one byte takes eighty once it is made. What is no MessagePack gives
+    any number. The format: https://github.com/msgpack/msgpack/blob/master/spec.md
+    """
+    at = count = 0
+    while at < len(data) and count <= most:
+        head, count = data[at], count + 1
+        at += 1
+        if 0xA0 <= head < 0xC0:
+            at += head & 31
+        elif head in _COUNTED:
+            length, more = _COUNTED[head]
+            at += length + more + int.from_bytes(data[at : at + length], "big")
+        else:
+            at += _BEHIND.get(head, 0)
+    return count

@@ -114,7 +114,7 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class SavingsRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of the ledger: an agent's under its key, a tenant's total under a key of its own, and one for the bytes of
+    """A line of savings: an agent's under its key, a tenant's total under a key of its own, and one for the bytes of
     all of them."""
 
     savings: Savings

@@ -13,7 +13,7 @@ from cairn.agents.content import shared
 from cairn.agents.index import Kind
 from cairn.agents.records import EndRecord, TokensRecord, pack
 from cairn.agents.segment import Record
-from cairn.agents.tree import Agent, Turn
+from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.writer import Writer
 from cairn.errors import GenerationFailed, Unavailable
 from cairn.figures import CacheReport
@@ -47,7 +47,7 @@ class Keeper(Protocol):
         """A turn is over: what is to be written with its end. `end` has happened in memory."""
         ...
 
-    def owe(self, *records: Record) -> None:
+    def write_later(self, *records: Record) -> None:
         """Write these as soon as the disk takes them."""
         ...
 
@@ -170,7 +170,7 @@ class RunningTurn:
             return
         more = self._keeper.ended(self.agent, done, end)
         if good:
-            self._keeper.owe(record, *more)
+            self._keeper.write_later(record, *more)
             await self._keeper.sync()
             self.turn.release()
         else:

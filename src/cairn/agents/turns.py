@@ -9,16 +9,15 @@ from typing import Any
 
 import msgspec
 
-from cairn.agents.archive import Archive
-from cairn.agents.book import Book, conflict
+from cairn.agents.agent_service import AgentService, conflict
+from cairn.agents.archive import Archive, Unreadable, answerable
 from cairn.agents.content import Branch, Content, digest
-from cairn.agents.damage import Unreadable, answerable
 from cairn.agents.index import Kind
 from cairn.agents.kv import BATCH
 from cairn.agents.records import EndRecord, TurnRecord, check, pack
 from cairn.agents.running import RunningTurn, said_before
 from cairn.agents.segment import Record
-from cairn.agents.tree import Agent, Turn
+from cairn.agents.turn_tree import Agent, Turn
 from cairn.config import Config
 from cairn.errors import Conflict, Unavailable
 from cairn.seams import Clock
@@ -33,10 +32,10 @@ from cairn.types import Done, Event, Request
 class Turns:
     """Begins turns, and is told of their end."""
 
-    def __init__(self, service: Service, book: Book, archive: Archive, clock: Clock, config: Config) -> None:
-        self.service, self.writer, self.clock = service, book.writer, clock
-        self.owe, self.sync, self.now = book.outbox.owe, book.outbox.sync, book.outbox.now
-        self._book, self._archive, self._config = book, archive, config
+    def __init__(self, service: Service, agents: AgentService, archive: Archive, clock: Clock, config: Config) -> None:
+        self.service, self.writer, self.clock = service, agents.writer, clock
+        self.write_later, self.sync, self.now = agents.pending.write_later, agents.pending.sync, agents.pending.now
+        self._agents, self._archive, self._config = agents, archive, config
 
     async def start(
         self,
@@ -54,14 +53,14 @@ class Turns:
             if not fork_on_conflict:
                 raise conflict(agent)
             whole = next(turn for turn in agent.head.path() if turn.state == "finished")
-            agent, forked = await self._book.fork(agent, whole, None), True
+            agent, forked = await self._agents.fork(agent, whole, None), True
         agent.starting = True
         try:
             return await self._begin(agent, messages, options, number, template_args)
         except BaseException:
             if forked:
                 with contextlib.suppress(Unavailable):
-                    await self._book.remove(agent)
+                    await self._agents.remove(agent)
             raise
         finally:
             agent.starting = False
@@ -95,7 +94,7 @@ class Turns:
         # is being synced, and nobody sees any of it before.
         stream = service.generate(request, told)
         try:
-            turn = await self._book.begin(agent, began)
+            turn = await self._agents.begin(agent, began)
         except BaseException:
             stream.close()
             raise
@@ -181,7 +180,7 @@ class Turns:
         try:
             branch = await self._archive.branch(turn)
         except Unreadable as error:
-            if error.content is None or not answerable(self._book.roster, agent, error):
+            if error.content is None or not answerable(self._agents.registry, agent, error):
                 raise
             lost = Content(error.content.began)
         else:
@@ -251,5 +250,5 @@ class Turns:
         """A turn is over: count it. What is to be written with its end."""
         agent.used = end.ended
         if agent.record.pinned and end.state == "finished":
-            self._book.kv.pin_later(agent)
-        return self._book.outbox.count(agent, done) if done is not None else ()
+            self._agents.kv.pin_later(agent)
+        return self._agents.pending.count(agent, done) if done is not None else ()

@@ -78,7 +78,7 @@ class AgentRoutes:
         if path == PATH:
             return {"POST": self.create, "GET": self.list}
         if path == PATH + "/import":
-            return {"POST": self.take_in}
+            return {"POST": self.import_agent}
         id, _, rest = path.removeprefix(PATH + "/").partition("/")
         if not path.startswith(PATH + "/") or not id:
             return None
@@ -215,7 +215,7 @@ class AgentRoutes:
                     await call.write(piece)
         await call.write(b"", more=False)
 
-    async def take_in(self, call: Call, service: Service) -> None:
+    async def import_agent(self, call: Call, service: Service) -> None:
         """POST /v1/agents/import?id=: an exported file as application/octet-stream."""
         agents, id = self._open(), None
         for name, value in query(call):
@@ -232,7 +232,9 @@ class AgentRoutes:
             with await spool(call.pieces(), self._folder) as file:
                 async with self._reading:  # a file takes several times its size while it is read
                     data = await asyncio.to_thread(file.read)
-                    info = await agents.take_in(call.tenant, data, id, lambda read: check_portable(read, self._config))
+                    info = await agents.import_agent(
+                        call.tenant, data, id, lambda read: check_portable(read, self._config)
+                    )
         finally:
             self._importing[call.tenant] -= 1
         await call.json(agent_object(info, service), 201)

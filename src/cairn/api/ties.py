@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from cairn.agents.agent_service import is_id
 from cairn.agents.agents import Agents
-from cairn.agents.book import is_id
-from cairn.agents.tree import Agent
+from cairn.agents.turn_tree import Agent
 from cairn.api.reply import Call
 from cairn.api.schemas import Generation
 from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
@@ -108,7 +108,7 @@ class Tie:
     def cut(self, request: Request, tokens: Sequence[int]) -> None:
         """A choice has ended before its end, after these tokens."""
         if self._agent is not None:
-            self._agents.tie(self._agent, [*request.prompt, *tokens])
+            self._agents.add_request_context(self._agent, [*request.prompt, *tokens])
 
     def done(self, request: Request, tokens: list[int], done: Done, sampled: Sampled | None) -> None:
         """A choice has ended. `sampled`: what exact replay needs of it, None where nothing is known."""

@@ -184,7 +184,7 @@ def _register_files(agents: typer.Typer) -> None:
 
 def path(id: str, more: str = "") -> str:
     """An agent's route. ConfigError for what is no id: in an address `.` or nothing at all would name another route."""
-    from cairn.agents.book import check_id
+    from cairn.agents.agent_service import check_id
 
     try:
         check_id(id)

@@ -100,7 +100,7 @@ def _fit(name: str, config: Config) -> str:
     from cairn.cli.output import amount
     from cairn.engine import machine, memory
     from cairn.engine.device import check_context
-    from cairn.kv.windows import ANY, longest
+    from cairn.kv.attention_window import ANY, longest
     from cairn.models import hub
     from cairn.models.held import HeldWeights, form_of
     from cairn.models.spec import load_spec

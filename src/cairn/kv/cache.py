@@ -19,10 +19,10 @@ from collections.abc import Sequence
 
 from cairn.engine.base import NO_BLOCK, EngineInfo
 from cairn.figures import GroupUse, Miss
+from cairn.kv.attention_window import first_read, longest, window_blocks
 from cairn.kv.blocks import BlockPool, Copy
-from cairn.kv.context import PATIENCE, Below, Context, Memory
 from cairn.kv.prefix import Chain, root
-from cairn.kv.windows import first_read, longest, window_blocks
+from cairn.kv.sequence_kv import PATIENCE, LowerTiers, RecentKeys, SequenceKV
 from cairn.types import CacheGroup
 
 
@@ -35,12 +35,12 @@ class Cache:
         self._block_tokens = info.block_tokens
         self._identity = info.identity
         self.pools = tuple(BlockPool(blocks) for blocks in info.blocks)
-        self._computing: dict[bytes, Context] = {}
+        self._computing: dict[bytes, SequenceKV] = {}
         """Who computes, or loads, the block with this key (of the first group's chain) now."""
         self._copies: list[Copy] = []
-        self._seen = Memory()
+        self._seen = RecentKeys()
         """Keys that were published, to tell what is gone from what never was."""
-        self.below: Below | None = None
+        self.below: LowerTiers | None = None
 
     @property
     def longest(self) -> int:
@@ -51,13 +51,13 @@ class Cache:
         """Blocks free, cached and held, a group."""
         return tuple(GroupUse(pool.free, pool.cached, pool.held) for pool in self.pools)
 
-    def context(self, salt: bytes, *, durable: bool = False, stored: bool = True) -> Context:
+    def context(self, salt: bytes, *, durable: bool = False, stored: bool = True) -> SequenceKV:
         """A context that holds nothing yet. Contexts of different salts share nothing."""
         size = self._block_tokens
         chains = tuple(Chain(root(self._identity, salt, group, size), size) for group in self._groups)
-        return Context(chains, durable, stored)
+        return SequenceKV(chains, durable, stored)
 
-    def awaits(self, context: Context, tokens: Sequence[int], spare: int = 0, most: int | None = None) -> bool:
+    def awaits(self, context: SequenceKV, tokens: Sequence[int], spare: int = 0, most: int | None = None) -> bool:
         """Whether the first block that `open` would not find is on its way, so that to open now would be too early.
 
         Another sequence computes it, or it is being loaded; a load is begun here, once before an `open` that finds room
@@ -87,7 +87,7 @@ class Cache:
         context.patience -= 1
         return context.patience >= 0
 
-    def open(self, context: Context, tokens: Sequence[int], *, reuse: bool = True, spare: int = 0) -> int | None:
+    def open(self, context: SequenceKV, tokens: Sequence[int], *, reuse: bool = True, spare: int = 0) -> int | None:
         """Hold the longest cached prefix of `tokens`, and blocks for all the rest of them in the full groups.
 
         Returns the tokens covered, once `copies` are made, or None with nothing held where that leaves fewer than
@@ -117,7 +117,7 @@ class Cache:
         copies, self._copies = self._copies, []
         return copies
 
-    def prepare(self, context: Context, tokens: Sequence[int], hit: int, stop: int, spare: int) -> bool:
+    def prepare(self, context: SequenceKV, tokens: Sequence[int], hit: int, stop: int, spare: int) -> bool:
         """Hold the first `hit` blocks and say that those up to `stop` are being loaded.
 
         False, with nothing held, where `open` would have no room.
@@ -128,7 +128,7 @@ class Cache:
         context.loading = True
         return True
 
-    def extend(self, context: Context, end: int, groups: Sequence[int]) -> bool:
+    def extend(self, context: SequenceKV, end: int, groups: Sequence[int]) -> bool:
         """Take blocks up to block `end` in the tables of `groups` and none in the others: all of it, or False."""
         more = end - len(context.tables[0])
         if any(more > self.pools[number].available for number in groups):
@@ -137,7 +137,7 @@ class Cache:
             table.extend(self.pools[number].take(more) if number in groups else [NO_BLOCK] * more)
         return True
 
-    def grow(self, context: Context, end: int) -> bool:
+    def grow(self, context: SequenceKV, end: int) -> bool:
         """Make every table cover `end` positions: all of them, or none and False."""
         blocks = -(-end // self._block_tokens)
         pairs = tuple(zip(self.pools, context.tables, strict=True))
@@ -149,7 +149,7 @@ class Cache:
         self._measure(context)
         return True
 
-    def publish(self, context: Context, tokens: Sequence[int], computed: int) -> None:
+    def publish(self, context: SequenceKV, tokens: Sequence[int], computed: int) -> None:
         """Let others find the full blocks of the first `computed` positions, and give back what a window has passed.
 
         Call it after the step that computed them, never before. A partly filled block stays private.
@@ -174,7 +174,7 @@ class Cache:
         if self.below is not None:
             self.below.findable(context, tokens)
 
-    def close(self, context: Context, tokens: Sequence[int]) -> None:
+    def close(self, context: SequenceKV, tokens: Sequence[int]) -> None:
         """Give back everything. What was published stays findable until its blocks are needed."""
         self._unclaim(context, tokens, context.claimed.stop)
         for pool, table in zip(self.pools, context.tables, strict=True):
@@ -187,11 +187,11 @@ class Cache:
             context.loading = False
             self.below.stop(context)
 
-    def found(self, context: Context, tokens: Sequence[int], last: bool = True) -> int:
+    def found(self, context: SequenceKV, tokens: Sequence[int], last: bool = True) -> int:
         """Leading tokens of a context whose blocks the pools have; without the `last` one, what `open` would use."""
         return self._hit(context, tokens, (len(tokens) - (not last)) // self._block_tokens) * self._block_tokens
 
-    def forget(self, context: Context, tokens: Sequence[int], keep: int) -> None:
+    def forget(self, context: SequenceKV, tokens: Sequence[int], keep: int) -> None:
         """Give up the cached blocks of `tokens` beyond the first `keep` tokens, last to first, up to one in use."""
         for number, pool in enumerate(self.pools):
             for index in range(len(tokens) // self._block_tokens - 1, -(-keep // self._block_tokens) - 1, -1):
@@ -199,19 +199,19 @@ class Cache:
                 if block is not None and not pool.forget(block):
                     break
 
-    def miss(self, context: Context, tokens: Sequence[int], covered: int) -> Miss | None:
+    def miss(self, context: SequenceKV, tokens: Sequence[int], covered: int) -> Miss | None:
         """Why the first block after `covered` tokens has to be computed; None where `open` could not have had it."""
         index = covered // self._block_tokens
         if index >= (len(tokens) - 1) // self._block_tokens:
             return None
         if context.declined:
             return Miss(position=covered, reason="faster to compute")
-        if self.below is not None and self.below.behind(context, index, tokens):
+        if self.below is not None and self.below.not_stored_yet(context, index, tokens):
             return Miss(position=covered, reason="not stored yet")
         seen = context.chains[0].key(index, tokens) in self._seen
         return Miss(position=covered, reason="evicted" if seen else "never seen")
 
-    def _hit(self, context: Context, tokens: Sequence[int], most: int | None = None) -> int:
+    def _hit(self, context: SequenceKV, tokens: Sequence[int], most: int | None = None) -> int:
         """Blocks in the longest usable prefix that every group has, `most` at most."""
         hit = (len(tokens) - 1) // self._block_tokens if most is None else most
         for number, group in enumerate(self._groups):
@@ -224,7 +224,7 @@ class Cache:
             hit = gap
         return 0
 
-    def _window_gap(self, context: Context, tokens: Sequence[int], hit: int) -> int | None:
+    def _window_gap(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> int | None:
         """The last block that a window group lacks for a hit of `hit` blocks; any shorter hit must end before it."""
         for number, group in enumerate(self._groups):
             if group.kind == "window":
@@ -233,11 +233,11 @@ class Cache:
                         return index
         return None
 
-    def _find(self, context: Context, number: int, index: int, tokens: Sequence[int]) -> int | None:
+    def _find(self, context: SequenceKV, number: int, index: int, tokens: Sequence[int]) -> int | None:
         key = context.chains[number].key(index, tokens)
         return self.pools[number].find(key, tokens[index * self._block_tokens : (index + 1) * self._block_tokens])
 
-    def _hold_with_room(self, context: Context, tokens: Sequence[int], hit: int, spare: int) -> bool:
+    def _hold_with_room(self, context: SequenceKV, tokens: Sequence[int], hit: int, spare: int) -> bool:
         """Hold the first `hit` blocks if the rest has room beside them; else hold nothing."""
         self._hold_prefix(context, tokens, hit)
         wanted = -(-len(tokens) // self._block_tokens) - hit
@@ -250,7 +250,7 @@ class Cache:
                 return False
         return True
 
-    def _hold_prefix(self, context: Context, tokens: Sequence[int], hit: int) -> None:
+    def _hold_prefix(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> None:
         for number, (group, pool, table) in enumerate(zip(self._groups, self.pools, context.tables, strict=True)):
             first = first_read(group, hit * self._block_tokens, self._block_tokens)
             table.extend([NO_BLOCK] * first)
@@ -261,7 +261,7 @@ class Cache:
                 table.append(block)
             context.published[number] = hit
 
-    def _copy_last(self, context: Context, tokens: Sequence[int], last: int) -> bool:
+    def _copy_last(self, context: SequenceKV, tokens: Sequence[int], last: int) -> bool:
         """Have the block that ends `tokens` copied into the tables, if every group has it and room; else False."""
         if self._find(context, 0, last, tokens) is None or not self.grow(context, len(tokens)):
             return False
@@ -281,13 +281,13 @@ class Cache:
             table[index] = NO_BLOCK
             index -= 1
 
-    def _claim(self, context: Context, tokens: Sequence[int], start: int, stop: int) -> None:
+    def _claim(self, context: SequenceKV, tokens: Sequence[int], start: int, stop: int) -> None:
         """Say that this context brings blocks `start` to `stop`: others that need one of them may wait for it."""
         context.claimed = range(start, stop)
         for index in context.claimed:
             self._computing.setdefault(context.chains[0].key(index, tokens), context)
 
-    def _unclaim(self, context: Context, tokens: Sequence[int], stop: int) -> None:
+    def _unclaim(self, context: SequenceKV, tokens: Sequence[int], stop: int) -> None:
         """Stop computing blocks before `stop` for others: they are published, or the sequence ends."""
         claimed = context.claimed
         for index in range(claimed.start, min(stop, claimed.stop)):
@@ -296,5 +296,5 @@ class Cache:
                 del self._computing[key]
         context.claimed = range(max(claimed.start, min(stop, claimed.stop)), claimed.stop)
 
-    def _measure(self, context: Context) -> None:
+    def _measure(self, context: SequenceKV) -> None:
         context.capacity = min(len(table) for table in context.tables) * self._block_tokens

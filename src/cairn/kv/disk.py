@@ -18,16 +18,15 @@ from pathlib import Path
 
 from cairn.errors import ConfigError, Conflict
 from cairn.figures import TierStats
-from cairn.kv import chunk_file, upkeep
+from cairn.kv import chunk_file, disk_maintenance
 from cairn.kv.chunk_file import Damaged
 from cairn.kv.codec import Codec
+from cairn.kv.disk_maintenance import OtherEngines, Scrubbed
 from cairn.kv.disk_state import DiskState
-from cairn.kv.intake import Intake
-from cairn.kv.others import Others
+from cairn.kv.disk_writer import DiskWriter
 from cairn.kv.pins import Pins, pin_bytes, pin_name
 from cairn.kv.store import Chunk
 from cairn.kv.store_folder import PROBE_BYTES, StoreFolder, open_folder
-from cairn.kv.upkeep import Scrubbed
 from cairn.seams import Clock, FileSystem, Lock
 
 TTL = 30 * 86400.0
@@ -63,15 +62,15 @@ class DiskStore:
         """Take the folder and read its names.
 
         `identity` and `model`: of the engine, and what people call it. `budget`: bytes on the disk for all models; None
-        for a fifth of what the disk has free or the store holds, at most `upkeep.LARGEST_BUDGET`. `reserve`: bytes of
-        the disk that stay free. `fresh`: set a folder aside that can not be used. Raises `ConfigError` or `Conflict` as
-        `store_folder.open_folder` says. Call `tend` about once a second.
+        for a fifth of what the disk has free or the store holds, at most `disk_maintenance.LARGEST_BUDGET`. `reserve`:
+        bytes of the disk that stay free. `fresh`: set a folder aside that can not be used. Raises `ConfigError` or
+        `Conflict` as `store_folder.open_folder` says. Call `tend` about once a second.
         """
         self._files, self._codec, self._identity = files, codec, identity
         self._tag = chunk_file.model_tag(identity, codec.name)
         self._budget, self._ttl = budget, ttl
         self._state = DiskState(StoreFolder(files, folder), clock, reserve)
-        self._intake = Intake(self._state, identity=identity, model=model, codec=codec)
+        self._writer = DiskWriter(self._state, identity=identity, model=model, codec=codec)
         self._pins = Pins(self._state.folder)
         self._chores = threading.Lock()
         """Held by the thread that repairs things."""
@@ -83,7 +82,7 @@ class DiskStore:
         """Ids of chunks that were dropped before the folder could be opened, or that it had still when it went away."""
         self._unpinned: set[str] = set()
         """How the files of owners begin that were unpinned before the folder could be opened."""
-        self._others = Others(self._state, self._tag, identity)
+        self._other_engines = OtherEngines(self._state, self._tag, identity)
         self._lock: Lock | None = None
         self._next_prune = 0.0
         self._idle = 0.0
@@ -95,13 +94,13 @@ class DiskStore:
 
     # --------------------------------------------------------------------------------------------------------- Store
 
-    def leading(self, keys: Sequence[bytes]) -> int:
+    def match_prefix(self, keys: Sequence[bytes]) -> int:
         """By the index alone."""
         state = self._state
         with state.mutex:
             last, count = None, 0
             for key in keys:
-                entry = state.shelf.get(self._tag + key)
+                entry = state.index.get(self._tag + key)
                 if entry is None:
                     break
                 last, count = entry, count + 1
@@ -114,8 +113,8 @@ class DiskStore:
         state = self._state
         self._try_again()
         with state.mutex:
-            entry = state.shelf.get(self._tag + key)
-            next_one = state.shelf.after(entry, AHEAD) if entry is not None else None
+            entry = state.index.get(self._tag + key)
+            next_one = state.index.after(entry, AHEAD) if entry is not None else None
         if next_one is not None and buffer is not None:
             state.folder.announce(next_one.name)
         data = state.read(entry, buffer) if entry is not None else None
@@ -124,7 +123,7 @@ class DiskStore:
         try:
             chunk = chunk_file.decode(data, entry.name, identity=self._identity, codec=self._codec)
         except Damaged:
-            state.condemn(entry)
+            state.drop_damaged(entry)
             return None
         if chunk.tokens != tuple(tokens):
             return None
@@ -136,39 +135,39 @@ class DiskStore:
     def keep(self, chunks: Sequence[Chunk]) -> int:
         """Whatever is there counts as kept. A chunk whose parent is neither there nor before it is refused."""
         self._try_again()
-        return self._intake.keep(chunks)
+        return self._writer.keep(chunks)
 
     def drop(self, keys: Sequence[bytes]) -> int:
         """Pinned ones too. When it returns, the bytes are gone for good unless the disk failed; then they go later."""
         return self._drop([self._tag + key for key in keys])
 
     def lingers(self, keys: Sequence[bytes]) -> bool:
-        """Whether a file of what was dropped, by `drop_others` too, is still there or may come back in a power cut,
-        since the disk did not let it go."""
-        return self._others.owe(keys) or self._remain({self._tag + key for key in keys})
+        """Whether a file of what was dropped, by `drop_of_other_engines` too, is still there or may come back in a
+        power cut, since the disk did not let it go."""
+        return self._other_engines.owe(keys) or self._remain({self._tag + key for key in keys})
 
     def _remain(self, ids: Collection[bytes]) -> bool:
         state = self._state
         with state.mutex:
             # One that is found was written after the drop, by a request that went on with the context.
-            doomed = (id for id in ids if state.shelf.known(id) and state.shelf.get(id) is None)
-            if any(doomed) or not self._forgotten.isdisjoint(ids):
+            deleted = (id for id in ids if state.index.known(id) and state.index.get(id) is None)
+            if any(deleted) or not self._forgotten.isdisjoint(ids):
                 return True
         return state.folder.remains(ids) or state.owes({state.folder.digit(id[len(self._tag) :]) for id in ids})
 
-    def drop_others(self, keys: Callable[[bytes], Sequence[bytes]]) -> int:
+    def drop_of_other_engines(self, keys: Callable[[bytes], Sequence[bytes]]) -> int:
         """Drop what `keys` says of the identity of each other engine that has chunks here; how many went.
 
         Where the disk does not tell whose chunks they are, or does not let them go, `tend` does it again.
         """
         with self._state.mutex:
             opened = self._lock is not None
-        told = self._others.learn()
-        ids = self._others.ids(keys)
+        told = self._other_engines.learn()
+        ids = self._other_engines.ids(keys)
         gone = self._drop(sorted(ids))
         # Nothing tells of an engine whose last chunk was evicted, and in a power cut that may come back.
         synced = opened and self._state.sync(self._state.folder.digits())
-        self._others.note(keys, done=told and synced and not self._remain(ids))
+        self._other_engines.note(keys, done=told and synced and not self._remain(ids))
         return gone
 
     def _drop(self, ids: Sequence[bytes]) -> int:
@@ -179,11 +178,11 @@ class DiskStore:
                 return 0
             flying = frozenset(state.writing)
             state.dropped.update(flying.intersection(ids))
-            family = state.shelf.family(ids)
+            family = state.index.family(ids)
             for entry in family:
-                state.doom(entry)
+                state.mark_deleted(entry)
         gone = state.clear(family)
-        self._intake.wait(flying)
+        self._writer.wait(flying)
         # Also of those that are not here now: an evicted chunk's name may yet come back in a power cut.
         touched = {entry.id for entry in family}.union(flying, ids)
         state.sync(sorted({state.folder.digit(id[len(self._tag) :]) for id in touched}))
@@ -206,7 +205,7 @@ class DiskStore:
                 changed += self._pins.of(owner)
             for one in changed:
                 self._unsaved[one] = keys
-                state.shelf.pin(one, [self._tag + key for key in keys])
+                state.index.pin(one, [self._tag + key for key in keys])
         self._save_pins()
 
     def unsaved(self, owner: str) -> bool:
@@ -225,7 +224,7 @@ class DiskStore:
             self._try_again()
             self._save_pins()
         if self._lock is not None:
-            upkeep.remember_uses(self._state)
+            disk_maintenance.remember_uses(self._state)
             self._lock.release()
             self._lock = None
 
@@ -242,29 +241,29 @@ class DiskStore:
         if state.failing or not self._chores.acquire(blocking=False):
             return
         try:
-            upkeep.clean(state)
-            upkeep.remember_uses(state)
+            disk_maintenance.clean(state)
+            disk_maintenance.remember_uses(state)
             if state.clock.now() >= self._next_prune:
                 self._next_prune = state.clock.now() + min(_PRUNE_EVERY, self._ttl / _PRUNES)
                 # A start with a clock that is far ahead finds all of it old, as one after a long rest does: what was
                 # used last is young then, and the rest ages from there.
-                upkeep.prune(state, state.now() - self._idle - self._ttl)
+                disk_maintenance.prune(state, state.now() - self._idle - self._ttl)
             state.look_again()
-            for keys in self._others.owed():
+            for keys in self._other_engines.owed():
                 if not state.failing:
-                    self.drop_others(keys)
+                    self.drop_of_other_engines(keys)
         finally:
             self._chores.release()
         self._save_pins()
 
     def scrub(self) -> Scrubbed:
         """Read and verify every chunk of every model; damaged ones go, with what extends them."""
-        return upkeep.scrub(self._state)
+        return disk_maintenance.scrub(self._state)
 
     def prune(self, *, others: bool = False) -> int:
         """Remove chunks that nobody used for the time to live, and with `others` all of other models, unless they are
         pinned or a chunk that stays extends them. How many went."""
-        return upkeep.prune(self._state, self._state.now() - self._ttl, keep=self._tag if others else b"")
+        return disk_maintenance.prune(self._state, self._state.now() - self._ttl, keep=self._tag if others else b"")
 
     # ------------------------------------------------------------------------------------------------------- opening
 
@@ -276,20 +275,22 @@ class DiskStore:
             found = state.folder.scan()
             pins = self._pins.load(found)
             held = sum(disk for _, disk, _ in found.chunks)
-            budget = upkeep.default_budget(state.folder.free(), held) if self._budget is None else self._budget
+            budget = (
+                disk_maintenance.default_budget(state.folder.free(), held) if self._budget is None else self._budget
+            )
             idle = state.now() - max((modified for _, _, modified in found.chunks), default=state.now())
         except BaseException:
             lock.release()
             raise
         with state.mutex:
             state.budget, self._idle = budget, idle if idle > self._ttl else 0.0
-            junk = upkeep.fill(state, found)
+            junk = disk_maintenance.fill(state, found)
             gone = [name for name in self._pins.sizes if name.startswith(tuple(self._unpinned))]
             self._unsaved = dict.fromkeys(gone, ()) | self._unsaved
             self._unpinned.clear()
             for name, ids in pins.items():
                 if name not in self._unsaved:
-                    state.shelf.pin(name, ids)
+                    state.index.pin(name, ids)
             self._lock = lock
             forgotten, self._forgotten = self._forgotten, set()
         for path, disk in junk:
@@ -331,9 +332,9 @@ class DiskStore:
         with self._pinning, state.mutex:
             if state.writing or self._lock is None:
                 return False
-            self._forgotten.update(state.shelf.lingering)  # the files may be there all the same
+            self._forgotten.update(state.index.lingering)  # the files may be there all the same
             state.emptied()
-            pins = {name: tuple(id[len(self._tag) :] for id in ids) for name, ids in state.shelf.pins.items()}
+            pins = {name: tuple(id[len(self._tag) :] for id in ids) for name, ids in state.index.pins.items()}
             self._unsaved = pins | self._unsaved
             lock, self._lock = self._lock, None
         lock.release()
@@ -354,6 +355,6 @@ class DiskStore:
                     return
                 finally:
                     with state.mutex:
-                        state.shelf.bytes += self._pins.sizes.get(name, 0) - old
+                        state.index.bytes += self._pins.sizes.get(name, 0) - old
                 with state.mutex:
                     del self._unsaved[name]

@@ -1,7 +1,7 @@
 """What the threads of a disk store share: the index, the folder, the room that is left, and whether the disk works.
 
 `mutex` guards the index and the figures and is never held while the disk is asked. A chunk's file belongs to one
-thread at a time: to the one that writes it (`writing`), or to whoever doomed the chunk, until its file is gone.
+thread at a time: to the one that writes it (`writing`), or to whoever deleted the chunk, until its file is gone.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from cairn.figures import TierStats
-from cairn.kv.shelf import Entry, Shelf
+from cairn.kv.disk_index import DiskIndex, Entry
 from cairn.kv.store_folder import StoreFolder
 from cairn.seams import Clock
 
@@ -43,7 +43,7 @@ class DiskState:
         """`reserve`: bytes of the disk that the store never grows into. Below a quarter of them it gives way."""
         self.folder, self.clock = folder, clock
         self.mutex = threading.Lock()
-        self.shelf = Shelf()
+        self.index = DiskIndex()
         self.budget = 0
         """Bytes."""
         self.reserved = 0
@@ -79,7 +79,7 @@ class DiskState:
         with self.mutex:
             if abs(ahead - self._jumped) >= _JUMP_SECONDS:
                 self._jumped = ahead
-                self.used = OrderedDict((one.id, one) for one in self.shelf.live())
+                self.used = OrderedDict((one.id, one) for one in self.index.live())
         return ahead
 
     def take_used(self) -> Entry | None:
@@ -90,28 +90,28 @@ class DiskState:
     def put_back(self, entry: Entry) -> None:
         """Its file could not be given that time. It comes last now, lest it keep the others waiting for ever."""
         with self.mutex:
-            if self.shelf.get(entry.id) is entry:
+            if self.index.get(entry.id) is entry:
                 self.used.setdefault(entry.id, entry)
 
     def emptied(self) -> None:
         """Nothing of what was in the folder is there. With the lock held."""
-        self.shelf, self.used = self.shelf.emptied(), OrderedDict()
+        self.index, self.used = self.index.emptied(), OrderedDict()
 
     def stats(self) -> TierStats:
         """Figures of all models in the folder."""
         with self.mutex:
             return msgspec.structs.replace(
                 self._counts,
-                chunks=len(self.shelf),
-                bytes=self.shelf.bytes + self.folder.littered,
+                chunks=len(self.index),
+                bytes=self.index.bytes + self.folder.littered,
                 budget=self.budget,
-                pinned=self.shelf.pinned,
+                pinned=self.index.pinned,
                 trouble=self._trouble or self._full or self._crowded(),
             )
 
     def _crowded(self) -> str:
         """Whether more is pinned than the budget holds. With the lock held."""
-        need = self.shelf.pinned_bytes
+        need = self.index.pinned_bytes
         if need <= self.budget:
             return ""
         return (
@@ -131,13 +131,13 @@ class DiskState:
 
     def use(self, entry: Entry) -> None:
         """A chunk was used. With the lock held."""
-        self.shelf.use(entry, self.now())
+        self.index.use(entry, self.now())
         self._note_use(entry)
 
-    def doom(self, entry: Entry) -> None:
+    def mark_deleted(self, entry: Entry) -> None:
         """Nobody finds a chunk any more; what it extends inherits its last use. With the lock held."""
-        self.shelf.doom(entry)
-        parent = self.shelf.get(entry.parent)
+        self.index.mark_deleted(entry)
+        parent = self.index.get(entry.parent)
         if parent is not None:
             self._note_use(parent)
 
@@ -189,7 +189,7 @@ class DiskState:
                 self.fail("read", error)
                 return False
             with self.mutex:
-                over = self.shelf.bytes + self.folder.littered + self.reserved + need - self.budget
+                over = self.index.bytes + self.folder.littered + self.reserved + need - self.budget
                 # On a disk that others fill the store does not grow, but what it has itself it may use again.
                 lack = need - max(free - self._reserve, freed) if need else 0
                 if given and free > before:  # this disk shows at once what was removed
@@ -201,7 +201,7 @@ class DiskState:
                     if need:
                         self._full = ""
                     return True
-                victims = [] if need > self.budget else self._doom_victims(max(over, lack))
+                victims = [] if need > self.budget else self._delete_victims(max(over, lack))
                 given, before = min(max(0, owed), sum(one.disk for one in victims)), free
                 self._gave_at = self._gave_at if self._gave else self.clock.now()
                 self._gave += given
@@ -237,7 +237,7 @@ class DiskState:
     def _give_way(self, need: int) -> bool:
         """Evict as much, and for others what they are always given; whether that may help."""
         with self.mutex:
-            victims = self._doom_victims(max(need, self._reserve // 4))
+            victims = self._delete_victims(max(need, self._reserve // 4))
         cleared = self.clear(victims)
         with self.mutex:
             self.count(evicted=cleared)
@@ -253,18 +253,18 @@ class DiskState:
         except OSError as error:
             self.fail("read", error)
 
-    def _doom_victims(self, excess: int) -> list[Entry]:
+    def _delete_victims(self, excess: int) -> list[Entry]:
         victims = []
-        while excess > 0 and (victim := self.shelf.victim()) is not None:
-            self.doom(victim)
+        while excess > 0 and (victim := self.index.victim()) is not None:
+            self.mark_deleted(victim)
             victims.append(victim)
             excess -= victim.disk
         return victims
 
-    def clear(self, doomed: Iterable[Entry]) -> int:
-        """Remove the files of chunks that this thread doomed, in this order; how many went."""
+    def clear(self, deleted: Iterable[Entry]) -> int:
+        """Remove the files of chunks that this thread marked as deleted, in this order; how many went."""
         gone = 0
-        for entry in doomed:
+        for entry in deleted:
             try:
                 self.folder.remove(entry.name)
             except OSError as error:
@@ -274,7 +274,7 @@ class DiskState:
                 continue
             gone += 1
             with self.mutex:
-                self.shelf.forget(entry)
+                self.index.forget(entry)
         return gone
 
     def sync(self, folders: Iterable[Path]) -> bool:
@@ -314,7 +314,7 @@ class DiskState:
             entry.faults = 0
             return data
         except FileNotFoundError:
-            self.condemn(entry)
+            self.drop_damaged(entry)
         except OSError as error:
             # A disk that fails altogether says nothing about this chunk.
             alone = not self.failing
@@ -322,17 +322,17 @@ class DiskState:
             with self.mutex:
                 entry.faults += alone
             if entry.faults >= _MOST_FAULTS:
-                self.condemn(entry)
+                self.drop_damaged(entry)
         return None
 
-    def condemn(self, entry: Entry) -> int:
+    def drop_damaged(self, entry: Entry) -> int:
         """Drop a damaged chunk and what extends it, unless it went meanwhile by itself; how many chunks that is."""
         with self.mutex:
-            if self.shelf.get(entry.id) is not entry:
+            if self.index.get(entry.id) is not entry:
                 return 0
-            family = self.shelf.family([entry.id])
+            family = self.index.family([entry.id])
             for one in family:
-                self.doom(one)
+                self.mark_deleted(one)
             self.count(damaged=len(family))
         self.clear(family)
         return len(family)

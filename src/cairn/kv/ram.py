@@ -31,7 +31,7 @@ class RamStore:
         self._pins: dict[str, frozenset[bytes]] = {}
         self._stats = TierStats(budget=budget)
 
-    def leading(self, keys: Sequence[bytes]) -> int:
+    def match_prefix(self, keys: Sequence[bytes]) -> int:
         """See `Store`."""
         with self._lock:
             return next((count for count, key in enumerate(keys) if key not in self._chunks), len(keys))

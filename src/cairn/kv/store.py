@@ -52,7 +52,7 @@ def spared(chunks: Sequence[Chunk]) -> list[Chunk]:
 class Store(Protocol):
     """A tier. Any thread may call; no call raises for what a disk or a network does: it is a miss, counted."""
 
-    def leading(self, keys: Sequence[bytes]) -> int:
+    def match_prefix(self, keys: Sequence[bytes]) -> int:
         """How many of the first `keys` it has, without reading them: the length of the run that starts at the first."""
         ...
 

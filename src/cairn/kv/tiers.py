@@ -5,7 +5,7 @@
 
 A load holds what it has brought up in the tables of the context that waits for it, so the order of eviction stays
 leaves first; it ends by closing the context, whose next `open` finds all of it in the pool. Everything here runs on
-the worker's thread; the threads of `Writer` and `Reader` see chunks only.
+the worker's thread; the threads of `StoreWriter` and `StoreReader` see chunks only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from cairn.engine.base import Engine
 from cairn.errors import trace
 from cairn.figures import KvStats, Placed, Swept
-from cairn.kv.behind import Behind, WriteLimits
 from cairn.kv.cache import Cache
-from cairn.kv.context import Context, TierName
+from cairn.kv.chunk_lookup import ChunkLookup
 from cairn.kv.disk import DiskStore
-from cairn.kv.loading import Arrival, Gate, Load, LoadMode, Reader
-from cairn.kv.lookup import Lookup
+from cairn.kv.sequence_kv import SequenceKV, TierName
 from cairn.kv.store import CHUNK_BLOCKS, Store
-from cairn.kv.writing import Writer
+from cairn.kv.store_reader import Arrival, Load, LoadMode, LoadPolicy, StoreReader
+from cairn.kv.store_writer import StoreWriter
+from cairn.kv.write_behind import WriteBehind, WriteLimits
 from cairn.seams import Clock
 
 log = logging.getLogger(__name__)
@@ -56,13 +56,13 @@ class Tiers:
         self._clock = clock
         self._stores = stores
         self._sizes = tuple(CHUNK_BLOCKS * size for size in cache.info.block_bytes)
-        self.gate = Gate(load, clock)
-        self.writer = Writer(tuple(stores.values()), clock, wake, self._tend)
-        self.reader = Reader(stores, max(self._sizes), self.gate, clock, wake)
+        self.load_policy = LoadPolicy(load, clock)
+        self.writer = StoreWriter(tuple(stores.values()), clock, wake, self._tend)
+        self.reader = StoreReader(stores, max(self._sizes), self.load_policy, clock, wake)
         *_, durable = stores.values()
-        self.behind_pool = Behind(cache, engine, clock, durable, self.writer, limits or WriteLimits())
-        self._lookup = Lookup(cache, stores)
-        self._loads: dict[Context, tuple[Load, Sequence[int]]] = {}
+        self.write_behind = WriteBehind(cache, engine, clock, durable, self.writer, limits or WriteLimits())
+        self._lookup = ChunkLookup(cache, stores)
+        self._loads: dict[SequenceKV, tuple[Load, Sequence[int]]] = {}
         self._answers: deque[Done] = deque()
         """What to do in the next turn, on the worker's thread."""
         self._sweeping: dict[Sweep, list[Callable[[Swept | None], None]]] = {}
@@ -80,20 +80,20 @@ class Tiers:
 
     # ------------------------------------------------------------------------------------- what the cache says
 
-    def findable(self, context: Context, tokens: Sequence[int]) -> None:
-        """See `context.Below`."""
-        self.behind_pool.findable(context, tokens)
+    def findable(self, context: SequenceKV, tokens: Sequence[int]) -> None:
+        """See `context.LowerTiers`."""
+        self.write_behind.findable(context, tokens)
 
-    def behind(self, context: Context, index: int, tokens: Sequence[int]) -> bool:
-        """See `context.Below`."""
-        return self.behind_pool.not_yet(context, index, tokens)
+    def not_stored_yet(self, context: SequenceKV, index: int, tokens: Sequence[int]) -> bool:
+        """See `context.LowerTiers`."""
+        return self.write_behind.not_stored_yet(context, index, tokens)
 
-    def load(self, context: Context, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
-        """See `context.Below`."""
+    def load(self, context: SequenceKV, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
+        """See `context.LowerTiers`."""
         return self._begin(context, tokens, hit, spare, None, most)
 
-    def stop(self, context: Context) -> None:
-        """See `context.Below`: whatever still arrives is for nobody."""
+    def stop(self, context: SequenceKV) -> None:
+        """See `context.LowerTiers`: whatever still arrives is for nobody."""
         load, _ = self._loads.pop(context)
         load.cancelled = True
         self.reader.taken()
@@ -104,7 +104,7 @@ class Tiers:
         self._answers += load.done
 
     def yield_blocks(self) -> bool:
-        """See `context.Below`: the youngest load goes first."""
+        """See `context.LowerTiers`: the youngest load goes first."""
         if not self._loads:
             return False
         context = next(reversed(self._loads))
@@ -112,10 +112,16 @@ class Tiers:
         return True
 
     def _begin(
-        self, context: Context, tokens: Sequence[int], hit: int, spare: int, done: Done | None, most: int | None = None
+        self,
+        context: SequenceKV,
+        tokens: Sequence[int],
+        hit: int,
+        spare: int,
+        done: Done | None,
+        most: int | None = None,
     ) -> bool:
         """Begin a load, whose end calls `done`; one with a `done` was asked for and is always worth it."""
-        if self.behind_pool.dropping:  # what is found now may be gone when it would lie in the pool
+        if self.write_behind.dropping:  # what is found now may be gone when it would lie in the pool
             return False
         context.declined = False  # what was thought of an earlier load says nothing of what this one finds
         wants = self._lookup.wants(context, tokens, hit)
@@ -125,7 +131,7 @@ class Tiers:
             return False
         size = sum(self._sizes[want.group] for part in wants for want in part)
         ahead = sum(load.bytes_left for load, _ in self._loads.values() if not load.ahead_of_need)
-        if self.reader.hangs or (done is None and not self.gate.worth(saved, size, ahead)):
+        if self.reader.hangs or (done is None and not self.load_policy.worth(saved, size, ahead)):
             context.declined = True
             return False
         if not self._cache.prepare(context, tokens, hit, stop, spare):
@@ -145,10 +151,10 @@ class Tiers:
         landing = [self._land(context, *item) for context, item in tuple(self._loads.items())]
         while self._answers:
             self._answers.popleft()()
-        reading = self.behind_pool.turn(idle)
+        reading = self.write_behind.turn(idle)
         return any(landing) or reading
 
-    def _land(self, context: Context, load: Load, tokens: Sequence[int]) -> bool:
+    def _land(self, context: SequenceKV, load: Load, tokens: Sequence[int]) -> bool:
         """Put what has arrived for a context into the pool, where it is found at once. True if there is more."""
         room, over, before = TURN_BYTES, False, load.landed
         while load.arrived and room > 0 and not over:
@@ -161,14 +167,14 @@ class Tiers:
         # What lands is slow only as the steps between are; the reader has more.
         if context.wanted:
             load.want(self._clock.now())
-        if load.landed == before and self.gate.late(load, self.reader.alive) and not load.over:
+        if load.landed == before and self.load_policy.late(load, self.reader.alive) and not load.over:
             context.declined = over = True
         if over or (load.over and not load.arrived):
             self._cache.close(context, tokens)
             return True
         return False
 
-    def _bring(self, context: Context, tokens: Sequence[int], load: Load, arrival: Arrival) -> bool:
+    def _bring(self, context: SequenceKV, tokens: Sequence[int], load: Load, arrival: Arrival) -> bool:
         """Write one stretch into private blocks and publish them; False, and nothing is found, if that cannot be."""
         size = self._cache.info.block_tokens
         begin = len(context.tables[0])
@@ -197,7 +203,7 @@ class Tiers:
 
     def flush(self, done: Callable[[int], None]) -> None:
         """Call `done` when all noted until now is stored, with the number of chunks that were given up instead."""
-        self.behind_pool.flush(done)
+        self.write_behind.flush(done)
 
     def pin(self, owner: str, tokens: Sequence[int], salt: bytes, done: Done) -> None:
         """Pin a context's chunks in every store, in the place of what the owner pinned before."""
@@ -214,7 +220,7 @@ class Tiers:
         elif not self._begin(context, tokens, hit, 0, done):
             done()
 
-    def _asked_for(self, context: Context, tokens: Sequence[int], hit: int) -> Load | None:
+    def _asked_for(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> Load | None:
         """A load that was asked for and brings more than `hit` blocks of this context, and perhaps what extends it."""
         blocks = len(tokens) // self._cache.info.block_tokens
         for other, (load, wanted) in self._loads.items():
@@ -248,7 +254,7 @@ class Tiers:
 
         def dropped() -> None:
             if disk:
-                self.behind_pool.drop_done()
+                self.write_behind.drop_done()
             done()
 
         if disk:
@@ -256,10 +262,10 @@ class Tiers:
             for context, (load, wanted) in tuple(self._loads.items()):
                 if any(want.key in going for part in load.wants for want in part):
                     self._cache.close(context, wanted)
-            keys += self.behind_pool.drop(going, self._lookup.tails(self._cache.context(salt), tokens, first))
+            keys += self.write_behind.drop(going, self._lookup.tails(self._cache.context(salt), tokens, first))
             give_up()
         else:
-            self.behind_pool.flush(lambda lost: give_up(), told=False)
+            self.write_behind.flush(lambda lost: give_up(), told=False)
 
     def lingers(self, tokens: Sequence[int], salt: bytes, keep: int) -> bool:
         """Whether something that `evict` was to take from the disk is there still, because the disk refuses that."""
@@ -348,9 +354,9 @@ class Tiers:
         return KvStats(
             ram=now.get("ram"),
             disk=now.get("disk"),
-            queued=self.behind_pool.chunks,
-            dropped=self.behind_pool.dropped,
-            deferred=self.behind_pool.budget_spent,
+            queued=self.write_behind.chunks,
+            dropped=self.write_behind.dropped,
+            deferred=self.write_behind.budget_spent,
             loaded=self._loaded,
             load_seconds=self._load_seconds,
             abandoned=self._abandoned,
@@ -366,9 +372,9 @@ class Tiers:
         for context, (_, tokens) in tuple(self._loads.items()):
             self._cache.close(context, tokens)
         end = self._clock.now() + grace
-        self.behind_pool.finish(grace)
+        self.write_behind.finish(grace)
         ended = self.writer.close(max(0.0, end - self._clock.now()))
-        if left := self.behind_pool.left():
+        if left := self.write_behind.left():
             log.warning("%d chunks of KV were not stored before the end, and will be computed again", left)
         # A store is left as it is while a thread still hangs in it; the end of the process gives it back.
         if all([ended, self.reader.close()]):

@@ -138,7 +138,11 @@ def _locate(model: str, env: Mapping[str, str] | None) -> Path:
             f"there is no folder {model}; a model is a folder, a GGUF file, a hub id (org/name) or one of "
             f"{', '.join((DEMO, *KNOWN))}"
         )
-    repository = _repository(cache_folder(env), name)
+    return _downloaded(model, tag, _repository(cache_folder(env), name))
+
+
+def _downloaded(model: str, tag: str, repository: Path) -> Path:
+    """What lies in the hub's cache of a model, or of the one of its GGUF files that a tag names."""
     here = cached(repository)
     if tag:
         chosen = select(model, repository)

@@ -82,9 +82,10 @@ def launch_first(config: Config, in_process: bool = False, folder: Path | None =
 def launch(load: wire.Load, in_process: bool = False) -> Worker:
     """Start a worker and send it its first frame. Raises OSError, or before that UnicodeEncodeError."""
     first = wire.encode(load)
-    ours, theirs = socket.socketpair()
     if in_process:
         _import_all(load)
+    ours, theirs = socket.socketpair()
+    if in_process:
         thread = threading.Thread(target=_serve_quietly, args=(theirs,), name="cairn-worker", daemon=True)
         thread.start()
         worker = Worker(ours, None, thread)

@@ -13,10 +13,10 @@ from cairn.engine.base import EngineInfo
 from cairn.errors import ConfigError, Conflict
 from cairn.kv.codec import Codec, open_codec
 from cairn.kv.codec_check import recall
-from cairn.kv.context import TierName
 from cairn.kv.disk import DiskStore
 from cairn.kv.prefix import numerics
 from cairn.kv.ram import RamStore
+from cairn.kv.sequence_kv import TierName
 from cairn.kv.store import Store
 from cairn.kv.store_folder import held
 from cairn.paths import expanded

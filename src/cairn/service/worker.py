@@ -23,9 +23,9 @@ from pathlib import Path
 from cairn.engine.base import Engine
 from cairn.errors import CairnError
 from cairn.figures import KvStats
-from cairn.kv.behind import WriteLimits
 from cairn.kv.cache import Cache
 from cairn.kv.tiers import Tiers
+from cairn.kv.write_behind import WriteLimits
 from cairn.models.loading import watched
 from cairn.models.tokenizer_files import with_tokenizer
 from cairn.plan import Limits, Plan
@@ -139,7 +139,7 @@ class Loop:
             return 0
         if (tiers is not None and tiers.loading) or not self._scheduler.idle:
             return LOOK_SECONDS
-        if tiers is not None and not rested and tiers.behind_pool.chunks:
+        if tiers is not None and not rested and tiers.write_behind.chunks:
             return REST_SECONDS
         return BEAT_SECONDS if self._answers.owed else None
 
@@ -176,7 +176,7 @@ class Loop:
         elif plan.rows:
             self._failures = 0
             if self._tiers is not None and (counted := plan.prompt_tokens):
-                self._tiers.gate.computed(counted, seconds)
+                self._tiers.load_policy.computed(counted, seconds)
         outputs = self._scheduler.commit(plan, results, seconds)
         ids, tokens, others = _columns(outputs)
         return wire.Step(stats=self._stats(kv), ids=ids, tokens=tokens, outputs=others, started=tuple(plan.started))

@@ -44,15 +44,19 @@ class Process:
 def launch() -> Process:
     """Start a process; it imports what it needs meanwhile. Raises OSError."""
     ours, theirs = socket.socketpair()
-    with theirs:
-        popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "cairn.text.render"],  # -P: nothing from the working directory
-            stdin=theirs.fileno(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=without_secrets(),
-            process_group=0,  # Ctrl-C in a terminal is for the parent
-        )
+    try:
+        with theirs:
+            popen = subprocess.Popen(
+                [sys.executable, "-P", "-m", "cairn.text.render"],  # -P: nothing from the working directory
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=without_secrets(),
+                process_group=0,  # Ctrl-C in a terminal is for the parent
+            )
+    except BaseException:
+        ours.close()
+        raise
     return Process(popen, ours)
 
 
@@ -222,6 +226,8 @@ class Renderer:
             raise CairnError(f"the process that renders chat templates did not start ({error})") from error
         finally:
             if not started:
+                if process is not None and self._writer is None:
+                    process.sock.close()
                 self._end()
 
     async def _compile(self) -> None:

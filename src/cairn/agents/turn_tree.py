@@ -143,6 +143,7 @@ class Agent:
         "head",
         "key",
         "new",
+        "open_requests",
         "own",
         "record",
         "root",
@@ -151,7 +152,6 @@ class Agent:
         "savings",
         "starting",
         "straight",
-        "ties",
         "used",
     )
 
@@ -165,14 +165,14 @@ class Agent:
         self.running: RunningTurn | None = None
         self.starting = False
         """A turn is about to run."""
-        self.ties = 0
+        self.open_requests = 0
         """Ordinary requests in its name that are computed now."""
         self.straight = False
         """Every turn of its own is known to lie on the path to its head, so none is abandoned."""
         self.new = False
         """It is not durable yet, so nothing may share what it holds."""
         self.salt = b""
-        """The tenant's or `NOBODY`, once the roster has the agent."""
+        """The tenant's or `NOBODY`, once the registry has the agent."""
 
     @property
     def id(self) -> str:
@@ -187,7 +187,7 @@ class Agent:
     def over(self, now: float) -> bool:
         """Whether it was not used for longer than it is to be kept; it is in use while a turn of it or a request in its
         name runs."""
-        idle = not self.ties and not self.busy
+        idle = not self.open_requests and not self.busy
         return idle and self.record.ttl is not None and now - self.used > self.record.ttl
 
     @property

@@ -17,13 +17,13 @@ from house import FOLDER, House, file_of, hear, house
 from tests.agents.test_portable import forged, with_agent
 from tests.files import Fault
 
+from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.content import Content
 from cairn.agents.index import Kind
 from cairn.agents.records import TurnRecord, pack
-from cairn.agents.roster import Roster
 from cairn.agents.running import RunningTurn
 from cairn.agents.segment import Record
-from cairn.agents.tree import Turn
+from cairn.agents.turn_tree import Turn
 from cairn.errors import Conflict, Damaged, NotFound, Unavailable
 from cairn.service.requests import SamplingOptions
 from cairn.types import Delta
@@ -123,7 +123,7 @@ async def test_a_damaged_turn_is_named_with_what_can_be_done_and_costs_no_other(
             (3, "finished", False),
             (4, "finished", True),
         ]
-        await at.agents.take_in("default", await file_of(at, "default", "ada"), "copy")
+        await at.agents.import_agent("default", await file_of(at, "default", "ada"), "copy")
         assert await at.agents.turns("default", "copy") == (left[0], left[3])
         await at.again(clean=True)
         assert [turn.number for turn in await at.agents.turns("default", "ada")] == [1, 4]
@@ -339,7 +339,7 @@ async def test_an_agent_that_is_deleted_while_it_is_read_is_not_found(
         gone.set()
         with pytest.raises(NotFound, match="there is no agent ada"):
             await task
-        assert mine not in at.agents._book.roster
+        assert mine not in at.agents._agents.registry
 
 
 async def test_turns_that_are_collected_while_they_are_listed_are_not_damaged(
@@ -408,7 +408,7 @@ async def test_an_agent_whose_head_is_lost_never_stands_at_anothers_turn(folder:
         await spoken(at)
         theirs = at.agents._find("default", "bob").head
         data = await file_of(at, "default", "ada")
-        await at.agents.take_in("other", forged(data, with_agent(under=theirs.key, pinned=True)), "eve")
+        await at.agents.import_agent("other", forged(data, with_agent(under=theirs.key, pinned=True)), "eve")
         await at.agents.fork("default", "ada", turn=2, new_id="fay")
         for tenant, id, head in (("other", "eve", 3), ("default", "fay", 2)):
             agent = at.agents._find(tenant, id)
@@ -453,7 +453,7 @@ async def test_turns_behind_a_lost_one_are_looked_at_once(folder: Path) -> None:
 
     turns, missing = 300, set[int]()
     began = Counted({key: TurnRecord(agent=1, number=key, parent=key - 1) for key in range(2, turns)})
-    roster = Roster()
+    registry = AgentRegistry()
     for _ in range(2):
-        assert all(roster._grow(key, began, missing) is None for key in began)
+        assert all(registry._grow(key, began, missing) is None for key in began)
     assert looked < 5 * turns

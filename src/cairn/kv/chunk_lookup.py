@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from cairn.kv.attention_window import first_read
 from cairn.kv.cache import Cache
-from cairn.kv.context import Context, TierName
 from cairn.kv.disk import DiskStore
-from cairn.kv.loading import Want
 from cairn.kv.prefix import Chain, root
+from cairn.kv.sequence_kv import SequenceKV, TierName
 from cairn.kv.store import CHUNK_BLOCKS, Store
-from cairn.kv.windows import first_read
+from cairn.kv.store_reader import Want
 
 
 class Tail(NamedTuple):
@@ -22,7 +22,7 @@ class Tail(NamedTuple):
     tokens: tuple[int, ...]
 
 
-class Lookup:
+class ChunkLookup:
     """Questions about contexts, answered by the stores' indexes. Numbers of chunks count from 0 in every group."""
 
     def __init__(self, cache: Cache, stores: Mapping[TierName, Store]) -> None:
@@ -32,7 +32,7 @@ class Lookup:
         self._block_tokens = cache.info.block_tokens
         self.chunk_tokens = CHUNK_BLOCKS * cache.info.block_tokens
 
-    def wants(self, context: Context, tokens: Sequence[int], hit: int) -> tuple[tuple[Want, ...], ...]:
+    def wants(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> tuple[tuple[Want, ...], ...]:
         """What to read, a stretch of one chunk each, for the longest context that the stores can give.
 
         It begins with the chunk in which the pools' `hit` blocks end. Of a window group only what the token after the
@@ -41,7 +41,7 @@ class Lookup:
         first, stop = hit // CHUNK_BLOCKS, len(tokens) // self.chunk_tokens
         for number, group in enumerate(self._groups):
             if group.kind == "full":
-                stop = first + self._leading(self.keys(context, number, tokens, first, stop))
+                stop = first + self._match_prefix(self.keys(context, number, tokens, first, stop))
         while stop > first and (gap := self._gap(context, tokens, first, stop)) is not None:
             stop = gap
         parts = []
@@ -59,16 +59,16 @@ class Lookup:
         """Blocks that `Cache.open` could use of the first `stop` chunks: one token is left to compute."""
         return min(stop * CHUNK_BLOCKS, (len(tokens) - 1) // self._block_tokens)
 
-    def keys(self, context: Context, number: int, tokens: Sequence[int], first: int, stop: int) -> list[bytes]:
+    def keys(self, context: SequenceKV, number: int, tokens: Sequence[int], first: int, stop: int) -> list[bytes]:
         """Keys of chunks `first` to `stop` of a group."""
         return [context.chains[number].key((one + 1) * CHUNK_BLOCKS - 1, tokens) for one in range(first, stop)]
 
-    def all_keys(self, context: Context, tokens: Sequence[int], first: int = 0) -> list[bytes]:
+    def all_keys(self, context: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[bytes]:
         """Keys of all whole chunks from number `first` on, of every group."""
         stop = len(tokens) // self.chunk_tokens
         return [key for number in range(len(self._groups)) for key in self.keys(context, number, tokens, first, stop)]
 
-    def tails(self, context: Context, tokens: Sequence[int], first: int = 0) -> list[Tail]:
+    def tails(self, context: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[Tail]:
         """For every group what follows the last whole chunk, where that is known at all from number `first` on."""
         index = max(first, len(tokens) // self.chunk_tokens)
         if not (rest := tuple(tokens[index * self.chunk_tokens :])):
@@ -87,22 +87,22 @@ class Lookup:
 
         def others(identity: bytes) -> list[bytes]:
             chains = tuple(Chain(root(identity, salt, group, size), size) for group in self._groups)
-            return self.all_keys(Context(chains), tokens, first)
+            return self.all_keys(SequenceKV(chains), tokens, first)
 
-        store.drop_others(others)
+        store.drop_of_other_engines(others)
 
-    def counts(self, context: Context, tokens: Sequence[int]) -> dict[TierName, int]:
+    def counts(self, context: SequenceKV, tokens: Sequence[int]) -> dict[TierName, int]:
         """Leading tokens of a context in each store."""
         full = next((number for number, group in enumerate(self._groups) if group.kind == "full"), 0)
         keys = self.keys(context, full, tokens, 0, len(tokens) // self.chunk_tokens)
-        return {tier: store.leading(keys) * self.chunk_tokens for tier, store in self._stores.items()}
+        return {tier: store.match_prefix(keys) * self.chunk_tokens for tier, store in self._stores.items()}
 
-    def _gap(self, context: Context, tokens: Sequence[int], first: int, stop: int) -> int | None:
+    def _gap(self, context: SequenceKV, tokens: Sequence[int], first: int, stop: int) -> int | None:
         """The chunk that a window group lacks for `stop` chunks: fewer, up to there, may do."""
         for number, group in enumerate(self._groups):
             if group.kind == "window":
                 begin = self._begin(number, tokens, first, stop)
-                found = begin + self._leading(self.keys(context, number, tokens, begin, stop))
+                found = begin + self._match_prefix(self.keys(context, number, tokens, begin, stop))
                 if found < stop:
                     return found
         return None
@@ -112,9 +112,9 @@ class Lookup:
         position = self.usable(tokens, stop) * self._block_tokens
         return max(first, first_read(self._groups[number], position, self._block_tokens) // CHUNK_BLOCKS)
 
-    def _leading(self, keys: Sequence[bytes]) -> int:
+    def _match_prefix(self, keys: Sequence[bytes]) -> int:
         """How many of the first keys are in one store or another."""
         count = 0
-        while count < len(keys) and (more := max(store.leading(keys[count:]) for store in self._stores.values())):
+        while count < len(keys) and (more := max(store.match_prefix(keys[count:]) for store in self._stores.values())):
             count += more
         return count

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from cairn.errors import trace
-from cairn.kv.context import TierName
+from cairn.kv.sequence_kv import TierName
 from cairn.kv.store import OVERHEAD, Chunk, Store
 from cairn.seams import Clock
 
@@ -104,11 +104,11 @@ class Load:
             self.wanted, self.had = now, self.landed
 
 
-class Reader:
+class StoreReader:
     """Loads, first come first served; those that nobody waits for come after all others."""
 
     def __init__(
-        self, stores: Mapping[TierName, Store], size: int, gate: Gate, clock: Clock, wake: Callable[[], None]
+        self, stores: Mapping[TierName, Store], size: int, gate: LoadPolicy, clock: Clock, wake: Callable[[], None]
     ) -> None:
         """`stores` from the fastest down; `wake` is called from the thread whenever something has arrived.
 
@@ -118,7 +118,7 @@ class Reader:
         self._size = size + OVERHEAD
         self._buffers: deque[memoryview] = deque()
         """Those that nothing lies in. New memory is given out page by page, which takes longer than reading does."""
-        self._gate = gate
+        self._load_policy = gate
         self._clock = clock
         self._wake = wake
         self._changed = threading.Condition()
@@ -214,7 +214,7 @@ class Reader:
                     copies.append(dataclasses.replace(chunk, pages=bytes(chunk.pages)))
             chunks.append(chunk)
         size = sum(len(memoryview(chunk.pages).cast("B")) for chunk in chunks)
-        self._gate.read(size, self._clock.now() - began)
+        self._load_policy.read(size, self._clock.now() - began)
         return Arrival(tuple(chunks), lowest, tuple(buffers), tuple(copies))
 
     def _run(self) -> None:
@@ -227,7 +227,7 @@ class Reader:
             self.work()
 
 
-class Gate:
+class LoadPolicy:
     """Whether to load or to compute, from how fast both went of late. What was never measured is taken to be fast.
 
     The loads' thread calls `read`, the worker's all the others.

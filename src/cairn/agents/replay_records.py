@@ -27,7 +27,7 @@ class _Kept(NamedTuple):
     agent: int
 
 
-class Replays:
+class ReplayRecords:
     """Which records of exact replay the log holds, the oldest first."""
 
     def __init__(self, identity: bytes) -> None:

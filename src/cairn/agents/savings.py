@@ -34,7 +34,7 @@ def summed(one: Savings, other: Savings) -> Savings:
     return Savings(**dict(zip(Savings.__struct_fields__, (a + b for a, b in pairs), strict=True)))
 
 
-class Ledger:
+class SavingsTotals:
     """The totals of tenants, and the measured speed of prefill. Agents keep their own lines."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Ledger:
 
 
 LINES = 1 << 63
-"""Keys from here on are the ledger's own."""
+"""Keys from here on are those of totals."""
 BYTES_KEY = LINES | 1 << 62
 """The key of the line of bytes, beside those of the totals."""
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 import msgspec
 
 from cairn.agents.index import Kind
-from cairn.agents.ledger import BYTES_KEY, LINES, Ledger
 from cairn.agents.records import AgentRecord, EndRecord, SavingsRecord, TokensRecord, TurnRecord, decode
+from cairn.agents.savings import BYTES_KEY, LINES, SavingsTotals
 from cairn.agents.segment import Record
-from cairn.agents.tree import NOBODY, Agent, Turn, reach
+from cairn.agents.turn_tree import NOBODY, Agent, Turn, reach
 from cairn.metrics import AgentFigures
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ MOST_IDENTITIES = 256
 """Of models whose turns share one; files that are taken in may name any number."""
 
 
-class Roster:
+class AgentRegistry:
     """All agents of a log."""
 
     def __init__(self, salts: Mapping[str, bytes] | None = None) -> None:
@@ -36,16 +36,16 @@ class Roster:
         """One of each: a record that is read has its own."""
         self._lost: dict[int, set[int]] = {}
         """By the key of the agent that made them: turns, and what is before them, that are in the log and not here."""
-        self.ledger = Ledger()
+        self.savings = SavingsTotals()
 
     def __iter__(self) -> Iterator[Agent]:
         for agents in tuple(self._agents.values()):
             yield from tuple(agents.values())
 
     def figures(self) -> AgentFigures:
-        """How much there is, and what the ledger says of it; the caller knows the log."""
-        saved = self.ledger.total
-        read, written = self.ledger.bytes
+        """How much there is, and what the totals of savings say of it; the caller knows the log."""
+        saved = self.savings.total
+        read, written = self.savings.bytes
         return AgentFigures(
             agents=sum(len(agents) for agents in self._agents.values()),
             turns=Counter(turn.state for turn in self._turns.values() if turn.number),
@@ -180,29 +180,39 @@ class Roster:
                 case Kind.TOKENS | Kind.END:
                     self._answer(record, began, missing)
                 case Kind.SAVINGS:
-                    if (line := decode(record.payload, SavingsRecord)) is not None:
-                        lines[record.key] = line
-                        if line.tenant:
-                            self.ledger.load(line.tenant, line.savings)
-                        elif record.key == BYTES_KEY:
-                            self.ledger.load_bytes(line.read, line.written)
+                    self._line(record, lines)
         missing.clear()
         for key in began:
             self._grow(key, began, missing)
         self._seat(agents, began, lines)
         owned = {record.key for record in records if record.kind in (Kind.AGENT, Kind.TURN)}
         stray = {record.key for record in records if record.kind in OWNED and record.key < LINES} - owned
-        needed: set[int] = set()
-        for seated in self:
-            seated.keeps(needed)
-        for key in self._turns.keys() - needed:
-            del self._turns[key]
+        needed = self._let_go_of_strays()
         for one in self._turns.values():
             if one.parent is not None and one.parent.state == "interrupted":
                 one.parent.state = "finished"  # nothing follows a turn without its end: damage cost that
         for one in self._turns.values():
             one.release()
         return sorted((began.keys() - needed - self._leave(began, needed, agents.keys())) | stray)
+
+    def _line(self, record: Record, lines: dict[int, SavingsRecord]) -> None:
+        """Take a line of savings: an agent's own, a tenant's total, or the bytes of the stores."""
+        if (line := decode(record.payload, SavingsRecord)) is None:
+            return
+        lines[record.key] = line
+        if line.tenant:
+            self.savings.load(line.tenant, line.savings)
+        elif record.key == BYTES_KEY:
+            self.savings.load_bytes(line.read, line.written)
+
+    def _let_go_of_strays(self) -> set[int]:
+        """Forget the turns that no agent needs; the keys of those that some agent does."""
+        needed: set[int] = set()
+        for agent in self:
+            agent.keeps(needed)
+        for key in self._turns.keys() - needed:
+            del self._turns[key]
+        return needed
 
     def _leave(self, began: dict[int, TurnRecord], needed: Set[int], agents: Set[int]) -> set[int]:
         """Keys of turns that nobody can reach because damage took what leads to them: they stay in the log."""

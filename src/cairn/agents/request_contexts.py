@@ -9,8 +9,8 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from cairn.agents.marks import marks
-from cairn.agents.tree import Agent
+from cairn.agents.prefix_digests import prefix_digests
+from cairn.agents.turn_tree import Agent
 
 MOST_CONTEXTS = 64
 """Of one agent, the last ones."""
@@ -20,10 +20,10 @@ MOST_IDS = 1 << 24
 
 class _Context(NamedTuple):
     ids: array[int]
-    marks: bytes
+    prefix_digests: bytes
 
 
-class Tied:
+class RequestContexts:
     """All agents', the one that was longest without a request first. Of what is forgotten, only age takes the KV."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Tied:
         has its KV pinned too."""
         new = array("I", ids)
         kept = [one for one in self._take(agent) if new[: len(one.ids)] != one.ids]
-        after = [*kept, _Context(new, marks(new))][-MOST_CONTEXTS:]
+        after = [*kept, _Context(new, prefix_digests(new))][-MOST_CONTEXTS:]
         self._of[agent.key] = agent, after
         self._size += sum(len(one.ids) for one in after)
         if self._size > MOST_IDS:
@@ -61,10 +61,10 @@ class Tied:
         self._size -= sum(len(one.ids) for one in contexts)
         return contexts
 
-    def marks(self, agent: Agent, *, own: bool) -> list[bytes]:
+    def prefix_digests(self, agent: Agent, *, own: bool) -> list[bytes]:
         """Of the contexts of all other agents of the tenant; `own`: of the agent's, too."""
         return [
-            one.marks
+            one.prefix_digests
             for other, contexts in self._of.values()
             if other.tenant == agent.tenant and (own or other is not agent)
             for one in contexts

@@ -9,17 +9,17 @@ from typing import Any
 import msgspec
 
 from cairn.agents import portable
-from cairn.agents.book import Book
+from cairn.agents.agent_service import AgentService
 from cairn.agents.index import Kind
 from cairn.agents.records import AgentRecord, SavingsRecord, TurnRecord, check
 from cairn.agents.segment import Record
-from cairn.agents.tree import Agent, Turn
+from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.writer import Writer
 from cairn.types import ModelSpec
 
 
-async def found(
-    book: Book,
+async def create_agent(
+    agents: AgentService,
     tenant: str,
     id: str | None,
     messages: Sequence[dict[str, Any]],
@@ -28,15 +28,15 @@ async def found(
     ttl: float | None,
     pinned: bool,
 ) -> Agent:
-    """A new agent whose context begins with `messages`. Raises as `Book.new_id` and `Book.add` do, and
+    """A new agent whose context begins with `messages`. Raises as `AgentService.new_id` and `AgentService.add` do, and
     InvalidRequest for what no record can hold."""
     check(messages, "messages")
     check(tools, "tools")
     check(metadata, "metadata")
-    await book.vacate(tenant, id)
-    id = book.new_id(tenant, id)
-    now = book.outbox.now()
-    root = book.writer.record(Kind.TURN, TurnRecord(agent=0, number=0, messages=tuple(messages), tools=tuple(tools)))
+    await agents.free_id(tenant, id)
+    id = agents.new_id(tenant, id)
+    now = agents.pending.now()
+    root = agents.writer.record(Kind.TURN, TurnRecord(agent=0, number=0, messages=tuple(messages), tools=tuple(tools)))
     beginning = Turn(root.key, msgspec.msgpack.decode(root.payload, type=TurnRecord), None)
     record = AgentRecord(
         id=id,
@@ -50,11 +50,11 @@ async def found(
         ttl=ttl,
         metadata=dict(metadata),
     )
-    return await book.add(Agent(book.writer.key(), record, beginning, beginning), root)
+    return await agents.add(Agent(agents.writer.key(), record, beginning, beginning), root)
 
 
-async def take_in(
-    book: Book,
+async def import_agent(
+    agents: AgentService,
     spec: ModelSpec,
     tenant: str,
     data: bytes,
@@ -63,17 +63,17 @@ async def take_in(
 ) -> Agent:
     """An agent that a file holds, under its own id or another. `accept` raises for what may not come in.
 
-    Raises as `portable.read`, `Book.new_id` and `Book.add` do.
+    Raises as `portable.read`, `AgentService.new_id` and `AgentService.add` do.
     """
     read = await asyncio.to_thread(portable.read, data, spec.vocab, spec.identity)
     if accept is not None:
         await asyncio.to_thread(accept, read)
     id = read.agent.id if id is None else id
-    await book.vacate(tenant, id)
-    id = book.new_id(tenant, id)
-    agent, records = await asyncio.to_thread(_plant, book.writer, read, tenant, id, book.outbox.now())
-    book.new_id(tenant, id)  # another may have taken it meanwhile
-    return await book.add(agent, *records)
+    await agents.free_id(tenant, id)
+    id = agents.new_id(tenant, id)
+    agent, records = await asyncio.to_thread(_plant, agents.writer, read, tenant, id, agents.pending.now())
+    agents.new_id(tenant, id)  # another may have taken it meanwhile
+    return await agents.add(agent, *records)
 
 
 def _plant(writer: Writer, read: portable.Portable, tenant: str, id: str, now: float) -> tuple[Agent, list[Record]]:

@@ -11,10 +11,10 @@ import pytest
 from desk import Desk, desk
 from tests.files import CrashFile, Fault
 
-from cairn.agents.outbox import Outbox
-from cairn.agents.roster import Roster
+from cairn.agents.agent_registry import AgentRegistry
+from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.segment import Record
-from cairn.agents.tree import Agent
+from cairn.agents.turn_tree import Agent
 from cairn.errors import Unavailable
 from cairn.figures import CacheReport
 from cairn.types import Done, FinishReason, Usage
@@ -30,24 +30,24 @@ class Work:
         self.turn = self.looked = 0
         self.noted: Counter[int] = Counter()
         self.pruned: Counter[int] = Counter()
-        note, every, prune = Outbox.note, Roster.__iter__, Roster.prune
+        note, every, prune = PendingWrites.note, AgentRegistry.__iter__, AgentRegistry.prune
 
-        def noted(outbox: Outbox, agent: Agent) -> Record:
+        def noted(pending: PendingWrites, agent: Agent) -> Record:
             self.noted[self.turn] += 1
-            return note(outbox, agent)
+            return note(pending, agent)
 
-        def looked(roster: Roster) -> Iterator[Agent]:
-            for agent in every(roster):
+        def looked(registry: AgentRegistry) -> Iterator[Agent]:
+            for agent in every(registry):
                 self.looked += 1
                 yield agent
 
-        def pruned(roster: Roster, agent: Agent, before: float) -> list[int]:
+        def pruned(registry: AgentRegistry, agent: Agent, before: float) -> list[int]:
             self.pruned[self.turn] += 1
-            return prune(roster, agent, before)
+            return prune(registry, agent, before)
 
-        monkeypatch.setattr(Outbox, "note", noted)
-        monkeypatch.setattr(Roster, "__iter__", looked)
-        monkeypatch.setattr(Roster, "prune", pruned)
+        monkeypatch.setattr(PendingWrites, "note", noted)
+        monkeypatch.setattr(AgentRegistry, "__iter__", looked)
+        monkeypatch.setattr(AgentRegistry, "prune", pruned)
 
     async def tick(self) -> None:
         while True:
@@ -64,9 +64,9 @@ async def refuse(at: Desk, agents: list[Agent]) -> None:
     """The disk takes nothing, of what ordinary requests in these agents' names saved neither."""
     at.files.fail(Fault(at.files.calls, errno.EIO, sticky=True))
     for agent in agents:
-        at.writer.append(*at.book.outbox.count(agent, DONE), at.book.outbox.note(agent))
+        at.writer.append(*at.book.pending.count(agent, DONE), at.book.pending.note(agent))
     with pytest.raises(Unavailable):
-        await at.writer.sync(*at.book.outbox.count(agents[0], DONE))
+        await at.writer.sync(*at.book.pending.count(agents[0], DONE))
 
 
 async def test_one_refused_record_is_no_work_for_every_agent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,14 +82,14 @@ async def test_one_refused_record_is_no_work_for_every_agent(monkeypatch: pytest
         at.files.heal()
         await at.upkeep.tend()
         await at.again()
-        assert at.agent("a7").savings.requests == at.book.roster.ledger.totals["me"].requests == 2
+        assert at.agent("a7").savings.requests == at.book.registry.savings.totals["me"].requests == 2
 
 
 async def test_upkeep_of_many_agents_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """To what else the event loop has to do."""
     async with desk() as at:
         await many(at)
-        await refuse(at, list(at.book.roster))
+        await refuse(at, list(at.book.registry))
         at.files.heal()
         work = Work(monkeypatch)
         ticking = asyncio.create_task(work.tick())

@@ -6,36 +6,39 @@ import hashlib
 from collections.abc import Sequence
 
 from cairn.agents.records import pack
-from cairn.agents.tree import CHUNK_TOKENS, Agent, Turn
+from cairn.agents.turn_tree import CHUNK_TOKENS, Agent, Turn
 
-MARK = 8
+DIGEST_BYTES = 8
 """Bytes of one."""
 MOST_BYTES = 1 << 24
 """Of the marks of heads: these are of 128 million tokens."""
 
 
-def marks(ids: Sequence[int]) -> bytes:
+def prefix_digests(ids: Sequence[int]) -> bytes:
     """For each whole chunk a digest of the context up to its end."""
     data, step, last, found = pack(ids), 4 * CHUNK_TOKENS, b"", bytearray()
     for end in range(step, len(data) + 1, step):
         last = hashlib.sha256(last + data[end - step : end]).digest()
-        found += last[:MARK]
+        found += last[:DIGEST_BYTES]
     return bytes(found)
 
 
-def common(one: bytes, other: bytes) -> int:
+def common_chunks(one: bytes, other: bytes) -> int:
     """How many leading chunks two contexts have in common, by their marks."""
-    low, high = 0, min(len(one), len(other)) // MARK
+    low, high = 0, min(len(one), len(other)) // DIGEST_BYTES
     while low < high:  # where two chunks have the same mark, all before them have
         middle = (low + high + 1) // 2
-        if one[(middle - 1) * MARK : middle * MARK] == other[(middle - 1) * MARK : middle * MARK]:
+        if (
+            one[(middle - 1) * DIGEST_BYTES : middle * DIGEST_BYTES]
+            == other[(middle - 1) * DIGEST_BYTES : middle * DIGEST_BYTES]
+        ):
             low = middle
         else:
             high = middle - 1
     return low
 
 
-class Heads:
+class HeadDigests:
     """Marks of the contexts at agents' heads, as far as they were read: else each deletion would read them all."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ BATCH_BYTES = 32 << 20
 """Pages handed to the stores at once: durable together, so they share the waiting for the disk."""
 
 
-class Writer:
+class StoreWriter:
     """A queue of chunks and of other jobs on the stores, done in order."""
 
     def __init__(

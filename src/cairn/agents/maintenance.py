@@ -7,9 +7,9 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
-from cairn.agents.book import Book
+from cairn.agents.agent_service import AgentService
 from cairn.agents.kv import BATCH
-from cairn.agents.replays import Replays
+from cairn.agents.replay_records import ReplayRecords
 from cairn.errors import Unavailable, trace
 
 log = logging.getLogger(__name__)
@@ -19,12 +19,12 @@ ABANDONED_SECONDS = 7 * 86_400.0
 """How long turns off an agent's path are kept after its head was moved away from them."""
 
 
-class Upkeep:
+class Maintenance:
     """Runs from when it is made, on the event loop, until `close`."""
 
-    def __init__(self, book: Book, replays: Replays, orphans: Sequence[int]) -> None:
+    def __init__(self, agents: AgentService, replays: ReplayRecords, orphans: Sequence[int]) -> None:
         """`orphans`: keys that the log holds for no agent, to be erased first."""
-        self._book, self._replays = book, replays
+        self._agents, self._replays = agents, replays
         self._task = asyncio.create_task(self._run(orphans))
 
     async def close(self) -> None:
@@ -34,7 +34,7 @@ class Upkeep:
 
     async def _run(self, orphans: Sequence[int]) -> None:
         with contextlib.suppress(Unavailable):
-            await self._book.outbox.erase(orphans)
+            await self._agents.pending.erase(orphans)
         while True:
             await asyncio.sleep(TEND_SECONDS)
             try:
@@ -49,24 +49,24 @@ class Upkeep:
 
         The KV of both goes with them.
         """
-        book, outbox = self._book, self._book.outbox
-        await outbox.settle()
-        now = outbox.now()
-        outbox.condemn(self._replays.over(now))
-        for looked, agent in enumerate(book.roster, 1):
+        agents, pending = self._agents, self._agents.pending
+        await pending.settle()
+        now = pending.now()
+        pending.erase_later(self._replays.over(now))
+        for looked, agent in enumerate(agents.registry, 1):
             if looked % BATCH == 0:
                 await asyncio.sleep(0)
-            if agent in book.roster and not agent.busy and not agent.over(now):
-                own, over = agent.own, set(book.roster.prune(agent, now - ABANDONED_SECONDS))
-                outbox.condemn(over)  # at once: who deletes the agent meanwhile is told when all of it is gone
-                await book.kv.collect(agent, [turn for turn in own if turn.key in over])
+            if agent in agents.registry and not agent.busy and not agent.over(now):
+                own, over = agent.own, set(agents.registry.prune(agent, now - ABANDONED_SECONDS))
+                pending.erase_later(over)  # at once: who deletes the agent meanwhile is told when all of it is gone
+                await agents.kv.collect(agent, [turn for turn in own if turn.key in over])
         await self._erase()
-        for agent in book.roster:
-            if agent in book.roster and agent.over(now):
-                outbox.condemn(await book.let_go(agent))
+        for agent in agents.registry:
+            if agent in agents.registry and agent.over(now):
+                pending.erase_later(await agents.detach(agent))
         await self._erase()  # all at once: each erasure writes the log anew
 
     async def _erase(self) -> None:
-        outbox = self._book.outbox
-        if condemned := outbox.condemned():
-            await outbox.erase(condemned)  # which knows them again if it is cut off
+        pending = self._agents.pending
+        if to_erase := pending.to_erase():
+            await pending.erase(to_erase)  # which knows them again if it is cut off

@@ -15,15 +15,15 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from cairn.agents.damage import told
+from cairn.agents.agent_registry import AgentRegistry
+from cairn.agents.archive import typed_read_errors
 from cairn.agents.index import Kind
 from cairn.agents.kv import AgentKv, owners
-from cairn.agents.outbox import Outbox
+from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.records import TurnRecord, UnpinRecord, decode
-from cairn.agents.replays import Replays
-from cairn.agents.roster import Roster
+from cairn.agents.replay_records import ReplayRecords
 from cairn.agents.segment import Record
-from cairn.agents.tree import NOBODY, Agent, Turn
+from cairn.agents.turn_tree import NOBODY, Agent, Turn
 from cairn.agents.writer import Writer
 from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
 from cairn.seams import Rng
@@ -35,11 +35,19 @@ MAX_AGENTS = 10_000
 """Of one tenant."""
 
 
-class Book:
-    """The roster and the log of one server."""
+class AgentService:
+    """The registry and the log of one server."""
 
-    def __init__(self, roster: Roster, writer: Writer, outbox: Outbox, kv: AgentKv, rng: Rng, replays: Replays) -> None:
-        self.roster, self.writer, self.outbox, self.kv, self.rng = roster, writer, outbox, kv, rng
+    def __init__(
+        self,
+        registry: AgentRegistry,
+        writer: Writer,
+        pending: PendingWrites,
+        kv: AgentKv,
+        rng: Rng,
+        replays: ReplayRecords,
+    ) -> None:
+        self.registry, self.writer, self.pending, self.kv, self.rng = registry, writer, pending, kv, rng
         self._replays = replays
         self._untold: dict[int, Record] = {}
         """By the agent's key: what the log has of agents of which the stores do not know whether they are pinned."""
@@ -54,16 +62,16 @@ class Book:
         Nor is one there whose time to live is `over`, whether it is erased yet or not, unless those are asked for.
         """
         check_id(id)
-        agent = self.roster.find(tenant, id)
-        if agent is None or (not over and agent.over(self.outbox.now())):
+        agent = self.registry.find(tenant, id)
+        if agent is None or (not over and agent.over(self.pending.now())):
             raise NotFound(f"there is no agent {id}", field="id")
         return agent
 
     @contextlib.contextmanager
     def reading(self, tenant: str, id: str) -> Iterator[Agent]:
-        """One agent whose turns are about to be read: see `damage.told`."""
+        """One agent whose turns are about to be read: see `archive.typed_read_errors`."""
         agent = self.find(tenant, id)
-        with told(self.roster, agent):
+        with typed_read_errors(self.registry, agent):
             yield agent
 
     def idle(self, tenant: str, id: str) -> Agent:
@@ -80,20 +88,20 @@ class Book:
             raise NotFound(f"agent {agent.id} has no turn {number}", field="turn")
         return turn
 
-    async def vacate(self, tenant: str, id: str | None) -> None:
+    async def free_id(self, tenant: str, id: str | None) -> None:
         """Erase the agent of that id if its time to live is over: its id can be had again."""
-        agent = self.roster.find(tenant, id) if id is not None else None
-        if agent is not None and agent.over(self.outbox.now()):
+        agent = self.registry.find(tenant, id) if id is not None else None
+        if agent is not None and agent.over(self.pending.now()):
             await self.remove(agent)
 
     def new_id(self, tenant: str, id: str | None) -> str:
         """An id for another agent: this one, or one made up. Conflict if it is taken, Overloaded if too many."""
-        if self.roster.count(tenant) >= MAX_AGENTS:
+        if self.registry.count(tenant) >= MAX_AGENTS:
             raise Overloaded(f"there are {MAX_AGENTS} agents, the limit; delete some", retry_after=60.0)
         if id is None:
             return f"agent-{self.rng.bits64():016x}"
         check_id(id)
-        if self.roster.find(tenant, id) is not None:
+        if self.registry.find(tenant, id) is not None:
             raise Conflict(f"there is an agent {id} already", field="id")
         return id
 
@@ -104,11 +112,11 @@ class Book:
         """A new agent, and the records that it needs."""
         written = self.writer.record(Kind.AGENT, agent.record, agent.key)
         agent.starting = agent.new = True
-        self.roster.add(agent)
+        self.registry.add(agent)
         try:
-            await self.outbox.sync(*more, written)
+            await self.pending.sync(*more, written)
         except BaseException:
-            self.outbox.condemn({*self.roster.remove(agent), *(record.key for record in more)})
+            self.pending.erase_later({*self.registry.remove(agent), *(record.key for record in more)})
             raise
         finally:
             agent.starting = agent.new = False
@@ -120,8 +128,8 @@ class Book:
         """A new agent with this one's history up to a turn. Conflict while that is not durable."""
         if agent.new:
             raise Conflict(f"agent {agent.id} is being made; fork it once that is answered")
-        await self.vacate(agent.tenant, id)
-        now = self.outbox.now()
+        await self.free_id(agent.tenant, id)
+        now = self.pending.now()
         old = agent.record
         record = msgspec.structs.replace(
             old,
@@ -141,16 +149,16 @@ class Book:
     async def move(self, agent: Agent, head: Turn) -> None:
         """Another turn is the agent's head; what is pinned follows. Nothing may begin meanwhile."""
         before, old, agent.starting, agent.straight = agent.head, agent.record, True, False
-        agent.head, agent.record = head, msgspec.structs.replace(old, left={**old.left, before.key: self.outbox.now()})
+        agent.head, agent.record = head, msgspec.structs.replace(old, left={**old.left, before.key: self.pending.now()})
         try:
-            await self.outbox.sync(self.outbox.note(agent))
+            await self.pending.sync(self.pending.note(agent))
         except Unavailable:
             agent.head = before
             agent.record = msgspec.structs.replace(agent.record, left=old.left)
-            self.outbox.owe(self.outbox.note(agent))
+            self.pending.write_later(self.pending.note(agent))
             raise
         except BaseException:  # nobody hears whether the disk takes it
-            self.outbox.owe(self.outbox.note(agent))
+            self.pending.write_later(self.pending.note(agent))
             self._repin(agent)
             raise
         finally:
@@ -166,17 +174,17 @@ class Book:
         lock = self._pinning.setdefault(agent.key, asyncio.Lock())
         async with lock:  # what one change goes back to is never what another is about to be refused
             before = agent.record.pinned
-            if agent not in self.roster:  # nothing is written of what is erased
+            if agent not in self.registry:  # nothing is written of what is erased
                 return False
             agent.record = msgspec.structs.replace(agent.record, pinned=pinned)
             try:
-                await self.outbox.sync(self.outbox.note(agent))
+                await self.pending.sync(self.pending.note(agent))
             except Unavailable:  # the head may have moved meanwhile
                 agent.record = msgspec.structs.replace(agent.record, pinned=before)
-                self.outbox.owe(self.outbox.note(agent))
+                self.pending.write_later(self.pending.note(agent))
                 raise
             except BaseException:  # nobody hears whether the disk takes it
-                self.outbox.owe(self.outbox.note(agent))
+                self.pending.write_later(self.pending.note(agent))
                 self.kv.pin_later(agent)
                 raise
         return pinned != before
@@ -186,13 +194,13 @@ class Book:
         record = self.writer.record(Kind.TURN, began)
         turn = Turn(record.key, began, agent.head)
         turn.state = "running"  # while it is being synced, too
-        self.roster.add_turn(agent, turn)
+        self.registry.add_turn(agent, turn)
         try:
-            await self.outbox.sync(record)
+            await self.pending.sync(record)
         except BaseException:
-            self.roster.take_back(agent, turn)
-            self.outbox.condemn([turn.key])
-            self.outbox.owe(self.outbox.note(agent))  # what was noted of the agent meanwhile names the turn
+            self.registry.take_back(agent, turn)
+            self.pending.erase_later([turn.key])
+            self.pending.write_later(self.pending.note(agent))  # what was noted of the agent meanwhile names the turn
             raise
         agent.used = began.began
         return turn
@@ -206,9 +214,9 @@ class Book:
         Unavailable where the disk refuses that. The agent is gone all the same, for nobody knows what of the refusal is
         on the disk: put back, it would lose later turns at the next start. `tend` goes on erasing.
         """
-        keys = await self.let_go(agent, self.outbox.condemned())
+        keys = await self.detach(agent, self.pending.to_erase())
         try:
-            await self.outbox.erase(keys)
+            await self.pending.erase(keys)
         except Unavailable as error:
             raise Unavailable(
                 f"agent {agent.id} is deleted, but its bytes are on the disk until that works again, and if the server "
@@ -216,12 +224,12 @@ class Book:
                 retry_after=10.0,
             ) from error
 
-    async def let_go(self, agent: Agent, others: Sequence[int] = ()) -> list[int]:
+    async def detach(self, agent: Agent, others: Sequence[int] = ()) -> list[int]:
         """Interrupt what runs, and forget an agent and its KV; the keys that are to be erased, with these `others`.
 
         If it is cut off they are condemned.
         """
-        keys = self.roster.remove(agent)  # before anything waits: from here on nobody finds it
+        keys = self.registry.remove(agent)  # before anything waits: from here on nobody finds it
         keys = [*keys, *self._replays.take(agent.key), *others]
         unpinned = False
         try:
@@ -230,7 +238,7 @@ class Book:
                 await agent.running.stop()
             unpinned = await self.kv.drop(agent)
         except BaseException:
-            self.outbox.condemn(keys)
+            self.pending.erase_later(keys)
             raise
         finally:
             if not unpinned:
@@ -241,37 +249,37 @@ class Book:
         """The stores have pins of an agent that is gone: the log knows their owners until they are given up."""
         left = UnpinRecord(owners=owners(agent))
         record = self.writer.record(Kind.UNPIN, left)
-        self.outbox.keep(record)
-        self.kv.unpin_later(left.owners, partial(self.outbox.condemn, [record.key]))
+        self.pending.keep(record)
+        self.kv.unpin_later(left.owners, partial(self.pending.erase_later, [record.key]))
 
     def pin_later(self, agent: Agent) -> None:
         """The stores could not be told whether the agent is pinned: the log knows that until they are."""
         record = self._untold.get(agent.key)
         if record is None:
             record = self.writer.record(Kind.UNPIN, UnpinRecord(owners=owners(agent)))
-            self.outbox.keep(record)
+            self.pending.keep(record)
         self._tell(agent, record)
 
     def _tell(self, agent: Agent, record: Record) -> None:
         def told() -> None:
             del self._untold[agent.key]
-            self.outbox.condemn([record.key])
+            self.pending.erase_later([record.key])
 
         self._untold[agent.key] = record
         self.kv.pin_later(agent, done=told)
 
-    def take_up(self, records: Sequence[Record]) -> None:
+    def resume_pins(self, records: Sequence[Record]) -> None:
         """Tell the stores what a process before this one could not: the pins of an agent that is gone are given up,
         and one that is here, or back since the disk refused its erasure, is pinned or not as it says."""
-        here = {owner: agent for agent in self.roster for owner in owners(agent)} if records else {}
+        here = {owner: agent for agent in self.registry for owner in owners(agent)} if records else {}
         for record in records:
             if (left := decode(record.payload, UnpinRecord)) is None:
                 continue
             agent = next((here[owner] for owner in left.owners if owner in here), None)
             if agent is None:
-                self.kv.unpin_later(left.owners, partial(self.outbox.condemn, [record.key]))
+                self.kv.unpin_later(left.owners, partial(self.pending.erase_later, [record.key]))
             elif agent.key in self._untold:
-                self.outbox.condemn([record.key])  # another one says the same
+                self.pending.erase_later([record.key])  # another one says the same
             elif agent.salt != NOBODY:  # else once its tenant is configured again: without its salt it pins nothing
                 self._tell(agent, record)
 

@@ -14,23 +14,95 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from cairn.engine.base import Engine
-from cairn.kv.budget import DayBudget
 from cairn.kv.cache import Cache
-from cairn.kv.context import Context, Memory
-from cairn.kv.flushes import Flushes
-from cairn.kv.lookup import Tail
+from cairn.kv.chunk_lookup import Tail
 from cairn.kv.prefix import extend
+from cairn.kv.sequence_kv import RecentKeys, SequenceKV
 from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store
-from cairn.kv.writing import Writer
+from cairn.kv.store_writer import StoreWriter
 from cairn.seams import Clock
 
 WAIT_SECONDS = 30.0
 """How long a chunk waits in the pool for the step loop to have nothing to do; then it is copied between two steps."""
+DAY_SECONDS = 86_400.0
+
+Flushed = Callable[[int], None]
+"""Gets the number of chunks that were given up."""
+
+
+@dataclass(slots=True)
+class _Flush:
+    before: int
+    done: Flushed
+    counts: bool
+    lost: int
+
+
+class Flushes:
+    """Who waits until everything noted so far is stored, and what they are told was given up.
+
+    Chunks are known by serials in the order in which they were noted.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Flush] = deque()
+        self._untold = 0
+        """Chunks given up that nobody was told of."""
+
+    def __bool__(self) -> bool:
+        """Whether anybody waits."""
+        return bool(self._waiting)
+
+    def add(self, before: int, done: Flushed, *, counts: bool) -> None:
+        """`done` waits for all chunks `before` a serial.
+
+        Where it `counts`, it is told of those that were given up, and of earlier ones that nobody was told of.
+        """
+        self._waiting.append(_Flush(before, done, counts, self._untold if counts else 0))
+        if counts:
+            self._untold = 0
+
+    def lose(self, serial: int) -> None:
+        """A chunk is given up: whoever waits for it is told, or else whoever comes next."""
+        waiting = [flush for flush in self._waiting if flush.counts and serial < flush.before]
+        for flush in waiting:
+            flush.lost += 1
+        if not waiting:
+            self._untold += 1
+
+    def answer(self, oldest: Callable[[], float]) -> None:
+        """Call those that wait for nothing any more. `oldest`: serial of the oldest chunk that is outstanding."""
+        while self._waiting and oldest() >= self._waiting[0].before:
+            flush = self._waiting.popleft()
+            flush.done(flush.lost)
+
+
+class DayBudget:
+    """How many bytes may be written a day. What no store took is given back."""
+
+    def __init__(self, clock: Clock, limit: float) -> None:
+        self._clock, self._limit = clock, limit
+        self._day, self._spent = clock.now(), 0
+
+    @property
+    def left(self) -> bool:
+        """Whether something may still be written today."""
+        if self._clock.now() - self._day >= DAY_SECONDS:
+            self._day, self._spent = self._clock.now(), 0
+        return self._spent < self._limit
+
+    def spend(self, size: int) -> None:
+        """So much is to be written."""
+        self._spent += size
+
+    def refund(self, size: int) -> None:
+        """So much was not written after all, perhaps of what was spent the day before."""
+        self._spent = max(0, self._spent - size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +128,11 @@ class _Noted:
     """When it was noted."""
 
 
-class Behind:
+class WriteBehind:
     """What waits to be written. One thread calls; the writer's thread sees chunks only."""
 
     def __init__(
-        self, cache: Cache, engine: Engine, clock: Clock, store: Store, writer: Writer, limits: WriteLimits
+        self, cache: Cache, engine: Engine, clock: Clock, store: Store, writer: StoreWriter, limits: WriteLimits
     ) -> None:
         """`store`: the most durable one, whose chunks need not be written again."""
         self._cache = cache
@@ -80,8 +152,8 @@ class Behind:
         self._outstanding: OrderedDict[bytes, int] = OrderedDict()
         """Serial of every chunk that is noted, queued or being written."""
         self._serial = 0
-        self._touched = Memory()
-        self._stored = Memory()
+        self._touched = RecentKeys()
+        self._stored = RecentKeys()
         self._flushes = Flushes()
         self._drops = 0
         """Orders of `drop` that go on."""
@@ -110,7 +182,7 @@ class Behind:
         """Whether stores are about to drop something."""
         return self._drops > 0
 
-    def findable(self, context: Context, tokens: Sequence[int]) -> None:
+    def findable(self, context: SequenceKV, tokens: Sequence[int]) -> None:
         """The pool has more of this context: note the chunks that are whole and should be stored.
 
         A context that must not be stored leaves no trace here: the next to come with the same tokens is the first.
@@ -127,7 +199,7 @@ class Behind:
                 self._note(context, number, context.noted[number], tokens)
                 context.noted[number] += 1
 
-    def not_yet(self, context: Context, index: int, tokens: Sequence[int]) -> bool:
+    def not_stored_yet(self, context: SequenceKV, index: int, tokens: Sequence[int]) -> bool:
         """Whether the chunk with this block of the first group was seen and, as far as is remembered, never stored."""
         last = (index // CHUNK_BLOCKS + 1) * CHUNK_BLOCKS - 1
         if (last + 1) * self._cache.info.block_tokens > len(tokens):
@@ -249,7 +321,7 @@ class Behind:
                 self._budget.refund(size)
                 self._lose(serial)
 
-    def _note(self, context: Context, number: int, index: int, tokens: Sequence[int]) -> None:
+    def _note(self, context: SequenceKV, number: int, index: int, tokens: Sequence[int]) -> None:
         """Decide about one whole chunk of a context: it is stored, outstanding, not wanted (yet), or noted now."""
         chain, last = context.chains[number], (index + 1) * CHUNK_BLOCKS - 1
         key = chain.key(last, tokens)
@@ -325,7 +397,7 @@ class Behind:
         return self.bytes + size <= self._limits.queue_bytes or (not self.bytes and len(line) == 1)
 
     def _durable(self, key: bytes) -> bool:
-        return self._store.leading((key,)) == 1
+        return self._store.match_prefix((key,)) == 1
 
     def _has_parent(self, parent: bytes) -> bool:
         return not parent or parent in self._outstanding or self._durable(parent)

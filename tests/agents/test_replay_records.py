@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from house import GREEDY, House, house
 
-from cairn.agents import replays as replays_module
+from cairn.agents import replay_records as replays_module
 from cairn.agents.index import Kind
-from cairn.agents.replays import KEEP_SECONDS, Replays
+from cairn.agents.replay_records import KEEP_SECONDS, ReplayRecords
 from cairn.agents.segment import Record
 from cairn.service.requests import requests
 from cairn.text.chat import Sampled
@@ -90,8 +90,8 @@ async def test_what_is_a_week_old_is_erased(folder: Path) -> None:
         assert b"b" * 32 not in bytes_on_disk and b"c" * 32 in bytes_on_disk
 
 
-def filled(count: int) -> Replays:
-    kept = Replays(b"model")
+def filled(count: int) -> ReplayRecords:
+    kept = ReplayRecords(b"model")
     for n in range(count):
         kept.add(Record(n + 1, Kind.REPLAY, n + 1, b"x" * 1000), float(n))
     return kept
@@ -109,9 +109,9 @@ def test_another_models_answers_wait_and_damage_is_left_out() -> None:
     """Known failures 28 and 30: other tokens are never put into a prompt, and a payload that is none stops nothing."""
     import msgspec
 
-    kept = Replays(b"model")
+    kept = ReplayRecords(b"model")
     payload = kept.payload("ada", SAMPLED, 5.0)
-    other = Replays(b"other").payload("ada", SAMPLED, 5.0)
+    other = ReplayRecords(b"other").payload("ada", SAMPLED, 5.0)
     odd = msgspec.structs.replace(payload, ids=b"123")
     records = [
         Record(n, Kind.REPLAY, n, msgspec.msgpack.encode(value)) for n, value in enumerate((payload, other, odd), 1)

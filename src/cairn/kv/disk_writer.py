@@ -14,8 +14,8 @@ from pathlib import Path
 from cairn.kv import chunk_file
 from cairn.kv.chunk_file import Name
 from cairn.kv.codec import Codec
+from cairn.kv.disk_index import Entry
 from cairn.kv.disk_state import DiskState
-from cairn.kv.shelf import Entry
 from cairn.kv.store import Chunk, spared
 from cairn.kv.store_folder import blocks
 
@@ -43,7 +43,7 @@ class _Plan:
     """`id` of the chunks that are there."""
 
 
-class Intake:
+class DiskWriter:
     """Writes chunks of one model. Any thread."""
 
     def __init__(self, state: DiskState, *, identity: bytes, model: str, codec: Codec) -> None:
@@ -67,7 +67,7 @@ class Intake:
         finally:
             with self._landed:
                 for entry in plan.held:
-                    state.shelf.release(entry)
+                    state.index.release(entry)
                 ids = {self._tag + chunk.key for chunk in plan.work}
                 state.writing -= ids
                 state.dropped -= ids
@@ -90,12 +90,12 @@ class Intake:
         with state.mutex:
             for chunk in chunks:
                 key, parent = self._tag + chunk.key, self._tag + chunk.parent if chunk.parent else b""
-                entry, above = state.shelf.get(key), state.shelf.get(parent)
+                entry, above = state.index.get(key), state.index.get(parent)
                 if entry is not None or key in depths:
                     plan.done.add(id(chunk))
                 elif above is not None or parent in depths:
                     depth = above.name.depth if above is not None else depths[parent]
-                    taken = state.shelf.known(key) or key in state.writing
+                    taken = state.index.known(key) or key in state.writing
                     if state.failing or taken or chunk.depth <= depth:
                         break
                     plan.work.append(chunk)
@@ -105,7 +105,7 @@ class Intake:
                     break
                 for one in (entry, above):
                     if one is not None:
-                        state.shelf.hold(one)
+                        state.index.hold(one)
                         plan.held.append(one)
                 if entry is not None:
                     state.use(entry)
@@ -163,10 +163,10 @@ class Intake:
         state, name = self._state, one.name
         key, parent = name.tag + name.key, name.tag + name.parent if name.parent else b""
         with state.mutex:
-            if key in state.dropped or (parent and state.shelf.get(parent) is None):
+            if key in state.dropped or (parent and state.index.get(parent) is None):
                 return False
             now = state.now()
             state.reserved -= one.reserved
-            state.shelf.add(Entry(key, parent, name, one.disk, now, now))
+            state.index.add(Entry(key, parent, name, one.disk, now, now))
             state.count(written=name.size)
         return True

@@ -21,7 +21,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Threads:
+class DiskThreads:
     """At most `most` daemon threads, started when there is work that no idle one takes."""
 
     def __init__(self, most: int) -> None:
@@ -56,10 +56,10 @@ class Threads:
                 self._idle += 1
 
 
-_threads = Threads(MOST)
+_threads = DiskThreads(MOST)
 
 
-async def aside(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def on_disk_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """What `work` returns, done on another thread. If this is cancelled, work that has begun goes on,
     and nobody waits for it."""
     return await asyncio.wrap_future(_threads.submit(work, *args, **kwargs))

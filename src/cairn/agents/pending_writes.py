@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.index import Kind
 from cairn.agents.info import Savings
 from cairn.agents.kv import BATCH
-from cairn.agents.ledger import BYTES_KEY, LINES, counted, total_key
 from cairn.agents.records import SavingsRecord
-from cairn.agents.replays import Replays
-from cairn.agents.roster import Roster
+from cairn.agents.replay_records import ReplayRecords
+from cairn.agents.savings import BYTES_KEY, LINES, counted, total_key
 from cairn.agents.segment import Record
-from cairn.agents.tree import Agent
+from cairn.agents.turn_tree import Agent
 from cairn.agents.writer import Writer
 from cairn.seams import Clock
 from cairn.types import Done
@@ -24,22 +24,22 @@ STEP_SECONDS = 10.0
 """By more than this the wall clock does not run away from the other one by itself: it was set, or the machine slept."""
 
 
-class Outbox:
+class PendingWrites:
     """What a server's log is still to be told, and the clock that its records are dated by."""
 
-    def __init__(self, roster: Roster, writer: Writer, clock: Clock, replays: Replays) -> None:
-        self._roster, self._writer, self._clock, self._replays = roster, writer, clock, replays
+    def __init__(self, registry: AgentRegistry, writer: Writer, clock: Clock, replays: ReplayRecords) -> None:
+        self._registry, self._writer, self._clock, self._replays = registry, writer, clock, replays
         self._owed: dict[tuple[int, int], Record] = {}
         """By kind and key: of these kinds only the newest counts."""
-        self._condemned: list[int] = []
-        self._bytes = roster.ledger.bytes
+        self._to_erase: list[int] = []
+        self._bytes = registry.savings.bytes
         self._lost: set[int] = set()
         """Keys of what is to be written again."""
         # What was written while the wall clock was ahead is no younger than what is written now.
         self._epoch = clock.time_ns() / 1e9 - clock.now()
         now = self.now()
         replays.retime(lambda at: min(at, now))
-        for agent in roster:
+        for agent in registry:
             _retime(agent, lambda at: min(at, now))
 
     def now(self) -> float:
@@ -56,7 +56,7 @@ class Outbox:
             return
         self._epoch += step
         self._replays.retime(lambda at: at + step)
-        for agent in self._roster:
+        for agent in self._registry:
             _retime(agent, lambda at: at + step)
             if agent.record.ttl is not None or agent.record.left or agent.record.moved:
                 self._lost.add(agent.key)
@@ -69,7 +69,7 @@ class Outbox:
 
     def count(self, agent: Agent, done: Done) -> Sequence[Record]:
         """Add an answer to the agent's line and its tenant's; what is to be written of it."""
-        speed = self._roster.ledger.count(agent.tenant, done)
+        speed = self._registry.savings.count(agent.tenant, done)
         agent.savings = counted(agent.savings, done, speed)
         return [self._line(agent), *self._totals()]
 
@@ -78,12 +78,12 @@ class Outbox:
 
     def _totals(self) -> list[Record]:
         """The tenants' totals that are not written yet, and the bytes."""
-        ledger = self._roster.ledger
-        lines = [(name, SavingsRecord(savings=ledger.totals[name], tenant=name)) for name in sorted(ledger.dirty)]
-        ledger.dirty.clear()
+        savings = self._registry.savings
+        lines = [(name, SavingsRecord(savings=savings.totals[name], tenant=name)) for name in sorted(savings.dirty)]
+        savings.dirty.clear()
         records = [self._writer.record(Kind.SAVINGS, line, total_key(name)) for name, line in lines]
-        if ledger.bytes != self._bytes:
-            self._bytes = read, written = ledger.bytes
+        if savings.bytes != self._bytes:
+            self._bytes = read, written = savings.bytes
             line = SavingsRecord(savings=Savings(), read=read, written=written)
             records.append(self._writer.record(Kind.SAVINGS, line, BYTES_KEY))
         return records
@@ -92,10 +92,10 @@ class Outbox:
         """Write this as soon as the disk takes it, whatever becomes of its agent."""
         self._owed[record.kind, record.key] = record
 
-    def owe(self, *records: Record) -> None:
+    def write_later(self, *records: Record) -> None:
         """Write these as soon as the disk takes them, unless they are about what is being erased."""
         for record in records:
-            if record.key >= LINES or self._roster.needs(record.key):
+            if record.key >= LINES or self._registry.needs(record.key):
                 self.keep(record)
 
     async def sync(self, *records: Record) -> None:
@@ -109,7 +109,7 @@ class Outbox:
             if self._owed.get(name) is record:
                 del self._owed[name]
                 if record.kind == Kind.END:
-                    self._roster.release(record.key)
+                    self._registry.release(record.key)
 
     async def settle(self) -> None:
         """Write what is owed, and what the disk refused although nobody waited for it.
@@ -121,29 +121,29 @@ class Outbox:
         looked = 0
         while self._lost:
             key = self._lost.pop()
-            agent = self._roster.keyed(key)
+            agent = self._registry.keyed(key)
             if key >= LINES:
-                self._roster.ledger.dirty.update(self._roster.ledger.totals)
+                self._registry.savings.dirty.update(self._registry.savings.totals)
             elif agent is not None and not agent.new:
-                self.owe(self.note(agent), self._line(agent))
+                self.write_later(self.note(agent), self._line(agent))
             looked += 1
             if looked % BATCH == 0:
                 await asyncio.sleep(0)
-        self.owe(*self._totals())
+        self.write_later(*self._totals())
         if self._owed:
             await self.sync()
 
-    def condemn(self, keys: Iterable[int]) -> None:
+    def erase_later(self, keys: Iterable[int]) -> None:
         """Nobody finds what has these keys any more: erase it with the next that is erased."""
-        self._condemned += keys
+        self._to_erase += keys
 
-    def condemned(self) -> list[int]:
+    def to_erase(self) -> list[int]:
         """Keys of records that are on the disk, or may be, and must not be; once."""
-        keys, self._condemned = self._condemned, []
+        keys, self._to_erase = self._to_erase, []
         return keys
 
     async def erase(self, keys: Sequence[int]) -> None:
-        """Erase the records with these keys. What the disk refuses now is in `condemned` after that."""
+        """Erase the records with these keys. What the disk refuses now is in `to_erase` after that."""
         gone = set(keys)
         self._owed = {name: record for name, record in self._owed.items() if record.key not in gone}
         # Once an agent is erased nobody can name its pins, so those that are left are written down before.
@@ -151,7 +151,7 @@ class Outbox:
         try:
             await self._writer.erase(keys, *pins)
         except BaseException:
-            self._condemned += keys
+            self._to_erase += keys
             raise
         for record in pins:
             self._owed.pop((record.kind, record.key), None)

@@ -1,7 +1,7 @@
 """What a disk store holds, as its index: who extends whom, what is pinned, what goes first. Pure; one thread at a time.
 
 An id is a model's tag and a key, so chunks of many models stand side by side. A chunk is *live* (it may be read) until
-it is *doomed* (nobody finds it; its file is about to go) and then forgotten. Its bytes count until then.
+it is *deleted* (nobody finds it; its file is about to go) and then forgotten. Its bytes count until then.
 
 Evictable is a live chunk that no other live or coming chunk extends and that nobody pins or holds. Of those go first
 the cheapest to compute again per byte, in steps of two, and in each step the one that was used longest ago.
@@ -44,7 +44,7 @@ class Entry:
     """The use that the file's own time remembers."""
     live: bool = True
     going: bool = False
-    """Doomed, and somebody is removing the file now."""
+    """Deleted, and somebody is removing the file now."""
     faults: int = 0
     """Reads that failed in the disk."""
     children: set[bytes] = field(default_factory=set)
@@ -57,29 +57,29 @@ class Entry:
         return self.used + DOUBLE_SECONDS * math.frexp((CHEAP_DEPTH + self.name.depth) / max(1, self.disk))[1]
 
 
-class Shelf:
+class DiskIndex:
     """The index."""
 
     def __init__(self) -> None:
         self.bytes = 0
-        """On the disk: chunks, doomed ones too, and `others`."""
+        """On the disk: chunks, deleted ones too, and `of_other_models`."""
         self._entries: dict[bytes, Entry] = {}
         self._pins: dict[str, frozenset[bytes]] = {}
         self._pinned: dict[bytes, int] = {}
         self._protected: set[bytes] | None = None
         """What `pinned` counts, while it is known: figures are asked for between steps."""
         self._order: list[tuple[float, bytes]] = []
-        self._doomed: dict[bytes, Entry] = {}
+        self._deleted: dict[bytes, Entry] = {}
         self._tags: dict[bytes, int] = {}
-        """How many chunks each model has, doomed ones too."""
+        """How many chunks each model has, deleted ones too."""
         self._sizes: dict[bytes, int] = {}
-        """Bytes on the disk of each model's chunks, doomed ones too."""
+        """Bytes on the disk of each model's chunks, deleted ones too."""
         self._pinned_tags = Counter[bytes]()
         """How many chunks of each model are pinned, here or not."""
 
     def __len__(self) -> int:
         """Live chunks."""
-        return len(self._entries) - len(self._doomed)
+        return len(self._entries) - len(self._deleted)
 
     @property
     def pinned(self) -> int:
@@ -121,15 +121,15 @@ class Shelf:
         return found
 
     def known(self, id: bytes) -> bool:
-        """Whether it is live or doomed: a file may have its name."""
+        """Whether it is live or deleted: a file may have its name."""
         return id in self._entries
 
     def live(self) -> list[Entry]:
         """All live chunks."""
         return [entry for entry in self._entries.values() if entry.live]
 
-    def others(self, tags: Collection[bytes]) -> list[Entry]:
-        """All chunks of models that are none of these, doomed ones too. Quick where there are none: each drop asks."""
+    def of_other_models(self, tags: Collection[bytes]) -> list[Entry]:
+        """All chunks of models that are none of these, deleted ones too. Quick where there are none: each drop asks."""
         if all(tag in tags for tag in self._tags):
             return []
         return [entry for entry in self._entries.values() if entry.name.tag not in tags]
@@ -195,10 +195,10 @@ class Shelf:
                 waiting += entry.children
         return sorted(found.values(), key=lambda entry: -entry.name.depth)
 
-    def doom(self, entry: Entry) -> None:
+    def mark_deleted(self, entry: Entry) -> None:
         """Nobody finds it any more; its bytes still count. The caller removes the file, and nobody else does."""
         entry.live, entry.going = False, True
-        self._doomed[entry.id] = entry
+        self._deleted[entry.id] = entry
         if self._protected is not None and entry.id in self._protected:
             self._protected = None
         parent = self._entries.get(entry.parent)
@@ -208,9 +208,9 @@ class Shelf:
             parent.used = max(parent.used, entry.used)
             self._rank(parent)
 
-    def doomed(self) -> list[Entry]:
+    def deleted(self) -> list[Entry]:
         """Chunks whose files still have to go and nobody removes, deepest first. The caller removes them now."""
-        left = sorted((one for one in self._doomed.values() if not one.going), key=lambda one: -one.name.depth)
+        left = sorted((one for one in self._deleted.values() if not one.going), key=lambda one: -one.name.depth)
         for one in left:
             one.going = True
         return left
@@ -218,25 +218,25 @@ class Shelf:
     @property
     def lingering(self) -> Collection[bytes]:
         """Ids of chunks whose files still have to go."""
-        return self._doomed.keys()
+        return self._deleted.keys()
 
     def forget(self, entry: Entry) -> None:
         """Its file is gone. A second time does nothing, nor does one that was here before this was `emptied`."""
-        if self._doomed.get(entry.id) is not entry:
+        if self._deleted.get(entry.id) is not entry:
             return
-        del self._doomed[entry.id], self._entries[entry.id]
+        del self._deleted[entry.id], self._entries[entry.id]
         self._tags[entry.name.tag] -= 1
         self._sizes[entry.name.tag] -= entry.disk
         if not self._tags[entry.name.tag]:
             del self._tags[entry.name.tag], self._sizes[entry.name.tag]
         self.bytes -= entry.disk
 
-    def emptied(self) -> Shelf:
+    def emptied(self) -> DiskIndex:
         """One that pins the same and has no chunks."""
-        shelf = Shelf()
+        index = DiskIndex()
         for owner, ids in self._pins.items():
-            shelf.pin(owner, ids)
-        return shelf
+            index.pin(owner, ids)
+        return index
 
     @property
     def pins(self) -> Mapping[str, frozenset[bytes]]:

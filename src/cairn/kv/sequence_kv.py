@@ -12,8 +12,8 @@ from cairn.kv.prefix import Chain
 
 PATIENCE = 32
 """How often `Cache.awaits` says yes while the sequence that computes the block makes no progress."""
-MEMORY = 1 << 15
-"""Keys that a `Memory` holds."""
+REMEMBERED_KEYS = 1 << 15
+"""Keys that a `RecentKeys` holds."""
 
 TierName = Literal["ram", "disk"]
 
@@ -28,7 +28,7 @@ class Brought(NamedTuple):
     """The lowest that any of it came from."""
 
 
-class Context:
+class SequenceKV:
     """One sequence's hold on the cache: its block tables and the keys of its full blocks.
 
     Made once a sequence by `Cache.context`; the keys stay while it is closed and opened again.
@@ -78,7 +78,7 @@ class Context:
         """Blocks that this sequence is computing or loading: others that need one of them may wait for it."""
         self.awaited: bytes | None = None
         """Key of the block that this sequence waits for."""
-        self.owner: Context | None = None
+        self.owner: SequenceKV | None = None
         """Who computed, or loaded, that block at the last look."""
         self.seen = -1
         """How far the sequence that computes that block had got at the last look."""
@@ -97,7 +97,7 @@ class Context:
         self.load_seconds = 0.0
         """From the decision to load until the last stretch lay in the pool."""
 
-    def followed(self, tokens: Sequence[int], last: int, computing: Mapping[bytes, Context]) -> int:
+    def followed(self, tokens: Sequence[int], last: int, computing: Mapping[bytes, SequenceKV]) -> int:
         """Blocks that the one waited for has published, if it brings the next one for this sequence, too; else 0.
 
         It holds all before that one, so nothing needs to be searched, which everybody who waits would do at each step.
@@ -121,21 +121,21 @@ class Context:
         return found
 
 
-class Below(Protocol):
+class LowerTiers(Protocol):
     """What keeps KV beyond the pools and brings it back: `tiers.Tiers`."""
 
-    def findable(self, context: Context, tokens: Sequence[int]) -> None:
+    def findable(self, context: SequenceKV, tokens: Sequence[int]) -> None:
         """More of this context's blocks can be found in the pools."""
         ...
 
-    def load(self, context: Context, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
+    def load(self, context: SequenceKV, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
         """Begin to bring up what follows the pools' `hit` blocks, if that is worth it; whether it was begun.
 
         `most`: how many tokens may be left to compute.
         """
         ...
 
-    def stop(self, context: Context) -> None:
+    def stop(self, context: SequenceKV) -> None:
         """A context that was being loaded is closed."""
         ...
 
@@ -143,12 +143,12 @@ class Below(Protocol):
         """Give up one load, because running sequences need its blocks; False if there is none."""
         ...
 
-    def behind(self, context: Context, index: int, tokens: Sequence[int]) -> bool:
+    def not_stored_yet(self, context: SequenceKV, index: int, tokens: Sequence[int]) -> bool:
         """Whether the chunk with this block of the first group was seen and is not stored (yet)."""
         ...
 
 
-class Memory:
+class RecentKeys:
     """The keys that were added last."""
 
     def __init__(self) -> None:
@@ -161,5 +161,5 @@ class Memory:
         """Remember a key, in the place of the one added longest ago."""
         self._keys[key] = None
         self._keys.move_to_end(key)
-        if len(self._keys) > MEMORY:
+        if len(self._keys) > REMEMBERED_KEYS:
             self._keys.popitem(last=False)

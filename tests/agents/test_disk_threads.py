@@ -7,22 +7,22 @@ import threading
 
 import pytest
 
-from cairn.agents.aside import Threads, aside
+from cairn.agents.disk_threads import DiskThreads, on_disk_thread
 
 
 async def test_it_is_done_elsewhere_and_what_it_raises_is_raised() -> None:
     def fails() -> None:
         raise OSError("no disk")
 
-    assert await aside(threading.current_thread) is not threading.current_thread()
-    assert await aside(sorted, [2, 1], reverse=True) == [2, 1]
+    assert await on_disk_thread(threading.current_thread) is not threading.current_thread()
+    assert await on_disk_thread(sorted, [2, 1], reverse=True) == [2, 1]
     with pytest.raises(OSError, match="no disk"):
-        await aside(fails)
+        await on_disk_thread(fails)
 
 
 def test_threads_that_hang_are_few_and_no_other_is_started_while_one_is_idle() -> None:
     """Known failure 3: they are daemons, so that the end of the program does not wait for them."""
-    threads, goes_on = Threads(2), threading.Event()
+    threads, goes_on = DiskThreads(2), threading.Event()
     before = set(threading.enumerate())
     for number in range(3):
         assert threads.submit(int, number).result(20) == number
@@ -45,7 +45,7 @@ async def test_who_gives_up_leaves_the_work_to_its_thread() -> None:
         goes_on.wait()
         done.set()
 
-    waiting = asyncio.create_task(aside(slow))
+    waiting = asyncio.create_task(on_disk_thread(slow))
     while not begun.is_set():
         await asyncio.sleep(0.001)
     waiting.cancel()

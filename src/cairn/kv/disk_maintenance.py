@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.kv import chunk_file
 from cairn.kv.chunk_file import Damaged
+from cairn.kv.disk_index import Entry, chains
 from cairn.kv.disk_state import DiskState
-from cairn.kv.shelf import Entry, chains
 from cairn.kv.store_folder import Found
+
+Keys = Callable[[bytes], Sequence[bytes]]
+"""The keys of what is to be dropped, from an engine's identity."""
 
 LARGEST_BUDGET = 50 * 10**9
 """Bytes."""
@@ -34,8 +38,8 @@ def default_budget(free: int, held: int) -> int:
 
 def fill(state: DiskState, found: Found) -> list[tuple[Path, int]]:
     """The index of what a start found. Returns what has to go: junk, what hangs on nothing, what is there twice."""
-    shelf, now = state.shelf, state.now()
-    shelf.bytes = found.other
+    index, now = state.index, state.now()
+    index.bytes = found.other
     entries: dict[bytes, Entry] = {}
     for name, disk, modified in sorted(found.chunks, key=lambda one: str(one[0])):
         parent = name.tag + name.parent if name.parent else b""
@@ -46,7 +50,7 @@ def fill(state: DiskState, found: Found) -> list[tuple[Path, int]]:
         if entries.setdefault(entry.id, entry) is not entry:
             found.junk.append((state.folder.path(name), disk))
     for entry in chains(list(entries.values())):
-        shelf.add(entry)
+        index.add(entry)
         del entries[entry.id]
     return found.junk + [(state.folder.path(entry.name), entry.disk) for entry in entries.values()]
 
@@ -60,11 +64,11 @@ def prune(state: DiskState, before: float, *, keep: bytes = b"") -> int:
     among: list[Entry] | None = None
     while True:
         with state.mutex:
-            stale = state.shelf.leaves(lambda entry: entry.used < before or not entry.id.startswith(keep), among)
+            stale = state.index.leaves(lambda entry: entry.used < before or not entry.id.startswith(keep), among)
             for entry in stale:
-                state.doom(entry)
+                state.mark_deleted(entry)
             # Only these may have become leaves: to look at all again for each step of depth takes seconds.
-            among = state.shelf.parents(stale)
+            among = state.index.parents(stale)
         cleared = state.clear(stale)
         with state.mutex:
             state.count(evicted=cleared)
@@ -76,11 +80,11 @@ def prune(state: DiskState, before: float, *, keep: bytes = b"") -> int:
 def scrub(state: DiskState) -> Scrubbed:
     """Read and verify every chunk of every model; damaged ones go, with what extends them."""
     with state.mutex:
-        entries = state.shelf.live()
+        entries = state.index.live()
     checked = damaged = unreadable = 0
     for entry in entries:
         with state.mutex:
-            if state.shelf.get(entry.id) is not entry:
+            if state.index.get(entry.id) is not entry:
                 continue
         checked += 1
         before = state.damaged
@@ -89,22 +93,22 @@ def scrub(state: DiskState) -> Scrubbed:
             try:
                 chunk_file.verify(data, entry.name)
             except Damaged:
-                damaged += state.condemn(entry)
+                damaged += state.drop_damaged(entry)
         elif (lost := state.damaged - before) > 0:
             damaged += lost
         else:
             with state.mutex:  # else it went meanwhile
-                unreadable += state.shelf.get(entry.id) is entry
+                unreadable += state.index.get(entry.id) is entry
     return Scrubbed(checked, damaged, unreadable)
 
 
 def clean(state: DiskState) -> None:
     """Remove for good what could not be removed before. One thread at a time."""
     with state.mutex:
-        doomed = state.shelf.doomed()
+        deleted = state.index.deleted()
     # Owed before anything goes, so that whatever fails below, each folder that changed is synced some day.
-    state.owe(state.folder.digit(entry.name.key) for entry in doomed)
-    state.clear(doomed)
+    state.owe(state.folder.digit(entry.name.key) for entry in deleted)
+    state.clear(deleted)
     try:
         for folder in state.folder.tidy():
             state.owe([folder])
@@ -127,3 +131,59 @@ def remember_uses(state: DiskState) -> None:
         except OSError:
             state.put_back(entry)
             return
+
+
+class OtherEngines:
+    """Other engines with chunks in the same folder: whose those are, and what is still to be dropped of them."""
+
+    def __init__(self, state: DiskState, tag: bytes, identity: bytes) -> None:
+        """`tag` and `identity`: of the store's own engine."""
+        self._state, self._tag, self._identity = state, tag, identity
+        self._identities: dict[bytes, bytes] = {}
+        """By tag, as far as they were needed."""
+        self._owed: dict[frozenset[bytes], Keys] = {}
+        """Orders that the disk did not let be carried out, by what they say of this engine."""
+
+    def learn(self) -> bool:
+        """Read from chunks whose they are; False where one stays that nothing is known of.
+
+        A disk that fails is asked once, not for each chunk; the next time another chunk is asked first.
+        """
+        state = self._state
+        with state.mutex:
+            entries = state.index.of_other_models({self._tag, *self._identities})
+        for entry in sorted(entries, key=lambda one: one.faults):
+            if not entry.live or state.failing or entry.name.tag in self._identities:
+                continue
+            try:
+                if (data := state.read(entry)) is not None:
+                    self._identities[entry.name.tag] = chunk_file.verify(data, entry.name)[0].identity
+            except Damaged:
+                state.drop_damaged(entry)
+        with state.mutex:
+            return all(one.name.tag in self._identities or not state.index.known(one.id) for one in entries)
+
+    def ids(self, keys: Keys) -> set[bytes]:
+        """Tag and key of each chunk that `keys` says of the engines that are known."""
+        return {tag + key for tag, identity in self._identities.items() for key in keys(identity)}
+
+    def note(self, keys: Keys, *, done: bool) -> None:
+        """Keep an order until it is done."""
+        if done and not self._owed:
+            return
+        mine = frozenset(keys(self._identity))
+        with self._state.mutex:
+            if done:
+                self._owed.pop(mine, None)
+            elif mine:
+                self._owed[mine] = keys
+
+    def owe(self, keys: Sequence[bytes]) -> bool:
+        """Whether an order that says any of these keys of this engine is still to be carried out."""
+        with self._state.mutex:
+            return any(not mine.isdisjoint(keys) for mine in self._owed)
+
+    def owed(self) -> list[Keys]:
+        """The orders that are still to be carried out."""
+        with self._state.mutex:
+            return list(self._owed.values())
