@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from cairn.text.gguf import BYTE, CONTROL, UNKNOWN, UNUSED, USER
 
 NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
-NAMES["Qwen3ForCausalLM"] = "qwen3"
+NAMES |= {"Qwen3ForCausalLM": "qwen3", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3"}
 PLAIN = 1
 
 Choose = Callable[[str, np.ndarray], Type]
@@ -109,8 +109,14 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
     if kind == "yarn":
         found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    if arch == "llama" and config.get("sliding_window"):
+    if arch in ("llama", "gemma2", "gemma3") and config.get("sliding_window"):
         found["attention.sliding_window"] = config["sliding_window"]
+    if arch == "gemma2":
+        found["attn_logit_softcapping"] = config["attn_logit_softcapping"]
+        found["final_logit_softcapping"] = config["final_logit_softcapping"]
+    if arch == "gemma3":
+        found["rope.freq_base_swa"] = config["rope_local_base_freq"]
+        found["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
     return {f"{arch}.{key}": value for key, value in found.items()}
 
 
@@ -138,6 +144,8 @@ def hub_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray
             array = permuted(array, config["num_attention_heads"])
         if arch == "llama" and ".k_proj." in name:
             array = permuted(array, config["num_key_value_heads"])
+        if arch in ("gemma2", "gemma3") and array.ndim == 1:
+            array = array + 1
         found[names.get_name(name, (".weight", ".bias"))] = array
     rope = scaling(config)
     if rope.get("rope_type") == "llama3":

@@ -104,6 +104,46 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 10,
         "hidden_act": "gelu_pytorch_tanh",
     },
+    "gemma 2": {
+        "architecture": "Gemma2ForCausalLM",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 9,
+        "sliding_window": 20,
+        "num_hidden_layers": 3,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma 3": {
+        "architecture": "Gemma3ForCausalLM",
+        "head_dim": 20,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 17,
+        "sliding_window_pattern": 3,
+        "num_hidden_layers": 4,
+        "rope_theta": 50000.0,
+        "rope_local_base_freq": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "gemma 3, new fields": {
+        "architecture": "Gemma3ForCausalLM",
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "sliding_window": 33,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 20000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 4.0,
+    },
+    "gemma 3, windows as long as the context": {
+        "architecture": "Gemma3ForCausalLM",
+        "head_dim": 16,
+        "sliding_window": 512,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 500.0,
+    },
 }
 """Every family, and every odd shape that its arithmetic could get wrong."""
 
@@ -111,7 +151,11 @@ MODELS: dict[str, dict[str, Any]] = {
 def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields: Any) -> Path:
     """config.json of a tiny model; `fields` add to and replace `PLAIN`'s."""
     kinds = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
+    kinds |= {"Gemma2": "gemma2", "Gemma3": "gemma3_text"}
     config = {**PLAIN, "architectures": [architecture], "model_type": kinds[architecture.removesuffix("ForCausalLM")]}
+    if architecture.startswith("Gemma"):
+        del config["hidden_act"]
+        config |= {"head_dim": 16, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
     if architecture == "Qwen3ForCausalLM":
         config["head_dim"] = 16
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,10 +167,12 @@ def random_tensors(folder: Path, seed: int = 0, dtype: Any = np.float32) -> dict
     """Tensors for the folder's config, scaled so that logits differ clearly and signals neither fade nor explode."""
     rng = np.random.default_rng(seed)
     tensors = {}
-    for name, shape in expected_tensors(load_spec(folder)).items():
+    spec = load_spec(folder)
+    gemma = spec.architecture.startswith("Gemma")  # whose norms multiply by 1 + w
+    for name, shape in expected_tensors(spec).items():
         values = rng.standard_normal(shape)
         if "norm" in name:
-            values = 1 + 0.3 * values
+            values = (0 if gemma else 1) + 0.3 * values
         elif name.endswith("bias"):
             values = 0.3 * values
         else:

@@ -247,6 +247,13 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     """What each plain frequency is divided by, before anything else; () for nothing."""
 
 
+class RotaryPositions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the positions of a group's layers turn queries and keys."""
+
+    theta: float
+    scaling: RopeScaling = RopeScaling()
+
+
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that keep the same kind of cache and therefore share one block table."""
 
@@ -254,6 +261,8 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[int, ...]
     window: int = 0
     """Tokens a position may attend to, itself included. 0 for full attention."""
+    rope: RotaryPositions | None = None
+    """Where these layers have positions of their own; None: the model's."""
 
 
 MAX_CONTEXT = 1 << 24
@@ -285,6 +294,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    post_norms: bool = False
+    """Whether what attention and the MLP give is normed before it is added."""
+    embedding_scale: float = 1.0
+    attention_scale: float | None = None
+    """What scores are multiplied by; None: 1 / sqrt(head_dim)."""
+    attention_softcap: float = 0.0
+    """With a number c, a score s becomes c tanh(s / c)."""
+    logit_softcap: float = 0.0
+    """The same of logits."""
     tied: bool = False
     groups: tuple[CacheGroup, ...]
     eos_ids: tuple[int, ...] = ()
@@ -293,3 +311,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling defaults of generation_config.json: temperature, top_k, top_p, min_p, repetition_penalty."""
     identity: bytes = b""
     """SHA-256 over everything above that could change a number, the weights and the tokenizer."""
+
+    def rope(self, group: int) -> RotaryPositions:
+        """The positions of a group's layers."""
+        return self.groups[group].rope or RotaryPositions(theta=self.rope_theta, scaling=self.rope_scaling)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.numpy import load_file, save_file
 from tests.tiny_models import BFLOAT16, KERNELS, MODELS, Driver, load, prompt, write_config, write_model
 
 from cairn.engine.cpu import CpuEngine
@@ -183,3 +185,28 @@ def test_a_wrong_slot_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(CpuEngine, "_write_inputs", planted)
     with pytest.raises(AssertionError):
         check(folder, monkeypatch)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_the_text_part_of_a_larger_model_is_that_model(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit; what sees images is left out, and the engine says so."""
+    plain = write_model(tmp_path / "plain", **MODELS["gemma 3"])
+    config = json.loads((plain / "config.json").read_text())
+    nested = tmp_path / "nested"
+    nested.mkdir()
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config, "vision_config": {}}
+    (nested / "config.json").write_text(json.dumps(outer))
+    tensors = {
+        prefix + name.removeprefix("model."): array for name, array in load_file(plain / "model.safetensors").items()
+    }
+    save_file(tensors | {"vision_tower.x.weight": np.ones((2, 2), np.float32)}, nested / "model.safetensors")
+    found = []
+    for folder in (plain, nested):
+        engine = load(folder)
+        driver = Driver(engine, monkeypatch)
+        found.append(driver.logits(prompt(60), [60], driver.tables(60)))
+        assert ("without images" in engine.info.note) == (folder == nested)
+        engine.close()
+    np.testing.assert_array_equal(*found)

@@ -27,6 +27,9 @@ LENGTH = 70
 
 # Windows that limit some layers, and gelu, are not in the files that converters write for these architectures.
 FAMILIES = {name: fields for name, fields in MODELS.items() if "window" not in name or name == "mistral"}
+del FAMILIES["gemma 3, new fields"]
+for _name in ("gemma 2", "gemma 3"):  # whose files do not say how scores are scaled
+    FAMILIES[_name] = FAMILIES[_name] | {"query_pre_attn_scalar": FAMILIES[_name]["head_dim"]}
 
 
 def logits(model: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:

@@ -310,3 +310,77 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "config.json").mkdir()
     with pytest.raises(ModelFileError, match=r"config\.json: cannot be read \(Is a directory\)"):
         load_spec(tmp_path)
+
+
+LATER = {
+    "LlamaForCausalLM": "bdb51be7b5296fd783a912ec58eef93f6450ef86b3e56f73b0229ed886dcabdb",
+    "Qwen3ForCausalLM": "1cdfeab0a792e9032ea187e69f99c214dc2d95b3a2468fda35535b4c9343dc2a",
+}
+WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+@pytest.mark.parametrize("architecture", LATER)
+def test_facts_that_came_later_leave_the_identity_of_other_models_alone(architecture: str, tmp_path: Path) -> None:
+    """Or their stored KV would be lost with every family that is added."""
+    more = WINDOWS if architecture.startswith("Qwen") else {}
+    folder = write_config(tmp_path, architecture, **more)
+    config = json.loads((folder / "config.json").read_text())
+    del config["model_type"]
+    assert load_spec(put(folder, "config.json", config)).identity.hex() == LATER[architecture]
+
+
+GEMMA_3 = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 7,
+    "sliding_window": 32,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+}
+
+
+def test_a_gemma_config_may_leave_out_what_the_family_has(tmp_path: Path) -> None:
+    """As those of the larger ones do, whose text part stands in `text_config`."""
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": GEMMA_3}
+    spec = load_spec(put(tmp_path, "config.json", outer))
+    assert (spec.heads, spec.kv_heads, spec.head_dim, spec.vocab, spec.tied) == (8, 4, 256, 262_208, True)
+    assert (spec.activation, spec.post_norms, spec.embedding_scale) == ("gelu_tanh", True, 8.0)
+    assert spec.context == 131_072 and spec.eos_ids == (1, 106) and spec.bos_id == 2
+    full, limited = spec.groups
+    assert (full.layers, limited.layers, limited.window) == ((5,), (0, 1, 2, 3, 4, 6), 32)
+    assert spec.rope(0).theta == 1e6 and spec.rope(0).scaling.factor == 8
+    assert spec.rope(1).theta == 1e4 and spec.rope(1).scaling == RopeScaling()
+    assert spec.attention_scale is None and not spec.attention_softcap and not spec.logit_softcap
+
+
+def test_gemma_2_has_its_softcaps_and_every_second_layer_whole(tmp_path: Path) -> None:
+    config = {"architectures": ["Gemma2ForCausalLM"], "num_hidden_layers": 4, "query_pre_attn_scalar": 144}
+    spec = load_spec(put(tmp_path, "config.json", config))
+    assert (spec.attention_softcap, spec.logit_softcap, spec.attention_scale) == (50.0, 30.0, 1 / 12)
+    assert [(group.layers, group.window, group.rope) for group in spec.groups] == [
+        ((1, 3), 0, None),
+        ((0, 2), 4096, None),
+    ]
+    none = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    spec = load_spec(put(tmp_path, "config.json", config | none))
+    assert not spec.attention_softcap and not spec.logit_softcap
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"use_bidirectional_attention": True}, "does not generate text"),
+        ({"sliding_window": None}, "sliding_window must be a whole number"),
+        ({"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number"),
+    ],
+)
+def test_a_gemma_config_that_means_something_else_is_refused(
+    fields: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    config = {"architectures": ["Gemma3ForCausalLM"], **GEMMA_3, **fields}
+    with pytest.raises(ModelError, match=sentence):
+        load_spec(put(tmp_path, "config.json", config))

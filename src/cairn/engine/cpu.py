@@ -29,6 +29,7 @@ from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
 from cairn.kernels.program import Interpreted, Program
 from cairn.kernels.vocabulary import NUMPY, Sampler
 from cairn.models import decoder, packed_file, quantize
+from cairn.models.families import FAMILIES
 from cairn.models.held import HeldWeights, error_line, form_of
 from cairn.models.reach import fits_half, reach
 from cairn.models.weights import open_weights
@@ -109,6 +110,8 @@ class CpuEngine:
         Only headers are read. `blocks`: of the pool of each group; none: as many as `pool_blocks` says.
         """
         source, notes = open_weights(folder, spec), list[str]()
+        if spec.architecture in FAMILIES and FAMILIES[spec.architecture].nested:
+            notes.append(f"{spec.name}: only its text part is loaded; it is served without images")
         if kv_dtype(spec, config) == "float16" and not fits_half(reached := reach(spec, source)):
             config = msgspec.structs.replace(config, kv_dtype="bf16")
             notes.append(

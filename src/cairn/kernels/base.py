@@ -119,8 +119,8 @@ class Quantized:
 
 
 class Kernels(Protocol):
-    """Storage first, then one method a fused step. Weights are in float32, float16 or bfloat16, shaped [out, in], or
-    `Quantized`."""
+    """Storage first, then the operations that a model is a list of, and then what some of them are together: see
+    `kernels.fusion`. Weights are in float32, float16 or bfloat16, shaped [out, in], or `Quantized`."""
 
     @property
     def numerics(self) -> tuple[object, ...]:
@@ -160,6 +160,26 @@ class Kernels(Protocol):
         """angles[M, 2, D/2]: cosine and sine of each position, times the scaling's attention factor."""
         ...
 
+    def scale(self, hidden: Array, factor: float) -> None:
+        """hidden[M, H] *= factor, rounded to float32."""
+        ...
+
+    def norm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
+        """out[M, H] = rms_norm(x[M, H])."""
+        ...
+
+    def project(self, x: Array, matrix: Matrix, out: Array) -> None:
+        """out[M, N] = x[M, H] @ matrix + bias."""
+        ...
+
+    def gate(self, gates: Array, activation: str, out: Array) -> None:
+        """out[M, F] = act(g) * u, where gates[M, 2F] is g[M, F] beside u[M, F]."""
+        ...
+
+    def add(self, x: Array, hidden: Array) -> None:
+        """hidden[M, H] += x[M, H]."""
+        ...
+
     def norm_project(self, hidden: Array, norm: Array, eps: float, matrix: Matrix, out: Array) -> None:
         """out[M, N] = rms_norm(hidden[M, H]) @ matrix + bias."""
         ...
@@ -192,8 +212,11 @@ class Kernels(Protocol):
         window: int,
         scale: float,
         out: Array,
+        softcap: float = 0.0,
     ) -> None:
         """out[M, Q D] = causal attention of each token over its row's KV.
+
+        A score is s = scale * (query . key), and with a softcap c it is c tanh(s / c).
 
         rows[B, 3]: a row's first token in the step, its number of tokens, the position of its first token.
         tables[B, width]: block of each 16 positions; -1 where there is none. With window > 0 position p sees
@@ -206,6 +229,16 @@ class Kernels(Protocol):
         """hidden[M, H] += x[M, N] @ matrix + bias."""
         ...
 
+    def norm_add(self, x: Array, norm: Array, eps: float, hidden: Array) -> None:
+        """hidden[M, H] += rms_norm(x[M, H])."""
+        ...
+
+    def gated_project(
+        self, hidden: Array, norm: Array, eps: float, gate_up: Matrix, activation: str, down: Matrix, out: Array
+    ) -> None:
+        """out[M, H] = (act(g) * u) @ down + bias, with g and u as in `gated_mlp`."""
+        ...
+
     def gated_mlp(self, hidden: Array, norm: Array, eps: float, gate_up: Matrix, activation: str, down: Matrix) -> None:
         """hidden[M, H] += (act(g) * u) @ down + bias, where g[M, F], u[M, F] = rms_norm(hidden) @ gate_up + bias."""
         ...
@@ -214,12 +247,16 @@ class Kernels(Protocol):
         """out[R, V] = rms_norm(hidden[wanted[R]]) @ head."""
         ...
 
+    def softcap(self, logits: Array, cap: float) -> None:
+        """logits[R, V] = cap tanh(logits / cap)."""
+        ...
+
     def sampler(self, vocab: int) -> Sampler:
         """What decides lines of `vocab` logits, on the same threads. All kernels give the same tokens."""
         ...
 
     def program(self, calls: Sequence[Call]) -> Program:
-        """The calls as one, to be replayed at any sizes."""
+        """The calls as one, to be replayed at any sizes, fused where these kernels do."""
         ...
 
     def close(self) -> None:

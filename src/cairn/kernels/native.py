@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from cairn.errors import ModelError
 from cairn.kernels.base import BLOCK, GROUP, Quantized
+from cairn.kernels.fusion import fuse
 from cairn.kernels.program import Call, Size, Slot, slots
 from cairn.kernels.rope import Rope, frequencies
 from cairn.kernels.sampler import NativeSampler
@@ -30,6 +31,9 @@ from cairn.types import RopeScaling
 VERSION = "native-5"
 """Version of the order of operations, of the KV layout and of packed matrices; a change that can move a bit gets a new
 one, here and in `csrc/module.cpp`."""
+
+INTERFACE = 2
+"""Version of what is called in the module; a change that moves no bit gets a new one, in both places too."""
 
 _MODULE = "cairn.kernels._native"
 _ALIGN = 64
@@ -45,7 +49,7 @@ def _module() -> Any:
         module = importlib.import_module(_MODULE)
     except ImportError:
         return None
-    if getattr(module, "VERSION", None) != VERSION:
+    if getattr(module, "VERSION", None) != VERSION or getattr(module, "INTERFACE", None) != INTERFACE:
         raise ModelError("the compiled kernels are of another version of Cairn; install it again (`make -B install`)")
     return module
 
@@ -176,6 +180,21 @@ class NativeKernels:
     def rope_angles(self, rope: Any, positions: Any, angles: Any) -> None:
         self._run("rope_angles", (rope, positions, angles), tokens=len(positions))
 
+    def scale(self, hidden: Any, factor: float) -> None:
+        self._run("scale", (hidden, factor), tokens=len(hidden))
+
+    def norm(self, x: Any, weight: Any, eps: float, out: Any) -> None:
+        self._run("norm", (x, weight, eps, out), tokens=len(x))
+
+    def project(self, x: Any, matrix: Any, out: Any) -> None:
+        self._run("project", (x, matrix, out), tokens=len(x))
+
+    def gate(self, gates: Any, activation: str, out: Any) -> None:
+        self._run("gate", (gates, activation, out), tokens=len(gates))
+
+    def add(self, x: Any, hidden: Any) -> None:
+        self._run("add", (x, hidden), tokens=len(x))
+
     def norm_project(self, hidden: Any, norm: Any, eps: float, matrix: Any, out: Any) -> None:
         self._run("norm_project", (hidden, norm, eps, matrix, out), tokens=len(hidden))
 
@@ -197,13 +216,30 @@ class NativeKernels:
         self._run("rope_write", arguments, tokens=len(qkv))
 
     def attention(
-        self, query: Any, kv: Any, layer: int, rows: Any, tables: Any, window: int, scale: float, out: Any
+        self,
+        query: Any,
+        kv: Any,
+        layer: int,
+        rows: Any,
+        tables: Any,
+        window: int,
+        scale: float,
+        out: Any,
+        softcap: float = 0.0,
     ) -> None:
-        arguments = (query, kv, layer, rows, tables, window, scale, out)
+        arguments = (query, kv, layer, rows, tables, window, scale, out, softcap)
         self._run("attention", arguments, tokens=len(query), rows=len(rows))
 
     def project_add(self, x: Any, matrix: Any, hidden: Any) -> None:
         self._run("project_add", (x, matrix, hidden), tokens=len(hidden))
+
+    def norm_add(self, x: Any, norm: Any, eps: float, hidden: Any) -> None:
+        self._run("norm_add", (x, norm, eps, hidden), tokens=len(x))
+
+    def gated_project(
+        self, hidden: Any, norm: Any, eps: float, gate_up: Any, activation: str, down: Any, out: Any
+    ) -> None:
+        self._run("gated_project", (hidden, norm, eps, gate_up, activation, down, out), tokens=len(hidden))
 
     def gated_mlp(self, hidden: Any, norm: Any, eps: float, gate_up: Any, activation: str, down: Any) -> None:
         self._run("gated_mlp", (hidden, norm, eps, gate_up, activation, down), tokens=len(hidden))
@@ -211,11 +247,14 @@ class NativeKernels:
     def logits(self, hidden: Any, wanted: Any, norm: Any, eps: float, head: Any, out: Any) -> None:
         self._run("logits", (hidden, wanted, norm, eps, head, out), logits=len(wanted))
 
+    def softcap(self, logits: Any, cap: float) -> None:
+        self._run("softcap", (logits, cap), logits=len(logits))
+
     def sampler(self, vocab: int) -> NativeSampler:
         return NativeSampler(self._native.Sampler(self._variant, self._team, vocab))
 
     def program(self, calls: Sequence[Call]) -> NativeProgram:
-        return NativeProgram(self._native.Program(self._variant, self._team), calls)
+        return NativeProgram(self._native.Program(self._variant, self._team), fuse(calls))
 
     def close(self) -> None:
         # Programs share the threads; the last of them ends them.

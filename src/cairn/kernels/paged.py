@@ -29,7 +29,15 @@ _SPANS = 64
 
 
 def attend(
-    query: Floats, kv: NDArray[Any], layer: int, rows: Ints, tables: Ints, window: int, scale: float, out: Floats
+    query: Floats,
+    kv: NDArray[Any],
+    layer: int,
+    rows: Ints,
+    tables: Ints,
+    window: int,
+    scale: float,
+    out: Floats,
+    cap: float = 0.0,
 ) -> None:
     """`kernels.base.Kernels.attention`."""
     heads, size = query.shape[1:]
@@ -45,7 +53,8 @@ def attend(
         q = np.zeros((len(tokens), kv_heads, tiles * tile, size), np.float32)
         q[:, :, : piece.count * fan] = rows_of.reshape(len(tokens), kv_heads, -1, size)
         q = q.reshape(len(tokens), kv_heads, tiles, tile, size)
-        got = _attend(q, _Pages(kv, layer, tables, piece, window), _seen(piece, fan, tiles * tile, window), scale)
+        seen = _seen(piece, fan, tiles * tile, window)
+        got = _attend(q, _Pages(kv, layer, tables, piece, window), seen, scale, cap)
         got = got.reshape(len(tokens), kv_heads, -1, size)[:, :, : piece.count * fan]
         got = got.reshape(len(tokens), kv_heads, piece.count, fan, size).transpose(0, 2, 1, 3, 4)
         out[tokens] = got.reshape(len(tokens), piece.count, heads * size)
@@ -150,7 +159,14 @@ def _seen(piece: _Piece, fan: int, padded: int, window: int) -> NDArray[np.bool_
     return seen & (spread > at - window) if window else seen
 
 
-def _attend(q: Floats, pages: _Pages, seen: NDArray[np.bool_], scale: float) -> Floats:
+def softcap(x: Floats, cap: float) -> None:
+    """x = cap tanh(x / cap)."""
+    x /= np.float32(cap)
+    np.tanh(x, out=x)
+    x *= np.float32(cap)
+
+
+def _attend(q: Floats, pages: _Pages, seen: NDArray[np.bool_], scale: float, cap: float = 0.0) -> Floats:
     """softmax(q k * scale) v for q[R, K, T, tile, D] over the spans that `seen` covers, in q's shape."""
     rows, _, tiles, tile, _ = q.shape
     count = seen.shape[2]
@@ -160,6 +176,8 @@ def _attend(q: Floats, pages: _Pages, seen: NDArray[np.bool_], scale: float) -> 
         keys = pages.keys(part).swapaxes(-1, -2)
         np.matmul(q[:, :, None], keys[:, :, :, None], out=scores[:, :, part])
     scores *= np.float32(scale)
+    if cap:
+        softcap(scores, cap)
     np.copyto(scores, np.float32(-np.inf), where=~seen.reshape(rows, 1, count, tiles, tile, SPAN))
     scores -= scores.max(axis=(2, 5), keepdims=True)
     weights = np.exp(scores, out=scores)

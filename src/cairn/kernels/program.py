@@ -16,6 +16,8 @@ class Slot:
 
     size: Size
     array: Any
+    passing: bool = False
+    """Whether nothing outside the program reads it."""
 
 
 @dataclass(frozen=True, slots=True)

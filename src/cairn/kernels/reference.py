@@ -25,7 +25,8 @@ from threadpoolctl import threadpool_info
 
 from cairn.kernels.base import Quantized
 from cairn.kernels.blas import TILE, one_blas_thread, project
-from cairn.kernels.paged import SPAN, attend
+from cairn.kernels.fusion import fuse
+from cairn.kernels.paged import SPAN, attend, softcap
 from cairn.kernels.program import Call, Interpreted
 from cairn.kernels.quantized import Segments, rounded, segments
 from cairn.kernels.rope import Rope, frequencies
@@ -109,6 +110,22 @@ class ReferenceKernels:
         angles[:, 0] = np.cos(turned) * rope.factor
         angles[:, 1] = np.sin(turned) * rope.factor
 
+    def scale(self, hidden: Floats, factor: float) -> None:
+        hidden *= np.float32(factor)
+
+    def norm(self, x: Floats, weight: Floats, eps: float, out: Floats) -> None:
+        out[:] = rms_norm(x, weight, eps)
+
+    def project(self, x: Floats, matrix: Segments, out: Floats) -> None:
+        out[:] = self._project(x, matrix)
+
+    def gate(self, gates: Floats, activation: str, out: Floats) -> None:
+        width = gates.shape[1] // 2
+        out[:] = ACTIVATIONS[activation](gates[:, :width]) * gates[:, width:]
+
+    def add(self, x: Floats, hidden: Floats) -> None:
+        hidden += x
+
     def norm_project(self, hidden: Floats, norm: Floats, eps: float, matrix: Segments, out: Floats) -> None:
         out[:] = self._project(rms_norm(hidden, norm, eps), matrix)
 
@@ -149,32 +166,56 @@ class ReferenceKernels:
         window: int,
         scale: float,
         out: Floats,
+        softcap: float = 0.0,
     ) -> None:
-        attend(query, kv, layer, rows, tables, window, scale, out)
+        attend(query, kv, layer, rows, tables, window, scale, out, softcap)
 
     def project_add(self, x: Floats, matrix: Segments, hidden: Floats) -> None:
         hidden += self._project(x, matrix)
 
+    def norm_add(self, x: Floats, norm: Floats, eps: float, hidden: Floats) -> None:
+        hidden += rms_norm(x, norm, eps)
+
+    def gated_project(
+        self,
+        hidden: Floats,
+        norm: Floats,
+        eps: float,
+        gate_up: Segments,
+        activation: str,
+        down: Segments,
+        out: Floats,
+    ) -> None:
+        out[:] = self._gated(hidden, norm, eps, gate_up, activation, down)
+
     def gated_mlp(
         self, hidden: Floats, norm: Floats, eps: float, gate_up: Segments, activation: str, down: Segments
     ) -> None:
-        both = self._project(rms_norm(hidden, norm, eps), gate_up)
-        gate, up = both[:, : gate_up.out // 2], both[:, gate_up.out // 2 :]
-        hidden += self._project(ACTIVATIONS[activation](gate) * up, down)
+        hidden += self._gated(hidden, norm, eps, gate_up, activation, down)
 
     def logits(self, hidden: Floats, wanted: Ints, norm: Floats, eps: float, head: Segments, out: Floats) -> None:
         out[:] = self._project(rms_norm(hidden[wanted], norm, eps), head)
+
+    def softcap(self, logits: Floats, cap: float) -> None:
+        softcap(logits, cap)
 
     def sampler(self, vocab: int) -> Sampler:
         return NUMPY
 
     def program(self, calls: Sequence[Call]) -> Interpreted:
-        return Interpreted(self, calls)
+        return Interpreted(self, fuse(calls))
 
     def close(self) -> None:
         self._leave()
         if self._pool is not None:
             self._pool.shutdown()
+
+    def _gated(
+        self, hidden: Floats, norm: Floats, eps: float, gate_up: Segments, activation: str, down: Segments
+    ) -> Floats:
+        both = self._project(rms_norm(hidden, norm, eps), gate_up)
+        width = gate_up.out // 2
+        return self._project(ACTIVATIONS[activation](both[:, :width]) * both[:, width:], down)
 
     def _project(self, x: Floats, matrix: Segments) -> Floats:
         low = rounded(x) if any(quantised for quantised, _ in matrix.parts) else x

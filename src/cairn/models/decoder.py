@@ -1,10 +1,13 @@
 """The forward pass, written once over kernels whose arrays are opaque, and recorded once into a program.
 
-    tokens -> embed -> [norm+qkv -> rope+KV write -> attention -> out+residual -> gated MLP+residual] x layers
-    hidden[wanted] -> norm+head -> logits
+    tokens -> embed -> scale -> layers:
+        norm -> project to q, k, v -> rope and KV write -> attention -> project -> norm -> add
+        norm -> project to gates -> gate -> project -> norm -> add
+    hidden[wanted] -> norm and head -> softcap -> logits
 
-Families differ by data: which weights exist, which group a layer's cache belongs to, which scaling the positions have.
-`body` and `head` may not branch on values, so that what was recorded at load is what every step replays. Programs are
+Families differ by data: which weights exist (a norm without one is left out), which group a layer's cache belongs to,
+which positions a group has. The kernels fuse neighbours of the list when it is recorded (`kernels.fusion`). `body` and
+`head` may not branch on values, so that what was recorded at load is what every step replays. Programs are
 symbolic in three sizes: M tokens, B rows and R logits rows of a step; every buffer is allocated once at its maximum.
 """
 
@@ -36,9 +39,11 @@ class Layer:
     q_norm: Array | None
     k_norm: Array | None
     out: Matrix
+    attention_post_norm: Array | None
     mlp_norm: Array
     gate_up: Matrix
     down: Matrix
+    mlp_post_norm: Array | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +51,17 @@ class Decoder:
     """A model's weights and the constants of its forward pass."""
 
     embedding: Array
-    rope: Rope
+    embedding_scale: float
+    ropes: tuple[Rope, ...]
+    """Of each group; groups with the same positions share one."""
     layers: tuple[Layer, ...]
     norm: Array
     head: Matrix
     eps: float
     scale: float
+    softcap: float
     activation: str
+    logit_softcap: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +81,21 @@ class Buffers:
     wanted: Any
     """int32 [R]: tokens of the step whose logits are wanted."""
     hidden: Any
-    angles: Any
+    angles: tuple[Any, ...]
+    """A group; groups with the same positions share one."""
+    normed: Any
     qkv: Any
     query: Any
     attended: Any
+    gates: Any
+    gated: Any
+    projected: Any
     logits: Any
     """float32 [R, V]"""
+
+
+_PASSING = frozenset(("normed", "projected", "gates", "gated"))
+"""Buffers that nothing reads outside the program that writes them: kernels that fuse leave them out."""
 
 
 def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Decoder:
@@ -87,15 +105,20 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
     tied embedding is the head itself.
     """
     head = kernels.matrix([weights["model.embed_tokens.weight" if spec.tied else "lm_head.weight"]], [None])
+    ropes = [spec.rope(group) for group in range(len(spec.groups))]
+    made = {rope: kernels.rope(spec.head_dim, rope.theta, rope.scaling) for rope in dict.fromkeys(ropes)}
     return Decoder(
         embedding=head if spec.tied else kernels.table(weights["model.embed_tokens.weight"]),
-        rope=kernels.rope(spec.head_dim, spec.rope_theta, spec.rope_scaling),
+        embedding_scale=spec.embedding_scale,
+        ropes=tuple(made[rope] for rope in ropes),
         layers=tuple(_layer(kernels, spec, weights, layer) for layer in range(spec.layers)),
         norm=kernels.vector(weights["model.norm.weight"]),
         head=head,
         eps=spec.norm_eps,
-        scale=1 / math.sqrt(spec.head_dim),
+        scale=1 / math.sqrt(spec.head_dim) if spec.attention_scale is None else spec.attention_scale,
+        softcap=spec.attention_softcap,
         activation=spec.activation,
+        logit_softcap=spec.logit_softcap,
     )
 
 
@@ -107,8 +130,11 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
         found = [weights[f"{prefix}{name}.weight"] for name in names]
         return kernels.matrix(found, [weights.get(f"{prefix}{name}.bias") for name in names])
 
-    def norm(name: str) -> Array | None:
-        return kernels.vector(weights[f"{prefix}{name}.weight"]) if f"{prefix}{name}.weight" in weights else None
+    def norm(name: str, wanted: bool = True) -> Array | None:
+        there = wanted and f"{prefix}{name}.weight" in weights
+        return kernels.vector(weights[f"{prefix}{name}.weight"]) if there else None
+
+    post = spec.post_norms
 
     return Layer(
         group=group,
@@ -119,9 +145,11 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
         q_norm=norm("self_attn.q_norm"),
         k_norm=norm("self_attn.k_norm"),
         out=matrix("self_attn.o_proj"),
-        mlp_norm=norm("post_attention_layernorm"),
+        attention_post_norm=norm("post_attention_layernorm", post),
+        mlp_norm=norm("pre_feedforward_layernorm" if post else "post_attention_layernorm"),
         gate_up=matrix("mlp.gate_proj", "mlp.up_proj"),
         down=matrix("mlp.down_proj"),
+        mlp_post_norm=norm("post_feedforward_layernorm", post),
     )
 
 
@@ -129,6 +157,8 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
     """Buffers for steps of at most `tokens` tokens and `rows` rows with contexts of at most `context` tokens."""
     width, groups = -(-context // BLOCK_TOKENS), range(len(spec.groups))
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    ropes = [spec.rope(group) for group in groups]
+    angles = {rope: kernels.allocate((tokens, 2, spec.head_dim // 2), "float32") for rope in dict.fromkeys(ropes)}
     return Buffers(
         tokens=kernels.allocate((tokens,), "int32"),
         positions=kernels.allocate((tokens,), "int32"),
@@ -137,10 +167,14 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         slots=tuple(kernels.allocate((tokens,), "int32") for _ in groups),
         wanted=kernels.allocate((LOGITS_ROWS,), "int32"),
         hidden=kernels.allocate((tokens, spec.hidden), "float32"),
-        angles=kernels.allocate((tokens, 2, spec.head_dim // 2), "float32"),
+        angles=tuple(angles[rope] for rope in ropes),
+        normed=kernels.allocate((tokens, spec.hidden), "float32"),
         qkv=kernels.allocate((tokens, query + 2 * kv), "float32"),
         query=kernels.allocate((tokens, spec.heads, spec.head_dim), "float32"),
         attended=kernels.allocate((tokens, query), "float32"),
+        gates=kernels.allocate((tokens, 2 * spec.ffn), "float32"),
+        gated=kernels.allocate((tokens, spec.ffn), "float32"),
+        projected=kernels.allocate((tokens, spec.hidden), "float32"),
         logits=kernels.allocate((LOGITS_ROWS, spec.vocab), "float32"),
     )
 
@@ -158,20 +192,43 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, score
 
 def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
     """Every layer over the step's tokens: writes their KV and leaves their last hidden state in `b.hidden`."""
+    eps = decoder.eps
     k.embed(decoder.embedding, b.tokens, b.hidden)
-    k.rope_angles(decoder.rope, b.positions, b.angles)
+    if decoder.embedding_scale != 1:
+        k.scale(b.hidden, decoder.embedding_scale)
+    for rope, angles in {
+        id(angles): (rope, angles) for rope, angles in zip(decoder.ropes, b.angles, strict=True)
+    }.values():
+        k.rope_angles(rope, b.positions, angles)
     for layer in decoder.layers:
         g = layer.group
-        k.norm_project(b.hidden, layer.attention_norm, decoder.eps, layer.qkv, b.qkv)
-        k.rope_write(b.qkv, b.angles, layer.q_norm, layer.k_norm, decoder.eps, kv[g], layer.index, b.slots[g], b.query)
-        k.attention(b.query, kv[g], layer.index, b.rows, b.tables[g], layer.window, decoder.scale, b.attended)
-        k.project_add(b.attended, layer.out, b.hidden)
-        k.gated_mlp(b.hidden, layer.mlp_norm, decoder.eps, layer.gate_up, decoder.activation, layer.down)
+        k.norm(b.hidden, layer.attention_norm, eps, b.normed)
+        k.project(b.normed, layer.qkv, b.qkv)
+        k.rope_write(b.qkv, b.angles[g], layer.q_norm, layer.k_norm, eps, kv[g], layer.index, b.slots[g], b.query)
+        k.attention(
+            b.query, kv[g], layer.index, b.rows, b.tables[g], layer.window, decoder.scale, b.attended, decoder.softcap
+        )
+        k.project(b.attended, layer.out, b.projected)
+        _add(k, decoder, layer.attention_post_norm, b)
+        k.norm(b.hidden, layer.mlp_norm, eps, b.normed)
+        k.project(b.normed, layer.gate_up, b.gates)
+        k.gate(b.gates, decoder.activation, b.gated)
+        k.project(b.gated, layer.down, b.projected)
+        _add(k, decoder, layer.mlp_post_norm, b)
+
+
+def _add(k: Kernels, decoder: Decoder, norm: Array | None, b: Buffers) -> None:
+    """Add what a half of a layer gave to the hidden state, normed where there is a weight."""
+    if norm is not None:
+        k.norm(b.projected, norm, decoder.eps, b.normed)
+    k.add(b.projected if norm is None else b.normed, b.hidden)
 
 
 def head(k: Kernels, decoder: Decoder, b: Buffers) -> None:
     """Logits of the wanted tokens, after `body`."""
     k.logits(b.hidden, b.wanted, decoder.norm, decoder.eps, decoder.head, b.logits)
+    if decoder.logit_softcap:
+        k.softcap(b.logits, decoder.logit_softcap)
 
 
 def with_slots(buffers: Buffers) -> Buffers:
@@ -180,7 +237,10 @@ def with_slots(buffers: Buffers) -> Buffers:
 
     def symbol(name: str) -> Any:
         value, size = getattr(buffers, name), sizes.get(name, "tokens")
-        return tuple(Slot(size, one) for one in value) if isinstance(value, tuple) else Slot(size, value)
+        if not isinstance(value, tuple):
+            return Slot(size, value, name in _PASSING)
+        made = {id(one): Slot(size, one) for one in value}
+        return tuple(made[id(one)] for one in value)
 
     return Buffers(**{name: symbol(name) for name in Buffers.__slots__})
 
@@ -188,10 +248,16 @@ def with_slots(buffers: Buffers) -> Buffers:
 def cut(kernels: Kernels, buffers: Buffers, sizes: Mapping[Size, int]) -> Buffers:
     """The buffers at a step's sizes: what a direct run of `body` or `head` takes."""
 
-    def view(slot: Any) -> Any:
-        return tuple(map(view, slot)) if isinstance(slot, tuple) else kernels.first(slot.array, sizes[slot.size])
-
     symbols = with_slots(buffers)
+    made: dict[int, Any] = {}
+
+    def view(slot: Any) -> Any:
+        if isinstance(slot, tuple):
+            return tuple(map(view, slot))
+        if id(slot) not in made:
+            made[id(slot)] = kernels.first(slot.array, sizes[slot.size])
+        return made[id(slot)]
+
     return Buffers(**{name: view(getattr(symbols, name)) for name in Buffers.__slots__})
 
 

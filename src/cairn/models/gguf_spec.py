@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,16 @@ from cairn.models.ends import ENDS, is_spelt_as_control, known_ends
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
 from cairn.models.hub import model_name
-from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, SAMPLING_RANGES, CacheGroup, ModelSpec, RopeScaling
+from cairn.types import (
+    MAX_CONTEXT,
+    MAX_HEAD_DIM,
+    MAX_VOCAB,
+    SAMPLING_RANGES,
+    CacheGroup,
+    ModelSpec,
+    RopeScaling,
+    RotaryPositions,
+)
 
 FACTORS = "rope_freqs.weight"
 """The tensor that divides the rotary frequencies, as models with llama3's scaling have it."""
@@ -35,12 +44,24 @@ class Architecture:
     qk_norm: bool = False
     interleaved: bool = False
     """Whether rows of q and k are stored so that rotary pairs are neighbours."""
+    gemma: bool = False
+    """As `families.Family.gemma`; norms are stored as 1 + w."""
+    period: int = 0
+    """Every so many-th layer has no window; 0: a window is for all."""
+    local_rope: bool = False
+    """Whether layers with a window have rotary positions of their own."""
+    by_width: int = 0
+    """With so many layers, scores are scaled by 1 / sqrt(width / heads), not by 1 / sqrt(head size)."""
+    softcaps: tuple[float, float] = (0.0, 0.0)
+    """Of attention's scores and of logits, where the file does not say."""
 
 
 ARCHITECTURES = {
     "llama": Architecture("LlamaForCausalLM", interleaved=True),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM", qk_norm=True),
+    "gemma2": Architecture("Gemma2ForCausalLM", gemma=True, period=2, by_width=46, softcaps=(50.0, 30.0)),
+    "gemma3": Architecture("Gemma3ForCausalLM", qk_norm=True, gemma=True, period=6, local_rope=True, by_width=62),
 }
 """`general.architecture` -> what it means. Mistral's models call themselves llama."""
 
@@ -52,6 +73,12 @@ _KEYS = frozenset(
         *("rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor"),
         *("rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor"),
         *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    )
+)
+_GEMMA_KEYS = frozenset(
+    (
+        *("attention.sliding_window_pattern", "rope.freq_base_swa"),
+        *("attn_logit_softcapping", "final_logit_softcapping"),
     )
 )
 """What is understood below an architecture's name."""
@@ -103,6 +130,8 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     layers = keys.integer("block_count", 1, 1 << 12)
     head_dim = keys.integer("attention.key_length", 2, MAX_HEAD_DIM, hidden // heads)
     rope, context = _rope(keys, gguf, head_dim)
+    if family.local_rope:
+        context = keys.integer("context_length", 2, MAX_CONTEXT)  # which states the scaled length
     vocab = _vocab(gguf, hidden)
     spec = ModelSpec(
         name=model_name(gguf.paths[0]),
@@ -116,14 +145,15 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         vocab=vocab,
         context=context,
         norm_eps=keys.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
-        rope_theta=keys.number("rope.freq_base", 1.0, 1e15, 10000.0),
+        rope_theta=keys.number("rope.freq_base", 1.0, 1e15, 1e6 if family.local_rope else 10000.0),
         rope_scaling=rope,
+        **(_gemma(keys, family, hidden, heads, head_dim, layers) if family.gemma else {}),
         qk_norm=family.qk_norm,
         qkv_bias="blk.0.attn_q.bias" in gguf.tensors,
         out_bias="blk.0.attn_output.bias" in gguf.tensors,
         mlp_bias="blk.0.ffn_down.bias" in gguf.tensors,
         tied="output.weight" not in gguf.tensors,
-        groups=_groups(keys, layers, context),
+        groups=_groups(keys, family, layers, context),
         eos_ids=_ends(gguf, vocab),
         bos_id=next(iter(named_ids(gguf, "bos", vocab, absent=True)), None),
         defaults=_defaults(gguf.fields),
@@ -150,7 +180,7 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
         name, plain = key.removeprefix(prefix), value
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             plain = value[0].item()
-        if name in _KEYS:
+        if name in _KEYS or (family.gemma and name in _GEMMA_KEYS):
             found[name] = plain
         else:
             others[name] = key, plain
@@ -161,6 +191,8 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
             "attention.key_length", 2, MAX_HEAD_DIM, keys.integer("embedding_length", 1, 1 << 20) // heads
         )
         done["attention.scale"] = size**-0.5
+        if family.by_width and keys.values.get("block_count") == family.by_width:
+            done["attention.scale"] = (keys.integer("embedding_length", 1, 1 << 20) / heads) ** -0.5
     for name, (key, plain) in others.items():
         if isinstance(plain, np.ndarray) or (plain and not _same(plain, done.get(name))):
             raise ModelError(f"{gguf.paths[0]}: {key[:120]} is set, which is not supported")
@@ -240,12 +272,60 @@ def _factors(gguf: Gguf, head_dim: int) -> tuple[float, ...]:
     return tuple(values.tolist())
 
 
-def _groups(keys: Fields, layers: int, context: int) -> tuple[CacheGroup, ...]:
-    """One group. A window that no context can outgrow is full attention."""
+def _gemma(keys: Fields, family: Architecture, hidden: int, heads: int, head_dim: int, layers: int) -> dict[str, Any]:
+    """What Gemma's spec has beyond the plain decoder's."""
+    scale = (hidden / heads) ** -0.5 if layers == family.by_width else head_dim**-0.5
+    attention, logits = family.softcaps
+    return {
+        "activation": "gelu_tanh",
+        "post_norms": True,
+        "embedding_scale": math.sqrt(hidden),
+        "attention_scale": scale if scale != head_dim**-0.5 else None,
+        "attention_softcap": 0.0
+        if family.qk_norm
+        else keys.number_or_zero("attn_logit_softcapping", 1e-3, 1e6, attention),
+        "logit_softcap": keys.number_or_zero("final_logit_softcapping", 1e-3, 1e6, logits),
+    }
+
+
+def _groups(keys: Fields, family: Architecture, layers: int, context: int) -> tuple[CacheGroup, ...]:
     window = keys.integer("attention.sliding_window", 0, MAX_CONTEXT, 0)
-    if 0 < window < context:
-        return (CacheGroup(kind="window", layers=tuple(range(layers)), window=window),)
-    return (CacheGroup(kind="full", layers=tuple(range(layers))),)
+    if not family.period:
+        return cache_groups(layers, range(layers) if window else (), window, context)
+    if not window:
+        raise keys.error("attention.sliding_window", f"a whole number from 1 to {MAX_CONTEXT}")
+    rope = None
+    if family.local_rope:
+        rope = RotaryPositions(theta=keys.number("rope.freq_base_swa", 1.0, 1e15, 10000.0))
+    return cache_groups(layers, _limited(keys, family, layers), window, context, rope)
+
+
+def _limited(keys: Fields, family: Architecture, layers: int) -> list[int]:
+    """The layers with a window: all but every so many-th, or those that a list says."""
+    listed = keys.values.get("attention.sliding_window_pattern")
+    if isinstance(listed, np.ndarray):
+        if len(listed) != layers:
+            raise keys.error("attention.sliding_window_pattern", f"a whole number, or a list of {layers}")
+        return [layer for layer, limited in enumerate(listed.tolist()) if limited]
+    period = keys.integer("attention.sliding_window_pattern", 1, 1 << 12, family.period)
+    return [layer for layer in range(layers) if (layer + 1) % period]
+
+
+def cache_groups(
+    layers: int, limited: Sequence[int], window: int, context: int, rope: RotaryPositions | None = None
+) -> tuple[CacheGroup, ...]:
+    """Layers by cache kind; `limited` have the window, and `rope` for positions. A window that no context can outgrow
+    is full attention."""
+    apart = set(limited) if rope is not None or window < context else set[int]()
+    full = tuple(layer for layer in range(layers) if layer not in apart)
+    groups = [CacheGroup(kind="full", layers=full)] if full else []
+    if apart:
+        own = tuple(sorted(apart))
+        narrow = window < context
+        groups.append(
+            CacheGroup(kind="window" if narrow else "full", layers=own, window=window if narrow else 0, rope=rope)
+        )
+    return tuple(groups)
 
 
 def named_ids(gguf: Gguf, name: str, vocab: int, *, absent: bool = False) -> tuple[int, ...]:

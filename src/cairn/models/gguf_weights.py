@@ -42,13 +42,19 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+"""Of models that also norm what attention and the MLP give."""
 _NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)\.(weight|bias)")
 _HARMLESS = re.compile(re.escape(FACTORS) + r"|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 """Constants of the rotary positions; the spec holds those that matter."""
 _TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.(weight|bias)")
 
 
-def hub_name(name: str) -> str | None:
+def hub_name(name: str, post_norms: bool = False) -> str | None:
     """transformers' name of a tensor, or None for one that no decoder here has."""
     match = _NAME.fullmatch(name)
     if match is None:
@@ -56,7 +62,8 @@ def hub_name(name: str) -> str | None:
     layer, part, end = match.groups()
     if layer is None:
         return f"{_WHOLE[part]}.{end}" if part in _WHOLE else None
-    return f"model.layers.{int(layer)}.{_LAYER[part]}.{end}" if part in _LAYER else None
+    names = _LAYER | _POST_NORMS if post_norms else _LAYER
+    return f"model.layers.{int(layer)}.{names[part]}.{end}" if part in names else None
 
 
 class GgufWeights(Mapping[str, NDArray[Any]]):
@@ -68,7 +75,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         self._interleaved = architecture(gguf).interleaved
         self._found: dict[str, Tensor] = {}
         for tensor in gguf.tensors.values():
-            name = hub_name(tensor.name)
+            name = hub_name(tensor.name, architecture(gguf).gemma)
             if name is not None and name in expected:
                 self._put(name, tensor, expected[name])
             elif not _HARMLESS.fullmatch(tensor.name):
@@ -159,10 +166,11 @@ def turn(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, post_norms: bool = False) -> str:
     """GGUF's name of a tensor that transformers calls `name`; the inverse of `hub_name`."""
     stem, _, end = name.rpartition(".")
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
     if match is None:
         return f"{next(own for own, theirs in _WHOLE.items() if theirs == stem)}.{end}"
-    return f"blk.{match[1]}.{next(own for own, theirs in _LAYER.items() if theirs == match[2])}.{end}"
+    names = _LAYER | _POST_NORMS if post_norms else _LAYER
+    return f"blk.{match[1]}.{next(own for own, theirs in names.items() if theirs == match[2])}.{end}"

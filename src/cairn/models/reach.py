@@ -30,7 +30,8 @@ def reach(spec: ModelSpec, weights: Mapping[str, NDArray[Any]]) -> float:
     `weights` are those of `open_weights`, before they are rounded for the kernels; that is in `ROUNDING`.
     """
     with np.errstate(all="ignore"):
-        turned = abs(frequencies(spec.head_dim, spec.rope_theta, spec.rope_scaling).factor)
+        ropes = [spec.rope(group) for group in range(len(spec.groups))]
+        turned = max(abs(frequencies(spec.head_dim, rope.theta, rope.scaling).factor) for rope in ropes)
         bounds = [_layer(spec, weights, f"model.layers.{layer}.", turned) for layer in range(spec.layers)]
     return float(ROUNDING * np.max(bounds))  # not Python's, which loses NaN
 

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.base import BLOCK, GROUP, Quantized
+from cairn.models.gguf_spec import cache_groups
 from cairn.models.outline import Outline, blocks, codes
 from cairn.models.weights import DTYPES, expected_tensors
-from cairn.types import CacheGroup, ModelSpec
+from cairn.types import CacheGroup, ModelSpec, RotaryPositions
 
 _SIZES: dict[str, dict[str, Any]] = {
     "demo": {"layers": 8, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 608, "vocab": 2048},
@@ -26,6 +27,14 @@ _SIZES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": {
         **{"layers": 16, "hidden": 2048, "heads": 32, "kv_heads": 8, "head_dim": 64, "ffn": 8192, "vocab": 128_256},
         **{"context": 131_072, "architecture": "LlamaForCausalLM", "qk_norm": False, "rope_theta": 5e5},
+    },
+    "gemma3-270m": {
+        **{"layers": 18, "hidden": 640, "heads": 4, "kv_heads": 1, "head_dim": 256, "ffn": 2048, "vocab": 262_144},
+        **{"context": 32_768, "architecture": "Gemma3ForCausalLM", "window": 512},
+    },
+    "gemma3-1b": {
+        **{"layers": 26, "hidden": 1152, "heads": 4, "kv_heads": 1, "head_dim": 256, "ffn": 6912, "vocab": 262_144},
+        **{"context": 32_768, "architecture": "Gemma3ForCausalLM", "window": 512},
     },
 }
 SHAPES = tuple(_SIZES)
@@ -38,7 +47,12 @@ _PERIOD = 1 << 20
 def shape_spec(name: str) -> ModelSpec:
     """The spec of one of `SHAPES`."""
     sizes = {"context": 2048, "architecture": "Qwen3ForCausalLM", "qk_norm": True, "rope_theta": 1e6, **_SIZES[name]}
-    groups = (CacheGroup(kind="full", layers=tuple(range(sizes["layers"]))),)
+    if window := sizes.pop("window", 0):
+        limited = [layer for layer in range(sizes["layers"]) if (layer + 1) % 6]
+        groups = cache_groups(sizes["layers"], limited, window, sizes["context"], RotaryPositions(theta=1e4))
+        sizes |= {"activation": "gelu_tanh", "post_norms": True, "embedding_scale": math.sqrt(sizes["hidden"])}
+    else:
+        groups = (CacheGroup(kind="full", layers=tuple(range(sizes["layers"]))),)
     return ModelSpec(name=name, norm_eps=1e-6, tied=True, groups=groups, **sizes)
 
 

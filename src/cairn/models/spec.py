@@ -16,13 +16,21 @@ import msgspec
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.digests import file_digest
-from cairn.models.families import Family, family_of
+from cairn.models.families import Family, family_of, text_config
 from cairn.models.files import Fields, is_gguf, read_json, read_optional_json, reading
 from cairn.models.gguf import read_gguf
-from cairn.models.gguf_spec import SAMPLING, gguf_spec, suggested
+from cairn.models.gguf_spec import SAMPLING, cache_groups, gguf_spec, suggested
 from cairn.models.hub import model_name
 from cairn.models.weights import weight_files
-from cairn.types import MAX_CONTEXT, MAX_HEAD_DIM, MAX_VOCAB, CacheGroup, ModelSpec, RopeScaling
+from cairn.types import (
+    MAX_CONTEXT,
+    MAX_HEAD_DIM,
+    MAX_VOCAB,
+    CacheGroup,
+    ModelSpec,
+    RopeScaling,
+    RotaryPositions,
+)
 
 ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "silu": "silu",
@@ -70,11 +78,15 @@ def _load(folder: Path) -> ModelSpec:
         )
     config = Fields(read_json(folder / "config.json"), folder / "config.json")
     architecture, family = family_of(config)
+    config = text_config(config, family)
     heads = config.integer("num_attention_heads", 1, 1 << 14)
     hidden = config.integer("hidden_size", 1, 1 << 20)
     layers = config.integer("num_hidden_layers", 1, 1 << 12)
     vocab = config.integer("vocab_size", 1, MAX_VOCAB)
-    rope, theta, context = _rope(config)
+    rope, theta, context = _rope(_global(config) if family.local_rope else config)
+    if family.local_rope:
+        context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # which states the scaled length
+    head_dim = config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
     spec = ModelSpec(
         name=model_name(folder),
         architecture=architecture,
@@ -82,7 +94,7 @@ def _load(folder: Path) -> ModelSpec:
         hidden=hidden,
         heads=heads,
         kv_heads=config.integer("num_key_value_heads", 1, heads, _kv_heads(config, family) or heads),
-        head_dim=config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads),
+        head_dim=head_dim,
         ffn=config.integer("intermediate_size", 1, 1 << 22),
         vocab=vocab,
         context=context,
@@ -94,6 +106,7 @@ def _load(folder: Path) -> ModelSpec:
         qkv_bias=_bias(config, family.qkv_bias),
         out_bias=_bias(config, family.out_bias),
         mlp_bias=_bias(config, family.mlp_bias),
+        **(_gemma(config, family, hidden, head_dim) if family.gemma else {}),
         tied=config.flag("tie_word_embeddings", False),
         groups=_groups(config, family, layers, context),
         eos_ids=_eos(config, folder, vocab),
@@ -117,12 +130,43 @@ def _bias(config: Fields, rule: bool | str) -> bool:
 
 
 def _activation(config: Fields) -> Literal["silu", "gelu_tanh"]:
-    name = config.text("hidden_act", "silu")
+    key = "hidden_activation" if config.has("hidden_activation") else "hidden_act"
+    name = config.text(key, "silu")
     if name not in ACTIVATIONS:
         raise ModelError(
-            f"{config.path}: hidden_act {name[:80]!r} is not supported; supported are {', '.join(sorted(ACTIVATIONS))}"
+            f"{config.path}: {key} {name[:80]!r} is not supported; supported are {', '.join(sorted(ACTIVATIONS))}"
         )
     return ACTIVATIONS[name]
+
+
+def _gemma(config: Fields, family: Family, hidden: int, head_dim: int) -> dict[str, Any]:
+    """What Gemma's spec has beyond the plain decoder's."""
+    scale = config.number("query_pre_attn_scalar", 1e-6, 1e6) ** -0.5
+    return {
+        "post_norms": True,
+        "embedding_scale": math.sqrt(hidden),
+        "attention_scale": scale if scale != head_dim**-0.5 else None,
+        # A config may name it beside norms of q and k, which have taken its place: transformers then passes it over.
+        "attention_softcap": 0.0 if family.qk_norm else config.number_or_zero("attn_logit_softcapping", 1e-3, 1e6, 0.0),
+        "logit_softcap": config.number_or_zero("final_logit_softcapping", 1e-3, 1e6, 0.0),
+    }
+
+
+def _global(config: Fields) -> Fields:
+    """The rotary settings of layers without a window, where a config has two."""
+    kinds = config.object("rope_parameters").values
+    if "full_attention" not in kinds and "sliding_attention" not in kinds:
+        return config
+    own = {"rope_parameters": kinds.get("full_attention"), "rope_scaling": None}
+    return Fields({**config.values, **own}, config.path, config.prefix)
+
+
+def _local(config: Fields) -> RotaryPositions:
+    """The rotary positions of layers with a window, where they have their own."""
+    own = {"rope_parameters": config.object("rope_parameters").values.get("sliding_attention"), "rope_scaling": None}
+    own["rope_theta"] = config.values.get("rope_local_base_freq")
+    scaling, theta, _ = _rope(Fields({**config.values, **own}, config.path, config.prefix))
+    return RotaryPositions(theta=theta, scaling=scaling)
 
 
 def _rope(config: Fields) -> tuple[RopeScaling, float, int]:
@@ -183,16 +227,17 @@ def _groups(config: Fields, family: Family, layers: int, context: int) -> tuple[
         if not _no_window(config):
             window = config.integer("sliding_window", 1, MAX_CONTEXT, 4096)
             limited = list(range(layers))
-    elif family.window == "by layer" and config.flag("use_sliding_window", False) and not _no_window(config):
-        window = config.integer("sliding_window", 1, MAX_CONTEXT, 4096)
-        limited = _window_layers(config, layers)
-    if window >= context:
-        limited = []
-    full = [layer for layer in range(layers) if layer not in set(limited)]
-    groups = [CacheGroup(kind="full", layers=tuple(full))] if full else []
-    if limited:
-        groups.append(CacheGroup(kind="window", layers=tuple(limited), window=window))
-    return tuple(groups)
+    elif _by_layer(config, family):
+        window = config.integer("sliding_window", 1, MAX_CONTEXT, None if family.period else 4096)
+        limited = _window_layers(config, family, layers)
+    return cache_groups(layers, limited, min(window, context), context, _local(config) if family.local_rope else None)
+
+
+def _by_layer(config: Fields, family: Family) -> bool:
+    """Whether some layers are limited."""
+    if family.window == "by type":
+        return True
+    return family.window == "by layer" and config.flag("use_sliding_window", False) and not _no_window(config)
 
 
 def _no_window(config: Fields) -> bool:
@@ -200,7 +245,10 @@ def _no_window(config: Fields) -> bool:
     return "sliding_window" in config.values and not config.has("sliding_window")
 
 
-def _window_layers(config: Fields, layers: int) -> list[int]:
+def _window_layers(config: Fields, family: Family, layers: int) -> list[int]:
+    if not config.has("layer_types") and family.period:
+        period = config.integer("sliding_window_pattern", 1, 1 << 12, family.period)
+        return [layer for layer in range(layers) if (layer + 1) % period]
     if not config.has("layer_types"):
         return list(range(config.integer("max_window_layers", 0, 1 << 12, 28), layers))
     kinds = config.values["layer_types"]
@@ -262,12 +310,32 @@ def _defaults(folder: Path) -> dict[str, float]:
     return found
 
 
+_LATER: dict[str, Any] = {
+    **{"post_norms": False, "embedding_scale": 1.0, "attention_scale": None},
+    **{"attention_softcap": 0.0, "logit_softcap": 0.0},
+}
+"""Facts that specs did not have from the beginning, with what they are where they change nothing."""
+
+
+def _facts(spec: ModelSpec) -> dict[str, Any]:
+    """A spec's facts. What changes nothing is left out of them, so that models keep the identity that they had before
+    somebody thought of it, and with it their stored KV."""
+    found: dict[str, Any] = msgspec.to_builtins(spec)
+    for name, plain in _LATER.items():
+        if found[name] == plain:
+            del found[name]
+    for group in found["groups"]:
+        if group["rope"] is None:
+            del group["rope"]
+    return found
+
+
 def identity_of(spec: ModelSpec, folder: Path) -> bytes:
     """SHA-256 over the spec's facts, the weights and the tokenizer. Names, sampling defaults and EOS change no KV.
 
     A folder's files have fixed names, which say what each holds; a GGUF file may be called anything.
     """
-    facts = msgspec.structs.replace(spec, name="", defaults={}, eos_ids=(), identity=b"")
+    facts = _facts(msgspec.structs.replace(spec, name="", defaults={}, eos_ids=(), identity=b""))
     digest = hashlib.sha256(b"cairn-model-1\0")
     digest.update(hashlib.sha256(msgspec.json.encode(facts, order="sorted")).digest())
     tokenizer = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]

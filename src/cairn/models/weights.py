@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
+from cairn.models.families import FAMILIES
 from cairn.models.files import (
     INDEX,
     MAX_NAME_BYTES,
@@ -51,6 +52,10 @@ MAX_BRACES = 1 << 17
 _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.self_attn\.(bias|masked_bias)")
 """Buffers that old checkpoints carry beside the weights and that the config determines."""
 
+_PART = re.compile(r"(?:model\.language_model\.|language_model\.model\.|language_model\.(?=lm_head\.))(.*)")
+_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+"""Of a model that also sees: images are not served."""
+
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -73,6 +78,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "mlp.down_proj": (spec.hidden, spec.ffn, spec.mlp_bias),
     }
     norms = {"input_layernorm": spec.hidden, "post_attention_layernorm": spec.hidden}
+    if spec.post_norms:
+        norms |= {"pre_feedforward_layernorm": spec.hidden, "post_feedforward_layernorm": spec.hidden}
     if spec.qk_norm:
         norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
     for layer in range(spec.layers):
@@ -132,26 +139,39 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
         raise _no_weights(folder)
     homes = _weight_map(folder) if files != [folder / WEIGHTS] else None
     expected = expected_tensors(spec)
+    family = FAMILIES[spec.architecture]
     found: dict[str, NDArray[Any]] = {}
     for path in files:
-        for name, array in _tensors(path):
-            if homes is not None and homes.get(name) != path.name:
-                place = homes.get(name, "no file")
-                raise ModelFileError(f"{path}: holds the tensor {name[:120]!r}, which {INDEX} puts in {place}")
+        for stored, array in _tensors(path):
+            if homes is not None and homes.get(stored) != path.name:
+                place = homes.get(stored, "no file")
+                raise ModelFileError(f"{path}: holds the tensor {stored[:120]!r}, which {INDEX} puts in {place}")
+            name = own_name(stored) if family.nested else stored
+            if name in found:
+                raise ModelFileError(f"{path}: the tensor {name[:120]!r} is there under two names")
             if name in expected:
                 if array.shape != expected[name]:
                     raise ModelFileError(
                         f"{path}: the tensor {name} has the shape {list(array.shape)}, "
                         f"expected {list(expected[name])} from config.json"
                     )
-                found[name] = array
-            elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight")):
+                found[name] = 1 + array.astype(np.float32) if family.gemma and len(array.shape) == 1 else array
+            elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight") or not name):
                 raise ModelFileError(f"{path}: the tensor {name[:120]!r} is not part of a {spec.architecture}")
     missing = next((name for name in expected if name not in found), None)
     if missing is not None:
-        home = WEIGHTS if homes is None else homes.get(missing, INDEX)
+        named = {own_name(name): home for name, home in (homes or {}).items()} if family.nested else homes or {}
+        home = WEIGHTS if homes is None else named.get(missing, INDEX)
         raise ModelFileError(f"{folder / home}: the tensor {missing} of shape {list(expected[missing])} is missing")
     return found
+
+
+def own_name(name: str) -> str:
+    """The name of a tensor of a model's text part without what it has for being a part; "" for one of another part."""
+    if _OTHER_PARTS.match(name):
+        return ""
+    match = _PART.fullmatch(name)
+    return name if match is None else "lm_head.weight" if match[1] == "lm_head.weight" else f"model.{match[1]}"
 
 
 def _no_weights(folder: Path) -> ModelFileError:

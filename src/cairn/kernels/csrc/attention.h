@@ -79,6 +79,7 @@ void attend_span(const Attend& job, const Queries<Form>& q, Index start, Range a
             score_rows<Form, R, true>(q, row, span, blocks);
         else
             score_rows<Form, R, false>(q, row, span, blocks);
+        if (job.softcap) soften_rows<Form, R>(q, row, job, blocks);
         weigh<Form, R>(q, row, job, start, blocks);
         if (job.count > 1 && !silent<Form, R>(job, q, row, start, span))
             apart |= ((std::uint64_t{1} << R) - 1) << row;

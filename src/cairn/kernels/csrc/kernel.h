@@ -200,7 +200,7 @@ struct Attend {
     Pages kv;
     const std::int32_t* table;  // the row's blocks
     Index window, heads;
-    float scale;
+    float scale, softcap;  // a softcap of 0 is none
     float* out;  // [tokens, heads * size]
     Index first, count, position;  // first token in the step, tokens, position of the first
     Index kv_head;
@@ -226,6 +226,7 @@ struct Variant {
     // Numbers `from` to `to` of a row that is normed, from a multiple of 16.
     void (*norm)(const float* x, const float* weight, Index size, float eps, Index from, Index to, float* out);
     void (*gate)(const float* gate, const float* up, Index size, Activation activation, float* out);
+    void (*softcap)(float* x, Index size, float cap);
     void (*embed)(const void* row, Dtype dtype, Index size, float* out);
     void (*rope_write)(const RopeWrite&, Index token, Index kv_head);
     void (*attend)(const Attend&);

@@ -40,6 +40,9 @@ namespace {
 // Of all that is compiled here: what `native.VERSION` says.
 constexpr const char* VERSION = "native-5";
 
+// Of what Python calls: what `native.INTERFACE` says.
+constexpr int INTERFACE = 2;
+
 bool runs(const std::string& name) {
 #if defined(__x86_64__)
     if (name == "avx2")
@@ -121,6 +124,7 @@ nb::list variant_list() {
 NB_MODULE(_native, m) {
     using namespace cairn;
     m.attr("VERSION") = VERSION;
+    m.attr("INTERFACE") = INTERFACE;
     m.def("probe_read", &probe_read, nb::arg(), nb::arg(), nb::arg().noconvert(), nb::call_guard<nb::gil_scoped_release>(),
           "Read whole MiB of the floats on the team's threads; returns the bytes read.");
     m.def("probe_multiply", &probe_multiply, nb::call_guard<nb::gil_scoped_release>(),

@@ -179,6 +179,67 @@ void Program::rope_angles(const float* frequencies, double factor, Index half, c
     });
 }
 
+template <class F>
+void Program::each(Index rows, Index size, const F& f) const {
+    if (worth(rows * size) == 1)
+        for (Index row = 0; row < rows; row++) f(row, 0);
+    else
+        team_->run(rows, f);
+}
+
+void Program::scale(float* hidden, Index size, float factor) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        each(sizes.tokens, size, [=](Index row, int) {
+            for (Index i = row * size; i < (row + 1) * size; i++) hidden[i] *= factor;
+        });
+    });
+}
+
+void Program::norm(const float* x, Norm norm, float* out) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        each(sizes.tokens, norm.size, [=, this](Index row, int) {
+            const Index at = row * norm.size;
+            kernels_.norm(x + at, norm.weight, norm.size, norm.eps, 0, norm.size, out + at);
+        });
+    });
+}
+
+void Program::project(const float* x, MatrixView matrix, float* out, Index most) {
+    const Inputs wanted = inputs(matrix, most);
+    calls_.push_back([=, this](const Sizes& sizes) {
+        product({matrix, rows(x, matrix.inner, matrix.inner, sizes.tokens, wanted, Made{}), out, matrix.out, false});
+    });
+}
+
+void Program::gate(const float* gates, Index width, Activation activation, float* out) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        each(sizes.tokens, width, [=, this](Index row, int) {
+            const float* from = gates + row * 2 * width;
+            kernels_.gate(from, from + width, width, activation, out + row * width);
+        });
+    });
+}
+
+void Program::add(const float* x, Index size, float* hidden) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        each(sizes.tokens, size, [=](Index row, int) {
+            for (Index i = row * size; i < (row + 1) * size; i++) hidden[i] += x[i];
+        });
+    });
+}
+
+void Program::norm_add(const float* x, Norm norm, float* hidden) {
+    const Index wide = padded(norm.size);
+    need(team_->size() * wide);
+    calls_.push_back([=, this](const Sizes& sizes) {
+        each(sizes.tokens, norm.size, [=, this](Index row, int thread) {
+            float *normed = scratch() + thread * wide, *to = hidden + row * norm.size;
+            kernels_.norm(x + row * norm.size, norm.weight, norm.size, norm.eps, 0, norm.size, normed);
+            for (Index i = 0; i < norm.size; i++) to[i] += normed[i];
+        });
+    });
+}
+
 void Program::norm_project(const float* hidden, Norm norm, MatrixView matrix, float* out, Index most) {
     need(most * norm.size);
     const Inputs wanted = inputs(matrix, most);
@@ -250,8 +311,8 @@ void Program::project_add(const float* x, MatrixView matrix, float* hidden, Inde
     });
 }
 
-void Program::gated_mlp(float* hidden, Norm norm, MatrixView gate_up, Activation activation, MatrixView down,
-                        Index most) {
+void Program::gated_mlp(const float* hidden, Norm norm, MatrixView gate_up, Activation activation, MatrixView down,
+                        float* out, bool added, Index most) {
     const Index width = gate_up.out / 2, both = padded(most * norm.size);
     need(both + most * gate_up.out);
     const Inputs wide = inputs(gate_up, most), back = inputs(down, most);
@@ -264,7 +325,7 @@ void Program::gated_mlp(float* hidden, Norm norm, MatrixView gate_up, Activation
                 kernels_.gate(gate, gate + width, patch.to - patch.from, activation, gate);
             }
         };
-        product({down, rows(gates, gate_up.out, width, sizes.tokens, back, gated), hidden, down.out, true});
+        product({down, rows(gates, gate_up.out, width, sizes.tokens, back, gated), out, down.out, added});
     });
 }
 
@@ -274,6 +335,18 @@ void Program::logits(const float* hidden, const std::int32_t* wanted, Norm norm,
     const Inputs rounded = inputs(head, most);
     calls_.push_back([=, this](const Sizes& sizes) {
         product({head, normed(hidden, wanted, norm, sizes.logits, rounded), out, head.out, false});
+    });
+}
+
+void Program::softcap(float* logits, Index size, float cap) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        // Rows are few and long: pieces of them.
+        constexpr Index PIECE = 4096;
+        const Index pieces = (size + PIECE - 1) / PIECE;
+        team_->run(sizes.logits * pieces, [&](Index i, int) {
+            const Index from = i % pieces * PIECE;
+            kernels_.softcap(logits + i / pieces * size + from, std::min(PIECE, size - from), cap);
+        });
     });
 }
 

@@ -41,13 +41,23 @@ class Program {
     void look_up(MatrixView table, const std::int32_t* tokens, float* hidden);
     void rope_angles(const float* frequencies, double factor, Index half, const std::int32_t* positions,
                      float* angles);
+    void scale(float* hidden, Index size, float factor);
+    void norm(const float* x, Norm norm, float* out);
+    void project(const float* x, MatrixView matrix, float* out, Index most);
+    void gate(const float* gates, Index width, Activation activation, float* out);
+    void add(const float* x, Index size, float* hidden);
     void norm_project(const float* hidden, Norm norm, MatrixView matrix, float* out, Index most);
     void rope_write(const RopeWrite& job);
     // `job` with everything but the table, places and scratch of one task; `rows` as in kernels/base.py.
     void attention(const Attend& job, const std::int32_t* rows, const std::int32_t* tables, Index width, Index most);
     void project_add(const float* x, MatrixView matrix, float* hidden, Index most);
-    void gated_mlp(float* hidden, Norm norm, MatrixView gate_up, Activation activation, MatrixView down, Index most);
+    void norm_add(const float* x, Norm norm, float* hidden);
+    // What it gives is added to `out` or put there.
+    void gated_mlp(const float* hidden, Norm norm, MatrixView gate_up, Activation activation, MatrixView down, float* out,
+                   bool added, Index most);
     void logits(const float* hidden, const std::int32_t* wanted, Norm norm, MatrixView head, float* out, Index most);
+
+    void softcap(float* logits, Index size, float cap);
 
     // Not safe from two threads at once.
     void run(const Sizes& sizes);
@@ -60,6 +70,9 @@ class Program {
     template <class Make>
     Activations rows(const float* x, Index stride, Index size, Index count, Inputs inputs, const Make& make) const;
     void product(const Product& job) const;
+    // f(row, thread) for each of them, on threads where their numbers are worth it.
+    template <class F>
+    void each(Index rows, Index size, const F& f) const;
     // How many threads `numbers` of a kernel that reads and writes each of them are worth.
     Index worth(Index numbers) const;
     float* scratch() const { return reinterpret_cast<float*>(scratch_.get()); }

@@ -24,6 +24,11 @@ void fits(const ConstFloats& x, const Matrix& matrix, const Floats& out) {
     check(out.ndim() == 2 && static_cast<Index>(out.shape(1)) == matrix.view().out, "an output has the matrix's width");
 }
 
+Activation activation_of(const std::string& name) {
+    check(name == "silu" || name == "gelu_tanh", "the activation is silu or gelu_tanh");
+    return name == "silu" ? Activation::silu : Activation::gelu_tanh;
+}
+
 // KV as numpy holds it: float32, float16, or bfloat16 as 16-bit integers.
 Pages pages_of(const Pool& kv, int layer) {
     check(kv.ndim() == 6 && kv.shape(2) == 2 && kv.shape(4) == BLOCK_TOKENS, "KV is [blocks, layers, 2, K, 16, D]");
@@ -68,6 +73,38 @@ void rope_angles(Program& program, const ConstFloats& frequencies, double factor
                         angles.data());
 }
 
+void scale(Program& program, const Floats& hidden, double factor) {
+    check(hidden.ndim() == 2, "a hidden state is [M, H]");
+    program.scale(hidden.data(), static_cast<Index>(hidden.shape(1)), static_cast<float>(factor));
+}
+
+void norm(Program& program, const ConstFloats& x, const ConstFloats& weight, double eps, const Floats& out) {
+    const Norm found = norm_of(x, weight, eps);
+    check(out.ndim() == 2 && out.shape(1) == x.shape(1), "an output has its input's width");
+    program.norm(x.data(), found, out.data());
+}
+
+void project(Program& program, const ConstFloats& x, const Matrix& matrix, const Floats& out) {
+    fits(x, matrix, out);
+    program.project(x.data(), matrix.view(), out.data(), static_cast<Index>(x.shape(0)));
+}
+
+void gate(Program& program, const ConstFloats& gates, const std::string& activation, const Floats& out) {
+    check(gates.ndim() == 2 && out.ndim() == 2 && gates.shape(1) == 2 * out.shape(1), "gates are [M, 2F], out [M, F]");
+    program.gate(gates.data(), static_cast<Index>(out.shape(1)), activation_of(activation), out.data());
+}
+
+void add(Program& program, const ConstFloats& x, const Floats& hidden) {
+    check(x.ndim() == 2 && hidden.ndim() == 2 && x.shape(1) == hidden.shape(1), "what is added has hidden's width");
+    program.add(x.data(), static_cast<Index>(x.shape(1)), hidden.data());
+}
+
+void norm_add(Program& program, const ConstFloats& x, const ConstFloats& weight, double eps, const Floats& hidden) {
+    const Norm found = norm_of(x, weight, eps);
+    check(hidden.ndim() == 2 && hidden.shape(1) == x.shape(1), "what is added has hidden's width");
+    program.norm_add(x.data(), found, hidden.data());
+}
+
 void norm_project(Program& program, const ConstFloats& hidden, const ConstFloats& norm, double eps,
                   const Matrix& matrix, const Floats& out) {
     fits(hidden, matrix, out);
@@ -91,14 +128,14 @@ void rope_write(Program& program, const ConstFloats& qkv, const ConstFloats& ang
 }
 
 void attention(Program& program, const ConstFloats& query, const Pool& kv, int layer, const Ints& rows,
-               const Ints& tables, int window, double scale, const Floats& out) {
+               const Ints& tables, int window, double scale, const Floats& out, double softcap) {
     const Pages pages = pages_of(kv, layer);
     const Index heads = heads_of(query, pages);
     check(rows.ndim() == 2 && rows.shape(1) == 3 && tables.ndim() == 2, "rows are [B, 3], tables [B, width]");
     check(out.size() == query.size(), "attention's output is [M, Q D]");
     Attend job = {};
     job.query = query.data(), job.kv = pages, job.window = window, job.heads = heads;
-    job.scale = static_cast<float>(scale), job.out = out.data();
+    job.scale = static_cast<float>(scale), job.softcap = static_cast<float>(softcap), job.out = out.data();
     program.attention(job, rows.data(), tables.data(), static_cast<Index>(tables.shape(1)),
                       static_cast<Index>(query.shape(0)));
 }
@@ -108,16 +145,30 @@ void project_add(Program& program, const ConstFloats& x, const Matrix& matrix, c
     program.project_add(x.data(), matrix.view(), hidden.data(), static_cast<Index>(x.shape(0)));
 }
 
-void gated_mlp(Program& program, const Floats& hidden, const ConstFloats& norm, double eps, const Matrix& gate_up,
-               const std::string& activation, const Matrix& down) {
+void gated(Program& program, const ConstFloats& hidden, const ConstFloats& norm, double eps, const Matrix& gate_up,
+           const std::string& activation, const Matrix& down, const Floats& out, bool added) {
     const MatrixView wide = gate_up.view(), back = down.view();
-    check(activation == "silu" || activation == "gelu_tanh", "the activation is silu or gelu_tanh");
     check(hidden.ndim() == 2 && static_cast<Index>(hidden.shape(1)) == wide.inner && back.out == wide.inner &&
               wide.out == 2 * back.inner,
           "gate_up is [2F, H] and down [H, F]");
-    program.gated_mlp(hidden.data(), norm_of(ConstFloats(hidden), norm, eps), wide,
-                      activation == "silu" ? Activation::silu : Activation::gelu_tanh, back,
-                      static_cast<Index>(hidden.shape(0)));
+    check(out.ndim() == 2 && out.shape(1) == hidden.shape(1), "an output has hidden's width");
+    program.gated_mlp(hidden.data(), norm_of(hidden, norm, eps), wide, activation_of(activation), back, out.data(),
+                      added, static_cast<Index>(hidden.shape(0)));
+}
+
+void gated_project(Program& program, const ConstFloats& hidden, const ConstFloats& norm, double eps,
+                   const Matrix& gate_up, const std::string& activation, const Matrix& down, const Floats& out) {
+    gated(program, hidden, norm, eps, gate_up, activation, down, out, false);
+}
+
+void gated_mlp(Program& program, const Floats& hidden, const ConstFloats& norm, double eps, const Matrix& gate_up,
+               const std::string& activation, const Matrix& down) {
+    gated(program, ConstFloats(hidden), norm, eps, gate_up, activation, down, hidden, true);
+}
+
+void softcap(Program& program, const Floats& logits, double cap) {
+    check(logits.ndim() == 2 && cap > 0, "logits are [R, V], and their cap is more than 0");
+    program.softcap(logits.data(), static_cast<Index>(logits.shape(1)), static_cast<float>(cap));
 }
 
 void logits(Program& program, const ConstFloats& hidden, const Ints& wanted, const ConstFloats& norm, double eps,
@@ -139,12 +190,21 @@ void bind_program(nb::module_& module, const Variant& (*find)(const std::string&
         .def("embed", &embed, array, nb::arg(), array, array)
         .def("embed", &look_up, nb::arg(), array, array)
         .def("rope_angles", &rope_angles, array, nb::arg(), array, array)
+        .def("scale", &scale, array, nb::arg())
+        .def("norm", &norm, array, array, nb::arg(), array)
+        .def("project", &project, array, nb::arg(), array)
+        .def("gate", &gate, array, nb::arg(), array)
+        .def("add", &add, array, array)
         .def("norm_project", &norm_project, array, array, nb::arg(), nb::arg(), array)
         .def("rope_write", &rope_write, array, array, maybe, maybe, nb::arg(), array, nb::arg(), array, array)
-        .def("attention", &attention, array, array, nb::arg(), array, array, nb::arg(), nb::arg(), array)
+        .def("attention", &attention, array, array, nb::arg(), array, array, nb::arg(), nb::arg(), array,
+             nb::arg() = 0.0)
         .def("project_add", &project_add, array, nb::arg(), array)
+        .def("norm_add", &norm_add, array, array, nb::arg(), array)
+        .def("gated_project", &gated_project, array, array, nb::arg(), nb::arg(), nb::arg(), nb::arg(), array)
         .def("gated_mlp", &gated_mlp, array, array, nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("logits", &logits, array, array, array, nb::arg(), nb::arg(), array)
+        .def("softcap", &softcap, array, nb::arg())
         .def("run", [](Program& self, Index tokens, Index rows, Index wanted) { self.run({tokens, rows, wanted}); },
              nb::call_guard<nb::gil_scoped_release>());
 }

@@ -30,8 +30,7 @@ inline Vec silu(const Vec& x) { return x / (set(1.0f) + exp(set(0.0f) - x)); }
 
 inline Vec gelu_tanh(const Vec& x) {
     const Vec inner = set(0.7978845608f) * (x + set(0.044715f) * (x * x * x));
-    const Vec tanh = set(1.0f) - set(2.0f) / (exp(inner + inner) + set(1.0f));
-    return set(0.5f) * x * (set(1.0f) + tanh);
+    return set(0.5f) * x * (set(1.0f) + tanh(inner));
 }
 
 inline Vec activate(const Vec& x, Activation activation) {
@@ -47,6 +46,12 @@ inline void gate(const float* gate, const float* up, Index size, Activation acti
         const Index rest = size - at;
         store_first(out + at, activate(load_first(gate + at, rest), activation) * load_first(up + at, rest), rest);
     }
+}
+
+inline void softcap(float* x, Index size, float cap) {
+    Index at = 0;
+    for (; at + LANES <= size; at += LANES) store(x + at, set(cap) * tanh(load(x + at) / set(cap)));
+    if (at < size) store_first(x + at, set(cap) * tanh(load_first(x + at, size - at) / set(cap)), size - at);
 }
 
 inline void embed(const void* row, Dtype dtype, Index size, float* out) {

@@ -303,4 +303,6 @@ inline Vec exp(const Vec& x) {
 #endif
 }
 
+inline Vec tanh(const Vec& x) { return set(1.0f) - set(2.0f) / (exp(x + x) + set(1.0f)); }
+
 }  // namespace cairn::CAIRN_VARIANT

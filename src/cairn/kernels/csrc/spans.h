@@ -133,6 +133,18 @@ void mix_rows(const Queries<Form>& q, Index row, const Span<Form>& span, Range s
     if (column < q.size) mix_values<Form, R, 1, AHEAD, false>(q, row, span, steps, column);
 }
 
+// Scores of R rows, scaled and capped.
+template <class Form, int R>
+void soften_rows(const Queries<Form>& q, Index row, const Attend& job, Range blocks) {
+    for (int r = 0; r < R; r++) {
+        float* score = q.score + (row + r) * SPAN;
+        for (Index block = blocks.low; block < blocks.high; block++) {
+            const Vec value = load(score + block * LANES) * set(job.scale);
+            store(score + block * LANES, set(job.softcap) * tanh(value / set(job.softcap)));
+        }
+    }
+}
+
 // Scores of R rows in one span -> weights; the rows' largest scores, sums and factors move on. WHOLE: every row sees all
 // of the span; otherwise what a row does not see gets a weight of zero.
 template <class Form, int R, bool WHOLE>
@@ -146,7 +158,7 @@ void weigh_rows(const Queries<Form>& q, Index row, const Attend& job, Index star
         const auto low = static_cast<float>(seen.low - from), high = static_cast<float>(seen.high - 1 - from);
         return choose_between(load(COUNT), low, high, yes, set(no));
     };
-    const Vec scale = set(job.scale * Form::LOG);
+    const Vec scale = set((job.softcap ? 1.0f : job.scale) * Form::LOG);
     float now[LANES] = {}, factor[LANES] = {};
     for (int r = 0; r < R; r++) {
         float* score = q.score + (row + r) * SPAN;

@@ -1,0 +1,47 @@
+"""Neighbouring calls become one kernel where nothing else reads what they pass on; that the numbers are the same is in
+tests/models/test_decoder.py, which replays fused programs against plain calls."""
+
+from __future__ import annotations
+
+from cairn.kernels.fusion import fuse
+from cairn.kernels.program import Call, Slot
+
+HIDDEN, X = Slot("tokens", 0), Slot("tokens", 1)
+NORMED, GATES, GATED, PROJECTED = (Slot("tokens", number, True) for number in range(2, 6))
+MLP = [
+    Call("norm", (HIDDEN, "w", 1e-6, NORMED)),
+    Call("project", (NORMED, "up", GATES)),
+    Call("gate", (GATES, "silu", GATED)),
+    Call("project", (GATED, "down", PROJECTED)),
+]
+
+
+def names(calls: list[Call]) -> list[str]:
+    return [call.kernel for call in fuse(calls)]
+
+
+def test_the_longest_run_becomes_one_call() -> None:
+    (call,) = fuse([*MLP, Call("add", (PROJECTED, HIDDEN))])
+    assert call == Call("gated_mlp", (HIDDEN, "w", 1e-6, "up", "silu", "down"))
+    post = [*MLP, Call("norm", (PROJECTED, "v", 1e-6, NORMED)), Call("add", (NORMED, HIDDEN))]
+    assert fuse(post) == [
+        Call("gated_project", (HIDDEN, "w", 1e-6, "up", "silu", "down", PROJECTED)),
+        Call("norm_add", (PROJECTED, "v", 1e-6, HIDDEN)),
+    ]
+
+
+def test_what_is_read_again_is_kept() -> None:
+    plain = [Call("norm", (HIDDEN, "w", 1e-6, NORMED)), Call("project", (NORMED, "m", X))]
+    assert names(plain) == ["norm_project"]
+    again = Call("project", (NORMED, "n", X))
+    assert names([*plain, again]) == ["norm", "project", "project"]
+    assert names([*plain, Call("norm", (X, "w", 1e-6, NORMED)), again]) == ["norm_project", "norm_project"]
+
+
+def test_what_may_be_read_outside_the_program_is_kept() -> None:
+    kept = Slot("tokens", 9)
+    assert names([Call("norm", (HIDDEN, "w", 1e-6, kept)), Call("project", (kept, "m", X))]) == ["norm", "project"]
+
+
+def test_a_sum_into_another_array_than_was_normed_is_no_gated_mlp() -> None:
+    assert names([*MLP, Call("add", (PROJECTED, X))]) == ["gated_project", "add"]
