@@ -84,6 +84,7 @@ def test_nothing_that_is_asked_for_is_dropped():
         "timeout",
         "first_token_timeout",
         "parallel_tool_calls",
+        "samplers",  # test_sampler_order.py
     }
     (first, second) = requests(
         SPEC, [1], SamplingOptions(stop=["a", "b"], n=2, priority=3), ids=counter(), timeout=9.0, salt=b"s"
