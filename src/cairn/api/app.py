@@ -10,7 +10,7 @@ Routes (POST bodies are JSON):
     /v1/agents and below                                     agents.py
     GET  /v1/cache              POST /v1/cache/flush|scrub|prune    stored.py
     GET  /health and below      GET  /version                health.py
-    GET  /props                                              props.py
+    GET  /props                                              admin.py
     GET  /metrics
 
 Whether a path is a route is told before a key is asked for, and by its form alone; any other is a 404 (unserved.py).
