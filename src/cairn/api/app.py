@@ -8,7 +8,7 @@ Routes (POST bodies are JSON):
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
     GET  /v1/requests/{id}/events                            resumable.py
     /v1/agents and below                                     agents.py
-    GET  /v1/cache              POST /v1/cache/flush|scrub|prune    stored.py
+    GET  /v1/cache              POST /v1/cache/flush|scrub|prune    admin.py
     GET  /health and below      GET  /version                health.py
     GET  /props                                              admin.py
     GET  /metrics
