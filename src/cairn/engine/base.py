@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from cairn.types import CacheGroup, SamplingParams, TokenLogprob
+from cairn.types import CacheGroup, SamplingParams, TokenLogprob, Want
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -42,6 +42,11 @@ class Row(msgspec.Struct, frozen=True):
     """Length of the original prompt: where `min_tokens` and the presence and frequency penalties start to count."""
     sampling: SamplingParams
     choice: int
+    want: Want = "token"
+    """`hidden`: the row gives a state in the place of a token, where it wants logits: that of position end - 1 after
+    the model's last norm; of an encoder, whose row is a whole text, its pooled states, or what a head makes of them."""
+    second: int = 0
+    """Where the second of two texts begins that have types of their own; 0: there is one."""
 
     @property
     def samples(self) -> bool:
@@ -50,7 +55,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class RowResult(msgspec.Struct, frozen=True):
-    """What a step made of one row. At most one of `token` and `error` is set."""
+    """What a step made of one row. At most one of `token`, `hidden` and `error` is set."""
 
     token: int | None = None
     logprob: TokenLogprob | None = None
@@ -58,6 +63,8 @@ class RowResult(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str = ""
     """This row alone failed, for instance with non-finite logits."""
+    hidden: bytes = b""
+    """float32, of a row that wants that."""
 
 
 class Pending(Protocol, Generic[T_co]):
@@ -105,10 +112,12 @@ class EngineInfo:
     """What loading did to the model's numbers, if anything: a sentence for the log."""
     kv_dtype: str = "float32"
     """Type of a page's numbers: float32, bfloat16 or float16 (numpy's names)."""
+    generates: bool = True
+    """False for an encoder: it has no groups, and `embed` is all that it can do."""
 
 
 class Engine(Protocol):
-    """Implementations: `engine.cpu`, `engine.fake`. One thread calls; a call that raises leaves the KV of its own
+    """Implementations: `engine.cpu`, `engine.encoder`, `engine.fake`. One thread calls; a call that raises leaves the KV of its own
     rows undefined and everything else as it was."""
 
     @property
@@ -122,6 +131,11 @@ class Engine(Protocol):
 
     def decode(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
         """`prefill` for rows of exactly one token each: a static shape."""
+        ...
+
+    def embed(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
+        """`prefill` for rows that all want hidden states. An encoder's rows are whole texts without tables: what it
+        gives for one is the same bit for bit whatever stands beside it."""
         ...
 
     def read_blocks(self, group: int, ids: Sequence[int]) -> Pending[list[memoryview]]:
