@@ -318,7 +318,7 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: int = 0
     """Scores of the head of a model that judges texts; 0 where there is none."""
     head: Literal["", "tanh", "norm"] = ""
-    """What stands between the pooled state and its scores: a matrix and tanh, or a matrix, the activation and a norm."""
+    """What stands between the pooled state and its scores: a matrix and tanh, or a matrix, GELU and a norm."""
     head_bias: bool = True
 
     def window(self, layer: int) -> int:

@@ -16,6 +16,8 @@ from cairn.types import CacheGroup, SamplingParams, TokenLogprob, Want
 
 T_co = TypeVar("T_co", covariant=True)
 
+NOT_FINITE = "the model gave numbers that are not finite"
+"""What is wrong with a row of which a hidden state is wanted."""
 NO_BLOCK = -1
 """An entry of a window group's table: a block that the window has passed and nobody may read."""
 
@@ -117,8 +119,8 @@ class EngineInfo:
 
 
 class Engine(Protocol):
-    """Implementations: `engine.cpu`, `engine.encoder`, `engine.fake`. One thread calls; a call that raises leaves the KV of its own
-    rows undefined and everything else as it was."""
+    """Implementations: `engine.cpu`, `engine.encoder`, `engine.fake`. One thread calls; a call that raises leaves the
+    KV of its own rows undefined and everything else as it was."""
 
     @property
     def info(self) -> EngineInfo:

@@ -63,15 +63,15 @@ def load_engine(
     from cairn.engine.encoder import EncoderEngine
 
     encodes = spec.encoder is not None
-    fit = None if encodes else CpuEngine.fit(spec, folder, config, blocks)  # its identity takes as long as reading all of its files
+    fit = (
+        None if encodes else CpuEngine.fit(spec, folder, config, blocks)
+    )  # its identity takes as long as reading all of its files
     spec = identified(spec, folder)
     changed = ModelError(f"{folder} was changed while it was loaded; start again")
     if _stamps(folder) != before:  # what was read of it would be another model's
         raise changed
     loaded = (
-        EncoderEngine.load(spec, folder, config)
-        if encodes
-        else CpuEngine.load(spec, folder, config, expected, fit=fit)
+        EncoderEngine.load(spec, folder, config) if encodes else CpuEngine.load(spec, folder, config, expected, fit=fit)
     )
     if identity_of(spec, folder) != spec.identity:  # its KV would be stored, and found, as the other model's
         loaded.close()

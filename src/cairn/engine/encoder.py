@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.config import Config
-from cairn.engine.base import NO_BLOCK, EngineInfo, Ready, Row, RowResult
+from cairn.engine.base import NO_BLOCK, NOT_FINITE, EngineInfo, Ready, Row, RowResult
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import check_memory, weight_memory
 from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
@@ -126,7 +126,8 @@ class EncoderEngine:
         if self._pooling == "mean":
             mean: Floats = (hidden.sum(axis=0, dtype=np.float64) / count).astype(np.float32)
             return mean
-        return hidden[0 if self._pooling == "cls" else -1].copy()
+        chosen: Floats = hidden[0 if self._pooling == "cls" else -1]
+        return chosen.copy()
 
     def prefill(self, rows: Sequence[Row]) -> NoReturn:
         """An encoder generates nothing."""
@@ -153,5 +154,5 @@ class EncoderEngine:
 
 def _result(vector: Floats) -> RowResult:
     if not np.isfinite(vector).all():
-        return RowResult(error="the model gave numbers that are not finite")
+        return RowResult(error=NOT_FINITE)
     return RowResult(hidden=np.ascontiguousarray(vector, np.float32).tobytes())

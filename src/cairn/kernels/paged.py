@@ -105,9 +105,7 @@ def _pieces(rows: list[list[int]], heads: int, window: int, both: bool) -> Itera
                 alone.setdefault(1 << (spans - 1).bit_length(), []).append((row, first, start, base))
             else:
                 tokens = np.arange(first + at, first + at + taken)[None]
-                yield _Piece(
-                    tokens, [row], np.array([start + at]), np.array([base]), taken, spans, np.array([length])
-                )
+                yield _Piece(tokens, [row], np.array([start + at]), np.array([base]), taken, spans, np.array([length]))
             at += taken
     for spans, members in alone.items():
         fit = max(1, _SCORES // (heads * TILE * spans * SPAN))

@@ -51,23 +51,30 @@ def _gelu_tanh(x: Floats) -> Floats:
     return out
 
 
-_GELU = (0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807, -0.18628806, 0.09678418, 0.37409196)
-_GELU += (1.00002368, -1.26551223)
+_GELU: tuple[float, ...] = (
+    *(0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807),
+    *(-0.18628806, 0.09678418, 0.37409196, 1.00002368, -1.26551223),
+)
 
 
 def _gelu(x: Floats) -> Floats:
     """x Phi(x), by the complementary error function of W. H. Press et al., Numerical Recipes, 6.2."""
-    z = np.abs(x) * np.float32(math.sqrt(0.5))
-    t = 1 / (1 + np.float32(0.5) * z)
-    poly = np.full_like(x, _GELU[0])
+    z: Any = np.abs(x) * np.float32(math.sqrt(0.5))
+    t: Floats = 1 / (1 + np.float32(0.5) * z)
+    poly: Floats = np.full_like(x, _GELU[0])
     for term in _GELU[1:]:
         poly = poly * t + np.float32(term)
-    tail = np.float32(0.5) * t * np.exp(poly - z * z) * x
+    tail: Floats = np.float32(0.5) * t * np.exp(poly - z * z) * x
     out: Floats = np.where(x >= 0, x - tail, tail)
     return out
 
 
-ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {"silu": _silu, "gelu_tanh": _gelu_tanh, "gelu": _gelu, "tanh": np.tanh}
+ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu": _gelu,
+    "tanh": np.tanh,
+}
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:

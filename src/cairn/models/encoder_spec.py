@@ -309,34 +309,33 @@ def encoder_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if encoder.type_rows:
         shapes["token_types.weight"] = (encoder.type_rows, spec.hidden)
 
-    def matrix(name: str, out: int, inner: int, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (out, inner)
-        if bias:
-            shapes[f"{name}.bias"] = (out,)
-
-    def norm(name: str) -> None:
-        shapes[f"{name}.weight"] = (spec.hidden,)
-        if encoder.norm_bias:
-            shapes[f"{name}.bias"] = (spec.hidden,)
-
-    norm("embed_norm")
+    shapes |= _norm("embed_norm", spec.hidden, encoder.norm_bias)
     for layer in range(spec.layers):
         prefix = f"layers.{layer}."
         for name, out in _inputs(spec, encoder):
-            matrix(prefix + name, out, spec.hidden, spec.mlp_bias if name in _MLP else spec.qkv_bias)
-        matrix(f"{prefix}o_proj", spec.hidden, spec.hidden, spec.out_bias)
-        matrix(f"{prefix}down_proj", spec.hidden, spec.ffn, spec.mlp_bias)
+            shapes |= _matrix(prefix + name, out, spec.hidden, spec.mlp_bias if name in _MLP else spec.qkv_bias)
+        shapes |= _matrix(f"{prefix}o_proj", spec.hidden, spec.hidden, spec.out_bias)
+        shapes |= _matrix(f"{prefix}down_proj", spec.hidden, spec.ffn, spec.mlp_bias)
         if layer or not encoder.norm_first:  # the norm of the embeddings is the first layer's
-            norm(f"{prefix}attention_norm")
-        norm(f"{prefix}mlp_norm")
+            shapes |= _norm(f"{prefix}attention_norm", spec.hidden, encoder.norm_bias)
+        shapes |= _norm(f"{prefix}mlp_norm", spec.hidden, encoder.norm_bias)
     if encoder.norm_first:
-        norm("norm")
+        shapes |= _norm("norm", spec.hidden, encoder.norm_bias)
     if encoder.labels:
-        matrix("head.dense", spec.hidden, spec.hidden, encoder.head_bias)
+        shapes |= _matrix("head.dense", spec.hidden, spec.hidden, encoder.head_bias)
         if encoder.head == "norm":
-            norm("head.norm")
-        matrix("head.out", encoder.labels, spec.hidden, True)
+            shapes |= _norm("head.norm", spec.hidden, encoder.norm_bias)
+        shapes |= _matrix("head.out", encoder.labels, spec.hidden, True)
     return shapes
+
+
+def _matrix(name: str, out: int, inner: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {f"{name}.weight": (out, inner)}
+    return found | {f"{name}.bias": (out,)} if bias else found
+
+
+def _norm(name: str, size: int, bias: bool) -> dict[str, tuple[int, ...]]:
+    return dict.fromkeys((f"{name}.weight", f"{name}.bias")[: 1 + bias], (size,))
 
 
 _MLP = ("gate_up_proj", "gate_proj", "up_proj")

@@ -16,8 +16,8 @@ import msgspec
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.digests import file_digest
-from cairn.models.encoder_spec import encoder_spec, is_encoder
 from cairn.models.embedding_files import embedding_of
+from cairn.models.encoder_spec import encoder_spec, is_encoder
 from cairn.models.families import Family, family_of, text_config
 from cairn.models.files import Fields, is_gguf, read_json, read_optional_json, reading
 from cairn.models.gguf import read_gguf

@@ -44,7 +44,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
-_WHOLE = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
+_WHOLE: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
 """Types of places that old checkpoints list beside the weights; no weight has them."""
 
 MAX_HEADER_BYTES = 100_000_000
@@ -159,7 +159,7 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
                 raise ModelFileError(f"{path}: the tensor {name[:120]!r} is there under two names")
             if name in expected:
                 if array.dtype in _WHOLE.values():
-                    raise ModelFileError(f"{path}: the tensor {name} holds whole numbers; a weight never does")
+                    raise _wrong_type(f"{path}: the tensor {name}", f"I{8 * array.itemsize}")
                 if array.shape != expected[name]:
                     raise ModelFileError(
                         f"{path}: the tensor {name} has the shape {list(array.shape)}, "
@@ -271,9 +271,9 @@ def _entry(path: Path, name: str, entry: object) -> _Entry:
     if not isinstance(entry, dict):
         raise ModelFileError(f"{where} must be described by an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    kind = DTYPES.get(dtype) or _WHOLE.get(dtype) if isinstance(dtype, str) else None
+    kind: np.dtype[Any] | None = {**DTYPES, **_WHOLE}.get(dtype) if isinstance(dtype, str) else None
     if kind is None:
-        raise ModelFileError(f"{where} has the type {dtype!r:.40}; supported are {', '.join(DTYPES)}")
+        raise _wrong_type(where, dtype)
     if not _counts(shape) or len(shape) > 8 or not _counts(offsets) or len(offsets) != 2:
         raise ModelFileError(f"{where} needs a shape and two data_offsets of whole numbers")
     if 0 in shape:  # no model has such a tensor, and its other dimensions may be more than numpy has room for.
@@ -282,6 +282,10 @@ def _entry(path: Path, name: str, entry: object) -> _Entry:
     if end - begin != math.prod(shape) * kind.itemsize:
         raise ModelFileError(f"{where} has {end - begin} bytes, expected {dtype} of shape {shape}")
     return kind, tuple(shape), begin, end
+
+
+def _wrong_type(where: str, dtype: object) -> ModelFileError:
+    return ModelFileError(f"{where} has the type {dtype!r:.40}; supported are {', '.join(DTYPES)}")
 
 
 def _counts(value: Any) -> TypeGuard[list[int]]:
