@@ -160,6 +160,13 @@ class Service:
         self._last_id = max(self._last_id + 1, self._clock.time_ns())
         return self._last_id
 
+    def check_generates(self) -> None:
+        """InvalidRequest for a model that was not made to answer."""
+        if self.spec.kind != "chat":
+            use = "/v1/rerank" if self.spec.kind == "rerank" else "/v1/embeddings"
+            made = "judges texts" if self.spec.kind == "rerank" else "makes embeddings"
+            raise InvalidRequest(f"{self.name} {made} and answers nothing; use {use}", field="model")
+
     def generate(self, request: Request, told: Told | None = None) -> Stream:
         """Start a request. The events follow as an async iterator; what goes wrong later is raised by it.
 
@@ -311,6 +318,8 @@ class Service:
             raise Unavailable(self._supervisor.trouble, retry_after=self._supervisor.pause)
         if request.id in self._flights:
             raise Conflict(f"request {request.id} runs already")
+        if request.want == "token":
+            self.check_generates()
         check_tokens(request, self.info)
         self._queue.check(request, self._traffic.running, self.info.max_rows, self._clock.now())
 
