@@ -93,6 +93,7 @@ class Admin:
             "created": self._started,
             "owned_by": "cairn",
             "max_model_len": service.info.context,
+            "kind": service.spec.kind,
         }
 
     def _number(self, call: Call, text: str) -> int:

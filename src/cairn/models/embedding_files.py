@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from cairn.errors import ModelError, ModelFileError
+from cairn.models.families import MODULES
 from cairn.models.files import MAX_JSON_BYTES, Fields, read_json, read_optional_json, read_small
 from cairn.types import MAX_CONTEXT, Embedding, Pooling
 
-MODULES = "modules.json"
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",

@@ -84,6 +84,8 @@ FAMILIES = {
 }
 
 
+MODULES = "modules.json"
+"""The file by which a folder says that its model makes embeddings."""
 ENCODERS = (
     *("BertModel", "BertForMaskedLM", "BertForSequenceClassification"),
     *("RobertaModel", "RobertaForMaskedLM", "RobertaForSequenceClassification"),
@@ -100,6 +102,12 @@ def named_architecture(config: Fields) -> str:
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
         raise config.error("architectures", "a list with one architecture name")
     return named[0]
+
+
+def check_architecture(config: Fields) -> None:
+    """Raise `ModelError` for a config.json whose architecture is not built."""
+    if named_architecture(config) not in ENCODERS:
+        family_of(config, bare=(config.path.parent / MODULES).exists())
 
 
 def family_of(config: Fields, *, bare: bool = False) -> tuple[str, Family]:

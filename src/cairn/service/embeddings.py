@@ -1,18 +1,18 @@
 """Texts to vectors and scores, through a service's requests: HTTP, Python and the CLI all come through here.
 
 Each text is a request of its own, so texts of all callers share steps, without padding, and take their tenants' turns.
-Of many texts so many are under way at once that the queue keeps room for others.
+Of many texts so many are under way at once that the queue keeps room for others. numpy is imported with the first
+text: a server that only answers chats does without it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from cairn.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overloaded
 from cairn.service.service import Service
@@ -22,9 +22,14 @@ from cairn.text.tokenizer import INLINE
 from cairn.text.whole import Whole
 from cairn.types import Done, Request, SamplingParams
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Vector = NDArray[np.float32]
+
 Text = str | Sequence[int]
 """A text, or its token ids as they are to be computed."""
-Vector = NDArray[np.float32]
 Encode = Callable[[], list[Whole]]
 
 MAX_TEXTS = 2048
@@ -90,12 +95,16 @@ async def scores(
     check_scores(service)
     if service.spec.kind == "rerank":
         wholes = await _encoded_pairs(service, pairs, asking)
-        found = np.array([float(one[0]) for one in await _computed(service, wholes, asking)])
-        return (found if raw else 1 / (1 + np.exp(-found))).tolist(), sum(len(whole.tokens) for whole in wholes)
+        found = [float(one[0]) for one in await _computed(service, wholes, asking)]
+        return found if raw else [_logistic(one) for one in found], sum(len(whole.tokens) for whole in wholes)
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
     made, tokens = await vectors(service, texts, asking)
     known = dict(zip(texts, finished(made), strict=True))
-    return [float(np.dot(known[one], known[other])) for one, other in pairs], tokens
+    return [float((known[one] * known[other]).sum()) for one, other in pairs], tokens
+
+
+def _logistic(score: float) -> float:
+    return 1 / (1 + math.exp(-score)) if score > 0 else math.exp(score) / (1 + math.exp(score))
 
 
 def check_dimensions(service: Service, dimensions: int | None, *, normalize: bool = True) -> None:
@@ -114,6 +123,8 @@ def check_dimensions(service: Service, dimensions: int | None, *, normalize: boo
 
 def finished(made: Sequence[Vector], dimensions: int | None = None, *, normalize: bool = True) -> list[Vector]:
     """Vectors cut to their first `dimensions` numbers, of length 1 where they are to be normalised."""
+    import numpy as np
+
     done = []
     for one in made:
         cut = one[:dimensions]
@@ -220,6 +231,8 @@ async def _together(service: Service, wholes: Sequence[Whole], asking: Asking) -
         )
         for whole in wholes
     ]
+    import numpy as np
+
     found: dict[int, Vector] = {}
     async with contextlib.aclosing(merge(service.generate, requests)) as events:
         async for batch in events:

@@ -216,9 +216,7 @@ class Flight:
         self.done = True
         if error is None:
             cache = self.cache or CacheReport()
-            end = Done(
-                reason=self.reason, usage=self.usage, cache=cache, timing=timing or Timing(), vector=self.vector
-            )
+            end = Done(reason=self.reason, usage=self.usage, cache=cache, timing=timing or Timing(), vector=self.vector)
             self._events.append(end)
 
     def fail(self, error: CairnError) -> None:
