@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from cairn.config import Config
 from cairn.engine.base import Row
@@ -74,6 +75,24 @@ def write_modules(folder: Path, pooling: str = "mean") -> None:
     modes = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken"}
     flags = {f"pooling_mode_{name}": mode == pooling for mode, name in modes.items()}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(flags))
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """A WordPiece tokenizer of letters, with BERT's template for texts and pairs."""
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters), ".", "["]
+    tokenizer = Tokenizer(models.WordPiece({piece: at for at, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(pieces[:5])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return folder
 
 
 def load_encoder(folder: Path, **options: Any) -> EncoderEngine:
