@@ -170,9 +170,12 @@ class LLM:
         truncate: bool = False,
         normalize: bool = True,
         dimensions: int | None = None,
+        prompt_name: str | None = None,
     ) -> Vector:
         """The embedding of a text, or of each of several; see `AsyncLLM.embed`."""
-        work = self._llm.embed(texts, truncate=truncate, normalize=normalize, dimensions=dimensions)
+        work = self._llm.embed(
+            texts, truncate=truncate, normalize=normalize, dimensions=dimensions, prompt_name=prompt_name
+        )
         return self._loop.wait(work)
 
     def score(

@@ -69,6 +69,13 @@ def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
         return identified(spec, folder) if identify else spec
 
 
+def check_decodes(spec: ModelSpec) -> ModelSpec:
+    """The spec of a decoder. Raises `ModelError` for an encoder, of which something makes no sense."""
+    if spec.encoder is not None:
+        raise ModelError(f"{spec.name} is an encoder ({spec.architecture}): it generates nothing and keeps no KV")
+    return spec
+
+
 def identified(spec: ModelSpec, folder: Path) -> ModelSpec:
     """The spec with the identity of the model there. Reads every file once."""
     with reading(folder):

@@ -52,6 +52,8 @@ class Asking:
     """Whether a text that is too long is cut; otherwise it is refused."""
     field: str = "input"
     """What the caller calls the texts."""
+    prompt_name: str | None = None
+    """Which of the model's words stand before them; None: those that it puts before every text, if any."""
 
 
 def check_embeds(service: Service) -> None:
@@ -143,11 +145,13 @@ async def _encoded(service: Service, texts: Sequence[Text], asking: Asking) -> l
         if not text:
             raise InvalidRequest(f"{name} is empty", field=asking.field)
     tokenizer, limit = service.tokenizer, longest_text(service)
-    cut = limit if asking.truncate else None
+    cut, words = limit if asking.truncate else None, _words(service, asking.prompt_name)
 
     def encode() -> list[Whole]:
         return [
-            tokenizer.affixes.whole(tokenizer.encode(text), cut) if isinstance(text, str) else Whole(tuple(text)[:cut])
+            tokenizer.affixes.whole(tokenizer.encode(words + text), cut)
+            if isinstance(text, str)
+            else Whole(tuple(text)[:cut])
             for text in texts
         ]
 
@@ -155,6 +159,18 @@ async def _encoded(service: Service, texts: Sequence[Text], asking: Asking) -> l
     for name, whole in zip(named, wholes, strict=True):
         _check(service, whole, name, limit, asking)
     return wholes
+
+
+def _words(service: Service, name: str | None) -> str:
+    """What stands before a text. InvalidRequest for a name that the model does not have."""
+    known = service.spec.embedding.prompts
+    name = service.spec.embedding.prompt if name is None else name
+    if name is None:
+        return ""
+    if name not in known:
+        named = f"it has {', '.join(sorted(known))}" if known else "it has none"
+        raise InvalidRequest(f"{service.name} has no prompt of the name {name[:80]!r}; {named}", field="prompt_name")
+    return known[name]
 
 
 async def _encoded_pairs(service: Service, pairs: Sequence[tuple[str, str]], asking: Asking) -> list[Whole]:
