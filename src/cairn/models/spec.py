@@ -93,6 +93,8 @@ def _load(folder: Path) -> ModelSpec:
     modules = embedding_of(folder)
     kind: Kind = "chat" if modules is None else "embed"
     architecture, family = family_of(config, bare=modules is not None)
+    if modules is not None and modules.pooling != "last":
+        raise ModelError(f"{folder}: the pooling of a decoder is that of the last token, not {modules.pooling}")
     config = text_config(config, family)
     heads = config.integer("num_attention_heads", 1, 1 << 14)
     hidden = config.integer("hidden_size", 1, 1 << 20)
