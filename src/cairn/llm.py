@@ -173,16 +173,17 @@ class LLM:
         prompt_name: str | None = None,
     ) -> Vector:
         """The embedding of a text, or of each of several; see `AsyncLLM.embed`."""
-        work = self._llm.embed(
-            texts, truncate=truncate, normalize=normalize, dimensions=dimensions, prompt_name=prompt_name
+        return self._loop.wait(
+            lambda: self._llm.embed(
+                texts, truncate=truncate, normalize=normalize, dimensions=dimensions, prompt_name=prompt_name
+            )
         )
-        return self._loop.wait(work)
 
     def score(
         self, query: str, documents: Sequence[str], *, truncate: bool = False, raw_scores: bool = False
     ) -> list[float]:
         """How well each document answers a query; see `AsyncLLM.score`."""
-        return self._loop.wait(self._llm.score(query, documents, truncate=truncate, raw_scores=raw_scores))
+        return self._loop.wait(lambda: self._llm.score(query, documents, truncate=truncate, raw_scores=raw_scores))
 
 
 class _Loop:

@@ -13,6 +13,7 @@ from tiny import collect, config, request, serving, until
 from cairn.engine.device import load_engine
 from cairn.engine.fake import FakeEngine
 from cairn.errors import InvalidRequest, Overloaded
+from cairn.service import embeddings
 from cairn.service.embeddings import Asking, vectors
 from cairn.service.service import Service
 
@@ -81,3 +82,22 @@ async def test_ids_out_of_range_are_named(folder: Path) -> None:
         for ids, said in (([5, 288], "input holds token id 288"), ([-1], "input holds token id -1")):
             with pytest.raises(InvalidRequest, match=said):
                 await vectors(service, [ids], Asking())
+
+
+async def test_a_call_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(folder) as service:
+        monkeypatch.setattr(embeddings, "MAX_TOKENS", 100)
+        read: list[int] = []
+        encode = service.tokenizer.encode
+
+        def noted(text: str) -> list[int]:
+            read.append(len(text))
+            return encode(text)
+
+        monkeypatch.setattr(service.tokenizer, "encode", noted)
+        with pytest.raises(InvalidRequest, match="input has more than 100 tokens together"):
+            await vectors(service, ["a text"] * 1000, Asking())
+        assert len(read) == 17, "no more is encoded than is needed to know"
+        monkeypatch.setattr(embeddings, "MAX_TOKENS", 1 << 20)
+        (_,), tokens = await vectors(service, ["x" * (1 << 20)], Asking(truncate=True))
+        assert tokens == 2048 and read[-1] == 64 * 2048
