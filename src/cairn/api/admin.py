@@ -10,12 +10,12 @@ import msgspec
 
 from cairn import __version__
 from cairn.api.agent_schemas import NoBody
+from cairn.api.call_table import CallTable
+from cairn.api.generation import check_model
 from cairn.api.limits import read_nothing
-from cairn.api.openai import check_model
 from cairn.api.parse import parse
-from cairn.api.registry import Registry
 from cairn.api.reply import Call
-from cairn.api.resumable import Tapes, parse_after
+from cairn.api.resumable import EventLogs, parse_after
 from cairn.config import Config
 from cairn.errors import NotFound
 from cairn.figures import Swept
@@ -31,10 +31,10 @@ Endpoint = Callable[[Call, Service], Awaitable[None]]
 class Admin:
     """The routes beside generation."""
 
-    def __init__(self, config: Config, registry: Registry, tapes: Tapes) -> None:
+    def __init__(self, config: Config, calls: CallTable, logs: EventLogs) -> None:
         self._config = config
-        self._registry = registry
-        self._tapes = tapes
+        self._calls = calls
+        self._logs = logs
         self._started = int(time.time())
 
     def routes(self, path: str) -> dict[str, Endpoint] | None:
@@ -71,7 +71,7 @@ class Admin:
         parse(NoBody, await read_nothing(call, self._config), self._config)
         number = self._number(call, call.path.removeprefix("/v1/requests/").removesuffix("/cancel"))
         self._known(call, service, number)
-        ended = [service.abort(id) for id in self._registry.ids(number)]
+        ended = [service.abort(id) for id in self._calls.ids(number)]
         report = self._report(number, self._known(call, service, number))
         await call.json(report | {"cancelled": any(ended)})
 
@@ -79,7 +79,7 @@ class Admin:
         """GET /v1/requests/{id}/events?after=N: the events of a resumable request, live until its end."""
         number = self._number(call, call.path.removeprefix("/v1/requests/").removesuffix("/events"))
         after = parse_after(call)
-        follower = self._tapes.find(number, call.salt, self._config.heartbeat)
+        follower = self._logs.find(number, call.salt, self._config.heartbeat)
         await follower.run(call, after)
 
     async def metrics(self, call: Call, service: Service) -> None:
@@ -96,14 +96,14 @@ class Admin:
         }
 
     def _number(self, call: Call, text: str) -> int:
-        number = self._registry.find(text, call.salt)
+        number = self._calls.find(text, call.salt)
         if number is None:
             raise _unknown()
         return number
 
     def _known(self, call: Call, service: Service, number: int) -> dict[int, RequestStatus]:
         """The status of each choice that is remembered, by its index; NotFound also for another tenant's request."""
-        found = enumerate(service.status(id) for id in self._registry.ids(number))
+        found = enumerate(service.status(id) for id in self._calls.ids(number))
         known = {at: status for at, status in found if status is not None and status.salt == call.salt}
         if not known:
             raise _unknown()

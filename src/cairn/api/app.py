@@ -25,15 +25,16 @@ from collections.abc import Awaitable, Callable
 
 from cairn.api import health
 from cairn.api.admin import Admin, Props, StoredRoutes
+from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agents import AgentRoutes
 from cairn.api.auth import Access, has_tenants, preflight
 from cairn.api.body_budget import BodyBudget
+from cairn.api.call_table import CallTable
+from cairn.api.exchange import Exchanges
 from cairn.api.folders import agents_folder, named
 from cairn.api.openai import OpenAI
-from cairn.api.registry import Registry
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
-from cairn.api.resumable import Tapes
-from cairn.api.ties import Ties
+from cairn.api.resumable import EventLogs
 from cairn.api.tokens import Tokens
 from cairn.api.unserved import body_of, canonical, no_route
 from cairn.config import Config
@@ -65,15 +66,16 @@ class App:
         self._access = Access(config)
         total = config.max_bodies_mib << 20
         self.bodies = BodyBudget(total, total // 2 if has_tenants(config) else total)
-        registry = Registry(SystemClock())
-        self.ties = Ties()
+        calls = CallTable(SystemClock())
+        self.attribution = AgentAttribution()
         self._folders = named(config, os.environ)
-        tapes = Tapes(config.reconnect_grace, config.max_resumable_mib << 20)
-        openai = OpenAI(config, registry, tapes, self.ties)
-        admin = self._admin = Admin(config, registry, tapes)
+        logs = EventLogs(config.reconnect_grace, config.max_resumable_mib << 20)
+        exchanges = Exchanges(config, calls, logs)
+        openai = OpenAI(config, exchanges, self.attribution)
+        admin = self._admin = Admin(config, calls, logs)
         tokens = Tokens(config)
         self._health = health.routes()
-        self._agent_routes = AgentRoutes(config, registry, tapes, self.ties, agents_folder(config, os.environ))
+        self._agent_routes = AgentRoutes(config, exchanges, self.attribution, agents_folder(config, os.environ))
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
@@ -122,7 +124,7 @@ class App:
         self._access.check(call)
         if answering is not None:
             _allow(call, {"GET", "HEAD"})
-            await answering(call, health.State(self.service, self.draining, self.ties.troubles(), self._folders))
+            await answering(call, health.State(self.service, self.draining, self.attribution.troubles(), self._folders))
             return
         endpoint = self._route(call)
         if self.service is None:

@@ -29,7 +29,7 @@ ACCOUNT_TTL = 7 * 86_400.0
 """Seconds without use after which an account that a request has opened is deleted."""
 
 
-class Ties:
+class AgentAttribution:
     """The way to the agents. `agents` is None until they are opened, or with `why_not` where they cannot be."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Ties:
         """There should be agents, and they cannot be had now."""
         self.why_not, self.failing = f"this server keeps no agents: {why}", True
 
-    async def tie(self, call: Call, body: Generation, *, store: bool) -> Tie | None:
+    async def tie(self, call: Call, body: Generation, *, store: bool) -> Attribution | None:
         """What a request leaves behind, or None where nothing is kept. `store`: whether its answer may be.
 
         InvalidRequest for a header that is no agent's id; of other names those that are none are passed over. Where no
@@ -79,7 +79,7 @@ class Ties:
             given = ((body.metadata or {}).get("agent"), body.prompt_cache_key)
             names = [name for name in given if name is not None and is_id(name)]
             agent = await self._account(self.agents, call.tenant, names, new=store)
-        return Tie(self.agents, call.tenant, agent, store)
+        return Attribution(self.agents, call.tenant, agent, store)
 
     async def _account(self, agents: Agents, tenant: str, names: Sequence[str], *, new: bool) -> Agent | None:
         """The agent of the first of these names that is known; where there is none a `new` one, or None."""
@@ -94,7 +94,7 @@ class Ties:
         return None
 
 
-class Tie:
+class Attribution:
     """One request's. The agent is the one of its beginning: another may have its name by the end."""
 
     def __init__(self, agents: Agents, tenant: str, agent: Agent | None, store: bool) -> None:

@@ -17,7 +17,7 @@ KEEP_CALLS = 1000
 PREFIXES = ("chatcmpl-", "cmpl-", "req-")
 
 
-class Registry:
+class CallTable:
     """Calls by number, and by the names that clients gave them. Ended ones are kept 10 minutes and at most 1,000."""
 
     def __init__(self, clock: Clock) -> None:
