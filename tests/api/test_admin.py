@@ -277,11 +277,11 @@ async def test_a_wrong_base_url_gets_a_hint() -> None:
 
 async def test_a_404_speaks_the_dialect_of_its_path() -> None:
     async with site(ScriptedService()) as at, at.http() as http:
-        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        for path in ("/v1/messages/batches", "/v1/complete"):
             found = await http.post(path, json={})
             body = found.json()
             assert found.status_code == 404 and body["type"] == "error"
-            assert body["error"]["type"] == "not_found_error" and "chat/completions" in body["error"]["message"]
+            assert body["error"]["type"] == "not_found_error" and "/v1/messages" in body["error"]["message"]
             assert body["request_id"] == found.headers["x-request-id"]
         for path in ("/api/chat", "/api/generate", "/api/tags", "/api/anything"):
             found = await http.post(path, json={})

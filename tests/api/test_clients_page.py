@@ -12,6 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 MARK = "<!-- accepted -->\n"
 TITLES = {
     "request": "Of a request",
+    "messages": "Of a request to /v1/messages",
     "tokenize": "Of a request to /tokenize",
     "stream_options": "Of `stream_options`",
     "message": "Of a message",

@@ -15,6 +15,7 @@ from scripted import SPEC, ScriptedService
 from sockets import site
 
 from cairn.api import agent_schemas
+from cairn.api.anthropic_schemas import MessagesBody
 from cairn.api.checks import check_chat
 from cairn.api.fields import ACCEPTED, ROWS, Row
 from cairn.api.parse import parse
@@ -66,7 +67,12 @@ def placed(place: str, more: dict[str, Any]) -> dict[str, Any]:
     return objects[place]
 
 
-PLACED = [(place, name, row) for place, rows in ROWS.items() if place != "tokenize" for name, row in rows.items()]
+BODIES: dict[str, tuple[type[Body], dict[str, Any]]] = {
+    "tokenize": (TokenizeBody, {"prompt": "a"}),
+    "messages": (MessagesBody, {"messages": [USER]}),
+}
+"""Other bodies than a chat, with what they need."""
+PLACED = [(place, name, row) for place, rows in ROWS.items() if place not in BODIES for name, row in rows.items()]
 
 
 @pytest.mark.parametrize(("place", "name", "row"), PLACED, ids=[f"{place}-{name}" for place, name, _ in PLACED])
@@ -81,14 +87,15 @@ def test_fields_of_the_table(place: str, name: str, row: Row) -> None:
         assert row.why in str(caught.value)
 
 
-def test_fields_of_tokenize() -> None:
-    for name, row in ROWS["tokenize"].items():
-        for value in (None, *(row.values or ())):
-            assert parse(TokenizeBody, {"prompt": "a", name: value}, Config()) == parse(
-                TokenizeBody, {"prompt": "a"}, Config()
-            )
-        with pytest.raises(Unsupported, match=name):
-            parse(TokenizeBody, {"prompt": "a", name: {"not": "built"}}, Config())
+@pytest.mark.parametrize("place", BODIES)
+def test_fields_of_other_bodies(place: Any) -> None:
+    kind, least = BODIES[place]
+    for name, row in ROWS[place].items():
+        for value in (None, *(("x", {"a": 1}) if row.values is None else row.values)):
+            assert parse(kind, least | {name: value}, Config()) == parse(kind, least, Config())
+        if row.values is not None:
+            with pytest.raises(Unsupported, match=name):
+                parse(kind, least | {name: "something else"}, Config())
 
 
 def test_the_table_has_a_field_once() -> None:
@@ -211,7 +218,7 @@ def test_what_is_not_built_yet(more: dict[str, Any], field: str) -> None:
         ({"logit_bias": {"a": "b"}}, "logit_bias.a"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a" * 129}}]}, "tools[0].function.name"),
         ({"tool_choice": "maybe", "tools": [TOOL]}, "tool_choice"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"__x": 1}}, "chat_template_kwargs.__x"),
@@ -408,7 +415,7 @@ SENTENCES = [
     ),
     (
         {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-        "tools[0].function.name must be 1 to 64 letters, digits, '_', '-' and '.'; it is a text",
+        "tools[0].function.name must be 1 to 128 letters, digits, '_', '-' and '.'; it is a text",
     ),
     (
         {"response_format": {"type": "json_object"}},

@@ -3,6 +3,7 @@
 Routes (POST bodies are JSON):
 
     POST /v1/chat/completions   POST /v1/completions         openai.py; these and models also without /v1
+    POST /v1/messages           POST /v1/messages/count_tokens    anthropic.py
     GET  /v1/models             GET  /v1/models/{id}         admin.py
     POST /tokenize              POST /detokenize             tokens.py
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
@@ -27,6 +28,7 @@ from cairn.api import health
 from cairn.api.admin import Admin, Props, StoredRoutes
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agents import AgentRoutes
+from cairn.api.anthropic import Anthropic
 from cairn.api.auth import Access, has_tenants, preflight
 from cairn.api.body_budget import BodyBudget
 from cairn.api.call_table import CallTable
@@ -72,6 +74,7 @@ class App:
         logs = EventLogs(config.reconnect_grace, config.max_resumable_mib << 20)
         exchanges = Exchanges(config, calls, logs)
         openai = OpenAI(config, exchanges, self.attribution)
+        anthropic = Anthropic(config, exchanges, self.attribution)
         admin = self._admin = Admin(config, calls, logs)
         tokens = Tokens(config)
         self._health = health.routes()
@@ -79,6 +82,8 @@ class App:
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
+            "/v1/messages": {"POST": anthropic.messages},
+            "/v1/messages/count_tokens": {"POST": anthropic.count_tokens},
             "/v1/models": {"GET": admin.models},
             "/tokenize": {"POST": tokens.tokenize},
             "/detokenize": {"POST": tokens.detokenize},

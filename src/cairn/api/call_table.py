@@ -14,7 +14,7 @@ from cairn.seams import Clock
 
 KEEP_SECONDS = 600.0
 KEEP_CALLS = 1000
-PREFIXES = ("chatcmpl-", "cmpl-", "req-")
+PREFIXES = ("chatcmpl-", "cmpl-", "req-", "msg_", "resp_")
 
 
 class CallTable:

@@ -78,7 +78,17 @@ class Adapter(Protocol):
 class Choice:
     """What one choice has said so far."""
 
-    __slots__ = ("done", "logprobs", "prompt_logprobs", "request", "said", "stream", "tokens")
+    __slots__ = (
+        "_thinking",
+        "done",
+        "logprobs",
+        "prompt_logprobs",
+        "reasoning_tokens",
+        "request",
+        "said",
+        "stream",
+        "tokens",
+    )
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -89,6 +99,9 @@ class Choice:
         self.done: Done | None = None
         self.stream: Stream | None = None
         """Where it comes from, once it was started."""
+        self.reasoning_tokens = 0
+        """How many of the tokens are of reasoning, its tags among them."""
+        self._thinking = request.output.reasoning_open
 
     @property
     def computed(self) -> Sequence[int]:
@@ -107,6 +120,11 @@ class Choice:
             self.logprobs += delta.logprobs
         self.said.add(delta)
         self.tokens += delta.tokens
+        said = bool(delta.text or delta.tool_calls)
+        self._thinking = bool(delta.reasoning) or (self._thinking and not said)
+        if self._thinking:
+            self.reasoning_tokens += len(delta.tokens)
+            self._thinking = not said
         self.prompt_logprobs += delta.prompt_logprobs
 
     def end(self, done: Done) -> str:
