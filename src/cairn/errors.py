@@ -85,6 +85,10 @@ class Unsupported(InvalidRequest):
     code = "unsupported"
 
 
+class UnknownResponse(InvalidRequest):
+    code = "previous_response_not_found"
+
+
 class Unauthorized(CairnError):
     status = 401
     code = "invalid_api_key"

@@ -13,6 +13,7 @@ MARK = "<!-- accepted -->\n"
 TITLES = {
     "request": "Of a request",
     "messages": "Of a request to /v1/messages",
+    "responses": "Of a request to /v1/responses",
     "tokenize": "Of a request to /tokenize",
     "stream_options": "Of `stream_options`",
     "message": "Of a message",

@@ -19,6 +19,7 @@ from cairn.api.anthropic_schemas import MessagesBody
 from cairn.api.checks import check_chat
 from cairn.api.fields import ACCEPTED, ROWS, Row
 from cairn.api.parse import parse
+from cairn.api.responses_schemas import ResponseBody
 from cairn.api.schemas import Body, ChatBody, CompletionBody, TextPart, TokenizeBody
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
@@ -70,6 +71,7 @@ def placed(place: str, more: dict[str, Any]) -> dict[str, Any]:
 BODIES: dict[str, tuple[type[Body], dict[str, Any]]] = {
     "tokenize": (TokenizeBody, {"prompt": "a"}),
     "messages": (MessagesBody, {"messages": [USER]}),
+    "responses": (ResponseBody, {"input": "a"}),
 }
 """Other bodies than a chat, with what they need."""
 PLACED = [(place, name, row) for place, rows in ROWS.items() if place not in BODIES for name, row in rows.items()]

@@ -127,7 +127,7 @@ class AgentService:
             turn.release()
         return agent
 
-    async def fork(self, agent: Agent, at: Turn, id: str | None) -> Agent:
+    async def fork(self, agent: Agent, at: Turn, id: str | None, metadata: dict[str, str] | None = None) -> Agent:
         """A new agent with this one's history up to a turn. Conflict while that is not durable."""
         if agent.new:
             raise Conflict(f"agent {agent.id} is being made; fork it once that is answered")
@@ -143,6 +143,7 @@ class AgentService:
             head=at.key,
             under=at.under,
             origin=old.id,
+            metadata=old.metadata if metadata is None else metadata,
             pinned=False,
             left={},
             moved=0.0,

@@ -4,6 +4,7 @@ Routes (POST bodies are JSON):
 
     POST /v1/chat/completions   POST /v1/completions         openai.py; these and models also without /v1
     POST /v1/messages           POST /v1/messages/count_tokens    anthropic.py
+    /v1/responses and below                                  responses.py
     GET  /v1/models             GET  /v1/models/{id}         admin.py
     POST /tokenize              POST /detokenize             tokens.py
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
@@ -36,6 +37,7 @@ from cairn.api.exchange import Exchanges
 from cairn.api.folders import agents_folder, named
 from cairn.api.openai import OpenAI
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
+from cairn.api.responses import Responses
 from cairn.api.resumable import EventLogs
 from cairn.api.tokens import Tokens
 from cairn.api.unserved import body_of, canonical, no_route
@@ -77,6 +79,7 @@ class App:
         anthropic = Anthropic(config, exchanges, self.attribution)
         admin = self._admin = Admin(config, calls, logs)
         tokens = Tokens(config)
+        self._responses = Responses(config, exchanges, logs, self.attribution)
         self._health = health.routes()
         self._agent_routes = AgentRoutes(config, exchanges, self.attribution, agents_folder(config, os.environ))
         self._exact: dict[str, dict[str, Endpoint]] = {
@@ -140,7 +143,11 @@ class App:
 
     def _methods(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of a route, or None for what is none."""
-        return self._exact.get(path) or self._admin.routes(path) or self._agent_routes.routes(path)
+        return self._exact.get(path) or self._admin.routes(path) or self._more(path)
+
+    def _more(self, path: str) -> dict[str, Endpoint] | None:
+        """The methods of routes that have an id in their path."""
+        return self._agent_routes.routes(path) or self._responses.routes(path)
 
     def _served(self, path: str) -> bool:
         return path in self._health or self._methods(path) is not None

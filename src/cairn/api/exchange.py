@@ -154,6 +154,8 @@ class Exchange:
     attribution: Attribution | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     """What the route calls the fields of a request, where it has other names."""
+    numbered: bool = False
+    """Heartbeats are events like others, which an event log keeps."""
     outlives: bool = False
     """It goes on when its connection closes, for the time of grace, whether anybody asked for that or not."""
 
@@ -255,7 +257,7 @@ class Exchanges:
         """Generate onto an event log, of which the connection is the first reader."""
         number = call.number
         over = partial(self._calls.close, number)
-        beat = self._heartbeat if not exchange.adapter.heartbeat().startswith(b":") else None
+        beat = self._heartbeat if exchange.numbered else None
         events = _closing(exchange.chunks(beat, stream=stream, log=True), over)
         follower = self._logs.start(call, events, exchange.cancel, self._heartbeat, exchange.adapter.error)
         try:

@@ -116,6 +116,24 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
             Row("prefill", "answers begin anew", ()),
         ),
     },
+    "responses": {
+        "OpenAI": (
+            Row("user safety_identifier", "who asks; nobody here judges them"),
+            Row("service_tier access_programs", "all requests are served alike"),
+            Row("prompt_cache_retention", _CACHED),
+            Row("truncation", "nothing is cut; what is too long is refused with `context_length_exceeded`"),
+            Row("max_tool_calls", "of tools that run on a server, and none runs here"),
+            Row("context_management", "nothing is compacted unasked; the client may"),
+            Row("stream_options", "padding against eavesdroppers, which TLS in front may do"),
+            Row("client_metadata", _IDS),
+            Row("image", "images are not read here"),
+            Row("background", "a response runs while its client reads it, and for the time of grace", (False,)),
+            Row("conversation", "send previous_response_id", ()),
+            Row("prompt", "prompts are not kept here; send instructions and input", ()),
+            Row("moderation", "nothing here judges texts", ()),
+            Row("n", "a response has one answer", (1,)),
+        ),
+    },
     "tokenize": {
         "vLLM, SGLang": (
             Row("add_generation_prompt", "a chat ends where the answer begins", (True,)),

@@ -34,7 +34,7 @@ _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"/v1/messages/.*|/v1/complete",
             "of Anthropic's API there are POST {base}/messages and {base}/messages/count_tokens",
         ),
-        (r"/v1/responses(?:/.*)?", "OpenAI's Responses API is not built; POST {base}/chat/completions takes chats"),
+        (r"/v1/responses/.*", "of OpenAI's Responses API there are POST {base}/responses and what is below a response"),
         (r"/v1/images(?:/.*)?", "images are neither made nor edited here: the model writes text"),
         (r"/v1/videos(?:/.*)?", "videos are not made here: the model writes text"),
         (

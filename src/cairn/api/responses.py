@@ -1,0 +1,218 @@
+"""The routes of OpenAI's Responses API, under /v1/responses.
+
+    POST /v1/responses                      POST /v1/responses/input_tokens
+    GET  /v1/responses/{id}?stream=&starting_after=      DELETE /v1/responses/{id}
+    POST /v1/responses/{id}/cancel          GET  /v1/responses/{id}/input_items?limit=&order=&after=
+
+Where the server keeps agents a response is one (`stored_responses.py`), unless `store` is false.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from cairn.api.agent_attribution import AgentAttribution
+from cairn.api.agent_schemas import NoBody, query
+from cairn.api.exchange import Choice, Exchange, Exchanges, spelled
+from cairn.api.generation import chat_exchange, chat_prompt
+from cairn.api.limits import read_json, read_nothing
+from cairn.api.parse import parse
+from cairn.api.reply import Call, shown
+from cairn.api.response_answer import ResponseAnswer, head_of
+from cairn.api.responses_schemas import ENCRYPTED, LOGPROBS, NAMES, ResponseBody, Tools, chat_of, instructed
+from cairn.api.resumable import EventLogs
+from cairn.api.schemas import ChatBody
+from cairn.api.sse import EVENT_STREAM
+from cairn.api.stored_responses import PREFIX, StoredResponses
+from cairn.api.turns import turn_exchange
+from cairn.config import Config
+from cairn.errors import ContextTooLong, InvalidRequest, NotFound, UnknownResponse
+from cairn.service.service import Service
+
+Endpoint = Callable[[Call, Service], Awaitable[None]]
+PATH = "/v1/responses"
+CANCEL_SECONDS = 5.0
+"""How long a cancelled response may take to end before it is shown as it is."""
+LISTED = 20
+MOST_LISTED = 100
+
+
+class Responses:
+    """The routes of responses."""
+
+    def __init__(self, config: Config, exchanges: Exchanges, logs: EventLogs, attribution: AgentAttribution) -> None:
+        self._config = config
+        self._exchanges = exchanges
+        self._logs = logs
+        self._attribution = attribution
+        self._stored = StoredResponses(config, attribution)
+
+    def routes(self, path: str) -> dict[str, Endpoint] | None:
+        """The methods of a path, or None."""
+        if path == PATH:
+            return {"POST": self.create}
+        if path == PATH + "/input_tokens":
+            return {"POST": self.input_tokens}
+        id, _, rest = path.removeprefix(PATH + "/").partition("/")
+        if not path.startswith(PATH + "/" + PREFIX) or not id:
+            return None
+        known: dict[str, dict[str, Endpoint]] = {
+            "": {"GET": self.show, "DELETE": self.delete},
+            "cancel": {"POST": self.cancel},
+            "input_items": {"GET": self.input_items},
+        }
+        return known.get(rest) if rest or not path.endswith("/") else None
+
+    async def create(self, call: Call, service: Service) -> None:
+        """POST /v1/responses."""
+        body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
+        tools = Tools(body.tools, call)
+        kept = body.store is not False and self._stored.open
+        if not kept and body.store is not False:
+            call.warn("the response is not stored: this server keeps no agents")
+        head = head_of(body, PREFIX + call.id, service.name, stored=kept)
+        answer = ResponseAnswer(
+            head,
+            tools.called,
+            service.tokenizer,
+            encrypted=body.includes(ENCRYPTED),
+            logprobs=body.includes(LOGPROBS),
+        )
+        try:
+            with spelled(NAMES):
+                exchange = await self._exchange(call, service, body, tools, answer, head, kept=kept)
+                await self._exchanges.run(call, exchange, stream=bool(body.stream))
+        except ContextTooLong as error:
+            if not body.stream or call.started:
+                raise
+            # Clients that compact what is too long look for it in the stream alone.
+            call.ended = error.code
+            await call.begin(EVENT_STREAM)
+            await call.write(answer.begin() + answer.error(error), more=False)
+
+    async def _exchange(
+        self,
+        call: Call,
+        service: Service,
+        body: ResponseBody,
+        tools: Tools,
+        answer: ResponseAnswer,
+        head: dict[str, Any],
+        *,
+        kept: bool,
+    ) -> Exchange:
+        if not kept:
+            chat = await self._chat(call, body, tools)
+            exchange = await chat_exchange(call, service, self._config, self._attribution, chat, answer.of, NAMES)
+        else:
+            chat = parse(ChatBody, chat_of(body, tools, call), self._config)
+            include = ENCRYPTED if body.includes(ENCRYPTED) else ""
+            said = head | {"instructed": bool(body.instructions)}
+            running = await self._stored.begin(call, service, chat, said, tools.called, include)
+            choices = [Choice(running.request)]
+            exchange = turn_exchange(running, choices, answer.of(choices))
+            exchange.names = NAMES
+        exchange.numbered = True
+        return exchange
+
+    async def _chat(self, call: Call, body: ResponseBody, tools: Tools) -> ChatBody:
+        """The whole chat that a body asks for, what it follows included."""
+        chat = chat_of(body, tools, call)
+        if body.previous_response_id is not None:
+            if not self._stored.open:
+                raise UnknownResponse(
+                    "previous_response_id: this server keeps no responses", field="previous_response_id"
+                )
+            before = await self._stored.history(call.tenant, body.previous_response_id)
+            at = len(instructed(body.instructions))
+            chat["messages"][at:at] = before
+        return parse(ChatBody, chat, self._config)
+
+    async def input_tokens(self, call: Call, service: Service) -> None:
+        """POST /v1/responses/input_tokens."""
+        body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
+        with spelled(NAMES):
+            prompt = await chat_prompt(
+                call, service, self._config, await self._chat(call, body, Tools(body.tools, call))
+            )
+        await call.json({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
+    async def show(self, call: Call, service: Service) -> None:
+        """GET /v1/responses/{id}, as it is now or, with stream=true, its events that follow number starting_after."""
+        asked = _parameters(call, ("stream", "starting_after", "include", "include[]", "include_obfuscation"))
+        after = asked.get("starting_after", "-1")
+        if not (after.removeprefix("-").isascii() and after.removeprefix("-").isdigit() and len(after) <= 15):
+            raise InvalidRequest("starting_after must be the number of an event", field="starting_after")
+        id = _id_of(call)
+        self._stored.check(call.tenant, id)
+        if asked.get("stream", "false") != "true":
+            await call.json(await self._stored.show(call.tenant, id, service))
+            return
+        follower = self._logs.find(_number_of(id), call.salt, self._config.heartbeat)
+        await follower.run(call, max(int(after), -1) + 1)
+
+    async def delete(self, call: Call, service: Service) -> None:
+        """DELETE /v1/responses/{id}: answered when its bytes are gone from the disk."""
+        id = _id_of(call)
+        await self._stored.delete(call.tenant, id)
+        await call.json({"id": id, "object": "response", "deleted": True})
+
+    async def cancel(self, call: Call, service: Service) -> None:
+        """POST /v1/responses/{id}/cancel: the response, as far as it came."""
+        id = _id_of(call)
+        parse(NoBody, await read_nothing(call, self._config), self._config)
+        self._stored.check(call.tenant, id)
+        found = await self._stored.show(call.tenant, id, service)
+        if found["status"] == "in_progress":
+            service.abort(_number_of(id))
+            end = asyncio.get_running_loop().time() + CANCEL_SECONDS
+            while found["status"] == "in_progress" and asyncio.get_running_loop().time() < end:
+                await asyncio.sleep(0.02)
+                found = await self._stored.show(call.tenant, id, service)
+        await call.json(found)
+
+    async def input_items(self, call: Call, service: Service) -> None:
+        """GET /v1/responses/{id}/input_items, the last first unless `order` is asc."""
+        asked = _parameters(call, ("limit", "order", "after", "before", "include", "include[]"))
+        limit, order = asked.get("limit", str(LISTED)), asked.get("order", "desc")
+        if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_LISTED):
+            raise InvalidRequest(f"limit must be 1 to {MOST_LISTED}", field="limit")
+        if order not in ("asc", "desc"):
+            raise InvalidRequest("order must be asc or desc", field="order")
+        items = await self._stored.input_items(call.tenant, _id_of(call))
+        await call.json(page(items if order == "asc" else items[::-1], int(limit), asked.get("after")))
+
+
+def page(items: Sequence[dict[str, Any]], limit: int, after: str | None) -> dict[str, Any]:
+    """A part of a list of items, as OpenAI's lists are."""
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise NotFound(f"there is no item {shown(after)!r} here", field="after")
+    rest = items[ids.index(after) + 1 :] if after is not None else items
+    data = list(rest[:limit])
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"object": "list", "data": data, "has_more": len(rest) > limit, **ends}
+
+
+def _parameters(call: Call, known: Sequence[str]) -> dict[str, str]:
+    """The parameters in the URL, each at most once but for `include`."""
+    found = {}
+    for name, value in query(call):
+        if name not in known:
+            raise InvalidRequest(f"the parameters of this route are {', '.join(known)}", field=shown(name))
+        found[name] = value
+    return found
+
+
+def _id_of(call: Call) -> str:
+    return call.path.removeprefix(PATH + "/").partition("/")[0]
+
+
+def _number_of(id: str) -> int:
+    """The number of the call that began a response."""
+    try:
+        return int(id.removeprefix(PREFIX), 16)
+    except ValueError:
+        return 0
