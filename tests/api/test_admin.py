@@ -295,7 +295,7 @@ async def test_routes_of_other_servers_get_a_sentence() -> None:
             ("/embedding", "embeddings are not built into this model"),
             ("/v1/images/generations", "images are neither made nor edited here"),
             ("/v1/audio/transcriptions", "speech"),
-            ("/v1/responses", "chat/completions"),
+            ("/v1/responses/x", "/v1/responses"),
             ("/v1/rerank", "scores no documents"),
             ("/v1/files/file-1/content", "keeps no files"),
             ("/completion", "/v1/completions"),
