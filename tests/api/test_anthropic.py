@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted import ScriptedService, done
-from sockets import Site, site
+from sockets import Site, answer, request_bytes, site
 from tests.scripted_model import CONTROLS, write_scripted
 from tests.service.tiny import TEMPLATE, make_model, serving
 
@@ -408,6 +408,14 @@ async def test_keys_of_both_kinds() -> None:
         assert (await post(at, body(), authorization="Bearer k1")).status_code == 200
         refused = await post(at, body())
         assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+
+
+async def test_what_the_guard_refuses_has_the_same_shape() -> None:
+    async with site(ScriptedService(), Config(max_body_mib=1)) as at:
+        reader, writer = await at.raw()
+        writer.write(request_bytes("POST", "/v1/messages?beta=true", b"", "Content-Length: 9999999"))
+        status, _, text = await answer(reader)
+        assert status == 413 and json.loads(text)["error"]["type"] == "request_too_large"
 
 
 # -------------------------------------------------------------------------------------------------------- the client
