@@ -284,7 +284,7 @@ async def test_what_is_too_long_fails_in_the_stream_where_clients_look_for_it(tm
         ({"input": []}, "input is empty"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": 3}]}, "tools[0].tools"),
-        ({"background": True}, "background"),
+        ({"background": True}, "background needs a response that is stored"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"previous_response_id": "resp_0000000000000001"}, "previous_response_id"),
         ({"max_output_tokens": "many"}, "max_output_tokens"),
@@ -330,9 +330,9 @@ def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(given_input: Any
 
 
 @asynccontextmanager
-async def keeping(folder: Path, model: Path, **options: Any) -> AsyncIterator[Site]:
+async def keeping(folder: Path, model: Path, site_config: Config | None = None, **options: Any) -> AsyncIterator[Site]:
     """A site whose responses are kept in a folder."""
-    async with serving(model, **options) as service, site(service) as at:
+    async with serving(model, **options) as service, site(service, site_config) as at:
         clock = SystemClock()
         agents = await Agents.open(service, SystemFiles(), folder, clock, SystemRng(), Config(), salts(Config()))
         at.app.attribution.opened(agents)
@@ -416,6 +416,52 @@ async def test_a_response_is_cancelled(tmp_path: Path, monkeypatch: pytest.Monke
         assert reader[-1]["type"] == "response.failed"
         refused = await post(at, kept(previous_response_id=id))
         assert refused.status_code == 409
+
+
+async def test_a_response_in_the_background_needs_no_reader(tmp_path: Path) -> None:
+    """Nobody reads it for longer than the time of grace."""
+    service = make_model(tmp_path / "tiny")
+    async with keeping(tmp_path / "agents", service, site_config=Config(reconnect_grace=0.05)) as at, at.http() as http:
+        asked = kept(background=True, max_output_tokens=600)
+        queued = (await post(at, asked)).json()
+        assert queued["status"] == "queued" and queued["output"] == []
+        while (found := (await http.get(f"/v1/responses/{queued['id']}")).json())["status"] == "in_progress":
+            await asyncio.sleep(0.02)
+        assert found["status"] in ("completed", "incomplete") and found["background"] is True
+        assert found["usage"]["output_tokens"] > 0
+        streamed = events((await post(at, asked | {"stream": True})).text)
+        kinds = [value["type"] for value in streamed]
+        assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
+        assert (await post(at, asked | {"store": False})).status_code == 400
+
+
+async def test_a_prewarmed_prompt_is_found_and_says_nothing(tmp_path: Path) -> None:
+    text = "What is asked later. " * 10
+    async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
+        warm = (await post(at, kept(input=text, prompt_cache_options={"prewarm": True}))).json()
+        assert warm["status"] == "completed" and warm["output"] == [] and warm["usage"]["output_tokens"] == 0
+        assert (await http.get(f"/v1/responses/{warm['id']}")).status_code == 404
+        usage = (await post(at, kept(input=text))).json()["usage"]
+        assert usage["input_tokens_details"]["cached_tokens"] >= usage["input_tokens"] - 16
+
+
+async def test_a_client_that_sends_everything_again_finds_the_answers_as_they_were_sampled(tmp_path: Path) -> None:
+    """Also behind a restart: what was sampled is in the log beside the turn."""
+    pieces = ["<think>", "I see", ".", "</think>", "\n\n", "The sky", " is", " blue."]
+    kinds = dict.fromkeys([*CONTROLS], 3) | {"<think>": 4, "</think>": 4}
+    path = write_scripted(tmp_path / "said.gguf", pieces, template=TEMPLATE + "{# <think> #}", kinds=kinds)
+    say = [{"role": "user", "content": "hi"}]
+    async with keeping(tmp_path / "agents", path, engine="cpu") as at:
+        say += (await post(at, kept(input=say, max_output_tokens=50))).json()["output"]
+    async with keeping(tmp_path / "agents", path, engine="cpu") as at, at.http() as http:
+        again = await post(at, kept(input=[*say, {"role": "user", "content": "more"}]))
+        agent = (await http.get(f"/v1/agents/{again.json()['id']}/turns")).json()["data"][0]
+        whole = at.app.attribution.open()
+        ids = await whole.context("default", again.json()["id"])
+        assert at.app.service is not None
+        text = at.app.service.tokenizer.decode(ids, skip_special=False)
+    assert text.count("<think>I see.</think>") == 2, "a template that knows no reasoning has not said it"
+    assert agent["messages"][1]["reasoning_content"] == "I see."
 
 
 LONG: dict[str, Any] = {"stream": True, "max_output_tokens": 1500}

@@ -127,7 +127,6 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
             Row("stream_options", "padding against eavesdroppers, which TLS in front may do"),
             Row("client_metadata", _IDS),
             Row("image", "images are not read here"),
-            Row("background", "a response runs while its client reads it, and for the time of grace", (False,)),
             Row("conversation", "send previous_response_id", ()),
             Row("prompt", "prompts are not kept here; send instructions and input", ()),
             Row("moderation", "nothing here judges texts", ()),

@@ -33,8 +33,13 @@ async def chat_exchange(
     body: ChatBody,
     adapter: Callable[[Sequence[Choice]], Adapter],
     names: Mapping[str, str],
+    *,
+    allow_empty: bool = False,
 ) -> Exchange:
-    """The exchange of a chat. `names` are what the dialect calls the fields of a chat, and of a request."""
+    """The exchange of a chat. `names` are what the dialect calls the fields of a chat, and of a request.
+
+    `allow_empty`: an answer of no tokens may be asked for, to have the prompt computed.
+    """
     with spelled(names):
         prompt = await chat_prompt(call, service, config, body)
         store = is_stored(body.store, config)
@@ -53,6 +58,7 @@ async def chat_exchange(
             timeout=config.request_timeout,
             durable=any(message.role == "assistant" for message in body.messages),
             stored=store,
+            allow_empty=allow_empty,
         )
         check_together(made, config, service.info.max_rows)
     choices = [Choice(request) for request in made]

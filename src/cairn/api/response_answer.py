@@ -30,8 +30,8 @@ def head_of(body: ResponseBody, id: str, model: str, *, stored: bool) -> dict[st
         "id": id,
         "object": "response",
         "created_at": int(time.time()),
-        "status": "in_progress",
-        "background": False,
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
         "completed_at": None,
         "error": None,
         "incomplete_details": None,
@@ -99,7 +99,11 @@ class ResponseAnswer:
 
     def begin(self) -> bytes:
         """The response is there, and in progress."""
-        return self._event("response.created", response=self._head) + self.heartbeat()
+        data = self._event("response.created", response=self._head)
+        if self._head["status"] == "queued":
+            data += self._event("response.queued", response=self._head)
+            self._head = {**self._head, "status": "in_progress"}
+        return data + self.heartbeat()
 
     def heartbeat(self) -> bytes:
         """That it is in progress is said again: clients measure silence by events, and all know this one."""
@@ -135,14 +139,14 @@ class ResponseAnswer:
         assert choice is not None and choice.done is not None
         done = choice.done
         output = self.items(choice.said, choice.logprobs)
-        cut = done.reason is FinishReason.LENGTH
+        cut = done.reason is FinishReason.LENGTH and choice.request.sampling.max_tokens > 0
         found = completed(self._head, output, done.usage, choice.reasoning_tokens, cut=cut)
         found["usage"]["cairn"] = cache_object(done.cache)
         return found | {"temperature": choice.request.sampling.temperature, "top_p": choice.request.sampling.top_p}
 
     def items(self, said: Said, logprobs: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
         """All that was said, as items: those that were streamed, or all at once."""
-        if not self._output and self._open is None:
+        if not self._output and self._open is None and said:
             calls = [
                 ToolCallDelta(index=index, id=id, name=name, arguments=arguments)
                 for index, (id, name, arguments) in enumerate(said.calls)

@@ -69,9 +69,11 @@ class Responses:
         """POST /v1/responses."""
         body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
         tools = Tools(body.tools, call)
-        kept = body.store is not False and self._stored.open
-        if not kept and body.store is not False:
+        kept = body.store is not False and self._stored.open and not body.prewarms
+        if not kept and body.store is not False and not body.prewarms:
             call.warn("the response is not stored: this server keeps no agents")
+        if body.background and not kept:
+            raise InvalidRequest("background needs a response that is stored", field="background")
         head = head_of(body, PREFIX + call.id, service.name, stored=kept)
         answer = ResponseAnswer(
             head,
@@ -83,6 +85,10 @@ class Responses:
         try:
             with spelled(NAMES):
                 exchange = await self._exchange(call, service, body, tools, answer, head, kept=kept)
+                if exchange.unattended and not body.stream:
+                    self._exchanges.begin(call, exchange)
+                    await call.json(head)
+                    return
                 await self._exchanges.run(call, exchange, stream=bool(body.stream))
         except ContextTooLong as error:
             if not body.stream or call.started:
@@ -105,15 +111,18 @@ class Responses:
     ) -> Exchange:
         if not kept:
             chat = await self._chat(call, body, tools)
-            exchange = await chat_exchange(call, service, self._config, self._attribution, chat, answer.of, NAMES)
+            exchange = await chat_exchange(
+                call, service, self._config, self._attribution, chat, answer.of, NAMES, allow_empty=body.prewarms
+            )
         else:
             chat = parse(ChatBody, chat_of(body, tools, call), self._config)
             include = ENCRYPTED if body.includes(ENCRYPTED) else ""
             said = head | {"instructed": bool(body.instructions)}
             running = await self._stored.begin(call, service, chat, said, tools.called, include)
             choices = [Choice(running.request)]
-            exchange = turn_exchange(running, choices, answer.of(choices))
-            exchange.names = NAMES
+            keep = self._stored.keeper(call, service, running)
+            exchange = turn_exchange(running, choices, answer.of(choices), keep)
+            exchange.names, exchange.unattended = NAMES, bool(body.background)
         exchange.numbered = True
         return exchange
 

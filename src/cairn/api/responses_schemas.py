@@ -56,6 +56,13 @@ class ResponseBody(Body):
     top_logprobs: Count = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    background: bool | None = None
+
+    @property
+    def prewarms(self) -> bool:
+        """Whether the prompt is to be computed, and nothing is to be said."""
+        return (self.prompt_cache_options or {}).get("prewarm") is True
 
     @property
     def summarises(self) -> bool:
@@ -131,7 +138,7 @@ def chat_of(body: ResponseBody, tools: Tools, call: Call) -> dict[str, Any]:
     chat: dict[str, Any] = {
         "model": body.model,
         "messages": [*instructed(body.instructions), *messages_of(body.input, call)],
-        "max_completion_tokens": body.max_output_tokens,
+        "max_completion_tokens": 0 if body.prewarms else body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "tools": tools.functions or None,

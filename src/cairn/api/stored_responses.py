@@ -20,6 +20,7 @@ from cairn.agents.info import AgentInfo, TurnInfo
 from cairn.agents.running import RunningTurn
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.checks import check_chat, check_strict
+from cairn.api.exchange import Choice
 from cairn.api.generation import check_length, check_model, shown_tools
 from cairn.api.reply import Call
 from cairn.api.response_answer import ResponseAnswer, completed
@@ -95,6 +96,18 @@ class StoredResponses:
         except BaseException:
             await agents.delete(call.tenant, id)
             raise
+
+    def keeper(self, call: Call, service: Service, running: RunningTurn) -> Callable[[Choice], None]:
+        """Keeps the exact tokens of an answer beside its turn: many clients send all that was said again, instead of
+        the response's id."""
+        agents, agent, tenant = self._attribution.open(), running.agent, call.tenant
+
+        def keep(choice: Choice) -> None:
+            sampled = service.chat.sampled(choice.request.prompt, choice.tokens, choice.said.message())
+            if sampled is not None:
+                agents.keep(tenant, sampled, agent)
+
+        return keep
 
     async def _open(
         self,
@@ -188,7 +201,7 @@ class StoredResponses:
         said = _said_of(turn.answer)
         output = answer.items(said)
         if turn.state == "running":
-            return head
+            return {**head, "status": "in_progress"}
         if turn.state != "finished":
             return {**head, "status": "cancelled", "output": output}
         reasoning = len(service.tokenizer.encode(said.reasoning)) if said.reasoning else 0
