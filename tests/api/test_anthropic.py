@@ -441,6 +441,8 @@ async def test_the_anthropic_client(tmp_path: Path) -> None:
         assert text == "The sky is blue."
         assert final.content[0] == whole.content[0] and final.content[1].text == whole.content[1].text
         assert final.usage.cache_read_input_tokens is not None
+        assert [model.id async for model in await client.models.list()] == [service.name]
+        assert (await client.models.retrieve(service.name)).max_input_tokens == service.info.context
         count = await client.messages.count_tokens(model="any", messages=HI)
         assert count.input_tokens > 0
         history = [*HI, {"role": "assistant", "content": final.content}, {"role": "user", "content": "go on"}]

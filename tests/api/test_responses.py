@@ -377,6 +377,31 @@ async def test_a_response_goes_on_from_another_and_is_found_in_the_cache(tmp_pat
         assert three.status_code == 200, "what followed it stays"
 
 
+async def test_a_conversation_is_compacted_to_items_that_stand_for_it(tmp_path: Path) -> None:
+    service = ScriptedService(lambda request: [Delta(text="They said hi.", tokens=(1,)), done()])
+    service.info.context = 4096
+    said = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+    ]
+    async with site(service) as at:
+        found = (
+            await post(at, {"model": "any", "input": said, "instructions": "rules"}, "/v1/responses/compact")
+        ).json()
+        assert found["object"] == "response.compaction" and found["usage"]["total_tokens"] > 0
+        developer, item = found["output"]
+        assert developer["role"] == "developer" and item["type"] == "compaction"
+        asked = [message["role"] for message in service.prompts[-1][0]]
+        assert asked == ["system", "developer", "user", "assistant", "user"]
+        await post(at, body(input=[*found["output"], {"role": "user", "content": "more"}]))
+        kept, summary, more = service.prompts[-1][0]
+        assert kept == {"role": "developer", "content": "be kind"} and more["content"] == "more"
+        assert summary == {"role": "user", "content": "Summary of the conversation so far:\nThey said hi."}
+        foreign = {"type": "compaction", "encrypted_content": "gAAAA"}
+        assert (await post(at, body(input=[foreign]))).status_code == 400
+
+
 async def test_events_are_read_again_from_any_of_them_on(tmp_path: Path) -> None:
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
         all_events = events((await post(at, kept(stream=True))).text)

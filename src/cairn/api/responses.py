@@ -1,6 +1,6 @@
 """The routes of OpenAI's Responses API, under /v1/responses.
 
-    POST /v1/responses                      POST /v1/responses/input_tokens
+    POST /v1/responses                      POST /v1/responses/input_tokens      POST /v1/responses/compact
     GET  /v1/responses/{id}?stream=&starting_after=      DELETE /v1/responses/{id}
     POST /v1/responses/{id}/cancel          GET  /v1/responses/{id}/input_items?limit=&order=&after=
 
@@ -15,6 +15,7 @@ from typing import Any
 
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agent_schemas import NoBody, query
+from cairn.api.compaction import CompactedAnswer, compacting
 from cairn.api.exchange import Choice, Exchange, Exchanges, spelled
 from cairn.api.generation import chat_exchange, chat_prompt
 from cairn.api.limits import read_json, read_nothing
@@ -55,6 +56,8 @@ class Responses:
             return {"POST": self.create}
         if path == PATH + "/input_tokens":
             return {"POST": self.input_tokens}
+        if path == PATH + "/compact":
+            return {"POST": self.compact}
         id, _, rest = path.removeprefix(PATH + "/").partition("/")
         if not path.startswith(PATH + "/" + PREFIX) or not id:
             return None
@@ -128,6 +131,9 @@ class Responses:
 
     async def _chat(self, call: Call, body: ResponseBody, tools: Tools) -> ChatBody:
         """The whole chat that a body asks for, what it follows included."""
+        return parse(ChatBody, await self._history(call, body, tools), self._config)
+
+    async def _history(self, call: Call, body: ResponseBody, tools: Tools) -> dict[str, Any]:
         chat = chat_of(body, tools, call)
         if body.previous_response_id is not None:
             if not self._stored.open:
@@ -137,7 +143,7 @@ class Responses:
             before = await self._stored.history(call.tenant, body.previous_response_id)
             at = len(instructed(body.instructions))
             chat["messages"][at:at] = before
-        return parse(ChatBody, chat, self._config)
+        return chat
 
     async def input_tokens(self, call: Call, service: Service) -> None:
         """POST /v1/responses/input_tokens."""
@@ -147,6 +153,24 @@ class Responses:
                 call, service, self._config, await self._chat(call, body, Tools(body.tools, call))
             )
         await call.json({"object": "response.input_tokens", "input_tokens": len(prompt.tokens)})
+
+    async def compact(self, call: Call, service: Service) -> None:
+        """POST /v1/responses/compact."""
+        body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
+        with spelled(NAMES):
+            chat = await self._history(call, body, Tools(body.tools, call))
+            wanted = parse(ChatBody, compacting(chat), self._config)
+            said = chat["messages"][len(instructed(body.instructions)) :]
+            exchange = await chat_exchange(
+                call,
+                service,
+                self._config,
+                self._attribution,
+                wanted,
+                lambda choices: CompactedAnswer(PREFIX + call.id, said, choices),
+                NAMES,
+            )
+            await self._exchanges.run(call, exchange, stream=False)
 
     async def show(self, call: Call, service: Service) -> None:
         """GET /v1/responses/{id}, as it is now or, with stream=true, its events that follow number starting_after."""
