@@ -285,7 +285,7 @@ async def test_what_is_too_long_fails_in_the_stream_where_clients_look_for_it(tm
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": 3}]}, "tools[0].tools"),
         ({"background": True}, "background needs a response that is stored"),
-        ({"conversation": "conv_1"}, "conversation"),
+        ({"conversation": "conv_1"}, "conversation needs a response that is stored"),
         ({"previous_response_id": "resp_0000000000000001"}, "previous_response_id"),
         ({"max_output_tokens": "many"}, "max_output_tokens"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
@@ -340,6 +340,17 @@ async def keeping(folder: Path, model: Path, site_config: Config | None = None, 
             yield at
         finally:
             await agents.close()
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token takes 20 ms."""
+    decode = FakeEngine.decode
+
+    def slow(self: FakeEngine, rows: Any) -> Any:
+        time.sleep(0.02)
+        return decode(self, rows)
+
+    monkeypatch.setattr(FakeEngine, "decode", slow)
 
 
 def kept(**more: Any) -> dict[str, Any]:
@@ -414,13 +425,7 @@ async def test_events_are_read_again_from_any_of_them_on(tmp_path: Path) -> None
 
 
 async def test_a_response_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = FakeEngine.decode
-
-    def slow(self: FakeEngine, rows: Any) -> Any:
-        time.sleep(0.02)
-        return decode(self, rows)
-
-    monkeypatch.setattr(FakeEngine, "decode", slow)
+    slowly(monkeypatch)
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at:
         reader: list[Any] = []
 
@@ -487,6 +492,63 @@ async def test_a_client_that_sends_everything_again_finds_the_answers_as_they_we
         text = at.app.service.tokenizer.decode(ids, skip_special=False)
     assert text.count("<think>I see.</think>") == 2, "a template that knows no reasoning has not said it"
     assert agent["messages"][1]["reasoning_content"] == "I see."
+
+
+async def test_a_conversation_is_gone_on_with_by_name(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "tiny")
+    async with keeping(tmp_path / "agents", model) as at:
+        client = at.openai()
+        begun: list[Any] = [{"type": "message", "role": "user", "content": "before"}]
+        made = await client.conversations.create(items=begun, metadata={"a": "b"})
+        assert made.id.startswith("conv_") and made.metadata == {"a": "b"}
+        ask: dict[str, Any] = {"model": "any", "conversation": made.id, "max_output_tokens": 8, "temperature": 0}
+        one = await client.responses.create(input="first", **ask)
+        assert one.conversation is not None and one.conversation.id == made.id
+        await client.conversations.items.create(made.id, items=[{"role": "user", "content": "aside"}])
+        two = await client.responses.create(input="second", **ask)
+        assert one.usage is not None and two.usage is not None
+        assert two.usage.input_tokens_details.cached_tokens >= one.usage.total_tokens - 17
+        with pytest.raises(openai.BadRequestError, match="conversation"):
+            await client.responses.create(input="x", store=False, **ask)
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            await client.responses.create(input="x", previous_response_id=one.id, **ask)
+        await client.close()
+    async with keeping(tmp_path / "agents", model) as at:  # a restart
+        client = at.openai()
+        items = [item async for item in await client.conversations.items.list(made.id, order="asc")]
+        texts = [item.content[0].text for item in items if item.type == "message" and item.role == "user"]
+        assert texts == ["before", "first", "aside", "second"]
+        assert len(items) == 6
+        found = await client.conversations.items.retrieve(items[2].id, conversation_id=made.id)  # type: ignore[arg-type]
+        assert found == items[2]
+        await client.conversations.items.delete(items[0].id, conversation_id=made.id)  # type: ignore[arg-type]
+        left = [item async for item in await client.conversations.items.list(made.id, order="asc", limit=2)]
+        assert len(left) == 5
+        assert (await client.conversations.update(made.id, metadata={"c": "d"})).metadata == {"c": "d"}
+        await client.responses.create(model="any", input="third", conversation=made.id, max_output_tokens=4)
+        await client.conversations.delete(made.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.conversations.retrieve(made.id)
+        assert (await client.responses.retrieve(two.id)).id == two.id, "its responses stay"
+        await client.close()
+
+
+async def test_a_conversation_is_locked_while_a_response_runs_and_passes_over_one_that_was_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowly(monkeypatch)
+    async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
+        conversation = (await post(at, {}, "/v1/conversations")).json()["id"]
+        first = kept(conversation=conversation, max_output_tokens=4)
+        assert (await post(at, first)).status_code == 200
+        running = (await post(at, kept(conversation=conversation, background=True, max_output_tokens=900))).json()
+        refused = await post(at, first)
+        assert refused.status_code == 409 and refused.json()["error"]["code"] == "conversation_locked"
+        await http.post(f"/v1/responses/{running['id']}/cancel")
+        again = await post(at, first)
+        assert again.status_code == 200, again.text
+        items = (await http.get(f"/v1/conversations/{conversation}/items?order=asc")).json()["data"]
+        assert [item["role"] for item in items] == ["user", "assistant"] * 2
 
 
 LONG: dict[str, Any] = {"stream": True, "max_output_tokens": 1500}

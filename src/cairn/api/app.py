@@ -4,7 +4,7 @@ Routes (POST bodies are JSON):
 
     POST /v1/chat/completions   POST /v1/completions         openai.py; these and models also without /v1
     POST /v1/messages           POST /v1/messages/count_tokens    anthropic.py
-    /v1/responses and below                                  responses.py
+    /v1/responses, /v1/conversations and below               responses.py, conversations.py
     GET  /v1/models             GET  /v1/models/{id}         admin.py
     POST /tokenize              POST /detokenize             tokens.py
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel

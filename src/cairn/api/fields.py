@@ -127,7 +127,6 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
             Row("stream_options", "padding against eavesdroppers, which TLS in front may do"),
             Row("client_metadata", _IDS),
             Row("image", "images are not read here"),
-            Row("conversation", "send previous_response_id", ()),
             Row("prompt", "prompts are not kept here; send instructions and input", ()),
             Row("moderation", "nothing here judges texts", ()),
             Row("n", "a response has one answer", (1,)),

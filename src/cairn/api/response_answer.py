@@ -33,6 +33,7 @@ def head_of(body: ResponseBody, id: str, model: str, *, stored: bool) -> dict[st
         "status": "queued" if body.background else "in_progress",
         "background": bool(body.background),
         "completed_at": None,
+        "conversation": None if body.conversation is None else _conversation(body.conversation),
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
@@ -54,6 +55,10 @@ def head_of(body: ResponseBody, id: str, model: str, *, stored: bool) -> dict[st
         "truncation": "disabled",
         "usage": None,
     }
+
+
+def _conversation(given: Any) -> Any:
+    return given if isinstance(given, dict) else {"id": given}
 
 
 @dataclass(slots=True)

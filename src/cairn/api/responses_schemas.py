@@ -58,6 +58,7 @@ class ResponseBody(Body):
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     background: bool | None = None
+    conversation: Any = None
 
     @property
     def prewarms(self) -> bool:

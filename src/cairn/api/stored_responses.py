@@ -61,9 +61,10 @@ class StoredResponses:
         head: Mapping[str, Any],
         called: Mapping[str, Called],
         include: str,
+        previous: str | None,
     ) -> RunningTurn:
-        """Begin the turn of a response. `chat` has the instructions and what is new."""
-        agents, id, previous = self._attribution.open(), str(head["id"]), head["previous_response_id"]
+        """Begin the turn of a response. `chat` has the instructions and what is new since the `previous` one."""
+        agents, id = self._attribution.open(), str(head["id"])
         check_chat(chat, self._config)
         check_strict(chat.tools, call)
         check_model(chat.model, service)
@@ -141,10 +142,23 @@ class StoredResponses:
                 raise
             await make()
 
-    async def history(self, tenant: str, previous: str) -> list[dict[str, Any]]:
-        """All that was said up to a response, and its answer, without its instructions."""
+    async def history(self, tenant: str, previous: str, *, running: bool = False) -> list[dict[str, Any]]:
+        """All that was said up to a response, and its answer, without its instructions; of one that is `running`, or
+        was interrupted, only where that is wanted."""
         agents = self._attribution.open()
-        return await self._said(agents, tenant, self._previous(agents, tenant, previous))
+        info = self._find(agents, tenant, previous) if running else self._previous(agents, tenant, previous)
+        return await self._said(agents, tenant, info)
+
+    def state(self, tenant: str, id: str) -> str:
+        """`idle`, `running`, `interrupted`, or `gone`."""
+        try:
+            return self._find(self._attribution.open(), tenant, id).state
+        except NotFound:
+            return "gone"
+
+    def called(self, tenant: str, id: str) -> dict[str, Called]:
+        """The tools of a response whose calls are said otherwise than a function's."""
+        return _called(self._find(self._attribution.open(), tenant, id))
 
     def _previous(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
         """The response that another follows."""
@@ -160,9 +174,7 @@ class StoredResponses:
         return info
 
     def _find(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
-        info = None
-        if id.startswith(PREFIX) and len(id) <= 64 and id.replace("_", "").isalnum() and id.isascii():
-            info = agents.get(tenant, id)
+        info = agents.get(tenant, id) if id_in(id, PREFIX) else None
         if info is None or info.metadata.get("object") != KIND:
             raise NotFound(f"there is no response {id[:100]!r}", field="response_id")
         return info
@@ -235,6 +247,11 @@ class StoredResponses:
         agents = self._attribution.open()
         self._find(agents, tenant, id)
         await agents.delete(tenant, id)
+
+
+def id_in(id: str, prefix: str) -> bool:
+    """Whether this has the form of an id with that prefix."""
+    return id.startswith(prefix) and len(id) <= 64 and id.isascii() and id.replace("_", "").isalnum()
 
 
 def _called(info: AgentInfo) -> dict[str, Called]:

@@ -48,7 +48,7 @@ _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             "this server keeps no files and runs no batches or training",
         ),
         (
-            r"/v1/(?:assistants|threads|conversations)(?:/.*)?",
+            r"/v1/(?:assistants|threads)(?:/.*)?",
             "OpenAI's assistants are not built; agents, which keep their history here, are at {base}/agents",
         ),
         (r"/completion", "llama-server's own completion route is not built; POST {base}/completions completes a text"),
