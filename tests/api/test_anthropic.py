@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -174,6 +174,35 @@ async def test_the_parts_of_usage_sum_to_the_prompt() -> None:
     for one in (found, delta["usage"]):
         assert one["cache_read_input_tokens"] == 48 and one["cache_creation_input_tokens"] == 48
         assert one["input_tokens"] == 4 and one["cache_creation"]["ephemeral_5m_input_tokens"] == 48
+
+
+async def test_a_message_says_what_parts_it_from_the_one_before(tmp_path: Path) -> None:
+    types = pytest.importorskip("anthropic.types")
+    known = {
+        one.model_fields["type"].annotation for one in get_args(get_args(types.cache_miss_reason.CacheMissReason)[0])
+    }
+    literals = {get_args(one)[0] for one in known}
+    said = set()
+    rules = "An agent's rules are long. " * 4
+    first = body(max_tokens=2, system=rules, tools=[], messages=[{"role": "user", "content": rules}])
+    async with serving(make_model(tmp_path / "tiny")) as service, site(service) as at:
+        before = (await post(at, first)).json()
+        assert before["diagnostics"] is None
+        asked = {"diagnostics": {"previous_message_id": before["id"]}}
+        marked = [{"type": "text", "text": rules, "cache_control": {"type": "ephemeral"}}]
+        assert (await post(at, first | asked | {"system": marked})).json()["diagnostics"] is None
+        for more, reason in (
+            ({"system": "Other rules."}, "system_changed"),
+            ({"messages": [{"role": "user", "content": "Another question"}]}, "messages_changed"),
+            ({"diagnostics": {"previous_message_id": "msg_x"}}, "previous_message_not_found"),
+        ):
+            found = (await post(at, first | asked | more)).json()["diagnostics"]["cache_miss_reason"]
+            assert found["type"] == reason
+            assert found.get("cache_missed_input_tokens", 1) > 0
+            said.add(reason)
+            (_, start), *_ = events((await post(at, first | asked | more | {"stream": True})).text)
+            assert start["message"]["diagnostics"]["cache_miss_reason"] == found
+    assert said <= literals
 
 
 async def test_pings_while_the_prompt_is_read() -> None:

@@ -388,6 +388,25 @@ async def test_a_response_goes_on_from_another_and_is_found_in_the_cache(tmp_pat
         assert three.status_code == 200, "what followed it stays"
 
 
+async def test_a_response_says_what_parts_it_from_another(tmp_path: Path) -> None:
+    rules = "An agent's rules are long. " * 4
+    async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at:
+        one = (await post(at, kept(instructions=rules))).json()
+        assert "prompt_cache_diagnostics" not in one
+        same = kept(instructions=rules, prompt_cache_options={"comparison_response_id": one["id"]})
+        for more, kind, reason in (
+            ({"input": "more", "previous_response_id": one["id"]}, "cache_hit", None),
+            ({}, "cache_hit", None),
+            ({"instructions": "Other rules."}, "cache_miss", "input_changed"),
+            ({"instructions": "x", "text": {"verbosity": "low"}}, "cache_miss", "verbosity_changed"),
+            ({"prompt_cache_options": {"comparison_response_id": "resp_1"}}, "comparison_response_not_found", None),
+        ):
+            answer = (await post(at, same | more)).json()
+            TypeAdapter(Response).validate_python(answer)
+            found = answer["prompt_cache_diagnostics"]
+            assert (found["type"], found.get("reason")) == (kind, reason)
+
+
 async def test_a_conversation_is_compacted_to_items_that_stand_for_it(tmp_path: Path) -> None:
     service = ScriptedService(lambda request: [Delta(text="They said hi.", tokens=(1,)), done()])
     service.info.context = 4096

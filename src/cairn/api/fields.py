@@ -111,7 +111,6 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
             Row("betas anthropic_beta anthropic_version", "what betas add is accepted, and built or passed over"),
             Row("context_management", "nothing is cleared of a context; the client may"),
             Row("container inference_geo service_tier speed user_profile_id workspace_id", "all are served alike"),
-            Row("diagnostics", "what the cache gave, and why not more, is in `usage.cairn` of every answer"),
             Row("mcp_servers", "this server calls no others", ([],)),
             Row("prefill", "answers begin anew", ()),
         ),

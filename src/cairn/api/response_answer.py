@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cairn.api.cache_diagnosis import Parting, response_diagnostics
 from cairn.api.exchange import Choice
 from cairn.api.reasoning_text import pack
 from cairn.api.reply import encode
@@ -93,6 +94,8 @@ class ResponseAnswer:
         self._encrypted = encrypted
         self._logprobs = logprobs
         self._choice: Choice | None = None
+        self._compared = False
+        self._parting: Parting | None = None
         self._sequence = 0
         self._open: _Item | None = None
         self._output: list[dict[str, Any]] = []
@@ -101,6 +104,10 @@ class ResponseAnswer:
         """The same, of what is generated."""
         (self._choice,) = choices
         return self
+
+    def compare(self, parting: Parting | None) -> None:
+        """Tell what became of the prefix of another response."""
+        self._compared, self._parting = True, parting
 
     def begin(self) -> bytes:
         """The response is there, and in progress."""
@@ -147,6 +154,9 @@ class ResponseAnswer:
         cut = done.reason is FinishReason.LENGTH and choice.request.sampling.max_tokens > 0
         found = completed(self._head, output, done.usage, choice.reasoning_tokens, cut=cut)
         found["usage"]["cairn"] = cache_object(done.cache)
+        if self._compared:
+            prompt, cached = done.usage.prompt_tokens, done.usage.cached_tokens
+            found["prompt_cache_diagnostics"] = response_diagnostics(self._parting, prompt, cached)
         return found | {"temperature": choice.request.sampling.temperature, "top_p": choice.request.sampling.top_p}
 
     def items(self, said: Said, logprobs: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import Any
 from cairn.agents.running import RunningTurn
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agent_schemas import NoBody
+from cairn.api.cache_diagnosis import RecentPrompts
 from cairn.api.compaction import CompactedAnswer, compacting
 from cairn.api.conversations import Conversations, conversation_of
 from cairn.api.exchange import Choice, Exchange, Exchanges, spelled
@@ -50,6 +51,7 @@ class Responses:
         self._logs = logs
         self._attribution = attribution
         self._stored = StoredResponses(config, attribution)
+        self._recent = RecentPrompts()
         self._conversations = Conversations(config, attribution, self._stored)
 
     def routes(self, path: str) -> dict[str, Endpoint] | None:
@@ -131,6 +133,10 @@ class Responses:
             exchange = turn_exchange(running, choices, answer.of(choices), keep)
             exchange.names, exchange.unattended = NAMES, bool(body.background)
         exchange.numbered = True
+        prompt, parts = exchange.choices[0].request.prompt, body.parts
+        self._recent.note(call.tenant, str(head["id"]), parts, prompt)
+        if body.compares is not None:
+            answer.compare(self._recent.compare(call.tenant, body.compares, parts, prompt))
         return exchange
 
     async def _begin(

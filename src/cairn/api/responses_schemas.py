@@ -61,6 +61,25 @@ class ResponseBody(Body):
     conversation: Any = None
 
     @property
+    def compares(self) -> str | None:
+        """The response with whose prompt this one is to be compared."""
+        found = (self.prompt_cache_options or {}).get("comparison_response_id")
+        return found if isinstance(found, str) else None
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What may be named as the reason why a prompt is another."""
+        text, items = self.text or {}, self.input if isinstance(self.input, list) else []
+        compacted = any(isinstance(item, dict) and item.get("type") == "compaction" for item in items)
+        return {
+            "tools_changed": self.tools or [],
+            "text_format_changed": text.get("format"),
+            "reasoning_effort_changed": (self.reasoning or {}).get("effort"),
+            "verbosity_changed": text.get("verbosity"),
+            "context_compacted": compacted,
+        }
+
+    @property
     def prewarms(self) -> bool:
         """Whether the prompt is to be computed, and nothing is to be said."""
         return (self.prompt_cache_options or {}).get("prewarm") is True
