@@ -176,6 +176,15 @@ async def test_the_parts_of_usage_sum_to_the_prompt() -> None:
         assert one["input_tokens"] == 4 and one["cache_creation"]["ephemeral_5m_input_tokens"] == 48
 
 
+async def test_a_message_of_no_tokens_warms_the_cache(tmp_path: Path) -> None:
+    text = [{"role": "user", "content": "What is asked later. " * 10}]
+    async with serving(make_model(tmp_path / "tiny")) as service, site(service) as at:
+        warm = (await post(at, body(messages=text, max_tokens=0))).json()
+        assert warm["content"] == [] and warm["stop_reason"] == "max_tokens" and warm["usage"]["output_tokens"] == 0
+        usage = (await post(at, body(messages=text, max_tokens=2))).json()["usage"]
+        assert usage["cache_read_input_tokens"] > 200 and usage["cache_creation_input_tokens"] == 0
+
+
 async def test_a_message_says_what_parts_it_from_the_one_before(tmp_path: Path) -> None:
     types = pytest.importorskip("anthropic.types")
     known = {

@@ -14,6 +14,7 @@ TITLES = {
     "request": "Of a request",
     "messages": "Of a request to /v1/messages",
     "responses": "Of a request to /v1/responses",
+    "embedding": "Of a request for embeddings or scores",
     "tokenize": "Of a request to /tokenize",
     "stream_options": "Of `stream_options`",
     "message": "Of a message",

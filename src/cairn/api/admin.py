@@ -100,7 +100,8 @@ class Admin:
             "object": "model",
             "created": self._started,
             "owned_by": "cairn",
-            "max_model_len": service.info.context,
+            "max_model_len": min(service.info.context, service.spec.longest_text),
+            "kind": service.spec.kind,
         }
 
     def _anthropic_model(self, service: Service) -> dict[str, Any]:

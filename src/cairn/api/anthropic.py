@@ -53,6 +53,7 @@ class Anthropic:
             chat,
             lambda choices: MessageAnswer(call, service, choices, body, self._diagnose(call, body, choices)),
             NAMES,
+            allow_empty=body.max_tokens == 0,
         )
         await self._exchanges.run(call, exchange, stream=bool(body.stream))
 

@@ -6,6 +6,7 @@ Routes (POST bodies are JSON):
     POST /v1/messages           POST /v1/messages/count_tokens    anthropic.py
     /v1/responses, /v1/conversations and below               responses.py, conversations.py
     GET  /v1/models             GET  /v1/models/{id}         admin.py
+    POST /v1/embeddings|rerank|score    POST /embed          embeddings.py; the first three also without /v1
     POST /tokenize              POST /detokenize             tokens.py
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
     GET  /v1/requests/{id}/events                            resumable.py
@@ -33,6 +34,7 @@ from cairn.api.anthropic import Anthropic
 from cairn.api.auth import Access, has_tenants, preflight
 from cairn.api.body_budget import BodyBudget
 from cairn.api.call_table import CallTable
+from cairn.api.embeddings import Embeddings
 from cairn.api.exchange import Exchanges
 from cairn.api.folders import agents_folder, named
 from cairn.api.openai import OpenAI
@@ -92,6 +94,7 @@ class App:
             "/detokenize": {"POST": tokens.detokenize},
             "/props": {"GET": Props(config).show},
             "/metrics": {"GET": admin.metrics},
+            **Embeddings(config).routes(),
             **StoredRoutes(config).routes(),
         }
 

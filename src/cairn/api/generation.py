@@ -80,6 +80,7 @@ async def chat_prompt(call: Call, service: Service, config: Config, body: ChatBo
     check_chat(body, config)
     check_strict(body.tools, call)
     check_model(body.model, service)
+    service.check_generates()
     tools = shown_tools(body)
     await check_length(call, service, contents(body.messages, tools), "messages")
     return await service.chat.prompt(

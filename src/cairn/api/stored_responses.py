@@ -68,6 +68,7 @@ class StoredResponses:
         check_chat(chat, self._config)
         check_strict(chat.tools, call)
         check_model(chat.model, service)
+        service.check_generates()
         first = instructed(head["instructions"])
         tools = shown_tools(chat) or []
         new = plain_messages(chat.messages)[len(first) :]
