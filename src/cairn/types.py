@@ -127,6 +127,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Index among the `n` choices of one call; part of the randomness."""
     stop: tuple[str, ...] = ()
     output: OutputFormat = OutputFormat()
+    grammar: str = ""
+    """What the answer has to be, reasoning included, as llguidance reads it; "" for anything. It is about the text as
+    `output` reads it: control tokens that are no text are never part of it."""
     salt: bytes = b""
     """The tenant's salt: contexts with different salts never share KV."""
     share: str = ""

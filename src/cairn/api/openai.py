@@ -20,7 +20,7 @@ from cairn.api.answers import (
     tokens_of,
     usage_of,
 )
-from cairn.api.checks import check_chat, check_strict, choice_of
+from cairn.api.checks import check_chat, choice_of
 from cairn.api.limits import read_json
 from cairn.api.parse import parse
 from cairn.api.registry import Registry
@@ -57,8 +57,8 @@ class OpenAI:
         """POST /v1/chat/completions."""
         body = parse(ChatBody, await read_json(call, self._config), self._config, call)
         check_chat(body, self._config)
-        check_strict(body.tools, call)
         check_model(body.model, service)
+        form = body.wanted()
         tools = plain_tools(body.tools) if choice_of(body) != "none" else None
         await check_length(call, service, contents(body.messages, tools), "messages")
         messages = plain_messages(body.messages)
@@ -68,6 +68,7 @@ class OpenAI:
             tenant=call.tenant,
             share=call.share,
             template_args=body.template_args(service.chat.knows),
+            wanted=form,
         )
         names, store = names_of(body.max_tokens), is_stored(body.store, self._config)
         with spelled(names):
@@ -81,6 +82,7 @@ class OpenAI:
                 sampler_order=self._config.sampler_order,
                 max_choices=self._config.max_choices,
                 output=prompt.output,
+                grammar=prompt.grammar,
                 salt=call.salt,
                 share=call.share,
                 timeout=self._config.request_timeout,
@@ -112,6 +114,8 @@ class OpenAI:
         inline = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= INLINE
         special = body.parse_special is not False
         check_suffix(body, service)
+        output = OutputFormat(continues=True)
+        grammar = await service.chat.grammar(body.wanted().structure, output, share=call.share)
         for prompt in prompts:
             tokens = await encode_text(call, service, prompt, body.suffix or "", inline=inline, special=special)
             with spelled({"top_logprobs": "logprobs"}):
@@ -127,7 +131,8 @@ class OpenAI:
                     salt=call.salt,
                     share=call.share,
                     timeout=self._config.request_timeout,
-                    output=OutputFormat(continues=True),
+                    output=output,
+                    grammar=grammar,
                     allow_empty=echo,
                     stored=store,
                 )

@@ -16,6 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from cairn.api.reply import shown
 from cairn.errors import InvalidRequest
 from cairn.service.requests import SamplingOptions
+from cairn.service.wanted import FIELDS, wanted_of
+from cairn.text.grammar import Wanted
 
 Place = Literal[
     "request", "tokenize", "stream_options", "message", "part", "tool", "function", "call", "called", "other"
@@ -179,6 +181,15 @@ class Generation(Body):
     min_tokens: Count = None
     ignore_eos: bool | None = None
     n: Count = None
+    response_format: Any = None
+    """What the answer has to be, as OpenAI has it; the others of `wanted.FIELDS` as vLLM and llama.cpp do."""
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: Several[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
     priority: Count = None
     timeout: Number = None
     first_token_timeout: Number = None
@@ -213,6 +224,10 @@ class Generation(Body):
             "first_token_timeout": self.first_token_timeout,
         }
         return SamplingOptions(**(given | more))
+
+    def wanted(self) -> Wanted:
+        """What the answer has to be."""
+        return wanted_of({name: getattr(self, name) for name in FIELDS})
 
     @property
     def include_usage(self) -> bool:
@@ -274,6 +289,15 @@ class ChatBody(ChatGeneration):
 
     tools: Several[Tool] | None = None
     tool_choice: Any = None
+
+    def wanted(self) -> Wanted:
+        """What the answer has to be, calls included."""
+        return wanted_of(
+            {name: getattr(self, name) for name in FIELDS},
+            [(tool.function.name, bool(tool.function.strict)) for tool in self.tools or ()],
+            self.tool_choice,
+            parallel=self.parallel_tool_calls is not False,
+        )
 
 
 def _prompt_kind(value: Any) -> str | None:

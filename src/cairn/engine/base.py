@@ -20,6 +20,14 @@ NO_BLOCK = -1
 """An entry of a window group's table: a block that the window has passed and nobody may read."""
 
 
+class Pending(Protocol, Generic[T_co]):
+    """Work that was started. Overlap is when you wait, not a second loop."""
+
+    def wait(self) -> T_co:
+        """Block until it is done; raises what the work raised."""
+        ...
+
+
 class Row(msgspec.Struct, frozen=True):
     """A run of positions of one sequence: compute `tokens[start:end]`, reading and writing KV through `tables`.
 
@@ -42,6 +50,9 @@ class Row(msgspec.Struct, frozen=True):
     """Length of the original prompt: where `min_tokens` and the presence and frequency penalties start to count."""
     sampling: SamplingParams
     choice: int
+    mask: Pending[bytes] | None = None
+    """Which tokens may come next, where a row samples under a grammar: bit t % 8 of byte t // 8 for token t, in whole
+    words of 4 bytes. It may be computed beside the step. Empty where the grammar cannot be followed any further."""
 
     @property
     def samples(self) -> bool:
@@ -58,14 +69,6 @@ class RowResult(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str = ""
     """This row alone failed, for instance with non-finite logits."""
-
-
-class Pending(Protocol, Generic[T_co]):
-    """Work that was started. Overlap is when you wait, not a second loop."""
-
-    def wait(self) -> T_co:
-        """Block until it is done; raises what the work raised."""
-        ...
 
 
 class Ready(Generic[T_co]):

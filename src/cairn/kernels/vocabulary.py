@@ -1,7 +1,9 @@
 """One token from one line of logits, in numpy: the meaning of `csrc/sampler.cpp`, and what runs where that cannot.
 
-    line -> bias -> penalties -> banned stop tokens -> temperature -> top-k -> top-p -> min-p -> one draw
-    line -> bias -> penalties -> banned stop tokens -> top-k -> top-p -> min-p -> temperature -> one draw, where asked
+    line -> bias -> penalties -> banned tokens -> temperature -> top-k -> top-p -> min-p -> one draw
+    line -> bias -> penalties -> banned tokens -> top-k -> top-p -> min-p -> temperature -> one draw, where asked
+
+Banned are stop tokens before `min_tokens`, and what the mask of a grammar leaves out.
 
 The native sampler gives the same tokens, bit for bit, by construction:
 
@@ -57,6 +59,8 @@ class Line(NamedTuple):
     """The row whose next token it decides; None where it is only looked at."""
     top: int | None = None
     """With a number: the mass of the raw distribution, and its so many most likely tokens."""
+    mask: bytes | None = None
+    """`Row.mask`, computed: which tokens may come; None and b"": all."""
 
 
 class Choice(NamedTuple):
@@ -141,7 +145,8 @@ class NumpySampler:
             finite = (np.isfinite(logits.min(axis=1)) & np.isfinite(logits.max(axis=1))).tolist()
             drawing = [i for i, line in enumerate(lines) if finite[i] and line.row is not None]
             rows = [row for i in drawing if (row := lines[i].row) is not None]
-            tokens = dict(zip(drawing, _choose(rows, logits[drawing]), strict=True))
+            masks = [lines[i].mask for i in drawing]
+            tokens = dict(zip(drawing, _choose(rows, masks, logits[drawing]), strict=True))
             return [
                 _described(logits[i], line.top, tokens.get(i)) if finite[i] else Choice(False)
                 for i, line in enumerate(lines)
@@ -159,13 +164,15 @@ def _described(logits: Floats, top: int | None, token: int | None) -> Choice:
     return Choice(True, token, float(peak), int(weigh(logits - peak).sum()), tuple(int(one) for one in best))
 
 
-def _choose(rows: list[Row], logits: Floats) -> list[int | None]:
+def _choose(rows: list[Row], masks: list[bytes | None], logits: Floats) -> list[int | None]:
     """One token a row from `logits` [len(rows), vocab], which are overwritten; None where no token is possible."""
     if not rows:
         return []
     vocab = logits.shape[1]
-    for row, values in zip(rows, logits, strict=True):
+    for row, mask, values in zip(rows, masks, logits, strict=True):
         _adjust(row, values)
+        if mask:
+            values[_forbidden(mask, vocab)] = -np.inf
     best = logits.argmax(axis=1)
     peak = logits[np.arange(len(rows)), best]
     tokens: list[int | None] = [
@@ -229,6 +236,13 @@ def _adjust(row: Row, logits: Floats) -> None:
         logits[ids] -= np.float32(params.frequency_penalty) * times + np.float32(params.presence_penalty)
     if len(row.tokens) - row.prompt_len < params.min_tokens:
         logits[[token for token in params.stop_token_ids if token < vocab]] = -np.inf
+
+
+def _forbidden(mask: bytes, vocab: int) -> NDArray[np.bool_]:
+    """Tokens that a mask leaves out, as flags [vocab]."""
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=vocab, bitorder="little")
+    forbidden: NDArray[np.bool_] = bits == 0
+    return forbidden
 
 
 def _draw_whole(scaled: Floats, bits: Sequence[int]) -> list[int]:

@@ -204,10 +204,12 @@ def requests(
     rng: Rng | None = None,
     controls: Mapping[str, int] | None = None,
     sampler_order: SamplerOrder = "default",
+    grammar: str = "",
 ) -> tuple[Request, ...]:
     """One `Request` a choice (`options.n`, default 1) for a prompt of token ids; `ids` gives each its id.
 
-    `controls`: text -> id of the model's control tokens; a stop text that is one is a stop token too.
+    `controls`: text -> id of the model's control tokens; a stop text that is one is a stop token too. `grammar`:
+    `Request.grammar`, which compiles.
 
     Raises InvalidRequest for an empty prompt, a token id outside the vocabulary or an option out of range, and
     ContextTooLong where the prompt leaves no room in the context.
@@ -221,6 +223,8 @@ def requests(
     if low < 0 or high >= spec.vocab:
         wrong = low if low < 0 else high
         raise InvalidRequest(f"prompt holds token id {wrong}; ids go from 0 to {spec.vocab - 1}", field="prompt")
+    if grammar and options.ignore_eos:
+        raise InvalidRequest("ignore_eos: an answer that is held to a form ends with it", field="ignore_eos")
     choices = 1 if options.n is None else _count("n", options.n, 1, max_choices)
     sampling = sampling_params(
         spec,
@@ -251,6 +255,7 @@ def requests(
             choice=choice,
             stop=stop,
             output=output,
+            grammar=grammar,
             salt=salt,
             share=share,
             timeout=timeout,

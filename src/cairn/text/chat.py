@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -22,9 +22,10 @@ from cairn.config import Config
 from cairn.errors import CairnError, ConfigError, InvalidRequest, ModelFileError, Unsupported
 from cairn.seams import Clock
 from cairn.system import SystemClock
+from cairn.text.grammar import ANYTHING, Shape, Structure, Wanted
 from cairn.text.length import check_length
 from cairn.text.messages import length, plain_message, texts_in, unused_marks, with_message_texts, with_texts
-from cairn.text.render_wire import Job, Setup
+from cairn.text.render_wire import GRAMMAR_SECONDS, Job, Setup
 from cairn.text.renderer import Renderer, launch
 from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
 from cairn.text.sampled import offered_by, opener, visible_ids
@@ -39,6 +40,8 @@ from cairn.types import OfferedTool, OutputFormat
 
 log = logging.getLogger("cairn.text")
 
+GRAMMARS = 256
+"""Grammars that are known to compile."""
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 """Names in a template that are the server's to set, beside those of the special tokens."""
 
@@ -58,6 +61,8 @@ class Prompt(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]
     output: OutputFormat
     """How the answer is to be read."""
+    grammar: str = ""
+    """`Request.grammar`: what the answer has to be."""
 
 
 class Sampled(NamedTuple):
@@ -106,6 +111,8 @@ class Chat:
         """The traits of each template, without tools and with them."""
         self._refusal = NO_TEMPLATE
         """Why there is no renderer."""
+        self._grammars: dict[Shape, str] = {}
+        self._grammar_process: Renderer | None = None
         self._renderer: Renderer | None = None
         if templates:
             variables = tokenizer.special_tokens
@@ -191,11 +198,13 @@ class Chat:
         tenant: str = "default",
         share: str = "",
         template_args: Mapping[str, Any] | None = None,
+        wanted: Wanted = ANYTHING,
     ) -> Prompt:
         """Render and encode a chat up to the beginning of the assistant's next message.
 
         Messages are OpenAI's: role, content (text or text parts), reasoning_content, tool_calls, tool_call_id, name.
-        `template_args` are variables of the template, such as enable_thinking; `share` is whose time is taken. Raises
+        `template_args` are variables of the template, such as enable_thinking; `share` is whose time is taken; `wanted`
+        is what the answer has to be. Raises
         InvalidRequest or Unsupported naming the field, ContextTooLong for a chat far beyond the context, Overloaded if
         too many of that share wait to be rendered.
         """
@@ -219,7 +228,7 @@ class Chat:
             tokens = await self.long.run(share, self._encode, texts, chat.mark, answers, tenant)
         else:
             tokens = self._encode(texts, chat.mark, answers, tenant)
-        return self._prompt(chat, texts[0], tokens)
+        return await self._held_to(self._prompt(chat, texts[0], tokens), wanted, tools, share)
 
     async def extend(
         self,
@@ -230,6 +239,7 @@ class Chat:
         *,
         share: str = "",
         template_args: Mapping[str, Any] | None = None,
+        wanted: Wanted = ANYTHING,
     ) -> Prompt | None:
         """The prompt for new messages behind `before`, the exact ids of a conversation whose last message is an answer.
 
@@ -253,7 +263,37 @@ class Chat:
         encode = self.tokenizer.encode_rendered
         long = len(added) > INLINE
         ids = await self.long.run(share, encode, added, chat.mark) if long else encode(added, chat.mark)
-        return self._prompt(chat, added, [*before, *ids])
+        return await self._held_to(self._prompt(chat, added, [*before, *ids]), wanted, tools, share)
+
+    async def _held_to(
+        self, prompt: Prompt, wanted: Wanted, tools: Sequence[Mapping[str, Any]] | None, share: str
+    ) -> Prompt:
+        """The prompt with the grammar of what is wanted, if anything is."""
+        grammar = await self.grammar(wanted.structure, prompt.output, share=share)
+        return msgspec.structs.replace(prompt, grammar=grammar) if grammar else prompt
+
+    async def grammar(self, structure: Structure | None, output: OutputFormat, *, share: str = "") -> str:
+        """`Request.grammar` of an answer that is read by `output`; "" where nothing is wanted.
+
+        Raises InvalidRequest naming the field for what cannot be compiled, or not within the limits; else as `prompt`.
+        """
+        if structure is None:
+            return ""
+        lead: Literal["", "may", "open"] = "may" if output.reasoning else ""
+        shape = Shape(structure=structure, reasoning="open" if output.reasoning_open else lead)
+        if (known := self._grammars.get(shape)) is None:
+            known = self._grammars[shape] = await self._compiler().compile(shape, structure.field, share)
+            if len(self._grammars) > GRAMMARS:
+                del self._grammars[next(iter(self._grammars))]
+        return known
+
+    def _compiler(self) -> Renderer:
+        """The process that compiles grammars: the one that renders, or one of their own where none does."""
+        if self._renderer is not None:
+            return self._renderer
+        if self._grammar_process is None:
+            self._grammar_process = Renderer(Setup(templates={}, variables={}, timeout=GRAMMAR_SECONDS))
+        return self._grammar_process
 
     async def _read_apart(self, share: str, *chat: Any) -> _Read:
         """`_read`, where it may take long in a thread: of what a template drops there may be megabytes."""
@@ -397,8 +437,9 @@ class Chat:
 
     async def close(self) -> None:
         """End the rendering process."""
-        if self._renderer is not None:
-            await self._renderer.close()
+        for process in (self._renderer, self._grammar_process):
+            if process is not None:
+                await process.close()
 
     def _answers(self, tenant: str, messages: list[dict[str, Any]]) -> list[tuple[int, Answer]]:
         """(place, identity) of the assistant messages that may have been sampled here."""

@@ -20,6 +20,8 @@ THINK = "<think>"
 END_THINK = "</think>"
 TAGS = (THINK, END_THINK, OPEN, "</tool_call>")
 """What the tokens of a model may spell as one: they must reach the splitter as text."""
+MARKERS = TAGS
+"""The same of every way to write a call."""
 MOST_LEAD = 16
 """White space before `<think>` or a call without tags; behind more it is content."""
 
