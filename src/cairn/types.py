@@ -105,6 +105,8 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The answer ends with its first tool call."""
     xml: bool = False
     """So do `<function=...>` tags in it."""
+    calls: str = ""
+    """So do calls in a further form, by its name in `text.call_formats`."""
     offered: tuple[OfferedTool, ...] = ()
     """The tools there are: an answer that is nothing but the JSON object of a call to one of them is that call."""
     continues: bool = False

@@ -22,7 +22,9 @@ from cairn.config import Config
 from cairn.errors import CairnError, ConfigError, InvalidRequest, ModelFileError, Unsupported
 from cairn.seams import Clock
 from cairn.system import SystemClock
-from cairn.text.grammar import ANYTHING, Shape, Structure, Wanted
+from cairn.text.call_formats import CallFormat, format_of
+from cairn.text.call_grammar import callable_tools, lark_of_calls
+from cairn.text.grammar import ANYTHING, GrammarError, Shape, Structure, Wanted
 from cairn.text.length import check_length
 from cairn.text.messages import length, plain_message, texts_in, unused_marks, with_message_texts, with_texts
 from cairn.text.render_wire import GRAMMAR_SECONDS, Job, Setup
@@ -34,7 +36,6 @@ from cairn.text.split import END_THINK, THINK
 from cairn.text.templates import ANSWERED, defaults, given_template, load_text, turn_ends, unusable
 from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
 from cairn.text.tools import FUNCTION, offered_tools
-from cairn.text.tools import OPEN as TOOL_CALL
 from cairn.text.traits import Traits, find_traits, fitted, in_parts, left_out, standing_in
 from cairn.types import OfferedTool, OutputFormat
 
@@ -48,8 +49,6 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 _NAMED = re.compile(r"""\.([^\W\d]\w*)|(['"])([\w-]+)\2""")
 """A field that a template looks up, or a word that it compares with."""
 _OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
-_JSON_CALL = re.compile(r"""\{\s*\\?"name\\?":""")
-"""How a template writes the beginning of a call that has no tags."""
 NO_TEMPLATE = "this model has no chat template"
 ELSE = "use /v1/completions, or start the server with --chat-template NAME or FILE"
 """What can be done without one."""
@@ -104,6 +103,8 @@ class Chat:
         self.tokenizer = tokenizer
         self._templates = templates
         self._named = {match[1] or match[3] for text in templates.values() for match in _NAMED.finditer(text)}
+        self._forms = {name: format_of(text) for name, text in templates.items()}
+        """How each template shows calls."""
         self._thinks = any(tag in text for tag in (THINK, END_THINK) for text in templates.values())
         self._keep_reasoning = config.reasoning_history == "keep"
         self._table = ReplayTable()
@@ -228,7 +229,7 @@ class Chat:
             tokens = await self.long.run(share, self._encode, texts, chat.mark, answers, tenant)
         else:
             tokens = self._encode(texts, chat.mark, answers, tenant)
-        return await self._held_to(self._prompt(chat, texts[0], tokens), wanted, tools, share)
+        return await self._held_to(chat, self._prompt(chat, texts[0], tokens), wanted, tools, share)
 
     async def extend(
         self,
@@ -263,14 +264,53 @@ class Chat:
         encode = self.tokenizer.encode_rendered
         long = len(added) > INLINE
         ids = await self.long.run(share, encode, added, chat.mark) if long else encode(added, chat.mark)
-        return await self._held_to(self._prompt(chat, added, [*before, *ids]), wanted, tools, share)
+        return await self._held_to(chat, self._prompt(chat, added, [*before, *ids]), wanted, tools, share)
 
     async def _held_to(
-        self, prompt: Prompt, wanted: Wanted, tools: Sequence[Mapping[str, Any]] | None, share: str
+        self, chat: _Read, prompt: Prompt, wanted: Wanted, tools: Sequence[Mapping[str, Any]] | None, share: str
     ) -> Prompt:
         """The prompt with the grammar of what is wanted, if anything is."""
-        grammar = await self.grammar(wanted.structure, prompt.output, share=share)
-        return msgspec.structs.replace(prompt, grammar=grammar) if grammar else prompt
+        choice = wanted.choice
+        asked = choice.required or choice.names is not None or choice.strict or wanted.structure is not None
+        calls = bool(tools) and bool(asked)
+        form = self._forms[chat.template]
+        if not calls or form is None:
+            grammar = await self.grammar(wanted.structure, prompt.output, share=share)
+        else:
+            grammar = await self._calling(form, prompt.output, wanted, tools or (), share)
+        output = prompt.output
+        if choice.names is not None:
+            offered = tuple(tool for tool in output.offered if tool.name in choice.names)
+            output = msgspec.structs.replace(output, offered=offered)
+        return msgspec.structs.replace(prompt, grammar=grammar, output=output)
+
+    async def _calling(
+        self,
+        form: CallFormat,
+        output: OutputFormat,
+        wanted: Wanted,
+        tools: Sequence[Mapping[str, Any]],
+        share: str,
+    ) -> str:
+        """The grammar of answers that call tools. A schema that cannot be held to is passed over, but of a tool that
+        wants it to be."""
+        choice = wanted.choice
+        structure = None if choice.required else wanted.structure
+        for held in (None, choice.strict):
+            try:
+                offered = callable_tools(tools, choice.names, held)
+                calls = lark_of_calls(
+                    form,
+                    offered,
+                    required=choice.required or structure is not None,
+                    parallel=choice.parallel,
+                )
+                return await self._compiled(calls, structure, output, "tools", share)
+            except (InvalidRequest, GrammarError) as error:
+                if held is not None:
+                    why = str(error) if isinstance(error, InvalidRequest) else f"tools cannot be followed: {error}"
+                    raise InvalidRequest(why, field="tools") from None
+        raise AssertionError("the second try returns or raises")
 
     async def grammar(self, structure: Structure | None, output: OutputFormat, *, share: str = "") -> str:
         """`Request.grammar` of an answer that is read by `output`; "" where nothing is wanted.
@@ -279,10 +319,15 @@ class Chat:
         """
         if structure is None:
             return ""
+        return await self._compiled("", structure, output, structure.field, share)
+
+    async def _compiled(
+        self, calls: str, structure: Structure | None, output: OutputFormat, field: str, share: str
+    ) -> str:
         lead: Literal["", "may", "open"] = "may" if output.reasoning else ""
-        shape = Shape(structure=structure, reasoning="open" if output.reasoning_open else lead)
+        shape = Shape(structure=structure, calls=calls, reasoning="open" if output.reasoning_open else lead)
         if (known := self._grammars.get(shape)) is None:
-            known = self._grammars[shape] = await self._compiler().compile(shape, structure.field, share)
+            known = self._grammars[shape] = await self._compiler().compile(shape, field, share)
             if len(self._grammars) > GRAMMARS:
                 del self._grammars[next(iter(self._grammars))]
         return known
@@ -327,13 +372,13 @@ class Chat:
             given = {valid_text(name): with_texts(value, broken) for name, value in arguments.items()}
         except RecursionError:
             raise InvalidRequest("messages or tools are nested too deeply", field="messages") from None
-        known = offered_tools(tools or (), xml=FUNCTION in self._templates[name])
+        form = self._forms[name]
+        known = offered_tools(tools or (), xml=form is not None and form.kind == "tagged")
         return _Read(name, clean, plain, traits, known, offered, given, mark, edge)
 
     def _teaches(self, name: str) -> bool:
         """Whether a template shows tools and a form of calls that `split` reads."""
-        text = self._templates[name]
-        return self._traits[name][True].offers and (TOOL_CALL in text or _JSON_CALL.search(text) is not None)
+        return self._traits[name][True].offers and self._forms[name] is not None
 
     async def _render(self, chat: _Read, conversations: list[Any], share: str) -> list[str]:
         assert self._renderer is not None
@@ -382,6 +427,7 @@ class Chat:
                 reasoning_open=thought and self._thinks,
                 tools=bool(chat.tools),
                 xml=bool(chat.tools) and FUNCTION in self._templates[chat.template],
+                calls=_read_apart(self._forms[chat.template]) if chat.tools else "",
                 offered=chat.offered,
             ),
         )
@@ -423,6 +469,7 @@ class Chat:
                 reasoning_open=thought,
                 tools=tools,
                 xml=tools and any(FUNCTION in text for text in self._templates.values()),
+                calls=next(filter(None, map(_read_apart, self._forms.values())), "") if tools else "",
                 offered=called if tools else (),
                 one_call=one_call,
             )
@@ -474,6 +521,11 @@ class Chat:
             lambda before, answer: self._table.find(tenant, before, answer),
             lambda text: next(self.tokenizer.controls.find(text), None) is not None,
         )
+
+
+def _read_apart(form: CallFormat | None) -> str:
+    """The name of a form that has a reader of its own."""
+    return form.name if form is not None and not form.plain else ""
 
 
 def _json(value: Any) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-from cairn.text.split import MARKERS, Piece, Splitter
+from cairn.text.split import MARKERS, Piece, Splitter, markers
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import Delta, FinishReason, Request, ToolCallDelta
 
@@ -91,8 +91,8 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         output = request.output
         formats = output.reasoning or output.tools
-        spelt = formats or request.grammar
-        kept = {i for tag in MARKERS if spelt and (i := tokenizer.token_id(tag)) is not None}
+        spelt = MARKERS if request.grammar else markers(output)
+        kept = {i for tag in spelt if (i := tokenizer.token_id(tag)) is not None}
         ends = tokenizer.control_ids.intersection(request.sampling.stop_token_ids)
         skip = (tokenizer.special_ids | ends) - kept
         self._detokenizer = tokenizer.detokenizer(skip=skip, after=request.prompt if output.continues else ())
