@@ -105,20 +105,24 @@ def test_text_may_stand_before_calls_that_are_held_to_their_schema(form: CallFor
     assert accepts(grammar, "Hello, how are you?") and accepts(grammar, "")
 
 
+def _deepseek(call: str, joint: str) -> str:
+    begin, end = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
+    calls = joint.join(f"{begin}{call.replace('{}', arguments)}{end}" for arguments in ('{"a": 1}', "{}"))
+    return f"<\uff5ctool\u2581calls\u2581begin\uff5c>{calls}<\uff5ctool\u2581calls\u2581end\uff5c>"
+
+
 CALLS = {
     "kimi": '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
     "<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
     "<|tool_calls_section_end|>",
-    "deepseek_v3": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```'
-    "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
-    "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v3": _deepseek("function<\uff5ctool\u2581sep\uff5c>f\n```json\n{}\n```", "\n"),
+    "deepseek_v31": _deepseek("f<\uff5ctool\u2581sep\uff5c>{}", ""),
     "mistral_v11": '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[ARGS]{}',
     "mistral": '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]',
     "phi": '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]<|/tool_call|>',
     "granite": '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]',
     "nemotron": '<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]</TOOLCALL>',
-    "jamba": '<tool_calls>[\n    {"name": "f", "arguments": {"a": 1}},\n {"name": "f", "arguments": {}}\n]</tool_calls>',
+    "jamba": '<tool_calls>[\n  {"name": "f", "arguments": {"a": 1}},\n {"name": "f", "arguments": {}}\n]</tool_calls>',
     "lfm2": "<|tool_call_start|>[f(a=1), f()]<|tool_call_end|>",
     "minimax": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n'
     '<invoke name="f">\n</invoke>\n</minimax:tool_call>',
@@ -144,7 +148,7 @@ def test_calls_as_models_write_them(name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_that_is_broken_anywhere_is_text(name: str) -> None:
     """Whatever is cut out, nothing is lost, nothing raises, and no piece decides."""
-    form, output, text = BY_NAME[name], output_of(BY_NAME[name], F), CALLS[name]
+    output, text = output_of(BY_NAME[name], F), CALLS[name]
     for seed in range(60):
         rng = random.Random(seed)
         start = rng.randrange(len(text))

@@ -16,6 +16,9 @@ from cairn.text.grammar import GrammarError, literal, with_blanks
 from cairn.text.tools import is_text
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_OPEN = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"))
+_OPEN |= {"anyOf", "oneOf", "allOf"}
+"""Keys of a schema beside which others may be meant."""
 _NO_CALL = r"~/[ \t\r\n]*(```[a-z_]*[ \t\r\n]*)?\{(.|\n)*/"
 """A text that does not begin as the call of an answer without tags does."""
 
@@ -34,10 +37,15 @@ def callable_tools(
     found = []
     for tool in tools:
         function = tool["function"]
-        name, schema = function["name"], function.get("parameters") or ANY_OBJECT
+        name, schema = function["name"], _closed(function.get("parameters") or ANY_OBJECT)
         if names is None or name in names:
             found.append(Offered(name, schema if held is None or name in held else ANY_OBJECT))
     return found
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments that a schema does not name are not made up, unless it says that there may be others."""
+    return schema if schema.keys() & _OPEN else {**schema, "additionalProperties": False}
 
 
 def lark_of_calls(form: CallFormat, tools: Sequence[Offered], *, required: bool, parallel: bool) -> str:
