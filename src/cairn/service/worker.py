@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import logging
 import math
 import os
 import signal
@@ -21,7 +20,6 @@ import traceback
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 from cairn.engine.base import Engine
 from cairn.errors import CairnError, ModelError
@@ -38,6 +36,7 @@ from cairn.sequence import Matcher
 from cairn.service import wire
 from cairn.service.answers import Answers
 from cairn.service.grammars import Grammars, read_vocabulary
+from cairn.service.progress import Shown
 from cairn.service.stores import GB, keyed, open_stores, stored_bytes
 from cairn.system import SystemClock, SystemFiles, log_to_stderr
 from cairn.types import Output, Request
@@ -364,59 +363,6 @@ def main() -> int:
         traceback.print_exc(file=sys.stderr)
         return 1
     return 0
-
-
-log = logging.getLogger(__name__)
-
-QUIET_SECONDS = 1.0
-"""A shorter load says nothing."""
-LINE_SECONDS = 5.0
-"""Between two lines of a log."""
-_DRAW_SECONDS = 0.2
-_CLEAR = "\r\x1b[K"
-_WIDTH = 30
-
-
-class Shown:
-    """A `digests.Watch` for people: on a terminal a line that changes, elsewhere lines in the log.
-
-    No cursor is hidden and no thread draws: a worker may be killed at any moment.
-    """
-
-    def __init__(self, model: str, out: TextIO, clock: Clock) -> None:
-        self._model, self._out, self._clock = model, out, clock
-        self._terminal = out.isatty()
-        self._began = clock.now()
-        self._next = self._began + (QUIET_SECONDS if self._terminal else LINE_SECONDS)
-        self._drawn = False
-
-    def __call__(self, doing: str, done: int, total: int) -> None:
-        """Say it, if that is due."""
-        now = self._clock.now()
-        if now < self._next or not log.isEnabledFor(logging.INFO):
-            return
-        share = min(1.0, done / max(1, total))
-        seconds = now - self._began
-        if self._terminal:
-            self._next = now + _DRAW_SECONDS
-            bar = "━" * round(share * _WIDTH)
-            self._write(f"{_CLEAR}Loading: {doing} {bar:<{_WIDTH}} {share:4.0%} {seconds:4.0f} s")
-            self._drawn = True
-        else:
-            self._next = now + LINE_SECONDS
-            log.info("loading %s for %.0f s: %s, %.0f %%", self._model, seconds, doing, 100 * share)
-
-    def end(self) -> None:
-        """Leave the terminal as it was."""
-        if self._drawn:
-            self._write(_CLEAR)
-
-    def _write(self, text: str) -> None:
-        try:
-            self._out.write(text)
-            self._out.flush()
-        except (OSError, UnicodeError):
-            self._next = float("inf")  # nobody reads it, or not in this encoding
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,11 +23,11 @@ from cairn.errors import CairnError, ConfigError, InvalidRequest, ModelFileError
 from cairn.seams import Clock
 from cairn.system import SystemClock
 from cairn.text.call_formats import CallFormat, format_of
-from cairn.text.call_grammar import callable_tools, lark_of_calls
-from cairn.text.grammar import ANYTHING, GrammarError, Shape, Structure, Wanted
+from cairn.text.compiler import Compiler
+from cairn.text.grammar import ANYTHING, Structure, Wanted
 from cairn.text.length import check_length
 from cairn.text.messages import length, plain_message, texts_in, unused_marks, with_message_texts, with_texts
-from cairn.text.render_wire import GRAMMAR_SECONDS, Job, Setup
+from cairn.text.render_wire import Job, Setup
 from cairn.text.renderer import Renderer, launch
 from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
 from cairn.text.sampled import offered_by, opener, visible_ids
@@ -41,8 +41,6 @@ from cairn.types import OfferedTool, OutputFormat
 
 log = logging.getLogger("cairn.text")
 
-GRAMMARS = 256
-"""Grammars that are known to compile."""
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
 """Names in a template that are the server's to set, beside those of the special tokens."""
 
@@ -112,8 +110,7 @@ class Chat:
         """The traits of each template, without tools and with them."""
         self._refusal = NO_TEMPLATE
         """Why there is no renderer."""
-        self._grammars: dict[Shape, str] = {}
-        self._grammar_process: Renderer | None = None
+        self._grammars = Compiler()
         self._renderer: Renderer | None = None
         if templates:
             variables = tokenizer.special_tokens
@@ -270,75 +267,20 @@ class Chat:
         self, chat: _Read, prompt: Prompt, wanted: Wanted, tools: Sequence[Mapping[str, Any]] | None, share: str
     ) -> Prompt:
         """The prompt with the grammar of what is wanted, if anything is."""
-        choice = wanted.choice
-        asked = choice.required or choice.names is not None or choice.strict or wanted.structure is not None
-        calls = bool(tools) and bool(asked)
         form = self._forms[chat.template]
-        if not calls or form is None:
-            grammar = await self.grammar(wanted.structure, prompt.output, share=share)
-        else:
-            grammar = await self._calling(form, prompt.output, wanted, tools or (), share)
+        grammar = await self._compiler.held_to(wanted, prompt.output, tools if form else None, form, share)
         output = prompt.output
-        if choice.names is not None:
-            offered = tuple(tool for tool in output.offered if tool.name in choice.names)
+        if wanted.choice.names is not None:
+            offered = tuple(tool for tool in output.offered if tool.name in wanted.choice.names)
             output = msgspec.structs.replace(output, offered=offered)
         return msgspec.structs.replace(prompt, grammar=grammar, output=output)
-
-    async def _calling(
-        self,
-        form: CallFormat,
-        output: OutputFormat,
-        wanted: Wanted,
-        tools: Sequence[Mapping[str, Any]],
-        share: str,
-    ) -> str:
-        """The grammar of answers that call tools. A schema that cannot be held to is passed over, but of a tool that
-        wants it to be."""
-        choice = wanted.choice
-        structure = None if choice.required else wanted.structure
-        for held in (None, choice.strict):
-            try:
-                offered = callable_tools(tools, choice.names, held)
-                calls = lark_of_calls(
-                    form,
-                    offered,
-                    required=choice.required or structure is not None,
-                    parallel=choice.parallel,
-                )
-                return await self._compiled(calls, structure, output, "tools", share)
-            except (InvalidRequest, GrammarError) as error:
-                if held is not None:
-                    why = str(error) if isinstance(error, InvalidRequest) else f"tools cannot be followed: {error}"
-                    raise InvalidRequest(why, field="tools") from None
-        raise AssertionError("the second try returns or raises")
 
     async def grammar(self, structure: Structure | None, output: OutputFormat, *, share: str = "") -> str:
         """`Request.grammar` of an answer that is read by `output`; "" where nothing is wanted.
 
         Raises InvalidRequest naming the field for what cannot be compiled, or not within the limits; else as `prompt`.
         """
-        if structure is None:
-            return ""
-        return await self._compiled("", structure, output, structure.field, share)
-
-    async def _compiled(
-        self, calls: str, structure: Structure | None, output: OutputFormat, field: str, share: str
-    ) -> str:
-        lead: Literal["", "may", "open"] = "may" if output.reasoning else ""
-        shape = Shape(structure=structure, calls=calls, reasoning="open" if output.reasoning_open else lead)
-        if (known := self._grammars.get(shape)) is None:
-            known = self._grammars[shape] = await self._compiler().compile(shape, field, share)
-            if len(self._grammars) > GRAMMARS:
-                del self._grammars[next(iter(self._grammars))]
-        return known
-
-    def _compiler(self) -> Renderer:
-        """The process that compiles grammars: the one that renders, or one of their own where none does."""
-        if self._renderer is not None:
-            return self._renderer
-        if self._grammar_process is None:
-            self._grammar_process = Renderer(Setup(templates={}, variables={}, timeout=GRAMMAR_SECONDS))
-        return self._grammar_process
+        return await self._compiler.held_to(Wanted(structure=structure), output, None, None, share)
 
     async def _read_apart(self, share: str, *chat: Any) -> _Read:
         """`_read`, where it may take long in a thread: of what a template drops there may be megabytes."""
@@ -484,9 +426,15 @@ class Chat:
 
     async def close(self) -> None:
         """End the rendering process."""
-        for process in (self._renderer, self._grammar_process):
-            if process is not None:
-                await process.close()
+        await self._compiler.close()
+        if self._renderer is not None:
+            await self._renderer.close()
+
+    @property
+    def _compiler(self) -> Compiler:
+        """What makes grammars, in the process that renders where there is one."""
+        self._grammars.renderer = self._renderer
+        return self._grammars
 
     def _answers(self, tenant: str, messages: list[dict[str, Any]]) -> list[tuple[int, Answer]]:
         """(place, identity) of the assistant messages that may have been sampled here."""
