@@ -282,6 +282,7 @@ class AsyncLLM:
             context=service.info.context,
             controls=service.controls,
             sampler_order=self.config.sampler_order,
+            encode=service.tokenizer.encode,
             max_choices=1,
             timeout=self.config.request_timeout,
             **more,

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.engine.base import Row, RowResult
+from cairn.kernels.extras import choose
 from cairn.kernels.vocabulary import GREEDY_BELOW, NUMPY, ONE, Choice, Line, Sampler
 from cairn.types import SamplingParams, TokenLogprob
 
@@ -40,7 +41,7 @@ def sample(rows: Sequence[Row], logits: Floats, sampler: Sampler = NUMPY) -> lis
         return [RowResult(token) if token >= 0 else RowResult(error=NOT_FINITE) for token in sampler.greedy(logits)]
     masks = [row.mask.wait() if row.samples and row.mask is not None else None for row in rows]
     lines = [line for row, mask in zip(rows, masks, strict=True) for line in _lines(row, mask)]
-    choices = sampler.choose(lines, logits) if total else []
+    choices = choose(sampler, lines, logits) if total else []
     results, at = [], 0
     for row, mask in zip(rows, masks, strict=True):
         count = 0 if row.logits_from is None else row.end - row.logits_from
@@ -57,6 +58,7 @@ def _plain_greedy(params: SamplingParams) -> bool:
         and not params.logprobs
         and not params.logit_bias
         and not params.min_tokens
+        and params.extras is None
         and not params.needs_history
     )
 

@@ -92,6 +92,7 @@ class Turns:
             context=service.info.context,
             controls=service.controls,
             sampler_order=self._config.sampler_order,
+            encode=service.tokenizer.encode,
             max_choices=1,
             output=prompt.output,
             grammar=prompt.grammar,

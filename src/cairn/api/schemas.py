@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from cairn.api.reply import shown
 from cairn.errors import InvalidRequest
 from cairn.service.requests import SamplingOptions
+from cairn.service.sampling_extras import BEYOND
 from cairn.service.wanted import FIELDS, wanted_of
 from cairn.text.grammar import Wanted
 
@@ -145,6 +146,14 @@ Stop = Annotated[
     Annotated[str, Tag("~text")] | Annotated[Several[str], Tag("~list")],
     Discriminator(_text_or_list, custom_error_type="stop", custom_error_message="must be a text or a list of texts"),
 ]
+Bias = Annotated[
+    Annotated[dict[str, float], Tag("~map")] | Annotated[Several[Any], Tag("~list")],
+    Discriminator(
+        lambda value: "~map" if isinstance(value, dict) else "~list" if isinstance(value, list) else None,
+        custom_error_type="logit_bias",
+        custom_error_message="must be an object of token ids and numbers, or a list of pairs",
+    ),
+]
 Samplers = Annotated[
     Annotated[str, Tag("~text")] | Annotated[Several[str], Tag("~list")],
     Discriminator(
@@ -160,7 +169,11 @@ class Generation(Body):
 
     place = "request"
     within = {"stream_options": StreamOptions}
-    synonyms: ClassVar[Mapping[str, str]] = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+    synonyms: ClassVar[Mapping[str, str]] = {
+        "n_predict": "max_tokens",
+        "repeat_penalty": "repetition_penalty",
+        "typ_p": "typical_p",
+    }
 
     model: str | None = None
     stream: bool | None = None
@@ -174,7 +187,20 @@ class Generation(Body):
     presence_penalty: Number = None
     frequency_penalty: Number = None
     samplers: Samplers | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Bias | None = None
+    typical_p: Number = None
+    top_n_sigma: Number = None
+    xtc_probability: Number = None
+    xtc_threshold: Number = None
+    dry_multiplier: Number = None
+    dry_base: Number = None
+    dry_allowed_length: Count = None
+    dry_penalty_last_n: Count = None
+    dry_sequence_breakers: Several[str] | None = None
+    dynatemp_range: Number = None
+    dynatemp_exponent: Number = None
+    allowed_token_ids: Several[int] | None = None
+    bad_words: Several[str] | None = None
     seed: Count = None
     stop: Stop | None = None
     stop_token_ids: Several[int] | None = None
@@ -212,7 +238,8 @@ class Generation(Body):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "samplers": self.samplers,
-            "logit_bias": None if self.logit_bias is None else _bias(self.logit_bias),
+            "logit_bias": _bias(self.logit_bias) if isinstance(self.logit_bias, dict) else self.logit_bias,
+            **{name: getattr(self, name) for name in BEYOND},
             "seed": self.seed,
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,

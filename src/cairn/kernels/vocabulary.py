@@ -160,7 +160,7 @@ def _described(logits: Floats, top: int | None, token: int | None) -> Choice:
     if top is None:
         return Choice(True, token)
     peak = logits.max()
-    best = _ranked(logits, min(top, len(logits))) if top else ()
+    best = ranked(logits, min(top, len(logits))) if top else ()
     return Choice(True, token, float(peak), int(weigh(logits - peak).sum()), tuple(int(one) for one in best))
 
 
@@ -170,9 +170,9 @@ def _choose(rows: list[Row], masks: list[bytes | None], logits: Floats) -> list[
         return []
     vocab = logits.shape[1]
     for row, mask, values in zip(rows, masks, logits, strict=True):
-        _adjust(row, values)
+        adjust(row, values)
         if mask:
-            values[_forbidden(mask, vocab)] = -np.inf
+            values[forbidden(mask, vocab)] = -np.inf
     best = logits.argmax(axis=1)
     peak = logits[np.arange(len(rows)), best]
     tokens: list[int | None] = [
@@ -214,7 +214,7 @@ def lowest(params: SamplingParams) -> np.float32:
     return np.float32(math.log(params.min_p) if params.min_p > 0 else -math.inf)
 
 
-def _adjust(row: Row, logits: Floats) -> None:
+def adjust(row: Row, logits: Floats) -> None:
     """Apply logit_bias, penalties and min_tokens in place to one row [vocab].
 
     As transformers and vLLM do it: repetition counts prompt and output, presence and frequency only the output.
@@ -238,7 +238,7 @@ def _adjust(row: Row, logits: Floats) -> None:
         logits[[token for token in params.stop_token_ids if token < vocab]] = -np.inf
 
 
-def _forbidden(mask: bytes, vocab: int) -> NDArray[np.bool_]:
+def forbidden(mask: bytes, vocab: int) -> NDArray[np.bool_]:
     """Tokens that a mask leaves out, as flags [vocab]."""
     bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=vocab, bitorder="little")
     forbidden: NDArray[np.bool_] = bits == 0
@@ -286,7 +286,7 @@ def _kept(scaled: Floats, params: SamplingParams) -> Ids:
     vocab, least = len(scaled), lowest(params)
     mass = None
     if 0 < params.top_k < vocab:
-        kept = _ranked(scaled, params.top_k)
+        kept = ranked(scaled, params.top_k)
     elif params.top_p < 1:
         kept, mass = _nucleus(scaled, params.top_p)
     else:
@@ -304,7 +304,7 @@ def _lanes(vocab: int) -> int:
     return 1 << (vocab.bit_length() // 2)
 
 
-def _by_rank(values: Floats, ids: Ids) -> Ids:
+def by_rank(values: Floats, ids: Ids) -> Ids:
     """`ids` (ascending) ordered by their `values`, highest first, equal values by id.
 
     Value and id become one integer, the value's bits mapped so that integers order as floats do: sorting integers is
@@ -315,16 +315,16 @@ def _by_rank(values: Floats, ids: Ids) -> Ids:
     return np.sort((bits << 32) | ids) & 0xFFFFFFFF
 
 
-def _ranked(scaled: Floats, count: int) -> Ids:
+def ranked(scaled: Floats, count: int) -> Ids:
     """The ids of the `count` highest of one row [vocab], ordered by rank; `count` <= vocab."""
     vocab = len(scaled)
     lanes = _lanes(vocab)
     if count > lanes:
-        return _by_rank(scaled, np.arange(vocab))[:count]
+        return by_rank(scaled, np.arange(vocab))[:count]
     # The count-th highest of any `lanes` distinct tokens is a lower bound: take each column's maximum.
     heads = scaled[: vocab // lanes * lanes].reshape(-1, lanes).max(axis=0)
     kept = np.flatnonzero(scaled >= np.partition(heads, lanes - count)[lanes - count])
-    return _by_rank(scaled[kept], kept)[:count]
+    return by_rank(scaled[kept], kept)[:count]
 
 
 def _nucleus(scaled: Floats, top_p: float) -> tuple[Ids, int]:
@@ -334,8 +334,8 @@ def _nucleus(scaled: Floats, top_p: float) -> tuple[Ids, int]:
     """
     weights = weigh(scaled)
     mass = int(weights.sum())
-    few = _ranked(scaled, _lanes(len(scaled)))
+    few = ranked(scaled, _lanes(len(scaled)))
     if int(weights[few].sum()) >= top_p * mass:
         return few, mass
     kept = np.flatnonzero(weights)
-    return _by_rank(scaled[kept], kept), mass
+    return by_rank(scaled[kept], kept), mass
