@@ -412,7 +412,7 @@ SENTENCES = [
     ({"stream": "yes"}, "stream must be true or false; it is a text"),
     ({"n": "2"}, "n must be a whole number; it is a text"),
     ({"metadata": {"x": 1}}, "metadata.x must be a text; it is a whole number"),
-    ({"logit_bias": []}, "logit_bias must be an object; it is a list"),
+    ({"logit_bias": 5}, "logit_bias must be an object of token ids and numbers, or a list of pairs"),
     ({"stop": 5}, "stop must be a text or a list of texts"),
     ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content must be a text or a list of text parts"),
     (

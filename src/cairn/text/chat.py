@@ -22,7 +22,7 @@ from cairn.config import Config
 from cairn.errors import CairnError, ConfigError, InvalidRequest, ModelFileError, Unsupported
 from cairn.seams import Clock
 from cairn.system import SystemClock
-from cairn.text.call_formats import CallFormat, format_of
+from cairn.text.call_formats import BY_NAME, CallFormat, format_of
 from cairn.text.compiler import Compiler
 from cairn.text.grammar import ANYTHING, Structure, Wanted
 from cairn.text.length import check_length
@@ -35,6 +35,7 @@ from cairn.text.shared_time import LongTexts
 from cairn.text.split import END_THINK, THINK
 from cairn.text.templates import ANSWERED, defaults, given_template, load_text, turn_ends, unusable
 from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
+from cairn.text.told_tools import with_tools_told
 from cairn.text.tools import FUNCTION, offered_tools
 from cairn.text.traits import Traits, find_traits, fitted, in_parts, left_out, standing_in
 from cairn.types import OfferedTool, OutputFormat
@@ -85,6 +86,8 @@ class _Read(NamedTuple):
     arguments: Any
     mark: str
     edge: str
+    form: CallFormat | None
+    """How tools are called; None where there are none."""
 
 
 class Chat:
@@ -105,6 +108,7 @@ class Chat:
         """How each template shows calls."""
         self._thinks = any(tag in text for tag in (THINK, END_THINK) for text in templates.values())
         self._keep_reasoning = config.reasoning_history == "keep"
+        self._tells_tools = config.tool_instructions
         self._table = ReplayTable()
         self._traits = {name: (Traits(), Traits()) for name in templates}
         """The traits of each template, without tools and with them."""
@@ -267,8 +271,7 @@ class Chat:
         self, chat: _Read, prompt: Prompt, wanted: Wanted, tools: Sequence[Mapping[str, Any]] | None, share: str
     ) -> Prompt:
         """The prompt with the grammar of what is wanted, if anything is."""
-        form = self._forms[chat.template]
-        grammar = await self._compiler.held_to(wanted, prompt.output, tools if form else None, form, share)
+        grammar = await self._compiler.held_to(wanted, prompt.output, tools, chat.form, share)
         output = prompt.output
         if wanted.choice.names is not None:
             offered = tuple(tool for tool in output.offered if tool.name in wanted.choice.names)
@@ -299,9 +302,11 @@ class Chat:
             raise InvalidRequest("messages is empty; it must hold at least one message", field="messages")
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         traits = self._traits[name][bool(tools)]
-        if tools and not self._teaches(name):
+        form = self._forms[name] if self._teaches(name) else BY_NAME["hermes"] if self._tells_tools else None
+        if tools and form is None:
             raise Unsupported(
-                "this model's chat template does not show tools, or not how to call them in a form that is read here",
+                "this model's chat template does not show tools, or not how to call them in a form that is read here; "
+                "--tool-instructions tells the model of them in its first message",
                 field="tools",
             )
         arguments = self._arguments(template_args or {})
@@ -309,14 +314,15 @@ class Chat:
             clean = [plain_message(message, n, thinks=self._thinks) for n, message in enumerate(messages)]
             mark, edge = unused_marks([*texts_in([clean, tools or [], arguments]), *self._templates.values()])
             broken = partial(self._broken, mark=mark)
-            plain = [with_message_texts(message, broken) for message in clean]
-            offered = with_texts(tools or None, broken)
+            shown = tools if self._teaches(name) else None
+            told = clean if not tools or shown else with_tools_told(clean, tools)
+            plain = [with_message_texts(message, broken) for message in told]
+            offered = with_texts(shown or None, broken)
             given = {valid_text(name): with_texts(value, broken) for name, value in arguments.items()}
         except RecursionError:
             raise InvalidRequest("messages or tools are nested too deeply", field="messages") from None
-        form = self._forms[name]
         known = offered_tools(tools or (), xml=form is not None and form.kind == "tagged")
-        return _Read(name, clean, plain, traits, known, offered, given, mark, edge)
+        return _Read(name, clean, plain, traits, known, offered, given, mark, edge, form if tools else None)
 
     def _teaches(self, name: str) -> bool:
         """Whether a template shows tools and a form of calls that `split` reads."""
@@ -367,9 +373,9 @@ class Chat:
             OutputFormat(
                 reasoning=self._thinks,
                 reasoning_open=thought and self._thinks,
-                tools=bool(chat.tools),
-                xml=bool(chat.tools) and FUNCTION in self._templates[chat.template],
-                calls=_read_apart(self._forms[chat.template]) if chat.tools else "",
+                tools=chat.form is not None,
+                xml=chat.form is not None and FUNCTION in self._templates[chat.template],
+                calls=_read_apart(chat.form),
                 offered=chat.offered,
             ),
         )
