@@ -126,7 +126,8 @@ class Sequence:
     @property
     def target(self) -> int:
         """Tokens to compute before the next token can be sampled; without `max_tokens`, to score the prompt."""
-        return len(self.tokens) if self.request.sampling.max_tokens else len(self.tokens) - 1
+        whole = self.request.sampling.max_tokens or self.request.want == "hidden"
+        return len(self.tokens) if whole else len(self.tokens) - 1
 
     @property
     def missing(self) -> int:
@@ -164,7 +165,9 @@ class Sequence:
         if self.scored < self.to_score:
             first = max(self.computed, self.scored)
             first = first if first < end else None
-        request = self.request
+        request, mask = self.request, None
+        if self.matcher is not None and first is not None and end == len(self.tokens):
+            mask = self.matcher.mask()
         return Row(
             self.tokens,
             self.computed,
@@ -174,7 +177,8 @@ class Sequence:
             self.prompt_len,
             request.sampling,
             request.choice,
-            self.matcher.mask() if self.matcher is not None and first is not None and end == len(self.tokens) else None,
+            request.want,
+            mask=mask,
         )
 
     def start(self, now: float, miss: Miss | None) -> None:

@@ -4,6 +4,7 @@ Routes (POST bodies are JSON):
 
     POST /v1/chat/completions   POST /v1/completions         openai.py; these and models also without /v1
     GET  /v1/models             GET  /v1/models/{id}         admin.py
+    POST /v1/embeddings|rerank|score    POST /embed          embeddings.py; the first three also without /v1
     POST /tokenize              POST /detokenize             tokens.py
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
     GET  /v1/requests/{id}/events                            resumable.py
@@ -28,6 +29,7 @@ from cairn.api.admin import Admin, Props, StoredRoutes
 from cairn.api.agents import AgentRoutes
 from cairn.api.auth import Access, has_tenants, preflight
 from cairn.api.body_budget import BodyBudget
+from cairn.api.embeddings import Embeddings
 from cairn.api.folders import agents_folder, named
 from cairn.api.openai import OpenAI
 from cairn.api.registry import Registry
@@ -82,6 +84,7 @@ class App:
             "/detokenize": {"POST": tokens.detokenize},
             "/props": {"GET": Props(config).show},
             "/metrics": {"GET": admin.metrics},
+            **Embeddings(config).routes(),
             **StoredRoutes(config).routes(),
         }
 

@@ -94,6 +94,27 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
             Row("plugins models", "asks a router, and there is none", ([],)),
         ),
     },
+    "embedding": {
+        "OpenAI": (Row("user safety_identifier", "who asks; nobody here judges them"),),
+        "Cohere, Jina": (
+            Row("input_type task", "say prompt_name, by the names of the model's own prompts", ()),
+            Row("max_chunks_per_doc max_tokens_per_doc rank_fields late_chunking", _FORM, ()),
+            Row("embedding_type", "say encoding_format", ("float",)),
+            Row("embedding_types", "say encoding_format", (["float"],)),
+        ),
+        "TEI": (Row("truncation_direction", "texts are cut at their end", ("right", "Right")),),
+        "vLLM, SGLang": (
+            Row("request_id", "the server gives its own"),
+            Row("priority", "texts take their turn", (0,)),
+            Row("add_special_tokens", "a text gets what its model was trained on", (True,)),
+            Row("truncate_prompt_tokens", "say truncate", ()),
+            Row("embed_dtype endianness", _FORM, ("float32", "native", "little")),
+        ),
+        "Ollama": (
+            Row("keep_alive", "a model stays loaded"),
+            Row("options", "options stand beside the texts", ({},)),
+        ),
+    },
     "tokenize": {
         "vLLM, SGLang": (
             Row("add_generation_prompt", "a chat ends where the answer begins", (True,)),

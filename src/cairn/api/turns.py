@@ -59,6 +59,7 @@ class TurnRoutes:
         header = call.header(HEADER)
         check_account(body, None if header is None else header.decode("latin-1"), id)
         check_model(body.model, service)
+        service.check_generates()
         await check_length(call, service, contents(body.messages), "messages")
         with spelled(names_of(body.max_tokens)):
             running = await agents.turn(
