@@ -259,3 +259,31 @@ def test_a_strict_tool_that_cannot_be_held_to_is_named_and_another_is_not(server
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools" and "not" in refused.text
     answer = ask(server, tools=[loose], tool_choice="required", parallel_tool_calls=False, max_tokens=20).json()
     assert answer["choices"][0]["finish_reason"] in ("tool_calls", "length")
+
+
+def test_a_turn_of_an_agent_is_held_to_its_form(server: Served) -> None:
+    with httpx.Client(trust_env=False, timeout=60, base_url=server.url) as http:
+        assert http.post("/v1/agents", json={"id": "formal", "tools": [WEATHER]}).status_code < 300
+        turns = "/v1/agents/formal/turns"
+        for number in range(3):
+            form = {"type": "json_schema", "json_schema": {"schema": {"enum": ["red", "green"]}}}
+            body: Any = {"messages": ASKED, "max_tokens": 200, "seed": number, "response_format": form}
+            answer = http.post(turns, json=body)
+            message = answer.json()["choices"][0]["message"]
+            assert message["content"] in ('"red"', '"green"') or message["tool_calls"][0]["function"]["name"]
+        refused = http.post(turns, json={"messages": ASKED, "guided_regex": "("})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "guided_regex"
+
+
+def test_presets_of_other_servers_are_sampled_with_and_repeat(server: Served) -> None:
+    preset: dict[str, Any] = {
+        **{"typical_p": 0.95, "top_n_sigma": 2, "xtc_probability": 0.5, "xtc_threshold": 0.1, "dry_multiplier": 0.8},
+        **{"dry_sequence_breakers": ["\n"], "dynatemp_range": 0.3, "bad_words": ["the"], "logit_bias": [["a", -1.5]]},
+        **{"samplers": "edskypmxt", "seed": 4, "max_tokens": 20},
+    }
+    texts = {ask(server, **preset).json()["choices"][0]["message"]["content"] for _ in range(2)}
+    assert len(texts) == 1
+    four = ask(server, **preset, n=4).json()["choices"]
+    assert four[0]["message"]["content"] in texts and "the" not in four[0]["message"]["content"].split()
+    only = ask(server, allowed_token_ids=[100], max_tokens=3, logprobs=True).json()["choices"][0]
+    assert len({one["token"] for one in only["logprobs"]["content"]}) == 1
