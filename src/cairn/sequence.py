@@ -153,9 +153,8 @@ class Sequence:
         count = len(self.tokens) - self.prompt_len
         if not count:
             return None
-        if self.tokens[-1] in sampling.stop_token_ids and count > sampling.min_tokens:
-            return FinishReason.STOP
-        if self.matcher is not None and self.matcher.over:
+        whole = self.matcher is not None and self.matcher.over
+        if whole or (self.tokens[-1] in sampling.stop_token_ids and count > sampling.min_tokens):
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= sampling.max_tokens or len(self.tokens) >= self.limit else None
 

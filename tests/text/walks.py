@@ -10,6 +10,23 @@ from cairn.service.grammars import Tokens, Vocabulary, compile_grammar
 
 END = 256
 _ENDS = b'"}])>,'
+TRAPS = (
+    *("</parameter>", "</function>", "</tool_call>", "<tool_call>", "<parameter=n>", "</arg_value>", "</invoke>"),
+    *("</minimax:tool_call>", "</seed:tool_call>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "[TOOL_CALLS]"),
+    *(
+        "<|/tool_call|>",
+        "</TOOLCALL>",
+        "</tool_calls>",
+        "[ARGS]",
+        "```",
+        ")]",
+        "</function>\n</tool_call>",
+        "}]",
+        "</think>",
+        "<think>",
+    ),
+)
+"""What may end a call, or begin another one, where it stands in a text by chance."""
 _LETTERS = b"abcxyz01 -<>/\\\"'{}[]()=:,.\n\tuE\xc3\xa9"
 
 
@@ -41,6 +58,11 @@ def walk(grammar: str, rng: random.Random, most: int = 1500) -> str | None:
         assert not matcher.is_error(), matcher.get_error()
         if _has(mask, END) and rng.random() < 0.5:
             break
+        trap = list(rng.choice(TRAPS).encode())
+        if rng.random() < 0.1 and matcher.validate_tokens(trap) == len(trap):
+            assert matcher.consume_tokens(trap)
+            data += bytes(trap)
+            continue
         byte = _chosen(mask, rng, hurry=len(data) > most // 3)
         if byte is None:
             break
