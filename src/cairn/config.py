@@ -217,6 +217,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "'template' leaves it to the chat template."
         ),
     ] = "keep"
+    tool_instructions: Annotated[
+        bool,
+        Meta(
+            description="Where the chat template shows no tools: tell the model of them in the first message, and of "
+            "calls as JSON in <tool_call> tags."
+        ),
+    ] = False
     chat_template: Annotated[
         str | None,
         Meta(

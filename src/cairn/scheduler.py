@@ -32,7 +32,7 @@ from cairn.figures import SchedulerStats
 from cairn.kv.cache import Cache
 from cairn.plan import Limits, Pace, Plan, Room, sizes
 from cairn.seams import Clock
-from cairn.sequence import Sequence, State, check
+from cairn.sequence import Matcher, Sequence, State, check
 from cairn.text_queue import encoded
 from cairn.types import FinishReason, Output, Request, Timing
 from cairn.waiting import Passed, WaitingQueue
@@ -77,8 +77,8 @@ class Scheduler:
             token_seconds=self._pace.token_seconds,
         )
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request, matcher: Matcher | None = None) -> None:
+        """Queue a request; `matcher` follows its grammar, where it has one.
 
         Raises `InvalidRequest` or `ContextTooLong` for one that could never run, `Conflict` for an id in use, and
         `Overloaded` when the queue is full.
@@ -90,7 +90,7 @@ class Scheduler:
         now = self._clock.now()
         durable = request.durable or len(request.prompt) >= LONG_TOKENS
         kv = self._cache.context(request.salt, durable=durable, stored=request.stored)
-        sequence = Sequence(request, kv, self._longest, next(self._serial), now)
+        sequence = Sequence(request, kv, self._longest, next(self._serial), now, matcher)
         self._sequences[request.id] = sequence
         self._waiting.push(sequence)
         self._next_deadline = min(self._next_deadline, sequence.deadline)
@@ -276,6 +276,8 @@ class Scheduler:
                 return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
             tokens = (result.token,)
             sequence.tokens.append(result.token)
+            if sequence.matcher is not None:
+                sequence.matcher.consume(result.token)
             finish = sequence.ending()
         cache = None
         if sequence.first_token is None:

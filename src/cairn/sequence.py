@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import Protocol
 
-from cairn.engine.base import EngineInfo, Row
+from cairn.engine.base import EngineInfo, Pending, Row
 from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.figures import CacheReport, Miss
 from cairn.kv.sequence_kv import SequenceKV
@@ -37,6 +38,23 @@ LEGAL: dict[State, frozenset[State]] = {
 """Every transition there is; running -> waiting is preemption."""
 
 
+class Matcher(Protocol):
+    """Follows the grammar that an answer is held to."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing can follow what was consumed: the answer is whole."""
+        ...
+
+    def mask(self) -> Pending[bytes]:
+        """`Row.mask` of the next token; `consume` and another `mask` only after it is there."""
+        ...
+
+    def consume(self, token: int) -> None:
+        """Take the next token of the answer."""
+        ...
+
+
 class Sequence:
     """One request while the scheduler has it: the only place where its tokens and its progress are kept."""
 
@@ -49,6 +67,7 @@ class Sequence:
         "kv",
         "limit",
         "long_until",
+        "matcher",
         "prompt_len",
         "rank",
         "report",
@@ -60,8 +79,18 @@ class Sequence:
         "turn",
     )
 
-    def __init__(self, request: Request, kv: SequenceKV, limit: int, serial: int, now: float) -> None:
+    def __init__(
+        self,
+        request: Request,
+        kv: SequenceKV,
+        limit: int,
+        serial: int,
+        now: float,
+        matcher: Matcher | None = None,
+    ) -> None:
         self.request = request
+        self.matcher = matcher
+        """Where `request.grammar` is: it has consumed all that was generated."""
         self.kv = kv
         self.limit = limit
         """Most tokens it may grow to: the context, or what the pools can hold."""
@@ -116,12 +145,16 @@ class Sequence:
         self.state = state
 
     def ending(self) -> FinishReason | None:
-        """Why the tokens so far are the last, if they are. A stop token counts as one of the completion's tokens."""
+        """Why the tokens so far are the last, if they are. A stop token counts as one of the completion's tokens.
+
+        A grammar that nothing can follow ends an answer whatever `min_tokens` says: there is no other token.
+        """
         sampling = self.request.sampling
         count = len(self.tokens) - self.prompt_len
         if not count:
             return None
-        if self.tokens[-1] in sampling.stop_token_ids and count > sampling.min_tokens:
+        whole = self.matcher is not None and self.matcher.over
+        if whole or (self.tokens[-1] in sampling.stop_token_ids and count > sampling.min_tokens):
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= sampling.max_tokens or len(self.tokens) >= self.limit else None
 
@@ -131,7 +164,9 @@ class Sequence:
         if self.scored < self.to_score:
             first = max(self.computed, self.scored)
             first = first if first < end else None
-        request = self.request
+        request, mask = self.request, None
+        if self.matcher is not None and first is not None and end == len(self.tokens):
+            mask = self.matcher.mask()
         return Row(
             self.tokens,
             self.computed,
@@ -142,6 +177,7 @@ class Sequence:
             request.sampling,
             request.choice,
             request.want,
+            mask=mask,
         )
 
     def start(self, now: float, miss: Miss | None) -> None:

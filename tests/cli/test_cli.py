@@ -492,6 +492,20 @@ def test_generate_through_a_server(canned):
     assert (body["model"], body["seed"], body["stream"]) == ("m", 7, True)
 
 
+def test_an_answer_that_fits_a_schema_in_a_file(canned, tmp_path):
+    chunks = sse({"choices": [{"index": 0, "delta": {"content": "7"}, "finish_reason": "stop"}]}, "[DONE]")
+    canned.answers["/v1/chat/completions"] = (200, chunks)
+    (tmp_path / "seven.json").write_text('{"const": 7}')
+    done = run("generate", "-p", "x", "--host", canned.url, "--json-schema", str(tmp_path / "seven.json"))
+    assert (done.returncode, done.stdout) == (0, "7\n")
+    asked = {"type": "json_schema", "json_schema": {"name": "seven", "schema": {"const": 7}}}
+    assert canned.seen[-1][2]["response_format"] == asked
+    for wrong in ("missing.json", "broken.json"):
+        (tmp_path / "broken.json").write_text("{")
+        said = sentence(run("generate", "-p", "x", "--json-schema", str(tmp_path / wrong)), 1)
+        assert said.startswith("--json-schema ") and "cannot be read as JSON" in said
+
+
 def test_raw_text_through_a_server_fills_the_context(canned):
     canned.answers["/tokenize"] = (200, '{"count": 4, "max_model_len": 64, "tokens": []}')
     canned.answers["/v1/completions"] = (200, sse({"choices": [{"index": 0, "text": "x"}]}, "[DONE]"))

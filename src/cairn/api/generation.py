@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cairn.api.agent_attribution import AgentAttribution, Attribution
-from cairn.api.checks import check_chat, check_strict, choice_of
+from cairn.api.checks import check_chat, choice_of
 from cairn.api.exchange import Adapter, Choice, Exchange, generating, spelled
 from cairn.api.reply import Call, shown
 from cairn.api.schemas import ChatBody, contents, plain_messages, plain_tools
@@ -51,8 +51,10 @@ async def chat_exchange(
             context=service.info.context,
             controls=service.controls,
             sampler_order=config.sampler_order,
+            encode=service.tokenizer.encode,
             max_choices=config.max_choices,
             output=prompt.output,
+            grammar=prompt.grammar,
             salt=call.salt,
             share=call.share,
             timeout=config.request_timeout,
@@ -78,7 +80,6 @@ async def chat_exchange(
 async def chat_prompt(call: Call, service: Service, config: Config, body: ChatBody) -> Prompt:
     """The prompt of a chat, checked."""
     check_chat(body, config)
-    check_strict(body.tools, call)
     check_model(body.model, service)
     service.check_generates()
     tools = shown_tools(body)
@@ -89,6 +90,7 @@ async def chat_prompt(call: Call, service: Service, config: Config, body: ChatBo
         tenant=call.tenant,
         share=call.share,
         template_args=body.template_args(service.chat.knows),
+        wanted=body.wanted(),
     )
 
 

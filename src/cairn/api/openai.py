@@ -68,6 +68,8 @@ class OpenAI:
         inline = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= INLINE
         special = body.parse_special is not False
         check_suffix(body, service)
+        output = OutputFormat(continues=True)
+        grammar = await service.chat.grammar(body.wanted().structure, output, share=call.share)
         for prompt in prompts:
             tokens = await encode_text(call, service, prompt, body.suffix or "", inline=inline, special=special)
             with spelled({"top_logprobs": "logprobs"}):
@@ -79,11 +81,13 @@ class OpenAI:
                     context=service.info.context,
                     controls=service.controls,
                     sampler_order=self._config.sampler_order,
+                    encode=service.tokenizer.encode,
                     max_choices=self._config.max_choices,
                     salt=call.salt,
                     share=call.share,
                     timeout=self._config.request_timeout,
-                    output=OutputFormat(continues=True),
+                    output=output,
+                    grammar=grammar,
                     allow_empty=echo,
                     stored=store,
                 )
