@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from cairn.api.agent_attribution import Attribution
 from cairn.api.call_table import CallTable
-from cairn.api.reply import Call, Watch, internal
+from cairn.api.reply import Call, Headers, Watch, internal
 from cairn.api.resumable import EventLogs, is_resumable
 from cairn.api.sse import EVENT_STREAM
 from cairn.config import Config
@@ -40,7 +40,7 @@ Source = Callable[[float | None], Batches]
 
 
 class Adapter(Protocol):
-    """How one dialect says the answer of one call: as whole server-sent events, or as one object.
+    """How one dialect says the answer of one call: as whole events, or as one object.
 
     `begin` comes first, then `delta` and `finish` of every choice, then `end`. `error` may take the place of any of
     them but the first; `heartbeat` may come between them.
@@ -156,6 +156,8 @@ class Exchange:
     """What the route calls the fields of a request, where it has other names."""
     numbered: bool = False
     """Heartbeats are events like others, which an event log keeps."""
+    media: Headers = field(default_factory=lambda: EVENT_STREAM)
+    """The headers of a stream. What is none of server-sent events cannot be kept on an event log."""
     outlives: bool = False
     """It goes on when its connection closes, for the time of grace, whether anybody asked for that or not."""
 
@@ -236,6 +238,11 @@ class Exchanges:
     async def run(self, call: Call, exchange: Exchange, *, stream: bool) -> None:
         """Answer a call, as a stream of events or in one piece."""
         logged = exchange.outlives or is_resumable(call, stream)
+        if logged and exchange.media is not EVENT_STREAM:
+            raise InvalidRequest(
+                "X-Cairn-Resumable goes with server-sent events, which this route does not send",
+                field="X-Cairn-Resumable",
+            )
         numbers = [choice.request.id for choice in exchange.choices]
         self._calls.open(call.number, numbers, name=call.name, salt=call.salt)
         if logged:
@@ -280,7 +287,7 @@ class Exchanges:
             async with contextlib.aclosing(exchange.chunks(self._heartbeat, stream=True)) as chunks:
                 async for data in chunks:
                     if not call.started:
-                        await call.begin(EVENT_STREAM)
+                        await call.begin(exchange.media)
                         continue
                     if exchange.over:
                         watch.stop()

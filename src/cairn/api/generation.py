@@ -14,15 +14,16 @@ from cairn.api.agent_attribution import AgentAttribution, Attribution
 from cairn.api.checks import check_chat, check_strict, choice_of
 from cairn.api.exchange import Adapter, Choice, Exchange, generating, spelled
 from cairn.api.reply import Call, shown
-from cairn.api.schemas import ChatBody, contents, plain_messages, plain_tools
+from cairn.api.schemas import ChatBody, Generation, contents, plain_messages, plain_tools
 from cairn.config import Config
 from cairn.errors import UnknownModel
 from cairn.service.admission import check_together
-from cairn.service.recent import told_of
-from cairn.service.requests import requests
+from cairn.service.recent import Told, told_of
+from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.text import length
 from cairn.text.chat import Prompt
+from cairn.types import OutputFormat
 
 
 async def chat_exchange(
@@ -69,6 +70,55 @@ async def chat_exchange(
     )
 
 
+async def text_exchange(
+    call: Call,
+    service: Service,
+    config: Config,
+    attribution: AgentAttribution,
+    body: Generation,
+    prompts: Sequence[Sequence[int]],
+    options: SamplingOptions,
+    adapter: Callable[[Sequence[Choice]], Adapter],
+    names: Mapping[str, str],
+    *,
+    allow_empty: bool = False,
+) -> Exchange:
+    """The exchange of raw prompts. `names` as of a chat; `allow_empty`: prompts that are only scored."""
+    draw, store = ids(call, service), is_stored(body.store, config)
+    choices: list[Choice] = []
+    with spelled(names):
+        for prompt in prompts:
+            made = requests(
+                service.spec,
+                prompt,
+                options,
+                ids=draw,
+                context=service.info.context,
+                controls=service.controls,
+                sampler_order=config.sampler_order,
+                max_choices=config.max_choices,
+                salt=call.salt,
+                share=call.share,
+                timeout=config.request_timeout,
+                output=OutputFormat(continues=True),
+                allow_empty=allow_empty,
+                stored=store,
+            )
+            choices += [Choice(request) for request in made]
+        asked = [choice.request for choice in choices]
+        check_together(asked, config, service.info.max_rows)
+    tied = await attribution.tie(call, body, store=store)
+    return Exchange(
+        choices=choices,
+        adapter=adapter(choices),
+        source=generating(service, choices, Told(store=store)),
+        cancel=lambda: [service.abort(request.id) for request in asked],
+        keep=cost_keeper(tied),
+        attribution=tied,
+        names=names,
+    )
+
+
 async def chat_prompt(call: Call, service: Service, config: Config, body: ChatBody) -> Prompt:
     """The prompt of a chat, checked."""
     check_chat(body, config)
@@ -97,6 +147,16 @@ def chat_keeper(service: Service, tenant: str, tied: Attribution | None) -> Call
         sampled = service.chat.remember(tenant, choice.request.prompt, choice.tokens, choice.said.message())
         if tied is not None and choice.done is not None:
             tied.done(choice.request, choice.tokens, choice.done, sampled)
+
+    return keep
+
+
+def cost_keeper(tied: Attribution | None) -> Callable[[Choice], None]:
+    """Of a text only what it cost is kept."""
+
+    def keep(choice: Choice) -> None:
+        if tied is not None and choice.done is not None:
+            tied.done(choice.request, choice.tokens, choice.done, None)
 
     return keep
 
