@@ -160,6 +160,7 @@ class ScriptedService:
         self.reasons: list[str] = []
         self.output = OutputFormat()
         self.template = "enable_thinking"
+        self.thinks = self.calls_tools = True
         self._ids = itertools.count(1)
 
     def next_id(self) -> int:

@@ -8,7 +8,6 @@ prompt. What is computed of a prompt stays in whole blocks, so that is what was 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from cairn.api.unserved import anthropic_error
 from cairn.config import Config
 from cairn.errors import CairnError
 from cairn.service.service import Service
+from cairn.text.said import arguments_of
 from cairn.types import BLOCK_TOKENS, Delta, Done, FinishReason, ToolCallDelta
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -129,7 +129,7 @@ class MessageAnswer:
         if said.text:
             content.append({"type": "text", "text": said.text})
         content += [
-            {"type": "tool_use", "id": id, "name": name, "input": _input(text)} for id, name, text in said.calls
+            {"type": "tool_use", "id": id, "name": name, "input": arguments_of(text)} for id, name, text in said.calls
         ]
         stop, sequence = self._stop()
         return self._message(content, self._usage(done)) | {"stop_reason": stop, "stop_sequence": sequence}
@@ -231,15 +231,6 @@ class MessageAnswer:
             "cache_creation": {"ephemeral_5m_input_tokens": written, "ephemeral_1h_input_tokens": 0},
             "service_tier": "standard",
         }
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as an object, as Anthropic has them: what is none stands under one name."""
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = arguments
-    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def _event(kind: str, fields: dict[str, Any]) -> bytes:

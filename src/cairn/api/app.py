@@ -5,6 +5,8 @@ Routes (POST bodies are JSON):
     POST /v1/chat/completions   POST /v1/completions         openai.py; these and models also without /v1
     POST /v1/messages           POST /v1/messages/count_tokens    anthropic.py
     /v1/responses and below                                  responses.py
+    POST /api/chat              POST /api/generate           ollama.py
+    /api/tags, show, ps, version, pull, delete, copy         ollama_models.py
     GET  /v1/models             GET  /v1/models/{id}         admin.py
     POST /tokenize              POST /detokenize             tokens.py
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
@@ -35,6 +37,8 @@ from cairn.api.body_budget import BodyBudget
 from cairn.api.call_table import CallTable
 from cairn.api.exchange import Exchanges
 from cairn.api.folders import agents_folder, named
+from cairn.api.ollama import Ollama
+from cairn.api.ollama_models import OllamaModels
 from cairn.api.openai import OpenAI
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
 from cairn.api.responses import Responses
@@ -77,6 +81,7 @@ class App:
         exchanges = Exchanges(config, calls, logs)
         openai = OpenAI(config, exchanges, self.attribution)
         anthropic = Anthropic(config, exchanges, self.attribution)
+        ollama = Ollama(config, exchanges, self.attribution)
         admin = self._admin = Admin(config, calls, logs)
         tokens = Tokens(config)
         self._responses = Responses(config, exchanges, logs, self.attribution)
@@ -87,6 +92,9 @@ class App:
             "/v1/completions": {"POST": openai.complete},
             "/v1/messages": {"POST": anthropic.messages},
             "/v1/messages/count_tokens": {"POST": anthropic.count_tokens},
+            "/api/chat": {"POST": ollama.chat},
+            "/api/generate": {"POST": ollama.generate},
+            **OllamaModels(config).routes(),
             "/v1/models": {"GET": admin.models},
             "/tokenize": {"POST": tokens.tokenize},
             "/detokenize": {"POST": tokens.detokenize},

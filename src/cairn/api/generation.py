@@ -34,14 +34,17 @@ async def chat_exchange(
     body: ChatBody,
     adapter: Callable[[Sequence[Choice]], Adapter],
     names: Mapping[str, str],
+    *,
+    before: Sequence[int] = (),
 ) -> Exchange:
-    """The exchange of a chat. `names` are what the dialect calls the fields of a chat, and of a request."""
+    """The exchange of a chat. `names` are what the dialect calls the fields of a chat, and of a request; `before` are
+    tokens that stand before it."""
     with spelled(names):
         prompt = await chat_prompt(call, service, config, body)
         store = is_stored(body.store, config)
         made = requests(
             service.spec,
-            prompt.tokens,
+            [*before, *prompt.tokens],
             body.chat_options(),
             ids=ids(call, service),
             context=service.info.context,

@@ -59,7 +59,7 @@ class OpenAI:
         prompts = self._prompts(body)
         inline = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= INLINE
         special = body.parse_special is not False
-        check_suffix(body, service)
+        check_suffix(body.suffix, service, echo=echo)
         tokens = [
             await encode_text(call, service, prompt, body.suffix or "", inline=inline, special=special)
             for prompt in prompts
@@ -128,11 +128,11 @@ async def encode_text(
     return await service.chat.long.run(call.share, encode)
 
 
-def check_suffix(body: CompletionBody, service: Service) -> None:
+def check_suffix(suffix: str | None, service: Service, *, echo: bool = False) -> None:
     """InvalidRequest for a suffix that this model cannot fill in before, or that cannot be echoed."""
-    if not body.suffix:
+    if not suffix:
         return
     if service.tokenizer.middle is None:
         raise InvalidRequest("suffix: this model has no tokens for filling in the middle", field="suffix")
-    if body.echo:
+    if echo:
         raise InvalidRequest("suffix and echo do not go together: the prompt is not before the answer", field="suffix")

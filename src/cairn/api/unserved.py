@@ -19,16 +19,13 @@ _ANTHROPIC = re.compile(r"/v1/messages(?:/.*)?|/v1/complete")
 _OLLAMA = re.compile(r"/api(?:/.*)?")
 
 _EMBEDDINGS = "embeddings are not built into this model: a language model that answers is served here, and nothing else"
-_OLLAMA_USE = "Ollama's API is not spoken here; the same server answers OpenAI's API at {base}"
+_OLLAMA_USE = "of Ollama's API there are /api/chat, generate, tags, show, ps, version, pull, delete and copy"
 _RANKING = "this server scores no documents: it answers chats and text completions"
 _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), said)
     for pattern, said in (
         (r"(?:/v1)?/embeddings?|/api/embed(?:dings)?", _EMBEDDINGS),
-        (r"/api/(?:chat|generate)", _OLLAMA_USE + ", POST {base}/chat/completions"),
-        (r"/api/(?:tags|show|ps)", _OLLAMA_USE + "; the model is listed at {base}/models"),
-        (r"/api/(?:pull|push|create|copy|delete|blobs/.*)", "models are not changed over HTTP; use 'cairn pull'"),
-        (r"/api/version", _OLLAMA_USE + "; the version is at /version"),
+        (r"/api/(?:push|create|blobs/.*)", "models are neither made nor uploaded here: cairn serve takes their files"),
         (r"/api(?:/.*)?", _OLLAMA_USE),
         (
             r"/v1/messages/.*|/v1/complete",

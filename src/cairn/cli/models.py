@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -135,15 +135,10 @@ def pulled(model: str) -> Path:
     return folder
 
 
-if TYPE_CHECKING:
-    from cairn.types import ModelSpec
-
-_KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-
-
 def facts(model: str) -> list[tuple[str, str]]:
     """Names and values. Raises CairnError where it cannot be read."""
     from cairn.models import hub
+    from cairn.models.facts import bytes_by_format
     from cairn.models.spec import load_spec
     from cairn.models.weights import parameters
     from cairn.service.requests import sampling_defaults, sentence
@@ -152,7 +147,7 @@ def facts(model: str) -> list[tuple[str, str]]:
     place = hub.locate(model)
     spec = load_spec(place, identify=False)
     tokenizer, templates = load_text(place)
-    sizes = _bytes(place, spec)
+    sizes = bytes_by_format(place, spec)
     window = next((group.window for group in spec.groups if group.window), 0)
     ends = [tokenizer.decode([token], skip_special=False) for token in spec.eos_ids]
     return [
@@ -180,22 +175,6 @@ def template_of(model: str) -> str:
     if not templates:
         raise ModelError(f"{model} has no chat template")
     return templates["default"]
-
-
-def _bytes(place: Path, spec: ModelSpec) -> Counter[str]:
-    """Bytes of the tensors by number format."""
-    from cairn.models.files import is_gguf
-    from cairn.models.gguf import read_gguf
-    from cairn.models.weights import open_weights
-
-    found: Counter[str] = Counter()
-    if is_gguf(place):
-        for tensor in read_gguf(place).tensors.values():
-            found[tensor.kind.name] += tensor.size
-    else:
-        for array in open_weights(place, spec).values():
-            found[_KINDS.get(array.dtype.name, array.dtype.name)] += array.nbytes
-    return found
 
 
 def _shares(sizes: Counter[str]) -> str:
