@@ -33,6 +33,7 @@ from cairn.kv.cache import Cache
 from cairn.plan import Limits, Pace, Plan, Room, sizes
 from cairn.seams import Clock
 from cairn.sequence import Sequence, State, check
+from cairn.text_queue import encoded
 from cairn.types import FinishReason, Output, Request, Timing
 from cairn.waiting import Passed, WaitingQueue
 
@@ -265,6 +266,9 @@ class Scheduler:
         if end < sequence.target:
             scores = result.prompt_logprobs
             return Output(id=sequence.request.id, prompt_logprobs=scores) if scores else None
+        if row.want == "hidden":
+            cache, timing = sequence.report, self._end(sequence, State.FINISHED, now)
+            return encoded(sequence.request, result, cache, timing)
         finish: FinishReason | None = FinishReason.LENGTH
         tokens: tuple[int, ...] = ()
         if row.samples:

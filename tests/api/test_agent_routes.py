@@ -62,6 +62,9 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return quick
 
 
+HI = [{"role": "user", "content": "hi"}]
+
+
 def ask(text: str, **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **TURN, **more}
 
@@ -443,6 +446,14 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
             ("eve", {"prompt_cache_key": "eve"}, {}),
             ("eve", {"metadata": {"agent": "dan"}, "prompt_cache_key": "eve"}, {}),
             ("dan", {"metadata": {"agent": "dan"}}, {}),
+            ("s-1", {}, {"X-Claude-Code-Session-Id": "s-1"}),
+            ("s-2", {}, {"x-session-id": "s-2"}),
+            ("s-3", {}, {"session-id": "s-3"}),
+            ("s-4", {"metadata": {"user_id": json.dumps({"device_id": "d", "session_id": "s-4"})}}, {}),
+            ("s-5", {"metadata": {"user_id": "user_abc_account_x_session_s-5"}}, {}),
+            ("", {"metadata": {"user_id": "{no JSON"}}, {}),
+            ("eve", {"prompt_cache_key": "eve"}, {"session-id": "s-9"}),
+            ("bob", {"prompt_cache_key": "eve"}, {"session-id": "s-9", "X-Cairn-Agent": "bob"}),
             ("", {"prompt_cache_key": "no id"}, {}),
             ("", {"prompt_cache_key": "private", "store": False}, {}),
         ]
@@ -453,6 +464,14 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
                 assert answer.status_code == 200, answer.text
                 wanted |= {name: wanted.get(name, 0) + 1} if name else {}
                 assert await opened() == wanted
+        for name, path, body in (
+            ("s-6", "messages", {"messages": HI, "metadata": {"user_id": '{"session_id": "s-6"}'}, "max_tokens": 3}),
+            ("s-7", "messages", {"messages": HI, "max_tokens": 3}),
+        ):
+            session = {"X-Claude-Code-Session-Id": name} if name == "s-7" else {}
+            assert (await http.post(f"/v1/{path}", json=body, headers=session)).status_code == 200
+            wanted[name] = 1
+            assert await opened() == wanted, "the rule is every dialect's"
         wrong = await http.post("/v1/chat/completions", json=chat | {"n": 99}, headers={"X-Cairn-Agent": "joe"})
         assert wrong.status_code == 400 and await opened() == wanted, "for nothing no account is opened"
         answers = [http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "two"}) for _ in range(2)]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scripted import ScriptedService, done
-from sockets import Site, site
+from sockets import Site, answer, request_bytes, site
 from tests.scripted_model import CONTROLS, write_scripted
 from tests.service.tiny import TEMPLATE, make_model, serving
 
@@ -174,6 +174,44 @@ async def test_the_parts_of_usage_sum_to_the_prompt() -> None:
     for one in (found, delta["usage"]):
         assert one["cache_read_input_tokens"] == 48 and one["cache_creation_input_tokens"] == 48
         assert one["input_tokens"] == 4 and one["cache_creation"]["ephemeral_5m_input_tokens"] == 48
+
+
+async def test_a_message_of_no_tokens_warms_the_cache(tmp_path: Path) -> None:
+    text = [{"role": "user", "content": "What is asked later. " * 10}]
+    async with serving(make_model(tmp_path / "tiny")) as service, site(service) as at:
+        warm = (await post(at, body(messages=text, max_tokens=0))).json()
+        assert warm["content"] == [] and warm["stop_reason"] == "max_tokens" and warm["usage"]["output_tokens"] == 0
+        usage = (await post(at, body(messages=text, max_tokens=2))).json()["usage"]
+        assert usage["cache_read_input_tokens"] > 200 and usage["cache_creation_input_tokens"] == 0
+
+
+async def test_a_message_says_what_parts_it_from_the_one_before(tmp_path: Path) -> None:
+    types = pytest.importorskip("anthropic.types")
+    known = {
+        one.model_fields["type"].annotation for one in get_args(get_args(types.cache_miss_reason.CacheMissReason)[0])
+    }
+    literals = {get_args(one)[0] for one in known}
+    said = set()
+    rules = "An agent's rules are long. " * 4
+    first = body(max_tokens=2, system=rules, tools=[], messages=[{"role": "user", "content": rules}])
+    async with serving(make_model(tmp_path / "tiny")) as service, site(service) as at:
+        before = (await post(at, first)).json()
+        assert before["diagnostics"] is None
+        asked = {"diagnostics": {"previous_message_id": before["id"]}}
+        marked = [{"type": "text", "text": rules, "cache_control": {"type": "ephemeral"}}]
+        assert (await post(at, first | asked | {"system": marked})).json()["diagnostics"] is None
+        for more, reason in (
+            ({"system": "Other rules."}, "system_changed"),
+            ({"messages": [{"role": "user", "content": "Another question"}]}, "messages_changed"),
+            ({"diagnostics": {"previous_message_id": "msg_x"}}, "previous_message_not_found"),
+        ):
+            found = (await post(at, first | asked | more)).json()["diagnostics"]["cache_miss_reason"]
+            assert found["type"] == reason
+            assert found.get("cache_missed_input_tokens", 1) > 0
+            said.add(reason)
+            (_, start), *_ = events((await post(at, first | asked | more | {"stream": True})).text)
+            assert start["message"]["diagnostics"]["cache_miss_reason"] == found
+    assert said <= literals
 
 
 async def test_pings_while_the_prompt_is_read() -> None:
@@ -410,6 +448,14 @@ async def test_keys_of_both_kinds() -> None:
         assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
 
 
+async def test_what_the_guard_refuses_has_the_same_shape() -> None:
+    async with site(ScriptedService(), Config(max_body_mib=1)) as at:
+        reader, writer = await at.raw()
+        writer.write(request_bytes("POST", "/v1/messages?beta=true", b"", "Content-Length: 9999999"))
+        status, _, text = await answer(reader)
+        assert status == 413 and json.loads(text)["error"]["type"] == "request_too_large"
+
+
 # -------------------------------------------------------------------------------------------------------- the client
 
 
@@ -433,6 +479,8 @@ async def test_the_anthropic_client(tmp_path: Path) -> None:
         assert text == "The sky is blue."
         assert final.content[0] == whole.content[0] and final.content[1].text == whole.content[1].text
         assert final.usage.cache_read_input_tokens is not None
+        assert [model.id async for model in await client.models.list()] == [service.name]
+        assert (await client.models.retrieve(service.name)).max_input_tokens == service.info.context
         count = await client.messages.count_tokens(model="any", messages=HI)
         assert count.input_tokens > 0
         history = [*HI, {"role": "assistant", "content": final.content}, {"role": "user", "content": "go on"}]

@@ -17,6 +17,7 @@ TITLES = {
     "ollama": "Of a request to /api/chat and /api/generate",
     "options": "Of its `options`",
     "model": "Of a request to /api/show, /api/pull and /api/delete",
+    "embedding": "Of a request for embeddings or scores",
     "tokenize": "Of a request to /tokenize",
     "stream_options": "Of `stream_options`",
     "message": "Of a message",

@@ -284,8 +284,8 @@ async def test_what_is_too_long_fails_in_the_stream_where_clients_look_for_it(tm
         ({"input": []}, "input is empty"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": 3}]}, "tools[0].tools"),
-        ({"background": True}, "background"),
-        ({"conversation": "conv_1"}, "conversation"),
+        ({"background": True}, "background needs a response that is stored"),
+        ({"conversation": "conv_1"}, "conversation needs a response that is stored"),
         ({"previous_response_id": "resp_0000000000000001"}, "previous_response_id"),
         ({"max_output_tokens": "many"}, "max_output_tokens"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
@@ -330,9 +330,9 @@ def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(given_input: Any
 
 
 @asynccontextmanager
-async def keeping(folder: Path, model: Path, **options: Any) -> AsyncIterator[Site]:
+async def keeping(folder: Path, model: Path, site_config: Config | None = None, **options: Any) -> AsyncIterator[Site]:
     """A site whose responses are kept in a folder."""
-    async with serving(model, **options) as service, site(service) as at:
+    async with serving(model, **options) as service, site(service, site_config) as at:
         clock = SystemClock()
         agents = await Agents.open(service, SystemFiles(), folder, clock, SystemRng(), Config(), salts(Config()))
         at.app.attribution.opened(agents)
@@ -340,6 +340,17 @@ async def keeping(folder: Path, model: Path, **options: Any) -> AsyncIterator[Si
             yield at
         finally:
             await agents.close()
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token takes 20 ms."""
+    decode = FakeEngine.decode
+
+    def slow(self: FakeEngine, rows: Any) -> Any:
+        time.sleep(0.02)
+        return decode(self, rows)
+
+    monkeypatch.setattr(FakeEngine, "decode", slow)
 
 
 def kept(**more: Any) -> dict[str, Any]:
@@ -377,6 +388,50 @@ async def test_a_response_goes_on_from_another_and_is_found_in_the_cache(tmp_pat
         assert three.status_code == 200, "what followed it stays"
 
 
+async def test_a_response_says_what_parts_it_from_another(tmp_path: Path) -> None:
+    rules = "An agent's rules are long. " * 4
+    async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at:
+        one = (await post(at, kept(instructions=rules))).json()
+        assert "prompt_cache_diagnostics" not in one
+        same = kept(instructions=rules, prompt_cache_options={"comparison_response_id": one["id"]})
+        for more, kind, reason in (
+            ({"input": "more", "previous_response_id": one["id"]}, "cache_hit", None),
+            ({}, "cache_hit", None),
+            ({"instructions": "Other rules."}, "cache_miss", "input_changed"),
+            ({"instructions": "x", "text": {"verbosity": "low"}}, "cache_miss", "verbosity_changed"),
+            ({"prompt_cache_options": {"comparison_response_id": "resp_1"}}, "comparison_response_not_found", None),
+        ):
+            answer = (await post(at, same | more)).json()
+            TypeAdapter(Response).validate_python(answer)
+            found = answer["prompt_cache_diagnostics"]
+            assert (found["type"], found.get("reason")) == (kind, reason)
+
+
+async def test_a_conversation_is_compacted_to_items_that_stand_for_it(tmp_path: Path) -> None:
+    service = ScriptedService(lambda request: [Delta(text="They said hi.", tokens=(1,)), done()])
+    service.info.context = 4096
+    said = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+    ]
+    async with site(service) as at:
+        found = (
+            await post(at, {"model": "any", "input": said, "instructions": "rules"}, "/v1/responses/compact")
+        ).json()
+        assert found["object"] == "response.compaction" and found["usage"]["total_tokens"] > 0
+        developer, item = found["output"]
+        assert developer["role"] == "developer" and item["type"] == "compaction"
+        asked = [message["role"] for message in service.prompts[-1][0]]
+        assert asked == ["system", "developer", "user", "assistant", "user"]
+        await post(at, body(input=[*found["output"], {"role": "user", "content": "more"}]))
+        kept, summary, more = service.prompts[-1][0]
+        assert kept == {"role": "developer", "content": "be kind"} and more["content"] == "more"
+        assert summary == {"role": "user", "content": "Summary of the conversation so far:\nThey said hi."}
+        foreign = {"type": "compaction", "encrypted_content": "gAAAA"}
+        assert (await post(at, body(input=[foreign]))).status_code == 400
+
+
 async def test_events_are_read_again_from_any_of_them_on(tmp_path: Path) -> None:
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
         all_events = events((await post(at, kept(stream=True))).text)
@@ -389,13 +444,7 @@ async def test_events_are_read_again_from_any_of_them_on(tmp_path: Path) -> None
 
 
 async def test_a_response_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = FakeEngine.decode
-
-    def slow(self: FakeEngine, rows: Any) -> Any:
-        time.sleep(0.02)
-        return decode(self, rows)
-
-    monkeypatch.setattr(FakeEngine, "decode", slow)
+    slowly(monkeypatch)
     async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at:
         reader: list[Any] = []
 
@@ -416,6 +465,109 @@ async def test_a_response_is_cancelled(tmp_path: Path, monkeypatch: pytest.Monke
         assert reader[-1]["type"] == "response.failed"
         refused = await post(at, kept(previous_response_id=id))
         assert refused.status_code == 409
+
+
+async def test_a_response_in_the_background_needs_no_reader(tmp_path: Path) -> None:
+    """Nobody reads it for longer than the time of grace."""
+    service = make_model(tmp_path / "tiny")
+    async with keeping(tmp_path / "agents", service, site_config=Config(reconnect_grace=0.05)) as at, at.http() as http:
+        asked = kept(background=True, max_output_tokens=600)
+        queued = (await post(at, asked)).json()
+        assert queued["status"] == "queued" and queued["output"] == []
+        while (found := (await http.get(f"/v1/responses/{queued['id']}")).json())["status"] == "in_progress":
+            await asyncio.sleep(0.02)
+        assert found["status"] in ("completed", "incomplete") and found["background"] is True
+        assert found["usage"]["output_tokens"] > 0
+        streamed = events((await post(at, asked | {"stream": True})).text)
+        kinds = [value["type"] for value in streamed]
+        assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
+        assert (await post(at, asked | {"store": False})).status_code == 400
+
+
+async def test_a_prewarmed_prompt_is_found_and_says_nothing(tmp_path: Path) -> None:
+    text = "What is asked later. " * 10
+    async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
+        warm = (await post(at, kept(input=text, prompt_cache_options={"prewarm": True}))).json()
+        assert warm["status"] == "completed" and warm["output"] == [] and warm["usage"]["output_tokens"] == 0
+        assert (await http.get(f"/v1/responses/{warm['id']}")).status_code == 404
+        usage = (await post(at, kept(input=text))).json()["usage"]
+        assert usage["input_tokens_details"]["cached_tokens"] >= usage["input_tokens"] - 16
+
+
+async def test_a_client_that_sends_everything_again_finds_the_answers_as_they_were_sampled(tmp_path: Path) -> None:
+    """Also behind a restart: what was sampled is in the log beside the turn."""
+    pieces = ["<think>", "I see", ".", "</think>", "\n\n", "The sky", " is", " blue."]
+    kinds = dict.fromkeys([*CONTROLS], 3) | {"<think>": 4, "</think>": 4}
+    path = write_scripted(tmp_path / "said.gguf", pieces, template=TEMPLATE + "{# <think> #}", kinds=kinds)
+    say = [{"role": "user", "content": "hi"}]
+    async with keeping(tmp_path / "agents", path, engine="cpu") as at:
+        say += (await post(at, kept(input=say, max_output_tokens=50))).json()["output"]
+    async with keeping(tmp_path / "agents", path, engine="cpu") as at, at.http() as http:
+        again = await post(at, kept(input=[*say, {"role": "user", "content": "more"}]))
+        agent = (await http.get(f"/v1/agents/{again.json()['id']}/turns")).json()["data"][0]
+        whole = at.app.attribution.open()
+        ids = await whole.context("default", again.json()["id"])
+        assert at.app.service is not None
+        text = at.app.service.tokenizer.decode(ids, skip_special=False)
+    assert text.count("<think>I see.</think>") == 2, "a template that knows no reasoning has not said it"
+    assert agent["messages"][1]["reasoning_content"] == "I see."
+
+
+async def test_a_conversation_is_gone_on_with_by_name(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "tiny")
+    async with keeping(tmp_path / "agents", model) as at:
+        client = at.openai()
+        begun: list[Any] = [{"type": "message", "role": "user", "content": "before"}]
+        made = await client.conversations.create(items=begun, metadata={"a": "b"})
+        assert made.id.startswith("conv_") and made.metadata == {"a": "b"}
+        ask: dict[str, Any] = {"model": "any", "conversation": made.id, "max_output_tokens": 8, "temperature": 0}
+        one = await client.responses.create(input="first", **ask)
+        assert one.conversation is not None and one.conversation.id == made.id
+        await client.conversations.items.create(made.id, items=[{"role": "user", "content": "aside"}])
+        two = await client.responses.create(input="second", **ask)
+        assert one.usage is not None and two.usage is not None
+        assert two.usage.input_tokens_details.cached_tokens >= one.usage.total_tokens - 17
+        with pytest.raises(openai.BadRequestError, match="conversation"):
+            await client.responses.create(input="x", store=False, **ask)
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            await client.responses.create(input="x", previous_response_id=one.id, **ask)
+        await client.close()
+    async with keeping(tmp_path / "agents", model) as at:  # a restart
+        client = at.openai()
+        items = [item async for item in await client.conversations.items.list(made.id, order="asc")]
+        texts = [item.content[0].text for item in items if item.type == "message" and item.role == "user"]
+        assert texts == ["before", "first", "aside", "second"]
+        assert len(items) == 6
+        found = await client.conversations.items.retrieve(items[2].id, conversation_id=made.id)  # type: ignore[arg-type]
+        assert found == items[2]
+        await client.conversations.items.delete(items[0].id, conversation_id=made.id)  # type: ignore[arg-type]
+        left = [item async for item in await client.conversations.items.list(made.id, order="asc", limit=2)]
+        assert len(left) == 5
+        assert (await client.conversations.update(made.id, metadata={"c": "d"})).metadata == {"c": "d"}
+        await client.responses.create(model="any", input="third", conversation=made.id, max_output_tokens=4)
+        await client.conversations.delete(made.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.conversations.retrieve(made.id)
+        assert (await client.responses.retrieve(two.id)).id == two.id, "its responses stay"
+        await client.close()
+
+
+async def test_a_conversation_is_locked_while_a_response_runs_and_passes_over_one_that_was_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slowly(monkeypatch)
+    async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
+        conversation = (await post(at, {}, "/v1/conversations")).json()["id"]
+        first = kept(conversation=conversation, max_output_tokens=4)
+        assert (await post(at, first)).status_code == 200
+        running = (await post(at, kept(conversation=conversation, background=True, max_output_tokens=900))).json()
+        refused = await post(at, first)
+        assert refused.status_code == 409 and refused.json()["error"]["code"] == "conversation_locked"
+        await http.post(f"/v1/responses/{running['id']}/cancel")
+        again = await post(at, first)
+        assert again.status_code == 200, again.text
+        items = (await http.get(f"/v1/conversations/{conversation}/items?order=asc")).json()["data"]
+        assert [item["role"] for item in items] == ["user", "assistant"] * 2
 
 
 LONG: dict[str, Any] = {"stream": True, "max_output_tokens": 1500}

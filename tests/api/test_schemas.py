@@ -20,7 +20,7 @@ from cairn.api.checks import check_chat
 from cairn.api.fields import ACCEPTED, ROWS, Row
 from cairn.api.parse import parse
 from cairn.api.responses_schemas import ResponseBody
-from cairn.api.schemas import Body, ChatBody, CompletionBody, TextPart, TokenizeBody
+from cairn.api.schemas import Body, ChatBody, CompletionBody, EmbeddingBody, RerankBody, TextPart, TokenizeBody
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
 
@@ -68,13 +68,9 @@ def placed(place: str, more: dict[str, Any]) -> dict[str, Any]:
     return objects[place]
 
 
-BODIES: dict[str, tuple[type[Body], dict[str, Any]]] = {
-    "tokenize": (TokenizeBody, {"prompt": "a"}),
-    "messages": (MessagesBody, {"messages": [USER]}),
-    "responses": (ResponseBody, {"input": "a"}),
-}
-"""Other bodies than a chat, with what they need."""
-PLACED = [(place, name, row) for place, rows in ROWS.items() if place not in BODIES for name, row in rows.items()]
+OWN = ("tokenize", "embedding", "messages", "responses")
+"""Places with a route of their own."""
+PLACED = [(place, name, row) for place, rows in ROWS.items() if place not in OWN for name, row in rows.items()]
 
 
 @pytest.mark.parametrize(("place", "name", "row"), PLACED, ids=[f"{place}-{name}" for place, name, _ in PLACED])
@@ -89,15 +85,23 @@ def test_fields_of_the_table(place: str, name: str, row: Row) -> None:
         assert row.why in str(caught.value)
 
 
-@pytest.mark.parametrize("place", BODIES)
-def test_fields_of_other_bodies(place: Any) -> None:
-    kind, least = BODIES[place]
-    for name, row in ROWS[place].items():
-        for value in (None, *(("x", {"a": 1}) if row.values is None else row.values)):
-            assert parse(kind, least | {name: value}, Config()) == parse(kind, least, Config())
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (TokenizeBody, {"prompt": "a"}),
+        (EmbeddingBody, {"input": "a"}),
+        (RerankBody, {"query": "a", "documents": ["b"]}),
+        (MessagesBody, {"messages": [USER]}),
+        (ResponseBody, {"input": "a"}),
+    ],
+)
+def test_fields_of_other_routes(kind: type[Body], body: dict[str, Any]) -> None:
+    for name, row in ROWS[kind.place].items():
+        for value in (None, *(("x", 1) if row.values is None else row.values)):
+            assert parse(kind, body | {name: value}, Config()) == parse(kind, body, Config())
         if row.values is not None:
             with pytest.raises(Unsupported, match=name):
-                parse(kind, least | {name: "something else"}, Config())
+                parse(kind, body | {name: {"not": "built"}}, Config())
 
 
 def test_the_table_has_a_field_once() -> None:

@@ -173,6 +173,17 @@ class AgentService:
         if agent.record.pinned:
             self.kv.pin_later(agent)
 
+    async def describe(self, agent: Agent, metadata: dict[str, str]) -> None:
+        """Other metadata for an agent, which is used by that."""
+        agent.used = self.pending.now()
+        before, agent.record = agent.record, msgspec.structs.replace(agent.record, metadata=metadata)
+        try:
+            await self.pending.sync(self.pending.note(agent))
+        except Unavailable:
+            agent.record = msgspec.structs.replace(agent.record, metadata=before.metadata)
+            self.pending.write_later(self.pending.note(agent))
+            raise
+
     async def set_pinned(self, agent: Agent, pinned: bool) -> bool:
         """The agent's context is to be kept in the stores, or not; whether that was otherwise before."""
         lock = self._pinning.setdefault(agent.key, asyncio.Lock())

@@ -273,6 +273,12 @@ class Agents:
         """A new agent whose context begins with `messages`. Conflict if the id is taken. Durable when it returns."""
         return (await create_agent(self._agents, tenant, id, messages, tools, metadata or {}, ttl, pinned)).info()
 
+    async def describe(self, tenant: str, id: str, metadata: dict[str, str]) -> AgentInfo:
+        """Give an agent other metadata. Durable when it returns; on Unavailable nothing has changed."""
+        agent = self._find(tenant, id)
+        await self._agents.describe(agent, metadata)
+        return agent.info()
+
     async def delete(self, tenant: str, id: str) -> None:
         """Interrupt what runs, and erase every byte of the agent that no other shares; gone from disk on return.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -25,6 +26,8 @@ from cairn.service.requests import sampling_defaults, sampling_params
 from cairn.service.sampler_order import ORDERS
 from cairn.service.service import Service
 
+ANTHROPIC = b"anthropic-version"
+"""Header of Anthropic's clients, which want another shape."""
 Endpoint = Callable[[Call, Service], Awaitable[None]]
 
 
@@ -54,12 +57,17 @@ class Admin:
 
     async def models(self, call: Call, service: Service) -> None:
         """GET /v1/models."""
+        if call.header(ANTHROPIC) is not None:
+            data = [self._anthropic_model(service)]
+            await call.json({"data": data, "has_more": False, "first_id": service.name, "last_id": service.name})
+            return
         await call.json({"object": "list", "data": [self._model(service)]})
 
     async def model(self, call: Call, service: Service) -> None:
         """GET /v1/models/{id}; an id may hold slashes."""
         check_model(call.path.removeprefix("/v1/models/"), service, strict=True)
-        await call.json(self._model(service))
+        anthropic = call.header(ANTHROPIC) is not None
+        await call.json(self._anthropic_model(service) if anthropic else self._model(service))
 
     async def request(self, call: Call, service: Service) -> None:
         """GET /v1/requests/{id}: the state, and of each choice the tokens and the text so far."""
@@ -92,7 +100,19 @@ class Admin:
             "object": "model",
             "created": self._started,
             "owned_by": "cairn",
-            "max_model_len": service.info.context,
+            "max_model_len": min(service.info.context, service.spec.longest_text),
+            "kind": service.spec.kind,
+        }
+
+    def _anthropic_model(self, service: Service) -> dict[str, Any]:
+        return {
+            "type": "model",
+            "id": service.name,
+            "display_name": service.name,
+            "created_at": datetime.datetime.fromtimestamp(self._started, datetime.UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": service.info.context,
+            "max_tokens": service.info.context,
         }
 
     def _number(self, call: Call, text: str) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.anthropic_schemas import NAMES, MessagesBody, chat_of
+from cairn.api.cache_diagnosis import RecentPrompts, message_diagnostics
 from cairn.api.exchange import Choice, Exchanges, spelled
 from cairn.api.generation import chat_exchange, chat_prompt
 from cairn.api.limits import read_json
@@ -38,6 +39,7 @@ class Anthropic:
         self._config = config
         self._exchanges = exchanges
         self._attribution = attribution
+        self._recent = RecentPrompts()
 
     async def messages(self, call: Call, service: Service) -> None:
         """POST /v1/messages."""
@@ -49,10 +51,20 @@ class Anthropic:
             self._config,
             self._attribution,
             chat,
-            lambda choices: MessageAnswer(call, service, choices, body),
+            lambda choices: MessageAnswer(call, service, choices, body, self._diagnose(call, body, choices)),
             NAMES,
+            allow_empty=body.max_tokens == 0,
         )
         await self._exchanges.run(call, exchange, stream=bool(body.stream))
+
+    def _diagnose(self, call: Call, body: MessagesBody, choices: Sequence[Choice]) -> dict[str, Any] | None:
+        """What became of the prefix of an earlier message, where that is asked."""
+        prompt, parts = choices[0].request.prompt, body.parts
+        self._recent.note(call.tenant, "msg_" + call.id, parts, prompt)
+        previous = (body.diagnostics or {}).get("previous_message_id")
+        if not isinstance(previous, str):
+            return None
+        return message_diagnostics(self._recent.compare(call.tenant, previous, parts, prompt))
 
     async def count_tokens(self, call: Call, service: Service) -> None:
         """POST /v1/messages/count_tokens."""
@@ -70,7 +82,15 @@ class Anthropic:
 class MessageAnswer:
     """How a message looks: blocks of thinking, text and calls, one after another."""
 
-    def __init__(self, call: Call, service: Service, choices: Sequence[Choice], body: MessagesBody) -> None:
+    def __init__(
+        self,
+        call: Call,
+        service: Service,
+        choices: Sequence[Choice],
+        body: MessagesBody,
+        diagnostics: dict[str, Any] | None,
+    ) -> None:
+        self._diagnostics = diagnostics
         self._id = call.id
         self._service = service
         self._body = body
@@ -153,6 +173,7 @@ class MessageAnswer:
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
+            "diagnostics": self._diagnostics,
             "usage": usage,
         }
 

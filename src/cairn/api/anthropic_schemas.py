@@ -51,6 +51,8 @@ class MessagesBody(Body):
     temperature: Number = None
     top_k: Count = None
     top_p: Number = None
+    diagnostics: dict[str, Any] | None = None
+    """`previous_message_id`: why is less cached than of that message?"""
     metadata: dict[str, Any] | None = None
     """`user_id`: some clients write JSON there, with a `session_id`."""
 
@@ -58,6 +60,13 @@ class MessagesBody(Body):
     def thinks(self) -> bool:
         """Whether thinking was asked for, and is to be shown."""
         return bool((self.thinking or {}).get("type", "disabled") != "disabled")
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What may be named as the reason why a prompt is another."""
+        system = _system(self.system, "system") if self.system is not None else []
+        tools = [{name: value for name, value in tool.items() if name != "cache_control"} for tool in self.tools or ()]
+        return {"tools": tools, "system": system}
 
     @property
     def omits(self) -> bool:

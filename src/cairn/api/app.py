@@ -4,10 +4,12 @@ Routes (POST bodies are JSON):
 
     POST /v1/chat/completions   POST /v1/completions         openai.py; these and models also without /v1
     POST /v1/messages           POST /v1/messages/count_tokens    anthropic.py
-    /v1/responses and below                                  responses.py
+    /v1/responses, /v1/conversations and below               responses.py, conversations.py
     POST /api/chat              POST /api/generate           ollama.py
+    POST /api/embed             POST /api/embeddings         ollama_embeddings.py
     /api/tags, show, ps, version, pull, delete, copy         ollama_models.py
     GET  /v1/models             GET  /v1/models/{id}         admin.py
+    POST /v1/embeddings|rerank|score    POST /embed          embeddings.py; the first three also without /v1
     POST /tokenize              POST /detokenize             tokens.py
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
     GET  /v1/requests/{id}/events                            resumable.py
@@ -35,9 +37,11 @@ from cairn.api.anthropic import Anthropic
 from cairn.api.auth import Access, has_tenants, preflight
 from cairn.api.body_budget import BodyBudget
 from cairn.api.call_table import CallTable
+from cairn.api.embeddings import Embeddings
 from cairn.api.exchange import Exchanges
 from cairn.api.folders import agents_folder, named
 from cairn.api.ollama import Ollama
+from cairn.api.ollama_embeddings import OllamaEmbeddings
 from cairn.api.ollama_models import OllamaModels
 from cairn.api.openai import OpenAI
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
@@ -94,12 +98,14 @@ class App:
             "/v1/messages/count_tokens": {"POST": anthropic.count_tokens},
             "/api/chat": {"POST": ollama.chat},
             "/api/generate": {"POST": ollama.generate},
+            **OllamaEmbeddings(config).routes(),
             **OllamaModels(config).routes(),
             "/v1/models": {"GET": admin.models},
             "/tokenize": {"POST": tokens.tokenize},
             "/detokenize": {"POST": tokens.detokenize},
             "/props": {"GET": Props(config).show},
             "/metrics": {"GET": admin.metrics},
+            **Embeddings(config).routes(),
             **StoredRoutes(config).routes(),
         }
 

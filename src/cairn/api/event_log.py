@@ -43,6 +43,7 @@ class EventLog:
         "salt",
         "size",
         "timer",
+        "unattended",
     )
 
     def __init__(
@@ -61,6 +62,8 @@ class EventLog:
         self.size = LOG_COST
         """How many bytes of memory it takes."""
         self.timer: asyncio.TimerHandle | None = None
+        self.unattended = False
+        """Its request needs no reader."""
         self.cancel = cancel
         self.error = error
         """The events of a failure, as the answer's dialect has them."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from cairn.api.agent_attribution import Attribution
 from cairn.api.call_table import CallTable
 from cairn.api.reply import Call, Headers, Watch, internal
-from cairn.api.resumable import EventLogs, is_resumable
+from cairn.api.resumable import EventLogs, Follower, is_resumable
 from cairn.api.sse import EVENT_STREAM
 from cairn.config import Config
 from cairn.errors import (
@@ -160,6 +160,8 @@ class Exchange:
     """The headers of a stream. What is none of server-sent events cannot be kept on an event log."""
     outlives: bool = False
     """It goes on when its connection closes, for the time of grace, whether anybody asked for that or not."""
+    unattended: bool = False
+    """It goes on to its end, read or not."""
 
     async def chunks(
         self, heartbeat: float | None = None, *, stream: bool, log: bool = False
@@ -260,13 +262,23 @@ class Exchanges:
             self._calls.close(call.number)
             call.tokens = exchange.tokens
 
-    async def _follow(self, call: Call, exchange: Exchange, stream: bool) -> None:
-        """Generate onto an event log, of which the connection is the first reader."""
+    def begin(self, call: Call, exchange: Exchange) -> None:
+        """Generate onto an event log that the connection does not read."""
+        self._calls.open(call.number, [one.request.id for one in exchange.choices], name=call.name, salt=call.salt)
+        self._log(call, exchange, stream=False).leave()
+
+    def _log(self, call: Call, exchange: Exchange, *, stream: bool) -> Follower:
         number = call.number
         over = partial(self._calls.close, number)
         beat = self._heartbeat if exchange.numbered else None
         events = _closing(exchange.chunks(beat, stream=stream, log=True), over)
-        follower = self._logs.start(call, events, exchange.cancel, self._heartbeat, exchange.adapter.error)
+        return self._logs.start(
+            call, events, exchange.cancel, self._heartbeat, exchange.adapter.error, exchange.unattended
+        )
+
+    async def _follow(self, call: Call, exchange: Exchange, stream: bool) -> None:
+        """Generate onto an event log, of which the connection is the first reader."""
+        follower = self._log(call, exchange, stream=stream)
         try:
             await (follower.run(call) if stream else follower.wait(call))
         finally:

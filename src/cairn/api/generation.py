@@ -36,9 +36,13 @@ async def chat_exchange(
     names: Mapping[str, str],
     *,
     before: Sequence[int] = (),
+    allow_empty: bool = False,
 ) -> Exchange:
-    """The exchange of a chat. `names` are what the dialect calls the fields of a chat, and of a request; `before` are
-    tokens that stand before it."""
+    """The exchange of a chat. `names` are what the dialect calls the fields of a chat, and of a request.
+
+    `before` are tokens that stand before it. `allow_empty`: an answer of no tokens may be asked for, to have the prompt
+    computed.
+    """
     with spelled(names):
         prompt = await chat_prompt(call, service, config, body)
         store = is_stored(body.store, config)
@@ -57,6 +61,7 @@ async def chat_exchange(
             timeout=config.request_timeout,
             durable=any(message.role == "assistant" for message in body.messages),
             stored=store,
+            allow_empty=allow_empty,
         )
         check_together(made, config, service.info.max_rows)
     choices = [Choice(request) for request in made]
@@ -127,6 +132,7 @@ async def chat_prompt(call: Call, service: Service, config: Config, body: ChatBo
     check_chat(body, config)
     check_strict(body.tools, call)
     check_model(body.model, service)
+    service.check_generates()
     tools = shown_tools(body)
     await check_length(call, service, contents(body.messages, tools), "messages")
     return await service.chat.prompt(

@@ -334,10 +334,13 @@ def _info(service: Service, facts: _Facts) -> dict[str, Any]:
 
 def _capabilities(service: Service) -> list[str]:
     chat = service.chat
+    if service.spec.encoder is not None:
+        return ["embedding"] if service.spec.kind == "embed" else []
     has = {
         "completion": True,
         "tools": chat.calls_tools,
         "insert": service.tokenizer.middle is not None,
         "thinking": chat.thinks,
+        "embedding": service.spec.kind == "embed",
     }
     return [name for name, there in has.items() if there]

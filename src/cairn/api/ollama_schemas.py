@@ -137,6 +137,33 @@ class OllamaGenerateBody(OllamaBody):
     images: Several[str] | None = None
 
 
+class OllamaEmbedBody(Body):
+    """POST /api/embed."""
+
+    place = "ollama"
+    within: ClassVar[dict[str, type[Body]]] = {"options": Options}
+    lenient: ClassVar[bool] = True
+
+    model: str | None = None
+    input: Stop
+    truncate: bool | None = None
+    """False: a text that is too long is refused; by default it is cut."""
+    dimensions: Count = None
+    options: Options | None = None
+
+
+class OllamaEmbeddingsBody(Body):
+    """POST /api/embeddings, its older form."""
+
+    place = "ollama"
+    within: ClassVar[dict[str, type[Body]]] = {"options": Options}
+    lenient: ClassVar[bool] = True
+
+    model: str | None = None
+    prompt: str
+    options: Options | None = None
+
+
 class NameBody(Body):
     """What /api/show, pull and delete take. `name` is the older name of `model`."""
 

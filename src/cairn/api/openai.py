@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -49,6 +49,7 @@ class OpenAI:
         """POST /v1/completions."""
         body = parse(CompletionBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
+        service.check_generates()
         echo = bool(body.echo)
         options = body.options(
             max_tokens=COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
@@ -121,11 +122,20 @@ async def encode_text(
     the texts are control tokens.
     """
     texts = [text for text in (prompt, suffix) if isinstance(text, str)]
-    encode = partial(service.tokenizer.encode_raw, prompt, suffix, special=special)
+    if service.spec.encoder is not None and isinstance(prompt, str):
+        encode: Callable[[], list[int]] = partial(_whole, service, prompt, special)
+    else:
+        encode = partial(service.tokenizer.encode_raw, prompt, suffix, special=special)
     if inline and sum(map(len, texts)) <= INLINE:
         return encode()
     await check_length(call, service, texts, "prompt", special=special)
     return await service.chat.long.run(call.share, encode)
+
+
+def _whole(service: Service, text: str, special: bool) -> list[int]:
+    """The ids that an encoder reads of a text."""
+    tokenizer = service.tokenizer
+    return list(tokenizer.affixes.whole(tokenizer.encode(text, special=special)).tokens)
 
 
 def check_suffix(suffix: str | None, service: Service, *, echo: bool = False) -> None:

@@ -24,7 +24,7 @@ MAX_METADATA = 16
 """How many pairs of metadata a request may have, as in the OpenAI API."""
 SPARE_FIELDS = 16
 """Unknown fields of an object that are told by name."""
-_UNIONS = frozenset({"content", "prompt", "stop", "samplers"})
+_UNIONS = frozenset({"content", "prompt", "stop", "samplers", "input", "inputs", "text_1", "text_2"})
 """Fields of several shapes. Behind one's name stands the tag of the shape, which is no part of a field's name."""
 _HIDDEN = "~"
 """First letter of these tags. A client's own field may begin so too, but stands nowhere behind such a name."""

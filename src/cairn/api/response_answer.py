@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from cairn.api.cache_diagnosis import Parting, response_diagnostics
 from cairn.api.exchange import Choice
 from cairn.api.reasoning_text import pack
 from cairn.api.reply import encode
@@ -30,9 +31,10 @@ def head_of(body: ResponseBody, id: str, model: str, *, stored: bool) -> dict[st
         "id": id,
         "object": "response",
         "created_at": int(time.time()),
-        "status": "in_progress",
-        "background": False,
+        "status": "queued" if body.background else "in_progress",
+        "background": bool(body.background),
         "completed_at": None,
+        "conversation": None if body.conversation is None else _conversation(body.conversation),
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
@@ -54,6 +56,10 @@ def head_of(body: ResponseBody, id: str, model: str, *, stored: bool) -> dict[st
         "truncation": "disabled",
         "usage": None,
     }
+
+
+def _conversation(given: Any) -> Any:
+    return given if isinstance(given, dict) else {"id": given}
 
 
 @dataclass(slots=True)
@@ -88,6 +94,8 @@ class ResponseAnswer:
         self._encrypted = encrypted
         self._logprobs = logprobs
         self._choice: Choice | None = None
+        self._compared = False
+        self._parting: Parting | None = None
         self._sequence = 0
         self._open: _Item | None = None
         self._output: list[dict[str, Any]] = []
@@ -97,9 +105,17 @@ class ResponseAnswer:
         (self._choice,) = choices
         return self
 
+    def compare(self, parting: Parting | None) -> None:
+        """Tell what became of the prefix of another response."""
+        self._compared, self._parting = True, parting
+
     def begin(self) -> bytes:
         """The response is there, and in progress."""
-        return self._event("response.created", response=self._head) + self.heartbeat()
+        data = self._event("response.created", response=self._head)
+        if self._head["status"] == "queued":
+            data += self._event("response.queued", response=self._head)
+            self._head = {**self._head, "status": "in_progress"}
+        return data + self.heartbeat()
 
     def heartbeat(self) -> bytes:
         """That it is in progress is said again: clients measure silence by events, and all know this one."""
@@ -135,14 +151,17 @@ class ResponseAnswer:
         assert choice is not None and choice.done is not None
         done = choice.done
         output = self.items(choice.said, choice.logprobs)
-        cut = done.reason is FinishReason.LENGTH
+        cut = done.reason is FinishReason.LENGTH and choice.request.sampling.max_tokens > 0
         found = completed(self._head, output, done.usage, choice.reasoning_tokens, cut=cut)
         found["usage"]["cairn"] = cache_object(done.cache)
+        if self._compared:
+            prompt, cached = done.usage.prompt_tokens, done.usage.cached_tokens
+            found["prompt_cache_diagnostics"] = response_diagnostics(self._parting, prompt, cached)
         return found | {"temperature": choice.request.sampling.temperature, "top_p": choice.request.sampling.top_p}
 
     def items(self, said: Said, logprobs: Sequence[TokenLogprob] = ()) -> list[dict[str, Any]]:
         """All that was said, as items: those that were streamed, or all at once."""
-        if not self._output and self._open is None:
+        if not self._output and self._open is None and said:
             calls = [
                 ToolCallDelta(index=index, id=id, name=name, arguments=arguments)
                 for index, (id, name, arguments) in enumerate(said.calls)

@@ -56,6 +56,33 @@ class ResponseBody(Body):
     top_logprobs: Count = None
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    background: bool | None = None
+    conversation: Any = None
+
+    @property
+    def compares(self) -> str | None:
+        """The response with whose prompt this one is to be compared."""
+        found = (self.prompt_cache_options or {}).get("comparison_response_id")
+        return found if isinstance(found, str) else None
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What may be named as the reason why a prompt is another."""
+        text, items = self.text or {}, self.input if isinstance(self.input, list) else []
+        compacted = any(isinstance(item, dict) and item.get("type") == "compaction" for item in items)
+        return {
+            "tools_changed": self.tools or [],
+            "text_format_changed": text.get("format"),
+            "reasoning_effort_changed": (self.reasoning or {}).get("effort"),
+            "verbosity_changed": text.get("verbosity"),
+            "context_compacted": compacted,
+        }
+
+    @property
+    def prewarms(self) -> bool:
+        """Whether the prompt is to be computed, and nothing is to be said."""
+        return (self.prompt_cache_options or {}).get("prewarm") is True
 
     @property
     def summarises(self) -> bool:
@@ -131,7 +158,7 @@ def chat_of(body: ResponseBody, tools: Tools, call: Call) -> dict[str, Any]:
     chat: dict[str, Any] = {
         "model": body.model,
         "messages": [*instructed(body.instructions), *messages_of(body.input, call)],
-        "max_completion_tokens": body.max_output_tokens,
+        "max_completion_tokens": 0 if body.prewarms else body.max_output_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "tools": tools.functions or None,

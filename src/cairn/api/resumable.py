@@ -45,12 +45,15 @@ class EventLogs:
         cancel: Callable[[], object],
         heartbeat: float,
         error: Callable[[CairnError], bytes] = error_event,
+        unattended: bool = False,
     ) -> Follower:
-        """Generate `events` onto a log. `call` is its first reader; `cancel` ends the request when the grace is over.
+        """Generate `events` onto a log. `call` is its first reader; `cancel` ends the request when the grace is over,
+        unless it is `unattended` and may run without readers.
 
-        `error` makes the events of a failure. The reader is counted from here on, so follow it.
+        `error` makes the events of a failure. The reader is counted from here on: follow it, or `leave`.
         """
         log = EventLog(call.number, call.salt, cancel, error)
+        log.unattended = unattended
         self._logs[call.number] = log
         self.size += log.size
         follower = self._follower(log, heartbeat)
@@ -87,11 +90,11 @@ class EventLogs:
             log.timer = asyncio.get_running_loop().call_later(self._grace, self._expire, log)
 
     def _expire(self, log: EventLog) -> None:
-        """Nobody came back: end what still runs, forget what has ended."""
+        """Nobody came back: end what still runs, unless it needs nobody, and forget what has ended."""
         log.timer = None
         if log.over:
             self._forget(log)
-        else:
+        elif not log.unattended:
             log.cancel()
 
     async def _record(self, log: EventLog, events: AsyncGenerator[bytes, None]) -> None:
@@ -146,7 +149,7 @@ class Follower:
     """One reader of a log, counted until `run` has ended."""
 
     def __init__(self, log: EventLog, waker: Waker, heartbeat: float, leave: Callable[[EventLog, Waker], None]) -> None:
-        self._tape = log
+        self._log = log
         self._waker = waker
         self._heartbeat = heartbeat
         self._leave = leave
@@ -157,7 +160,7 @@ class Follower:
         The headers are sent once the request was let in. Raises what kept it from that, and InvalidRequest if there is
         no event `after` yet.
         """
-        log = self._tape
+        log = self._log
         try:
             if after > log.last:
                 raise InvalidRequest(f"after is {after}; the last event so far is {log.last}", field="after")
@@ -178,10 +181,14 @@ class Follower:
         finally:
             self._leave(log, self._waker)
 
+    def leave(self) -> None:
+        """Read nothing."""
+        self._leave(self._log, self._waker)
+
     async def wait(self, call: Call) -> None:
         """Return when all is said, for an answer sent whole. Raises what ended it early, and Disconnected if the
         client left before; the log then has its time of grace."""
-        log = self._tape
+        log = self._log
         try:
             async with Watch(call) as watch:
                 while not log.over:
@@ -195,7 +202,7 @@ class Follower:
             self._leave(log, self._waker)
 
     async def _send(self, call: Call, after: int, watch: Watch) -> None:
-        log = self._tape
+        log = self._log
         news = True
         while True:
             try:

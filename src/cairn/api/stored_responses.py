@@ -20,6 +20,7 @@ from cairn.agents.info import AgentInfo, TurnInfo
 from cairn.agents.running import RunningTurn
 from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.checks import check_chat, check_strict
+from cairn.api.exchange import Choice
 from cairn.api.generation import check_length, check_model, shown_tools
 from cairn.api.reply import Call
 from cairn.api.response_answer import ResponseAnswer, completed
@@ -60,12 +61,14 @@ class StoredResponses:
         head: Mapping[str, Any],
         called: Mapping[str, Called],
         include: str,
+        previous: str | None,
     ) -> RunningTurn:
-        """Begin the turn of a response. `chat` has the instructions and what is new."""
-        agents, id, previous = self._attribution.open(), str(head["id"]), head["previous_response_id"]
+        """Begin the turn of a response. `chat` has the instructions and what is new since the `previous` one."""
+        agents, id = self._attribution.open(), str(head["id"])
         check_chat(chat, self._config)
         check_strict(chat.tools, call)
         check_model(chat.model, service)
+        service.check_generates()
         first = instructed(head["instructions"])
         tools = shown_tools(chat) or []
         new = plain_messages(chat.messages)[len(first) :]
@@ -95,6 +98,18 @@ class StoredResponses:
         except BaseException:
             await agents.delete(call.tenant, id)
             raise
+
+    def keeper(self, call: Call, service: Service, running: RunningTurn) -> Callable[[Choice], None]:
+        """Keeps the exact tokens of an answer beside its turn: many clients send all that was said again, instead of
+        the response's id."""
+        agents, agent, tenant = self._attribution.open(), running.agent, call.tenant
+
+        def keep(choice: Choice) -> None:
+            sampled = service.chat.sampled(choice.request.prompt, choice.tokens, choice.said.message())
+            if sampled is not None:
+                agents.keep(tenant, sampled, agent)
+
+        return keep
 
     async def _open(
         self,
@@ -128,10 +143,23 @@ class StoredResponses:
                 raise
             await make()
 
-    async def history(self, tenant: str, previous: str) -> list[dict[str, Any]]:
-        """All that was said up to a response, and its answer, without its instructions."""
+    async def history(self, tenant: str, previous: str, *, running: bool = False) -> list[dict[str, Any]]:
+        """All that was said up to a response, and its answer, without its instructions; of one that is `running`, or
+        was interrupted, only where that is wanted."""
         agents = self._attribution.open()
-        return await self._said(agents, tenant, self._previous(agents, tenant, previous))
+        info = self._find(agents, tenant, previous) if running else self._previous(agents, tenant, previous)
+        return await self._said(agents, tenant, info)
+
+    def state(self, tenant: str, id: str) -> str:
+        """`idle`, `running`, `interrupted`, or `gone`."""
+        try:
+            return self._find(self._attribution.open(), tenant, id).state
+        except NotFound:
+            return "gone"
+
+    def called(self, tenant: str, id: str) -> dict[str, Called]:
+        """The tools of a response whose calls are said otherwise than a function's."""
+        return _called(self._find(self._attribution.open(), tenant, id))
 
     def _previous(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
         """The response that another follows."""
@@ -147,9 +175,7 @@ class StoredResponses:
         return info
 
     def _find(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
-        info = None
-        if id.startswith(PREFIX) and len(id) <= 64 and id.replace("_", "").isalnum() and id.isascii():
-            info = agents.get(tenant, id)
+        info = agents.get(tenant, id) if id_in(id, PREFIX) else None
         if info is None or info.metadata.get("object") != KIND:
             raise NotFound(f"there is no response {id[:100]!r}", field="response_id")
         return info
@@ -188,7 +214,7 @@ class StoredResponses:
         said = _said_of(turn.answer)
         output = answer.items(said)
         if turn.state == "running":
-            return head
+            return {**head, "status": "in_progress"}
         if turn.state != "finished":
             return {**head, "status": "cancelled", "output": output}
         reasoning = len(service.tokenizer.encode(said.reasoning)) if said.reasoning else 0
@@ -222,6 +248,11 @@ class StoredResponses:
         agents = self._attribution.open()
         self._find(agents, tenant, id)
         await agents.delete(tenant, id)
+
+
+def id_in(id: str, prefix: str) -> bool:
+    """Whether this has the form of an id with that prefix."""
+    return id.startswith(prefix) and len(id) <= 64 and id.isascii() and id.replace("_", "").isalnum()
 
 
 def _called(info: AgentInfo) -> dict[str, Called]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,7 @@ class TurnRoutes:
         header = call.header(HEADER)
         check_account(body, None if header is None else header.decode("latin-1"), id)
         check_model(body.model, service)
+        service.check_generates()
         await check_length(call, service, contents(body.messages), "messages")
         with spelled(names_of(body.max_tokens)):
             running = await agents.turn(
@@ -107,14 +108,19 @@ class TurnAnswer(ChatAnswer):
         return super().whole() | self._named
 
 
-def turn_exchange(running: RunningTurn, choices: Sequence[Choice], adapter: Adapter) -> Exchange:
-    """The exchange of a turn, which keeps its own tokens."""
+def turn_exchange(
+    running: RunningTurn,
+    choices: Sequence[Choice],
+    adapter: Adapter,
+    keep: Callable[[Choice], None] = lambda choice: None,
+) -> Exchange:
+    """The exchange of a turn, which keeps its own tokens; `keep` keeps what is to be kept beside the turn."""
     return Exchange(
         choices=choices,
         adapter=adapter,
         source=partial(_batches, running),
         cancel=running.cancel,
-        keep=_keep_nothing,
+        keep=keep,
         outlives=True,
     )
 
@@ -128,10 +134,6 @@ async def _batches(running: RunningTurn, heartbeat: float | None) -> Batches:
             if events or (heartbeat is not None and loop.time() - last >= heartbeat):
                 last = loop.time()
                 yield [(0, event) for event in events]
-
-
-def _keep_nothing(choice: Choice) -> None:
-    """The turn's record has it all."""
 
 
 def turn_object(turn: TurnInfo) -> dict[str, Any]:

@@ -12,19 +12,21 @@ from typing import Any
 from cairn.api.reply import error_body, shown
 from cairn.errors import CairnError, ContextTooLong, NotFound
 
-_BARE = re.compile(r"/(?:chat/completions|completions|models)(?:/.*)?")
+_BARE = re.compile(r"/(?:chat/completions|completions|models)(?:/.*)?|/(?:embeddings|rerank|reranking|score)")
 _SLASHES = re.compile(r"/{2,}")
 _DOUBLED = re.compile(r"(?:/v1)+(?=/v1(?:/|$))")
 _ANTHROPIC = re.compile(r"/v1/messages(?:/.*)?|/v1/complete")
 _OLLAMA = re.compile(r"/api(?:/.*)?")
 
-_EMBEDDINGS = "embeddings are not built into this model: a language model that answers is served here, and nothing else"
-_OLLAMA_USE = "of Ollama's API there are /api/chat, generate, tags, show, ps, version, pull, delete and copy"
-_RANKING = "this server scores no documents: it answers chats and text completions"
+_EMBEDDINGS = "POST {base}/embeddings makes vectors of texts"
+_OLLAMA_USE = (
+    "of Ollama's API there are /api/chat, generate, embed, embeddings, tags, show, ps, version, pull, delete and copy"
+)
+_RANKING = "POST {base}/rerank and {base}/score say how well texts go together"
 _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), said)
     for pattern, said in (
-        (r"(?:/v1)?/embeddings?|/api/embed(?:dings)?", _EMBEDDINGS),
+        (r"(?:/v1)?/embedding|/embed_all|/embed_sparse", _EMBEDDINGS),
         (r"/api/(?:push|create|blobs/.*)", "models are neither made nor uploaded here: cairn serve takes their files"),
         (r"/api(?:/.*)?", _OLLAMA_USE),
         (
@@ -39,13 +41,13 @@ _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             "speech is neither made nor understood here: the model reads and writes text",
         ),
         (r"/v1/moderations", "moderation is not built into this model"),
-        (r"(?:/v[12])?/(?:rerank|reranking|score)|/pooling|/classify", _RANKING),
+        (r"/pooling|/classify|/predict", _RANKING),
         (
             r"/v1/(?:files|uploads|batches|fine_tuning|vector_stores|evals|containers)(?:/.*)?",
             "this server keeps no files and runs no batches or training",
         ),
         (
-            r"/v1/(?:assistants|threads|conversations)(?:/.*)?",
+            r"/v1/(?:assistants|threads)(?:/.*)?",
             "OpenAI's assistants are not built; agents, which keep their history here, are at {base}/agents",
         ),
         (r"/completion", "llama-server's own completion route is not built; POST {base}/completions completes a text"),
