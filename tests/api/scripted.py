@@ -211,6 +211,9 @@ class ScriptedService:
                 )
         return None
 
+    def stats(self) -> Any:
+        return SimpleNamespace(running=sum(not stream.over for stream in self.streams), waiting=0)
+
     def unready(self) -> list[str]:
         return self.reasons
 

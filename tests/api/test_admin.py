@@ -297,8 +297,7 @@ async def test_routes_of_other_servers_get_a_sentence() -> None:
             ("/v1/responses/x", "/v1/responses"),
             ("/pooling", "/v1/rerank"),
             ("/v1/files/file-1/content", "keeps no files"),
-            ("/completion", "/v1/completions"),
-            ("/slots", "no slots"),
+            ("/slots/0", "kept without being asked"),
         ):
             message = (await http.post(path, json={})).json()["error"]["message"]
             assert message.startswith(f"there is no route {path}: ") and said in message, message

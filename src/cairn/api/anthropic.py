@@ -228,12 +228,8 @@ class MessageAnswer:
             asked = self._body.max_tokens
             cut = asked is None or asked < 0 or choice.request.sampling.max_tokens < asked
             return ("model_context_window_exceeded" if cut else "max_tokens"), None
-        ended = choice.tokens and choice.tokens[-1] in choice.request.sampling.stop_token_ids
-        if choice.request.stop and not ended:
-            text = self._service.tokenizer.decode(choice.tokens)
-            found = [(text.find(one) + len(one), one) for one in choice.request.stop if one in text]
-            if found:
-                return "stop_sequence", min(found)[1]
+        if (text := choice.stop_text(self._service.tokenizer.decode)) is not None:
+            return "stop_sequence", text
         return "end_turn", None
 
     def _usage(self, done: Done) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Routes (POST bodies are JSON):
     GET  /v1/models             GET  /v1/models/{id}         admin.py
     POST /v1/embeddings|rerank|score    POST /embed          embeddings.py; the first three also without /v1
     POST /tokenize              POST /detokenize             tokens.py
+    POST /completion, /infill, /apply-template, GET /slots, /lora-adapters   llama.py; and a chat's input_tokens
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
     GET  /v1/requests/{id}/events                            resumable.py
     /v1/agents and below                                     agents.py
@@ -40,6 +41,7 @@ from cairn.api.call_table import CallTable
 from cairn.api.embeddings import Embeddings
 from cairn.api.exchange import Exchanges
 from cairn.api.folders import agents_folder, named
+from cairn.api.llama import Llama
 from cairn.api.ollama import Ollama
 from cairn.api.ollama_embeddings import OllamaEmbeddings
 from cairn.api.ollama_models import OllamaModels
@@ -98,6 +100,7 @@ class App:
             "/v1/messages/count_tokens": {"POST": anthropic.count_tokens},
             "/api/chat": {"POST": ollama.chat},
             "/api/generate": {"POST": ollama.generate},
+            **Llama(config, exchanges, self.attribution).routes(),
             **OllamaEmbeddings(config).routes(),
             **OllamaModels(config).routes(),
             "/v1/models": {"GET": admin.models},

@@ -70,8 +70,8 @@ class Adapter(Protocol):
         """What keeps a stream awake that has nothing to say."""
         ...
 
-    def whole(self) -> dict[str, Any]:
-        """The answer in one piece, once all choices have ended."""
+    def whole(self) -> Any:
+        """The answer in one piece, once all choices have ended: JSON."""
         ...
 
 
@@ -113,6 +113,16 @@ class Choice:
         """The finish_reason, once it has ended."""
         assert self.done is not None
         return self.done.reason.value
+
+    def stop_text(self, decode: Callable[[Sequence[int]], str]) -> str | None:
+        """Which of the request's stop texts has ended it, if one did."""
+        assert self.done is not None
+        ended = self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids
+        if self.done.reason is not FinishReason.STOP or not self.request.stop or ended:
+            return None
+        text = decode(self.tokens)
+        found = [(text.find(one) + len(one), one) for one in self.request.stop if one in text]
+        return min(found)[1] if found else None
 
     def add(self, delta: Delta, *, keep_logprobs: bool) -> None:
         """Take a piece. Log-probabilities are large: a stream sends them at once and does not keep them."""

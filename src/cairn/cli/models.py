@@ -25,7 +25,8 @@ def register(app: typer.Typer) -> None:
             str,
             typer.Argument(
                 metavar="MODEL",
-                help="A hub id or its address: org/name, or for GGUF org/name:Q4_K_M, hf.co/org/name; or smollm2.",
+                help="A hub id or its address: org/name, or for GGUF org/name:Q4_K_M, hf.co/org/name; or a short "
+                "name: smollm2, qwen3:0.6b.",
             ),
         ],
     ) -> None:
