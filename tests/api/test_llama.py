@@ -160,7 +160,7 @@ async def test_a_rendered_chat_is_a_prompt_of_the_same_tokens(tmp_path: Path, to
     async with serving(make_model(tmp_path / "tiny")) as served, site(served) as at:
         chat = {"messages": HI, **tools}
         text = (await post(at, "/apply-template", **chat)).json()["prompt"]
-        assert "hi" in text and text.endswith("assistant\n")
+        assert "hi" in text and "assistant" in text
         count = (await post(at, "/v1/chat/completions/input_tokens", **chat)).json()["input_tokens"]
         said = (await post(at, "/completion", prompt=text, n_predict=0)).json()
         assert (said["tokens_evaluated"], said["tokens_predicted"], said["content"]) == (count, 0, "")
