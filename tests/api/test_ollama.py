@@ -347,29 +347,29 @@ async def test_the_ollama_client(tmp_path: Path) -> None:
     model = write_scripted(tmp_path / "said.gguf", pieces, template=template, kinds=kinds)
     more = {"served_name": "mine", "engine": "cpu"}
     async with serving(model, **more) as served, site(served, Config(model=str(model))) as at:
-        client = ollama.AsyncClient(host=at.url, trust_env=False)
-        chat = await client.chat(model="mine", messages=HI, options={"temperature": 0, "num_predict": 20})
-        assert (chat.message.content, chat.message.thinking) == ("The sky is blue.", "I see.")
-        assert chat.done_reason == "stop" and chat.eval_count == len(pieces) + 1 and chat.eval_duration > 0
-        parts = [part async for part in await client.chat(model="mine", messages=HI, stream=True)]
-        assert "".join(part.message.content for part in parts) == "The sky is blue." and parts[-1].done
-        history = [*HI, chat.message, {"role": "user", "content": "go on"}]
-        again = await client.chat(model="mine", messages=history)
-        assert again.message.content == "The sky is blue."
-        text = await client.generate(model="mine", prompt="hi")
-        assert text.response == "The sky is blue." and text.context
-        (one,) = (await client.list()).models
-        assert one.model == "mine" and one.size > 0 and one.modified_at.year > 2000 and one.details.format == "gguf"
-        shown = await client.show("mine:latest")
-        assert shown.capabilities == ["completion", "thinking"] and shown.template == template
-        assert shown.modelinfo[f"{one.details.family}.context_length"] == served.info.context
-        (loaded,) = (await client.ps()).models
-        assert loaded.context_length == served.info.context and loaded.expires_at.year == 9999
-        assert (await client.pull("mine")).status == "success"
-        with pytest.raises(ollama.ResponseError, match="not found"):
-            await client.show("other")
-        with pytest.raises(ollama.ResponseError, match="must be from"):
-            await client.chat(model="mine", messages=HI, options={"temperature": 11})
+        async with ollama.AsyncClient(host=at.url, trust_env=False) as client:
+            chat = await client.chat(model="mine", messages=HI, options={"temperature": 0, "num_predict": 20})
+            assert (chat.message.content, chat.message.thinking) == ("The sky is blue.", "I see.")
+            assert chat.done_reason == "stop" and chat.eval_count == len(pieces) + 1 and chat.eval_duration > 0
+            parts = [part async for part in await client.chat(model="mine", messages=HI, stream=True)]
+            assert "".join(part.message.content for part in parts) == "The sky is blue." and parts[-1].done
+            history = [*HI, chat.message, {"role": "user", "content": "go on"}]
+            again = await client.chat(model="mine", messages=history)
+            assert again.message.content == "The sky is blue."
+            text = await client.generate(model="mine", prompt="hi")
+            assert text.response == "The sky is blue." and text.context
+            (one,) = (await client.list()).models
+            assert one.model == "mine" and one.size > 0 and one.modified_at.year > 2000 and one.details.format == "gguf"
+            shown = await client.show("mine:latest")
+            assert shown.capabilities == ["completion", "thinking"] and shown.template == template
+            assert shown.modelinfo[f"{one.details.family}.context_length"] == served.info.context
+            (loaded,) = (await client.ps()).models
+            assert loaded.context_length == served.info.context and loaded.expires_at.year == 9999
+            assert (await client.pull("mine")).status == "success"
+            with pytest.raises(ollama.ResponseError, match="not found"):
+                await client.show("other")
+            with pytest.raises(ollama.ResponseError, match="must be from"):
+                await client.chat(model="mine", messages=HI, options={"temperature": 11})
 
 
 async def test_a_chat_that_goes_on_finds_its_kv(tmp_path: Path) -> None:

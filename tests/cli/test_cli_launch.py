@@ -105,7 +105,7 @@ def test_a_server_is_started_and_ended_with_the_agent(fake: dict[str, str], tmp_
 
 def test_a_server_that_does_not_start_says_why(fake: dict[str, str], tmp_path: Path) -> None:
     done = launch(fake, "claude", "--port", str(free_port()), "--model", str(tmp_path))
-    assert done.returncode == 1 and "the server did not start: " in done.stderr and "config.json" in done.stderr
+    assert done.returncode == 1 and "the server did not start: " in done.stderr and "the file is missing" in done.stderr
     done = launch(fake, "claude", "--port", str(free_port()), "--model", "/nowhere")
     assert done.returncode == 2 and "there is no folder /nowhere" in done.stderr
 
