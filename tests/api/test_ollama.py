@@ -8,14 +8,19 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scripted import ScriptedService, done
 from sockets import Site, site
 from tests.scripted_model import CONTROLS, write_scripted
 from tests.service.tiny import TEMPLATE, make_model, serving
 
 from cairn.api import ollama_models
+from cairn.api.ollama_schemas import OllamaChatBody, Options, chat_of
+from cairn.api.parse import parse
+from cairn.api.schemas import ChatBody
 from cairn.config import Config, Secret
-from cairn.errors import GenerationFailed, ModelError
+from cairn.errors import CairnError, GenerationFailed, ModelError
 from cairn.models.ends import Middle
 from cairn.models.hub import Progress
 from cairn.types import Delta, FinishReason, TokenLogprob, ToolCallDelta
@@ -39,6 +44,22 @@ def lines(response: httpx.Response) -> list[Any]:
     return [json.loads(line) for line in response.text.splitlines()]
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["system", "user", "assistant", "tool", "robot"])},
+    optional={
+        name: JSON | st.lists(st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": st.text()})}))
+        for name in ("content", "thinking", "tool_calls", "tool_name", "tool_call_id", "images")
+    },
+)
+FIELDS = st.dictionaries(
+    st.sampled_from(["options", "think", "format", "tools", "template", "stream", "logprobs", "keep_alive"]), JSON
+)
+OPTIONS = st.dictionaries(st.sampled_from([*Options.model_fields, "mirostat", "num_gpu"]), JSON)
 # ------------------------------------------------------------------------------------------------------- the answers
 
 
@@ -158,6 +179,17 @@ async def test_what_is_refused_has_ollamas_shape(more: dict[str, Any], error: st
         refused = await post(at, CHAT, {"messages": HI} | more)
     assert refused.status_code == 400 and list(refused.json()) == ["error"]
     assert error in refused.json()["error"]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(MESSAGE, min_size=1) | JSON, FIELDS, OPTIONS)
+def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(messages: Any, fields: Any, options: Any) -> None:
+    try:
+        body = parse(OllamaChatBody, {"messages": messages, "options": options} | fields, Config())
+        if body.messages:
+            parse(ChatBody, chat_of(body, lambda name: True, thinks=True), Config())
+    except CairnError as error:
+        assert 400 <= error.status < 500
 
 
 async def test_thinking_is_turned_on_and_off_and_never_shown_where_it_is_off() -> None:
@@ -346,30 +378,33 @@ async def test_the_ollama_client(tmp_path: Path) -> None:
     kinds = dict.fromkeys([*CONTROLS], 3) | {"<think>": 4, "</think>": 4}
     model = write_scripted(tmp_path / "said.gguf", pieces, template=template, kinds=kinds)
     more = {"served_name": "mine", "engine": "cpu"}
-    async with serving(model, **more) as served, site(served, Config(model=str(model))) as at:
-        async with ollama.AsyncClient(host=at.url, trust_env=False) as client:
-            chat = await client.chat(model="mine", messages=HI, options={"temperature": 0, "num_predict": 20})
-            assert (chat.message.content, chat.message.thinking) == ("The sky is blue.", "I see.")
-            assert chat.done_reason == "stop" and chat.eval_count == len(pieces) + 1 and chat.eval_duration > 0
-            parts = [part async for part in await client.chat(model="mine", messages=HI, stream=True)]
-            assert "".join(part.message.content for part in parts) == "The sky is blue." and parts[-1].done
-            history = [*HI, chat.message, {"role": "user", "content": "go on"}]
-            again = await client.chat(model="mine", messages=history)
-            assert again.message.content == "The sky is blue."
-            text = await client.generate(model="mine", prompt="hi")
-            assert text.response == "The sky is blue." and text.context
-            (one,) = (await client.list()).models
-            assert one.model == "mine" and one.size > 0 and one.modified_at.year > 2000 and one.details.format == "gguf"
-            shown = await client.show("mine:latest")
-            assert shown.capabilities == ["completion", "thinking"] and shown.template == template
-            assert shown.modelinfo[f"{one.details.family}.context_length"] == served.info.context
-            (loaded,) = (await client.ps()).models
-            assert loaded.context_length == served.info.context and loaded.expires_at.year == 9999
-            assert (await client.pull("mine")).status == "success"
-            with pytest.raises(ollama.ResponseError, match="not found"):
-                await client.show("other")
-            with pytest.raises(ollama.ResponseError, match="must be from"):
-                await client.chat(model="mine", messages=HI, options={"temperature": 11})
+    async with (
+        serving(model, **more) as served,
+        site(served, Config(model=str(model))) as at,
+        ollama.AsyncClient(host=at.url, trust_env=False) as client,
+    ):
+        chat = await client.chat(model="mine", messages=HI, options={"temperature": 0, "num_predict": 20})
+        assert (chat.message.content, chat.message.thinking) == ("The sky is blue.", "I see.")
+        assert chat.done_reason == "stop" and chat.eval_count == len(pieces) + 1 and chat.eval_duration > 0
+        parts = [part async for part in await client.chat(model="mine", messages=HI, stream=True)]
+        assert "".join(part.message.content for part in parts) == "The sky is blue." and parts[-1].done
+        history = [*HI, chat.message, {"role": "user", "content": "go on"}]
+        again = await client.chat(model="mine", messages=history)
+        assert again.message.content == "The sky is blue."
+        text = await client.generate(model="mine", prompt="hi")
+        assert text.response == "The sky is blue." and text.context
+        (one,) = (await client.list()).models
+        assert one.model == "mine" and one.size > 0 and one.modified_at.year > 2000 and one.details.format == "gguf"
+        shown = await client.show("mine:latest")
+        assert shown.capabilities == ["completion", "thinking"] and shown.template == template
+        assert shown.modelinfo[f"{one.details.family}.context_length"] == served.info.context
+        (loaded,) = (await client.ps()).models
+        assert loaded.context_length == served.info.context and loaded.expires_at.year == 9999
+        assert (await client.pull("mine")).status == "success"
+        with pytest.raises(ollama.ResponseError, match="not found"):
+            await client.show("other")
+        with pytest.raises(ollama.ResponseError, match="must be from"):
+            await client.chat(model="mine", messages=HI, options={"temperature": 11})
 
 
 async def test_a_chat_that_goes_on_finds_its_kv(tmp_path: Path) -> None:
