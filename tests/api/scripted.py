@@ -161,6 +161,7 @@ class ScriptedService:
         self.reasons: list[str] = []
         self.output = OutputFormat()
         self.template = "enable_thinking"
+        self.thinks = self.calls_tools = True
         self._ids = itertools.count(1)
 
     def next_id(self) -> int:
@@ -214,6 +215,9 @@ class ScriptedService:
                     choice=stream.request.choice,
                 )
         return None
+
+    def stats(self) -> Any:
+        return SimpleNamespace(running=sum(not stream.over for stream in self.streams), waiting=0)
 
     def unready(self) -> list[str]:
         return self.reasons

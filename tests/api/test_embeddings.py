@@ -191,3 +191,20 @@ def test_a_decoder_serves_chats_and_embeddings(chat: Served) -> None:
     said = post(chat, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=2)
     assert said.status_code == 200
     assert 0.99 < post(chat, "/v1/score", text_1="a", text_2="a").json()["data"][0]["score"] < 1.01
+
+
+def test_ollamas_routes(server: Served) -> None:
+    whole = post(server, "/v1/embeddings", input=["hello", "there"]).json()
+    found = post(server, "/api/embed", input=["hello", "there"], model="any", keep_alive="5m").json()
+    assert found["embeddings"] == [one["embedding"] for one in whole["data"]]
+    assert found["prompt_eval_count"] == whole["usage"]["prompt_tokens"]
+    plain = post(server, "/v1/embeddings", input="hello", normalize=False).json()["data"][0]["embedding"]
+    assert post(server, "/api/embeddings", prompt="hello").json()["embedding"] == plain
+    long = " ".join(["hello"] * 2 * POSITIONS)
+    assert post(server, "/api/embed", input=long).status_code == 200, "it is cut"
+    refused = post(server, "/api/embed", input=long, truncate=False)
+    assert refused.status_code == 400 and "input" in refused.json()["error"]
+    (model,) = httpx.get(server.url + "/api/tags", trust_env=False).json()["models"]
+    assert post(server, "/api/show", model=model["name"]).json()["capabilities"] == ["embedding"]
+    chat = post(server, "/api/chat", messages=[{"role": "user", "content": "hi"}])
+    assert chat.status_code == 400 and isinstance(chat.json()["error"], str)

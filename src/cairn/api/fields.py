@@ -120,6 +120,34 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
             Row("n", "a response has one answer", (1,)),
         ),
     },
+    "ollama": {
+        "Ollama": (
+            Row("keep_alive", "a model stays loaded"),
+            Row("truncate shift", "nothing is cut; a prompt that is too long is refused"),
+            Row("template", "the template is the model's, or the server's --chat-template", ("",)),
+            Row("images", "this model reads texts alone", ([],)),
+            Row("width height steps", "images are not made here", (0,)),
+        ),
+    },
+    "options": {
+        "Ollama": (
+            Row("num_keep num_batch num_thread numa", "how the server computes is an option of its own"),
+            Row("num_gpu main_gpu low_vram f16_kv", "how the server computes is an option of its own"),
+            Row("use_mmap use_mlock vocab_only logits_all embedding_only", "how a model is loaded is no request's"),
+            Row("mirostat_tau mirostat_eta", "set a sampler that is off"),
+            Row("mirostat", _SAMPLER, (0,)),
+            Row("typical_p tfs_z", _SAMPLER, (1,)),
+            Row("repeat_last_n", "penalties look at the whole context; 64 is what clients send unasked", (-1, 64)),
+            Row("penalize_newline", "line breaks are penalised like other tokens", (True,)),
+        ),
+    },
+    "model": {
+        "Ollama": (
+            Row("insecure", "the hub is spoken to by TLS alone"),
+            Row("verbose system template options", "all that is known is shown"),
+            Row("username password", "a gated model needs HF_TOKEN in the server's environment"),
+        ),
+    },
     "embedding": {
         "OpenAI": (Row("user safety_identifier", "who asks; nobody here judges them"),),
         "Cohere, Jina": (

@@ -192,6 +192,16 @@ class Chat:
         """The text of the template that chats are rendered with; empty where the model has none."""
         return self._templates.get("default", "")
 
+    @property
+    def thinks(self) -> bool:
+        """Whether a template knows reasoning."""
+        return self._thinks
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether a template shows tools, and calls of them are read."""
+        return any(self._teaches(name) for name in self._templates)
+
     async def prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
