@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from cairn.config import Config
@@ -66,9 +68,20 @@ def write_encoder(folder: Path, family: str, task: str = "Model", pooling: str =
     return model
 
 
-def write_modules(folder: Path, pooling: str = "mean") -> None:
-    """The files by which a folder says that it makes embeddings."""
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+def write_modules(folder: Path, pooling: str = "mean", dense: Sequence[torch.nn.Module] = ()) -> None:
+    """The files by which a folder says that it makes embeddings; `dense`: of each module a matrix, maybe with tanh."""
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    for number, (linear, *after) in enumerate(dense, 2):
+        modules.append((f"{number}_Dense", "Dense"))
+        (place := folder / modules[-1][0]).mkdir(exist_ok=True)
+        named = f"torch.nn.modules.{'activation.Tanh' if after else 'linear.Identity'}"
+        sizes = {"in_features": linear.in_features, "out_features": linear.out_features}
+        told = {**sizes, "bias": linear.bias is not None, "activation_function": named}
+        (place / "config.json").write_text(json.dumps(told))
+        save_file(
+            {f"linear.{name}": one.detach() for name, one in linear.named_parameters()}, place / "model.safetensors"
+        )
+    modules.append(("9_Normalize", "Normalize"))
     listed = [{"idx": n, "name": str(n), "path": p, "type": f"x.models.{t}"} for n, (p, t) in enumerate(modules)]
     (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "1_Pooling").mkdir(exist_ok=True)

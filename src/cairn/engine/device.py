@@ -62,7 +62,7 @@ def load_engine(
     from cairn.engine.cpu import CpuEngine
     from cairn.engine.encoder import EncoderEngine
 
-    encodes = spec.encoder is not None
+    encodes = spec.whole
     fit = (
         None if encodes else CpuEngine.fit(spec, folder, config, blocks)
     )  # its identity takes as long as reading all of its files

@@ -176,6 +176,11 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
     return found
 
 
+def open_tensors(path: Path) -> dict[str, NDArray[Any]]:
+    """Every tensor of one safetensors file. Raises `ModelFileError` for a broken one."""
+    return dict(_tensors(path))
+
+
 def own_name(name: str, spec: ModelSpec) -> str:
     """The name of `expected_tensors` of a stored tensor; "" for one that is not used, its own for an unknown one."""
     if spec.encoder is not None:

@@ -115,7 +115,7 @@ def _logistic(score: float) -> float:
 
 def check_dimensions(service: Service, dimensions: int | None, *, normalize: bool = True) -> None:
     """InvalidRequest for a number of dimensions that this model's vectors cannot be cut to."""
-    most = service.spec.hidden
+    most = service.spec.width
     if dimensions is None or dimensions == most:
         return
     if not 1 <= dimensions <= most:
