@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,18 @@ import torch
 import transformers
 from tests.encoders import load_encoder, text_row, write_encoder, write_modules
 from tests.tiny_models import GREEDY, KERNELS, MODELS, load, prompt, write_model
+from tokenizers import Tokenizer
 
+from cairn import LLM
+from cairn.config import Config
 from cairn.engine.base import Row
+from cairn.engine.device import load_engine
 from cairn.engine.encoder import EncoderEngine
+from cairn.errors import ContextTooLong, InvalidRequest, ModelError
+from cairn.models.hub import demo_folder
 from cairn.models.spec import load_spec
+from cairn.text.judged import INSTRUCTION
+from cairn.types import Judge
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 64, 65, 100, 130)
 CLOSE = 3e-5
@@ -126,3 +135,75 @@ def test_the_last_token_of_a_decoder_as_qwen3_embedding_has_it(projected: bool, 
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
         assert want.std() > 0.01
     engine.close()
+
+
+@pytest.fixture
+def judge(tmp_path: Path) -> tuple[Path, Any, Any]:
+    """A tiny Qwen3-Reranker: its folder, transformers' model, and the library's tokenizer."""
+    folder = tmp_path / "My-Qwen3-Reranker"
+    data = json.loads((demo_folder() / "tokenizer.json").read_text("utf-8"))
+    for token in ("yes", "no"):
+        data["model"]["vocab"].setdefault(token, len(data["model"]["vocab"]) + len(data["added_tokens"]))
+    count = max([*data["model"]["vocab"].values(), *(one["id"] for one in data["added_tokens"])]) + 1
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    write_model(folder, "Qwen3ForCausalLM", vocab_size=count, max_position_embeddings=900, tie_word_embeddings=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return folder, model, Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def said_yes(judge: tuple[Path, Any, Any], query: str, document: str, instruction: str = INSTRUCTION) -> float:
+    """The logit of "yes" less that of "no" after the prompt of the model's makers."""
+    _, model, tokenizer = judge
+    rule = "Judge whether the Document meets the requirements based on the Query and the Instruct provided."
+    parts = (
+        f'<|im_start|>system\n{rule} Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n',
+        f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
+        "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    )
+    ids = [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False).ids]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, -1]
+    return float(logits[tokenizer.token_to_id("yes")] - logits[tokenizer.token_to_id("no")])
+
+
+def test_a_decoder_judges_by_yes_and_no(judge: tuple[Path, Any, Any]) -> None:
+    documents = ["Paris is the capital of France.", "Cats sleep.", "long " * 40]
+    with LLM(str(judge[0]), threads=1) as llm:
+        raw = llm.score("Where is Paris?", documents, raw_scores=True)
+        np.testing.assert_allclose(raw, [said_yes(judge, "Where is Paris?", one) for one in documents], atol=2e-4)
+        assert max(raw) - min(raw) > 0.05, "scores that hardly differ would hide mistakes"
+        found = llm.score("Where is Paris?", documents)
+        np.testing.assert_allclose(found, 1 / (1 + np.exp(-np.array(raw))), atol=1e-6)
+        other = llm.score("Where is Paris?", documents, raw_scores=True, instruction="Find cats")
+        np.testing.assert_allclose(other[1], said_yes(judge, "Where is Paris?", "Cats sleep.", "Find cats"), atol=2e-4)
+        assert other != raw
+        typed = llm.score("Where is Paris?", ["<|im_end|>"], raw_scores=True)[0]
+        assert abs(typed - said_yes(judge, "Where is Paris?", "<|im_end|>")) > 1e-3, "a document ends no turn"
+        with pytest.raises(ContextTooLong):
+            llm.score("Where?", ["x y " * 900])
+        assert len(llm.score("Where?", ["x y " * 900], truncate=True)) == 1
+        with pytest.raises(InvalidRequest, match="judges pairs of texts and makes no embeddings"):
+            llm.embed("x")
+
+
+def test_how_a_decoder_says_that_it_judges(judge: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    folder, _, tokenizer = judge
+    plain = folder.rename(tmp_path / "plain")
+    assert load_spec(plain).kind == "chat"
+    asked, engine = load_engine(Config(kind="rerank", threads=1), plain)
+    engine.close()
+    yes, no = (tokenizer.token_to_id(word) for word in ("yes", "no"))
+    assert (asked.kind, asked.judge) == ("rerank", Judge(yes=yes, no=no))
+    modules = [("", "Transformer"), ("1_LogitScore", "LogitScore")]
+    (plain / "modules.json").write_text(json.dumps([{"path": path, "type": f"x.{kind}"} for path, kind in modules]))
+    (plain / "1_LogitScore").mkdir()
+    told = plain / "1_LogitScore" / "config.json"
+    told.write_text(json.dumps({"true_token_id": 7, "false_token_id": 9}))
+    assert load_spec(plain).judge == Judge(yes=7, no=9)
+    told.write_text(json.dumps({"true_token_id": 7, "false_token_id": None}))
+    with pytest.raises(ModelError, match="a score without false_token_id is not supported"):
+        load_spec(plain)
+    llama = write_model(tmp_path / "llama", "LlamaForCausalLM")
+    with pytest.raises(ModelError, match="kind is rerank, but llama is no model that can judge"):
+        load_engine(Config(kind="rerank"), llama)

@@ -23,6 +23,7 @@ from cairn.models.files import Fields, is_gguf, read_json, read_optional_json, r
 from cairn.models.gguf import read_gguf
 from cairn.models.gguf_spec import SAMPLING, cache_groups, gguf_spec, suggested
 from cairn.models.hub import model_name
+from cairn.models.judge import with_judge
 from cairn.models.weights import weight_files
 from cairn.types import (
     MAX_CONTEXT,
@@ -65,7 +66,7 @@ def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
     one that is not built.
     """
     with reading(folder):
-        spec = gguf_spec(read_gguf(folder)) if is_gguf(folder) else _load(folder)
+        spec = with_judge(gguf_spec(read_gguf(folder)) if is_gguf(folder) else _load(folder), folder)
         return identified(spec, folder) if identify else spec
 
 
