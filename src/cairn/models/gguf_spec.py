@@ -132,7 +132,7 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     rope, context = _rope(keys, gguf, head_dim)
     if family.local_rope:
         context = keys.integer("context_length", 2, MAX_CONTEXT)  # which states the scaled length
-    vocab = _vocab(gguf, hidden)
+    vocab = vocab_rows(gguf, hidden)
     spec = ModelSpec(
         name=model_name(gguf.paths[0]),
         architecture=family.name,
@@ -208,7 +208,7 @@ def _same(value: Any, neutral: Any) -> bool:
     return bool(value == neutral)
 
 
-def _vocab(gguf: Gguf, hidden: int) -> int:
+def vocab_rows(gguf: Gguf, hidden: int) -> int:
     """Rows of the embedding, which may be more than there are tokens."""
     tensor = gguf.tensors.get("token_embd.weight")
     if tensor is None or len(tensor.shape) != 2 or tensor.shape[1] != hidden or tensor.shape[0] > MAX_VOCAB:

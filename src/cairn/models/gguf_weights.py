@@ -19,6 +19,7 @@ from cairn.errors import ModelFileError
 from cairn.kernels.base import Quantized
 from cairn.models.dequant import dequantize
 from cairn.models.gguf import Gguf, Tensor
+from cairn.models.gguf_encoder import encoder_name, is_encoder
 from cairn.models.gguf_spec import FACTORS, architecture
 from cairn.models.outline import Outline, codes
 from cairn.models.outline import blocks as super_blocks
@@ -72,10 +73,15 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
     def __init__(self, gguf: Gguf, expected: Mapping[str, tuple[int, ...]], head_dim: int) -> None:
         """Check that the file holds exactly the `expected` tensors with their shapes; `ModelFileError` otherwise."""
         self._gguf, self._head_dim = gguf, head_dim
-        self._interleaved = architecture(gguf).interleaved
+        own = None if is_encoder(gguf) else architecture(gguf)
+        self._interleaved = own is not None and own.interleaved
         self._found: dict[str, Tensor] = {}
         for tensor in gguf.tensors.values():
-            name = hub_name(tensor.name, architecture(gguf).gemma)
+            name = (
+                encoder_name(gguf.metadata["general.architecture"], tensor.name)
+                if own is None
+                else hub_name(tensor.name, own.gemma)
+            )
             if name is not None and name in expected:
                 self._put(name, tensor, expected[name])
             elif not _HARMLESS.fullmatch(tensor.name):

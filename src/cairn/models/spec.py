@@ -21,6 +21,8 @@ from cairn.models.encoder_spec import encoder_spec, is_encoder
 from cairn.models.families import Family, family_of, sees_both, text_config
 from cairn.models.files import Fields, is_gguf, read_json, read_optional_json, reading
 from cairn.models.gguf import read_gguf
+from cairn.models.gguf_encoder import gguf_encoder_spec
+from cairn.models.gguf_encoder import is_encoder as is_gguf_encoder
 from cairn.models.gguf_spec import SAMPLING, cache_groups, gguf_spec, suggested
 from cairn.models.hub import model_name
 from cairn.models.judge import with_judge
@@ -66,8 +68,13 @@ def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
     one that is not built.
     """
     with reading(folder):
-        spec = with_judge(gguf_spec(read_gguf(folder)) if is_gguf(folder) else _load(folder), folder)
+        spec = with_judge(_load_gguf(folder) if is_gguf(folder) else _load(folder), folder)
         return identified(spec, folder) if identify else spec
+
+
+def _load_gguf(path: Path) -> ModelSpec:
+    gguf = read_gguf(path)
+    return gguf_encoder_spec(gguf) if is_gguf_encoder(gguf) else gguf_spec(gguf)
 
 
 def check_decodes(spec: ModelSpec) -> ModelSpec:
