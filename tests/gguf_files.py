@@ -31,17 +31,22 @@ def write_gguf(
     extra: Mapping[str, Any] | None = None,
     without: tuple[str, ...] = (),
     packed: Callable[[np.ndarray, Type], np.ndarray] = gguf.quants.quantize,
+    arch: str = "",
+    more: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """The model in a folder (safetensors; with a tokenizer.json, if it has one) as a GGUF file.
 
-    Matrices have the type `kind`, all else F32. `extra` are metadata, `without` keys that are left out. With several
+    Matrices have the type `kind`, all else F32. `extra` are metadata, `without` keys that are left out, `arch` names
+    the architecture in place of the folder's own, and `more` are tensors beside those of the folder. With several
     `parts` the file is split; the path of the first part comes back.
     """
     config = json.loads((folder / "config.json").read_text())
-    arch = NAMES[config["architectures"][0]]
-    per_part = -(-len(tensors := hub_tensors(folder, config)) // parts)
+    own = NAMES[config["architectures"][0]]
+    arch = arch or own
+    per_part = -(-len(tensors := hub_tensors(folder, config) | dict(more or {})) // parts)
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=per_part if parts > 1 else 0)
-    found = metadata(config) | (tokenizer(folder, config, pre) if (folder / "tokenizer.json").exists() else {})
+    known = {key.replace(f"{own}.", f"{arch}.", 1): value for key, value in metadata(config).items()}
+    found = known | (tokenizer(folder, config, pre) if (folder / "tokenizer.json").exists() else {})
     put(writer, {key: value for key, value in (found | dict(extra or {})).items() if key not in without})
     for name, array in tensors.items():
         wanted = kind(name, array) if callable(kind) else kind

@@ -296,6 +296,8 @@ class Dense(msgspec.Struct, frozen=True, kw_only=True):
     outputs: int
     bias: bool = True
     activation: Literal["", "tanh"] = ""
+    inside: bool = False
+    """Whether its weights are among the model's own, under the name of its place."""
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):

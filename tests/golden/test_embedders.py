@@ -23,6 +23,7 @@ from cairn.engine.encoder import EncoderEngine
 from cairn.errors import ContextTooLong, InvalidRequest, ModelError
 from cairn.models.hub import demo_folder
 from cairn.models.spec import load_spec
+from cairn.text.gguf import SPLITS
 from cairn.text.judged import INSTRUCTION
 from cairn.types import Judge
 
@@ -142,6 +143,7 @@ def judge(tmp_path: Path) -> tuple[Path, Any, Any]:
     """A tiny Qwen3-Reranker: its folder, transformers' model, and the library's tokenizer."""
     folder = tmp_path / "My-Qwen3-Reranker"
     data = json.loads((demo_folder() / "tokenizer.json").read_text("utf-8"))
+    data |= {"normalizer": {"type": "NFC"}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS["qwen2"]}}
     for token in ("yes", "no"):
         data["model"]["vocab"].setdefault(token, len(data["model"]["vocab"]) + len(data["added_tokens"]))
     count = max([*data["model"]["vocab"].values(), *(one["id"] for one in data["added_tokens"])]) + 1

@@ -17,6 +17,7 @@ from cairn.errors import ModelError, ModelFileError
 from cairn.models.encoder_spec import ACTIVATIONS
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
+from cairn.models.gguf_purpose import pooling_of, ranks
 from cairn.models.gguf_spec import vocab_rows
 from cairn.models.hub import model_name
 from cairn.types import (
@@ -28,10 +29,6 @@ from cairn.types import (
     Pooling,
     RotaryPositions,
 )
-
-POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
-"""`pooling_type` as files number it."""
-NO_POOLING, RANK = 0, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,19 +139,8 @@ def gguf_encoder_spec(gguf: Gguf) -> ModelSpec:
     )
 
 
-def pooling_of(keys: Fields) -> Pooling | None:
-    """How a file says that states are pooled; None where it says nothing of it, or that they are not."""
-    number = keys.integer("pooling_type", 0, 1 << 16, NO_POOLING)
-    if number == NO_POOLING:
-        return None
-    if number not in POOLINGS:
-        known = ", ".join(f"{one} ({name})" for one, name in POOLINGS.items())
-        raise ModelError(f"{keys.path}: {keys.prefix}pooling_type {number} is not supported; supported are {known}")
-    return POOLINGS[number]
-
-
 def _pooling(keys: Fields) -> Pooling:
-    if keys.integer("pooling_type", 0, 1 << 16, NO_POOLING) == RANK:
+    if ranks(keys):
         raise ModelError(f"{keys.path}: an encoder that judges pairs is served from safetensors, not from GGUF")
     return pooling_of(keys) or "mean"
 

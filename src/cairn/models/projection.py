@@ -38,7 +38,12 @@ def open_projection(spec: ModelSpec, folder: Path, weights: Mapping[str, Any]) -
         name = "judge.weight" if spec.judge.apart else "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
         yes, no = _rows(weights, name, (spec.judge.yes, spec.judge.no))
         return (Step((yes - no)[None], None, ""),)
-    return tuple(_dense(folder / dense.place / WEIGHTS, dense) for dense in spec.embedding.dense)
+    return tuple(
+        Step(np.asarray(weights[f"{dense.place}.weight"], np.float32), None, dense.activation)
+        if dense.inside
+        else _dense(folder / dense.place / WEIGHTS, dense)
+        for dense in spec.embedding.dense
+    )
 
 
 def projection_bytes(spec: ModelSpec) -> int:

@@ -74,6 +74,9 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (spec.vocab, spec.hidden),
         "model.norm.weight": (spec.hidden,),
     }
+    shapes |= {f"{one.place}.weight": (one.outputs, one.inputs) for one in spec.embedding.dense if one.inside}
+    if spec.judge is not None and spec.judge.apart:
+        shapes["judge.weight"] = (2, spec.hidden)
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
     matrices = {

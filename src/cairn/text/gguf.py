@@ -123,6 +123,8 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
         )
     encodes = is_encoder(gguf)
     config: dict[str, Any] = {"add_bos_token": not encodes and fields.flag("tokenizer.ggml.add_bos_token", bos)}
+    if fields.flag("tokenizer.ggml.add_eos_token", False) and not encodes:
+        config["add_eos_token"] = True  # behind whole texts
     for name, key in NAMES.items():
         for i in named_ids(gguf, key, len(tokens), absent=name != "eos_token")[:1]:
             config[name] = tokens[i]
