@@ -10,12 +10,15 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
+from tests.tiny_models import write_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from cairn.config import Config
 from cairn.engine.base import Row
 from cairn.engine.encoder import EncoderEngine
+from cairn.models.hub import demo_folder
 from cairn.models.spec import load_spec
+from cairn.text.gguf import SPLITS
 from cairn.types import SamplingParams
 
 SIZES: dict[str, Any] = {
@@ -105,6 +108,19 @@ def write_tokenizer(folder: Path) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return folder
+
+
+def write_reranker(folder: Path) -> Path:
+    """A tiny decoder like Qwen3-Reranker, whose tokenizer has "yes" and "no"."""
+    data = json.loads((demo_folder() / "tokenizer.json").read_text("utf-8"))
+    data |= {"normalizer": {"type": "NFC"}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS["qwen2"]}}
+    for token in ("yes", "no"):
+        data["model"]["vocab"].setdefault(token, len(data["model"]["vocab"]) + len(data["added_tokens"]))
+    count = max([*data["model"]["vocab"].values(), *(one["id"] for one in data["added_tokens"])]) + 1
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    write_model(folder, "Qwen3ForCausalLM", vocab_size=count, max_position_embeddings=900, tie_word_embeddings=True)
     return folder
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tests.encoders import load_encoder, text_row, write_encoder, write_modules
+from tests.encoders import load_encoder, text_row, write_encoder, write_modules, write_reranker
 from tests.tiny_models import GREEDY, KERNELS, MODELS, load, prompt, write_model
 from tokenizers import Tokenizer
 
@@ -21,9 +21,7 @@ from cairn.engine.base import Row
 from cairn.engine.device import load_engine
 from cairn.engine.encoder import EncoderEngine
 from cairn.errors import ContextTooLong, InvalidRequest, ModelError
-from cairn.models.hub import demo_folder
 from cairn.models.spec import load_spec
-from cairn.text.gguf import SPLITS
 from cairn.text.judged import INSTRUCTION
 from cairn.types import Judge
 
@@ -142,14 +140,7 @@ def test_the_last_token_of_a_decoder_as_qwen3_embedding_has_it(projected: bool, 
 def judge(tmp_path: Path) -> tuple[Path, Any, Any]:
     """A tiny Qwen3-Reranker: its folder, transformers' model, and the library's tokenizer."""
     folder = tmp_path / "My-Qwen3-Reranker"
-    data = json.loads((demo_folder() / "tokenizer.json").read_text("utf-8"))
-    data |= {"normalizer": {"type": "NFC"}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS["qwen2"]}}
-    for token in ("yes", "no"):
-        data["model"]["vocab"].setdefault(token, len(data["model"]["vocab"]) + len(data["added_tokens"]))
-    count = max([*data["model"]["vocab"].values(), *(one["id"] for one in data["added_tokens"])]) + 1
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text(json.dumps(data))
-    write_model(folder, "Qwen3ForCausalLM", vocab_size=count, max_position_embeddings=900, tie_word_embeddings=True)
+    write_reranker(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return folder, model, Tokenizer.from_file(str(folder / "tokenizer.json"))
 
