@@ -180,6 +180,23 @@ def test_a_decoder_judges_by_yes_and_no(judge: tuple[Path, Any, Any]) -> None:
             llm.embed("x")
 
 
+def test_texts_of_a_decoder_that_computes_them_whole(judge: tuple[Path, Any, Any]) -> None:
+    folder, model, tokenizer = judge
+    after = dense(48, 20)
+    write_modules(folder, "mean", after)
+    texts = ["Paris is in France.", "cats", "long " * 100]
+    with LLM(str(folder), threads=1) as llm:
+        found = llm.embed(texts)
+        assert found.shape == (3, 20) and llm.embed("cats", dimensions=7).shape == (7,)
+        with pytest.raises(InvalidRequest, match="dimensions must be from 1 to 20"):
+            llm.embed("cats", dimensions=21)
+    for text, got in zip(texts, found, strict=True):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        with torch.no_grad():
+            want = after[0](model.model(torch.tensor([ids])).last_hidden_state[0].mean(0)).numpy()
+        np.testing.assert_allclose(got, want / np.linalg.norm(want), rtol=0, atol=1e-5)
+
+
 def test_how_a_decoder_says_that_it_judges(judge: tuple[Path, Any, Any], tmp_path: Path) -> None:
     folder, _, tokenizer = judge
     plain = folder.rename(tmp_path / "plain")
