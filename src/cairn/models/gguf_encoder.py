@@ -17,7 +17,7 @@ from cairn.errors import ModelError, ModelFileError
 from cairn.models.encoder_spec import ACTIVATIONS
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
-from cairn.models.gguf_purpose import pooling_of, ranks
+from cairn.models.gguf_purpose import ENCODERS, pooling_of, ranks
 from cairn.models.gguf_spec import vocab_rows
 from cairn.models.hub import model_name
 from cairn.types import (
@@ -60,8 +60,6 @@ _FAMILIES = {
         theta=160_000.0,
     ),
 }
-ENCODERS = tuple(_FAMILIES)
-"""`general.architecture` of encoders."""
 _WHOLE = {
     **{"token_embd": "embed_tokens", "token_embd_norm": "embed_norm", "position_embd": "positions"},
     **{"token_types": "token_types", "output_norm": "norm"},

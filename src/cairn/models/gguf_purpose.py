@@ -12,6 +12,8 @@ from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
 from cairn.types import Dense, Embedding, Judge, Pooling
 
+ENCODERS = ("bert", "modern-bert", "nomic-bert")
+"""`general.architecture` of encoders; what each means is in `gguf_encoder`."""
 POOLINGS: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
 NO_POOLING, RANK = 0, 4
 JUDGE = "cls.output.weight"

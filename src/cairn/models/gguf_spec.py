@@ -19,8 +19,8 @@ from cairn.errors import ModelError, ModelFileError
 from cairn.models.ends import ENDS, is_spelt_as_control, known_ends
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
+from cairn.models.gguf_purpose import ENCODERS, purpose
 from cairn.models.gguf_purpose import KEYS as PURPOSE
-from cairn.models.gguf_purpose import purpose
 from cairn.models.hub import model_name
 from cairn.types import (
     MAX_CONTEXT,
@@ -119,7 +119,7 @@ def architecture(gguf: Gguf) -> Architecture:
     if not name:
         raise gguf.fields.error("general.architecture", "the name of an architecture")
     if name not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
+        known = ", ".join(sorted([*ARCHITECTURES, *ENCODERS]))
         raise ModelError(f"{gguf.paths[0]}: the architecture {name[:80]!r} is not supported; supported are {known}")
     return ARCHITECTURES[name]
 
