@@ -342,16 +342,26 @@ async def test_equal_texts_are_found_in_the_cache_however_they_are_sent(tmp_path
     assert count == {"input_tokens": size}
 
 
-async def test_a_system_message_in_the_middle_stays_there_where_a_template_knows_none(tmp_path: Path) -> None:
-    """A template that wants the system message first, and turns that alternate."""
-    strict = (
-        "{% for m in messages %}"
-        "{% if m.role == 'system' and not loop.first %}{{ raise_exception('System message must be at the beginning') }}"
-        "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
-    )
+STRICT = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('System message must be at the beginning') }}"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+HOISTING = (
+    "{% for m in messages if m.role == 'system' %}<|im_start|>system\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+
+
+@pytest.mark.parametrize("template", [STRICT, HOISTING])
+async def test_a_system_message_in_the_middle_stays_there_where_a_template_knows_none(
+    tmp_path: Path, template: str
+) -> None:
+    """Templates that want system messages first, or put them there."""
     folder = make_model(tmp_path / "strict")
     details = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(details | {"chat_template": strict}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(details | {"chat_template": template}))
     messages = [*HI, {"role": "system", "content": "late"}, {"role": "user", "content": "more"}]
     async with serving(folder) as service:
         prompt = await service.chat.prompt([{"role": "system", "content": "first"}, *messages])
@@ -437,6 +447,18 @@ def test_no_body_gets_past_the_reader_but_as_a_chat_or_an_error(messages: Any, p
         assert 400 <= error.status < 500
     else:
         assert isinstance(found["messages"], list)
+
+
+async def test_a_stream_that_is_resumed_keeps_its_dialect() -> None:
+    steps = [Delta(text="Hel", tokens=(1,)), 0.01, Delta(text="lo", tokens=(2,)), 0.01, GenerationFailed("no")]
+    async with site(ScriptedService(lambda request: list(steps))) as at, at.http() as http:
+        whole = await post(at, body(stream=True), x_cairn_resumable="1")
+        id = whole.headers["x-request-id"]
+        rest = await http.get(f"/v1/requests/{id}/events?after=2")
+        assert whole.text.endswith(rest.text) and rest.text.startswith("id: 3\n")
+        plain = "".join(line for line in whole.text.splitlines(keepends=True) if not line.startswith("id: "))
+        kinds = [kind for kind, _ in events(plain)]
+        assert kinds[0] == "message_start" and kinds[-1] == "error"
 
 
 async def test_keys_of_both_kinds() -> None:
