@@ -275,17 +275,25 @@ class AsyncLLM:
         return stacked[0] if isinstance(texts, str) else stacked
 
     async def score(
-        self, query: str, documents: Sequence[str], *, truncate: bool = False, raw_scores: bool = False
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        truncate: bool = False,
+        raw_scores: bool = False,
+        instruction: str | None = None,
     ) -> list[float]:
         """How well each document answers a query: what a model that judges pairs says, 0 to 1, or the cosine of their
-        embeddings. `raw_scores`: a judge's numbers before the logistic function."""
+        embeddings. `raw_scores`: a judge's numbers before the logistic function. `instruction`: what a decoder judges
+        by, such as Qwen3-Reranker."""
         from cairn.service.embeddings import scores
 
         listed = isinstance(documents, Sequence) and not isinstance(documents, str)
         if not listed or not isinstance(query, str) or not all(isinstance(one, str) and one for one in documents):
             raise InvalidRequest("score takes a text and a list of texts that are not empty", field="documents")
         pairs = [(query, document) for document in documents]
-        found, _ = await self._embedding(partial(scores, raw=raw_scores), pairs, truncate, "documents")
+        compute = partial(scores, raw=raw_scores)
+        found, _ = await self._embedding(compute, pairs, truncate, "documents", instruction=instruction)
         return found
 
     async def _embedding(
@@ -295,13 +303,19 @@ class AsyncLLM:
         truncate: bool,
         field: str,
         prompt_name: str | None = None,
+        instruction: str | None = None,
     ) -> T:
         from cairn.service.embeddings import AT_ONCE, Asking
 
         config = self.config
         at_once = max(1, min(AT_ONCE, config.max_queue // 2))
         asking = Asking(
-            timeout=config.request_timeout, at_once=at_once, truncate=truncate, field=field, prompt_name=prompt_name
+            timeout=config.request_timeout,
+            at_once=at_once,
+            truncate=truncate,
+            field=field,
+            prompt_name=prompt_name,
+            instruction=instruction,
         )
         return await compute(self.service, given, asking)
 

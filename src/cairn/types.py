@@ -322,6 +322,19 @@ Kind = Literal["chat", "embed", "rerank"]
 Pooling = Literal["cls", "mean", "last"]
 
 
+class Dense(msgspec.Struct, frozen=True, kw_only=True):
+    """A matrix that a pooled state is multiplied with, and what follows it."""
+
+    place: str
+    """Where its weights are: a folder in the model's own."""
+    inputs: int
+    outputs: int
+    bias: bool = True
+    activation: Literal["", "tanh"] = ""
+    inside: bool = False
+    """Whether its weights are among the model's own, under the name of its place."""
+
+
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     """How a text's vector is made of its tokens' hidden states."""
 
@@ -333,6 +346,18 @@ class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     """Words that stand before a text, by the names of what it is for."""
     prompt: str | None = None
     """The name of those that every text gets that names no others."""
+    dense: tuple[Dense, ...] = ()
+    """What the pooled state goes through, in order."""
+
+
+class Judge(msgspec.Struct, frozen=True, kw_only=True):
+    """How a decoder judges a pair of texts: by what it would say, the logit of `yes` less that of `no`."""
+
+    yes: int
+    no: int
+    """Rows of the output's matrix: token ids."""
+    apart: bool = False
+    """Whether the two rows are a matrix of their own."""
 
 
 class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -410,6 +435,21 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     embedding: Embedding = Embedding()
     encoder: EncoderSpec | None = None
     """Of a model that is no decoder; it has no cache groups."""
+    both: bool = False
+    """Whether a decoder's tokens see what follows them too."""
+    judge: Judge | None = None
+    """Of a decoder that judges pairs of texts."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether texts are computed whole, in one step each, and nothing is kept: an encoder's, and a decoder's whose
+        vectors are made of more than the last token's state."""
+        return self.encoder is not None or self.both or (self.kind == "embed" and self.embedding.pooling != "last")
+
+    @property
+    def width(self) -> int:
+        """Numbers in a vector."""
+        return self.embedding.dense[-1].outputs if self.embedding.dense else self.hidden
 
     @property
     def longest_text(self) -> int:

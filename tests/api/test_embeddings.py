@@ -14,7 +14,7 @@ import openai
 import pytest
 import torch
 from process import Served, served
-from tests.encoders import write_encoder, write_tokenizer
+from tests.encoders import write_encoder, write_reranker, write_tokenizer
 from tokenizers import Tokenizer
 
 POSITIONS = 300
@@ -176,6 +176,23 @@ def test_a_judge_ranks_as_transformers_scores(judge: tuple[Served, Any, Path]) -
 )
 def test_bad_pairs_are_named(path: str, body: dict[str, Any], said: str, judge: tuple[Served, Any, Path]) -> None:
     assert said in message(judge[0], path, **body)
+
+
+def test_a_decoder_ranks_by_an_instruction(server: Served, tmp_path: Path) -> None:
+    folder = write_reranker(tmp_path / "qwen3-reranker-tiny")
+    texts = ["Paris is in France.", "Cats sleep.", "A kind of bread."]
+    with served(model=str(folder), engine="cpu", threads=1) as process:
+        ranked = post(process, "/v1/rerank", query="Where is Paris?", documents=texts).json()["results"]
+        scored = post(process, "/v1/score", text_1="Where is Paris?", text_2=texts).json()["data"]
+        by_index = {one["index"]: one["relevance_score"] for one in ranked}
+        assert [one["score"] for one in scored] == [by_index[at] for at in range(3)]
+        assert all(0 < one["score"] < 1 for one in scored)
+        other = post(process, "/rerank", query="Where is Paris?", texts=texts, instruction="Find cats.").json()
+        assert {one["index"]: one["score"] for one in other} != by_index
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        assert "judges texts and answers nothing" in message(process, "/v1/chat/completions", **chat)
+    said = message(server, "/v1/rerank", query="q", documents=["a"], instruction="Find cats.")
+    assert "takes no instruction" in said
 
 
 def test_tokenize_shows_what_an_encoder_reads(server: Served, folder: Path) -> None:

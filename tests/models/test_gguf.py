@@ -193,7 +193,7 @@ KEYS: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "architecture": (
         {"general.architecture": "mamba"},
         (),
-        "the architecture 'mamba' is not supported; supported are gemma2, gemma3, llama",
+        "the architecture 'mamba' is not supported; supported are bert, gemma-embedding, gemma2, gemma3, llama",
     ),
     "experts": ({"llama.expert_count": 8}, (), r"llama\.expert_count is set, which is not supported"),
     "softcap": ({"llama.attn_logit_softcapping": 30.0}, (), "attn_logit_softcapping is set"),

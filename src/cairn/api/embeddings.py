@@ -87,7 +87,7 @@ class Embeddings:
         most = len(texts) if body.top_n is None else body.top_n
         if most < 1:
             raise InvalidRequest(f"top_n must be from 1; it is {most}", field="top_n")
-        asking = self.asking(call, body.truncate, name)
+        asking = self.asking(call, body.truncate, name, instruction=body.instruction)
         pairs = [(body.query, text) for text in texts]
         found, tokens = await self._scores(call, service, pairs, asking, raw=bool(body.raw_scores))
         best = sorted(range(len(found)), key=lambda at: -found[at])[:most]
@@ -115,12 +115,20 @@ class Embeddings:
                 f"text_1 holds {len(first)} texts and text_2 {len(second)}; give one text_1, or as many", field="text_1"
             )
         pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
-        found, tokens = await self._scores(call, service, pairs, self.asking(call, body.truncate, "text_2"))
+        asking = self.asking(call, body.truncate, "text_2", instruction=body.instruction)
+        found, tokens = await self._scores(call, service, pairs, asking)
         data = [{"index": at, "object": "score", "score": one} for at, one in enumerate(found)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         await call.json({"id": call.id, "object": "list", "model": service.name, "data": data, "usage": usage})
 
-    def asking(self, call: Call, truncate: bool | None, field: str, prompt_name: str | None = None) -> Asking:
+    def asking(
+        self,
+        call: Call,
+        truncate: bool | None,
+        field: str,
+        prompt_name: str | None = None,
+        instruction: str | None = None,
+    ) -> Asking:
         """Whose texts they are, and what bounds them."""
         return Asking(
             salt=call.salt,
@@ -130,6 +138,7 @@ class Embeddings:
             truncate=bool(truncate),
             field=field,
             prompt_name=prompt_name,
+            instruction=instruction,
         )
 
     async def made(

@@ -122,7 +122,7 @@ async def encode_text(
     the texts are control tokens.
     """
     texts = [text for text in (prompt, suffix) if isinstance(text, str)]
-    if service.spec.encoder is not None and isinstance(prompt, str):
+    if service.spec.whole and isinstance(prompt, str):
         encode: Callable[[], list[int]] = partial(_whole, service, prompt, special)
     else:
         encode = partial(service.tokenizer.encode_raw, prompt, suffix, special=special)

@@ -432,6 +432,8 @@ class RerankBody(Body):
     truncate: bool | None = None
     raw_scores: bool | None = None
     """Whether the scores of a judge are those before the logistic function."""
+    instruction: str | None = None
+    """What a decoder judges by."""
 
 
 class ScoreBody(Body):
@@ -449,6 +451,7 @@ class ScoreBody(Body):
     text_1: Stop
     text_2: Stop
     truncate: bool | None = None
+    instruction: str | None = None
 
 
 class TokenizeBody(Templated):

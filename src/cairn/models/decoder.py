@@ -62,6 +62,8 @@ class Decoder:
     softcap: float
     activation: str
     logit_softcap: float
+    both: bool
+    """Whether tokens see what follows them too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
         softcap=spec.attention_softcap,
         activation=spec.activation,
         logit_softcap=spec.logit_softcap,
+        both=spec.both,
     )
 
 
@@ -205,9 +208,8 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
         k.norm(b.hidden, layer.attention_norm, eps, b.normed)
         k.project(b.normed, layer.qkv, b.qkv)
         k.rope_write(b.qkv, b.angles[g], layer.q_norm, layer.k_norm, eps, kv[g], layer.index, b.slots[g], b.query)
-        k.attention(
-            b.query, kv[g], layer.index, b.rows, b.tables[g], layer.window, decoder.scale, b.attended, decoder.softcap
-        )
+        how = decoder.scale, b.attended, decoder.softcap, decoder.both
+        k.attention(b.query, kv[g], layer.index, b.rows, b.tables[g], layer.window, *how)
         k.project(b.attended, layer.out, b.projected)
         _add(k, decoder, layer.attention_post_norm, b)
         k.norm(b.hidden, layer.mlp_norm, eps, b.normed)
@@ -229,6 +231,12 @@ def head(k: Kernels, decoder: Decoder, b: Buffers) -> None:
     k.logits(b.hidden, b.wanted, decoder.norm, decoder.eps, decoder.head, b.logits)
     if decoder.logit_softcap:
         k.softcap(b.logits, decoder.logit_softcap)
+
+
+def states(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
+    """`body`, and the model's last norm of every token in the place of its hidden state."""
+    body(k, decoder, kv, b)
+    k.norm(b.hidden, decoder.norm, decoder.eps, b.hidden)
 
 
 def with_slots(buffers: Buffers) -> Buffers:
@@ -282,3 +290,10 @@ def record(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buf
     last: Any = Recorder()
     head(last, decoder, symbols)
     return kernels.program(layers.calls), kernels.program(last.calls)
+
+
+def record_states(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buffers) -> Program:
+    """The program of `states` over these buffers and this KV pool."""
+    recorder: Any = Recorder()
+    states(recorder, decoder, kv, with_slots(buffers))
+    return kernels.program(recorder.calls)

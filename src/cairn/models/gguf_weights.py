@@ -19,6 +19,8 @@ from cairn.errors import ModelFileError
 from cairn.kernels.base import Quantized
 from cairn.models.dequant import dequantize
 from cairn.models.gguf import Gguf, Tensor
+from cairn.models.gguf_encoder import encoder_name, is_encoder
+from cairn.models.gguf_purpose import DENSE, JUDGE
 from cairn.models.gguf_spec import FACTORS, architecture
 from cairn.models.outline import Outline, codes
 from cairn.models.outline import blocks as super_blocks
@@ -48,6 +50,8 @@ _POST_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 """Of models that also norm what attention and the MLP give."""
+_BEHIND = {JUDGE: "judge.weight"} | {f"{name}.weight": f"{name}.weight" for name in DENSE}
+"""What a pooled state goes through."""
 _NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)\.(weight|bias)")
 _HARMLESS = re.compile(re.escape(FACTORS) + r"|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 """Constants of the rotary positions; the spec holds those that matter."""
@@ -56,6 +60,8 @@ _TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.(weight|bias)")
 
 def hub_name(name: str, post_norms: bool = False) -> str | None:
     """transformers' name of a tensor, or None for one that no decoder here has."""
+    if name in _BEHIND:
+        return _BEHIND[name]
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -72,10 +78,15 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
     def __init__(self, gguf: Gguf, expected: Mapping[str, tuple[int, ...]], head_dim: int) -> None:
         """Check that the file holds exactly the `expected` tensors with their shapes; `ModelFileError` otherwise."""
         self._gguf, self._head_dim = gguf, head_dim
-        self._interleaved = architecture(gguf).interleaved
+        own = None if is_encoder(gguf) else architecture(gguf)
+        self._interleaved = own is not None and own.interleaved
         self._found: dict[str, Tensor] = {}
         for tensor in gguf.tensors.values():
-            name = hub_name(tensor.name, architecture(gguf).gemma)
+            name = (
+                encoder_name(gguf.metadata["general.architecture"], tensor.name)
+                if own is None
+                else hub_name(tensor.name, own.gemma)
+            )
             if name is not None and name in expected:
                 self._put(name, tensor, expected[name])
             elif not _HARMLESS.fullmatch(tensor.name):

@@ -74,6 +74,9 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (spec.vocab, spec.hidden),
         "model.norm.weight": (spec.hidden,),
     }
+    shapes |= {f"{one.place}.weight": (one.outputs, one.inputs) for one in spec.embedding.dense if one.inside}
+    if spec.judge is not None and spec.judge.apart:
+        shapes["judge.weight"] = (2, spec.hidden)
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
     matrices = {
@@ -174,6 +177,11 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
         home = WEIGHTS if homes is None else named.get(missing, INDEX)
         raise ModelFileError(f"{folder / home}: the tensor {missing} of shape {list(expected[missing])} is missing")
     return found
+
+
+def open_tensors(path: Path) -> dict[str, NDArray[Any]]:
+    """Every tensor of one safetensors file. Raises `ModelFileError` for a broken one."""
+    return dict(_tensors(path))
 
 
 def own_name(name: str, spec: ModelSpec) -> str:
