@@ -92,7 +92,6 @@ class StoredResponses:
                 chat.chat_options(),
                 request=call.number,
                 share=call.share,
-                wanted=chat.wanted(),
                 template_args=chat.template_args(service.chat.knows),
                 wanted=chat.wanted(),
             )
