@@ -23,6 +23,7 @@ machine they are read in smaller steps, and a stream's tokens come as often.
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 
@@ -38,6 +39,16 @@ from cairn.waiting import Passed, WaitingQueue
 
 LONG_TOKENS = 256
 """Prompts at least so long are stored at first touch: they are expensive, and rarely asked for once."""
+
+
+class Turn(enum.Enum):
+    """What is to be done with a waiting sequence whose turn it is."""
+
+    RUNS = "runs"
+    PASSES = "passes"
+    """It waits on, and those behind it may run."""
+    STOPS = "stops"
+    """It waits on, and nobody passes it."""
 
 
 class Scheduler:
@@ -203,7 +214,7 @@ class Scheduler:
         if long:
             room.use_kept(count)
 
-    def _admit(  # noqa: C901  one loop over the queue, each of whose branches ends it or passes one sequence
+    def _admit(
         self, work: dict[Sequence, int], room: Room, now: float, ended: list[Output], started: list[int]
     ) -> None:
         """Let waiting sequences run, in order, while there is room in the step, a row and blocks."""
@@ -214,38 +225,11 @@ class Scheduler:
             if room.kept and passed.again(sequence):
                 continue
             finish = sequence.ending()
-            reuse = sequence.scored >= sequence.to_score
-            if finish is None:
-                spare, kept = len(self._running), room.kept
-                if self._waiting.full(sequence, passed, spare, kept):
+            if finish is None and (turn := self._open(sequence, room, passed)) is not Turn.RUNS:
+                if turn is Turn.STOPS:
                     break
-                if reuse and self._cache.awaits(sequence.kv, sequence.tokens, spare, kept or None):
-                    if kept:
-                        passed.add(sequence)
-                    continue
-                if kept and not sequence.kv.tried:  # what was loaded must be held before others take its blocks
-                    missing = sequence.target - (self._cache.found(sequence.kv, sequence.tokens, False) if reuse else 0)
-                    if missing > kept:
-                        passed.long(sequence, pause=missing > self._step_tokens)
-                        continue
-                    if not room.short(missing):
-                        break
-                    spare += passed.needs(self._cache.info.block_tokens)
-                covered = self._cache.open(sequence.kv, sequence.tokens, reuse=reuse, spare=spare)
-                self._waiting.opened(sequence, covered, passed, len(self._running), kept)
-                if covered is None:
-                    break
-                sequence.computed = covered
-            sequence.become(State.RUNNING)
-            self._waiting.start(sequence)
-            self._running.append(sequence)
-            sequence.turn = sequence.turn or next(self._turns)
-            if sequence.admitted is None:
-                miss = self._cache.miss(sequence.kv, sequence.tokens, sequence.computed) if reuse else None
-                sequence.start(now, miss)
-                started.append(sequence.request.id)
-                self._queries += sequence.prompt_len if reuse else 0
-                self._hits += min(sequence.computed, sequence.prompt_len)
+                continue
+            self._start(sequence, now, started)
             if finish is None and sequence.computed >= sequence.target:
                 finish = FinishReason.LENGTH
             if finish is not None:
@@ -253,6 +237,45 @@ class Scheduler:
                 ended.append(Output(id=sequence.request.id, finish=finish, cache=cache, timing=timing))
             else:
                 self._chunk(sequence, room, work)
+
+    def _open(self, sequence: Sequence, room: Room, passed: Passed) -> Turn:
+        """Give a waiting sequence blocks, what is cached among them, if it may run now."""
+        reuse = sequence.scored >= sequence.to_score
+        spare, kept = len(self._running), room.kept
+        if self._waiting.full(sequence, passed, spare, kept):
+            return Turn.STOPS
+        if reuse and self._cache.awaits(sequence.kv, sequence.tokens, spare, kept or None):
+            if kept:
+                passed.add(sequence)
+            return Turn.PASSES
+        if kept and not sequence.kv.tried:  # what was loaded must be held before others take its blocks
+            missing = sequence.target - (self._cache.found(sequence.kv, sequence.tokens, False) if reuse else 0)
+            if missing > kept:
+                passed.long(sequence, pause=missing > self._step_tokens)
+                return Turn.PASSES
+            if not room.short(missing):
+                return Turn.STOPS
+            spare += passed.needs(self._cache.info.block_tokens)
+        covered = self._cache.open(sequence.kv, sequence.tokens, reuse=reuse, spare=spare)
+        self._waiting.opened(sequence, covered, passed, len(self._running), kept)
+        if covered is None:
+            return Turn.STOPS
+        sequence.computed = covered
+        return Turn.RUNS
+
+    def _start(self, sequence: Sequence, now: float, started: list[int]) -> None:
+        """A waiting sequence runs, from what is computed of it on."""
+        sequence.become(State.RUNNING)
+        self._waiting.start(sequence)
+        self._running.append(sequence)
+        sequence.turn = sequence.turn or next(self._turns)
+        if sequence.admitted is None:
+            reuse = sequence.scored >= sequence.to_score
+            miss = self._cache.miss(sequence.kv, sequence.tokens, sequence.computed) if reuse else None
+            sequence.start(now, miss)
+            started.append(sequence.request.id)
+            self._queries += sequence.prompt_len if reuse else 0
+            self._hits += min(sequence.computed, sequence.prompt_len)
 
     def _advance(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> Output | None:
         """Take one row's result: what it computed is published, what it sampled is appended."""
