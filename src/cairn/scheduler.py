@@ -30,13 +30,17 @@ import math
 from cairn.engine.base import Row, RowResult
 from cairn.errors import Conflict
 from cairn.figures import SchedulerStats
+from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
+from cairn.kv.sequence_kv import Match
 from cairn.plan import Limits, Pace, Plan, Room, sizes
 from cairn.seams import Clock
 from cairn.sequence import Sequence, State, check
 from cairn.types import FinishReason, Output, Request, Timing
 from cairn.waiting import Passed, WaitingQueue
 
+PATIENCE = 32
+"""Steps after which nobody waits any more for what a running prompt, which had no part of them, was to compute."""
 LONG_TOKENS = 256
 """Prompts at least so long are stored at first touch: they are expensive, and rarely asked for once."""
 
@@ -66,7 +70,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._planned: Plan | None = None
         self._next_deadline = math.inf
-        self._serial, self._steps, self._turns = itertools.count(), itertools.count(), itertools.count(1)
+        self._serial, self._turns = itertools.count(), itertools.count(1)
         self._queries = self._hits = self._preemptions = 0
 
     @property
@@ -120,6 +124,7 @@ class Scheduler:
         now = self._clock.now()
         ended, started = self._expire(now), list[int]()
         prompts, preemptions = list[Sequence](), self._preemptions
+        self._cache.recheck(running=bool(self._running))
         work: dict[Sequence, int] = {}
         for sequence in tuple(self._running):
             if sequence.missing > 1:
@@ -138,6 +143,7 @@ class Scheduler:
                 self._chunk(sequence, room, work)
         if self._preemptions != preemptions:
             work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}
+        self._lapse(work)
         copies = self._cache.copies()
         if not work and not ended:
             return None
@@ -209,25 +215,39 @@ class Scheduler:
             return  # it has its part, and more of it is worth nobody's blocks
         if not self._fit(sequence, start + count):
             return
-        work[sequence] = start + count
+        work[sequence], sequence.stalled = start + count, 0
         room.take(count, whole=start + count == sequence.target)
         if long:
             room.use_kept(count)
+
+    def _lapse(self, work: dict[Sequence, int]) -> None:
+        """Let nobody wait for a prompt that has had no part of a step for long."""
+        if len(work) == len(self._running):
+            return
+        for sequence in self._running:
+            sequence.stalled += sequence not in work
+            if sequence.stalled == PATIENCE:
+                self._cache.lapse(sequence.kv, sequence.tokens)
 
     def _admit(
         self, work: dict[Sequence, int], room: Room, now: float, ended: list[Output], started: list[int]
     ) -> None:
         """Let waiting sequences run, in order, while there is room in the step, a row and blocks."""
-        passed = Passed(next(self._steps))
+        if self._cache.blocked == len(self._waiting):
+            return
+        passed = Passed()
         for sequence in self._waiting:
-            if room.left < 1 or len(self._running) + passed.any >= self._max_rows or passed.enough:
+            if room.left < 1 or len(self._running) + passed.any >= self._max_rows:
                 break
-            if room.kept and passed.again(sequence):
+            if room.kept and passed.outranks(sequence):
+                passed.add(sequence)
                 continue
             finish = sequence.ending()
             if finish is None and (turn := self._open(sequence, room, passed)) is not Turn.RUNS:
                 if turn is Turn.STOPS:
                     break
+                if room.kept:
+                    passed.add(sequence)
                 continue
             self._start(sequence, now, started)
             if finish is None and sequence.computed >= sequence.target:
@@ -240,28 +260,44 @@ class Scheduler:
 
     def _open(self, sequence: Sequence, room: Room, passed: Passed) -> Turn:
         """Give a waiting sequence blocks, what is cached among them, if it may run now."""
+        if (known := self._known(sequence, room, passed)) is not None:
+            return known
+        kv, kept, spare = sequence.kv, room.kept, len(self._running)
         reuse = sequence.scored >= sequence.to_score
-        spare, kept = len(self._running), room.kept
-        if self._waiting.full(sequence, passed, spare, kept):
-            return Turn.STOPS
-        if reuse and self._cache.awaits(sequence.kv, sequence.tokens, spare, kept or None):
-            if kept:
-                passed.add(sequence)
+        sequence.long_beside = 0
+        match = Match(0, len(sequence.tokens))
+        if reuse:
+            match = self._cache.match(kv, sequence.tokens, spare, kept or None)
+        if match.blocked_on is not None:
             return Turn.PASSES
-        if kept and not sequence.kv.tried:  # what was loaded must be held before others take its blocks
-            missing = sequence.target - (self._cache.found(sequence.kv, sequence.tokens, False) if reuse else 0)
+        if kept and not kv.tried:  # what was loaded must be held before others take its blocks
+            missing = sequence.target - match.covered
             if missing > kept:
-                passed.long(sequence, pause=missing > self._step_tokens)
+                sequence.long_beside = kept
                 return Turn.PASSES
             if not room.short(missing):
                 return Turn.STOPS
             spare += passed.needs(self._cache.info.block_tokens)
-        covered = self._cache.open(sequence.kv, sequence.tokens, reuse=reuse, spare=spare)
-        self._waiting.opened(sequence, covered, passed, len(self._running), kept)
+        covered = self._cache.open(kv, sequence.tokens, match, reuse=reuse, spare=spare)
         if covered is None:
+            sequence.spare = spare
             return Turn.STOPS
         sequence.computed = covered
         return Turn.RUNS
+
+    def _known(self, sequence: Sequence, room: Room, passed: Passed) -> Turn | None:
+        """What the last look at a waiting sequence says for this step too, since nothing has happened meanwhile."""
+        match, kept = sequence.kv.match, room.kept
+        if match is None:
+            return None
+        beside = kept > 0 and not sequence.kv.tried
+        if isinstance(match.blocked_on, BlockPool):
+            spare = len(self._running) + (passed.needs(self._cache.info.block_tokens) if beside else 0)
+            short = not beside or sequence.target - match.covered <= kept
+            return Turn.STOPS if self._running and short and spare >= sequence.spare else None
+        if match.blocked_on is not None:
+            return Turn.PASSES
+        return Turn.PASSES if beside and kept <= sequence.long_beside else None
 
     def _start(self, sequence: Sequence, now: float, started: list[int]) -> None:
         """A waiting sequence runs, from what is computed of it on."""
