@@ -17,6 +17,11 @@ whole in it: neither the next token nor the next turn of an agent waits until so
 take at most twice as long by that. Long prompts wait for each other, and a short one passes none of its tenant's that
 has a higher priority, nor begins where it would take the row or the blocks that the next of them needs.
 
+A waiting sequence is ready, or blocked on a block that another brings or on its own load (then it is passed), or on
+blocks (then nobody passes it). It stays so until the cache says that something has happened; no step looks before.
+Whatever it is blocked on comes from those that run and from loads, and these end. So something always wakes it; and
+where nothing runs, or by a wake that was forgotten, nobody waits for ever: `Cache.recheck`.
+
 Beside rows that want their next token, a step takes no more of prompts than there is time for (`Pace`): on a slow
 machine they are read in smaller steps, and a stream's tokens come as often.
 """

@@ -257,7 +257,7 @@ BUGS = (
     Bug("a tenant's second waits behind all of another's", ROUNDS, "Rounds.__iter__", "(item for around in zip_longest(*lines) for item in around if item is not None)", "(item for line in lines for item in line)"),
     Bug("one that was preempted stands behind those that never ran", WAITING, "WaitingQueue.__iter__", "chain(tuple(self._back), self._rounds)", "chain(self._rounds, tuple(self._back))"),
     Bug("the queue takes one too many", WAITING, "WaitingQueue.check", "waiting < self._max_requests", "waiting <= self._max_requests"),
-    Bug("what was long once is long for ever", SCHEDULER, "Scheduler._known", "kept <= sequence.long_beside", "sequence.long_beside > 0"),
+    Bug("what was long once is long for ever", SCHEDULER, "Scheduler._open", "sequence.long_beside = kept", "sequence.long_beside = 1 << 30"),
     Bug("a long look is not forgotten at the next", SCHEDULER, "Scheduler._open", "sequence.long_beside = 0", "pass"),
     # ------------------------------------------------------------------------------------------------ who is woken
     Bug("nobody is woken by what is published", CACHE, "Cache.publish", "self._waiters.settled(context.chains[0].key(index, tokens))", "pass"),
@@ -270,7 +270,6 @@ BUGS = (
     Bug("who has waited is still counted", WAITERS, "Waiters.wake", "self._blocked.pop(context, None)", "pass"),
     Bug("what is waited for is forgotten", CACHE, "Cache._remember", "keys = [blocked_on]", "pass"),
     Bug("what would make a long prompt short is not watched", CACHE, "Cache._remember", "keys = [key(hit, tokens), *(one for index in more if (one := key(index, tokens)) in self._computing)]", "pass"),
-    Bug("beside windows only the first missing block is watched", CACHE, "Cache._remember", "range(hit + 1, last) if self._windows else ()", "()"),
     Bug("who waits, waits for another block than the other brings", CACHE, "Cache._on_its_way", "return key(hit, tokens)", "return key(last - 1, tokens)"),
     Bug("blocks that were taken are there for who found too few", SCHEDULER, "Scheduler._known", "spare >= sequence.spare", "spare > 0"),
     Bug("the queue does not count tokens", WAITING, "WaitingQueue.check", "waiting < self._max_requests and (not waiting or queued + tokens <= self._max_tokens)", "waiting < self._max_requests"),

@@ -788,6 +788,8 @@ class World:
         else:
             found = self.cache.found(kv, sequence.tokens, False) if sequence.scored >= sequence.to_score else 0
             law(found <= match.covered, "more is cached than a waiting sequence knows")
+            long = sequence.target - match.covered > sequence.long_beside or not sequence.long_beside
+            law(long, "a short prompt is passed as a long one")
         if isinstance(blocked_on, BlockPool):
             law(blocked_on.available <= self.cache._waiters._short[kv][1], "a sequence does not know of free blocks")
 
