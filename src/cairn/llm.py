@@ -20,13 +20,16 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from cairn.answer import Answer, AsyncStream
 from cairn.async_llm import AsyncLLM, Message, Prompt, objects
 from cairn.config import Config
 from cairn.errors import Cancelled, InvalidRequest, Unavailable
 from cairn.types import Delta
+
+if TYPE_CHECKING:
+    from cairn.service.embeddings import Vector
 
 __all__ = ["LLM", "Answer", "AsyncLLM", "AsyncStream", "Stream"]
 
@@ -159,6 +162,28 @@ class LLM:
         if not isinstance(prompts, str):
             raise InvalidRequest("stream=True takes one prompt, not a list", field="stream")
         return Stream(self, self._loop.wait(lambda: self._llm.stream_generate(prompts, **sampling)))
+
+    def embed(
+        self,
+        texts: str | Sequence[Prompt],
+        *,
+        truncate: bool = False,
+        normalize: bool = True,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+    ) -> Vector:
+        """The embedding of a text, or of each of several; see `AsyncLLM.embed`."""
+        return self._loop.wait(
+            lambda: self._llm.embed(
+                texts, truncate=truncate, normalize=normalize, dimensions=dimensions, prompt_name=prompt_name
+            )
+        )
+
+    def score(
+        self, query: str, documents: Sequence[str], *, truncate: bool = False, raw_scores: bool = False
+    ) -> list[float]:
+        """How well each document answers a query; see `AsyncLLM.score`."""
+        return self._loop.wait(lambda: self._llm.score(query, documents, truncate=truncate, raw_scores=raw_scores))
 
 
 class _Loop:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 from cairn.engine.base import Engine, Row, RowResult
+from cairn.figures import SchedulerStats
 from cairn.kv.blocks import Copy
 from cairn.sequence import Sequence
-from cairn.types import Output
+from cairn.types import FinishReason, Output, Request
 
 ENOUGH_TOKENS = 128
 """Prompt tokens of a step from which an engine is not much faster with more."""
@@ -166,6 +168,8 @@ class Plan:
     """Tokens of rows of more than one: of prompts."""
     singles: int
     """Rows of one token."""
+    encodes: bool = False
+    """Whether the rows are whole texts for an encoder."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -179,8 +183,39 @@ class Plan:
                 return []
             for group, source, target in self.copies:
                 engine.write_blocks(group, [target], engine.read_blocks(group, [source]).wait()).wait()
+            if self.encodes:
+                return engine.embed(self.rows).wait()
             if not self.chunked:
                 return engine.decode(self.rows).wait()
             return engine.prefill(self.rows).wait()
         except Exception as error:
             return error
+
+
+class Planner(Protocol):
+    """What decides what a worker computes next: `Scheduler`, or `TextQueue` for an encoder."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is no request at all."""
+        ...
+
+    def stats(self) -> SchedulerStats:
+        """What it holds now."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        ...
+
+    def drop(self, id: int, reason: FinishReason) -> Output | None:
+        """End a request in any state; None if there is no such request (any more)."""
+        ...
+
+    def plan(self) -> Plan | None:
+        """The next step; None if there is nothing to do, or nothing but to wait."""
+        ...
+
+    def commit(self, plan: Plan, results: list[RowResult] | Exception, seconds: float = 0.0) -> list[Output]:
+        """Take what the engine made of the last plan."""
+        ...

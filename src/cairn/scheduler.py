@@ -41,6 +41,7 @@ from cairn.kv.sequence_kv import Match
 from cairn.plan import Limits, Pace, Plan, Room, sizes
 from cairn.seams import Clock
 from cairn.sequence import Sequence, State, check
+from cairn.text_queue import encoded
 from cairn.types import FinishReason, Output, Request, Timing
 from cairn.waiting import Passed, WaitingQueue
 
@@ -329,6 +330,9 @@ class Scheduler:
         if end < sequence.target:
             scores = result.prompt_logprobs
             return Output(id=sequence.request.id, prompt_logprobs=scores) if scores else None
+        if row.want == "hidden":
+            cache, timing = sequence.report, self._end(sequence, State.FINISHED, now)
+            return encoded(sequence.request, result, cache, timing)
         finish: FinishReason | None = FinishReason.LENGTH
         tokens: tuple[int, ...] = ()
         if row.samples:

@@ -103,7 +103,8 @@ class Sequence:
     @property
     def target(self) -> int:
         """Tokens to compute before the next token can be sampled; without `max_tokens`, to score the prompt."""
-        return len(self.tokens) if self.request.sampling.max_tokens else len(self.tokens) - 1
+        whole = self.request.sampling.max_tokens or self.request.want == "hidden"
+        return len(self.tokens) if whole else len(self.tokens) - 1
 
     @property
     def missing(self) -> int:
@@ -146,6 +147,7 @@ class Sequence:
             self.prompt_len,
             request.sampling,
             request.choice,
+            request.want,
         )
 
     def start(self, now: float, miss: Miss | None) -> None:

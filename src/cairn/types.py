@@ -111,6 +111,10 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The answer goes on the prompt's own text: it is no text of its own, whose first space a decoder may drop."""
 
 
+Want = Literal["token", "hidden"]
+"""What a row is computed for: the next token, or the hidden state that a text's embedding is made of."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation of one choice: everything a worker needs, and everything needed to start over elsewhere.
 
@@ -143,6 +147,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stored: bool = True
     """Whether its KV may be kept beyond the pool at all. Chunks hold the token ids, so a text that must not be stored
     must not come there either."""
+    want: Want = "token"
+    """`hidden`: nothing is generated; the last output has the text's `vector`."""
+    second: int = 0
+    """Where the second text of a pair begins, for a model whose two texts have types of their own; 0: there is one."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -195,6 +203,8 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     """Set on the first output after the prompt was computed."""
     timing: Timing | None = None
     """Set with `finish`."""
+    vector: bytes = b""
+    """float32 in the machine's order: what a request that wants a hidden state has asked for, with `finish`."""
 
 
 class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,6 +234,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
     cache: CacheReport
     timing: Timing = Timing()
+    vector: bytes = b""
+    """float32, of a request that wants a hidden state."""
 
 
 Event = Delta | Done
@@ -271,8 +283,55 @@ MAX_HEAD_DIM = 1 << 10
 """The largest head of a model that is served: what the kernels take, and a bound on what a file may claim."""
 
 
+Kind = Literal["chat", "embed", "rerank"]
+Pooling = Literal["cls", "mean", "last"]
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """How a text's vector is made of its tokens' hidden states."""
+
+    pooling: Pooling = "last"
+    """The first token's, the mean of all, or the last token's."""
+    max_tokens: int | None = None
+    """Longest text in tokens, where that is less than the model's context."""
+    prompts: dict[str, str] = {}
+    """Words that stand before a text, by the names of what it is for."""
+    prompt: str | None = None
+    """The name of those that every text gets that names no others."""
+
+
+class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes an encoder of a transformer: every token sees all of its text, and nothing is kept."""
+
+    positions: Literal["learned", "rotary"] = "learned"
+    first_position: int = 0
+    """Row of the learned positions' table that the first token has."""
+    position_rows: int = 0
+    type_rows: int = 0
+    """Rows of the tables of positions and of token types; 0 where there is none."""
+    norm_first: bool = False
+    """Whether norms stand before attention and MLP, and one at the end, and not behind each."""
+    norm_bias: bool = True
+    fused: bool = False
+    """Whether queries, keys and values are one matrix, and gates and what they let through another."""
+    gated: bool = False
+    windows: tuple[int, ...] = ()
+    """Of each layer: how far a token sees to both sides, itself counted; 0: all. () for all layers."""
+    local: RotaryPositions | None = None
+    """The positions of layers with a window, where they have their own."""
+    labels: int = 0
+    """Scores of the head of a model that judges texts; 0 where there is none."""
+    head: Literal["", "tanh", "norm"] = ""
+    """What stands between the pooled state and its scores: a matrix and tanh, or a matrix, GELU and a norm."""
+    head_bias: bool = True
+
+    def window(self, layer: int) -> int:
+        """A layer's window."""
+        return self.windows[layer] if self.windows else 0
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder-only transformer as data: everything the forward pass and the KV cache depend on."""
+    """A transformer as data: everything the forward pass and the KV cache depend on."""
 
     name: str
     architecture: str
@@ -288,8 +347,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling = RopeScaling()
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    """The activation of the gated MLP."""
+    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    """The activation of the MLP."""
     qk_norm: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -311,6 +370,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling defaults of generation_config.json: temperature, top_k, top_p, min_p, repetition_penalty."""
     identity: bytes = b""
     """SHA-256 over everything above that could change a number, the weights and the tokenizer."""
+    kind: Kind = "chat"
+    """What its files say that it was made for."""
+    embedding: Embedding = Embedding()
+    encoder: EncoderSpec | None = None
+    """Of a model that is no decoder; it has no cache groups."""
+
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text whose embedding the model was made for."""
+        return min(self.context, self.embedding.max_tokens or self.context)
 
     def rope(self, group: int) -> RotaryPositions:
         """The positions of a group's layers."""

@@ -88,6 +88,7 @@ class ScriptedStream:
     request: Request
     steps: list[Step]
     waker: Any = None
+    cache: CacheReport | None = None
     over: bool = False
     closed: bool = False
     _queue: list[Event | CairnError] = field(default_factory=list)
@@ -176,6 +177,9 @@ class ScriptedService:
 
     def remember(self, tenant: str, prompt: Sequence[int], generated: Sequence[int], message: Any) -> None:
         self.remembered.append((tenant, tuple(prompt), tuple(generated), message))
+
+    def check_generates(self) -> None:
+        """It answers."""
 
     def generate(self, request: Request, told: Any = None) -> ScriptedStream:
         stream = ScriptedStream(request, self.script(request))

@@ -15,10 +15,12 @@ from scripted import SPEC, ScriptedService
 from sockets import site
 
 from cairn.api import agent_schemas
+from cairn.api.anthropic_schemas import MessagesBody
 from cairn.api.checks import check_chat
 from cairn.api.fields import ACCEPTED, ROWS, Row
 from cairn.api.parse import parse
-from cairn.api.schemas import Body, ChatBody, CompletionBody, TextPart, TokenizeBody
+from cairn.api.responses_schemas import ResponseBody
+from cairn.api.schemas import Body, ChatBody, CompletionBody, EmbeddingBody, RerankBody, TextPart, TokenizeBody
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
 
@@ -66,7 +68,9 @@ def placed(place: str, more: dict[str, Any]) -> dict[str, Any]:
     return objects[place]
 
 
-PLACED = [(place, name, row) for place, rows in ROWS.items() if place != "tokenize" for name, row in rows.items()]
+OWN = ("tokenize", "embedding", "messages", "responses")
+"""Places with a route of their own."""
+PLACED = [(place, name, row) for place, rows in ROWS.items() if place not in OWN for name, row in rows.items()]
 
 
 @pytest.mark.parametrize(("place", "name", "row"), PLACED, ids=[f"{place}-{name}" for place, name, _ in PLACED])
@@ -81,14 +85,23 @@ def test_fields_of_the_table(place: str, name: str, row: Row) -> None:
         assert row.why in str(caught.value)
 
 
-def test_fields_of_tokenize() -> None:
-    for name, row in ROWS["tokenize"].items():
-        for value in (None, *(row.values or ())):
-            assert parse(TokenizeBody, {"prompt": "a", name: value}, Config()) == parse(
-                TokenizeBody, {"prompt": "a"}, Config()
-            )
-        with pytest.raises(Unsupported, match=name):
-            parse(TokenizeBody, {"prompt": "a", name: {"not": "built"}}, Config())
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (TokenizeBody, {"prompt": "a"}),
+        (EmbeddingBody, {"input": "a"}),
+        (RerankBody, {"query": "a", "documents": ["b"]}),
+        (MessagesBody, {"messages": [USER]}),
+        (ResponseBody, {"input": "a"}),
+    ],
+)
+def test_fields_of_other_routes(kind: type[Body], body: dict[str, Any]) -> None:
+    for name, row in ROWS[kind.place].items():
+        for value in (None, *(("x", 1) if row.values is None else row.values)):
+            assert parse(kind, body | {name: value}, Config()) == parse(kind, body, Config())
+        if row.values is not None:
+            with pytest.raises(Unsupported, match=name):
+                parse(kind, body | {name: {"not": "built"}}, Config())
 
 
 def test_the_table_has_a_field_once() -> None:
@@ -211,7 +224,7 @@ def test_what_is_not_built_yet(more: dict[str, Any], field: str) -> None:
         ({"logit_bias": {"a": "b"}}, "logit_bias.a"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a" * 129}}]}, "tools[0].function.name"),
         ({"tool_choice": "maybe", "tools": [TOOL]}, "tool_choice"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"__x": 1}}, "chat_template_kwargs.__x"),
@@ -408,7 +421,7 @@ SENTENCES = [
     ),
     (
         {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-        "tools[0].function.name must be 1 to 64 letters, digits, '_', '-' and '.'; it is a text",
+        "tools[0].function.name must be 1 to 128 letters, digits, '_', '-' and '.'; it is a text",
     ),
     (
         {"response_format": {"type": "json_object"}},

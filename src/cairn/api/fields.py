@@ -105,6 +105,53 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
             Row("plugins models", "asks a router, and there is none", ([],)),
         ),
     },
+    "messages": {
+        "Anthropic": (
+            Row("cache_control", _CACHED),
+            Row("betas anthropic_beta anthropic_version", "what betas add is accepted, and built or passed over"),
+            Row("context_management", "nothing is cleared of a context; the client may"),
+            Row("container inference_geo service_tier speed user_profile_id workspace_id", "all are served alike"),
+            Row("mcp_servers", "this server calls no others", ([],)),
+            Row("prefill", "answers begin anew", ()),
+        ),
+    },
+    "responses": {
+        "OpenAI": (
+            Row("user safety_identifier", "who asks; nobody here judges them"),
+            Row("service_tier access_programs", "all requests are served alike"),
+            Row("prompt_cache_retention", _CACHED),
+            Row("truncation", "nothing is cut; what is too long is refused with `context_length_exceeded`"),
+            Row("max_tool_calls", "of tools that run on a server, and none runs here"),
+            Row("context_management", "nothing is compacted unasked; the client may"),
+            Row("stream_options", "padding against eavesdroppers, which TLS in front may do"),
+            Row("client_metadata", _IDS),
+            Row("image", "images are not read here"),
+            Row("prompt", "prompts are not kept here; send instructions and input", ()),
+            Row("moderation", "nothing here judges texts", ()),
+            Row("n", "a response has one answer", (1,)),
+        ),
+    },
+    "embedding": {
+        "OpenAI": (Row("user safety_identifier", "who asks; nobody here judges them"),),
+        "Cohere, Jina": (
+            Row("input_type task", "say prompt_name, by the names of the model's own prompts", ()),
+            Row("max_chunks_per_doc max_tokens_per_doc rank_fields late_chunking", _FORM, ()),
+            Row("embedding_type", "say encoding_format", ("float",)),
+            Row("embedding_types", "say encoding_format", (["float"],)),
+        ),
+        "TEI": (Row("truncation_direction", "texts are cut at their end", ("right", "Right")),),
+        "vLLM, SGLang": (
+            Row("request_id", "the server gives its own"),
+            Row("priority", "texts take their turn", (0,)),
+            Row("add_special_tokens", "a text gets what its model was trained on", (True,)),
+            Row("truncate_prompt_tokens", "say truncate", ()),
+            Row("embed_dtype endianness", _FORM, ("float32", "native", "little")),
+        ),
+        "Ollama": (
+            Row("keep_alive", "a model stays loaded"),
+            Row("options", "options stand beside the texts", ({},)),
+        ),
+    },
     "tokenize": {
         "vLLM, SGLang": (
             Row("add_generation_prompt", "a chat ends where the answer begins", (True,)),

@@ -273,7 +273,8 @@ class Guard(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.output.write(refusal(error, f"{self._listener.rng.bits64():016x}"))
+        path = (self.url or b"").partition(b"?")[0].decode("latin-1")
+        self.output.write(refusal(error, path, f"{self._listener.rng.bits64():016x}"))
         self.output.flush()
         self._linger()
 

@@ -24,7 +24,7 @@ MAX_METADATA = 16
 """How many pairs of metadata a request may have, as in the OpenAI API."""
 SPARE_FIELDS = 16
 """Unknown fields of an object that are told by name."""
-_UNIONS = frozenset({"content", "prompt", "stop", "samplers"})
+_UNIONS = frozenset({"content", "prompt", "stop", "samplers", "input", "inputs", "text_1", "text_2"})
 """Fields of several shapes. Behind one's name stands the tag of the shape, which is no part of a field's name."""
 _HIDDEN = "~"
 """First letter of these tags. A client's own field may begin so too, but stands nowhere behind such a name."""
@@ -92,9 +92,10 @@ class _Reader:
         field = where + shown(name)
         near = closest(name, [*kind.model_fields, *kind.synonyms])
         what = "this route" if not where else f"a {kind.place}"
-        if self._lenient and self._call is not None:
+        lenient = self._lenient or kind.lenient
+        if lenient and self._call is not None:
             self._call.warn(f"{field} is not a field of {what} and has no effect{near}")
-        elif not self._lenient:
+        elif not lenient:
             self.unknown[field] = f"{field} is not a field of {what}{near}"
             return False
         return True
@@ -150,7 +151,7 @@ _SHAPES: Mapping[str, str] = {
     "dict_type": "an object",
     "model_type": "an object",
     "list_type": "a list",
-    "string_pattern_mismatch": "1 to 64 letters, digits, '_', '-' and '.'",
+    "string_pattern_mismatch": "1 to 128 letters, digits, '_', '-' and '.'",
 }
 """What was expected, by the kind of an error."""
 

@@ -18,7 +18,19 @@ from cairn.errors import InvalidRequest
 from cairn.service.requests import SamplingOptions
 
 Place = Literal[
-    "request", "tokenize", "stream_options", "message", "part", "tool", "function", "call", "called", "other"
+    "request",
+    "messages",
+    "responses",
+    "embedding",
+    "tokenize",
+    "stream_options",
+    "message",
+    "part",
+    "tool",
+    "function",
+    "call",
+    "called",
+    "other",
 ]
 """What kind of object a field stands in."""
 
@@ -30,6 +42,8 @@ class Body(BaseModel):
     place: ClassVar[Place] = "other"
     within: ClassVar[dict[str, type[Body]]] = {}
     """The fields that hold such bodies, one or a list of them."""
+    lenient: ClassVar[bool] = False
+    """Unknown fields are passed over, which the sender is told in a header."""
     synonyms: ClassVar[Mapping[str, str]] = {}
     """Other names of fields, which count where the field's own is absent."""
 
@@ -113,7 +127,7 @@ class FunctionTool(Body):
 
     place = "function"
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -310,6 +324,77 @@ class CompletionBody(Generation):
     """False: control tokens written in the prompt are ordinary text."""
     echo: bool | None = None
     logprobs: Count = None
+
+
+class EmbeddingBody(Body):
+    """POST /v1/embeddings."""
+
+    place = "embedding"
+
+    model: str | None = None
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Count = None
+    truncate: bool | None = None
+    """Whether a text that is longer than the model takes is cut."""
+    normalize: bool | None = None
+    """False: the vectors as the model makes them; default: of length 1."""
+    prompt_name: str | None = None
+    """Which of the model's words stand before each text, such as those for queries."""
+
+
+class TextsBody(Body):
+    """POST /embed, as Text Embeddings Inference has it."""
+
+    place = "embedding"
+
+    model: str | None = None
+    inputs: Prompt
+    truncate: bool | None = None
+    normalize: bool | None = None
+    dimensions: Count = None
+    prompt_name: str | None = None
+
+
+class Document(Body):
+    """`{"text": ...}`."""
+
+    text: str
+
+
+class RerankBody(Body):
+    """POST /v1/rerank: `documents` as Cohere and Jina have them, or `texts` as Text Embeddings Inference does."""
+
+    place = "embedding"
+    within = {"documents": Document}
+    synonyms = {"top_k": "top_n", "return_text": "return_documents"}
+
+    model: str | None = None
+    query: str
+    documents: Several[str | Document] | None = None
+    texts: Several[str] | None = None
+    top_n: Count = None
+    return_documents: bool | None = None
+    truncate: bool | None = None
+    raw_scores: bool | None = None
+    """Whether the scores of a judge are those before the logistic function."""
+
+
+class ScoreBody(Body):
+    """POST /v1/score, as vLLM has it: one text or several beside one or as many."""
+
+    place = "embedding"
+    synonyms = {
+        "queries": "text_1",
+        "documents": "text_2",
+        "data_1": "text_1",
+        "data_2": "text_2",
+    }
+
+    model: str | None = None
+    text_1: Stop
+    text_2: Stop
+    truncate: bool | None = None
 
 
 class TokenizeBody(Templated):

@@ -10,31 +10,31 @@ from collections.abc import Callable
 from typing import Any
 
 from cairn.api.reply import error_body, shown
-from cairn.errors import CairnError, NotFound
+from cairn.errors import CairnError, ContextTooLong, NotFound
 
-_BARE = re.compile(r"/(?:chat/completions|completions|models)(?:/.*)?")
+_BARE = re.compile(r"/(?:chat/completions|completions|models)(?:/.*)?|/(?:embeddings|rerank|reranking|score)")
 _SLASHES = re.compile(r"/{2,}")
 _DOUBLED = re.compile(r"(?:/v1)+(?=/v1(?:/|$))")
 _ANTHROPIC = re.compile(r"/v1/messages(?:/.*)?|/v1/complete")
 _OLLAMA = re.compile(r"/api(?:/.*)?")
 
-_EMBEDDINGS = "embeddings are not built into this model: a language model that answers is served here, and nothing else"
+_EMBEDDINGS = "POST {base}/embeddings makes vectors of texts"
 _OLLAMA_USE = "Ollama's API is not spoken here; the same server answers OpenAI's API at {base}"
-_RANKING = "this server scores no documents: it answers chats and text completions"
+_RANKING = "POST {base}/rerank and {base}/score say how well texts go together"
 _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), said)
     for pattern, said in (
-        (r"(?:/v1)?/embeddings?|/api/embed(?:dings)?", _EMBEDDINGS),
+        (r"(?:/v1)?/embedding|/api/embed(?:dings)?|/embed_all|/embed_sparse", _EMBEDDINGS),
         (r"/api/(?:chat|generate)", _OLLAMA_USE + ", POST {base}/chat/completions"),
         (r"/api/(?:tags|show|ps)", _OLLAMA_USE + "; the model is listed at {base}/models"),
         (r"/api/(?:pull|push|create|copy|delete|blobs/.*)", "models are not changed over HTTP; use 'cairn pull'"),
         (r"/api/version", _OLLAMA_USE + "; the version is at /version"),
         (r"/api(?:/.*)?", _OLLAMA_USE),
         (
-            r"/v1/messages(?:/.*)?|/v1/complete",
-            "Anthropic's API is not spoken here; POST {base}/chat/completions takes chats as OpenAI's API has them",
+            r"/v1/messages/.*|/v1/complete",
+            "of Anthropic's API there are POST {base}/messages and {base}/messages/count_tokens",
         ),
-        (r"/v1/responses(?:/.*)?", "OpenAI's Responses API is not built; POST {base}/chat/completions takes chats"),
+        (r"/v1/responses/.*", "of OpenAI's Responses API there are POST {base}/responses and what is below a response"),
         (r"/v1/images(?:/.*)?", "images are neither made nor edited here: the model writes text"),
         (r"/v1/videos(?:/.*)?", "videos are not made here: the model writes text"),
         (
@@ -42,13 +42,13 @@ _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             "speech is neither made nor understood here: the model reads and writes text",
         ),
         (r"/v1/moderations", "moderation is not built into this model"),
-        (r"(?:/v[12])?/(?:rerank|reranking|score)|/pooling|/classify", _RANKING),
+        (r"/pooling|/classify|/predict", _RANKING),
         (
             r"/v1/(?:files|uploads|batches|fine_tuning|vector_stores|evals|containers)(?:/.*)?",
             "this server keeps no files and runs no batches or training",
         ),
         (
-            r"/v1/(?:assistants|threads|conversations)(?:/.*)?",
+            r"/v1/(?:assistants|threads)(?:/.*)?",
             "OpenAI's assistants are not built; agents, which keep their history here, are at {base}/agents",
         ),
         (r"/completion", "llama-server's own completion route is not built; POST {base}/completions completes a text"),
@@ -87,10 +87,20 @@ def no_route(path: str, host: str, known: Callable[[str], bool]) -> NotFound:
 def body_of(path: str, error: CairnError, id: str) -> dict[str, Any]:
     """The error as the clients of this path read it: Anthropic's shape, Ollama's, or else OpenAI's."""
     if _ANTHROPIC.fullmatch(path):
-        return {"type": "error", "error": {"type": _kind(error.status), "message": str(error)}, "request_id": id}
+        return anthropic_error(error, id)
     if _OLLAMA.fullmatch(path):
         return {"error": str(error)}
     return error_body(error)
+
+
+def anthropic_error(error: CairnError, id: str) -> dict[str, Any]:
+    """The error in Anthropic's shape. Clients know a prompt that is too long by the beginning of the sentence."""
+    text = str(error)
+    if isinstance(error, ContextTooLong):
+        text = f"prompt is too long: {text}"
+        if error.prompt_tokens is not None:
+            text = f"prompt is too long: {error.prompt_tokens} tokens > {error.context} maximum"
+    return {"type": "error", "error": {"type": _kind(error.status), "message": text}, "request_id": id}
 
 
 def _tidy(path: str) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from cairn.cli import agents, bench, cache, chat, doctor, generate, models, options, quantize, remote, serve
+from cairn.cli import agents, bench, cache, chat, doctor, embed, generate, models, options, quantize, remote, serve
 from cairn.cli.output import printable
 from cairn.errors import CairnError, ConfigError
 
@@ -63,7 +63,7 @@ def _root(
     pass
 
 
-for _group in (serve, chat, generate, models, quantize, remote, agents, cache, doctor, bench, options):
+for _group in (serve, chat, generate, embed, models, quantize, remote, agents, cache, doctor, bench, options):
     _group.register(app)
 
 

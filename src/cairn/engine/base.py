@@ -1,7 +1,7 @@
 """The narrow waist: above it policy (who runs, what is cached), below it arithmetic.
 
-It carries token ids, block ids and pages, and nothing else. An engine keeps no per-request state: a `Row` says
-everything about its request, so aborting one means no longer naming its row, and no state can go stale.
+It carries token ids, block ids, pages and hidden states, and nothing else. An engine keeps no per-request state: a
+`Row` says everything about its request, so aborting one means no longer naming its row, and no state can go stale.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from cairn.types import CacheGroup, SamplingParams, TokenLogprob
+from cairn.types import CacheGroup, SamplingParams, TokenLogprob, Want
 
 T_co = TypeVar("T_co", covariant=True)
 
+NOT_FINITE = "the model gave numbers that are not finite"
+"""What is wrong with a row of which a hidden state is wanted."""
 NO_BLOCK = -1
 """An entry of a window group's table: a block that the window has passed and nobody may read."""
 
@@ -42,6 +44,11 @@ class Row(msgspec.Struct, frozen=True):
     """Length of the original prompt: where `min_tokens` and the presence and frequency penalties start to count."""
     sampling: SamplingParams
     choice: int
+    want: Want = "token"
+    """`hidden`: the row gives a state in the place of a token, where it wants logits: that of position end - 1 after
+    the model's last norm; of an encoder, whose row is a whole text, its pooled states, or what a head makes of them."""
+    second: int = 0
+    """Where the second of two texts begins that have types of their own; 0: there is one."""
 
     @property
     def samples(self) -> bool:
@@ -50,7 +57,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class RowResult(msgspec.Struct, frozen=True):
-    """What a step made of one row. At most one of `token` and `error` is set."""
+    """What a step made of one row. At most one of `token`, `hidden` and `error` is set."""
 
     token: int | None = None
     logprob: TokenLogprob | None = None
@@ -58,6 +65,8 @@ class RowResult(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str = ""
     """This row alone failed, for instance with non-finite logits."""
+    hidden: bytes = b""
+    """float32, of a row that wants that."""
 
 
 class Pending(Protocol, Generic[T_co]):
@@ -105,11 +114,13 @@ class EngineInfo:
     """What loading did to the model's numbers, if anything: a sentence for the log."""
     kv_dtype: str = "float32"
     """Type of a page's numbers: float32, bfloat16 or float16 (numpy's names)."""
+    generates: bool = True
+    """False for an encoder: it has no groups, and `embed` is all that it can do."""
 
 
 class Engine(Protocol):
-    """Implementations: `engine.cpu`, `engine.fake`. One thread calls; a call that raises leaves the KV of its own
-    rows undefined and everything else as it was."""
+    """Implementations: `engine.cpu`, `engine.encoder`, `engine.fake`. One thread calls; a call that raises leaves the
+    KV of its own rows undefined and everything else as it was."""
 
     @property
     def info(self) -> EngineInfo:
@@ -122,6 +133,11 @@ class Engine(Protocol):
 
     def decode(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
         """`prefill` for rows of exactly one token each: a static shape."""
+        ...
+
+    def embed(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
+        """`prefill` for rows that all want hidden states. An encoder's rows are whole texts without tables: what it
+        gives for one is the same bit for bit whatever stands beside it."""
         ...
 
     def read_blocks(self, group: int, ids: Sequence[int]) -> Pending[list[memoryview]]:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.config import Config
-from cairn.engine.base import NO_BLOCK, EngineInfo, Ready, Row, RowResult
+from cairn.engine.base import NO_BLOCK, NOT_FINITE, EngineInfo, Ready, Row, RowResult
 from cairn.engine.machine import cpu_count
 from cairn.engine.memory import WeightMemory, block_bytes, check_memory, kv_dtype, pool_blocks, weight_memory
 from cairn.kernels.base import Kernels
@@ -89,6 +89,7 @@ class CpuEngine:
         self._head: Program
         self._body, self._head = decoder.record(self._kernels, built, self._kv, self._buffers)
         self._sampler: Sampler = self._kernels.sampler(spec.vocab)
+        self._norm = built.norm, built.eps
         self.info = EngineInfo(
             groups=spec.groups,
             blocks=blocks,
@@ -159,9 +160,14 @@ class CpuEngine:
             tokens = firsts[-1] + rows[-1].end - rows[-1].start
             self._body.replay({"tokens": tokens, "rows": len(rows)})
             results = [NOTHING] * len(rows)
+            self._read_hidden(rows, firsts, results)
             for slice_ in _slices(rows):
                 self._sample(rows, firsts, slice_, results, tokens)
         return Ready(results)
+
+    def embed(self, rows: Sequence[Row]) -> Ready[list[RowResult]]:
+        """Rows of which hidden states are wanted: the same program, so the same bits."""
+        return self.prefill(rows)
 
     def decode(self, rows: Sequence[Row]) -> Ready[list[RowResult]]:
         """Rows of one token each: the same program, so the same bits."""
@@ -191,6 +197,19 @@ class CpuEngine:
         self._body = self._head = Interpreted(self._kernels, ())
         # And so does a sampler of their threads.
         self._sampler = NUMPY
+        self._norm = None, 0.0
+
+    def _read_hidden(self, rows: Sequence[Row], firsts: list[int], results: list[RowResult]) -> None:
+        """The normed states of the rows that want them, before the head reads what they stand in."""
+        wanted = [number for number, row in enumerate(rows) if row.want == "hidden" and row.logits_from is not None]
+        if not wanted:
+            return
+        states = self._buffers.hidden[[firsts[number] + rows[number].end - rows[number].start - 1 for number in wanted]]
+        weight, eps = self._norm
+        self._kernels.norm(states.copy(), weight, eps, states)
+        for number, state in zip(wanted, states, strict=True):
+            finite = bool(np.isfinite(state).all())
+            results[number] = RowResult(hidden=state.tobytes()) if finite else RowResult(error=NOT_FINITE)
 
     def _write_inputs(self, rows: Sequence[Row]) -> list[int]:
         """Fill the step's input buffers, each in one go; returns each row's first token in the step."""
@@ -272,7 +291,7 @@ def _slices(rows: Sequence[Row]) -> Iterator[list[tuple[int, int, int]]]:
     slice_: list[tuple[int, int, int]] = []
     room = decoder.LOGITS_ROWS
     for number, row in enumerate(rows):
-        low = row.end if row.logits_from is None else row.logits_from
+        low = row.end if row.logits_from is None or row.want == "hidden" else row.logits_from
         while low < row.end:
             high = min(row.end, low + room)
             slice_.append((number, low, high))

@@ -35,6 +35,8 @@ _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _STEP = np.uint64(_MULTIPLIER)
 _NOISE = 4096
 _PEAKS = 8
+_HIDDEN = 8
+"""Numbers of a hidden state, as `fake_spec` says."""
 
 Words = NDArray[np.uint64]
 Floats = NDArray[np.float32]
@@ -132,10 +134,29 @@ class FakeEngine:
         self._check(rows)
         for number in range(len(self._kv)):
             self._write(number, rows)
-        wanted = [(row, p) for row in rows if row.logits_from is not None for p in range(row.logits_from, row.end)]
+        plain = [row for row in rows if row.want == "token"]
+        wanted = [(row, p) for row in plain if row.logits_from is not None for p in range(row.logits_from, row.end)]
         if not wanted:
-            return Ready([RowResult() for _ in rows])
-        return Ready(sample(rows, self._logits(self._states(wanted)), self._sampler))
+            found = [RowResult() for _ in plain]
+        else:
+            found = sample(plain, self._logits(self._states(wanted)), self._sampler)
+        if len(plain) == len(rows):
+            return Ready(found)
+        sampled = iter(found)
+        return Ready([next(sampled) if row.want == "token" else self._hidden(row) for row in rows])
+
+    def embed(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
+        """`prefill`: a state is the noise that its digests lead to."""
+        return self.prefill(rows)
+
+    def _hidden(self, row: Row) -> RowResult:
+        if row.logits_from is None:
+            return RowResult()
+        return RowResult(hidden=self._vector(self._states([(row, row.end - 1)])))
+
+    def _vector(self, state: Words) -> bytes:
+        (start,) = (state % np.uint64(_NOISE)).tolist()
+        return np.ascontiguousarray(self._noise[start : start + _HIDDEN]).tobytes()
 
     def decode(self, rows: Sequence[Row]) -> Pending[list[RowResult]]:
         """One step over rows of one token, as `Engine.decode`."""
@@ -179,6 +200,10 @@ class FakeEngine:
         truth = _Truth(self)
         states = [truth.state(tokens[: end + 1]) for end in range(len(tokens))]
         return self._logits(np.array(states, dtype=np.uint64))
+
+    def oracle_vector(self, tokens: Sequence[int]) -> bytes:
+        """The hidden state of a whole text."""
+        return self._vector(np.array([_Truth(self).state(tokens)], dtype=np.uint64))
 
     # ------------------------------------------------------------------------------------------------- arithmetic
 

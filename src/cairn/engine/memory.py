@@ -13,6 +13,7 @@ from cairn.engine.machine import memory_available
 from cairn.errors import ModelError
 from cairn.kernels import native
 from cairn.kernels.choose import REFERENCE, chosen
+from cairn.models import encoder
 from cairn.models.decoder import buffer_bytes, build
 from cairn.models.outline import Outline, outlines
 from cairn.models.weights import parameters, small
@@ -63,6 +64,9 @@ def weight_bytes(spec: ModelSpec) -> int:
 def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> WeightMemory:
     """What the weights that `open_weights` gave take in the kernels that `config.kernels` names; reads none of them."""
     tally: Any = _Tally(chosen(kernels) != REFERENCE)
+    if spec.encoder is not None:
+        encoder.build(tally, spec, outlines(weights))
+        return WeightMemory(tally.held, tally.peak - tally.held, tally.streamed)
     head: Any = build(tally, spec, outlines(weights)).head
     return WeightMemory(tally.held, tally.peak - tally.held, tally.streamed - head, head)
 
@@ -114,6 +118,8 @@ def pool_blocks(
     `ModelError` with the figures for a `kv_gb` below that least.
     """
     context = min(spec.context, config.context or spec.context)
+    if not spec.groups:  # an encoder keeps nothing
+        return ()
     needs = [_blocks_for(group, context, config) for group in spec.groups]
     least = [_blocks_for(group, min(context, LEAST_CONTEXT), config) for group in spec.groups]
     one, fewest = _bytes(spec, config, needs), _bytes(spec, config, least)
@@ -178,6 +184,8 @@ def _bytes(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> int:
 def _buffers(spec: ModelSpec, config: Config) -> int:
     context = min(spec.context, config.context or spec.context)
     rows, scores = min(config.max_running, config.step_tokens), chosen(config.kernels) == REFERENCE
+    if spec.encoder is not None:
+        return encoder.buffer_bytes(spec, max(config.step_tokens, context), rows, context, scores=scores)
     return buffer_bytes(spec, config.step_tokens, rows, context, scores=scores)
 
 

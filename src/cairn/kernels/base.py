@@ -168,8 +168,17 @@ class Kernels(Protocol):
         """out[M, H] = rms_norm(x[M, H])."""
         ...
 
+    def layer_norm(self, x: Array, weight: Array, bias: Array | None, eps: float, out: Array) -> None:
+        """out[M, H] = (x - mean) / sqrt(variance + eps) * weight + bias, of x[M, H]; `out` may be `x`."""
+        ...
+
     def project(self, x: Array, matrix: Matrix, out: Array) -> None:
         """out[M, N] = x[M, H] @ matrix + bias."""
+        ...
+
+    def activate(self, x: Array, activation: str, out: Array) -> None:
+        """out[M, F] = act(x[M, F]): silu, tanh, gelu_tanh, or gelu, which is x times the normal distribution's Phi(x)
+        with an error below 2e-7; `out` may be `x`."""
         ...
 
     def gate(self, gates: Array, activation: str, out: Array) -> None:
@@ -213,14 +222,16 @@ class Kernels(Protocol):
         scale: float,
         out: Array,
         softcap: float = 0.0,
+        both: bool = False,
     ) -> None:
-        """out[M, Q D] = causal attention of each token over its row's KV.
+        """out[M, Q D] = attention of each token over its row's KV: causal, or in `both` directions.
 
         A score is s = scale * (query . key), and with a softcap c it is c tanh(s / c).
 
         rows[B, 3]: a row's first token in the step, its number of tokens, the position of its first token.
         tables[B, width]: block of each 16 positions; -1 where there is none. With window > 0 position p sees
-        (p - window, p], else [0, p]. Arithmetic is in float32, whatever the pool's type; native kernels may round
+        (p - window, p], else [0, p]; in both directions (p - window, p + window), else all of its row, of which the
+        step has every token. Arithmetic is in float32, whatever the pool's type; native kernels may round
         queries and weights of a bfloat16 pool to bfloat16 where that is what the instruction set multiplies.
         """
         ...

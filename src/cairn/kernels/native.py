@@ -32,7 +32,7 @@ VERSION = "native-5"
 """Version of the order of operations, of the KV layout and of packed matrices; a change that can move a bit gets a new
 one, here and in `csrc/module.cpp`."""
 
-INTERFACE = 2
+INTERFACE = 3
 """Version of what is called in the module; a change that moves no bit gets a new one, in both places too."""
 
 _MODULE = "cairn.kernels._native"
@@ -186,8 +186,14 @@ class NativeKernels:
     def norm(self, x: Any, weight: Any, eps: float, out: Any) -> None:
         self._run("norm", (x, weight, eps, out), tokens=len(x))
 
+    def layer_norm(self, x: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:
+        self._run("layer_norm", (x, weight, bias, eps, out), tokens=len(x))
+
     def project(self, x: Any, matrix: Any, out: Any) -> None:
         self._run("project", (x, matrix, out), tokens=len(x))
+
+    def activate(self, x: Any, activation: str, out: Any) -> None:
+        self._run("activate", (x, activation, out), tokens=len(x))
 
     def gate(self, gates: Any, activation: str, out: Any) -> None:
         self._run("gate", (gates, activation, out), tokens=len(gates))
@@ -226,8 +232,9 @@ class NativeKernels:
         scale: float,
         out: Any,
         softcap: float = 0.0,
+        both: bool = False,
     ) -> None:
-        arguments = (query, kv, layer, rows, tables, window, scale, out, softcap)
+        arguments = (query, kv, layer, rows, tables, window, scale, out, softcap, both)
         self._run("attention", arguments, tokens=len(query), rows=len(rows))
 
     def project_add(self, x: Any, matrix: Any, hidden: Any) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.blas import TILE, tile_rows
+from cairn.types import MAX_CONTEXT
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
@@ -38,6 +39,7 @@ def attend(
     scale: float,
     out: Floats,
     cap: float = 0.0,
+    both: bool = False,
 ) -> None:
     """`kernels.base.Kernels.attention`."""
     heads, size = query.shape[1:]
@@ -53,13 +55,13 @@ def attend(
         q = np.zeros((len(tokens), kv_heads, tiles * tile, size), np.float32)
         q[:, :, : piece.count * fan] = rows_of.reshape(len(tokens), kv_heads, -1, size)
         q = q.reshape(len(tokens), kv_heads, tiles, tile, size)
-        seen = _seen(piece, fan, tiles * tile, window)
-        got = _attend(q, _Pages(kv, layer, tables, piece, window), seen, scale, cap)
+        seen = _seen(piece, fan, tiles * tile, window, both)
+        got = _attend(q, _Pages(kv, layer, tables, piece, window, both), seen, scale, cap)
         got = got.reshape(len(tokens), kv_heads, -1, size)[:, :, : piece.count * fan]
         got = got.reshape(len(tokens), kv_heads, piece.count, fan, size).transpose(0, 2, 1, 3, 4)
         out[tokens] = got.reshape(len(tokens), piece.count, heads * size)
 
-    for piece in _pieces(rows.tolist(), heads, window):
+    for piece in _pieces(rows.tolist(), heads, window, both):
         compute(piece)
         if piece.count > 1 and not np.isfinite(out[piece.tokens]).all():
             # A weight of zero silences no value without a number that another token of the piece sees.
@@ -81,37 +83,42 @@ class _Piece:
     """[R] first position of the first span."""
     count: int
     spans: int
+    lengths: NDArray[np.intp]
+    """[R] positions of each row."""
 
 
-def _pieces(rows: list[list[int]], heads: int, window: int) -> Iterator[_Piece]:
+def _pieces(rows: list[list[int]], heads: int, window: int, both: bool) -> Iterator[_Piece]:
     """Cut a step into pieces of bounded size. How it is cut changes no result: every query is independent."""
     alone: dict[int, list[tuple[int, int, int, int]]] = {}
     for row, (first, count, start) in enumerate(rows):
-        at = 0
+        at, length = 0, start + count
         while at < count:
             base = max(0, start + at - window + 1) // SPAN * SPAN if window else 0
             fit = max(TILE, _SCORES // (heads * (start + count - base + SPAN)))
             taken = min(fit, count - at)
-            spans = -(-(start + at + taken - base) // SPAN)
-            if count == 1:
+            end = start + at + taken
+            if both:
+                end = min(length, end + window - 1) if window else length
+            spans = -(-(end - base) // SPAN)
+            if count == 1 and not both:
                 # One-token rows of similar length share a piece; the power of two bounds the padding.
                 alone.setdefault(1 << (spans - 1).bit_length(), []).append((row, first, start, base))
             else:
                 tokens = np.arange(first + at, first + at + taken)[None]
-                yield _Piece(tokens, [row], np.array([start + at]), np.array([base]), taken, spans)
+                yield _Piece(tokens, [row], np.array([start + at]), np.array([base]), taken, spans, np.array([length]))
             at += taken
     for spans, members in alone.items():
         fit = max(1, _SCORES // (heads * TILE * spans * SPAN))
         for low in range(0, len(members), fit):
             table, first, start, base = np.array(members[low : low + fit]).T
             longest = int((start - base).max()) // SPAN + 1
-            yield _Piece(first[:, None], table.tolist(), start, base, 1, longest)
+            yield _Piece(first[:, None], table.tolist(), start, base, 1, longest, start + 1)
 
 
 class _Pages:
     """Keys and values of a piece's positions, gathered from the blocks of its rows' tables."""
 
-    def __init__(self, kv: NDArray[Any], layer: int, tables: Ints, piece: _Piece, window: int) -> None:
+    def __init__(self, kv: NDArray[Any], layer: int, tables: Ints, piece: _Piece, window: int, both: bool) -> None:
         self._kv_heads, self._block_tokens, self._size = kv.shape[3:]
         wanted = piece.base[:, None] // self._block_tokens + np.arange(piece.spans * SPAN // self._block_tokens)
         inside = wanted < tables.shape[1]
@@ -124,7 +131,7 @@ class _Pages:
         first = (ids[:, None, :] * kv.shape[1] + layer) * 2 * self._kv_heads
         self._keys_at = first + np.arange(self._kv_heads)[:, None]
         positions = piece.base[:, None] + np.arange(piece.spans * SPAN)
-        hidden = positions >= (piece.starts + piece.count)[:, None]
+        hidden = positions >= (_ends(piece, window) if both else piece.starts + piece.count)[:, None]
         if window:
             hidden |= positions <= (piece.starts - window)[:, None]
         self._hidden = hidden.reshape(len(piece.rows), piece.spans, SPAN)
@@ -149,13 +156,22 @@ class _Pages:
         return found.reshape(*at.shape[:2], -1, SPAN, self._size)
 
 
-def _seen(piece: _Piece, fan: int, padded: int, window: int) -> NDArray[np.bool_]:
+def _ends(piece: _Piece, window: int) -> NDArray[np.intp]:
+    """[R] behind the last position that a query of the piece sees in both directions."""
+    return np.minimum(piece.lengths, piece.starts + piece.count - 1 + window) if window else piece.lengths
+
+
+def _seen(piece: _Piece, fan: int, padded: int, window: int, both: bool) -> NDArray[np.bool_]:
     """[R, 1, spans, query rows, SPAN]: which positions each query row may see. Padding rows see what the last does."""
     query = np.minimum(np.arange(padded) // fan, piece.count - 1)
     at = (piece.starts[:, None] + query)[:, None, None, :, None]
     positions = piece.base[:, None, None] + np.arange(piece.spans * SPAN).reshape(piece.spans, SPAN)
     spread = positions[:, None, :, None, :]
-    seen = spread <= at
+    if both:
+        ends = piece.lengths[:, None, None, None, None]
+        seen = spread < np.minimum(ends, at + (window or MAX_CONTEXT))
+    else:
+        seen = spread <= at
     return seen & (spread > at - window) if window else seen
 
 

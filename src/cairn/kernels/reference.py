@@ -51,7 +51,30 @@ def _gelu_tanh(x: Floats) -> Floats:
     return out
 
 
-ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {"silu": _silu, "gelu_tanh": _gelu_tanh}
+_GELU: tuple[float, ...] = (
+    *(0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807),
+    *(-0.18628806, 0.09678418, 0.37409196, 1.00002368, -1.26551223),
+)
+
+
+def _gelu(x: Floats) -> Floats:
+    """x Phi(x), by the complementary error function of W. H. Press et al., Numerical Recipes, 6.2."""
+    z: Any = np.abs(x) * np.float32(math.sqrt(0.5))
+    t: Floats = 1 / (1 + np.float32(0.5) * z)
+    poly: Floats = np.full_like(x, _GELU[0])
+    for term in _GELU[1:]:
+        poly = poly * t + np.float32(term)
+    tail: Floats = np.float32(0.5) * t * np.exp(poly - z * z) * x
+    out: Floats = np.where(x >= 0, x - tail, tail)
+    return out
+
+
+ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu": _gelu,
+    "tanh": np.tanh,
+}
 
 
 def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
@@ -59,6 +82,15 @@ def rms_norm(x: Floats, weight: Floats, eps: float) -> Floats:
     mean = np.square(x).sum(axis=-1, keepdims=True) / np.float32(x.shape[-1])
     out: Floats = weight * (x * (1 / np.sqrt(mean + np.float32(eps))))
     return out
+
+
+def layer_norm(x: Floats, weight: Floats, bias: Floats | None, eps: float) -> Floats:
+    """(x - mean) / deviation * weight + bias along the last axis."""
+    size = np.float32(x.shape[-1])
+    moved = x - x.sum(axis=-1, keepdims=True) / size
+    variance = np.square(moved).sum(axis=-1, keepdims=True) / size
+    out: Floats = weight * (moved * (1 / np.sqrt(variance + np.float32(eps))))
+    return out if bias is None else out + bias
 
 
 class ReferenceKernels:
@@ -116,8 +148,14 @@ class ReferenceKernels:
     def norm(self, x: Floats, weight: Floats, eps: float, out: Floats) -> None:
         out[:] = rms_norm(x, weight, eps)
 
+    def layer_norm(self, x: Floats, weight: Floats, bias: Floats | None, eps: float, out: Floats) -> None:
+        out[:] = layer_norm(x, weight, bias, eps)
+
     def project(self, x: Floats, matrix: Segments, out: Floats) -> None:
         out[:] = self._project(x, matrix)
+
+    def activate(self, x: Floats, activation: str, out: Floats) -> None:
+        out[:] = ACTIVATIONS[activation](x)
 
     def gate(self, gates: Floats, activation: str, out: Floats) -> None:
         width = gates.shape[1] // 2
@@ -167,8 +205,9 @@ class ReferenceKernels:
         scale: float,
         out: Floats,
         softcap: float = 0.0,
+        both: bool = False,
     ) -> None:
-        attend(query, kv, layer, rows, tables, window, scale, out, softcap)
+        attend(query, kv, layer, rows, tables, window, scale, out, softcap, both)
 
     def project_add(self, x: Floats, matrix: Segments, hidden: Floats) -> None:
         hidden += self._project(x, matrix)

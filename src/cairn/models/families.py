@@ -84,19 +84,49 @@ FAMILIES = {
 }
 
 
-def family_of(config: Fields) -> tuple[str, Family]:
-    """The architecture of a config.json, and what it means. Raises `ModelError` naming one that is not built."""
+MODULES = "modules.json"
+"""The file by which a folder says that its model makes embeddings."""
+ENCODERS = (
+    *("BertModel", "BertForMaskedLM", "BertForSequenceClassification"),
+    *("RobertaModel", "RobertaForMaskedLM", "RobertaForSequenceClassification"),
+    *("XLMRobertaModel", "XLMRobertaForMaskedLM", "XLMRobertaForSequenceClassification"),
+    *("ModernBertModel", "ModernBertForMaskedLM", "ModernBertForSequenceClassification"),
+    "NomicBertModel",
+)
+"""The architectures of encoders; what each means is in `encoder_spec`."""
+
+
+def named_architecture(config: Fields) -> str:
+    """The architecture that a config.json names."""
     named = config.values.get("architectures")
     if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str):
         raise config.error("architectures", "a list with one architecture name")
-    if named[0] not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise ModelError(f"{config.path}: the architecture {named[0][:80]!r} is not supported; supported are {known}")
+    return named[0]
+
+
+def check_architecture(config: Fields) -> None:
+    """Raise `ModelError` for a config.json whose architecture is not built."""
+    if named_architecture(config) not in ENCODERS:
+        family_of(config, bare=(config.path.parent / MODULES).exists())
+
+
+def family_of(config: Fields, *, bare: bool = False) -> tuple[str, Family]:
+    """The architecture of a config.json, and what it means. Raises `ModelError` naming one that is not built.
+
+    `bare`: the model may be named as one without a head, as those that make embeddings are.
+    """
+    name = named_architecture(config)
+    headed = f"{name.removesuffix('Model')}ForCausalLM"
+    if bare and name.endswith("Model") and headed in FAMILIES:
+        name = headed
+    if name not in FAMILIES:
+        known = ", ".join(sorted([*FAMILIES, *ENCODERS]))
+        raise ModelError(f"{config.path}: the architecture {name[:80]!r} is not supported; supported are {known}")
     if config.has("quantization_config"):
         raise ModelError(f"{config.path}: quantised safetensors (quantization_config) are not supported")
     if config.has("use_bidirectional_attention") and config.flag("use_bidirectional_attention", False):
         raise ModelError(f"{config.path}: use_bidirectional_attention is true; such a model does not generate text")
-    return named[0], FAMILIES[named[0]]
+    return name, FAMILIES[name]
 
 
 def text_config(config: Fields, family: Family) -> Fields:

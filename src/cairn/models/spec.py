@@ -16,6 +16,8 @@ import msgspec
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.digests import file_digest
+from cairn.models.embedding_files import embedding_of
+from cairn.models.encoder_spec import encoder_spec, is_encoder
 from cairn.models.families import Family, family_of, text_config
 from cairn.models.files import Fields, is_gguf, read_json, read_optional_json, reading
 from cairn.models.gguf import read_gguf
@@ -27,6 +29,8 @@ from cairn.types import (
     MAX_HEAD_DIM,
     MAX_VOCAB,
     CacheGroup,
+    Embedding,
+    Kind,
     ModelSpec,
     RopeScaling,
     RotaryPositions,
@@ -65,6 +69,13 @@ def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
         return identified(spec, folder) if identify else spec
 
 
+def check_decodes(spec: ModelSpec) -> ModelSpec:
+    """The spec of a decoder. Raises `ModelError` for an encoder, of which something makes no sense."""
+    if spec.encoder is not None:
+        raise ModelError(f"{spec.name} is an encoder ({spec.architecture}): it generates nothing and keeps no KV")
+    return spec
+
+
 def identified(spec: ModelSpec, folder: Path) -> ModelSpec:
     """The spec with the identity of the model there. Reads every file once."""
     with reading(folder):
@@ -77,7 +88,13 @@ def _load(folder: Path) -> ModelSpec:
             f"{folder}: expected a .gguf file, or a folder with config.json, a tokenizer and safetensors files"
         )
     config = Fields(read_json(folder / "config.json"), folder / "config.json")
-    architecture, family = family_of(config)
+    if is_encoder(config):
+        return encoder_spec(config, folder)
+    modules = embedding_of(folder)
+    kind: Kind = "chat" if modules is None else "embed"
+    architecture, family = family_of(config, bare=modules is not None)
+    if modules is not None and modules.pooling != "last":
+        raise ModelError(f"{folder}: the pooling of a decoder is that of the last token, not {modules.pooling}")
     config = text_config(config, family)
     heads = config.integer("num_attention_heads", 1, 1 << 14)
     hidden = config.integer("hidden_size", 1, 1 << 20)
@@ -107,11 +124,14 @@ def _load(folder: Path) -> ModelSpec:
         out_bias=_bias(config, family.out_bias),
         mlp_bias=_bias(config, family.mlp_bias),
         **(_gemma(config, family, hidden, head_dim) if family.gemma else {}),
-        tied=config.flag("tie_word_embeddings", False),
+        # The files of one that makes embeddings have no head, whatever its config says.
+        tied=config.flag("tie_word_embeddings", False) or kind == "embed",
         groups=_groups(config, family, layers, context),
         eos_ids=_eos(config, folder, vocab),
         bos_id=next(iter(config.ids("bos_token_id", vocab, absent=True)), None),
         defaults=_defaults(folder),
+        kind=kind,
+        embedding=modules or Embedding(),
     )
     if spec.heads % spec.kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
@@ -312,7 +332,7 @@ def _defaults(folder: Path) -> dict[str, float]:
 
 _LATER: dict[str, Any] = {
     **{"post_norms": False, "embedding_scale": 1.0, "attention_scale": None},
-    **{"attention_softcap": 0.0, "logit_softcap": 0.0},
+    **{"attention_softcap": 0.0, "logit_softcap": 0.0, "encoder": None},
 }
 """Facts that specs did not have from the beginning, with what they are where they change nothing."""
 
@@ -324,6 +344,7 @@ def _facts(spec: ModelSpec) -> dict[str, Any]:
     for name, plain in _LATER.items():
         if found[name] == plain:
             del found[name]
+    del found["kind"], found["embedding"]
     for group in found["groups"]:
         if group["rope"] is None:
             del group["rope"]

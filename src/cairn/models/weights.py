@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
+from cairn.models.encoder_spec import encoder_tensors
+from cairn.models.encoder_spec import own_name as encoder_name
 from cairn.models.families import FAMILIES
 from cairn.models.files import (
     INDEX,
@@ -42,6 +44,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
+_WHOLE: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
+"""Types of places that old checkpoints list beside the weights; no weight has them."""
+
 MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
 MAX_TENSORS = 1 << 16
@@ -60,7 +65,10 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a model of this spec has, in transformers' names; matrices are [out, in]."""
+    """Name and shape of every tensor that a model of this spec has, in transformers' names for decoders, in ours for
+    encoders; matrices are [out, in]."""
+    if spec.encoder is not None:
+        return encoder_tensors(spec)
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (spec.vocab, spec.hidden),
@@ -139,34 +147,46 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
         raise _no_weights(folder)
     homes = _weight_map(folder) if files != [folder / WEIGHTS] else None
     expected = expected_tensors(spec)
-    family = FAMILIES[spec.architecture]
+    gemma = spec.encoder is None and FAMILIES[spec.architecture].gemma
     found: dict[str, NDArray[Any]] = {}
     for path in files:
         for stored, array in _tensors(path):
             if homes is not None and homes.get(stored) != path.name:
                 place = homes.get(stored, "no file")
                 raise ModelFileError(f"{path}: holds the tensor {stored[:120]!r}, which {INDEX} puts in {place}")
-            name = own_name(stored) if family.nested else stored
+            name = own_name(stored, spec)
             if name in found:
                 raise ModelFileError(f"{path}: the tensor {name[:120]!r} is there under two names")
             if name in expected:
+                if array.dtype in _WHOLE.values():
+                    raise _wrong_type(f"{path}: the tensor {name}", f"I{8 * array.itemsize}")
                 if array.shape != expected[name]:
                     raise ModelFileError(
                         f"{path}: the tensor {name} has the shape {list(array.shape)}, "
                         f"expected {list(expected[name])} from config.json"
                     )
-                found[name] = 1 + array.astype(np.float32) if family.gemma and len(array.shape) == 1 else array
+                found[name] = 1 + array.astype(np.float32) if gemma and len(array.shape) == 1 else array
             elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight") or not name):
                 raise ModelFileError(f"{path}: the tensor {name[:120]!r} is not part of a {spec.architecture}")
     missing = next((name for name in expected if name not in found), None)
     if missing is not None:
-        named = {own_name(name): home for name, home in (homes or {}).items()} if family.nested else homes or {}
+        named = {own_name(name, spec): home for name, home in (homes or {}).items()}
         home = WEIGHTS if homes is None else named.get(missing, INDEX)
         raise ModelFileError(f"{folder / home}: the tensor {missing} of shape {list(expected[missing])} is missing")
     return found
 
 
-def own_name(name: str) -> str:
+def own_name(name: str, spec: ModelSpec) -> str:
+    """The name of `expected_tensors` of a stored tensor; "" for one that is not used, its own for an unknown one."""
+    if spec.encoder is not None:
+        return encoder_name(spec, name)
+    if FAMILIES[spec.architecture].nested:
+        return _text_name(name)
+    bare = spec.kind == "embed" and not name.startswith(("model.", "lm_head."))
+    return f"model.{name}" if bare else name
+
+
+def _text_name(name: str) -> str:
     """The name of a tensor of a model's text part without what it has for being a part; "" for one of another part."""
     if _OTHER_PARTS.match(name):
         return ""
@@ -251,16 +271,21 @@ def _entry(path: Path, name: str, entry: object) -> _Entry:
     if not isinstance(entry, dict):
         raise ModelFileError(f"{where} must be described by an object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ModelFileError(f"{where} has the type {dtype!r:.40}; supported are {', '.join(DTYPES)}")
+    kind: np.dtype[Any] | None = {**DTYPES, **_WHOLE}.get(dtype) if isinstance(dtype, str) else None
+    if kind is None:
+        raise _wrong_type(where, dtype)
     if not _counts(shape) or len(shape) > 8 or not _counts(offsets) or len(offsets) != 2:
         raise ModelFileError(f"{where} needs a shape and two data_offsets of whole numbers")
     if 0 in shape:  # no model has such a tensor, and its other dimensions may be more than numpy has room for.
         raise ModelFileError(f"{where} has the shape {shape}, which holds no numbers")
     begin, end = offsets
-    if end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+    if end - begin != math.prod(shape) * kind.itemsize:
         raise ModelFileError(f"{where} has {end - begin} bytes, expected {dtype} of shape {shape}")
-    return DTYPES[dtype], tuple(shape), begin, end
+    return kind, tuple(shape), begin, end
+
+
+def _wrong_type(where: str, dtype: object) -> ModelFileError:
+    return ModelFileError(f"{where} has the type {dtype!r:.40}; supported are {', '.join(DTYPES)}")
 
 
 def _counts(value: Any) -> TypeGuard[list[int]]:

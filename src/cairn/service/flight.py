@@ -119,6 +119,7 @@ class Flight:
         "text",
         "tokens",
         "told",
+        "vector",
         "waker",
     )
 
@@ -148,6 +149,8 @@ class Flight:
         self.survived = len(self.tokens)
         """Length of `tokens` at the last such death."""
         self.done = False
+        self.vector = b""
+        """What a request has got that wants a hidden state."""
         self.waker: Waker | None = None
         self._unread: list[int] = []
         self._logprobs = PackedLogprobs()
@@ -168,6 +171,7 @@ class Flight:
             self.prompt_logprobs += len(news)
             if news:
                 self._events.append(Delta(prompt_logprobs=news))
+        self.vector = output.vector or self.vector
         self.tokens.extend(output.tokens)
         self._unread.extend(output.tokens)
         self._logprobs.extend(output.logprobs)
@@ -212,7 +216,8 @@ class Flight:
         self.done = True
         if error is None:
             cache = self.cache or CacheReport()
-            self._events.append(Done(reason=self.reason, usage=self.usage, cache=cache, timing=timing or Timing()))
+            end = Done(reason=self.reason, usage=self.usage, cache=cache, timing=timing or Timing(), vector=self.vector)
+            self._events.append(end)
 
     def fail(self, error: CairnError) -> None:
         """End without touching the text, because the text failed."""

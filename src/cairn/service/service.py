@@ -6,6 +6,7 @@ Everything runs on one event loop. What becomes of a request after its admission
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -151,6 +152,8 @@ class Service:
                 "the vocabulary lacks the bytes %s: they are left out of prompts",
                 " ".join(f"{byte:02x}" for byte in sorted(lacking)),
             )
+        if self.spec.kind != "chat":
+            await asyncio.to_thread(importlib.import_module, "numpy")  # for what is done with vectors here
         self._loaded = True
 
     # ---------------------------------------------------------------------------------------------- for callers
@@ -159,6 +162,13 @@ class Service:
         """A request id: strictly increasing, below 2**63, and beyond those of earlier runs (it follows the clock)."""
         self._last_id = max(self._last_id + 1, self._clock.time_ns())
         return self._last_id
+
+    def check_generates(self) -> None:
+        """InvalidRequest for a model that was not made to answer."""
+        if self.spec.kind != "chat":
+            use = "/v1/rerank" if self.spec.kind == "rerank" else "/v1/embeddings"
+            made = "judges texts" if self.spec.kind == "rerank" else "makes embeddings"
+            raise InvalidRequest(f"{self.name} {made} and answers nothing; use {use}", field="model")
 
     def generate(self, request: Request, told: Told | None = None) -> Stream:
         """Start a request. The events follow as an async iterator; what goes wrong later is raised by it.
@@ -311,6 +321,8 @@ class Service:
             raise Unavailable(self._supervisor.trouble, retry_after=self._supervisor.pause)
         if request.id in self._flights:
             raise Conflict(f"request {request.id} runs already")
+        if request.want == "token":
+            self.check_generates()
         check_tokens(request, self.info)
         self._queue.check(request, self._traffic.running, self.info.max_rows, self._clock.now())
 

@@ -30,13 +30,14 @@ from cairn.kv.tiers import Tiers
 from cairn.kv.write_behind import WriteLimits
 from cairn.models.digests import watched
 from cairn.models.tokenizer_files import with_tokenizer
-from cairn.plan import Limits, Plan
+from cairn.plan import Limits, Plan, Planner
 from cairn.scheduler import Scheduler
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.answers import Answers
 from cairn.service.stores import GB, keyed, open_stores, stored_bytes
 from cairn.system import SystemClock, SystemFiles, log_to_stderr
+from cairn.text_queue import TextQueue
 from cairn.types import Output
 
 BEAT_SECONDS = 1.0
@@ -260,7 +261,7 @@ class Loaded:
 
     engine: Engine
     cache: Cache
-    scheduler: Scheduler
+    scheduler: Planner
     tiers: Tiers | None
     clock: Clock
     ready: wire.Ready
@@ -285,7 +286,8 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
         spec, engine = load_engine(config, Path(load.folder), stored_bytes(config, files), load.blocks)
         told = with_tokenizer(spec, config.tokenizer)
         known = keyed(engine.info, config.kv_codec)
-        stores, trouble = open_stores(config, spec, known, clock, files, os.environ)
+        generates = engine.info.generates
+        stores, trouble = open_stores(config, spec, known, clock, files, os.environ) if generates else ({}, "")
     except Exception as error:
         if engine is not None:
             engine.close()
@@ -311,7 +313,7 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
         max_queue=1 << 62,
         max_queue_tokens=1 << 62,
     )
-    scheduler = Scheduler(cache, limits, clock)
+    scheduler: Planner = Scheduler(cache, limits, clock) if generates else TextQueue(known, limits, clock)
     info = wire.Info(
         context=known.context,
         pool_tokens=cache.longest,

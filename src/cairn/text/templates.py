@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.errors import ConfigError, ModelFileError
-from cairn.models.families import family_of
+from cairn.models.families import check_architecture
 from cairn.models.files import MAX_TEMPLATE_BYTES, Fields, is_gguf, read_json, read_optional_json, read_small
 from cairn.models.tokenizer_files import given_file
 from cairn.text.named_templates import NAMED
@@ -37,7 +37,7 @@ def load_text(folder: Path, given: str | None = None) -> tuple[Tokenizer, dict[s
         parsed = read_gguf(folder)
         architecture(parsed)
     elif (path := folder / "config.json").is_file():
-        family_of(Fields(read_json(path), path))
+        check_architecture(Fields(read_json(path), path))
     tokenizer = Tokenizer.load(folder, parsed) if given is None else Tokenizer.given(given_file(given), folder, parsed)
     return tokenizer, load_templates(folder, parsed)
 

@@ -33,6 +33,7 @@ from cairn.models.tokenizer_files import companions
 from cairn.text.controls import Controls, is_control
 from cairn.text.detokenizer import Decoding, Detokenizer
 from cairn.text.tokenizer_checks import check_added, fault, no_panic
+from cairn.text.whole import affixes
 
 if TYPE_CHECKING:
     from cairn.models.gguf import Gguf
@@ -108,6 +109,9 @@ class Tokenizer:
         self._spellable = frozenset(i for i in self.control_ids - {unk} if model.id_to_token(i) is not None)
         self._unspellable: tuple[Library, dict[int, int]] | None = None
         self._prefix = self._bos_prefix()
+        wants_end = config.get("add_eos_token") is True
+        self.affixes = affixes(library, self._prefix, self.eos_id if wants_end else None)
+        """What stands around whole texts."""
         self._begins_chats = begins_chats and bool(self._prefix)
         ends = known_ends(library.token_to_id, self.special_ids.__contains__)
         self.end_ids = frozenset(ends if self.eos_id is None else (*ends, self.eos_id))

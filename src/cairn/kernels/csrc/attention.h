@@ -96,7 +96,7 @@ void attend_span(const Attend& job, const Queries<Form>& q, Index start, Range a
 template <class Form>
 void attend_as(const Attend& job) {
     const Queries<Form> q(job);
-    const Range all = {seen_by(job, job.position).low, job.position + job.count};
+    const Range all = {job.low(job.position), job.high(job.position + job.count - 1)};
     for (Index start = all.low / SPAN * SPAN; start < all.high; start += SPAN) {
         attend_span<Form>(job, q, start, all);
         if ((start + SPAN) % SEGMENT == 0 || start + SPAN >= all.high) {

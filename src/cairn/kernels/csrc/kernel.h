@@ -21,7 +21,7 @@ constexpr Index SPAN = 64;          // positions of one softmax step, aligned at
 constexpr Index SEGMENT = 1024;     // positions whose softmax is computed by itself, aligned likewise
 
 enum class Dtype : int { f32, f16, bf16 };
-enum class Activation : int { silu, gelu_tanh };
+enum class Activation : int { silu, gelu_tanh, gelu, tanh };
 
 // How a part of a matrix is stored; see Segment.
 enum class Form : int { f32, f16, bf16, int4, int8, q4_k, q5_k, q6_k };
@@ -203,6 +203,8 @@ struct Attend {
     float scale, softcap;  // a softcap of 0 is none
     float* out;  // [tokens, heads * size]
     Index first, count, position;  // first token in the step, tokens, position of the first
+    bool both;     // whether a query sees what comes after it, too: as far as a window of the same size, to the row's end
+    Index length;  // positions of the row
     Index kv_head;
     float* scratch;  // attend_scratch() floats
     // Blocks of which keys and values of `next_head` are asked for at the end: the first that the next task reads.
@@ -211,6 +213,8 @@ struct Attend {
 
     // The first position that one at `at` sees.
     Index low(Index at) const { return window && at >= window ? at - window + 1 : 0; }
+    // Behind the last position that it sees.
+    Index high(Index at) const { return !both ? at + 1 : window && at + window < length ? at + window : length; }
 };
 
 struct Passes;  // sampler.h
@@ -225,6 +229,9 @@ struct Variant {
     void (*prepare)(const Activations&, const Patch&);  // rounds them
     // Numbers `from` to `to` of a row that is normed, from a multiple of 16.
     void (*norm)(const float* x, const float* weight, Index size, float eps, Index from, Index to, float* out);
+    // A null bias is none.
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, Index size, float eps, float* out);
+    void (*activate)(const float* x, Index size, Activation activation, float* out);
     void (*gate)(const float* gate, const float* up, Index size, Activation activation, float* out);
     void (*softcap)(float* x, Index size, float cap);
     void (*embed)(const void* row, Dtype dtype, Index size, float* out);

@@ -204,10 +204,27 @@ void Program::norm(const float* x, Norm norm, float* out) {
     });
 }
 
+void Program::layer_norm(const float* x, Norm norm, const float* bias, float* out) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        each(sizes.tokens, norm.size, [=, this](Index row, int) {
+            const Index at = row * norm.size;
+            kernels_.layer_norm(x + at, norm.weight, bias, norm.size, norm.eps, out + at);
+        });
+    });
+}
+
 void Program::project(const float* x, MatrixView matrix, float* out, Index most) {
     const Inputs wanted = inputs(matrix, most);
     calls_.push_back([=, this](const Sizes& sizes) {
         product({matrix, rows(x, matrix.inner, matrix.inner, sizes.tokens, wanted, Made{}), out, matrix.out, false});
+    });
+}
+
+void Program::activate(const float* x, Index width, Activation activation, float* out) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        each(sizes.tokens, width, [=, this](Index row, int) {
+            kernels_.activate(x + row * width, width, activation, out + row * width);
+        });
     });
 }
 
@@ -286,6 +303,7 @@ void Program::attention(const Attend& job, const std::int32_t* rows, const std::
             one.first = row[0] + tile[1];
             one.count = std::min<Index>(most_tokens, row[1] - tile[1]);
             one.position = row[2] + tile[1];
+            one.length = row[2] + row[1];
             one.kv_head = i / tiles;
             return one;
         };
@@ -297,7 +315,7 @@ void Program::attention(const Attend& job, const std::int32_t* rows, const std::
                 const Attend then = task_of(task + 1);
                 const Index block = then.low(then.position) / BLOCK_TOKENS, each = SPAN / BLOCK_TOKENS;
                 one.next = then.table + block, one.next_head = then.kv_head;
-                one.next_count = std::min(each - block % each, then.position / BLOCK_TOKENS + 1 - block);
+                one.next_count = std::min(each - block % each, (then.high(then.position) - 1) / BLOCK_TOKENS + 1 - block);
             }
             kernels_.attend(one);
         });

@@ -43,7 +43,10 @@ class Program {
                      float* angles);
     void scale(float* hidden, Index size, float factor);
     void norm(const float* x, Norm norm, float* out);
+    // A null bias is none.
+    void layer_norm(const float* x, Norm norm, const float* bias, float* out);
     void project(const float* x, MatrixView matrix, float* out, Index most);
+    void activate(const float* x, Index width, Activation activation, float* out);
     void gate(const float* gates, Index width, Activation activation, float* out);
     void add(const float* x, Index size, float* hidden);
     void norm_project(const float* hidden, Norm norm, MatrixView matrix, float* out, Index most);

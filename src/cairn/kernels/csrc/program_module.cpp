@@ -25,8 +25,11 @@ void fits(const ConstFloats& x, const Matrix& matrix, const Floats& out) {
 }
 
 Activation activation_of(const std::string& name) {
-    check(name == "silu" || name == "gelu_tanh", "the activation is silu or gelu_tanh");
-    return name == "silu" ? Activation::silu : Activation::gelu_tanh;
+    if (name == "silu") return Activation::silu;
+    if (name == "gelu") return Activation::gelu;
+    if (name == "tanh") return Activation::tanh;
+    check(name == "gelu_tanh", "the activation is silu, gelu, gelu_tanh or tanh");
+    return Activation::gelu_tanh;
 }
 
 // KV as numpy holds it: float32, float16, or bfloat16 as 16-bit integers.
@@ -84,9 +87,22 @@ void norm(Program& program, const ConstFloats& x, const ConstFloats& weight, dou
     program.norm(x.data(), found, out.data());
 }
 
+void layer_norm(Program& program, const ConstFloats& x, const ConstFloats& weight,
+                const std::optional<ConstFloats>& bias, double eps, const Floats& out) {
+    const Norm found = norm_of(x, weight, eps);
+    check(!bias || bias->size() == weight.size(), "a norm's bias has its weight's size");
+    check(out.ndim() == 2 && out.shape(1) == x.shape(1), "an output has its input's width");
+    program.layer_norm(x.data(), found, bias ? bias->data() : nullptr, out.data());
+}
+
 void project(Program& program, const ConstFloats& x, const Matrix& matrix, const Floats& out) {
     fits(x, matrix, out);
     program.project(x.data(), matrix.view(), out.data(), static_cast<Index>(x.shape(0)));
+}
+
+void activate(Program& program, const ConstFloats& x, const std::string& activation, const Floats& out) {
+    check(x.ndim() == 2 && out.ndim() == 2 && x.shape(1) == out.shape(1), "an output has its input's width");
+    program.activate(x.data(), static_cast<Index>(x.shape(1)), activation_of(activation), out.data());
 }
 
 void gate(Program& program, const ConstFloats& gates, const std::string& activation, const Floats& out) {
@@ -128,13 +144,13 @@ void rope_write(Program& program, const ConstFloats& qkv, const ConstFloats& ang
 }
 
 void attention(Program& program, const ConstFloats& query, const Pool& kv, int layer, const Ints& rows,
-               const Ints& tables, int window, double scale, const Floats& out, double softcap) {
+               const Ints& tables, int window, double scale, const Floats& out, double softcap, bool both) {
     const Pages pages = pages_of(kv, layer);
     const Index heads = heads_of(query, pages);
     check(rows.ndim() == 2 && rows.shape(1) == 3 && tables.ndim() == 2, "rows are [B, 3], tables [B, width]");
     check(out.size() == query.size(), "attention's output is [M, Q D]");
     Attend job = {};
-    job.query = query.data(), job.kv = pages, job.window = window, job.heads = heads;
+    job.query = query.data(), job.kv = pages, job.window = window, job.heads = heads, job.both = both;
     job.scale = static_cast<float>(scale), job.softcap = static_cast<float>(softcap), job.out = out.data();
     program.attention(job, rows.data(), tables.data(), static_cast<Index>(tables.shape(1)),
                       static_cast<Index>(query.shape(0)));
@@ -192,13 +208,15 @@ void bind_program(nb::module_& module, const Variant& (*find)(const std::string&
         .def("rope_angles", &rope_angles, array, nb::arg(), array, array)
         .def("scale", &scale, array, nb::arg())
         .def("norm", &norm, array, array, nb::arg(), array)
+        .def("layer_norm", &layer_norm, array, array, maybe, nb::arg(), array)
         .def("project", &project, array, nb::arg(), array)
+        .def("activate", &activate, array, nb::arg(), array)
         .def("gate", &gate, array, nb::arg(), array)
         .def("add", &add, array, array)
         .def("norm_project", &norm_project, array, array, nb::arg(), nb::arg(), array)
         .def("rope_write", &rope_write, array, array, maybe, maybe, nb::arg(), array, nb::arg(), array, array)
         .def("attention", &attention, array, array, nb::arg(), array, array, nb::arg(), nb::arg(), array,
-             nb::arg() = 0.0)
+             nb::arg() = 0.0, nb::arg() = false)
         .def("project_add", &project_add, array, nb::arg(), array)
         .def("norm_add", &norm_add, array, array, nb::arg(), array)
         .def("gated_project", &gated_project, array, array, nb::arg(), nb::arg(), nb::arg(), nb::arg(), array)

@@ -83,7 +83,7 @@ struct Queries {
 };
 
 inline Range seen_by(const Attend& job, Index position) {
-    return {job.low(position), position + 1};
+    return {job.low(position), job.high(position)};
 }
 
 }  // namespace cairn::CAIRN_VARIANT

@@ -1,0 +1,158 @@
+"""The engine of an encoder: whole texts in, one vector or some scores a text out; nothing is kept between steps.
+
+Texts of all lengths are packed behind each other, each into blocks of its own, so a step costs what its tokens cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.config import Config
+from cairn.engine.base import NO_BLOCK, NOT_FINITE, EngineInfo, Ready, Row, RowResult
+from cairn.engine.machine import cpu_count
+from cairn.engine.memory import check_memory, weight_memory
+from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
+from cairn.kernels.program import Interpreted, Program
+from cairn.models import encoder
+from cairn.models.held import HeldWeights, error_line, form_of
+from cairn.models.weights import open_weights
+from cairn.types import BLOCK_TOKENS, ModelSpec
+
+Floats = NDArray[np.float32]
+
+
+class EncoderEngine:
+    """`engine.base.Engine` on the CPU for an encoder."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: Mapping[str, Any], config: Config, identity: bytes, note: str = ""
+    ) -> None:
+        """`weights` as they are to be held."""
+        assert spec.encoder is not None
+        self._encoder, self._pooling = spec.encoder, spec.embedding.pooling
+        context = min(spec.context, config.context or spec.context)
+        rows, tokens = min(config.max_running, config.step_tokens), max(config.step_tokens, context)
+        self._kernels = load_kernels(config.kernels, config.threads or cpu_count())
+        self._buffers = encoder.allocate(self._kernels, spec, tokens, rows, context)
+        if spec.encoder.positions == "learned":  # nothing is turned
+            self._buffers.angles[0][:, 0] = 1
+        page = (1, 2, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
+        kv = self._kernels.allocate((encoder.kv_blocks(tokens, rows), *page), "float32")
+        model = encoder.build(self._kernels, spec, weights)
+        self._body: Program = encoder.record(self._kernels, model, kv, self._buffers)
+        self._head: Program | None = None
+        if spec.encoder.labels:
+            shapes = (spec.hidden, spec.hidden, spec.encoder.labels)
+            self._last = encoder.HeadBuffers(*(self._kernels.allocate((rows, size), "float32") for size in shapes))
+            self._head = encoder.record_head(self._kernels, model, self._last)
+        self.info = EngineInfo(
+            groups=(),
+            blocks=(),
+            block_tokens=BLOCK_TOKENS,
+            block_bytes=(),
+            context=context,
+            vocab=spec.vocab,
+            max_rows=rows,
+            max_tokens=tokens,
+            identity=identity,
+            device="cpu",
+            note=note,
+            generates=False,
+        )
+
+    @classmethod
+    def load(cls, spec: ModelSpec, folder: Path, config: Config) -> EncoderEngine:
+        """The whole model, or a `ModelError`: memory and files are checked before anything is built."""
+        weights = HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
+        check_memory(spec, config, (), weights=weight_memory(spec, weights, config.kernels))
+        engine = cls(spec, weights, config, spec.identity)
+        notes = []
+        if config.kernels != REFERENCE and chosen(config.kernels) == REFERENCE:
+            notes.append(described(config.kernels))
+        if line := error_line(weights.errors, len(weights)):
+            notes.append(f"{spec.name}: weights are held in the form {weights.form}; {line}")
+        engine.info = dataclasses.replace(engine.info, note="; ".join(notes))
+        return engine
+
+    def embed(self, rows: Sequence[Row]) -> Ready[list[RowResult]]:
+        """Compute whole texts in one step."""
+        if not rows:
+            return Ready([])
+        with np.errstate(all="ignore"):
+            firsts = self._write_inputs(rows)
+            self._body.replay({"tokens": firsts[-1] + rows[-1].end, "rows": len(rows)})
+            pooled = [self._pooled(first, row.end) for first, row in zip(firsts, rows, strict=True)]
+            if self._head is not None:
+                self._last.pooled[: len(rows)] = pooled
+                self._head.replay({"tokens": len(rows)})
+                pooled = [*self._last.scores[: len(rows)]]
+        return Ready([_result(one) for one in pooled])
+
+    def _write_inputs(self, rows: Sequence[Row]) -> list[int]:
+        """Fill the step's input buffers; returns each text's first token in the step."""
+        self._check(rows)
+        b, encoded = self._buffers, self._encoder
+        first, block, firsts = 0, 0, list[int]()
+        b.tables[: len(rows)] = NO_BLOCK
+        for number, row in enumerate(rows):
+            firsts.append(first)
+            part, places = slice(first, first + row.end), np.arange(row.end, dtype=np.int32)
+            b.tokens[part] = row.tokens[: row.end]
+            b.positions[part] = places + encoded.first_position
+            b.types[part] = (places >= row.second) if row.second and encoded.type_rows > 1 else 0
+            b.rows[number] = first, row.end, 0
+            b.slots[part] = block * BLOCK_TOKENS + places
+            blocks = -(-row.end // BLOCK_TOKENS)
+            b.tables[number, :blocks] = np.arange(block, block + blocks)
+            first, block = first + row.end, block + blocks
+        return firsts
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        if len(rows) > self.info.max_rows or sum(row.end for row in rows) > self.info.max_tokens:
+            raise ValueError("more texts or tokens in one step than the engine takes")
+        for row in rows:
+            if row.start or row.want != "hidden" or not 0 < row.end == len(row.tokens) <= self.info.context:
+                raise ValueError("an encoder's row is a whole text of which the hidden state is wanted")
+
+    def _pooled(self, first: int, count: int) -> Floats:
+        """A text's states as one. A mean is summed in float64, position by position."""
+        hidden: Floats = self._buffers.hidden[first : first + count]
+        if self._pooling == "mean":
+            mean: Floats = (hidden.sum(axis=0, dtype=np.float64) / count).astype(np.float32)
+            return mean
+        chosen: Floats = hidden[0 if self._pooling == "cls" else -1]
+        return chosen.copy()
+
+    def prefill(self, rows: Sequence[Row]) -> NoReturn:
+        """An encoder generates nothing."""
+        raise ValueError("an encoder generates nothing")
+
+    def decode(self, rows: Sequence[Row]) -> NoReturn:
+        """An encoder generates nothing."""
+        raise ValueError("an encoder generates nothing")
+
+    def read_blocks(self, group: int, ids: Sequence[int]) -> NoReturn:
+        """An encoder has no groups."""
+        raise ValueError("an encoder keeps nothing")
+
+    def write_blocks(self, group: int, ids: Sequence[int], pages: Sequence[memoryview]) -> NoReturn:
+        """An encoder has no groups."""
+        raise ValueError("an encoder keeps nothing")
+
+    def close(self) -> None:
+        """Give the memory and the threads back. A second call does nothing."""
+        self._kernels.close()
+        self._body = Interpreted(self._kernels, ())
+        self._head = None
+
+
+def _result(vector: Floats) -> RowResult:
+    if not np.isfinite(vector).all():
+        return RowResult(error=NOT_FINITE)
+    return RowResult(hidden=np.ascontiguousarray(vector, np.float32).tobytes())
