@@ -245,8 +245,7 @@ class Scheduler:
         for sequence in self._waiting:
             if room.left < 1 or len(self._running) + passed.any >= self._max_rows:
                 break
-            if room.kept and passed.outranks(sequence):
-                passed.add(sequence)
+            if room.kept and passed.again(sequence, room.kept):
                 continue
             finish = sequence.ending()
             if finish is None and (turn := self._open(sequence, room, passed)) is not Turn.RUNS:
@@ -301,9 +300,7 @@ class Scheduler:
             spare = len(self._running) + (passed.needs(self._cache.info.block_tokens) if beside else 0)
             short = not beside or sequence.target - match.covered <= kept
             return Turn.STOPS if self._running and short and spare >= sequence.spare else None
-        if match.blocked_on is not None:
-            return Turn.PASSES
-        return Turn.PASSES if beside and kept <= sequence.long_beside else None
+        return None if match.blocked_on is None else Turn.PASSES
 
     def _start(self, sequence: Sequence, now: float, started: list[int]) -> None:
         """A waiting sequence runs, from what is computed of it on."""

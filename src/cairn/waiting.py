@@ -89,10 +89,15 @@ class Passed:
         request = sequence.request
         self._priorities[request.share] = max(self._priorities.get(request.share, request.priority), request.priority)
 
-    def outranks(self, sequence: Sequence) -> bool:
-        """Whether one of its tenant's that has a higher priority was passed: then it is passed too."""
-        request = sequence.request
-        return self._priorities.get(request.share, request.priority) > request.priority
+    def again(self, sequence: Sequence, kept: int) -> bool:
+        """Pass this one if the last look at it says that it is long where so many tokens are kept for short ones, or if
+        one of its tenant's that has a higher priority was passed."""
+        request, kv = sequence.request, sequence.kv
+        known = kv.match is not None and kept <= sequence.long_beside and not kv.tried
+        if not known and self._priorities.get(request.share, request.priority) <= request.priority:
+            return False
+        self.add(sequence)
+        return True
 
     def needs(self, block_tokens: int) -> int:
         """Blocks of a full group that the first of them does not hold yet: it is the next to run."""
