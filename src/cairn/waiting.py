@@ -92,8 +92,8 @@ class Passed:
     def again(self, sequence: Sequence, kept: int) -> bool:
         """Pass this one if the last look at it says that it is long where so many tokens are kept for short ones, or if
         one of its tenant's that has a higher priority was passed."""
-        request, kv = sequence.request, sequence.kv
-        known = kv.match is not None and kept <= sequence.long_beside and not kv.tried
+        request = sequence.request
+        known = kept <= sequence.long_beside and sequence.kv.match is not None
         if not known and self._priorities.get(request.share, request.priority) <= request.priority:
             return False
         self.add(sequence)
