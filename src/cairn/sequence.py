@@ -66,13 +66,15 @@ class Sequence:
         "first_token",
         "kv",
         "limit",
-        "long_until",
+        "long_beside",
         "matcher",
         "prompt_len",
         "rank",
         "report",
         "request",
         "scored",
+        "spare",
+        "stalled",
         "state",
         "to_score",
         "tokens",
@@ -109,8 +111,12 @@ class Sequence:
         self.first_token: float | None = None
         self.report: CacheReport | None = None
         """Where its prompt's KV came from, once it has run."""
-        self.long_until = -1
-        """The last step for which it counts, while it waits, as the long prompt that it was when it was looked up."""
+        self.long_beside = 0
+        """As long as `kv.match` holds: with how many tokens kept for short prompts it was a long one."""
+        self.spare = 0
+        """As long as `kv.match` is blocked on a pool: how many blocks were to be left there."""
+        self.stalled = 0
+        """Steps since it had a part of one, while it runs."""
         self.scored = 0
         """Prompt log-probabilities given out so far, of `to_score`."""
         self.to_score = self.prompt_len - 1 if request.sampling.prompt_logprobs and not request.generated else 0

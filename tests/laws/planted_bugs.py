@@ -128,6 +128,7 @@ PREFIX = "kv/prefix.py"
 CACHE = "kv/cache.py"
 ATTENTION_WINDOW = "kv/attention_window.py"
 SEQUENCE_KV = "kv/sequence_kv.py"
+WAITERS = "kv/waiters.py"
 TIERS = "kv/tiers.py"
 WRITE_BEHIND = "kv/write_behind.py"
 STORE_WRITER = "kv/store_writer.py"
@@ -205,7 +206,7 @@ BUGS = (
     Bug("capacity is that of the longest table", CACHE, "Cache._measure", "min((len(table) for table in context.tables))", "max((len(table) for table in context.tables))"),
     Bug("a closed context still claims to compute", CACHE, "Cache.close", "self._unclaim(context, tokens, context.claimed.stop)", "pass"),
     Bug("published blocks are still claimed", CACHE, "Cache.publish", "self._unclaim(context, tokens, context.published[0])", "pass"),
-    Bug("equal prompts do not wait for each other", CACHE, "Cache.awaits", "context.patience >= 0", "False"),
+    Bug("equal prompts do not wait for each other", CACHE, "Cache._on_its_way", "owner is None", "True"),
     Bug("a window needs one block less than it does", ATTENTION_WINDOW, "window_blocks", "-(-(group.window - 1) // block_tokens) + 1", "-(-(group.window - 1) // block_tokens)"),
     Bug("a window hit counts its held blocks twice", CACHE, "Cache._hold_with_room", "span - held", "span"),
     # -------------------------------------------------------------------------------------------------- scheduler
@@ -221,8 +222,8 @@ BUGS = (
     Bug("on a slow machine a long prompt takes all the time", PLAN, "Room.keep_half", "self._most - self._most // 2", "self._most"),
     Bug("what a long prompt leaves on a slow machine is nobody's", PLAN, "Room.use_rest", "min(self._most - self.taken, most - self._long)", "0"),
     Bug("one row too many", SCHEDULER, "Scheduler._admit", "len(self._running) + passed.any >= self._max_rows", "len(self._running) > self._max_rows"),
-    Bug("nobody joins while others run", SCHEDULER, "Scheduler._admit", "room.left < 1 or len(self._running) + passed.any >= self._max_rows or passed.enough", "self._running or room.left < 1 or len(self._running) + passed.any >= self._max_rows or passed.enough"),
-    Bug("a small request overtakes one that does not fit", SCHEDULER, "Scheduler._admit", "if covered is None:\n    break", "if covered is None:\n    continue"),
+    Bug("nobody joins while others run", SCHEDULER, "Scheduler._admit", "room.left < 1 or len(self._running) + passed.any >= self._max_rows", "self._running or room.left < 1 or len(self._running) + passed.any >= self._max_rows"),
+    Bug("a small request overtakes one that does not fit", SCHEDULER, "Scheduler._open", "sequence.spare = spare\nreturn Turn.STOPS", "sequence.spare = spare\nreturn Turn.PASSES"),
     Bug("a long prompt leaves short ones no room", SCHEDULER, "Scheduler._chunk", "room.keep_half()", "pass"),
     Bug("a long prompt gets nothing beside short ones", PLAN, "Room.keep_half", "self._most - self._most // 2", "0"),
     Bug("deadlines are not looked at", SCHEDULER, "Scheduler._expire", "now < self._next_deadline", "True"),
@@ -233,10 +234,10 @@ BUGS = (
     Bug("what a failed row computed is published", SCHEDULER, "Scheduler._advance", "return self._fail(sequence, now, FinishReason.ERROR, result.error)", "self._cache.publish(sequence.kv, sequence.tokens, row.end)\nreturn self._fail(sequence, now, FinishReason.ERROR, result.error)"),
     Bug("a finished request is kept", SCHEDULER, "Scheduler._end", "del self._sequences[sequence.request.id]", "pass"),
     Bug("blocks are published before the step has run", SCHEDULER, "Scheduler.plan", "rows = [sequence.row(end) for sequence, end in work.items()]", "rows = [sequence.row(end) for sequence, end in work.items()]\nfor sequence, end in work.items():\n    self._cache.publish(sequence.kv, sequence.tokens, end)"),
-    Bug("scored prompts use cached tokens", SCHEDULER, "Scheduler._admit", "sequence.scored >= sequence.to_score", "True"),
+    Bug("scored prompts use cached tokens", SCHEDULER, "Scheduler._open", "sequence.scored >= sequence.to_score", "True"),
     Bug("prompt logprobs are sent again after preemption", SCHEDULER, "Scheduler._advance", "sequence.scored += len(result.prompt_logprobs)", "pass"),
     Bug("a cache report with every token", SCHEDULER, "Scheduler._advance", "sequence.first_token is None", "True"),
-    Bug("the covered prefix is computed again", SCHEDULER, "Scheduler._admit", "sequence.computed = covered", "sequence.computed = 0"),
+    Bug("the covered prefix is computed again", SCHEDULER, "Scheduler._open", "sequence.computed = covered", "sequence.computed = 0"),
     Bug("a sampled token is lost", SCHEDULER, "Scheduler._advance", "(result.token,)", "(result.token,) if end % 7 else ()"),
     Bug("progress stops at the end of a chunk", SCHEDULER, "Scheduler._advance", "end = sequence.computed = row.end", "end = row.end\nsequence.computed = min(end, row.start + 8)"),
     Bug("a stop token is passed over", SEQUENCE, "Sequence.ending", "return FinishReason.STOP", "pass"),
@@ -256,7 +257,21 @@ BUGS = (
     Bug("a tenant's second waits behind all of another's", ROUNDS, "Rounds.__iter__", "(item for around in zip_longest(*lines) for item in around if item is not None)", "(item for line in lines for item in line)"),
     Bug("one that was preempted stands behind those that never ran", WAITING, "WaitingQueue.__iter__", "chain(tuple(self._back), self._rounds)", "chain(self._rounds, tuple(self._back))"),
     Bug("the queue takes one too many", WAITING, "WaitingQueue.check", "waiting < self._max_requests", "waiting <= self._max_requests"),
-    Bug("what was long once is long for ever", WAITING, "Passed.again", "self._step > sequence.long_until", "sequence.long_until < 0"),
+    Bug("what was long once is long for ever", SCHEDULER, "Scheduler._open", "sequence.long_beside = kept", "sequence.long_beside = 1 << 30"),
+    Bug("a long look is not forgotten at the next", SCHEDULER, "Scheduler._open", "sequence.long_beside = 0", "pass"),
+    # ------------------------------------------------------------------------------------------------ who is woken
+    Bug("nobody is woken by what is published", CACHE, "Cache.publish", "self._waiters.settled(context.chains[0].key(index, tokens))", "pass"),
+    Bug("nobody is woken by the end of a claim", CACHE, "Cache._unclaim", "self._waiters.settled(key)", "pass"),
+    Bug("nobody is woken by the end of its load", CACHE, "Cache.close", "self._waiters.wake(context)", "pass"),
+    Bug("nobody is woken by blocks that are given back", CACHE, "Cache.close", "self._waiters.freed()", "pass"),
+    Bug("nobody is woken by blocks that a step gives back", CACHE, "Cache.publish", "self._waiters.freed()", "pass"),
+    Bug("only one of those that wait for a block is woken", WAITERS, "Waiters.settled", "tuple(self._watched.get(key, ()))", "tuple(self._watched.get(key, ()))[:1]"),
+    Bug("who waits for a load is not counted", WAITERS, "Waiters.remember", "self._blocked[context] = None", "self._blocked.update({context: None} if match.blocked_on != 'load' else {})"),
+    Bug("who has waited is still counted", WAITERS, "Waiters.wake", "self._blocked.pop(context, None)", "pass"),
+    Bug("what is waited for is forgotten", CACHE, "Cache._remember", "keys = [blocked_on]", "pass"),
+    Bug("what would make a long prompt short is not watched", CACHE, "Cache._remember", "keys = [key(hit, tokens), *(one for index in more if (one := key(index, tokens)) in self._computing)]", "pass"),
+    Bug("who waits, waits for another block than the other brings", CACHE, "Cache._on_its_way", "return key(hit, tokens)", "return key(last - 1, tokens)"),
+    Bug("blocks that were taken are there for who found too few", SCHEDULER, "Scheduler._known", "spare >= sequence.spare", "spare > 0"),
     Bug("the queue does not count tokens", WAITING, "WaitingQueue.check", "waiting < self._max_requests and (not waiting or queued + tokens <= self._max_tokens)", "waiting < self._max_requests"),
     # ------------------------------------------------------------------------------------------------- the engine
     Bug("the digest before is read one slot off", FAKE, "FakeEngine._write", "(row.start - 1) % size", "row.start % size"),
@@ -273,7 +288,7 @@ BUGS = (
     Bug("a load that stands still is never late", STORE_READER, "LoadPolicy.late", "if now - max(load.started, load.heard, alive) > STALL_SECONDS:\n    return True", "pass"),
     Bug("nobody hears that a load has ended", TIERS, "Tiers.stop", "self._answers += load.done", "pass"),
     Bug("a load goes on for a sequence that has ended", CACHE, "Cache.close", "self.below.stop(context)", "pass"),
-    Bug("a sequence runs while it is loaded", CACHE, "Cache.awaits", "if context.loading:\n    return True", "pass"),
+    Bug("a sequence runs while it is loaded", CACHE, "Cache.match", "'load' if context.tried else None", "None"),
     Bug("a load takes blocks that are not there", CACHE, "Cache.extend", "if any((more > self.pools[number].available for number in groups)):\n    return False", "pass"),
     Bug("blocks that a load skips are taken all the same", CACHE, "Cache.extend", "self.pools[number].take(more) if number in groups else [NO_BLOCK] * more", "self.pools[number].take(more)"),
     Bug("a lost chunk is read over", STORE_READER, "StoreReader.work", "if arrival is None or load.fetched == len(load.wants):\n    load.over = True", "load.fetched += arrival is None\nif load.fetched >= len(load.wants):\n    load.over = True"),
