@@ -407,6 +407,7 @@ async def test_errors_are_anthropics(error: CairnError, status: int, kind: str) 
         ({"tools": [{"name": "a b"}]}, "tools[0].name"),
         ({"thinking": {"type": "deep"}}, "thinking.type"),
         ({"tool_choice": {"type": "sometimes"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": []}}, "tool_choice.type"),
         ({"max_tokens": "many"}, "max_tokens"),
         ({"temperature": 99}, "temperature"),
         ({"stop_sequences": [""]}, "stop_sequences"),

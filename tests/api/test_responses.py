@@ -177,6 +177,13 @@ async def test_tools_of_a_namespace_and_of_free_text_are_called_by_their_own_nam
     assert {value["type"] for value in streamed} <= KNOWN
 
 
+async def test_a_warning_of_what_no_header_can_hold_is_still_told() -> None:
+    async with site(ScriptedService(lambda request: list(STEPS))) as at:
+        answer = await post(at, body(tools=[{"type": "a\r\nx-evil: 1\0"}]))
+    assert answer.status_code == 200 and "x-evil" not in answer.headers
+    assert "a tool of type a??x-evil: 1? runs on a server" in answer.headers["x-cairn-warning"]
+
+
 # ------------------------------------------------------------------------------------------------------- the prompts
 
 
@@ -289,6 +296,9 @@ async def test_what_is_too_long_fails_in_the_stream_where_clients_look_for_it(tm
         ({"previous_response_id": "resp_0000000000000001"}, "previous_response_id"),
         ({"max_output_tokens": "many"}, "max_output_tokens"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort"),
+        ({"input": [{"role": "user", "content": [{"type": []}]}]}, "input[0].content[0].type"),
+        ({"tools": [{"type": "custom", "name": "c", "description": 5}]}, "tools[0].description"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": 5}}, "tool_choice names a tool"),
         ({"temperature": 99}, "temperature"),
     ],
 )
@@ -568,6 +578,39 @@ async def test_a_conversation_is_locked_while_a_response_runs_and_passes_over_on
         assert again.status_code == 200, again.text
         items = (await http.get(f"/v1/conversations/{conversation}/items?order=asc")).json()["data"]
         assert [item["role"] for item in items] == ["user", "assistant"] * 2
+
+
+async def test_a_conversation_whose_last_response_is_erased_is_what_it_was_before(tmp_path: Path) -> None:
+    async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
+        items = f"/v1/conversations/{(await post(at, {}, '/v1/conversations')).json()['id']}/items"
+        ask = kept(conversation=items.split("/")[3])
+        await post(at, ask)
+        last = (await post(at, ask)).json()
+        assert len((await http.get(items)).json()["data"]) == 4
+        await http.delete(f"/v1/responses/{last['id']}")
+        assert len((await http.get(items)).json()["data"]) == 2
+        added = await post(at, {"items": [{"role": "user", "content": "more"}]}, items)
+        assert [item["content"][0]["text"] for item in added.json()["data"]] == ["more"]
+        assert (await post(at, ask)).status_code == 200
+
+
+async def test_an_agent_that_only_looks_like_a_response_is_none(tmp_path: Path) -> None:
+    """Nor like a conversation; whoever makes agents names them, and says what their metadata are."""
+    looks: list[dict[str, str]] = [
+        {"object": "response"},
+        {"object": "response", "root": "r", "head": "{}", "called": "{}", "include": ""},
+        {"object": "conversation", "state": "x"},
+        {"object": "conversation", "metadata": "{}", "state": '{"head": "", "more": 5}', "before": "[]"},
+    ]
+    async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
+        for number, metadata in enumerate(looks):
+            kind = metadata["object"]
+            id = f"{kind[:4]}_{number}"
+            assert (await post(at, {"id": id, "metadata": metadata}, "/v1/agents")).status_code == 201
+            shown = await http.get(f"/v1/{kind}s/{id}")
+            assert shown.status_code == 404 and f"no {kind} '{id}'" in shown.text
+            field = "previous_response_id" if kind == "response" else kind
+            assert (await post(at, kept(**{field: id}))).status_code in (400, 404)
 
 
 LONG: dict[str, Any] = {"stream": True, "max_output_tokens": 1500}

@@ -192,12 +192,45 @@ def test_length_may_cut_an_object(server: Served) -> None:
         ({"grammar": "root ::= ("}, "grammar", "GBNF"),
         ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "ends with it"),
         ({"tools": [WEATHER], "tool_choice": "required", "ignore_eos": True}, "ignore_eos", "ends with it"),
+        ({"tools": [TIME], "tool_choice": {"type": "allowed_tools", "tools": 5}}, "tool_choice", "names a tool"),
     ],
 )
 def test_what_cannot_be_followed_is_named(server: Served, more: dict[str, Any], field: str, words: str) -> None:
     answer = ask(server, **more)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == field, answer.text
     assert words in answer.json()["error"]["message"]
+
+
+NOT: dict[str, Any] = {"not": {"type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        (
+            "/v1/responses",
+            {"input": "x", "text": {"format": {"type": "json_schema", "schema": NOT}}},
+            "text.format.schema",
+        ),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ("/v1/responses", {"input": "x", "text": {"format": {"type": "tree"}}}, "text.format.type"),
+        (
+            "/v1/messages",
+            {"messages": ASKED, "output_config": {"format": {"schema": NOT}}},
+            "output_config.format.schema",
+        ),
+        ("/api/chat", {"messages": ASKED, "format": NOT}, "format"),
+        ("/api/generate", {"prompt": "x", "format": NOT}, "format"),
+        ("/api/generate", {"prompt": "x", "format": NOT, "raw": True}, "format"),
+        ("/completion", {"prompt": "x", "json_schema": NOT}, "json_schema"),
+    ],
+)
+def test_every_dialect_names_its_own_field(server: Served, path: str, body: dict[str, Any], field: str) -> None:
+    answer = httpx.post(server.url + path, json={"max_tokens": 5} | body, timeout=60, trust_env=False)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    said = error if isinstance(error, str) else error["message"]
+    assert said.startswith(field + " ") and (not isinstance(error, dict) or error.get("param", field) == field)
 
 
 def test_a_bomb_costs_its_own_request_alone(server: Served) -> None:

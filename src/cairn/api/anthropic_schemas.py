@@ -25,6 +25,7 @@ NAMES = {
     "stop": "stop_sequences",
     "max_completion_tokens": "max_tokens",
     "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }
 """What this dialect calls the fields of a chat."""
@@ -130,7 +131,7 @@ def _choice(given: Mapping[str, Any]) -> Any:
     kind = given.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": given.get("name")}}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise InvalidRequest("tool_choice.type must be auto, any, tool or none", field="tool_choice.type")
     return _CHOICES[kind]
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, TypedDict
+
+import msgspec
 
 from cairn.agents.agents import Agents
 from cairn.agents.info import AgentInfo
@@ -24,7 +26,7 @@ from cairn.api.parse import parse
 from cairn.api.reply import Call
 from cairn.api.responses_schemas import items_of, messages_of
 from cairn.api.schemas import Body, ChatBody, Several, plain_messages
-from cairn.api.stored_responses import TTL, StoredResponses, id_in
+from cairn.api.stored_responses import TTL, StoredResponses, find_kept
 from cairn.config import Config
 from cairn.errors import ConversationLocked, InvalidRequest, NotFound
 from cairn.service.service import Service
@@ -59,6 +61,19 @@ class State(NamedTuple):
     """The last response; empty before the first."""
     more: list[dict[str, Any]]
     """Messages that follow it."""
+
+
+class _Message(TypedDict):
+    """What has to be in a message that a conversation holds."""
+
+    role: str
+
+
+class _State(msgspec.Struct):
+    """A `State` as metadata have to have it."""
+
+    head: str
+    more: list[_Message]
 
 
 class Conversations:
@@ -101,14 +116,14 @@ class Conversations:
         """Where it stands. NotFound, and ConversationLocked while its last response runs."""
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
-        now = json.loads(info.metadata["state"])
-        if now["head"]:
-            last = self._stored.state(tenant, now["head"])
+        now = _unpacked(info.metadata["state"])
+        if now.head:
+            last = self._stored.state(tenant, now.head)
             if last == "running":
-                raise ConversationLocked(f"response {now['head']} of conversation {id} still runs", field=KIND)
+                raise ConversationLocked(f"response {now.head} of conversation {id} still runs", field=KIND)
             if last != "idle":
-                now = json.loads(info.metadata["before"])
-        return State(now["head"], now["more"])
+                return _unpacked(info.metadata["before"])
+        return now
 
     async def move(self, tenant: str, id: str, before: State, head: str) -> None:
         """A response goes on with it from that state."""
@@ -158,8 +173,8 @@ class Conversations:
         body = parse(ItemsBody, await read_json(call, self._config), self._config, call)
         agents, id = self._attribution.open(), _id_of(call)
         with self.locked(call.tenant, id):
-            before = len(await self._items(call.tenant, id))
             state = await self.state(call.tenant, id)
+            before = len(await self._listed(call.tenant, id, state))
             after = State(state.head, [*state.more, *self._messages(body.items, call)])
             await self._write(agents, call.tenant, self._find(agents, call.tenant, id), after, after)
         added = (await self._items(call.tenant, id))[before:]
@@ -189,19 +204,21 @@ class Conversations:
         return plain_messages(parse(ChatBody, {"messages": found}, self._config).messages) if found else []
 
     async def _items(self, tenant: str, id: str) -> list[dict[str, Any]]:
-        agents = self._attribution.open()
-        now = json.loads(self._find(agents, tenant, id).metadata["state"])
+        info = self._find(self._attribution.open(), tenant, id)
+        now = _unpacked(info.metadata["state"])
+        if now.head and self._stored.state(tenant, now.head) == "gone":
+            now = _unpacked(info.metadata["before"])
+        return await self._listed(tenant, id, now)
+
+    async def _listed(self, tenant: str, id: str, state: State) -> list[dict[str, Any]]:
         found, called = [], {}
-        if now["head"]:
-            found = await self._stored.history(tenant, now["head"], running=True)
-            called = self._stored.called(tenant, now["head"])
-        return items_of([*found, *now["more"]], called, id.removeprefix(PREFIX))
+        if state.head:
+            found = await self._stored.history(tenant, state.head, running=True)
+            called = self._stored.called(tenant, state.head)
+        return items_of([*found, *state.more], called, id.removeprefix(PREFIX))
 
     def _find(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
-        info = agents.get(tenant, id) if id_in(id, PREFIX) else None
-        if info is None or info.metadata.get("object") != KIND:
-            raise NotFound(f"there is no conversation {id[:100]!r}", field=KIND)
-        return info
+        return find_kept(agents, tenant, id, PREFIX, KIND, _is_conversation)
 
     async def _write(self, agents: Agents, tenant: str, info: AgentInfo, state: State, before: State) -> AgentInfo:
         changed = info.metadata | {"state": _packed(state), "before": _packed(before)}
@@ -218,6 +235,17 @@ def conversation_of(given: Any) -> str | None:
 
 def _packed(state: State) -> str:
     return json.dumps(state._asdict(), ensure_ascii=False)
+
+
+def _unpacked(text: str) -> State:
+    now = json.loads(text)
+    return State(now["head"], now["more"])
+
+
+def _is_conversation(metadata: Mapping[str, str]) -> bool:
+    for name in ("state", "before"):
+        msgspec.convert(json.loads(metadata[name]), _State)
+    return isinstance(json.loads(metadata["metadata"]), dict)
 
 
 def _object(info: AgentInfo) -> dict[str, Any]:

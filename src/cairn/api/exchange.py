@@ -353,12 +353,17 @@ def generating(service: Service, choices: Sequence[Choice], told: Told) -> Sourc
 
 @contextlib.contextmanager
 def spelled(names: Mapping[str, str]) -> Iterator[None]:
-    """A refusal names the field that the client has sent: `names` are ours and the route's."""
+    """A refusal names the field that the client has sent: `names` are ours and the route's. What is inside a field is
+    named by the longest of them that it begins with."""
     try:
         yield
     except InvalidRequest as error:
-        name = names.get(error.field or "")
-        if name is None:
+        known, rest = error.field or "", ""
+        while known not in names and "." in known:
+            known, _, inner = known.rpartition(".")
+            rest = f".{inner}{rest}"
+        if known not in names:
             raise
+        name = names[known] + rest
         text = str(error) if error.field == "prompt" else str(error).replace(str(error.field), name)
         raise error.named(text, name) from None

@@ -96,8 +96,8 @@ async def text_exchange(
     """The exchange of raw prompts. `names` as of a chat; `allow_empty`: prompts that are only scored."""
     draw, store, output = ids(call, service), is_stored(body.store, config), OutputFormat(continues=True)
     choices: list[Choice] = []
-    grammar = await service.chat.grammar(body.wanted().structure, output, share=call.share)
     with spelled(names):
+        grammar = await service.chat.grammar(body.wanted().structure, output, share=call.share)
         for prompt in prompts:
             made = requests(
                 service.spec,

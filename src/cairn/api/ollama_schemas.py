@@ -20,6 +20,7 @@ NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
     "response_format": "format",
+    "response_format.json_schema.schema": "format",
     "reasoning_effort": "think",
     **{name: f"options.{name}" for name in ("temperature", "top_k", "top_p", "min_p", "seed", "stop")},
     **{name: f"options.{name}" for name in ("presence_penalty", "frequency_penalty")},

@@ -58,7 +58,11 @@ MAX_WARNINGS = 16
 
 def shown(text: str) -> str:
     """The beginning of a text that came from the client, fit for a message."""
-    return "".join(char if char.isprintable() else "?" for char in text[:100])
+    return _printable(text[:100])
+
+
+def _printable(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 class Call:
@@ -156,9 +160,12 @@ class Call:
             pass
 
     def warn(self, sentence: str) -> None:
-        """Tell the sender something with the answer, the first 16 sentences of many."""
+        """Tell the sender something with the answer, the first 16 sentences of many.
+
+        It goes into a header too, where a control character would cost the whole answer.
+        """
         if len(self.warnings) < MAX_WARNINGS:
-            self.warnings.append(sentence)
+            self.warnings.append(_printable(sentence))
 
     async def respond(self, status: int, body: bytes, headers: Headers) -> None:
         """A whole answer."""

@@ -22,6 +22,7 @@ NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
 """What this dialect calls the fields of a chat."""
@@ -131,6 +132,8 @@ class Tools:
         name, custom = _name(tool, where), tool.get("type") == "custom"
         told = name if namespace is None else f"{namespace}__{name}"
         description = tool.get("description")
+        if not isinstance(description, str | None):
+            raise InvalidRequest(f"{where}.description must be a text", field=f"{where}.description")
         if custom:
             form = tool.get("format") if isinstance(tool.get("format"), dict) else {}
             grammar = form.get("definition") if isinstance(form, dict) else None
@@ -141,7 +144,7 @@ class Tools:
             parameters = tool.get("parameters")
         if parameters is not None and not isinstance(parameters, dict):
             raise InvalidRequest(f"{where}.parameters must be an object", field=f"{where}.parameters")
-        function = {"name": told, "description": description or None, "parameters": parameters}
+        function: dict[str, Any] = {"name": told, "description": description or None, "parameters": parameters}
         if tool.get("strict") is True:
             function["strict"] = True
         self.functions.append({"type": "function", "function": function})
@@ -201,7 +204,8 @@ def _choice(given: Any) -> Any:
         namespace = given.get("namespace")
         return {"type": "function", "function": {"name": f"{namespace}__{name}" if namespace else name}}
     if kind == "allowed_tools":
-        tools = [_choice(one) for one in given.get("tools") or () if isinstance(one, dict)]
+        listed = given.get("tools")
+        tools = [_choice(one) for one in listed if isinstance(one, dict)] if isinstance(listed, list) else None
         return {"type": "allowed_tools", "allowed_tools": {"mode": given.get("mode", "auto"), "tools": tools}}
     return given
 
@@ -333,7 +337,7 @@ def _texts(content: Any, where: str) -> list[str]:
         kind = part.get("type")
         if kind == "refusal":
             found.append(_text(part, "refusal", at))
-        elif kind in _TEXTS:
+        elif isinstance(kind, str) and kind in _TEXTS:
             found.append(_text(part, "text", at))
         else:
             raise Unsupported(

@@ -15,6 +15,8 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from cairn.agents.agents import Agents
 from cairn.agents.info import AgentInfo, TurnInfo
 from cairn.agents.running import RunningTurn
@@ -39,6 +41,14 @@ KIND = "response"
 """`object` in the metadata of an agent that is a response."""
 _APART = ("tools", "instructions", "output")
 """Fields of a response's object that stand elsewhere: the agent begins with the first two."""
+
+
+class _Head(msgspec.Struct):
+    """What has to be in the `head` of a response's metadata to make a response of it."""
+
+    id: str
+    instructed: bool
+    reasoning: dict[str, Any]
 
 
 class StoredResponses:
@@ -175,10 +185,7 @@ class StoredResponses:
         return info
 
     def _find(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
-        info = agents.get(tenant, id) if id_in(id, PREFIX) else None
-        if info is None or info.metadata.get("object") != KIND:
-            raise NotFound(f"there is no response {id[:100]!r}", field="response_id")
-        return info
+        return find_kept(agents, tenant, id, PREFIX, KIND, _is_response)
 
     async def _said(self, agents: Agents, tenant: str, info: AgentInfo) -> list[dict[str, Any]]:
         first, _ = await agents.beginning(tenant, info.id)
@@ -250,9 +257,25 @@ class StoredResponses:
         await agents.delete(tenant, id)
 
 
-def id_in(id: str, prefix: str) -> bool:
-    """Whether this has the form of an id with that prefix."""
-    return id.startswith(prefix) and len(id) <= 64 and id.isascii() and id.replace("_", "").isalnum()
+def find_kept(
+    agents: Agents, tenant: str, id: str, prefix: str, kind: str, is_one: Callable[[Mapping[str, str]], bool]
+) -> AgentInfo:
+    """The agent of a response, or of a conversation. NotFound where there is none, and where an agent that was made at
+    /v1/agents only looks like one: `is_one` reads its metadata, and raises what comes of reading anything."""
+    try:
+        formed = id.startswith(prefix) and len(id) <= 64 and id.isascii() and id.replace("_", "").isalnum()
+        info = agents.get(tenant, id) if formed else None
+        if info is not None and info.metadata.get("object") == kind and is_one(info.metadata):
+            return info
+    except (NotFound, KeyError, ValueError, RecursionError):
+        pass
+    raise NotFound(f"there is no {kind} {id[:100]!r}", field="response_id" if kind == KIND else kind)
+
+
+def _is_response(metadata: Mapping[str, str]) -> bool:
+    msgspec.convert(json.loads(metadata["head"]), _Head)
+    msgspec.convert(json.loads(metadata["called"]), dict[str, Called])
+    return {"root", "include"} <= metadata.keys()
 
 
 def _called(info: AgentInfo) -> dict[str, Called]:

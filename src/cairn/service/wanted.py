@@ -127,7 +127,8 @@ def _choice(given: Any, offered: Sequence[str]) -> ToolChoice:
     if isinstance(given, Mapping) and given.get("type") == "allowed_tools":
         inner = given.get("allowed_tools", given)
         inner = inner if isinstance(inner, Mapping) else {}
-        names = [_named(tool) for tool in inner.get("tools") or ()]
+        listed = inner.get("tools")
+        names = [_named(tool) for tool in listed] if isinstance(listed, list | tuple) else []
         return _called(inner.get("mode", "auto"), names, offered)
     if isinstance(given, Mapping) and given.get("type") in ("function", "tool"):
         return _called("required", [_named(given)], offered)
