@@ -31,6 +31,11 @@ from __future__ import annotations
 import traceback
 from typing import Self
 
+NOTHING_LEFT = "logit_bias, penalties or a grammar left no token that could be chosen"
+TOO_COMPLEX = "the grammar that the answer is held to became too complex to follow"
+IMPOSSIBLE = frozenset({NOTHING_LEFT, TOO_COMPLEX})
+"""What ends an answer that nobody could give: the request is wrong, and would fail again."""
+
 
 class CairnError(Exception):
     """Base of every error that Cairn raises on purpose. `str(error)` is one clear sentence for the caller."""

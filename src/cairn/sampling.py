@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.engine.base import Row, RowResult
+from cairn.errors import NOTHING_LEFT, TOO_COMPLEX
 from cairn.kernels.extras import choose
 from cairn.kernels.vocabulary import GREEDY_BELOW, NUMPY, ONE, Choice, Line, Sampler
 from cairn.types import SamplingParams, TokenLogprob
 
 NOT_FINITE = "the model produced logits that are not finite numbers"
-NOTHING_LEFT = "logit_bias, penalties or a grammar left no token that could be chosen"
-TOO_COMPLEX = "the grammar that the answer is held to became too complex to follow"
 
 Floats = NDArray[np.float32]
 

@@ -300,6 +300,7 @@ async def test_what_is_too_long_fails_in_the_stream_where_clients_look_for_it(tm
         ({"tools": [{"type": "custom", "name": "c", "description": 5}]}, "tools[0].description"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": 5}}, "tool_choice names a tool"),
         ({"temperature": 99}, "temperature"),
+        ({"metadata": {"a": "x" * 513}}, "metadata.a"),
     ],
 )
 async def test_a_body_that_is_wrong_is_refused_by_name(more: dict[str, Any], said: str) -> None:
@@ -592,6 +593,18 @@ async def test_a_conversation_whose_last_response_is_erased_is_what_it_was_befor
         added = await post(at, {"items": [{"role": "user", "content": "more"}]}, items)
         assert [item["content"][0]["text"] for item in added.json()["data"]] == ["more"]
         assert (await post(at, ask)).status_code == 200
+
+
+async def test_what_is_held_of_a_conversation_is_bounded(tmp_path: Path) -> None:
+    async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at:
+        path = f"/v1/conversations/{(await post(at, {}, '/v1/conversations')).json()['id']}"
+        item = {"role": "user", "content": "x" * 3_000_000}
+        assert (await post(at, {"items": [item]}, path + "/items")).status_code == 200
+        more = await post(at, {"items": [item]}, path + "/items")
+        assert more.status_code == 400 and more.json()["error"]["param"] == "items"
+        for where in (path, "/v1/conversations"):
+            long = await post(at, {"metadata": {"a": "x" * 513}}, where)
+            assert long.status_code == 400 and "metadata.a" in long.text
 
 
 async def test_an_agent_that_only_looks_like_a_response_is_none(tmp_path: Path) -> None:

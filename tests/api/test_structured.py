@@ -201,6 +201,16 @@ def test_what_cannot_be_followed_is_named(server: Served, more: dict[str, Any], 
     assert words in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{"json_schema": {"$ref": "#"}}, {"grammar": "root ::= root"}, {"guided_choice": ["a"], "allowed_token_ids": [5]}],
+)
+def test_an_answer_that_nobody_could_give_is_the_requests_own_fault(server: Served, more: dict[str, Any]) -> None:
+    """Clients send again what ended with a 5xx."""
+    assert ask(server, **more).status_code == 400
+    assert '"invalid_request"' in ask(server, **more, stream=True).text
+
+
 NOT: dict[str, Any] = {"not": {"type": "string"}}
 
 

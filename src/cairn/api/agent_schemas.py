@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 from urllib.parse import parse_qsl
 
@@ -96,11 +97,16 @@ def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
             )
     if body.ttl is not None and not LEAST_TTL <= body.ttl <= MOST_TTL:
         raise InvalidRequest(f"ttl must be {LEAST_TTL:.0f} to {MOST_TTL:.0f} seconds, got {body.ttl:g}", field="ttl")
-    for name, value in (body.metadata or {}).items():
+    check_metadata(body.metadata)
+    return messages
+
+
+def check_metadata(given: Mapping[str, str] | None) -> None:
+    """The lengths of names and values of what is kept with an agent."""
+    for name, value in (given or {}).items():
         if len(name) > MAX_METADATA_VALUE or len(value) > MAX_METADATA_VALUE:
             field = f"metadata.{shown(name)}"
             raise InvalidRequest(f"{field} is longer than {MAX_METADATA_VALUE} characters, the limit", field=field)
-    return messages
 
 
 def check_turn(body: TurnBody, config: Config) -> None:

@@ -20,6 +20,7 @@ import msgspec
 from cairn.agents.agents import Agents
 from cairn.agents.info import AgentInfo
 from cairn.api.agent_attribution import AgentAttribution
+from cairn.api.agent_schemas import check_metadata
 from cairn.api.limits import read_json, read_nothing
 from cairn.api.lists import page, page_of_items
 from cairn.api.parse import parse
@@ -35,6 +36,8 @@ Endpoint = Callable[[Call, Service], Awaitable[None]]
 PATH = "/v1/conversations"
 PREFIX = "conv_"
 KIND = "conversation"
+MAX_ADDED = 1 << 22
+"""Characters of the messages that follow the last response: they are held in memory, and written anew with each."""
 
 
 class ConversationBody(Body):
@@ -137,6 +140,7 @@ class Conversations:
         """POST /v1/conversations."""
         agents = self._attribution.open()
         body = parse(ConversationBody, await read_nothing(call, self._config), self._config, call)
+        check_metadata(body.metadata)
         state = State("", self._messages(body.items or [], call))
         metadata = {"object": KIND, "state": _packed(state), "before": _packed(state)}
         metadata["metadata"] = json.dumps(body.metadata or {})
@@ -153,6 +157,7 @@ class Conversations:
         body = parse(ConversationBody, await read_json(call, self._config), self._config, call)
         if body.items is not None:
             raise InvalidRequest("items are added at /v1/conversations/{id}/items", field="items")
+        check_metadata(body.metadata)
         info = self._find(agents, call.tenant, id)
         changed = info.metadata | {"metadata": json.dumps(body.metadata or {})}
         await call.json(_object(await agents.describe(call.tenant, id, changed)))
@@ -234,7 +239,12 @@ def conversation_of(given: Any) -> str | None:
 
 
 def _packed(state: State) -> str:
-    return json.dumps(state._asdict(), ensure_ascii=False)
+    text = json.dumps(state._asdict(), ensure_ascii=False)
+    if len(text) > MAX_ADDED:
+        raise InvalidRequest(
+            f"the items that no response has read have more than {MAX_ADDED} characters, the limit", field="items"
+        )
+    return text
 
 
 def _unpacked(text: str) -> State:

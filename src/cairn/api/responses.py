@@ -15,7 +15,7 @@ from typing import Any
 
 from cairn.agents.running import RunningTurn
 from cairn.api.agent_attribution import AgentAttribution
-from cairn.api.agent_schemas import NoBody
+from cairn.api.agent_schemas import NoBody, check_metadata
 from cairn.api.cache_diagnosis import RecentPrompts
 from cairn.api.compaction import CompactedAnswer, compacting
 from cairn.api.conversations import Conversations, conversation_of
@@ -77,6 +77,7 @@ class Responses:
     async def create(self, call: Call, service: Service) -> None:
         """POST /v1/responses."""
         body = parse(ResponseBody, await read_json(call, self._config), self._config, call)
+        check_metadata(body.metadata)
         tools = Tools(body.tools, call)
         kept = body.store is not False and self._stored.open and not body.prewarms
         if not kept and body.store is not False and not body.prewarms:

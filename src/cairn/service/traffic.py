@@ -16,10 +16,12 @@ import msgspec
 
 from cairn.config import Config
 from cairn.errors import (
+    IMPOSSIBLE,
     CairnError,
     Cancelled,
     DeadlineExceeded,
     GenerationFailed,
+    InvalidRequest,
     Overloaded,
     Unavailable,
     by_code,
@@ -312,6 +314,8 @@ def _error(output: Output) -> CairnError | None:
         return _late()
     if output.finish is FinishReason.CANCELLED:
         return Cancelled("the request was cancelled")
+    if output.error in IMPOSSIBLE:
+        return InvalidRequest(output.error)
     if output.finish is FinishReason.ERROR:
         return GenerationFailed(output.error or "the generation failed")
     return None
