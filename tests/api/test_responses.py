@@ -607,6 +607,23 @@ async def test_what_is_held_of_a_conversation_is_bounded(tmp_path: Path) -> None
             assert long.status_code == 400 and "metadata.a" in long.text
 
 
+async def test_a_response_and_a_conversation_are_exported_and_imported(tmp_path: Path) -> None:
+    async with keeping(tmp_path / "agents", make_model(tmp_path / "tiny")) as at, at.http() as http:
+        conversation = (await post(at, {"items": [{"role": "user", "content": "x" * 900}]}, "/v1/conversations")).json()
+        one = (await post(at, kept())).json()
+        for id in (conversation["id"], one["id"]):
+            file = (await http.get(f"/v1/agents/{id}/export")).content
+            headers = {"content-type": "application/octet-stream"}
+            made = await http.post(f"/v1/agents/import?id={id[:4]}_2", content=file, headers=headers)
+            assert made.status_code in (200, 201), made.text
+        assert len((await http.get("/v1/conversations/conv_2/items")).json()["data"]) == 1
+        shown = (await http.get("/v1/responses/resp_2")).json()
+        assert shown["id"] == "resp_2" and shown["output"][0]["content"] == one["output"][0]["content"]
+        assert (await post(at, kept(previous_response_id="resp_2", conversation=None))).status_code == 200
+        repeated = {"type": "auto", "more": "x" * (1 << 22)}
+        assert (await post(at, kept(tools=[TOOL], tool_choice=repeated))).status_code == 400
+
+
 async def test_an_agent_that_only_looks_like_a_response_is_none(tmp_path: Path) -> None:
     """Nor like a conversation; whoever makes agents names them, and says what their metadata are."""
     looks: list[dict[str, str]] = [

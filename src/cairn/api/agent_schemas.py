@@ -17,6 +17,8 @@ from cairn.errors import InvalidRequest
 PATH = "/v1/agents"
 MOST_LISTED = 100
 MAX_METADATA_VALUE = 512
+MAX_OWN_METADATA = 1 << 22
+"""Characters of what the server itself notes of a response or a conversation."""
 LEAST_TTL = 1.0
 MOST_TTL = 10 * 365 * 86_400.0
 
@@ -77,7 +79,10 @@ class RollbackBody(Body):
 def check_portable(read: Portable, config: Config) -> None:
     """Hold what a file says to the limits of what is said to the other routes."""
     agent = read.agent
-    beginning(parse(CreateBody, {"metadata": agent.metadata, "ttl": agent.ttl}, config), config)
+    parse(CreateBody, {"metadata": agent.metadata, "ttl": agent.ttl}, config)
+    ours = agent.metadata.get("object") in ("response", "conversation")
+    check_metadata(agent.metadata, MAX_OWN_METADATA if ours else MAX_METADATA_VALUE)
+    check_ttl(agent.ttl)
     for _, began, _ in read.turns:
         beginning(parse(CreateBody, {"messages": list(began.messages), "tools": list(began.tools)}, config), config)
 
@@ -95,18 +100,23 @@ def beginning(body: CreateBody, config: Config) -> list[ChatMessage]:
                 f"messages holds {len(messages)} messages with system; the limit is {config.max_messages}",
                 field="messages",
             )
-    if body.ttl is not None and not LEAST_TTL <= body.ttl <= MOST_TTL:
-        raise InvalidRequest(f"ttl must be {LEAST_TTL:.0f} to {MOST_TTL:.0f} seconds, got {body.ttl:g}", field="ttl")
+    check_ttl(body.ttl)
     check_metadata(body.metadata)
     return messages
 
 
-def check_metadata(given: Mapping[str, str] | None) -> None:
+def check_ttl(ttl: float | None) -> None:
+    """How long an agent may be kept."""
+    if ttl is not None and not LEAST_TTL <= ttl <= MOST_TTL:
+        raise InvalidRequest(f"ttl must be {LEAST_TTL:.0f} to {MOST_TTL:.0f} seconds, got {ttl:g}", field="ttl")
+
+
+def check_metadata(given: Mapping[str, str] | None, most: int = MAX_METADATA_VALUE) -> None:
     """The lengths of names and values of what is kept with an agent."""
     for name, value in (given or {}).items():
-        if len(name) > MAX_METADATA_VALUE or len(value) > MAX_METADATA_VALUE:
+        if len(name) > MAX_METADATA_VALUE or len(value) > most:
             field = f"metadata.{shown(name)}"
-            raise InvalidRequest(f"{field} is longer than {MAX_METADATA_VALUE} characters, the limit", field=field)
+            raise InvalidRequest(f"{field} is longer than {most} characters, the limit", field=field)
 
 
 def check_turn(body: TurnBody, config: Config) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from cairn.agents.agents import Agents
 from cairn.agents.info import AgentInfo
 from cairn.api.agent_attribution import AgentAttribution
-from cairn.api.agent_schemas import check_metadata
+from cairn.api.agent_schemas import MAX_OWN_METADATA, check_metadata
 from cairn.api.limits import read_json, read_nothing
 from cairn.api.lists import page, page_of_items
 from cairn.api.parse import parse
@@ -36,8 +36,6 @@ Endpoint = Callable[[Call, Service], Awaitable[None]]
 PATH = "/v1/conversations"
 PREFIX = "conv_"
 KIND = "conversation"
-MAX_ADDED = 1 << 22
-"""Characters of the messages that follow the last response: they are held in memory, and written anew with each."""
 
 
 class ConversationBody(Body):
@@ -240,9 +238,10 @@ def conversation_of(given: Any) -> str | None:
 
 def _packed(state: State) -> str:
     text = json.dumps(state._asdict(), ensure_ascii=False)
-    if len(text) > MAX_ADDED:
+    if len(text) > MAX_OWN_METADATA:  # it is held in memory, and written anew with each item
         raise InvalidRequest(
-            f"the items that no response has read have more than {MAX_ADDED} characters, the limit", field="items"
+            f"the items that no response has read have more than {MAX_OWN_METADATA} characters, the limit",
+            field="items",
         )
     return text
 

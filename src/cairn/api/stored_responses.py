@@ -21,6 +21,7 @@ from cairn.agents.agents import Agents
 from cairn.agents.info import AgentInfo, TurnInfo
 from cairn.agents.running import RunningTurn
 from cairn.api.agent_attribution import AgentAttribution
+from cairn.api.agent_schemas import MAX_OWN_METADATA
 from cairn.api.checks import check_chat
 from cairn.api.exchange import Choice
 from cairn.api.generation import check_length, check_model, shown_tools
@@ -85,11 +86,16 @@ class StoredResponses:
             raise InvalidRequest("input is empty; it must hold at least one item", field="input")
         await check_length(call, service, contents(chat.messages, tools), "messages")
         root = hashlib.sha256(json.dumps([first, tools]).encode("utf-8", "replace")).hexdigest()
-        said = {name: value for name, value in head.items() if name not in _APART}
+        said = json.dumps({name: value for name, value in head.items() if name not in _APART}, ensure_ascii=False)
+        if len(said) > MAX_OWN_METADATA:  # it is held in memory
+            raise InvalidRequest(
+                f"what a response repeats of its request has more than {MAX_OWN_METADATA} characters, the limit; send "
+                "less in text and tool_choice, or store: false"
+            )
         metadata = {
             "object": KIND,
             "root": root,
-            "head": json.dumps(said, ensure_ascii=False),
+            "head": said,
             "called": json.dumps(called),
             "include": include,
         }
@@ -211,6 +217,7 @@ class StoredResponses:
         turn = await self._turn(agents, tenant, info)
         head: dict[str, Any] = json.loads(info.metadata["head"])
         del head["instructed"]
+        head["id"] = id  # it may have been imported under another
         _, tools = await agents.beginning(tenant, id)
         head |= {
             "tools": [{"type": "function", "strict": False} | tool["function"] for tool in tools],
