@@ -175,7 +175,7 @@ def neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
 def relative_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Softmax sums over all positions at once instead of over fixed spans in order."""
 
-    def planted(q: Any, pages: Any, seen: Any, scale: float, _cap: float = 0.0) -> Any:
+    def planted(q: Any, pages: Any, seen: Any, scale: float, *_: Any) -> Any:
         rows, heads, tiles, tile, size = q.shape
         keys = pages.keys(slice(0, seen.shape[2])).reshape(rows, heads, 1, -1, size)
         values = pages.values(slice(0, seen.shape[2])).reshape(rows, heads, 1, -1, size)

@@ -41,7 +41,7 @@ namespace {
 constexpr const char* VERSION = "native-5";
 
 // Of what Python calls: what `native.INTERFACE` says.
-constexpr int INTERFACE = 3;
+constexpr int INTERFACE = 4;
 
 bool runs(const std::string& name) {
 #if defined(__x86_64__)
