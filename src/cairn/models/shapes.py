@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from cairn.kernels.base import BLOCK, GROUP, Quantized
 from cairn.models.gguf_spec import cache_groups
+from cairn.models.mixture_spec import is_router
 from cairn.models.outline import Outline, blocks, codes
 from cairn.models.weights import DTYPES, expected_tensors
 from cairn.types import CacheGroup, ModelSpec, RotaryPositions
@@ -123,7 +124,7 @@ class RandomWeights(Mapping[str, Any]):
 
     def _mold(self, name: str) -> _Mold:
         shape, mold = self._shapes[name], _MOLDS[self.form]
-        if len(shape) == 1:
+        if len(shape) == 1 or is_router(name):
             return _Mold()
         if self.form == "q4_k_m":
             found = _LAYER.fullmatch(name)

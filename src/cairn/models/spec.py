@@ -23,6 +23,7 @@ from cairn.models.files import Fields, is_gguf, read_json, read_optional_json, r
 from cairn.models.gguf import read_gguf
 from cairn.models.gguf_spec import SAMPLING, cache_groups, gguf_spec, suggested
 from cairn.models.hub import model_name
+from cairn.models.mixture_spec import mixture
 from cairn.models.weights import weight_files
 from cairn.types import (
     MAX_CONTEXT,
@@ -91,7 +92,11 @@ def _load(folder: Path) -> ModelSpec:
     hidden = config.integer("hidden_size", 1, 1 << 20)
     layers = config.integer("num_hidden_layers", 1, 1 << 12)
     vocab = config.integer("vocab_size", 1, MAX_VOCAB)
-    rope, theta, context = _rope(_global(config) if family.local_rope else config)
+    if family.window == "none" and config.flag("use_sliding_window", False):
+        raise ModelError(f"{config.path}: use_sliding_window is true, which is not supported for {architecture}")
+    if config.has("swiglu_limit") and config.number("swiglu_limit", 0.0, 1e6) != 7:
+        raise ModelError(f"{config.path}: swiglu_limit other than 7 is not supported")
+    rope, theta, context = _rope(_global(config) if family.local_rope else config, family)
     if family.local_rope:
         context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # which states the scaled length
     head_dim = config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
@@ -109,12 +114,19 @@ def _load(folder: Path) -> ModelSpec:
         norm_eps=config.number("rms_norm_eps", 0.0, 1.0, 1e-6),
         rope_theta=theta,
         rope_scaling=rope,
-        activation=_activation(config),
-        qk_norm=family.qk_norm,
+        activation=family.activation or _activation(config),
+        qk_norm=_bias(config, family.qk_norm),
+        qk_norm_whole=family.qk_norm_whole,
+        pre_norms=family.pre_norms,
+        sinks=family.sinks,
+        experts=mixture(config, family, layers),
+        unturned=_unturned(config, layers) if family.unturned else (),
+        query_scaling=_query_scaling(config) if family.query_scaling else None,
+        rotary=_rotary(config, head_dim) if family.rotary else None,
         qkv_bias=_bias(config, family.qkv_bias),
         out_bias=_bias(config, family.out_bias),
         mlp_bias=_bias(config, family.mlp_bias),
-        **(_gemma(config, family, hidden, head_dim) if family.gemma else {}),
+        **_multiplied(config, family, hidden, head_dim),
         # The files of one that makes embeddings have no head, whatever its config says.
         tied=config.flag("tie_word_embeddings", False) or kind == "embed",
         groups=_groups(config, family, layers, context),
@@ -150,6 +162,50 @@ def _activation(config: Fields) -> Literal["silu", "gelu_tanh"]:
     return ACTIVATIONS[name]
 
 
+def _multiplied(config: Fields, family: Family, hidden: int, head_dim: int) -> dict[str, Any]:
+    """What a family multiplies by beyond the plain decoder, and norms behind attention and MLP."""
+    if family.gemma:
+        return _gemma(config, family, hidden, head_dim)
+    if not family.multipliers:
+        return {"post_norms": family.post_norms}
+    return {
+        "embedding_scale": config.number("embedding_multiplier", 1e-6, 1e6, 1.0),
+        "attention_scale": config.number("attention_multiplier", 1e-6, 1e6, 1.0),
+        "residual_scale": config.number("residual_multiplier", 1e-6, 1e6, 1.0),
+        "logit_scale": 1 / config.number("logits_scaling", 1e-6, 1e6, 1.0),
+    }
+
+
+def _unturned(config: Fields, layers: int) -> tuple[int, ...]:
+    """The layers without positions: a list says 0 for each of them, or every so many-th has none."""
+    said = config.values.get("no_rope_layers")
+    if said is None:
+        interval = config.integer("no_rope_layer_interval", 1, 1 << 12, 4)
+        said = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(said, list) or len(said) != layers or any(one not in (0, 1) for one in said):
+        raise config.error("no_rope_layers", f"a list of {layers} entries, each 0 or 1")
+    return tuple(layer for layer, turned in enumerate(said) if not turned)
+
+
+def _query_scaling(config: Fields) -> tuple[float, float] | None:
+    rope = config.object("rope_parameters" if config.object("rope_parameters").values else "rope_scaling")
+    if not rope.has("llama_4_scaling_beta"):
+        return None
+    return (
+        rope.number("llama_4_scaling_beta", 0.0, 1e3),
+        float(rope.integer("original_max_position_embeddings", 1, MAX_CONTEXT)),
+    )
+
+
+def _rotary(config: Fields, head_dim: int) -> int | None:
+    rope = config.object("rope_parameters")
+    place = rope if rope.has("partial_rotary_factor") else config
+    turned = int(head_dim * place.number("partial_rotary_factor", 0.0, 1.0, 1.0))
+    if turned % 2:
+        raise config.error("partial_rotary_factor", "an even part of the head size")
+    return None if turned == head_dim else turned
+
+
 def _gemma(config: Fields, family: Family, hidden: int, head_dim: int) -> dict[str, Any]:
     """What Gemma's spec has beyond the plain decoder's."""
     scale = config.number("query_pre_attn_scalar", 1e-6, 1e6) ** -0.5
@@ -172,27 +228,28 @@ def _global(config: Fields) -> Fields:
     return Fields({**config.values, **own}, config.path, config.prefix)
 
 
-def _local(config: Fields) -> RotaryPositions:
+def _local(config: Fields, family: Family) -> RotaryPositions:
     """The rotary positions of layers with a window, where they have their own."""
     own = {"rope_parameters": config.object("rope_parameters").values.get("sliding_attention"), "rope_scaling": None}
     own["rope_theta"] = config.values.get("rope_local_base_freq")
-    scaling, theta, _ = _rope(Fields({**config.values, **own}, config.path, config.prefix))
+    scaling, theta, _ = _rope(Fields({**config.values, **own}, config.path, config.prefix), family)
     return RotaryPositions(theta=theta, scaling=scaling)
 
 
-def _rope(config: Fields) -> tuple[RopeScaling, float, int]:
+def _rope(config: Fields, family: Family) -> tuple[RopeScaling, float, int]:
     """Rope scaling, theta, and the context that the scaling gives."""
     old, new = config.object("rope_scaling"), config.object("rope_parameters")
     rope = new if new.values else old
     if new.values and old.values and new.values != old.values:
         raise ModelError(f"{config.path}: rope_scaling and rope_parameters say different things; keep one of them")
     for key, value in rope.values.items():
-        if isinstance(value, dict) or key in UNKNOWN_ROPE:
+        known = family.query_scaling and key == "llama_4_scaling_beta"
+        if isinstance(value, dict) or (key in UNKNOWN_ROPE and not known):
             raise ModelError(f"{config.path}: {key[:80]} in its rotary settings is not supported")
     theta = (rope if rope.has("rope_theta") else config).number("rope_theta", 1.0, 1e15, 10000.0)
     trained = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # a prompt token and one to come
     for place in (rope, config):
-        if place.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
+        if not family.rotary and place.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
             raise ModelError(f"{config.path}: partial_rotary_factor other than 1 is not supported")
     named = rope.text("rope_type", rope.text("type", "default"))
     if named not in ROPE_SCALINGS:
@@ -241,7 +298,7 @@ def _groups(config: Fields, family: Family, layers: int, context: int) -> tuple[
     elif _by_layer(config, family):
         window = config.integer("sliding_window", 1, MAX_CONTEXT, None if family.period else 4096)
         limited = _window_layers(config, family, layers)
-    return cache_groups(layers, limited, min(window, context), context, _local(config) if family.local_rope else None)
+    return cache_groups(layers, limited, min(window, context), context, _local(config, family) if family.local_rope else None)
 
 
 def _by_layer(config: Fields, family: Family) -> bool:
@@ -324,6 +381,8 @@ def _defaults(folder: Path) -> dict[str, float]:
 _LATER: dict[str, Any] = {
     **{"post_norms": False, "embedding_scale": 1.0, "attention_scale": None},
     **{"attention_softcap": 0.0, "logit_softcap": 0.0, "encoder": None},
+    **{"pre_norms": True, "qk_norm_whole": False, "rotary": None, "unturned": [], "query_scaling": None},
+    **{"sinks": False, "residual_scale": 1.0, "logit_scale": 1.0, "experts": None},
 }
 """Facts that specs did not have from the beginning, with what they are where they change nothing."""
 
