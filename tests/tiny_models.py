@@ -198,7 +198,17 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"sliding_window": 20, "num_hidden_layers": 3},
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
-    "seed-oss": {"architecture": "SeedOssForCausalLM", "attention_bias": True, "attention_out_bias": False, "head_dim": 20},
+    "olmo 3, scaled where there is no window": {
+        "architecture": "Olmo3ForCausalLM",
+        **{"sliding_window": 20, "num_hidden_layers": 4, "rope_theta": 1e4, "max_position_embeddings": 512},
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+    },
+    "seed-oss": {
+        "architecture": "SeedOssForCausalLM",
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "head_dim": 20,
+    },
     "ministral 3": {
         "architecture": "Ministral3ForCausalLM",
         "head_dim": 20,
@@ -217,7 +227,13 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
     kinds = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
     kinds |= {"Gemma2": "gemma2", "Gemma3": "gemma3_text", "Mixtral": "mixtral", "Olmoe": "olmoe", "GptOss": "gpt_oss"}
     kinds |= {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "Glm4Moe": "glm4_moe", "Granite": "granite"}
-    kinds |= {"SmolLM3": "smollm3", "Olmo2": "olmo2", "Olmo3": "olmo3", "SeedOss": "seed_oss", "Ministral3": "ministral3"}
+    kinds |= {
+        "SmolLM3": "smollm3",
+        "Olmo2": "olmo2",
+        "Olmo3": "olmo3",
+        "SeedOss": "seed_oss",
+        "Ministral3": "ministral3",
+    }
     config = {**PLAIN, "architectures": [architecture], "model_type": kinds[architecture.removesuffix("ForCausalLM")]}
     if architecture.startswith("Gemma"):
         del config["hidden_act"]
@@ -274,7 +290,9 @@ def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
 def fused_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """All experts in one tensor [E, in, out], gates and what they let through in turns."""
     assert spec.experts is not None
-    found = {name.replace(".mlp.gate.", ".mlp.router."): array for name, array in tensors.items() if ".experts." not in name}
+    found = {
+        name.replace(".mlp.gate.", ".mlp.router."): array for name, array in tensors.items() if ".experts." not in name
+    }
     for layer in range(spec.layers):
         prefix = f"model.layers.{layer}.mlp.experts."
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: routing against plain sorting, products against each token's own sum, the law of the same answer."""
+"""Mixtures of experts: routing against plain sorting, products against each token's own sum, and the same answer."""
 
 from __future__ import annotations
 
@@ -101,7 +101,10 @@ FORMS: dict[str, Any] = {
 def mixture(form: str, hidden: int, width: int, experts: int = EXPERTS) -> tuple[list[Any], list[Any]]:
     """(gate, up), bias of both; and down, bias, of each expert."""
     make = FORMS[form]
-    wide = [([make(width, hidden, 10 * e), make(width, hidden, 10 * e + 1)], random(2 * width, seed=e)) for e in range(experts)]
+    wide = [
+        ([make(width, hidden, 10 * e), make(width, hidden, 10 * e + 1)], random(2 * width, seed=e))
+        for e in range(experts)
+    ]
     back = [(make(hidden, width, 10 * e + 2), random(hidden, seed=e + 50)) for e in range(experts)]
     return wide, back
 

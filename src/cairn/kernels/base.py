@@ -310,9 +310,9 @@ class Kernels(Protocol):
         down: Sequence[Matrix],
         out: Array,
     ) -> None:
-        """out[M, H] = sum over chosen[M, T], in that order from zero, of shares[M, T] * (act(g) * u) @ down[expert] with
-        g[F] beside u[F] = x[M, H] @ gate_up[expert], biases added. Experts ascend along T. Weights stay packed: each
-        expert multiplies the rows that chose it as one matrix."""
+        """out[M, H] = sum over chosen[M, T], in that order from zero, of shares[M, T] * (act(g) * u) @ down[expert]
+        with g[F] beside u[F] = x[M, H] @ gate_up[expert], biases added. Experts ascend along T. Weights stay packed:
+        each expert multiplies the rows that chose it as one matrix."""
         ...
 
     def add_gated(self, x: Array, gate: Array, hidden: Array) -> None:

@@ -258,7 +258,9 @@ class ReferenceKernels:
         shares: Floats,
     ) -> None:
         count = chosen.shape[1]
-        parts = {"softmax": _softmax, "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "chosen": np.copy}[kind](scores)
+        parts = _softmax(scores) if kind == "softmax" else scores
+        if kind == "sigmoid":
+            parts = np.float32(1) / (1 + np.exp(-scores))
         choice = parts if bias is None else parts + bias
         if groups > 1:
             choice = _of_groups(choice, groups, chosen_groups)

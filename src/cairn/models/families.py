@@ -50,6 +50,8 @@ class Family:
     """Whether `partial_rotary_factor` counts."""
     unturned: bool = False
     """Whether `no_rope_layers` says which layers have no positions (0), or else every `no_rope_layer_interval`-th."""
+    unscaled: bool = False
+    """Whether layers with a window turn their heads without the scaling of the others."""
     query_scaling: bool = False
     """Whether `llama_4_scaling_beta` counts."""
     packed: bool = False
@@ -114,7 +116,9 @@ FAMILIES = {
     ),
     "Qwen2MoeForCausalLM": Family(qkv_bias="qkv_bias", mixture="qwen2", defaults={"qkv_bias": True}),
     "Qwen3MoeForCausalLM": Family(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, mixture="qwen3"),
-    "MixtralForCausalLM": Family(kv_heads=8, window="all", mixture="mixtral", defaults=_ALWAYS_FULL | {"rope_theta": 1e6}),
+    "MixtralForCausalLM": Family(
+        kv_heads=8, window="all", mixture="mixtral", defaults=_ALWAYS_FULL | {"rope_theta": 1e6}
+    ),
     "OlmoeForCausalLM": Family(
         qkv_bias="attention_bias",
         out_bias="attention_bias",
@@ -164,6 +168,7 @@ FAMILIES = {
         _OLMO_2,
         window="by type",
         period=4,
+        unscaled=True,
         defaults={"rope_theta": 5e5, "rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
     "SeedOssForCausalLM": Family(

@@ -7,8 +7,8 @@
     int8     every matrix in codes of 8 bits; packed ones that have no more stay as they are
     int4     every matrix in codes of 4 bits, the embedding and the output in 8, as `cairn quantize` has them
 
-A matrix whose rows are no multiple of 32 is not rounded to codes. Vectors are never rounded, nor is what routes tokens to
-experts, which is held in float32.
+A matrix whose rows are no multiple of 32 is not rounded to codes. Vectors are never rounded, nor is what routes tokens
+to experts, which is held in float32.
 """
 
 from __future__ import annotations

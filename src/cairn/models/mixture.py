@@ -1,7 +1,7 @@
 """The forward pass of a mixture of experts.
 
-    normed -> project to scores -> route -> the chosen experts' sum -> projected
-    normed -> the shared expert's gates -> gate -> project -> added to projected, through a gate of its own where there is one
+normed -> project to scores -> route -> the chosen experts' sum -> projected
+normed -> the shared expert's gates -> gate -> project -> added to projected, through its own gate where it has one
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def _load(folder: Path) -> ModelSpec:
         **_multiplied(config, family, hidden, head_dim),
         # The files of one that makes embeddings have no head, whatever its config says.
         tied=config.flag("tie_word_embeddings", False) or kind == "embed",
-        groups=_groups(config, family, layers, context),
+        groups=_groups(config, family, layers, context, RotaryPositions(theta=theta, scaling=rope)),
         eos_ids=_eos(config, folder, vocab),
         bos_id=next(iter(config.ids("bos_token_id", vocab, absent=True)), None),
         defaults=_defaults(folder),
@@ -287,7 +287,9 @@ def _rope(config: Fields, family: Family) -> tuple[RopeScaling, float, int]:
     return scaling, theta, min(scaled, MAX_CONTEXT)
 
 
-def _groups(config: Fields, family: Family, layers: int, context: int) -> tuple[CacheGroup, ...]:
+def _groups(
+    config: Fields, family: Family, layers: int, context: int, positions: RotaryPositions
+) -> tuple[CacheGroup, ...]:
     """Layers by cache kind. A window that no context can outgrow is full attention."""
     limited: list[int] = []
     window = 0
@@ -298,7 +300,10 @@ def _groups(config: Fields, family: Family, layers: int, context: int) -> tuple[
     elif _by_layer(config, family):
         window = config.integer("sliding_window", 1, MAX_CONTEXT, None if family.period else 4096)
         limited = _window_layers(config, family, layers)
-    return cache_groups(layers, limited, min(window, context), context, _local(config, family) if family.local_rope else None)
+    own = _local(config, family) if family.local_rope else None
+    if family.unscaled and positions.scaling.kind != "none":
+        own = RotaryPositions(theta=positions.theta)
+    return cache_groups(layers, limited, min(window, context), context, own)
 
 
 def _by_layer(config: Fields, family: Family) -> bool:
