@@ -176,7 +176,7 @@ def hub_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray
             array = permuted(array, config["num_key_value_heads"])
         if arch in ("gemma2", "gemma3") and array.ndim == 1:
             array = array + 1
-        found[names.get_name(name, (".weight", ".bias"))] = array
+        found[names.get_name(name, (".weight", ".bias")) + (".weight" if name.endswith("sinks") else "")] = array
     rope = scaling(config)
     if rope.get("rope_type") == "llama3":
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -200,7 +200,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "olmo 3, scaled where there is no window": {
         "architecture": "Olmo3ForCausalLM",
-        **{"sliding_window": 20, "num_hidden_layers": 4, "rope_theta": 1e4, "max_position_embeddings": 512},
+        **{"sliding_window": 20, "num_hidden_layers": 4},
         "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
     },
     "seed-oss": {

@@ -294,9 +294,10 @@ class Kernels(Protocol):
         """chosen[M, T] = the experts of each token, in ascending order, and shares[M, T] what each gives of the answer.
 
         `kind` makes scores[M, E] into parts: softmax over all, sigmoid, or chosen, which leaves them and takes the
-        softmax over those that are chosen. The T experts with the largest parts + bias[E] are chosen, the first of equal
-        ones; with more than one of the `groups` of neighbours, only of the `chosen_groups` whose two largest together
-        are largest. Their shares are the parts, divided by their sum + 1e-20 where they are `normed`, times `scale`.
+        softmax over those that are chosen. The T experts with the largest parts + bias[E] are chosen, the first of
+        equal ones; with more than one of the `groups` of neighbours, only of the `chosen_groups` whose two largest
+        together are largest. Their shares are the parts, divided by their sum + 1e-20 where they are `normed`, times
+        `scale`.
         """
         ...
 

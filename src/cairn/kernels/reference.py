@@ -258,9 +258,9 @@ class ReferenceKernels:
         shares: Floats,
     ) -> None:
         count = chosen.shape[1]
-        parts = _softmax(scores) if kind == "softmax" else scores
-        if kind == "sigmoid":
-            parts = np.float32(1) / (1 + np.exp(-scores))
+        parts = scores
+        if kind != "chosen":
+            parts = _softmax(scores) if kind == "softmax" else _sigmoid(scores)
         choice = parts if bias is None else parts + bias
         if groups > 1:
             choice = _of_groups(choice, groups, chosen_groups)
@@ -319,9 +319,16 @@ def gated(gates: Floats, activation: str) -> Floats:
     g, u = gates[:, :width], gates[:, width:]
     if activation != "clamped_silu":
         return ACTIVATIONS[activation](g) * u
-    low, most = np.minimum(g, np.float32(7)), np.float32(7)
-    passed: Floats = (np.clip(u, -most, most) + 1) * (low / (1 + np.exp(np.float32(-1.702) * low)))
+    low: Floats = np.minimum(g, np.float32(7))
+    wide: Floats = np.clip(u, np.float32(-7), np.float32(7))
+    share: Floats = 1 / (1 + np.exp(np.float32(-1.702) * low))
+    passed: Floats = (wide + np.float32(1)) * (low * share)
     return passed
+
+
+def _sigmoid(x: Floats) -> Floats:
+    found: Floats = 1 / (1 + np.exp(-x))
+    return found
 
 
 def _softmax(x: Floats) -> Floats:

@@ -386,7 +386,7 @@ def _defaults(folder: Path) -> dict[str, float]:
 _LATER: dict[str, Any] = {
     **{"post_norms": False, "embedding_scale": 1.0, "attention_scale": None},
     **{"attention_softcap": 0.0, "logit_softcap": 0.0, "encoder": None},
-    **{"pre_norms": True, "qk_norm_whole": False, "rotary": None, "unturned": [], "query_scaling": None},
+    **{"pre_norms": True, "qk_norm_whole": False, "rotary": None, "unturned": (), "query_scaling": None},
     **{"sinks": False, "residual_scale": 1.0, "logit_scale": 1.0, "experts": None},
 }
 """Facts that specs did not have from the beginning, with what they are where they change nothing."""

@@ -18,7 +18,8 @@ Tensor = tuple[str, NDArray[Any]]
 
 _LAYER = re.compile(r"(model\.layers\.(\d{1,5})\.)(.+)")
 _MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-_OSS = re.compile(r"mlp\.experts\.(gate_up_proj|down_proj)(_bias)?")
+_OSS = re.compile(r"mlp\.experts\.(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
+_OSS_ENDS = {None: "weight", "_bias": "bias", "_blocks": "weight.blocks", "_scales": "weight.scales"}
 
 
 def own_tensors(spec: ModelSpec, ahead: int, name: str, array: NDArray[Any]) -> Iterator[Tensor]:
@@ -57,12 +58,13 @@ def _glm(rest: str, array: NDArray[Any]) -> Iterator[Tensor]:
 
 
 def _oss(rest: str, array: NDArray[Any]) -> Iterator[Tensor]:
-    """Experts in one tensor [E, in, out], gates and what they let through as neighbours."""
+    """Experts in one tensor, gates and what they let through as neighbours: [E, in, out] of plain numbers, or [E, out, ..]
+    of MXFP4."""
     match = _OSS.fullmatch(rest)
     if match is None:
         yield rest.replace("mlp.router.", "mlp.gate."), array
         return
-    end = "bias" if match[2] else "weight"
+    end = _OSS_ENDS[match[2]]
     turned = array if match[2] or array.ndim != 3 else array.swapaxes(1, 2)
     for number, one in enumerate(turned):
         at = f"mlp.experts.{number}."

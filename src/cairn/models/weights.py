@@ -37,6 +37,7 @@ from cairn.models.files import (
 from cairn.models.gguf import read_gguf
 from cairn.models.gguf_weights import GgufWeights
 from cairn.models.mixture_spec import mixture_tensors
+from cairn.models.mxfp4 import PARTS, joined
 from cairn.models.stored import own_tensors
 from cairn.types import ModelSpec
 
@@ -46,8 +47,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
-_WHOLE: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
-"""Types of places that old checkpoints list beside the weights; no weight has them."""
+_WHOLE: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
+"""Types of places that old checkpoints list beside the weights, and of the halves of MXFP4; no weight has them."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
@@ -167,6 +168,7 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
     expected = expected_tensors(spec)
     gemma = spec.encoder is None and FAMILIES[spec.architecture].gemma
     found: dict[str, NDArray[Any]] = {}
+    halves: dict[str, NDArray[Any]] = {}
     for path in files:
         for stored, array in _tensors(path):
             if homes is not None and homes.get(stored) != path.name:
@@ -178,14 +180,17 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
                 if name in expected:
                     _check(path, name, part, expected[name])
                     found[name] = 1 + part.astype(np.float32) if gemma and len(part.shape) == 1 else part
+                elif name.endswith(PARTS) and name.rpartition(".")[0] in expected and name not in halves:
+                    halves[name] = part
                 elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight") or not name):
                     raise ModelFileError(f"{path}: the tensor {name[:120]!r} is not part of a {spec.architecture}")
-    missing = next((name for name in expected if name not in found), None)
+    whole = joined(folder, found, halves, expected)
+    missing = next((name for name in expected if name not in whole), None)
     if missing is not None:
         named = {own_name(name, spec): home for name, home in (homes or {}).items()}
         home = WEIGHTS if homes is None else named.get(missing, INDEX)
         raise ModelFileError(f"{folder / home}: the tensor {missing} of shape {list(expected[missing])} is missing")
-    return found
+    return whole
 
 
 def _parts(spec: ModelSpec, stored: str, array: NDArray[Any]) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -198,7 +203,9 @@ def _parts(spec: ModelSpec, stored: str, array: NDArray[Any]) -> Iterator[tuple[
 
 def _check(path: Path, name: str, array: NDArray[Any], shape: tuple[int, ...]) -> None:
     if array.dtype in _WHOLE.values():
-        raise _wrong_type(f"{path}: the tensor {name}", f"I{8 * array.itemsize}")
+        raise _wrong_type(
+            f"{path}: the tensor {name}", next(one for one, kind in _WHOLE.items() if kind == array.dtype)
+        )
     if array.shape != shape:
         raise ModelFileError(
             f"{path}: the tensor {name} has the shape {list(array.shape)}, expected {list(shape)} from config.json"
