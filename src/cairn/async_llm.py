@@ -225,11 +225,13 @@ class AsyncLLM:
         truncate: bool = False,
         normalize: bool = True,
         dimensions: int | None = None,
+        prompt_name: str | None = None,
     ) -> Vector:
         """The embedding of a text, float32 [width], or of each of several texts or lists of token ids, [n, width].
 
         `truncate`: a text that is longer than the model takes is cut. `normalize`: vectors of length 1. `dimensions`:
-        their first so many numbers, normalised again. Raises InvalidRequest, ContextTooLong.
+        their first so many numbers, normalised again. `prompt_name`: which of the model's own words stand before texts,
+        such as "query". Raises InvalidRequest, ContextTooLong.
         """
         import numpy as np
 
@@ -240,7 +242,7 @@ class AsyncLLM:
             raise InvalidRequest("texts is a text, or a list of texts or of lists of token ids", field="texts")
         check_dimensions(service, dimensions, normalize=normalize)
         given = [texts] if isinstance(texts, str) else list(texts)
-        made, _ = await self._embedding(vectors, given, truncate, "texts")
+        made, _ = await self._embedding(vectors, given, truncate, "texts", prompt_name)
         stacked: Vector = np.stack(finished(made, dimensions, normalize=normalize))
         return stacked[0] if isinstance(texts, str) else stacked
 
@@ -259,13 +261,20 @@ class AsyncLLM:
         return found
 
     async def _embedding(
-        self, compute: Callable[..., Awaitable[T]], given: Sequence[Any], truncate: bool, field: str
+        self,
+        compute: Callable[..., Awaitable[T]],
+        given: Sequence[Any],
+        truncate: bool,
+        field: str,
+        prompt_name: str | None = None,
     ) -> T:
         from cairn.service.embeddings import AT_ONCE, Asking
 
         config = self.config
         at_once = max(1, min(AT_ONCE, config.max_queue // 2))
-        asking = Asking(timeout=config.request_timeout, at_once=at_once, truncate=truncate, field=field)
+        asking = Asking(
+            timeout=config.request_timeout, at_once=at_once, truncate=truncate, field=field, prompt_name=prompt_name
+        )
         return await compute(self.service, given, asking)
 
     async def _patiently(self, prompt: Prompt, sampling: Mapping[str, Any]) -> Answer:

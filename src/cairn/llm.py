@@ -60,7 +60,7 @@ class Stream:
     def __next__(self) -> Delta:
         self._run.check()  # a fork may have the lock as another thread held it
         with self._turn:
-            piece = self._run.wait(_next(self._stream))
+            piece = self._run.wait(lambda: _next(self._stream))
         if piece is None:
             raise StopIteration
         return piece
@@ -68,7 +68,7 @@ class Stream:
     def close(self) -> None:
         """Cancel the request if it still runs."""
         if not self._run.closed:  # that ended it
-            self._run.wait(self._stream.aclose())
+            self._run.wait(self._stream.aclose)
 
     def __enter__(self) -> Stream:
         return self
@@ -96,7 +96,7 @@ class LLM:
         self._closer.atexit = False  # too late for it: see _close_at_exit
         _close_at_exit(self)
         try:
-            self._loop.wait(self._llm.__aenter__())
+            self._loop.wait(self._llm.__aenter__)
         except BaseException:
             self._closer()
             raise
@@ -144,8 +144,8 @@ class LLM:
         # Here, and not on the loop's thread: a generator may call the model.
         messages, tools = objects("messages", messages), None if tools is None else objects("tools", tools)
         if stream:
-            return Stream(self, self._loop.wait(self._llm.stream_chat(messages, tools, **sampling)))
-        return self._loop.wait(self._llm.chat(messages, tools, **sampling))
+            return Stream(self, self._loop.wait(lambda: self._llm.stream_chat(messages, tools, **sampling)))
+        return self._loop.wait(lambda: self._llm.chat(messages, tools, **sampling))
 
     @overload
     def generate(self, prompts: str, stream: Literal[False] = False, **sampling: Any) -> Answer: ...
@@ -158,10 +158,10 @@ class LLM:
     ) -> Answer | list[Answer] | Stream:
         """The continuation of one text, or of each of several; a stream for one text. See `AsyncLLM.generate`."""
         if not stream:
-            return self._loop.wait(self._llm.generate(prompts, **sampling))
+            return self._loop.wait(lambda: self._llm.generate(prompts, **sampling))
         if not isinstance(prompts, str):
             raise InvalidRequest("stream=True takes one prompt, not a list", field="stream")
-        return Stream(self, self._loop.wait(self._llm.stream_generate(prompts, **sampling)))
+        return Stream(self, self._loop.wait(lambda: self._llm.stream_generate(prompts, **sampling)))
 
     def embed(
         self,
@@ -170,16 +170,20 @@ class LLM:
         truncate: bool = False,
         normalize: bool = True,
         dimensions: int | None = None,
+        prompt_name: str | None = None,
     ) -> Vector:
         """The embedding of a text, or of each of several; see `AsyncLLM.embed`."""
-        work = self._llm.embed(texts, truncate=truncate, normalize=normalize, dimensions=dimensions)
-        return self._loop.wait(work)
+        return self._loop.wait(
+            lambda: self._llm.embed(
+                texts, truncate=truncate, normalize=normalize, dimensions=dimensions, prompt_name=prompt_name
+            )
+        )
 
     def score(
         self, query: str, documents: Sequence[str], *, truncate: bool = False, raw_scores: bool = False
     ) -> list[float]:
         """How well each document answers a query; see `AsyncLLM.score`."""
-        return self._loop.wait(self._llm.score(query, documents, truncate=truncate, raw_scores=raw_scores))
+        return self._loop.wait(lambda: self._llm.score(query, documents, truncate=truncate, raw_scores=raw_scores))
 
 
 class _Loop:
@@ -217,18 +221,17 @@ class _Loop:
         if self.here:
             raise RuntimeError("the model was called from its own thread, which would wait for itself")
 
-    def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for it here. An interrupt here cancels it there."""
-        try:
-            self.check()
-        except BaseException:
-            work.close()
-            raise
+    def wait(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run the coroutine that `make` gives there, and wait for it here. An interrupt here cancels it there.
+
+        It is made there, too: an interrupt that came between making it here and handing it over would lose it.
+        """
+        self.check()
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._door:
             if self._shut:
-                work.close()
                 raise Unavailable("the model was closed")
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._loop.call_soon_threadsafe(self._start, make, future)
         try:
             return future.result()
         except concurrent.futures.CancelledError:
@@ -236,6 +239,28 @@ class _Loop:
         except BaseException:
             future.cancel()
             raise
+
+    def _start(self, make: Callable[[], Coroutine[Any, Any, T]], future: concurrent.futures.Future[T]) -> None:
+        if future.cancelled():
+            return
+        task = self._loop.create_task(make())
+
+        def ended(task: asyncio.Task[T]) -> None:
+            if task.cancelled():
+                future.cancel()
+            if not future.set_running_or_notify_cancel():
+                return
+            if (error := task.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(task.result())
+
+        def cancelled(future: concurrent.futures.Future[T]) -> None:
+            if future.cancelled() and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(task.cancel)
+
+        task.add_done_callback(ended)
+        future.add_done_callback(cancelled)
 
     def close(self) -> None:
         """Stop the loop and end the thread."""
@@ -283,7 +308,7 @@ def _close(loop: _Loop, llm: AsyncLLM) -> None:
         threading.Thread(target=_close, args=(loop, llm), name="cairn-llm-close").start()
         return
     try:
-        loop.wait(llm.close())
+        loop.wait(llm.close)
     finally:
         loop.close()
 

@@ -319,6 +319,10 @@ class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     """The first token's, the mean of all, or the last token's."""
     max_tokens: int | None = None
     """Longest text in tokens, where that is less than the model's context."""
+    prompts: dict[str, str] = {}
+    """Words that stand before a text, by the names of what it is for."""
+    prompt: str | None = None
+    """The name of those that every text gets that names no others."""
 
 
 class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -177,6 +177,9 @@ class ScriptedService:
     def remember(self, tenant: str, prompt: Sequence[int], generated: Sequence[int], message: Any) -> None:
         self.remembered.append((tenant, tuple(prompt), tuple(generated), message))
 
+    def check_generates(self) -> None:
+        """It answers."""
+
     def generate(self, request: Request, told: Any = None) -> ScriptedStream:
         stream = ScriptedStream(request, self.script(request))
         self.streams.append(stream)

@@ -291,12 +291,11 @@ async def test_a_404_speaks_the_dialect_of_its_path() -> None:
 async def test_routes_of_other_servers_get_a_sentence() -> None:
     async with site(ScriptedService()) as at, at.http() as http:
         for path, said in (
-            ("/v1/embeddings", "embeddings are not built into this model"),
-            ("/embedding", "embeddings are not built into this model"),
+            ("/embedding", "/v1/embeddings makes vectors"),
             ("/v1/images/generations", "images are neither made nor edited here"),
             ("/v1/audio/transcriptions", "speech"),
             ("/v1/responses", "chat/completions"),
-            ("/v1/rerank", "scores no documents"),
+            ("/pooling", "/v1/rerank"),
             ("/v1/files/file-1/content", "keeps no files"),
             ("/completion", "/v1/completions"),
             ("/slots", "no slots"),
@@ -305,7 +304,7 @@ async def test_routes_of_other_servers_get_a_sentence() -> None:
             message = (await http.post(path, json={})).json()["error"]["message"]
             assert message.startswith(f"there is no route {path}: ") and said in message, message
         assert (await http.get("/v1/nothing")).json()["error"]["message"] == "there is no route /v1/nothing"
-        assert "embeddings are not built" in (await http.post("/api/embed", json={})).json()["error"]
+        assert "/v1/embeddings makes vectors" in (await http.post("/api/embed", json={})).json()["error"]
 
 
 async def test_unknown_routes_and_methods() -> None:

@@ -12,6 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 MARK = "<!-- accepted -->\n"
 TITLES = {
     "request": "Of a request",
+    "embedding": "Of a request for embeddings or scores",
     "tokenize": "Of a request to /tokenize",
     "stream_options": "Of `stream_options`",
     "message": "Of a message",

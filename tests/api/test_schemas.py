@@ -18,7 +18,7 @@ from cairn.api import agent_schemas
 from cairn.api.checks import check_chat
 from cairn.api.fields import ACCEPTED, ROWS, Row
 from cairn.api.parse import parse
-from cairn.api.schemas import Body, ChatBody, CompletionBody, TextPart, TokenizeBody
+from cairn.api.schemas import Body, ChatBody, CompletionBody, EmbeddingBody, RerankBody, TextPart, TokenizeBody
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
 
@@ -66,7 +66,9 @@ def placed(place: str, more: dict[str, Any]) -> dict[str, Any]:
     return objects[place]
 
 
-PLACED = [(place, name, row) for place, rows in ROWS.items() if place != "tokenize" for name, row in rows.items()]
+OWN = ("tokenize", "embedding")
+"""Places with a route of their own."""
+PLACED = [(place, name, row) for place, rows in ROWS.items() if place not in OWN for name, row in rows.items()]
 
 
 @pytest.mark.parametrize(("place", "name", "row"), PLACED, ids=[f"{place}-{name}" for place, name, _ in PLACED])
@@ -81,14 +83,21 @@ def test_fields_of_the_table(place: str, name: str, row: Row) -> None:
         assert row.why in str(caught.value)
 
 
-def test_fields_of_tokenize() -> None:
-    for name, row in ROWS["tokenize"].items():
-        for value in (None, *(row.values or ())):
-            assert parse(TokenizeBody, {"prompt": "a", name: value}, Config()) == parse(
-                TokenizeBody, {"prompt": "a"}, Config()
-            )
-        with pytest.raises(Unsupported, match=name):
-            parse(TokenizeBody, {"prompt": "a", name: {"not": "built"}}, Config())
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (TokenizeBody, {"prompt": "a"}),
+        (EmbeddingBody, {"input": "a"}),
+        (RerankBody, {"query": "a", "documents": ["b"]}),
+    ],
+)
+def test_fields_of_other_routes(kind: type[Body], body: dict[str, Any]) -> None:
+    for name, row in ROWS[kind.place].items():
+        for value in (None, *(("x", 1) if row.values is None else row.values)):
+            assert parse(kind, body | {name: value}, Config()) == parse(kind, body, Config())
+        if row.values is not None:
+            with pytest.raises(Unsupported, match=name):
+                parse(kind, body | {name: {"not": "built"}}, Config())
 
 
 def test_the_table_has_a_field_once() -> None:

@@ -87,7 +87,10 @@ def test_help_lists_the_commands_and_no_others():
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
     models = {"pull", "models", "list", "ls", "show", "rm", "quantize"}
     servers = {"status", "ps", "stop", "cancel"}
-    assert names == models | servers | {"serve", "chat", "run", "generate", "doctor", "bench", "config", "version"}
+    assert names == models | servers | {"serve", "chat", "run", "generate", "embed", "doctor", "bench"} | {
+        "config",
+        "version",
+    }
     shown = CliRunner().invoke(app, ["--help"])
     assert shown.exit_code == 0
     assert all(f" {name} " in shown.output or f"`{name}`" in shown.output for name in names - {"stop"})

@@ -64,7 +64,7 @@ def test_activations(kernels: Any, name: str) -> None:
 
 def packed(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows, tables and slots of texts behind each other, each in blocks of its own, in an order that is not theirs."""
-    rows, tables, slots, first, block = [], np.full((len(lengths), 40), -1, np.int32), list[int](), 0, 0
+    rows, tables, slots, first, block = [], np.full((len(lengths), 160), -1, np.int32), list[int](), 0, 0
     total = sum(-(-length // BLOCK_TOKENS) for length in lengths)
     for number, length in enumerate(lengths):
         blocks = [total - 1 - one for one in range(block, block - (-length // BLOCK_TOKENS))]
@@ -117,6 +117,15 @@ def test_attention_in_both_directions(kernels: Any, window: int) -> None:
         alone = attended(kernels, [length], qkv[first : first + length], window)
         assert alone.tobytes() == out[first : first + length].tobytes()
         first += length
+
+
+@pytest.mark.parametrize("window", [0, 1050])
+def test_texts_of_several_segments(kernels: Any, window: int) -> None:
+    lengths = [1023, 1090]
+    qkv = normal(sum(lengths), 3 * HEADS * SIZE)
+    out = attended(kernels, lengths, qkv, window)
+    np.testing.assert_allclose(out, meaning(lengths, qkv, window), atol=2e-5)
+    assert attended(kernels, lengths[1:], qkv[1023:], window).tobytes() == out[1023:].tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float16"])

@@ -74,15 +74,17 @@ def test_kv_of_16_bits_is_read_as_the_numbers_it_holds(dtype: Any) -> None:
     assert found[0].tobytes() == found[1].tobytes()
 
 
-def test_attention_is_cut_into_pieces_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("window", [0, 70])
+def test_attention_is_cut_into_pieces_without_a_trace(window: int, both: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kv, query = random(20, 1, 2, 2, BLOCK_TOKENS, 16), random(300, 4, 16)
     tables, rows = np.arange(20, dtype=np.int32)[None], np.array([(0, 300, 0)], np.int32)
     whole, pieces = np.empty((300, 64), np.float32), np.empty((300, 64), np.float32)
-    attend(query, kv, 0, rows, tables, 0, 0.25, whole)
+    attend(query, kv, 0, rows, tables, window, 0.25, whole, both=both)
     monkeypatch.setattr(paged, "_SCORES", 1)
     monkeypatch.setattr(paged, "_SPANS", 2)
-    assert len(list(paged._pieces(rows.tolist(), 4, 0))) > 30
-    attend(query, kv, 0, rows, tables, 0, 0.25, pieces)
+    assert len(list(paged._pieces(rows.tolist(), 4, window, both))) > 30
+    attend(query, kv, 0, rows, tables, window, 0.25, pieces, both=both)
     assert whole.tobytes() == pieces.tobytes()
 
 

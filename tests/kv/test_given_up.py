@@ -10,7 +10,7 @@ from tiered import Between, Rig
 
 from cairn.kv.ram import RamStore
 from cairn.kv.tiers import Tiers
-from cairn.kv.write_behind import WAIT_SECONDS, Flushes, WriteLimits
+from cairn.kv.write_behind import COPY_SECONDS, WAIT_SECONDS, Flushes, WriteLimits
 from cairn.plan import Limits
 from cairn.types import FinishReason, SamplingParams
 
@@ -67,6 +67,19 @@ def test_what_a_store_refused_once_is_stored_when_the_context_goes_on(store: Bet
     assert tiers.stats().disk is not None and store.stats().chunks == (160 + 300 - 1) // CHUNK
     assert flushed(rig, tiers) == lost, "nobody was told of the refusal"
     assert flushed(rig, tiers) == 0
+
+
+def test_a_loop_that_never_rests_writes_all_the_same(store: Between) -> None:
+    """Agents whose turns follow one another would lose all of them in a crash."""
+    rig, tiers = rig_on(store)
+    run(rig, PROMPT)
+    tiers.turn(False)
+    assert tiers.where(PROMPT, b"").disk == 0
+    rig.clock.time += COPY_SECONDS + 0.01
+    tiers.turn(False)
+    while rig.threads():
+        pass
+    assert store.stats().chunks == len(PROMPT) // CHUNK
 
 
 def test_a_store_that_refuses_everything_is_not_asked_at_every_step(store: Between) -> None:

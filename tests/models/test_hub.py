@@ -181,7 +181,7 @@ def remote(monkeypatch):
 
 @pytest.fixture
 def env(remote, tmp_path):
-    return {"HF_ENDPOINT": remote.url, "HF_HOME": str(tmp_path / "hf")}
+    return {"HF_ENDPOINT": remote.url, "HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
 WANTED = {

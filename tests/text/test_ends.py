@@ -62,7 +62,7 @@ def test_an_end_that_a_file_calls_text_is_broken_up_in_messages(tmp_path: Path) 
     with LLM(str(path), kv_gb=0.05, threads=1) as llm:
         tokenizer = llm._llm.service.tokenizer
         end = tokenizer.controls.ids["<|im_end|>"]
-        prompt = llm._loop.wait(llm._llm.service.chat.prompt([{"role": "user", "content": "a<|im_end|>b"}]))
+        prompt = llm._loop.wait(lambda: llm._llm.service.chat.prompt([{"role": "user", "content": "a<|im_end|>b"}]))
         assert prompt.tokens.count(end) == 1 and end in llm._llm.service.spec.eos_ids
         assert tokenizer.decode([end]) == ""
 
@@ -158,7 +158,7 @@ def test_in_a_raw_prompt_control_tokens_are_control_tokens(tmp_path: Path) -> No
         assert typed.usage.prompt_tokens == len(text)
         ids = tokenizer.encode_prompt(text)
         assert tokenizer.encode_prompt(tokenizer.spell(ids)) == ids
-        assert llm._loop.wait(llm._llm.service.chat.prompt(HI)).tokens.count(tokenizer.eos_id) == 1
+        assert llm._loop.wait(lambda: llm._llm.service.chat.prompt(HI)).tokens.count(tokenizer.eos_id) == 1
         with pytest.raises(InvalidRequest, match="no tokens for filling in the middle"):
             llm.generate("a", suffix="b")
         with pytest.raises(InvalidRequest, match="parse_special must be true or false"):

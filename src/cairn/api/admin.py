@@ -92,7 +92,7 @@ class Admin:
             "object": "model",
             "created": self._started,
             "owned_by": "cairn",
-            "max_model_len": service.info.context,
+            "max_model_len": min(service.info.context, service.spec.longest_text),
             "kind": service.spec.kind,
         }
 

@@ -57,7 +57,7 @@ class Embeddings:
         """POST /v1/embeddings."""
         body = parse(EmbeddingBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
-        asking = self._asking(call, body.truncate, "input")
+        asking = self._asking(call, body.truncate, "input", body.prompt_name)
         made, tokens = await self._made(call, service, body.input, asking, body.dimensions, body.normalize)
         shown = _base64 if body.encoding_format == "base64" else _floats
         data = [{"object": "embedding", "index": at, "embedding": shown(one)} for at, one in enumerate(made)]
@@ -68,7 +68,7 @@ class Embeddings:
         """POST /embed: a list of vectors and nothing else."""
         body = parse(TextsBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
-        asking = self._asking(call, body.truncate, "inputs")
+        asking = self._asking(call, body.truncate, "inputs", body.prompt_name)
         made, _ = await self._made(call, service, body.inputs, asking, body.dimensions, body.normalize)
         await call.json([_floats(one) for one in made])
 
@@ -120,7 +120,7 @@ class Embeddings:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         await call.json({"id": call.id, "object": "list", "model": service.name, "data": data, "usage": usage})
 
-    def _asking(self, call: Call, truncate: bool | None, field: str) -> Asking:
+    def _asking(self, call: Call, truncate: bool | None, field: str, prompt_name: str | None = None) -> Asking:
         return Asking(
             salt=call.salt,
             share=call.share,
@@ -128,6 +128,7 @@ class Embeddings:
             at_once=max(1, min(AT_ONCE, self._config.max_queue // 2)),
             truncate=bool(truncate),
             field=field,
+            prompt_name=prompt_name,
         )
 
     async def _made(

@@ -108,15 +108,12 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
     "embedding": {
         "OpenAI": (Row("user safety_identifier", "who asks; nobody here judges them"),),
         "Cohere, Jina": (
-            Row("input_type task", "put the words that a model wants before its texts there yourself"),
+            Row("input_type task", "say prompt_name, by the names of the model's own prompts", ()),
             Row("max_chunks_per_doc max_tokens_per_doc rank_fields late_chunking", _FORM, ()),
             Row("embedding_type", "say encoding_format", ("float",)),
             Row("embedding_types", "say encoding_format", (["float"],)),
         ),
-        "TEI": (
-            Row("prompt_name", "put the words that a model wants before its texts there yourself", ()),
-            Row("truncation_direction", "texts are cut at their end", ("right", "Right")),
-        ),
+        "TEI": (Row("truncation_direction", "texts are cut at their end", ("right", "Right")),),
         "vLLM, SGLang": (
             Row("request_id", "the server gives its own"),
             Row("priority", "texts take their turn", (0,)),

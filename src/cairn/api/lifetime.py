@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import uvloop
@@ -29,6 +29,7 @@ from cairn.service.requests import sampling_defaults, sentence
 from cairn.service.service import Service
 from cairn.service.supervisor import STORE_SECONDS
 from cairn.system import SystemClock, SystemFiles, SystemNetwork, SystemRng
+from cairn.types import Kind
 
 log = logging.getLogger("cairn.api")
 
@@ -178,14 +179,26 @@ def elsewhere(config: Config, port: int, network: Network) -> list[str]:
     return [f"http://[{one}]:{port}" if ":" in one else f"http://{one}:{port}" for one in found]
 
 
+_TRY: Mapping[Kind, tuple[str, str]] = {
+    "chat": ("chat/completions", '"messages": [{"role": "user", "content": "What is Cairn?"}]'),
+    "embed": ("embeddings", '"input": "What is Cairn?"'),
+    "rerank": ("rerank", '"query": "What is Cairn?", "documents": ["A heap of stones.", "A kind of bread."]'),
+}
+"""The route to try first, and what to send it."""
+
+
 def _announce(url: str, others: Sequence[str], service: Service, config: Config) -> None:
     key = ' -H "Authorization: Bearer $CAIRN_API_KEY"' if has_keys(config) else ""
-    body = f'{{"model": "{service.name}", "messages": [{{"role": "user", "content": "What is Cairn?"}}]}}'
+    route, given = _TRY[service.spec.kind]
+    body = f'{{"model": "{service.name}", {given}}}'
     _say(f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it.")
     if others:
         _say(f"From other machines: {', '.join(f'{other}/v1' for other in others)}")
-    _say(f"Sampling where a request says nothing: {sentence(sampling_defaults(service.spec))}. Try:")
-    _say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
+    if service.spec.kind == "chat":
+        _say(f"Sampling where a request says nothing: {sentence(sampling_defaults(service.spec))}. Try:")
+    else:
+        _say("It answers no chats. Try:")
+    _say(f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} -d '{escape(body)}'")
     if not has_keys(config) and not is_local(config.host):
         _say("[bold red]Everyone who can reach this address can use it: no API key is set.[/bold red]")
 

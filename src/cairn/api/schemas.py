@@ -335,6 +335,8 @@ class EmbeddingBody(Body):
     """Whether a text that is longer than the model takes is cut."""
     normalize: bool | None = None
     """False: the vectors as the model makes them; default: of length 1."""
+    prompt_name: str | None = None
+    """Which of the model's words stand before each text, such as those for queries."""
 
 
 class TextsBody(Body):
@@ -347,6 +349,7 @@ class TextsBody(Body):
     truncate: bool | None = None
     normalize: bool | None = None
     dimensions: Count = None
+    prompt_name: str | None = None
 
 
 class Document(Body):

@@ -87,11 +87,11 @@ def _model(config: Config) -> tuple[ModelSpec, Weights]:
     """A model's spec, and its weights before they are packed."""
     from cairn.models import hub
     from cairn.models.held import HeldWeights, form_of
-    from cairn.models.spec import load_spec
+    from cairn.models.spec import check_decodes, load_spec
     from cairn.models.weights import open_weights
 
     folder = hub.locate(config.model)
-    spec = load_spec(folder, identify=False)
+    spec = check_decodes(load_spec(folder, identify=False))
     return spec, HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
 
 

@@ -36,6 +36,9 @@ def register(app: typer.Typer) -> None:
         normalize: Annotated[
             bool, typer.Option("--normalize/--no-normalize", help="Whether vectors have length 1.")
         ] = True,
+        prompt_name: Annotated[
+            str | None, typer.Option(metavar="NAME", help="Which of the model's own words stand before texts.")
+        ] = None,
     ) -> None:
         """Write the embedding of each text, or of each line of stdin, as a line of JSON: {"text", "embedding"}."""
         from cairn.llm import LLM
@@ -43,7 +46,9 @@ def register(app: typer.Typer) -> None:
         with LLM(config=resolved.config) as model:
             texts = iter(text or _lines())
             while some := list(islice(texts, TOGETHER)):
-                made = model.embed(some, truncate=truncate, normalize=normalize, dimensions=dimensions)
+                made = model.embed(
+                    some, truncate=truncate, normalize=normalize, dimensions=dimensions, prompt_name=prompt_name
+                )
                 for one, vector in zip(some, made.tolist(), strict=True):
                     print(json.dumps({"text": one, "embedding": vector}, ensure_ascii=False))
                 sys.stdout.flush()

@@ -165,10 +165,26 @@ def facts(model: str) -> list[tuple[str, str]]:
         ("vocabulary", f"{spec.vocab} tokens"),
         ("quantisation", _shares(sizes)),
         ("size", amount(sizes.total())),
+        *_purpose(spec),
         ("chat template", _templates(templates)),
         ("ends", " ".join(ends) or "none: an answer goes on until its limit"),
         ("sampling", sentence(sampling_defaults(spec))),
-    ]
+    ][: None if spec.kind == "chat" else -3]
+
+
+def _purpose(spec: ModelSpec) -> list[tuple[str, str]]:
+    """What a model was made for that answers nothing."""
+    if spec.kind == "chat":
+        return []
+    if spec.kind == "rerank":
+        labels = spec.encoder.labels if spec.encoder is not None else 1
+        return [("made for", f"judging texts: {labels} score{'s' * (labels > 1)} of each pair")]
+    states = {
+        "cls": "the first token's state",
+        "mean": "the mean of all tokens' states",
+        "last": "the last token's state",
+    }
+    return [("made for", f"embeddings: {states[spec.embedding.pooling]}, texts of at most {spec.longest_text} tokens")]
 
 
 def template_of(model: str) -> str:

@@ -73,7 +73,7 @@ def write(
     from cairn.models import hub
     from cairn.models.files import is_gguf, parts
     from cairn.models.gguf_writer import TYPES, check_written, package, write_gguf
-    from cairn.models.spec import load_spec
+    from cairn.models.spec import check_decodes, load_spec
     from cairn.text.gguf_vocab import check_same, texts_of
 
     kind = kind.upper()
@@ -85,7 +85,7 @@ def write(
         raise ConfigError(f"{destination} is there already; --force replaces it")
     package()
     folder = hub.locate(source)
-    spec = load_spec(folder, identify=False)
+    spec = check_decodes(load_spec(folder, identify=False))
     texts = {} if is_gguf(folder) else texts_of(folder, spec.vocab, spec.eos_ids)
     _clear(destination)
     fresh = destination.with_name(f".{destination.stem}.{os.getpid()}.gguf")

@@ -1,7 +1,7 @@
 """The narrow waist: above it policy (who runs, what is cached), below it arithmetic.
 
-It carries token ids, block ids and pages, and nothing else. An engine keeps no per-request state: a `Row` says
-everything about its request, so aborting one means no longer naming its row, and no state can go stale.
+It carries token ids, block ids, pages and hidden states, and nothing else. An engine keeps no per-request state: a
+`Row` says everything about its request, so aborting one means no longer naming its row, and no state can go stale.
 """
 
 from __future__ import annotations

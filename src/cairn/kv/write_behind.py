@@ -4,10 +4,10 @@
 
 A chunk is noted when all its blocks can be found in the pool. That takes no memory of its own, so there is no bound on
 it but the pool. Its pages are copied when the step loop has nothing better to do, when the pool is about to need its
-blocks, or when it has waited for long. The copies are bounded in bytes: while there is no room for more, chunks wait
-in the pool. One that the pool gives up meanwhile is not stored, nor is what extends it; those that were noted are
-counted. What a store refused, or dropped because it was told to, is noted once more when its context goes on, at most
-every `WAIT_SECONDS`.
+blocks, or when it has waited for `COPY_SECONDS`: what a crash loses of a loop that never rests. The copies are bounded
+in bytes: while there is no room for more, chunks wait in the pool. One that the pool gives up meanwhile is not stored,
+nor is what extends it; those that were noted are counted. What a store refused, or dropped because it was told to, is
+noted once more when its context goes on, at most every `WAIT_SECONDS`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store
 from cairn.kv.store_writer import StoreWriter
 from cairn.seams import Clock
 
-WAIT_SECONDS = 30.0
+COPY_SECONDS = 2.0
 """How long a chunk waits in the pool for the step loop to have nothing to do; then it is copied between two steps."""
+WAIT_SECONDS = 30.0
+"""How often, at most, a context that goes on has the chunks noted once more that a store refused or dropped."""
 DAY_SECONDS = 86_400.0
 
 Flushed = Callable[[int], None]
@@ -294,7 +296,7 @@ class WriteBehind:
 
     def _pressing(self) -> bool:
         """Whether to copy although requests want a step: somebody waits for it, or the pool is about to need blocks."""
-        if self._flushes or self._clock.now() - self._next().at > WAIT_SECONDS:
+        if self._flushes or self._clock.now() - self._next().at > COPY_SECONDS:
             return True
         pools = zip(self._cache.pools, self._noted_blocks, strict=True)
         return any(noted and (pool.available - noted) * 8 < pool.size for pool, noted in pools)

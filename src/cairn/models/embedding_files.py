@@ -15,6 +15,7 @@ from cairn.models.families import MODULES
 from cairn.models.files import MAX_JSON_BYTES, Fields, read_json, read_optional_json, read_small
 from cairn.types import MAX_CONTEXT, Embedding, Pooling
 
+MAX_PROMPTS = 64
 _MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -42,7 +43,21 @@ def embedding_of(folder: Path) -> Embedding | None:
     where = folder / "sentence_bert_config.json"
     fields = Fields(read_optional_json(where), where)
     longest = fields.integer("max_seq_length", 1, MAX_CONTEXT) if fields.has("max_seq_length") else None
-    return Embedding(pooling=pooling, max_tokens=longest)
+    prompts, prompt = _prompts(folder / "config_sentence_transformers.json")
+    return Embedding(pooling=pooling, max_tokens=longest, prompts=prompts, prompt=prompt)
+
+
+def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
+    """The words that stand before texts, by name, and the name of those that always do."""
+    fields = Fields(read_optional_json(path), path)
+    listed = fields.object("prompts")
+    if len(listed.values) > MAX_PROMPTS:
+        raise fields.error("prompts", f"an object of at most {MAX_PROMPTS} texts")
+    prompts = {name: listed.text(name, "") for name in listed.values}
+    name = fields.text("default_prompt_name", "") or None
+    if name is not None and name not in prompts:
+        raise fields.error("default_prompt_name", "one of the names in prompts")
+    return prompts, name
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:

@@ -70,6 +70,13 @@ def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
         return identified(spec, folder) if identify else spec
 
 
+def check_decodes(spec: ModelSpec) -> ModelSpec:
+    """The spec of a decoder. Raises `ModelError` for an encoder, of which something makes no sense."""
+    if spec.encoder is not None:
+        raise ModelError(f"{spec.name} is an encoder ({spec.architecture}): it generates nothing and keeps no KV")
+    return spec
+
+
 def identified(spec: ModelSpec, folder: Path) -> ModelSpec:
     """The spec with the identity of the model there. Reads every file once."""
     with reading(folder):
@@ -87,6 +94,8 @@ def _load(folder: Path) -> ModelSpec:
     modules = embedding_of(folder)
     kind: Kind = "chat" if modules is None else "embed"
     architecture, family = family_of(config, bare=modules is not None)
+    if modules is not None and modules.pooling != "last":
+        raise ModelError(f"{folder}: the pooling of a decoder is that of the last token, not {modules.pooling}")
     config = text_config(config, family)
     heads = config.integer("num_attention_heads", 1, 1 << 14)
     hidden = config.integer("hidden_size", 1, 1 << 20)

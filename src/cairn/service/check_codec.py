@@ -18,7 +18,7 @@ from cairn.kv.codec_check import POSITIONS, Comparison, compare, remember
 from cairn.kv.store import CHUNK_BLOCKS
 from cairn.kv.store_folder import open_folder
 from cairn.models.hub import locate
-from cairn.models.spec import load_spec
+from cairn.models.spec import check_decodes, load_spec
 from cairn.paths import expanded, with_folder
 from cairn.seams import Clock, FileSystem
 from cairn.service.stores import keyed
@@ -84,7 +84,7 @@ def _load(config: Config, folder: Path) -> tuple[ModelSpec, Engine]:
     """The model with room for one short sequence. None of what is changed here changes a number."""
     from cairn.engine.device import load_engine
 
-    context = min(load_spec(folder, identify=False).context, config.context or _CONTEXT, _CONTEXT)
+    context = min(check_decodes(load_spec(folder, identify=False)).context, config.context or _CONTEXT, _CONTEXT)
     small = msgspec.structs.replace(config, context=context, max_running=1, step_tokens=_STEP, kv_gb=None)
     return load_engine(small, folder)
 

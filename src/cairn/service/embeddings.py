@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,10 @@ Encode = Callable[[], list[Whole]]
 
 MAX_TEXTS = 2048
 """Texts of one call, as in the OpenAI API."""
+MAX_TOKENS = 1 << 20
+"""Tokens of all texts of one call, so that no call fills the memory with them."""
+CHARACTERS = 64
+"""Characters for each token that a text may have, of one that is to be cut: what follows is not read."""
 AT_ONCE = 256
 """Texts of one call that are under way at once, at most."""
 _PAUSE = 0.05
@@ -52,6 +56,8 @@ class Asking:
     """Whether a text that is too long is cut; otherwise it is refused."""
     field: str = "input"
     """What the caller calls the texts."""
+    prompt_name: str | None = None
+    """Which of the model's words stand before them; None: those that it puts before every text, if any."""
 
 
 def check_embeds(service: Service) -> None:
@@ -143,18 +149,50 @@ async def _encoded(service: Service, texts: Sequence[Text], asking: Asking) -> l
         if not text:
             raise InvalidRequest(f"{name} is empty", field=asking.field)
     tokenizer, limit = service.tokenizer, longest_text(service)
-    cut = limit if asking.truncate else None
+    cut, words = limit if asking.truncate else None, _words(service, asking.prompt_name)
+
+    def one(text: Text) -> Whole:
+        if isinstance(text, str):
+            return tokenizer.affixes.whole(tokenizer.encode(_readable(words + text, cut)), cut)
+        return Whole(tuple(text[:cut]))
 
     def encode() -> list[Whole]:
-        return [
-            tokenizer.affixes.whole(tokenizer.encode(text), cut) if isinstance(text, str) else Whole(tuple(text)[:cut])
-            for text in texts
-        ]
+        return _bounded((one(text) for text in texts), asking.field)
 
     wholes = await _aside(service, [text for text in texts if isinstance(text, str)], asking, encode)
     for name, whole in zip(named, wholes, strict=True):
         _check(service, whole, name, limit, asking)
     return wholes
+
+
+def _readable(text: str, cut: int | None) -> str:
+    """What is read of a text of which `cut` tokens are left: encoding the rest would take memory for nothing."""
+    return text if cut is None else text[: CHARACTERS * cut]
+
+
+def _bounded(wholes: Iterable[Whole], field: str) -> list[Whole]:
+    """The texts, unless they have too many tokens together."""
+    found, tokens = list[Whole](), 0
+    for whole in wholes:
+        tokens += len(whole.tokens)
+        if tokens > MAX_TOKENS:
+            raise InvalidRequest(
+                f"{field} has more than {MAX_TOKENS} tokens together, the limit of a call", field=field
+            )
+        found.append(whole)
+    return found
+
+
+def _words(service: Service, name: str | None) -> str:
+    """What stands before a text. InvalidRequest for a name that the model does not have."""
+    known = service.spec.embedding.prompts
+    name = service.spec.embedding.prompt if name is None else name
+    if name is None:
+        return ""
+    if name not in known:
+        named = f"it has {', '.join(sorted(known))}" if known else "it has none"
+        raise InvalidRequest(f"{service.name} has no prompt of the name {name[:80]!r}; {named}", field="prompt_name")
+    return known[name]
 
 
 async def _encoded_pairs(service: Service, pairs: Sequence[tuple[str, str]], asking: Asking) -> list[Whole]:
@@ -163,9 +201,9 @@ async def _encoded_pairs(service: Service, pairs: Sequence[tuple[str, str]], ask
     tokenizer, limit = service.tokenizer, longest_text(service)
 
     def encode() -> list[Whole]:
-        known = {text: tokenizer.encode(text) for pair in pairs for text in pair}
         cut = limit if asking.truncate else None
-        return [tokenizer.affixes.both(known[one], known[other], cut) for one, other in pairs]
+        known = {text: tokenizer.encode(_readable(text, cut)) for pair in pairs for text in pair}
+        return _bounded((tokenizer.affixes.both(known[one], known[other], cut) for one, other in pairs), asking.field)
 
     wholes = await _aside(service, [text for pair in pairs for text in pair], asking, encode)
     for number, whole in enumerate(wholes):

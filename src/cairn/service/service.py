@@ -6,6 +6,7 @@ Everything runs on one event loop. What becomes of a request after its admission
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -151,6 +152,8 @@ class Service:
                 "the vocabulary lacks the bytes %s: they are left out of prompts",
                 " ".join(f"{byte:02x}" for byte in sorted(lacking)),
             )
+        if self.spec.kind != "chat":
+            await asyncio.to_thread(importlib.import_module, "numpy")  # for what is done with vectors here
         self._loaded = True
 
     # ---------------------------------------------------------------------------------------------- for callers
