@@ -15,6 +15,7 @@ from cairn.kernels import native
 from cairn.kernels.choose import REFERENCE, chosen
 from cairn.models import encoder
 from cairn.models.decoder import buffer_bytes, build
+from cairn.models.mixture import Mixture
 from cairn.models.outline import Outline, outlines
 from cairn.models.weights import parameters, small
 from cairn.types import BLOCK_TOKENS, CacheGroup, ModelSpec, RopeScaling
@@ -67,8 +68,18 @@ def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> 
     if spec.encoder is not None:
         encoder.build(tally, spec, outlines(weights))
         return WeightMemory(tally.held, tally.peak - tally.held, tally.streamed)
-    head: Any = build(tally, spec, outlines(weights)).head
-    return WeightMemory(tally.held, tally.peak - tally.held, tally.streamed - head, head)
+    built = build(tally, spec, outlines(weights))
+    head: Any = built.head
+    streamed = tally.streamed - head - sum(_idle(layer.mlp) for layer in built.layers)
+    return WeightMemory(tally.held, tally.peak - tally.held, streamed, head)
+
+
+def _idle(mlp: Any) -> int:
+    """Bytes of the experts that one token does not go through."""
+    if not isinstance(mlp, Mixture):
+        return 0
+    every: int = sum((*mlp.gate_up, *mlp.down))
+    return every - every * mlp.facts.chosen // mlp.facts.count
 
 
 class _Tally:

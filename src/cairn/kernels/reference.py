@@ -327,7 +327,7 @@ def gated(gates: Floats, activation: str) -> Floats:
 
 
 def _sigmoid(x: Floats) -> Floats:
-    found: Floats = 1 / (1 + np.exp(-x))
+    found: Floats = np.reciprocal(1 + np.exp(-x))
     return found
 
 

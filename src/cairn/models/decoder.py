@@ -162,27 +162,25 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
     def vector(name: str) -> Array:
         return kernels.vector(weights[f"{prefix}{name}"])
 
+    def mlp() -> Mlp | Mixture:
+        if spec.experts is not None and layer in spec.experts.layers:
+            return build_mixture(matrix, vector, spec.experts)
+        return Mlp(gate_up=matrix("mlp.gate_proj", "mlp.up_proj"), down=matrix("mlp.down_proj"))
+
     pre, post = spec.pre_norms, spec.post_norms
-    qkv = matrix("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    out = matrix("self_attn.o_proj")
-    mlp: Mlp | Mixture
-    if spec.experts is not None and layer in spec.experts.layers:
-        mlp = build_mixture(matrix, vector, spec.experts)
-    else:
-        mlp = Mlp(gate_up=matrix("mlp.gate_proj", "mlp.up_proj"), down=matrix("mlp.down_proj"))
     return Layer(
         group=group,
         index=spec.groups[group].layers.index(layer),
         window=spec.groups[group].window,
         turned=layer not in spec.unturned,
         attention_norm=norm("input_layernorm"),
-        qkv=qkv,
+        qkv=matrix("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         q_norm=norm("self_attn.q_norm"),
         k_norm=norm("self_attn.k_norm"),
-        out=out,
+        out=matrix("self_attn.o_proj"),
         attention_post_norm=norm("post_attention_layernorm", post),
         mlp_norm=norm("pre_feedforward_layernorm" if post else "post_attention_layernorm", pre),
-        mlp=mlp,
+        mlp=mlp(),
         mlp_post_norm=norm("post_feedforward_layernorm", post),
         sinks=vector("self_attn.sinks") if spec.sinks else None,
     )

@@ -58,8 +58,8 @@ def _glm(rest: str, array: NDArray[Any]) -> Iterator[Tensor]:
 
 
 def _oss(rest: str, array: NDArray[Any]) -> Iterator[Tensor]:
-    """Experts in one tensor, gates and what they let through as neighbours: [E, in, out] of plain numbers, or [E, out, ..]
-    of MXFP4."""
+    """Experts in one tensor, gates and what they let through as neighbours: [E, in, out] of plain numbers, or of MXFP4
+    [E, out, ...]."""
     match = _OSS.fullmatch(rest)
     if match is None:
         yield rest.replace("mlp.router.", "mlp.gate."), array
