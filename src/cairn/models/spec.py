@@ -101,8 +101,10 @@ def _load(folder: Path) -> ModelSpec:
     hidden = config.integer("hidden_size", 1, 1 << 20)
     layers = config.integer("num_hidden_layers", 1, 1 << 12)
     vocab = config.integer("vocab_size", 1, MAX_VOCAB)
-    if family.window == "none" and config.flag("use_sliding_window", False):
+    if family.mixture and family.window == "none" and config.flag("use_sliding_window", False):
         raise ModelError(f"{config.path}: use_sliding_window is true, which is not supported for {architecture}")
+    if family.sinks and not (config.has("rope_scaling") or config.has("rope_parameters")):
+        raise ModelError(f"{config.path}: rope_scaling is missing")
     if config.has("swiglu_limit") and config.number("swiglu_limit", 0.0, 1e6) != 7:
         raise ModelError(f"{config.path}: swiglu_limit other than 7 is not supported")
     rope, theta, context = _rope(_global(config) if family.local_rope else config, family)
