@@ -24,6 +24,14 @@ from cairn.models.gguf import read_gguf
 from cairn.models.gguf_spec import SAMPLING, cache_groups, gguf_spec, suggested
 from cairn.models.hub import model_name
 from cairn.models.mixture_spec import mixture
+from cairn.models.positions_spec import (
+    global_positions,
+    local_positions,
+    query_scaling,
+    rope_scaling,
+    rotary,
+    unturned,
+)
 from cairn.models.weights import weight_files
 from cairn.types import (
     MAX_CONTEXT,
@@ -33,7 +41,6 @@ from cairn.types import (
     Embedding,
     Kind,
     ModelSpec,
-    RopeScaling,
     RotaryPositions,
 )
 
@@ -44,15 +51,6 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
 }
 """`hidden_act` as configs spell it -> the kernels' name."""
 
-ROPE_SCALINGS: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
-    "default": "none",
-    "linear": "linear",
-    "llama3": "llama3",
-    "yarn": "yarn",
-}
-"""`rope_type` as configs spell it -> `RopeScaling.kind`."""
-UNKNOWN_ROPE = frozenset({"mrope_section", "llama_4_scaling_beta"})
-"""What rotary settings hold for other families, and would change every number here."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
@@ -107,7 +105,7 @@ def _load(folder: Path) -> ModelSpec:
         raise ModelError(f"{config.path}: rope_scaling is missing")
     if config.has("swiglu_limit") and config.number("swiglu_limit", 0.0, 1e6) != 7:
         raise ModelError(f"{config.path}: swiglu_limit other than 7 is not supported")
-    rope, theta, context = _rope(_global(config) if family.local_rope else config, family)
+    rope, theta, context = rope_scaling(global_positions(config) if family.local_rope else config, family)
     if family.local_rope:
         context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # which states the scaled length
     head_dim = config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
@@ -131,9 +129,9 @@ def _load(folder: Path) -> ModelSpec:
         pre_norms=family.pre_norms,
         sinks=family.sinks,
         experts=mixture(config, family, layers),
-        unturned=_unturned(config, layers) if family.unturned else (),
-        query_scaling=_query_scaling(config) if family.query_scaling else None,
-        rotary=_rotary(config, head_dim) if family.rotary else None,
+        unturned=unturned(config, layers) if family.unturned else (),
+        query_scaling=query_scaling(config) if family.query_scaling else None,
+        rotary=rotary(config, head_dim) if family.rotary else None,
         qkv_bias=_bias(config, family.qkv_bias),
         out_bias=_bias(config, family.out_bias),
         mlp_bias=_bias(config, family.mlp_bias),
@@ -187,36 +185,6 @@ def _multiplied(config: Fields, family: Family, hidden: int, head_dim: int) -> d
     }
 
 
-def _unturned(config: Fields, layers: int) -> tuple[int, ...]:
-    """The layers without positions: a list says 0 for each of them, or every so many-th has none."""
-    said = config.values.get("no_rope_layers")
-    if said is None:
-        interval = config.integer("no_rope_layer_interval", 1, 1 << 12, 4)
-        said = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    if not isinstance(said, list) or len(said) != layers or any(one not in (0, 1) for one in said):
-        raise config.error("no_rope_layers", f"a list of {layers} entries, each 0 or 1")
-    return tuple(layer for layer, turned in enumerate(said) if not turned)
-
-
-def _query_scaling(config: Fields) -> tuple[float, float] | None:
-    rope = config.object("rope_parameters" if config.object("rope_parameters").values else "rope_scaling")
-    if not rope.has("llama_4_scaling_beta"):
-        return None
-    return (
-        rope.number("llama_4_scaling_beta", 0.0, 1e3),
-        float(rope.integer("original_max_position_embeddings", 1, MAX_CONTEXT)),
-    )
-
-
-def _rotary(config: Fields, head_dim: int) -> int | None:
-    rope = config.object("rope_parameters")
-    place = rope if rope.has("partial_rotary_factor") else config
-    turned = int(head_dim * place.number("partial_rotary_factor", 0.0, 1.0, 1.0))
-    if turned % 2:
-        raise config.error("partial_rotary_factor", "an even part of the head size")
-    return None if turned == head_dim else turned
-
-
 def _gemma(config: Fields, family: Family, hidden: int, head_dim: int) -> dict[str, Any]:
     """What Gemma's spec has beyond the plain decoder's."""
     scale = config.number("query_pre_attn_scalar", 1e-6, 1e6) ** -0.5
@@ -228,74 +196,6 @@ def _gemma(config: Fields, family: Family, hidden: int, head_dim: int) -> dict[s
         "attention_softcap": 0.0 if family.qk_norm else config.number_or_zero("attn_logit_softcapping", 1e-3, 1e6, 0.0),
         "logit_softcap": config.number_or_zero("final_logit_softcapping", 1e-3, 1e6, 0.0),
     }
-
-
-def _global(config: Fields) -> Fields:
-    """The rotary settings of layers without a window, where a config has two."""
-    kinds = config.object("rope_parameters").values
-    if "full_attention" not in kinds and "sliding_attention" not in kinds:
-        return config
-    own = {"rope_parameters": kinds.get("full_attention"), "rope_scaling": None}
-    return Fields({**config.values, **own}, config.path, config.prefix)
-
-
-def _local(config: Fields, family: Family) -> RotaryPositions:
-    """The rotary positions of layers with a window, where they have their own."""
-    own = {"rope_parameters": config.object("rope_parameters").values.get("sliding_attention"), "rope_scaling": None}
-    own["rope_theta"] = config.values.get("rope_local_base_freq")
-    scaling, theta, _ = _rope(Fields({**config.values, **own}, config.path, config.prefix), family)
-    return RotaryPositions(theta=theta, scaling=scaling)
-
-
-def _rope(config: Fields, family: Family) -> tuple[RopeScaling, float, int]:
-    """Rope scaling, theta, and the context that the scaling gives."""
-    old, new = config.object("rope_scaling"), config.object("rope_parameters")
-    rope = new if new.values else old
-    if new.values and old.values and new.values != old.values:
-        raise ModelError(f"{config.path}: rope_scaling and rope_parameters say different things; keep one of them")
-    for key, value in rope.values.items():
-        known = family.query_scaling and key == "llama_4_scaling_beta"
-        if isinstance(value, dict) or (key in UNKNOWN_ROPE and not known):
-            raise ModelError(f"{config.path}: {key[:80]} in its rotary settings is not supported")
-    theta = (rope if rope.has("rope_theta") else config).number("rope_theta", 1.0, 1e15, 10000.0)
-    trained = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # a prompt token and one to come
-    for place in (rope, config):
-        if not family.rotary and place.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
-            raise ModelError(f"{config.path}: partial_rotary_factor other than 1 is not supported")
-    named = rope.text("rope_type", rope.text("type", "default"))
-    if named not in ROPE_SCALINGS:
-        raise ModelError(
-            f"{config.path}: rope scaling {named[:80]!r} is not supported; supported are {', '.join(ROPE_SCALINGS)}"
-        )
-    kind = ROPE_SCALINGS[named]
-    if kind == "none":
-        return RopeScaling(), theta, trained
-    original = trained
-    if kind != "linear":
-        outer = config if config.has("original_max_position_embeddings") else rope
-        original = outer.integer("original_max_position_embeddings", 1, MAX_CONTEXT, trained)
-    implied = trained / original if kind == "yarn" and not rope.has("factor") else None
-    factor = rope.number("factor", 1e-3, 1e6, implied)
-    scaling = RopeScaling(
-        kind=kind,
-        factor=factor,
-        original_context=original,
-        low_freq_factor=rope.number("low_freq_factor", 1e-6, 1e6) if kind == "llama3" else 1.0,
-        high_freq_factor=rope.number("high_freq_factor", 1e-6, 1e6) if kind == "llama3" else 4.0,
-        beta_fast=rope.number_or_zero("beta_fast", 1e-6, 1e6, 32.0),
-        beta_slow=rope.number_or_zero("beta_slow", 1e-6, 1e6, 1.0),
-        attention_factor=rope.number("attention_factor", 1e-6, 1e6) if rope.has("attention_factor") else None,
-        mscale=rope.number("mscale", 0.0, 1e6) if rope.has("mscale") else None,
-        mscale_all_dim=rope.number("mscale_all_dim", 0.0, 1e6) if rope.has("mscale_all_dim") else None,
-        truncate=rope.flag("truncate", True),
-    )
-    if kind == "yarn" and theta <= 1:
-        raise config.error("rope_theta", "more than 1 for yarn")
-    if scaling.low_freq_factor >= scaling.high_freq_factor:
-        raise rope.error("low_freq_factor", f"less than high_freq_factor ({scaling.high_freq_factor:g})")
-    # llama3 configs state the scaled length; linear and yarn ones may still state the length before scaling.
-    scaled = trained if kind == "llama3" else max(trained, math.floor(original * factor))
-    return scaling, theta, min(scaled, MAX_CONTEXT)
 
 
 def _groups(
@@ -311,7 +211,7 @@ def _groups(
     elif _by_layer(config, family):
         window = config.integer("sliding_window", 1, MAX_CONTEXT, None if family.period else 4096)
         limited = _window_layers(config, family, layers)
-    own = _local(config, family) if family.local_rope else None
+    own = local_positions(config, family) if family.local_rope else None
     if family.unscaled and positions.scaling.kind != "none":
         own = RotaryPositions(theta=positions.theta)
     return cache_groups(layers, limited, min(window, context), context, own)
