@@ -11,6 +11,7 @@ CairnError                 500  our own fault, or unforeseen
 |- MethodNotAllowed        405
 |- RequestTimeout          408  the headers or the body did not arrive in time
 |- Conflict                409
+|  |- ConversationLocked   409  code conversation_locked
 |  |- Damaged              409  code damaged: the log lost a turn; the message says what can be done
 |- TooLarge                413
 |- UnsupportedMedia        415  a body that is not application/json
@@ -85,6 +86,10 @@ class Unsupported(InvalidRequest):
     code = "unsupported"
 
 
+class UnknownResponse(InvalidRequest):
+    code = "previous_response_not_found"
+
+
 class Unauthorized(CairnError):
     status = 401
     code = "invalid_api_key"
@@ -117,6 +122,10 @@ class RequestTimeout(CairnError):
 class Conflict(CairnError):
     status = 409
     code = "conflict"
+
+
+class ConversationLocked(Conflict):
+    code = "conversation_locked"
 
 
 class Damaged(Conflict):

@@ -88,6 +88,7 @@ class ScriptedStream:
     request: Request
     steps: list[Step]
     waker: Any = None
+    cache: CacheReport | None = None
     over: bool = False
     closed: bool = False
     _queue: list[Event | CairnError] = field(default_factory=list)

@@ -277,11 +277,11 @@ async def test_a_wrong_base_url_gets_a_hint() -> None:
 
 async def test_a_404_speaks_the_dialect_of_its_path() -> None:
     async with site(ScriptedService()) as at, at.http() as http:
-        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        for path in ("/v1/messages/batches", "/v1/complete"):
             found = await http.post(path, json={})
             body = found.json()
             assert found.status_code == 404 and body["type"] == "error"
-            assert body["error"]["type"] == "not_found_error" and "chat/completions" in body["error"]["message"]
+            assert body["error"]["type"] == "not_found_error" and "/v1/messages" in body["error"]["message"]
             assert body["request_id"] == found.headers["x-request-id"]
         for path in ("/api/chat", "/api/generate", "/api/tags", "/api/anything"):
             found = await http.post(path, json={})
@@ -294,7 +294,7 @@ async def test_routes_of_other_servers_get_a_sentence() -> None:
             ("/embedding", "/v1/embeddings makes vectors"),
             ("/v1/images/generations", "images are neither made nor edited here"),
             ("/v1/audio/transcriptions", "speech"),
-            ("/v1/responses", "chat/completions"),
+            ("/v1/responses/x", "/v1/responses"),
             ("/pooling", "/v1/rerank"),
             ("/v1/files/file-1/content", "keeps no files"),
             ("/completion", "/v1/completions"),

@@ -23,8 +23,8 @@ from cairn.agents.kv import AgentKv
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.request_contexts import MOST_CONTEXTS
 from cairn.agents.turn_tree import Agent
+from cairn.api.agent_attribution import ACCOUNT_TTL
 from cairn.api.auth import salts
-from cairn.api.ties import ACCOUNT_TTL
 from cairn.config import Config, Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
 from cairn.kv.chunk_file import parse_name
@@ -42,7 +42,7 @@ async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, Site,
     """Agents, their server and a client of it."""
     config = Config(**options)
     async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
-        web.app.ties.agents = at.agents
+        web.app.attribution.agents = at.agents
         yield at, web, http
 
 
@@ -60,6 +60,9 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(FakeEngine, "prefill", slow)
     return quick
+
+
+HI = [{"role": "user", "content": "hi"}]
 
 
 def ask(text: str, **more: Any) -> dict[str, Any]:
@@ -345,7 +348,7 @@ async def test_tenants_have_their_own_agents(folder: Path) -> None:
 
 async def test_a_server_without_agents_says_why(folder: Path) -> None:
     async with home(folder) as (_, web, http):
-        web.app.ties.agents = None
+        web.app.attribution.agents = None
         response = await http.get("/v1/agents")
         assert response.status_code == 503 and "keeps no agents" in response.json()["error"]["message"]
 
@@ -420,7 +423,7 @@ async def test_ordinary_requests_are_on_the_account_of_the_agent_they_name(folde
             assert await counted() == count, (more, headers)
         bad = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "no id"})
         assert bad.status_code == 400 and bad.json()["error"]["param"] == "X-Cairn-Agent"
-        web.app.ties.agents = None
+        web.app.attribution.agents = None
         assert (await http.post("/v1/chat/completions", json=chat)).status_code == 200
         without = await http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "ada"})
         assert without.status_code == 503
@@ -443,6 +446,14 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
             ("eve", {"prompt_cache_key": "eve"}, {}),
             ("eve", {"metadata": {"agent": "dan"}, "prompt_cache_key": "eve"}, {}),
             ("dan", {"metadata": {"agent": "dan"}}, {}),
+            ("s-1", {}, {"X-Claude-Code-Session-Id": "s-1"}),
+            ("s-2", {}, {"x-session-id": "s-2"}),
+            ("s-3", {}, {"session-id": "s-3"}),
+            ("s-4", {"metadata": {"user_id": json.dumps({"device_id": "d", "session_id": "s-4"})}}, {}),
+            ("s-5", {"metadata": {"user_id": "user_abc_account_x_session_s-5"}}, {}),
+            ("", {"metadata": {"user_id": "{no JSON"}}, {}),
+            ("eve", {"prompt_cache_key": "eve"}, {"session-id": "s-9"}),
+            ("bob", {"prompt_cache_key": "eve"}, {"session-id": "s-9", "X-Cairn-Agent": "bob"}),
             ("", {"prompt_cache_key": "no id"}, {}),
             ("", {"prompt_cache_key": "private", "store": False}, {}),
         ]
@@ -453,6 +464,14 @@ async def test_a_name_that_is_not_known_opens_an_account(folder: Path, monkeypat
                 assert answer.status_code == 200, answer.text
                 wanted |= {name: wanted.get(name, 0) + 1} if name else {}
                 assert await opened() == wanted
+        for name, path, body in (
+            ("s-6", "messages", {"messages": HI, "metadata": {"user_id": '{"session_id": "s-6"}'}, "max_tokens": 3}),
+            ("s-7", "messages", {"messages": HI, "max_tokens": 3}),
+        ):
+            session = {"X-Claude-Code-Session-Id": name} if name == "s-7" else {}
+            assert (await http.post(f"/v1/{path}", json=body, headers=session)).status_code == 200
+            wanted[name] = 1
+            assert await opened() == wanted, "the rule is every dialect's"
         wrong = await http.post("/v1/chat/completions", json=chat | {"n": 99}, headers={"X-Cairn-Agent": "joe"})
         assert wrong.status_code == 400 and await opened() == wanted, "for nothing no account is opened"
         answers = [http.post("/v1/chat/completions", json=chat, headers={"X-Cairn-Agent": "two"}) for _ in range(2)]
@@ -563,7 +582,7 @@ async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_t
         site(at.service, at.config) as web,
         web.http() as http,
     ):
-        web.app.ties.agents = at.agents
+        web.app.attribution.agents = at.agents
         await http.post("/v1/agents", json={"id": "ada"})
         agent, kv = at.agents.named("default", "ada"), at.agents.kv
         with socket.socket() as slow:

@@ -12,6 +12,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 MARK = "<!-- accepted -->\n"
 TITLES = {
     "request": "Of a request",
+    "messages": "Of a request to /v1/messages",
+    "responses": "Of a request to /v1/responses",
     "embedding": "Of a request for embeddings or scores",
     "tokenize": "Of a request to /tokenize",
     "stream_options": "Of `stream_options`",

@@ -19,10 +19,10 @@ from process import served
 from scripted import ScriptedService, ScriptedStream, done
 from sockets import Site, request_bytes, site
 
+from cairn.api.event_log import PAGE, EventLog
 from cairn.api.reply import Call
-from cairn.api.resumable import Tapes
-from cairn.api.sse import HEARTBEAT
-from cairn.api.tape import PAGE, Tape
+from cairn.api.resumable import EventLogs
+from cairn.api.sse import HEARTBEAT, error_event
 from cairn.config import Config, Secret
 from cairn.errors import NotFound, Overloaded
 from cairn.service.stream import Waker
@@ -305,18 +305,18 @@ async def test_text_completions_and_choices_are_resumable_too() -> None:
         assert numbered((await follow(at, whole.headers["x-request-id"])).text) == found
 
 
-# ------------------------------------------------------------------------------------------------------------ tapes
+# ------------------------------------------------------------------------------------------------------------ logs
 
 
 def event(number: int, size: int = 60) -> bytes:
     return b"data: %d %s\n\n" % (number, b"x" * size)
 
 
-def rest(tape: Tape, after: int) -> list[bytes]:
+def rest(log: EventLog, after: int) -> list[bytes]:
     """Everything that follows, checked to be numbered without a gap."""
     found = []
     while True:
-        data, to = tape.read(after)
+        data, to = log.read(after)
         if to == after:
             return found
         for block in data.split(b"\n\n")[:-1]:
@@ -329,24 +329,24 @@ def rest(tape: Tape, after: int) -> list[bytes]:
 
 def test_a_tape_reads_from_any_event_on() -> None:
     rng = random.Random(5)
-    tape = Tape(1, b"", lambda: None)
+    log = EventLog(1, b"", lambda: None, error_event)
     written: list[bytes] = []
-    while tape.size < 6000 or len(written) < 3000:
+    while log.size < 6000 or len(written) < 3000:
         batch = [event(len(written) + n, rng.randrange(200)) for n in range(rng.randrange(4))]
-        tape.add(b"".join(batch))
+        log.add(b"".join(batch))
         written += batch
-    assert len(tape._pages) > 2 and tape.last == len(written) and tape.first == 1
-    for after in [0, 1, *(page.first - 2 + n for page in list(tape._pages)[1:] for n in range(3)), tape.last]:
-        assert rest(tape, after) == written[after:], after
-    assert tape.size < sum(map(len, written)) / 2
-    assert tape.shorten() and tape.first > 1
-    assert rest(tape, tape.first - 1) == written[tape.first - 1 :]
-    with pytest.raises(NotFound, match=f"events up to {tape.first - 1} are no longer kept"):
-        tape.read(tape.first - 2)
+    assert len(log._pages) > 2 and log.last == len(written) and log.first == 1
+    for after in [0, 1, *(page.first - 2 + n for page in list(log._pages)[1:] for n in range(3)), log.last]:
+        assert rest(log, after) == written[after:], after
+    assert log.size < sum(map(len, written)) / 2
+    assert log.shorten() and log.first > 1
+    assert rest(log, log.first - 1) == written[log.first - 1 :]
+    with pytest.raises(NotFound, match=f"events up to {log.first - 1} are no longer kept"):
+        log.read(log.first - 2)
 
 
 class Line:
-    """What a tape needs of a call."""
+    """What a log needs of a call."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -362,34 +362,34 @@ async def noise(events: int, seed: int) -> AsyncGenerator[bytes, None]:
 
 
 async def test_tapes_keep_to_their_memory() -> None:
-    """Known failure 43: what nobody reads is given up, ended tapes first, and the figure is true."""
+    """Known failure 43: what nobody reads is given up, ended logs first, and the figure is true."""
     limit = 8 * PAGE
-    tapes = Tapes(60.0, limit)
+    logs = EventLogs(60.0, limit)
     for number in range(1, 6):
-        tapes.start(Line(number), noise(200, number), lambda: None, 1.0)  # type: ignore[arg-type]
+        logs.start(Line(number), noise(200, number), lambda: None, 1.0)  # type: ignore[arg-type]
     largest = 0
-    while tapes._tasks:
+    while logs._tasks:
         await asyncio.sleep(0)
-        largest = max(largest, tapes.size)
-        assert tapes.size == sum(tape.size for tape in tapes._tapes.values())
+        largest = max(largest, logs.size)
+        assert logs.size == sum(log.size for log in logs._logs.values())
     assert limit / 2 < largest <= limit + 2 * PAGE
-    assert 0 < len(tapes._tapes) < 6
-    many = Tapes(60.0, limit)
+    assert 0 < len(logs._logs) < 6
+    many = EventLogs(60.0, limit)
     for number in range(1, 1000):
         many.start(Line(number), noise(1, number), lambda: None, 1.0)  # type: ignore[arg-type]
         await asyncio.sleep(0)
     while many._tasks:
         await asyncio.sleep(0)
-    assert many.size <= limit and 10 < len(many._tapes) < 200
+    assert many.size <= limit and 10 < len(many._logs) < 200
 
 
 async def test_a_tape_that_lost_its_beginning_says_so() -> None:
     service = ScriptedService(lambda request: [*(Delta(text="x" * 60) for _ in range(900)), 60.0, done()])
     async with site(service, Config(reconnect_grace=5.0)) as at:
         id, _ = await begin(at, service, 1)
-        tapes = at.app._admin._tapes
-        await until(lambda: tapes._tapes[int(id, 16)].last > 900)
-        assert tapes._tapes[int(id, 16)].shorten()
+        logs = at.app._admin._logs
+        await until(lambda: logs._logs[int(id, 16)].last > 900)
+        assert logs._logs[int(id, 16)].shorten()
         lost = await follow(at, id, after=3)
         assert lost.status_code == 404 and lost.json()["error"]["param"] == "after"
         stream: ScriptedStream = service.streams[0]
@@ -407,7 +407,7 @@ async def test_a_reader_that_is_slow_does_not_hold_up_the_answer() -> None:
         _, writer = await at.raw(limit=1024)
         writer.write(request_bytes("POST", "/v1/chat/completions", json.dumps(chat()).encode(), "X-Cairn-Resumable: 1"))
         await until(lambda: service.streams and service.streams[0].over, 20)
-        (id,) = at.app._admin._tapes._tapes
+        (id,) = at.app._admin._logs._logs
         found = numbered((await follow(at, f"{id:016x}")).text)
         assert len(said(found)) == 2000 * 2000 and found[-1][1] == "[DONE]"
 
@@ -480,9 +480,9 @@ async def test_a_tape_that_is_over_holds_nothing_of_what_filled_it() -> None:
         yield b"data: 1\n\n"
 
     call = cast(Call, SimpleNamespace(number=1, salt=b""))
-    tapes, running = Tapes(60.0, 1 << 20), Running()
+    logs, running = EventLogs(60.0, 1 << 20), Running()
     left = weakref.ref(running)
-    tapes.start(call, events(), running.cancel, 1.0)
+    logs.start(call, events(), running.cancel, 1.0)
     del running
-    await asyncio.gather(*tapes._tasks)
-    assert left() is None and tapes._tapes[1].read(0)[1] == 1
+    await asyncio.gather(*logs._tasks)
+    assert left() is None and logs._logs[1].read(0)[1] == 1

@@ -15,9 +15,11 @@ from scripted import SPEC, ScriptedService
 from sockets import site
 
 from cairn.api import agent_schemas
+from cairn.api.anthropic_schemas import MessagesBody
 from cairn.api.checks import check_chat
 from cairn.api.fields import ACCEPTED, ROWS, Row
 from cairn.api.parse import parse
+from cairn.api.responses_schemas import ResponseBody
 from cairn.api.schemas import Body, ChatBody, CompletionBody, EmbeddingBody, RerankBody, TextPart, TokenizeBody
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
@@ -66,7 +68,7 @@ def placed(place: str, more: dict[str, Any]) -> dict[str, Any]:
     return objects[place]
 
 
-OWN = ("tokenize", "embedding")
+OWN = ("tokenize", "embedding", "messages", "responses")
 """Places with a route of their own."""
 PLACED = [(place, name, row) for place, rows in ROWS.items() if place not in OWN for name, row in rows.items()]
 
@@ -89,6 +91,8 @@ def test_fields_of_the_table(place: str, name: str, row: Row) -> None:
         (TokenizeBody, {"prompt": "a"}),
         (EmbeddingBody, {"input": "a"}),
         (RerankBody, {"query": "a", "documents": ["b"]}),
+        (MessagesBody, {"messages": [USER]}),
+        (ResponseBody, {"input": "a"}),
     ],
 )
 def test_fields_of_other_routes(kind: type[Body], body: dict[str, Any]) -> None:
@@ -220,7 +224,7 @@ def test_what_is_not_built_yet(more: dict[str, Any], field: str) -> None:
         ({"logit_bias": {"a": "b"}}, "logit_bias.a"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a" * 129}}]}, "tools[0].function.name"),
         ({"tool_choice": "maybe", "tools": [TOOL]}, "tool_choice"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"__x": 1}}, "chat_template_kwargs.__x"),
@@ -417,7 +421,7 @@ SENTENCES = [
     ),
     (
         {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-        "tools[0].function.name must be 1 to 64 letters, digits, '_', '-' and '.'; it is a text",
+        "tools[0].function.name must be 1 to 128 letters, digits, '_', '-' and '.'; it is a text",
     ),
     (
         {"response_format": {"type": "json_object"}},

@@ -422,8 +422,8 @@ async def test_without_the_usual_folder_of_agents_the_server_goes_on_and_tries_a
             (tmp_path / "file").write_text("in the way")
             await lifetime._open_agents(app, service, Config(agents_dir=str(tmp_path / "file" / "agents")))
     finally:
-        if app.ties.agents is not None:
-            await app.ties.agents.close()
+        if app.attribution.agents is not None:
+            await app.attribution.agents.close()
         await service.close()
 
 
@@ -508,8 +508,8 @@ async def test_a_token_log_of_zeros_is_a_trouble_and_in_the_doctors_report(
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                 await work(http)
         finally:
-            if app.ties.agents is not None:
-                await app.ties.agents.close()
+            if app.attribution.agents is not None:
+                await app.attribution.agents.close()
             await service.close()
 
     async def made(http: httpx.AsyncClient) -> None:

@@ -127,7 +127,7 @@ class AgentService:
             turn.release()
         return agent
 
-    async def fork(self, agent: Agent, at: Turn, id: str | None) -> Agent:
+    async def fork(self, agent: Agent, at: Turn, id: str | None, metadata: dict[str, str] | None = None) -> Agent:
         """A new agent with this one's history up to a turn. Conflict while that is not durable."""
         if agent.new:
             raise Conflict(f"agent {agent.id} is being made; fork it once that is answered")
@@ -143,6 +143,7 @@ class AgentService:
             head=at.key,
             under=at.under,
             origin=old.id,
+            metadata=old.metadata if metadata is None else metadata,
             pinned=False,
             left={},
             moved=0.0,
@@ -171,6 +172,17 @@ class AgentService:
     def _repin(self, agent: Agent) -> None:
         if agent.record.pinned:
             self.kv.pin_later(agent)
+
+    async def describe(self, agent: Agent, metadata: dict[str, str]) -> None:
+        """Other metadata for an agent, which is used by that."""
+        agent.used = self.pending.now()
+        before, agent.record = agent.record, msgspec.structs.replace(agent.record, metadata=metadata)
+        try:
+            await self.pending.sync(self.pending.note(agent))
+        except Unavailable:
+            agent.record = msgspec.structs.replace(agent.record, metadata=before.metadata)
+            self.pending.write_later(self.pending.note(agent))
+            raise
 
     async def set_pinned(self, agent: Agent, pinned: bool) -> bool:
         """The agent's context is to be kept in the stores, or not; whether that was otherwise before."""

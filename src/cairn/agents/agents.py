@@ -273,6 +273,12 @@ class Agents:
         """A new agent whose context begins with `messages`. Conflict if the id is taken. Durable when it returns."""
         return (await create_agent(self._agents, tenant, id, messages, tools, metadata or {}, ttl, pinned)).info()
 
+    async def describe(self, tenant: str, id: str, metadata: dict[str, str]) -> AgentInfo:
+        """Give an agent other metadata. Durable when it returns; on Unavailable nothing has changed."""
+        agent = self._find(tenant, id)
+        await self._agents.describe(agent, metadata)
+        return agent.info()
+
     async def delete(self, tenant: str, id: str) -> None:
         """Interrupt what runs, and erase every byte of the agent that no other shares; gone from disk on return.
 
@@ -284,8 +290,17 @@ class Agents:
             raise conflict(agent)
         await self._agents.remove(agent)
 
-    async def fork(self, tenant: str, id: str, *, turn: int | None = None, new_id: str | None = None) -> AgentInfo:
-        """A new agent that shares this one's history up to a turn (default: the head); nothing is copied.
+    async def fork(
+        self,
+        tenant: str,
+        id: str,
+        *,
+        turn: int | None = None,
+        new_id: str | None = None,
+        metadata: dict[str, str] | None = None,
+    ) -> AgentInfo:
+        """A new agent that shares this one's history up to a turn (default: the head); nothing is copied, but the
+        metadata where there are no others.
 
         NotFound for a turn that is not there, Conflict for one whose answer is not whole.
         """
@@ -293,7 +308,15 @@ class Agents:
         at = agent.head if turn is None else self._agents.turn(agent, turn)
         if at.state != "finished":
             raise Conflict(f"turn {at.number} of agent {agent.id} is {at.state}; fork at turn {at.before}")
-        return (await self._agents.fork(agent, at, new_id)).info()
+        return (await self._agents.fork(agent, at, new_id, metadata)).info()
+
+    async def make_room(self, tenant: str, prefix: str) -> bool:
+        """Delete the oldest agent of a tenant that does nothing and whose id begins so; whether there was one."""
+        for agent in reversed(list(self._agents.registry.of(tenant))):
+            if agent.id.startswith(prefix) and not agent.busy:
+                await self._agents.remove(agent)
+                return True
+        return False
 
     def export(self, tenant: str, id: str) -> AsyncGenerator[bytes, None]:
         """The agent as one file, piece by piece: as `portable.export` says. Conflict while a turn runs."""

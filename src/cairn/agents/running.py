@@ -90,8 +90,9 @@ class RunningTurn:
         if not self.over.is_set():
             await self._end(None)
 
-    async def batches(self) -> AsyncGenerator[list[Event], None]:
-        """The events, all that are there at once; `Done` comes when the turn's end is durable.
+    async def batches(self, *, beats: bool = False) -> AsyncGenerator[list[Event], None]:
+        """The events, all that are there at once; `Done` comes when the turn's end is durable. With `beats` an empty
+        list says that nothing came for PIECE_SECONDS.
 
         Of a turn that is resumed it begins with what was said before. Raises what ended the generation, Unavailable
         where the end cannot be written, and GenerationFailed where no record can hold the answer. However it ends, what
@@ -104,7 +105,7 @@ class RunningTurn:
                     done = next((event for event in events if isinstance(event, Done)), None)
                     if done is not None:
                         await self._end(done)
-                    if events:
+                    if events or beats:
                         yield events
         finally:
             if not self.over.is_set():

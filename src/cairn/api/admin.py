@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -10,12 +11,12 @@ import msgspec
 
 from cairn import __version__
 from cairn.api.agent_schemas import NoBody
+from cairn.api.call_table import CallTable
+from cairn.api.generation import check_model
 from cairn.api.limits import read_nothing
-from cairn.api.openai import check_model
 from cairn.api.parse import parse
-from cairn.api.registry import Registry
 from cairn.api.reply import Call
-from cairn.api.resumable import Tapes, parse_after
+from cairn.api.resumable import EventLogs, parse_after
 from cairn.config import Config
 from cairn.errors import NotFound
 from cairn.figures import Swept
@@ -25,16 +26,18 @@ from cairn.service.requests import sampling_defaults, sampling_params
 from cairn.service.sampler_order import ORDERS
 from cairn.service.service import Service
 
+ANTHROPIC = b"anthropic-version"
+"""Header of Anthropic's clients, which want another shape."""
 Endpoint = Callable[[Call, Service], Awaitable[None]]
 
 
 class Admin:
     """The routes beside generation."""
 
-    def __init__(self, config: Config, registry: Registry, tapes: Tapes) -> None:
+    def __init__(self, config: Config, calls: CallTable, logs: EventLogs) -> None:
         self._config = config
-        self._registry = registry
-        self._tapes = tapes
+        self._calls = calls
+        self._logs = logs
         self._started = int(time.time())
 
     def routes(self, path: str) -> dict[str, Endpoint] | None:
@@ -54,12 +57,17 @@ class Admin:
 
     async def models(self, call: Call, service: Service) -> None:
         """GET /v1/models."""
+        if call.header(ANTHROPIC) is not None:
+            data = [self._anthropic_model(service)]
+            await call.json({"data": data, "has_more": False, "first_id": service.name, "last_id": service.name})
+            return
         await call.json({"object": "list", "data": [self._model(service)]})
 
     async def model(self, call: Call, service: Service) -> None:
         """GET /v1/models/{id}; an id may hold slashes."""
         check_model(call.path.removeprefix("/v1/models/"), service, strict=True)
-        await call.json(self._model(service))
+        anthropic = call.header(ANTHROPIC) is not None
+        await call.json(self._anthropic_model(service) if anthropic else self._model(service))
 
     async def request(self, call: Call, service: Service) -> None:
         """GET /v1/requests/{id}: the state, and of each choice the tokens and the text so far."""
@@ -71,7 +79,7 @@ class Admin:
         parse(NoBody, await read_nothing(call, self._config), self._config)
         number = self._number(call, call.path.removeprefix("/v1/requests/").removesuffix("/cancel"))
         self._known(call, service, number)
-        ended = [service.abort(id) for id in self._registry.ids(number)]
+        ended = [service.abort(id) for id in self._calls.ids(number)]
         report = self._report(number, self._known(call, service, number))
         await call.json(report | {"cancelled": any(ended)})
 
@@ -79,7 +87,7 @@ class Admin:
         """GET /v1/requests/{id}/events?after=N: the events of a resumable request, live until its end."""
         number = self._number(call, call.path.removeprefix("/v1/requests/").removesuffix("/events"))
         after = parse_after(call)
-        follower = self._tapes.find(number, call.salt, self._config.heartbeat)
+        follower = self._logs.find(number, call.salt, self._config.heartbeat)
         await follower.run(call, after)
 
     async def metrics(self, call: Call, service: Service) -> None:
@@ -96,15 +104,26 @@ class Admin:
             "kind": service.spec.kind,
         }
 
+    def _anthropic_model(self, service: Service) -> dict[str, Any]:
+        return {
+            "type": "model",
+            "id": service.name,
+            "display_name": service.name,
+            "created_at": datetime.datetime.fromtimestamp(self._started, datetime.UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": service.info.context,
+            "max_tokens": service.info.context,
+        }
+
     def _number(self, call: Call, text: str) -> int:
-        number = self._registry.find(text, call.salt)
+        number = self._calls.find(text, call.salt)
         if number is None:
             raise _unknown()
         return number
 
     def _known(self, call: Call, service: Service, number: int) -> dict[int, RequestStatus]:
         """The status of each choice that is remembered, by its index; NotFound also for another tenant's request."""
-        found = enumerate(service.status(id) for id in self._registry.ids(number))
+        found = enumerate(service.status(id) for id in self._calls.ids(number))
         known = {at: status for at, status in found if status is not None and status.salt == call.salt}
         if not known:
             raise _unknown()

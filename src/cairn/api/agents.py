@@ -25,6 +25,7 @@ import msgspec
 from cairn.agents.agents import Agents
 from cairn.agents.info import AgentInfo
 from cairn.agents.portable import MEDIA_TYPE
+from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agent_schemas import (
     PATH,
     CreateBody,
@@ -40,14 +41,12 @@ from cairn.api.agent_schemas import (
 )
 from cairn.api.body_budget import RETRY, spool
 from cairn.api.checks import check_strict
+from cairn.api.exchange import Exchanges
+from cairn.api.generation import check_length, check_model
 from cairn.api.limits import read_json, read_nothing
-from cairn.api.openai import check_length, check_model
 from cairn.api.parse import parse
-from cairn.api.registry import Registry
 from cairn.api.reply import Call, shown
-from cairn.api.resumable import Tapes
 from cairn.api.schemas import contents, plain_messages, plain_tools
-from cairn.api.ties import Ties
 from cairn.api.turns import TurnRoutes
 from cairn.config import Config
 from cairn.errors import Damaged, InvalidRequest, Overloaded, Unavailable, UnsupportedMedia
@@ -63,12 +62,12 @@ LISTED = 20
 class AgentRoutes:
     """The routes of agents."""
 
-    def __init__(self, config: Config, registry: Registry, tapes: Tapes, ties: Ties, folder: Path) -> None:
+    def __init__(self, config: Config, exchanges: Exchanges, attribution: AgentAttribution, folder: Path) -> None:
         """`folder`: the one of the token log, whose disk takes imports while they arrive."""
         self._config = config
         self._folder = folder
-        self._ties = ties
-        self._turns = TurnRoutes(config, registry, tapes, ties)
+        self._attribution = attribution
+        self._turns = TurnRoutes(config, exchanges, attribution)
         self._importing: Counter[str] = Counter()
         """Imports under way, by tenant."""
         self._reading = asyncio.Lock()
@@ -242,7 +241,7 @@ class AgentRoutes:
     # -------------------------------------------------------------------------------------------------------- within
 
     def _open(self) -> Agents:
-        return self._ties.open()
+        return self._attribution.open()
 
 
 def agent_object(info: AgentInfo, service: Service) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 Routes (POST bodies are JSON):
 
     POST /v1/chat/completions   POST /v1/completions         openai.py; these and models also without /v1
+    POST /v1/messages           POST /v1/messages/count_tokens    anthropic.py
+    /v1/responses, /v1/conversations and below               responses.py, conversations.py
     GET  /v1/models             GET  /v1/models/{id}         admin.py
     POST /v1/embeddings|rerank|score    POST /embed          embeddings.py; the first three also without /v1
     POST /tokenize              POST /detokenize             tokens.py
@@ -26,16 +28,19 @@ from collections.abc import Awaitable, Callable
 
 from cairn.api import health
 from cairn.api.admin import Admin, Props, StoredRoutes
+from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agents import AgentRoutes
+from cairn.api.anthropic import Anthropic
 from cairn.api.auth import Access, has_tenants, preflight
 from cairn.api.body_budget import BodyBudget
+from cairn.api.call_table import CallTable
 from cairn.api.embeddings import Embeddings
+from cairn.api.exchange import Exchanges
 from cairn.api.folders import agents_folder, named
 from cairn.api.openai import OpenAI
-from cairn.api.registry import Registry
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
-from cairn.api.resumable import Tapes
-from cairn.api.ties import Ties
+from cairn.api.responses import Responses
+from cairn.api.resumable import EventLogs
 from cairn.api.tokens import Tokens
 from cairn.api.unserved import body_of, canonical, no_route
 from cairn.config import Config
@@ -67,18 +72,23 @@ class App:
         self._access = Access(config)
         total = config.max_bodies_mib << 20
         self.bodies = BodyBudget(total, total // 2 if has_tenants(config) else total)
-        registry = Registry(SystemClock())
-        self.ties = Ties()
+        calls = CallTable(SystemClock())
+        self.attribution = AgentAttribution()
         self._folders = named(config, os.environ)
-        tapes = Tapes(config.reconnect_grace, config.max_resumable_mib << 20)
-        openai = OpenAI(config, registry, tapes, self.ties)
-        admin = self._admin = Admin(config, registry, tapes)
+        logs = EventLogs(config.reconnect_grace, config.max_resumable_mib << 20)
+        exchanges = Exchanges(config, calls, logs)
+        openai = OpenAI(config, exchanges, self.attribution)
+        anthropic = Anthropic(config, exchanges, self.attribution)
+        admin = self._admin = Admin(config, calls, logs)
         tokens = Tokens(config)
+        self._responses = Responses(config, exchanges, logs, self.attribution)
         self._health = health.routes()
-        self._agent_routes = AgentRoutes(config, registry, tapes, self.ties, agents_folder(config, os.environ))
+        self._agent_routes = AgentRoutes(config, exchanges, self.attribution, agents_folder(config, os.environ))
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
+            "/v1/messages": {"POST": anthropic.messages},
+            "/v1/messages/count_tokens": {"POST": anthropic.count_tokens},
             "/v1/models": {"GET": admin.models},
             "/tokenize": {"POST": tokens.tokenize},
             "/detokenize": {"POST": tokens.detokenize},
@@ -125,7 +135,7 @@ class App:
         self._access.check(call)
         if answering is not None:
             _allow(call, {"GET", "HEAD"})
-            await answering(call, health.State(self.service, self.draining, self.ties.troubles(), self._folders))
+            await answering(call, health.State(self.service, self.draining, self.attribution.troubles(), self._folders))
             return
         endpoint = self._route(call)
         if self.service is None:
@@ -136,7 +146,11 @@ class App:
 
     def _methods(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of a route, or None for what is none."""
-        return self._exact.get(path) or self._admin.routes(path) or self._agent_routes.routes(path)
+        return self._exact.get(path) or self._admin.routes(path) or self._more(path)
+
+    def _more(self, path: str) -> dict[str, Endpoint] | None:
+        """The methods of routes that have an id in their path."""
+        return self._agent_routes.routes(path) or self._responses.routes(path)
 
     def _served(self, path: str) -> bool:
         return path in self._health or self._methods(path) is not None

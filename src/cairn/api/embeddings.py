@@ -10,8 +10,8 @@ import base64
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from cairn.api.generation import check_model
 from cairn.api.limits import read_json
-from cairn.api.openai import check_model
 from cairn.api.parse import parse
 from cairn.api.reply import Call, Disconnected, Watch
 from cairn.api.schemas import Document, EmbeddingBody, RerankBody, ScoreBody, TextsBody

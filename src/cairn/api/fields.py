@@ -105,6 +105,32 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
             Row("plugins models", "asks a router, and there is none", ([],)),
         ),
     },
+    "messages": {
+        "Anthropic": (
+            Row("cache_control", _CACHED),
+            Row("betas anthropic_beta anthropic_version", "what betas add is accepted, and built or passed over"),
+            Row("context_management", "nothing is cleared of a context; the client may"),
+            Row("container inference_geo service_tier speed user_profile_id workspace_id", "all are served alike"),
+            Row("mcp_servers", "this server calls no others", ([],)),
+            Row("prefill", "answers begin anew", ()),
+        ),
+    },
+    "responses": {
+        "OpenAI": (
+            Row("user safety_identifier", "who asks; nobody here judges them"),
+            Row("service_tier access_programs", "all requests are served alike"),
+            Row("prompt_cache_retention", _CACHED),
+            Row("truncation", "nothing is cut; what is too long is refused with `context_length_exceeded`"),
+            Row("max_tool_calls", "of tools that run on a server, and none runs here"),
+            Row("context_management", "nothing is compacted unasked; the client may"),
+            Row("stream_options", "padding against eavesdroppers, which TLS in front may do"),
+            Row("client_metadata", _IDS),
+            Row("image", "images are not read here"),
+            Row("prompt", "prompts are not kept here; send instructions and input", ()),
+            Row("moderation", "nothing here judges texts", ()),
+            Row("n", "a response has one answer", (1,)),
+        ),
+    },
     "embedding": {
         "OpenAI": (Row("user safety_identifier", "who asks; nobody here judges them"),),
         "Cohere, Jina": (

@@ -273,7 +273,9 @@ class Guard(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.output.write(refusal(error, f"{self._listener.rng.bits64():016x}"))
+        url: bytes = getattr(self, "url", b"")  # there is none before the first request line
+        path = url.partition(b"?")[0].decode("latin-1")
+        self.output.write(refusal(error, path, f"{self._listener.rng.bits64():016x}"))
         self.output.flush()
         self._linger()
 

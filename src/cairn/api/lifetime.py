@@ -80,7 +80,7 @@ async def _serve(config: Config, sock: socket.socket, first: First) -> None:
         if opening is not None:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
-        for one, seconds in ((app.ties.agents, LOG_SECONDS), (service, CLOSE_SECONDS)):
+        for one, seconds in ((app.attribution.agents, LOG_SECONDS), (service, CLOSE_SECONDS)):
             if one is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(one.close(), seconds)
@@ -97,10 +97,10 @@ async def _open_agents(app: App, service: Service, config: Config) -> asyncio.Ta
     async def attempt() -> None:
         folder = agents_folder(config, os.environ)
         opened = await Agents.open(service, SystemFiles(), folder, SystemClock(), SystemRng(), config, salts(config))
-        app.ties.opened(opened)
+        app.attribution.opened(opened)
 
     async def insist() -> None:
-        while app.ties.agents is None:
+        while app.attribution.agents is None:
             await asyncio.sleep(AGENTS_SECONDS)
             with contextlib.suppress(ConfigError):
                 await attempt()
@@ -111,7 +111,7 @@ async def _open_agents(app: App, service: Service, config: Config) -> asyncio.Ta
         if config.agents_dir:
             raise
         log.warning("no agents are kept: %s", error)
-        app.ties.missing(str(error))
+        app.attribution.missing(str(error))
         return asyncio.create_task(insist())
     return None
 

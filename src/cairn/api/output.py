@@ -8,7 +8,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from cairn.api.reply import encode, error_body, retry_after
+from cairn.api.reply import encode, retry_after
+from cairn.api.unserved import body_of
 from cairn.errors import CairnError
 
 WRITE_BUFFER = 1 << 14
@@ -68,9 +69,9 @@ class Output:
         return getattr(self.raw, name)
 
 
-def refusal(error: CairnError, request_id: str) -> bytes:
-    """The whole answer that refuses a request."""
-    body = encode(error_body(error))
+def refusal(error: CairnError, path: str, request_id: str) -> bytes:
+    """The whole answer that refuses a request, in the shape that the path's clients read."""
+    body = encode(body_of(path, error, request_id))
     lines = [
         b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode()),
         b"content-type: application/json",

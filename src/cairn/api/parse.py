@@ -92,9 +92,10 @@ class _Reader:
         field = where + shown(name)
         near = closest(name, [*kind.model_fields, *kind.synonyms])
         what = "this route" if not where else f"a {kind.place}"
-        if self._lenient and self._call is not None:
+        lenient = self._lenient or kind.lenient
+        if lenient and self._call is not None:
             self._call.warn(f"{field} is not a field of {what} and has no effect{near}")
-        elif not self._lenient:
+        elif not lenient:
             self.unknown[field] = f"{field} is not a field of {what}{near}"
             return False
         return True
@@ -150,7 +151,7 @@ _SHAPES: Mapping[str, str] = {
     "dict_type": "an object",
     "model_type": "an object",
     "list_type": "a list",
-    "string_pattern_mismatch": "1 to 64 letters, digits, '_', '-' and '.'",
+    "string_pattern_mismatch": "1 to 128 letters, digits, '_', '-' and '.'",
 }
 """What was expected, by the kind of an error."""
 

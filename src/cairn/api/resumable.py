@@ -1,9 +1,9 @@
-"""Answers that outlive their connection: a tape of each, which readers follow from any event on.
+"""Answers that outlive their connection: an event log of each, which readers follow from any event on.
 
-A request sent with `X-Cairn-Resumable: 1` is generated onto a tape by a task of its own; its connection is only the
-first reader. Events are numbered from 1 and carry their number as the event's id, so a client that lost its connection
-asks for what follows the last one it saw and gets each later event once, in order. Without a reader for the time of
-grace the request is cancelled; a tape is kept as long after its end.
+A request sent with `X-Cairn-Resumable: 1`, an agent's turn and a stored response are generated onto a log by a task of
+their own; the connection is only the first reader. Events are numbered from 1 and carry their number as the event's id,
+so a client that lost its connection asks for what follows the last one it saw and gets each later event once, in order.
+Without a reader for the time of grace the request is cancelled; a log is kept as long after its end.
 """
 
 from __future__ import annotations
@@ -14,134 +14,142 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
+from cairn.api.event_log import EventLog
 from cairn.api.reply import Call, Disconnected, Watch, internal
 from cairn.api.sse import EVENT_STREAM, HEARTBEAT, error_event
-from cairn.api.tape import Tape
 from cairn.errors import CairnError, InvalidRequest, NotFound, trace
 from cairn.service.stream import Waker
 
-log = logging.getLogger("cairn.api")
+logger = logging.getLogger("cairn.api")
 
 HEADER = b"x-cairn-resumable"
 
 
-class Tapes:
-    """The tapes of one server: as many bytes as allowed, each for the time of grace after its last reader."""
+class EventLogs:
+    """The logs of one server: as many bytes as allowed, each for the time of grace after its last reader."""
 
     def __init__(self, grace: float, limit: int) -> None:
-        """`grace` in seconds; `limit`: bytes of memory of all tapes together."""
+        """`grace` in seconds; `limit`: bytes of memory of all logs together."""
         self._grace = grace
         self._limit = limit
-        self._tapes: dict[int, Tape] = {}
-        self._ended: OrderedDict[int, Tape] = OrderedDict()
+        self._logs: dict[int, EventLog] = {}
+        self._ended: OrderedDict[int, EventLog] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
         self.size = 0
         """How many bytes of memory it takes."""
 
     def start(
-        self, call: Call, events: AsyncGenerator[bytes, None], cancel: Callable[[], object], heartbeat: float
+        self,
+        call: Call,
+        events: AsyncGenerator[bytes, None],
+        cancel: Callable[[], object],
+        heartbeat: float,
+        error: Callable[[CairnError], bytes] = error_event,
+        unattended: bool = False,
     ) -> Follower:
-        """Generate `events` onto a tape. `call` is its first reader; `cancel` ends the request when the grace is over.
+        """Generate `events` onto a log. `call` is its first reader; `cancel` ends the request when the grace is over,
+        unless it is `unattended` and may run without readers.
 
-        The reader is counted from here on, so follow it.
+        `error` makes the events of a failure. The reader is counted from here on: follow it, or `leave`.
         """
-        tape = Tape(call.number, call.salt, cancel)
-        self._tapes[call.number] = tape
-        self.size += tape.size
-        follower = self._follower(tape, heartbeat)
-        task = asyncio.create_task(self._record(tape, events))
+        log = EventLog(call.number, call.salt, cancel, error)
+        log.unattended = unattended
+        self._logs[call.number] = log
+        self.size += log.size
+        follower = self._follower(log, heartbeat)
+        task = asyncio.create_task(self._record(log, events))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return follower
 
     def find(self, number: int, salt: bytes, heartbeat: float) -> Follower:
-        """A reader of a tape of the same tenant; NotFound for any other number."""
-        tape = self._tapes.get(number)
-        if tape is None or tape.salt != salt:
+        """A reader of a log of the same tenant; NotFound for any other number."""
+        log = self._logs.get(number)
+        if log is None or log.salt != salt:
             raise NotFound(
                 "there is no such resumable request, or its time of grace is over; "
                 "requests are resumable if sent with X-Cairn-Resumable: 1",
                 field="id",
             )
-        return self._follower(tape, heartbeat)
+        return self._follower(log, heartbeat)
 
-    def _follower(self, tape: Tape, heartbeat: float) -> Follower:
+    def _follower(self, log: EventLog, heartbeat: float) -> Follower:
         waker = Waker()
-        tape.readers.add(waker)
-        if tape.timer is not None:
-            tape.timer.cancel()
-            tape.timer = None
-        return Follower(tape, waker, heartbeat, self._leave)
+        log.readers.add(waker)
+        if log.timer is not None:
+            log.timer.cancel()
+            log.timer = None
+        return Follower(log, waker, heartbeat, self._leave)
 
-    def _leave(self, tape: Tape, waker: Waker) -> None:
-        tape.readers.discard(waker)
-        self._wait_for_readers(tape)
+    def _leave(self, log: EventLog, waker: Waker) -> None:
+        log.readers.discard(waker)
+        self._wait_for_readers(log)
 
-    def _wait_for_readers(self, tape: Tape) -> None:
-        if not tape.readers and tape.timer is None and tape.number in self._tapes:
-            tape.timer = asyncio.get_running_loop().call_later(self._grace, self._expire, tape)
+    def _wait_for_readers(self, log: EventLog) -> None:
+        if not log.readers and log.timer is None and log.number in self._logs:
+            log.timer = asyncio.get_running_loop().call_later(self._grace, self._expire, log)
 
-    def _expire(self, tape: Tape) -> None:
-        """Nobody came back: end what still runs, forget what has ended."""
-        tape.timer = None
-        if tape.over:
-            self._forget(tape)
-        else:
-            tape.cancel()
+    def _expire(self, log: EventLog) -> None:
+        """Nobody came back: end what still runs, unless it needs nobody, and forget what has ended."""
+        log.timer = None
+        if log.over:
+            self._forget(log)
+        elif not log.unattended:
+            log.cancel()
 
-    async def _record(self, tape: Tape, events: AsyncGenerator[bytes, None]) -> None:
+    async def _record(self, log: EventLog, events: AsyncGenerator[bytes, None]) -> None:
         try:
             async with aclosing(events):
                 async for data in events:
-                    tape.begun = True
-                    self._add(tape, data)
+                    log.begun = True
+                    self._add(log, data)
         except Exception as error:
             if not isinstance(error, CairnError):
-                log.error("request %016x: %s", tape.number, trace(error))
-            known = error if isinstance(error, CairnError) else internal(f"{tape.number:016x}")
-            tape.failure = known
-            if tape.begun:
-                self._add(tape, error_event(known))
+                logger.error("request %016x: %s", log.number, trace(error))
+            known = error if isinstance(error, CairnError) else internal(f"{log.number:016x}")
+            log.failure = known
+            if log.begun:
+                self._add(log, log.error(known))
         finally:
-            before = tape.size
-            tape.end()
-            if tape.number in self._tapes:
-                self.size += tape.size - before
-            if not tape.begun:
-                self._forget(tape)
-            elif tape.number in self._tapes:
-                self._ended[tape.number] = tape
-                self._wait_for_readers(tape)
+            before = log.size
+            log.end()
+            if log.number in self._logs:
+                self.size += log.size - before
+            if not log.begun:
+                self._forget(log)
+            elif log.number in self._logs:
+                self._ended[log.number] = log
+                self._wait_for_readers(log)
 
-    def _add(self, tape: Tape, data: bytes) -> None:
-        before = tape.size
-        tape.add(data)
-        if tape.number in self._tapes:
-            self.size += tape.size - before
+    def _add(self, log: EventLog, data: bytes) -> None:
+        before = log.size
+        log.add(data)
+        if log.number in self._logs:
+            self.size += log.size - before
         while self.size > self._limit:
             if self._ended:
                 self._forget(next(iter(self._ended.values())))
                 continue
-            largest = max(self._tapes.values(), key=lambda one: one.size)
+            largest = max(self._logs.values(), key=lambda one: one.size)
             before = largest.size
             if not largest.shorten():
                 break
             self.size += largest.size - before
 
-    def _forget(self, tape: Tape) -> None:
-        if self._tapes.pop(tape.number, None) is not None:
-            self.size -= tape.size
-        self._ended.pop(tape.number, None)
-        if tape.timer is not None:
-            tape.timer.cancel()
-            tape.timer = None
+    def _forget(self, log: EventLog) -> None:
+        if self._logs.pop(log.number, None) is not None:
+            self.size -= log.size
+        self._ended.pop(log.number, None)
+        if log.timer is not None:
+            log.timer.cancel()
+            log.timer = None
 
 
 class Follower:
-    """One reader of a tape, counted until `run` has ended."""
+    """One reader of a log, counted until `run` has ended."""
 
-    def __init__(self, tape: Tape, waker: Waker, heartbeat: float, leave: Callable[[Tape, Waker], None]) -> None:
-        self._tape = tape
+    def __init__(self, log: EventLog, waker: Waker, heartbeat: float, leave: Callable[[EventLog, Waker], None]) -> None:
+        self._log = log
         self._waker = waker
         self._heartbeat = heartbeat
         self._leave = leave
@@ -152,61 +160,65 @@ class Follower:
         The headers are sent once the request was let in. Raises what kept it from that, and InvalidRequest if there is
         no event `after` yet.
         """
-        tape = self._tape
+        log = self._log
         try:
-            if after > tape.last:
-                raise InvalidRequest(f"after is {after}; the last event so far is {tape.last}", field="after")
+            if after > log.last:
+                raise InvalidRequest(f"after is {after}; the last event so far is {log.last}", field="after")
             async with Watch(call) as watch:
-                while not tape.begun and not tape.over:
+                while not log.begun and not log.over:
                     await self._waker.sleep()
-                if tape.failure is not None and not tape.begun:
-                    raise tape.failure
-                tape.read(after)
+                if log.failure is not None and not log.begun:
+                    raise log.failure
+                log.read(after)
                 if call.scope["method"] == "HEAD":
                     watch.stop()
                     await call.respond(200, b"", EVENT_STREAM)
                     return
                 await call.begin(EVENT_STREAM)
                 await self._send(call, after, watch)
-                if tape.failure is not None:
-                    call.ended = tape.failure.code
+                if log.failure is not None:
+                    call.ended = log.failure.code
         finally:
-            self._leave(tape, self._waker)
+            self._leave(log, self._waker)
+
+    def leave(self) -> None:
+        """Read nothing."""
+        self._leave(self._log, self._waker)
 
     async def wait(self, call: Call) -> None:
         """Return when all is said, for an answer sent whole. Raises what ended it early, and Disconnected if the
-        client left before; the tape then has its time of grace."""
-        tape = self._tape
+        client left before; the log then has its time of grace."""
+        log = self._log
         try:
             async with Watch(call) as watch:
-                while not tape.over:
+                while not log.over:
                     await self._waker.sleep()
                 watch.stop()
             if watch.left:
                 raise Disconnected
-            if tape.failure is not None:
-                raise tape.failure
+            if log.failure is not None:
+                raise log.failure
         finally:
-            self._leave(tape, self._waker)
+            self._leave(log, self._waker)
 
     async def _send(self, call: Call, after: int, watch: Watch) -> None:
-        tape = self._tape
+        log = self._log
         news = True
         while True:
             try:
-                data, after = tape.read(after)
+                data, after = log.read(after)
             except NotFound as error:  # so slow a reader that its next event had to make room
                 watch.stop()
-                await call.write(error_event(error), more=False)
+                await call.write(log.error(error), more=False)
                 return
-            if tape.over and after == tape.last:
+            if log.over and after == log.last:
                 watch.stop()
                 await call.write(data, more=False)
                 return
             if data or not news:
                 await call.write(data or HEARTBEAT)
             news = True
-            if after == tape.last and not tape.over:
+            if after == log.last and not log.over:
                 news = await self._waker.sleep(self._heartbeat)
 
 

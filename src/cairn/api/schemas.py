@@ -19,6 +19,8 @@ from cairn.service.requests import SamplingOptions
 
 Place = Literal[
     "request",
+    "messages",
+    "responses",
     "embedding",
     "tokenize",
     "stream_options",
@@ -40,6 +42,8 @@ class Body(BaseModel):
     place: ClassVar[Place] = "other"
     within: ClassVar[dict[str, type[Body]]] = {}
     """The fields that hold such bodies, one or a list of them."""
+    lenient: ClassVar[bool] = False
+    """Unknown fields are passed over, which the sender is told in a header."""
     synonyms: ClassVar[Mapping[str, str]] = {}
     """Other names of fields, which count where the field's own is absent."""
 
@@ -123,7 +127,7 @@ class FunctionTool(Body):
 
     place = "function"
 
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from cairn.api.checks import check_messages, check_template_args
+from cairn.api.generation import check_length, check_model
 from cairn.api.limits import read_json
-from cairn.api.openai import check_length, check_model, encode_text
+from cairn.api.openai import encode_text
 from cairn.api.parse import parse
 from cairn.api.reply import Call
 from cairn.api.schemas import DetokenizeBody, TokenizeBody, contents, plain_messages, plain_tools

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cairn.api.reply import error_body, shown
-from cairn.errors import CairnError, NotFound
+from cairn.errors import CairnError, ContextTooLong, NotFound
 
 _BARE = re.compile(r"/(?:chat/completions|completions|models)(?:/.*)?|/(?:embeddings|rerank|reranking|score)")
 _SLASHES = re.compile(r"/{2,}")
@@ -31,10 +31,10 @@ _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"/api/version", _OLLAMA_USE + "; the version is at /version"),
         (r"/api(?:/.*)?", _OLLAMA_USE),
         (
-            r"/v1/messages(?:/.*)?|/v1/complete",
-            "Anthropic's API is not spoken here; POST {base}/chat/completions takes chats as OpenAI's API has them",
+            r"/v1/messages/.*|/v1/complete",
+            "of Anthropic's API there are POST {base}/messages and {base}/messages/count_tokens",
         ),
-        (r"/v1/responses(?:/.*)?", "OpenAI's Responses API is not built; POST {base}/chat/completions takes chats"),
+        (r"/v1/responses/.*", "of OpenAI's Responses API there are POST {base}/responses and what is below a response"),
         (r"/v1/images(?:/.*)?", "images are neither made nor edited here: the model writes text"),
         (r"/v1/videos(?:/.*)?", "videos are not made here: the model writes text"),
         (
@@ -48,7 +48,7 @@ _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             "this server keeps no files and runs no batches or training",
         ),
         (
-            r"/v1/(?:assistants|threads|conversations)(?:/.*)?",
+            r"/v1/(?:assistants|threads)(?:/.*)?",
             "OpenAI's assistants are not built; agents, which keep their history here, are at {base}/agents",
         ),
         (r"/completion", "llama-server's own completion route is not built; POST {base}/completions completes a text"),
@@ -87,10 +87,20 @@ def no_route(path: str, host: str, known: Callable[[str], bool]) -> NotFound:
 def body_of(path: str, error: CairnError, id: str) -> dict[str, Any]:
     """The error as the clients of this path read it: Anthropic's shape, Ollama's, or else OpenAI's."""
     if _ANTHROPIC.fullmatch(path):
-        return {"type": "error", "error": {"type": _kind(error.status), "message": str(error)}, "request_id": id}
+        return anthropic_error(error, id)
     if _OLLAMA.fullmatch(path):
         return {"error": str(error)}
     return error_body(error)
+
+
+def anthropic_error(error: CairnError, id: str) -> dict[str, Any]:
+    """The error in Anthropic's shape. Clients know a prompt that is too long by the beginning of the sentence."""
+    text = str(error)
+    if isinstance(error, ContextTooLong):
+        text = f"prompt is too long: {text}"
+        if error.prompt_tokens is not None:
+            text = f"prompt is too long: {error.prompt_tokens} tokens > {error.context} maximum"
+    return {"type": "error", "error": {"type": _kind(error.status), "message": text}, "request_id": id}
 
 
 def _tidy(path: str) -> str:

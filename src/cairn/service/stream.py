@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+from cairn.figures import CacheReport
 from cairn.service.flight import Flight
 from cairn.types import Event, Request
 
@@ -104,6 +105,11 @@ class Stream:
     def tokens(self) -> Sequence[int]:
         """Every token of the answer so far, read or not."""
         return self._flight.tokens
+
+    @property
+    def cache(self) -> CacheReport | None:
+        """Where the KV of the prompt came from, once that was computed."""
+        return self._flight.cache
 
     @property
     def over(self) -> bool:

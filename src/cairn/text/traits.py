@@ -52,6 +52,8 @@ class Traits(NamedTuple):
     """It shows what tools gave."""
     offers: bool = False
     """It shows the tools that are offered."""
+    middle: bool = True
+    """It shows a system message that follows others, and there: one that it moved would change all that follows."""
 
 
 async def find_traits(render: Render) -> tuple[Traits, Traits]:
@@ -64,7 +66,9 @@ async def find_traits(render: Render) -> tuple[Traits, Traits]:
     plain = Traits(absent=absent)
     if with_none is not None or without is not None:
         parts = await _find_parts(render, given)
-        plain = await _find_calls(render, Traits(absent=absent, parts=parts), given)
+        late = await render(in_parts([_ASKED, {"role": "system", "content": SYSTEM}], parts), given)
+        middle = late is not None and -1 < late.find(USER) < late.find(SYSTEM)
+        plain = await _find_calls(render, Traits(absent=absent, parts=parts, middle=middle), given)
     offered = {**given, "tools": [_OFFERED]}
     shown = await render(in_parts([_ASKED], parts), offered)
     if not (_shows(shown, TOOL) or _shows(shown, KEY)):
@@ -125,7 +129,7 @@ def fitted(messages: Sequence[Message], traits: Traits) -> list[Message]:
     made: list[Message] = []
     told = False
     """The last of them holds what tools gave, as a user's text; what a user says next goes on there."""
-    for message in messages:
+    for message in messages if traits.middle else _with_systems_told(messages):
         calls = message.get("tool_calls")
         result = message["role"] == "tool" and not traits.results
         if result:
@@ -144,6 +148,30 @@ def fitted(messages: Sequence[Message], traits: Traits) -> list[Message]:
             made.append(message)
             told = result
     return in_parts(made, traits.parts)
+
+
+def _with_systems_told(messages: Sequence[Message]) -> list[Message]:
+    """The messages with one system message at most, the first: what others say stands in its place, in a user's turn.
+
+    Where users' turns would follow each other by that, they are one: many templates want them to alternate.
+    """
+    made: list[Message] = []
+    folded = False
+    """What a user says next goes on in the last message."""
+    for message in messages:
+        role = message["role"]
+        if role == "system" and made and made[-1]["role"] == "system":
+            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n\n{message['content']}"}
+            continue
+        late = role == "system" and bool(made)
+        if late:
+            message = {"role": "user", "content": f"<system-reminder>\n{message['content']}\n</system-reminder>"}
+        if message["role"] == "user" and made and made[-1]["role"] == "user" and (late or folded):
+            made[-1] = {**made[-1], "content": f"{made[-1]['content']}\n{message['content']}"}
+        else:
+            made.append(message)
+        folded = late or (folded and role == "user")
+    return made
 
 
 def _as_text(call: Message) -> str:

@@ -8,13 +8,14 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import NamedTuple
 
+from cairn.api.sse import error_event
 from cairn.errors import CairnError, NotFound
 from cairn.service.stream import Waker
 
 PAGE = 1 << 15
 """Bytes of events that are compressed together; they repeat each other, so little remains."""
-TAPE_COST = 1 << 12
-"""Bytes that a tape counts beside its events."""
+LOG_COST = 1 << 12
+"""Bytes that a log counts beside its events."""
 _END = b"\n\n"
 
 
@@ -24,7 +25,7 @@ class _Page(NamedTuple):
     packed: bytes
 
 
-class Tape:
+class EventLog:
     """The events of one answer. Those of the beginning may be given up when memory is short."""
 
     __slots__ = (
@@ -33,6 +34,7 @@ class Tape:
         "_pages",
         "begun",
         "cancel",
+        "error",
         "failure",
         "last",
         "number",
@@ -41,9 +43,12 @@ class Tape:
         "salt",
         "size",
         "timer",
+        "unattended",
     )
 
-    def __init__(self, number: int, salt: bytes, cancel: Callable[[], object]) -> None:
+    def __init__(
+        self, number: int, salt: bytes, cancel: Callable[[], object], error: Callable[[CairnError], bytes]
+    ) -> None:
         self.number = number
         self.salt = salt
         self.over = False
@@ -54,10 +59,14 @@ class Tape:
         self.last = 0
         """Number of the last event."""
         self.readers: set[Waker] = set()
-        self.size = TAPE_COST
+        self.size = LOG_COST
         """How many bytes of memory it takes."""
         self.timer: asyncio.TimerHandle | None = None
+        self.unattended = False
+        """Its request needs no reader."""
         self.cancel = cancel
+        self.error = error
+        """The events of a failure, as the answer's dialect has them."""
         self._pages: list[_Page] = []
         self._fresh: list[bytes] = []
         self._fresh_bytes = 0
@@ -81,7 +90,7 @@ class Tape:
     def end(self) -> None:
         """There will be no more events. What the request held is let go of, and all that was said is compressed."""
         self.over = True
-        self.cancel = _nothing  # what it was bound to holds the whole prompt
+        self.cancel, self.error = _nothing, error_event  # what they were bound to holds the whole prompt
         if self._fresh:
             self._pack()
         self.wake()

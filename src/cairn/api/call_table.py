@@ -14,10 +14,10 @@ from cairn.seams import Clock
 
 KEEP_SECONDS = 600.0
 KEEP_CALLS = 1000
-PREFIXES = ("chatcmpl-", "cmpl-", "req-")
+PREFIXES = ("chatcmpl-", "cmpl-", "req-", "msg_", "resp_")
 
 
-class Registry:
+class CallTable:
     """Calls by number, and by the names that clients gave them. Ended ones are kept 10 minutes and at most 1,000."""
 
     def __init__(self, clock: Clock) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from cairn.api.registry import KEEP_CALLS, KEEP_SECONDS, Registry, parse_id
+from cairn.api.call_table import KEEP_CALLS, KEEP_SECONDS, CallTable, parse_id
 from cairn.errors import Conflict
 
 
@@ -17,7 +17,7 @@ class Hands:
 
 
 def test_calls_are_found_while_they_run_and_after() -> None:
-    registry = Registry(Hands())
+    registry = CallTable(Hands())
     registry.open(1, [1, 2, 3])
     registry.open(9, [9])
     assert registry.ids(1) == (1, 2, 3) and registry.ids(9) == (9,) and registry.ids(5) == (5,)
@@ -30,7 +30,7 @@ def test_calls_are_found_while_they_run_and_after() -> None:
 def test_ended_calls_are_forgotten() -> None:
     """Known failure 11: at most 1,000 and ten minutes; what runs is never forgotten."""
     clock = Hands()
-    registry = Registry(clock)
+    registry = CallTable(clock)
     registry.open(10**9, [10**9, 1])
     for number in range(KEEP_CALLS + 1):
         registry.open(number, [number, -number - 1])
@@ -47,7 +47,7 @@ def test_ended_calls_are_forgotten() -> None:
 def test_a_name_that_calls_had_at_once_is_forgotten_with_the_last_of_them(ends: tuple[int, int], apart: float) -> None:
     """Whichever ends first, and also where one of them runs on after the other was forgotten."""
     clock = Hands()
-    registry = Registry(clock)
+    registry = CallTable(clock)
 
     def another(number: int) -> None:
         registry.open(number, [number, number + 1])

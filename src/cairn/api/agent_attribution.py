@@ -1,14 +1,16 @@
 """What an ordinary request has to do with agents: whose account it is on, and what is kept of it.
 
-The header `X-Cairn-Agent` names the account, else `metadata.agent` or `prompt_cache_key`, whichever is known. One that
-is not known is opened: it is an agent without turns, and goes a week after its last request. Nothing of this changes
-an answer.
+One rule for every dialect, since clients name their sessions in many ways: the header `X-Cairn-Agent` names the
+account, else the first name that is known of `metadata.agent`, `prompt_cache_key`, the headers of SESSIONS, and what
+`metadata` calls a session. Where none is known the first is opened: an agent without turns, which goes a week after its
+last request. Nothing of this changes an answer.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -25,11 +27,17 @@ from cairn.types import Done, Request, Timing
 
 NAME = "X-Cairn-Agent"
 HEADER = AGENT
+SESSIONS = (b"x-claude-code-session-id", b"x-session-id", b"session-id")
+"""Headers in which clients name their session: Claude Code, opencode, codex."""
 ACCOUNT_TTL = 7 * 86_400.0
 """Seconds without use after which an account that a request has opened is deleted."""
 
 
-class Ties:
+MAX_USER_ID = 2000
+"""Characters of a user id that are looked at."""
+
+
+class AgentAttribution:
     """The way to the agents. `agents` is None until they are opened, or with `why_not` where they cannot be."""
 
     def __init__(self) -> None:
@@ -58,7 +66,7 @@ class Ties:
         """There should be agents, and they cannot be had now."""
         self.why_not, self.failing = f"this server keeps no agents: {why}", True
 
-    async def tie(self, call: Call, body: Generation, *, store: bool) -> Tie | None:
+    async def tie(self, call: Call, body: Generation, *, store: bool) -> Attribution | None:
         """What a request leaves behind, or None where nothing is kept. `store`: whether its answer may be.
 
         InvalidRequest for a header that is no agent's id; of other names those that are none are passed over. Where no
@@ -76,10 +84,9 @@ class Ties:
             except InvalidRequest as error:
                 raise error.named(str(error), NAME) from None
         else:
-            given = ((body.metadata or {}).get("agent"), body.prompt_cache_key)
-            names = [name for name in given if name is not None and is_id(name)]
+            names = session_names(call, body.metadata or {}, body.prompt_cache_key)
             agent = await self._account(self.agents, call.tenant, names, new=store)
-        return Tie(self.agents, call.tenant, agent, store)
+        return Attribution(self.agents, call.tenant, agent, store)
 
     async def _account(self, agents: Agents, tenant: str, names: Sequence[str], *, new: bool) -> Agent | None:
         """The agent of the first of these names that is known; where there is none a `new` one, or None."""
@@ -94,7 +101,7 @@ class Ties:
         return None
 
 
-class Tie:
+class Attribution:
     """One request's. The agent is the one of its beginning: another may have its name by the end."""
 
     def __init__(self, agents: Agents, tenant: str, agent: Agent | None, store: bool) -> None:
@@ -118,3 +125,26 @@ class Tie:
         if request.choice:  # the prompt is on the first choice's account
             done = msgspec.structs.replace(done, cache=CacheReport(), timing=Timing())
         self._agents.account(self._tenant, self._agent, [*request.prompt, *tokens], done)
+
+
+def session_names(call: Call, metadata: Mapping[str, str], prompt_cache_key: str | None) -> list[str]:
+    """What a request calls its session, the most explicit first; names that are no agent's are passed over."""
+    headers = [call.header(name) for name in SESSIONS]
+    given = [metadata.get("agent"), prompt_cache_key]
+    given += [value.decode("latin-1") for value in headers if value is not None]
+    given += [metadata.get("session_id"), _session_in(metadata.get("user_id"))]
+    return [name for name in dict.fromkeys(given) if name is not None and is_id(name)]
+
+
+def _session_in(user_id: str | None) -> str | None:
+    """The session that Claude Code writes into `user_id`: JSON with a `session_id`, or behind `_session_`."""
+    if user_id is None or len(user_id) > MAX_USER_ID:
+        return None
+    if not user_id.startswith("{"):
+        return user_id.partition("_session_")[2] or None
+    try:
+        found = json.loads(user_id)
+    except (ValueError, RecursionError):
+        return None
+    session = found.get("session_id") if isinstance(found, dict) else None
+    return session if isinstance(session, str) else None

@@ -1,0 +1,108 @@
+"""Why a prompt's prefix could not be used again, in the words of the APIs that clients ask.
+
+A client names its answer before, and is told what of its new request parts from that one. The prompts of recent
+requests are compared as token ids, so that what changed no token counts for nothing. Kept in memory: after a restart
+nothing is known of what was before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+TOKENS = 1 << 20
+"""Kept of all prompts together: 4 MB."""
+OPENING = 16
+"""At the end of a prompt a template opens the answer; at most so many tokens are not found in what follows it."""
+
+
+class Parting(NamedTuple):
+    """Where a prompt leaves an earlier one."""
+
+    common: int
+    """Tokens at both beginnings."""
+    before: int
+    """Tokens of the earlier prompt."""
+    part: str | None
+    """The part of the request that differs: one that was named, or "" where none of them does; None where the earlier
+    prompt was only gone on with."""
+
+
+class _Asked(NamedTuple):
+    parts: dict[str, bytes]
+    prompt: array[int]
+
+
+class RecentPrompts:
+    """The prompts of recent answers, by tenant and the answer's id. The oldest make room."""
+
+    def __init__(self) -> None:
+        self._asked: OrderedDict[tuple[str, str], _Asked] = OrderedDict()
+        self._tokens = 0
+
+    def note(self, tenant: str, id: str, parts: Mapping[str, Any], prompt: Sequence[int]) -> None:
+        """An answer has this prompt. `parts`: what of the request may be named as changed, in that order."""
+        if len(prompt) > TOKENS:
+            return
+        asked = {name: _digest(value) for name, value in parts.items()}
+        self._asked[tenant, id] = _Asked(asked, array("I", prompt))
+        self._tokens += len(prompt) + OPENING
+        while self._tokens > TOKENS:
+            _, old = self._asked.popitem(last=False)
+            self._tokens -= len(old.prompt) + OPENING
+
+    def compare(self, tenant: str, id: str, parts: Mapping[str, Any], prompt: Sequence[int]) -> Parting | None:
+        """Where a prompt leaves that of an earlier answer; None where that is not known."""
+        before = self._asked.get((tenant, id))
+        if before is None:
+            return None
+        common = _common(before.prompt, array("I", prompt))
+        part = None
+        if common < len(before.prompt) - OPENING:
+            changed = (name for name, value in parts.items() if before.parts.get(name) != _digest(value))
+            part = next(changed, "")
+        return Parting(common, len(before.prompt), part)
+
+
+def message_diagnostics(parting: Parting | None) -> dict[str, Any] | None:
+    """Anthropic's `diagnostics`: null where nothing diverged."""
+    if parting is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    if parting.part is None:
+        return None
+    kind = f"{parting.part or 'messages'}_changed"
+    return {"cache_miss_reason": {"type": kind, "cache_missed_input_tokens": parting.before - parting.common}}
+
+
+def response_diagnostics(parting: Parting | None, prompt: int, cached: int) -> dict[str, Any]:
+    """OpenAI's `prompt_cache_diagnostics`: `unavailable` where nothing changed and the cache had it no longer."""
+    if parting is None:
+        return {"type": "comparison_response_not_found"}
+    if parting.part is None:
+        return {"type": "cache_hit" if cached >= parting.common - OPENING else "unavailable"}
+    return {
+        "type": "cache_miss",
+        "reason": parting.part or "input_changed",
+        "cache_missed_tokens": prompt - parting.common,
+        "comparison_reusable_tokens": parting.common,
+    }
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8", "replace")).digest()
+
+
+def _common(one: array[int], other: array[int]) -> int:
+    """How many items are equal at both beginnings."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # slices are compared at memory speed
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

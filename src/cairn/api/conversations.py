@@ -1,0 +1,244 @@
+"""OpenAI's conversations, under /v1/conversations: a name for the response that is gone on from, and what was added.
+
+    POST /v1/conversations                         GET, POST, DELETE /v1/conversations/{id}
+    GET, POST /v1/conversations/{id}/items         GET, DELETE /v1/conversations/{id}/items/{item}
+
+A conversation is an agent without turns whose metadata names the last response and holds the messages that follow it.
+A response moves it on before it begins, durably; one that is not finished is passed over. Like a response it goes 30
+days after its last use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, ClassVar, NamedTuple
+
+from cairn.agents.agents import Agents
+from cairn.agents.info import AgentInfo
+from cairn.api.agent_attribution import AgentAttribution
+from cairn.api.limits import read_json, read_nothing
+from cairn.api.lists import page, page_of_items
+from cairn.api.parse import parse
+from cairn.api.reply import Call
+from cairn.api.responses_schemas import items_of, messages_of
+from cairn.api.schemas import Body, ChatBody, Several, plain_messages
+from cairn.api.stored_responses import TTL, StoredResponses, id_in
+from cairn.config import Config
+from cairn.errors import ConversationLocked, InvalidRequest, NotFound
+from cairn.service.service import Service
+
+Endpoint = Callable[[Call, Service], Awaitable[None]]
+PATH = "/v1/conversations"
+PREFIX = "conv_"
+KIND = "conversation"
+
+
+class ConversationBody(Body):
+    """POST /v1/conversations, and /v1/conversations/{id} without items."""
+
+    lenient: ClassVar[bool] = True
+
+    items: Several[dict[str, Any]] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ItemsBody(Body):
+    """POST /v1/conversations/{id}/items."""
+
+    lenient: ClassVar[bool] = True
+
+    items: Several[dict[str, Any]]
+
+
+class State(NamedTuple):
+    """Where a conversation stands."""
+
+    head: str
+    """The last response; empty before the first."""
+    more: list[dict[str, Any]]
+    """Messages that follow it."""
+
+
+class Conversations:
+    """The routes of conversations."""
+
+    def __init__(self, config: Config, attribution: AgentAttribution, stored: StoredResponses) -> None:
+        self._config = config
+        self._attribution = attribution
+        self._stored = stored
+        self._locked: set[tuple[str, str]] = set()
+
+    def routes(self, path: str) -> dict[str, Endpoint] | None:
+        """The methods of a path, or None."""
+        if path == PATH:
+            return {"POST": self.create}
+        _, _, rest = path.removeprefix(PATH + "/").partition("/")
+        if not path.startswith(PATH + "/" + PREFIX) or path.endswith("/"):
+            return None
+        if not rest:
+            return {"GET": self.show, "POST": self.update, "DELETE": self.delete}
+        if rest == "items":
+            return {"GET": self.items, "POST": self.add}
+        kind, _, item = rest.partition("/")
+        return {"GET": self.item, "DELETE": self.remove} if kind == "items" and item and "/" not in item else None
+
+    # ------------------------------------------------------------------------------------------------- of responses
+
+    @contextlib.contextmanager
+    def locked(self, tenant: str, id: str) -> Iterator[None]:
+        """While a response of it begins. ConversationLocked while another does."""
+        if (tenant, id) in self._locked:
+            raise ConversationLocked(f"conversation {id} is being gone on with by another response", field=KIND)
+        self._locked.add((tenant, id))
+        try:
+            yield
+        finally:
+            self._locked.discard((tenant, id))
+
+    async def state(self, tenant: str, id: str) -> State:
+        """Where it stands. NotFound, and ConversationLocked while its last response runs."""
+        agents = self._attribution.open()
+        info = self._find(agents, tenant, id)
+        now = json.loads(info.metadata["state"])
+        if now["head"]:
+            last = self._stored.state(tenant, now["head"])
+            if last == "running":
+                raise ConversationLocked(f"response {now['head']} of conversation {id} still runs", field=KIND)
+            if last != "idle":
+                now = json.loads(info.metadata["before"])
+        return State(now["head"], now["more"])
+
+    async def move(self, tenant: str, id: str, before: State, head: str) -> None:
+        """A response goes on with it from that state."""
+        agents = self._attribution.open()
+        info = self._find(agents, tenant, id)
+        await self._write(agents, tenant, info, State(head, []), before)
+
+    # ------------------------------------------------------------------------------------------------------- routes
+
+    async def create(self, call: Call, service: Service) -> None:
+        """POST /v1/conversations."""
+        agents = self._attribution.open()
+        body = parse(ConversationBody, await read_nothing(call, self._config), self._config, call)
+        state = State("", self._messages(body.items or [], call))
+        metadata = {"object": KIND, "state": _packed(state), "before": _packed(state)}
+        metadata["metadata"] = json.dumps(body.metadata or {})
+        info = await agents.create(call.tenant, id=PREFIX + call.id, metadata=metadata, ttl=TTL)
+        await call.json(_object(info))
+
+    async def show(self, call: Call, service: Service) -> None:
+        """GET /v1/conversations/{id}."""
+        await call.json(_object(self._find(self._attribution.open(), call.tenant, _id_of(call))))
+
+    async def update(self, call: Call, service: Service) -> None:
+        """POST /v1/conversations/{id}: other metadata."""
+        agents, id = self._attribution.open(), _id_of(call)
+        body = parse(ConversationBody, await read_json(call, self._config), self._config, call)
+        if body.items is not None:
+            raise InvalidRequest("items are added at /v1/conversations/{id}/items", field="items")
+        info = self._find(agents, call.tenant, id)
+        changed = info.metadata | {"metadata": json.dumps(body.metadata or {})}
+        await call.json(_object(await agents.describe(call.tenant, id, changed)))
+
+    async def delete(self, call: Call, service: Service) -> None:
+        """DELETE /v1/conversations/{id}: its responses stay."""
+        agents, id = self._attribution.open(), _id_of(call)
+        self._find(agents, call.tenant, id)
+        await agents.delete(call.tenant, id)
+        await call.json({"id": id, "object": "conversation.deleted", "deleted": True})
+
+    async def items(self, call: Call, service: Service) -> None:
+        """GET /v1/conversations/{id}/items, the last first unless `order` is asc."""
+        await call.json(page_of_items(call, await self._items(call.tenant, _id_of(call))))
+
+    async def add(self, call: Call, service: Service) -> None:
+        """POST /v1/conversations/{id}/items."""
+        body = parse(ItemsBody, await read_json(call, self._config), self._config, call)
+        agents, id = self._attribution.open(), _id_of(call)
+        with self.locked(call.tenant, id):
+            before = len(await self._items(call.tenant, id))
+            state = await self.state(call.tenant, id)
+            after = State(state.head, [*state.more, *self._messages(body.items, call)])
+            await self._write(agents, call.tenant, self._find(agents, call.tenant, id), after, after)
+        added = (await self._items(call.tenant, id))[before:]
+        await call.json(page(added, len(added), None))
+
+    async def item(self, call: Call, service: Service) -> None:
+        """GET /v1/conversations/{id}/items/{item}."""
+        items = await self._items(call.tenant, _id_of(call))
+        await call.json(items[_place(items, _item_of(call))])
+
+    async def remove(self, call: Call, service: Service) -> None:
+        """DELETE /v1/conversations/{id}/items/{item}: what is left is a conversation without responses."""
+        agents, id = self._attribution.open(), _id_of(call)
+        with self.locked(call.tenant, id):
+            await self.state(call.tenant, id)
+            items = await self._items(call.tenant, id)
+            del items[_place(items, _item_of(call))]
+            after = State("", messages_of(items, call))
+            info = await self._write(agents, call.tenant, self._find(agents, call.tenant, id), after, after)
+        await call.json(_object(info))
+
+    # -------------------------------------------------------------------------------------------------------- within
+
+    def _messages(self, items: list[dict[str, Any]], call: Call) -> list[dict[str, Any]]:
+        """Items as messages that a chat may hold."""
+        found = messages_of(items, call)
+        return plain_messages(parse(ChatBody, {"messages": found}, self._config).messages) if found else []
+
+    async def _items(self, tenant: str, id: str) -> list[dict[str, Any]]:
+        agents = self._attribution.open()
+        now = json.loads(self._find(agents, tenant, id).metadata["state"])
+        found, called = [], {}
+        if now["head"]:
+            found = await self._stored.history(tenant, now["head"], running=True)
+            called = self._stored.called(tenant, now["head"])
+        return items_of([*found, *now["more"]], called, id.removeprefix(PREFIX))
+
+    def _find(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
+        info = agents.get(tenant, id) if id_in(id, PREFIX) else None
+        if info is None or info.metadata.get("object") != KIND:
+            raise NotFound(f"there is no conversation {id[:100]!r}", field=KIND)
+        return info
+
+    async def _write(self, agents: Agents, tenant: str, info: AgentInfo, state: State, before: State) -> AgentInfo:
+        changed = info.metadata | {"state": _packed(state), "before": _packed(before)}
+        return await agents.describe(tenant, info.id, changed)
+
+
+def conversation_of(given: Any) -> str | None:
+    """The id of a request's `conversation`, which is a text or an object."""
+    id = given.get("id") if isinstance(given, dict) else given
+    if id is not None and not isinstance(id, str):
+        raise InvalidRequest("conversation must be an id, or an object with one", field=KIND)
+    return id
+
+
+def _packed(state: State) -> str:
+    return json.dumps(state._asdict(), ensure_ascii=False)
+
+
+def _object(info: AgentInfo) -> dict[str, Any]:
+    return {
+        "id": info.id,
+        "object": KIND,
+        "created_at": int(info.created),
+        "metadata": json.loads(info.metadata["metadata"]),
+    }
+
+
+def _id_of(call: Call) -> str:
+    return call.path.removeprefix(PATH + "/").partition("/")[0]
+
+
+def _item_of(call: Call) -> str:
+    return call.path.rpartition("/")[2]
+
+
+def _place(items: list[dict[str, Any]], id: str) -> int:
+    for place, item in enumerate(items):
+        if item["id"] == id:
+            return place
+    raise NotFound(f"there is no item {id[:100]!r} in this conversation", field="item_id")

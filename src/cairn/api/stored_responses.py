@@ -1,0 +1,272 @@
+"""Responses that are kept: each is an agent of one turn more than the response that it follows.
+
+    create                        an agent that begins with instructions and tools, and its first turn
+    previous_response_id          a fork of that response's agent, which copies nothing, and the next turn
+    other instructions, tools     an agent that begins with these and with all that was said so far
+
+So a response survives a restart as agents do, goes on with the exact ids of its context, and may be gone on with twice.
+What the response's object says of its request stands in the agent's metadata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from cairn.agents.agents import Agents
+from cairn.agents.info import AgentInfo, TurnInfo
+from cairn.agents.running import RunningTurn
+from cairn.api.agent_attribution import AgentAttribution
+from cairn.api.checks import check_chat, check_strict
+from cairn.api.exchange import Choice
+from cairn.api.generation import check_length, check_model, shown_tools
+from cairn.api.reply import Call
+from cairn.api.response_answer import ResponseAnswer, completed
+from cairn.api.responses_schemas import Called, instructed, items_of
+from cairn.api.schemas import ChatBody, contents, plain_messages
+from cairn.config import Config
+from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, UnknownResponse
+from cairn.service.service import Service
+from cairn.text.said import Said
+from cairn.types import Delta, ToolCallDelta, Usage
+
+PREFIX = "resp_"
+TTL = 30 * 86_400.0
+"""Seconds after its last use for which a response is kept, as with OpenAI."""
+KIND = "response"
+"""`object` in the metadata of an agent that is a response."""
+_APART = ("tools", "instructions", "output")
+"""Fields of a response's object that stand elsewhere: the agent begins with the first two."""
+
+
+class StoredResponses:
+    """The responses of a server that has a disk for them."""
+
+    def __init__(self, config: Config, attribution: AgentAttribution) -> None:
+        self._config = config
+        self._attribution = attribution
+
+    @property
+    def open(self) -> bool:
+        """Whether responses can be kept now."""
+        return self._attribution.agents is not None
+
+    async def begin(
+        self,
+        call: Call,
+        service: Service,
+        chat: ChatBody,
+        head: Mapping[str, Any],
+        called: Mapping[str, Called],
+        include: str,
+        previous: str | None,
+    ) -> RunningTurn:
+        """Begin the turn of a response. `chat` has the instructions and what is new since the `previous` one."""
+        agents, id = self._attribution.open(), str(head["id"])
+        check_chat(chat, self._config)
+        check_strict(chat.tools, call)
+        check_model(chat.model, service)
+        service.check_generates()
+        first = instructed(head["instructions"])
+        tools = shown_tools(chat) or []
+        new = plain_messages(chat.messages)[len(first) :]
+        if not new:
+            raise InvalidRequest("input is empty; it must hold at least one item", field="input")
+        await check_length(call, service, contents(chat.messages, tools), "messages")
+        root = hashlib.sha256(json.dumps([first, tools]).encode("utf-8", "replace")).hexdigest()
+        said = {name: value for name, value in head.items() if name not in _APART}
+        metadata = {
+            "object": KIND,
+            "root": root,
+            "head": json.dumps(said, ensure_ascii=False),
+            "called": json.dumps(called),
+            "include": include,
+        }
+        await self._open(agents, call.tenant, id, previous, root, metadata, first, tools)
+        try:
+            return await agents.turn(
+                call.tenant,
+                id,
+                new,
+                chat.chat_options(),
+                request=call.number,
+                share=call.share,
+                template_args=chat.template_args(service.chat.knows),
+            )
+        except BaseException:
+            await agents.delete(call.tenant, id)
+            raise
+
+    def keeper(self, call: Call, service: Service, running: RunningTurn) -> Callable[[Choice], None]:
+        """Keeps the exact tokens of an answer beside its turn: many clients send all that was said again, instead of
+        the response's id."""
+        agents, agent, tenant = self._attribution.open(), running.agent, call.tenant
+
+        def keep(choice: Choice) -> None:
+            sampled = service.chat.sampled(choice.request.prompt, choice.tokens, choice.said.message())
+            if sampled is not None:
+                agents.keep(tenant, sampled, agent)
+
+        return keep
+
+    async def _open(
+        self,
+        agents: Agents,
+        tenant: str,
+        id: str,
+        previous: str | None,
+        root: str,
+        metadata: dict[str, str],
+        first: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+    ) -> None:
+        """Make the agent of a response."""
+        before = None if previous is None else self._previous(agents, tenant, previous)
+        if before is not None and before.metadata["root"] == root:
+            await self._made(agents, tenant, lambda: agents.fork(tenant, before.id, new_id=id, metadata=metadata))
+            return
+        messages = first if before is None else [*first, *await self._said(agents, tenant, before)]
+        await self._made(
+            agents,
+            tenant,
+            lambda: agents.create(tenant, id=id, messages=messages, tools=tools, metadata=metadata, ttl=TTL),
+        )
+
+    async def _made(self, agents: Agents, tenant: str, make: Callable[[], Awaitable[AgentInfo]]) -> None:
+        """Make an agent; where there are too many, in the place of the oldest response."""
+        try:
+            await make()
+        except Overloaded:
+            if not await agents.make_room(tenant, PREFIX):
+                raise
+            await make()
+
+    async def history(self, tenant: str, previous: str, *, running: bool = False) -> list[dict[str, Any]]:
+        """All that was said up to a response, and its answer, without its instructions; of one that is `running`, or
+        was interrupted, only where that is wanted."""
+        agents = self._attribution.open()
+        info = self._find(agents, tenant, previous) if running else self._previous(agents, tenant, previous)
+        return await self._said(agents, tenant, info)
+
+    def state(self, tenant: str, id: str) -> str:
+        """`idle`, `running`, `interrupted`, or `gone`."""
+        try:
+            return self._find(self._attribution.open(), tenant, id).state
+        except NotFound:
+            return "gone"
+
+    def called(self, tenant: str, id: str) -> dict[str, Called]:
+        """The tools of a response whose calls are said otherwise than a function's."""
+        return _called(self._find(self._attribution.open(), tenant, id))
+
+    def _previous(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
+        """The response that another follows."""
+        try:
+            info = self._find(agents, tenant, id)
+        except NotFound:
+            raise UnknownResponse(
+                f"previous_response_id: there is no response {id[:100]!r}; one sent with store: false is not kept",
+                field="previous_response_id",
+            ) from None
+        if info.state != "idle":
+            raise Conflict(f"response {id} is {info.state}: only one that is complete can be gone on with")
+        return info
+
+    def _find(self, agents: Agents, tenant: str, id: str) -> AgentInfo:
+        info = agents.get(tenant, id) if id_in(id, PREFIX) else None
+        if info is None or info.metadata.get("object") != KIND:
+            raise NotFound(f"there is no response {id[:100]!r}", field="response_id")
+        return info
+
+    async def _said(self, agents: Agents, tenant: str, info: AgentInfo) -> list[dict[str, Any]]:
+        first, _ = await agents.beginning(tenant, info.id)
+        count = len(instructed(await self._instructions(agents, tenant, info)))
+        found = [dict(message) for message in first[count:]]
+        for turn in await agents.turns(tenant, info.id):
+            if turn.current:
+                found += [*turn.messages, *([turn.answer] if turn.answer is not None else [])]
+        return found
+
+    async def _instructions(self, agents: Agents, tenant: str, info: AgentInfo) -> str | None:
+        first, _ = await agents.beginning(tenant, info.id)
+        if json.loads(info.metadata["head"])["instructed"] and first:
+            return str(first[0]["content"])
+        return None
+
+    # ---------------------------------------------------------------------------------------------------- to look at
+
+    async def show(self, tenant: str, id: str, service: Service) -> dict[str, Any]:
+        """A response as it is now."""
+        agents = self._attribution.open()
+        info = self._find(agents, tenant, id)
+        turn = await self._turn(agents, tenant, info)
+        head: dict[str, Any] = json.loads(info.metadata["head"])
+        del head["instructed"]
+        _, tools = await agents.beginning(tenant, id)
+        head |= {
+            "tools": [{"type": "function", "strict": False} | tool["function"] for tool in tools],
+            "instructions": await self._instructions(agents, tenant, info),
+            "output": [],
+        }
+        answer = ResponseAnswer(head, _called(info), service.tokenizer, encrypted=bool(info.metadata["include"]))
+        said = _said_of(turn.answer)
+        output = answer.items(said)
+        if turn.state == "running":
+            return {**head, "status": "in_progress"}
+        if turn.state != "finished":
+            return {**head, "status": "cancelled", "output": output}
+        reasoning = len(service.tokenizer.encode(said.reasoning)) if said.reasoning else 0
+        usage = Usage(
+            prompt_tokens=turn.prompt_tokens,
+            completion_tokens=turn.completion_tokens,
+            cached_tokens=turn.cached_tokens,
+        )
+        return completed(head, output, usage, reasoning, cut=turn.finish_reason == "length")
+
+    async def input_items(self, tenant: str, id: str) -> list[dict[str, Any]]:
+        """What a response was told, as items."""
+        agents = self._attribution.open()
+        info = self._find(agents, tenant, id)
+        turn = await self._turn(agents, tenant, info)
+        return items_of(turn.messages, _called(info), id.removeprefix(PREFIX) + "_in")
+
+    async def _turn(self, agents: Agents, tenant: str, info: AgentInfo) -> TurnInfo:
+        """The turn of a response, the last of its agent."""
+        turns = await agents.turns(tenant, info.id, after=info.head - 1, limit=1)
+        if not turns:
+            raise NotFound(f"response {info.id} has not begun", field="response_id")
+        return turns[0]
+
+    def check(self, tenant: str, id: str) -> None:
+        """NotFound for what is no response of a tenant."""
+        self._find(self._attribution.open(), tenant, id)
+
+    async def delete(self, tenant: str, id: str) -> None:
+        """Erase a response; those that followed it stay."""
+        agents = self._attribution.open()
+        self._find(agents, tenant, id)
+        await agents.delete(tenant, id)
+
+
+def id_in(id: str, prefix: str) -> bool:
+    """Whether this has the form of an id with that prefix."""
+    return id.startswith(prefix) and len(id) <= 64 and id.isascii() and id.replace("_", "").isalnum()
+
+
+def _called(info: AgentInfo) -> dict[str, Called]:
+    return {name: Called(*parts) for name, parts in json.loads(info.metadata["called"]).items()}
+
+
+def _said_of(message: Mapping[str, Any] | None) -> Said:
+    """An answer's message as what was said."""
+    said = Said()
+    if message is not None:
+        calls = [
+            ToolCallDelta(index=n, id=one["id"], name=one["function"]["name"], arguments=one["function"]["arguments"])
+            for n, one in enumerate(message.get("tool_calls") or ())
+        ]
+        reasoning = message.get("reasoning_content") or ""
+        said.add(Delta(text=message.get("content") or "", reasoning=reasoning, tool_calls=tuple(calls)))
+    return said
