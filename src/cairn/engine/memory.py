@@ -52,9 +52,18 @@ class WeightMemory:
     passing: int
     """Bytes beyond that which loading takes for a while, because a matrix is made before it is packed."""
     streamed: int = 0
-    """Bytes of matrices among those held, but for the head: what every step reads."""
+    """Bytes of matrices among those held, but for the head and experts: what every step reads."""
     head: int = 0
     """Bytes of the head, which a step reads that wants logits."""
+    experts: int = 0
+    """Bytes of all experts."""
+    share: float = 0.0
+    """What part of the experts a token goes through."""
+
+    def read(self, tokens: float) -> int:
+        """Bytes that a step of so many tokens reads, but for the head: of experts as if tokens chose them by chance."""
+        idle: float = (1 - self.share) ** tokens
+        return self.streamed + round(self.experts * (1 - idle))
 
 
 def weight_bytes(spec: ModelSpec) -> int:
@@ -70,16 +79,10 @@ def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> 
         return WeightMemory(tally.held, tally.peak - tally.held, tally.streamed)
     built = build(tally, spec, outlines(weights))
     head: Any = built.head
-    streamed = tally.streamed - head - sum(_idle(layer.mlp) for layer in built.layers)
-    return WeightMemory(tally.held, tally.peak - tally.held, streamed, head)
-
-
-def _idle(mlp: Any) -> int:
-    """Bytes of the experts that one token does not go through."""
-    if not isinstance(mlp, Mixture):
-        return 0
-    every: int = sum((*mlp.gate_up, *mlp.down))
-    return every - every * mlp.facts.chosen // mlp.facts.count
+    mixtures: list[Any] = [layer.mlp for layer in built.layers if isinstance(layer.mlp, Mixture)]
+    experts = sum(sum((*one.gate_up, *one.down)) for one in mixtures)
+    share = spec.experts.chosen / spec.experts.count if spec.experts else 0.0
+    return WeightMemory(tally.held, tally.peak - tally.held, tally.streamed - head - experts, head, experts, share)
 
 
 class _Tally:
