@@ -19,6 +19,7 @@ from cairn.errors import ModelError, ModelFileError
 from cairn.kernels.choose import load_kernels
 from cairn.kernels.quantized import dequantized
 from cairn.kernels.reference import ReferenceKernels, gated
+from cairn.models import packed_file
 from cairn.models.decoder import build
 from cairn.models.gguf_writer import write_gguf as write_again
 from cairn.models.held import HeldWeights
@@ -168,3 +169,20 @@ def test_a_sum_in_an_order_of_the_batch_is_caught(tmp_path: Path, monkeypatch: p
     assert len(found) == 1
     monkeypatch.setattr(ReferenceKernels, "experts", planted)
     assert len({driver.logits(tokens, one, driver.tables(100)).tobytes() for one in chunks}) > 1
+
+
+@pytest.mark.skipif(KERNELS == ["reference"], reason="the reference kernels pack nothing")
+def test_packed_experts_are_read_back_from_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_file, "KEPT_FROM", 0)
+    monkeypatch.setattr(packed_file, "folder", lambda: tmp_path / "packed")
+    folder = write_model(tmp_path / "model", **OSS | {"hidden_size": 64, "intermediate_size": 64})
+    tokens, found = prompt(50), []
+    for keep in (False, True, True):
+        engine = load(folder, kernels=KERNELS[0], weights="int4", keep_packed=keep)
+        driver = Driver(engine, monkeypatch)
+        found.append(driver.logits(tokens, [50], driver.tables(50)).tobytes())
+        engine.close()
+        if len(found) == 2:  # the third start must not pack
+            monkeypatch.setattr(packed_file._Writing, "matrix", None)
+    assert len(list((tmp_path / "packed").glob("*.packed"))) == 1
+    assert found[0] == found[1] == found[2]
