@@ -1,5 +1,5 @@
-"""What does the scheduler itself cost a step? Microseconds to plan and to commit a decode step (median), and what a
-long prompt costs to look up. The goal is plan + commit <= 100 us at 32 rows.
+"""What does the scheduler itself cost a step? Microseconds to plan and to commit a decode step (median), also beside
+a queue, and what a long prompt costs to look up. The goal is plan + commit <= 100 us at 32 rows.
 
     .venv/bin/python benchmarks/scheduler_step.py
 """
@@ -46,6 +46,38 @@ def steps(rows: int, context: int) -> tuple[float, float, float, int]:
     return plan_time, run_time, commit_time, len(times)
 
 
+def beside_queue(waiting: str, rows: int = 32, queue: int = 300, count: int = 200) -> float:
+    """Least microseconds to plan a decode step of `rows` requests while `queue` others wait, and one is computed.
+
+    They wait for what that one computes (`shared`), until it is read, since they are `long` too, or for `blocks`.
+    """
+    blocks = 32 * rows + 200 if waiting == "blocks" else 200_000
+    engine = FakeEngine(fake_spec(VOCAB, 1 << 17), blocks=blocks)
+    limits = Limits(max_running=rows + 64, max_queue=rows + queue + 1, max_queue_tokens=1 << 40)
+    scheduler = Scheduler(Cache(engine.info), limits, SystemClock())
+
+    def step() -> float:
+        start = time.perf_counter()
+        plan = scheduler.plan()
+        took = time.perf_counter() - start
+        assert plan is not None
+        scheduler.commit(plan, plan.run(engine))
+        return took * 1e6
+
+    def add(number: int, prompt: tuple[int, ...], tokens: int) -> None:
+        sampling = SamplingParams(max_tokens=tokens, temperature=0.0)
+        scheduler.add(Request(id=number, prompt=prompt, sampling=sampling))
+
+    for number in range(rows):
+        add(number, tuple((number * 31 + place * 7) % VOCAB for place in range(100)), count + 100)
+    for _ in range(20):
+        step()
+    long = tuple(place * 11 % VOCAB for place in range(2000 if waiting == "blocks" else 128 * count + 5000))
+    for number in range(rows, rows + queue + 1):
+        add(number, long if waiting == "shared" else (number, *long), 1)
+    return min(step() for _ in range(count))
+
+
 def lookup(tokens: int) -> tuple[float, float]:
     """Milliseconds to open a prompt that is not cached (keys are computed), and one that is."""
     engine = FakeEngine(fake_spec(VOCAB, 1 << 17), blocks=20_000)
@@ -69,6 +101,9 @@ def main() -> None:
     for rows, context in ((1, 100), (4, 100), (32, 100), (32, 1000), (256, 100)):
         plan, run, commit, count = steps(rows, context)
         print(f"{rows:4}  {context:7}  {plan:8.1f}  {commit:9.1f}  {plan + commit:8.1f}  {run:16.0f}  {count:5}")
+    print()
+    for waiting in ("shared", "long", "blocks"):
+        print(f"32 rows, 300 more wait ({waiting}): plan {beside_queue(waiting):8.1f} us")
     print()
     print("prompt tokens   open, cold ms   open, cached ms")
     for tokens in (1000, 4000, 32_000):

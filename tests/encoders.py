@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
+from tests.tiny_models import write_model
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from cairn.config import Config
 from cairn.engine.base import Row
 from cairn.engine.encoder import EncoderEngine
+from cairn.models.hub import demo_folder
 from cairn.models.spec import load_spec
+from cairn.text.gguf import SPLITS
 from cairn.types import SamplingParams
 
 SIZES: dict[str, Any] = {
@@ -66,9 +71,20 @@ def write_encoder(folder: Path, family: str, task: str = "Model", pooling: str =
     return model
 
 
-def write_modules(folder: Path, pooling: str = "mean") -> None:
-    """The files by which a folder says that it makes embeddings."""
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+def write_modules(folder: Path, pooling: str = "mean", dense: Sequence[torch.nn.Module] = ()) -> None:
+    """The files by which a folder says that it makes embeddings; `dense`: of each module a matrix, maybe with tanh."""
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    for number, (linear, *after) in enumerate(dense, 2):
+        modules.append((f"{number}_Dense", "Dense"))
+        (place := folder / modules[-1][0]).mkdir(exist_ok=True)
+        named = f"torch.nn.modules.{'activation.Tanh' if after else 'linear.Identity'}"
+        sizes = {"in_features": linear.in_features, "out_features": linear.out_features}
+        told = {**sizes, "bias": linear.bias is not None, "activation_function": named}
+        (place / "config.json").write_text(json.dumps(told))
+        save_file(
+            {f"linear.{name}": one.detach() for name, one in linear.named_parameters()}, place / "model.safetensors"
+        )
+    modules.append(("9_Normalize", "Normalize"))
     listed = [{"idx": n, "name": str(n), "path": p, "type": f"x.models.{t}"} for n, (p, t) in enumerate(modules)]
     (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "1_Pooling").mkdir(exist_ok=True)
@@ -92,6 +108,19 @@ def write_tokenizer(folder: Path) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     names = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return folder
+
+
+def write_reranker(folder: Path) -> Path:
+    """A tiny decoder like Qwen3-Reranker, whose tokenizer has "yes" and "no"."""
+    data = json.loads((demo_folder() / "tokenizer.json").read_text("utf-8"))
+    data |= {"normalizer": {"type": "NFC"}, "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS["qwen2"]}}
+    for token in ("yes", "no"):
+        data["model"]["vocab"].setdefault(token, len(data["model"]["vocab"]) + len(data["added_tokens"]))
+    count = max([*data["model"]["vocab"].values(), *(one["id"] for one in data["added_tokens"])]) + 1
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    write_model(folder, "Qwen3ForCausalLM", vocab_size=count, max_position_embeddings=900, tie_word_embeddings=True)
     return folder
 
 

@@ -39,17 +39,22 @@ def write_gguf(
     extra: Mapping[str, Any] | None = None,
     without: tuple[str, ...] = (),
     packed: Callable[[np.ndarray, Type], np.ndarray] = gguf.quants.quantize,
+    arch: str = "",
+    more: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """The model in a folder (safetensors; with a tokenizer.json, if it has one) as a GGUF file.
 
-    Matrices have the type `kind`, all else F32. `extra` are metadata, `without` keys that are left out. With several
+    Matrices have the type `kind`, all else F32. `extra` are metadata, `without` keys that are left out, `arch` names
+    the architecture in place of the folder's own, and `more` are tensors beside those of the folder. With several
     `parts` the file is split; the path of the first part comes back.
     """
     config = json.loads((folder / "config.json").read_text())
-    arch = NAMES[config["architectures"][0]]
-    per_part = -(-len(tensors := hub_tensors(folder, config)) // parts)
+    own = NAMES[config["architectures"][0]]
+    arch = arch or own
+    per_part = -(-len(tensors := hub_tensors(folder, config) | dict(more or {})) // parts)
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=per_part if parts > 1 else 0)
-    found = metadata(config) | (tokenizer(folder, config, pre) if (folder / "tokenizer.json").exists() else {})
+    known = {key.replace(f"{own}.", f"{arch}.", 1): value for key, value in metadata(config).items()}
+    found = known | (tokenizer(folder, config, pre) if (folder / "tokenizer.json").exists() else {})
     put(writer, {key: value for key, value in (found | dict(extra or {})).items() if key not in without})
     for name, array in tensors.items():
         wanted = kind(name, array) if callable(kind) else kind
@@ -245,3 +250,75 @@ def tokenizer(folder: Path, config: Mapping[str, Any], pre: str) -> dict[str, An
     if isinstance(named.get("chat_template"), str):
         found["tokenizer.chat_template"] = named["chat_template"]
     return found
+
+
+POOLINGS = {"mean": 1, "cls": 2, "last": 3}
+ENCODERS = {"BertModel": "bert", "NomicBertModel": "nomic-bert", "ModernBertModel": "modern-bert"}
+
+
+def write_encoder_gguf(folder: Path, path: Path, pooling: str = "mean", kind: Type = Type.F32, **extra: Any) -> Path:
+    """The encoder in a folder (safetensors, and a WordPiece tokenizer.json if it has one) as a GGUF file; `extra` are
+    keys below the architecture's name, with "__" for each dot."""
+    config = json.loads((folder / "config.json").read_text())
+    arch = ENCODERS[config["architectures"][0]]
+    writer = gguf.GGUFWriter(path, arch)
+    found: dict[str, Any] = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.layer_norm_epsilon": float(config.get("layer_norm_eps", config.get("norm_eps", 1e-5))),
+        "attention.causal": False,
+        "pooling_type": POOLINGS[pooling],
+    }
+    if arch == "nomic-bert":
+        found["rope.freq_base"] = float(config["rope_parameters"]["rope_theta"])
+    if arch == "modern-bert":
+        ropes = config["rope_parameters"]
+        found["rope.freq_base"] = float(ropes["full_attention"]["rope_theta"])
+        found["rope.freq_base_swa"] = float(ropes["sliding_attention"]["rope_theta"])
+        found["attention.sliding_window"] = config["local_attention"]
+        found["attention.sliding_window_pattern"] = config.get("global_attn_every_n_layers", 3)
+    found |= {key.replace("__", "."): value for key, value in extra.items()}
+    put(writer, {f"{arch}.{key}": value for key, value in found.items()})
+    if (folder / "tokenizer.json").exists():
+        put(writer, pieces(folder, config["vocab_size"]))
+    names = gguf.get_tensor_name_map(
+        getattr(gguf.MODEL_ARCH, arch.upper().replace("-", "_")), config["num_hidden_layers"]
+    )
+    for name, array in load_file(folder / "model.safetensors").items():
+        if name.startswith("pooler."):
+            continue
+        own = names.get_name(name, (".weight", ".bias"))
+        assert own is not None, name
+        one = kind if array.ndim == 2 and ".attn" in own else Type.F32
+        packed = array.astype(np.float32) if one == Type.F32 else gguf.quants.quantize(array.astype(np.float32), one)
+        writer.add_tensor(own, packed, raw_dtype=None if one == Type.F32 else one)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def pieces(folder: Path, count: int) -> dict[str, Any]:
+    """A WordPiece tokenizer.json as metadata, as llama.cpp's converter writes it."""
+    data = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    texts = {number: text for text, number in data["model"]["vocab"].items()}
+    special = {one["id"] for one in data["added_tokens"]}
+    tokens = [texts.get(number, f"[PAD{number}]") for number in range(count)]
+    kinds = [CONTROL if n in special else PLAIN if n in texts else UNUSED for n in range(count)]
+    named = {"cls": "[CLS]", "seperator": "[SEP]", "padding": "[PAD]", "unknown": "[UNK]"}
+    phantom = [
+        token if kind == CONTROL else token[2:] if token.startswith("##") else f"\u2581{token}"
+        for token, kind in zip(tokens, kinds, strict=True)
+    ]
+    return {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": phantom,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.token_type_count": 2,
+        **{f"tokenizer.ggml.{key}_token_id": tokens.index(text) for key, text in named.items()},
+    }

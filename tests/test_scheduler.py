@@ -13,10 +13,9 @@ from cairn.errors import Conflict, ContextTooLong, InvalidRequest, Overloaded
 from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
 from cairn.plan import ENOUGH_TOKENS, Limits, Plan
-from cairn.scheduler import Scheduler
+from cairn.scheduler import PATIENCE, Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence
 from cairn.types import FinishReason, Output, Request, SamplingParams
-from cairn.waiting import LOOKS, PAUSE
 
 VOCAB = 64
 PROMPT = tuple(range(3, 43))
@@ -252,7 +251,7 @@ def test_a_head_without_room_is_not_searched_in_every_step(finds: list[bytes]) -
     finds.clear()
     for _ in range(20):
         rig.step()
-    assert rig.running() == {2} and 300 <= len(finds) < 1000
+    assert rig.running() == {2} and 200 <= len(finds) < 300
     while not rig.finish(2):
         rig.step()
     rig.step()
@@ -741,23 +740,40 @@ def test_short_prompts_leave_the_next_long_one_its_row_and_its_blocks(short: str
     assert len(rig.plans) <= 3 * -(-len(LONG) // 32)
 
 
-def test_a_short_prompt_passes_many_long_ones_of_which_few_are_looked_up_in_a_step() -> None:
+def test_a_short_prompt_passes_many_long_ones_each_of_which_is_looked_up_once() -> None:
     rig = Rig(blocks=9000, context=1000, step_tokens=32, max_queue=100)
+    asked: list[int] = []
+    match = rig.cache.match
+    rig.cache.match = lambda *known: asked.append(1) or match(*known)  # type: ignore[func-returns-value,method-assign]
     for id in range(1, 34):
         rig.add(id, (id, *LONG), max_tokens=1)
     rig.add(50, PROMPT[:8], max_tokens=1)
-    asked: list[int] = []
-    found = rig.cache.found
-    rig.cache.found = lambda *known: asked.append(1) or found(*known)  # type: ignore[func-returns-value,method-assign]
-    looks = []
-    while not rig.outputs:
+    rig.step()
+    assert list(rig.outputs) == [50] and len(asked) == 34
+    for _ in range(10):
         rig.step()
-        looks.append(len(asked))
-        asked.clear()
-    assert list(rig.outputs) == [50] and len(looks) <= PAUSE + 1
-    assert max(looks) <= LOOKS + 1
+    assert len(asked) == 34
     rig.run()
-    assert list(rig.outputs)[1:] == list(range(1, 34))
+    assert list(rig.outputs)[1:] == list(range(1, 34)) and len(asked) == 34 + 32
+
+
+def test_nobody_waits_for_a_prompt_that_has_no_part_of_many_steps() -> None:
+    """Known failure 7: a long one before it has all of them, and what is to be shared is short."""
+    rig = Rig(blocks=4000, context=4000, step_tokens=32)
+    rig.add(1, PROMPT[:16], max_tokens=400)
+    shared = LONG[::-1]
+    rig.add(2, shared, max_tokens=1)
+    rig.step()
+    rig.add(3, shared[:44], max_tokens=1)
+    running, chunk = rig.scheduler._running, rig.scheduler._chunk
+    held = next(sequence for sequence in running if sequence.request.id == 2)
+    rig.scheduler._chunk = lambda one, *how: None if one is held else chunk(one, *how)  # type: ignore[method-assign]
+    for _ in range(PATIENCE):
+        rig.step()
+        assert 3 not in rig.running() and 3 not in rig.outputs
+    for _ in range(4):
+        rig.step()
+    assert rig.finish(3) is FinishReason.LENGTH
 
 
 def test_a_short_prompt_passes_no_long_one_of_higher_priority() -> None:

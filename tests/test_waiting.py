@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import weakref
-
 import pytest
 
 from cairn.engine.fake import FakeEngine, fake_spec
@@ -9,7 +7,7 @@ from cairn.errors import Overloaded
 from cairn.kv.cache import Cache
 from cairn.sequence import Sequence
 from cairn.types import Request, SamplingParams
-from cairn.waiting import AGAIN, Passed, WaitingQueue
+from cairn.waiting import WaitingQueue
 
 
 def sequence(serial: int, tokens: int = 5, arrival: float = 0.0, priority: int = 0) -> Sequence:
@@ -47,41 +45,3 @@ def test_a_preempted_sequence_is_never_refused() -> None:
     queue.push(sequence(1))
     queue.push(sequence(2))
     assert len(queue) == 2
-
-
-@pytest.mark.parametrize(
-    "change",
-    ["none", "room", "fewer run", "a long prompt", "one is passed", "later", "nobody runs", "it loads", "another pool"],
-)
-def test_what_did_not_fit_is_looked_at_again_when_something_has_changed(change: str) -> None:
-    cache = Cache(FakeEngine(fake_spec(), blocks=4).info)
-    waits = sequence(1)
-    pool = waits.kv.short = cache.pools[0]
-    taken = pool.take(2)
-    queue, now, later = WaitingQueue(10, 1000), Passed(5), Passed(5 + (AGAIN if change == "later" else AGAIN - 1))
-    queue.opened(waits, 0, now, 2, 0)
-    assert not queue.full(waits, later, 2, 0)
-    running = 0 if change == "nobody runs" else 2
-    queue.opened(waits, None, now, running, 0)
-    if change == "room":
-        pool.release(taken[1:])
-    if change == "it loads":
-        waits.kv.loading = True
-    if change == "another pool":
-        waits.kv.short = Cache(FakeEngine(fake_spec(), blocks=4).info).pools[0]
-    if change == "one is passed":
-        later.add(sequence(2))
-    kept, running = 8 * (change == "a long prompt"), running - (change == "fewer run")
-    assert queue.full(waits, later, running, kept) == (change == "none")
-    assert not queue.full(sequence(3), later, running, kept)
-
-
-def test_nothing_is_kept_of_what_did_not_fit_and_has_ended() -> None:
-    queue, waits = WaitingQueue(10, 1000), sequence(1)
-    waits.kv.short = Cache(FakeEngine(fake_spec(), blocks=4).info).pools[0]
-    queue.push(waits)
-    queue.opened(waits, None, Passed(1), 1, 0)
-    ended = weakref.ref(waits.kv.short)  # which nobody else holds
-    queue.discard(waits)
-    del waits
-    assert ended() is None

@@ -15,6 +15,7 @@ from cairn.errors import ConfigError, InvalidRequest, Overloaded, Unavailable
 from cairn.option import closest, local_options, options
 from cairn.resolve import resolve
 from cairn.service.requests import SamplingOptions, requests
+from cairn.service.wanted import wanted_of
 from cairn.types import OutputFormat, Request
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ class AsyncLLM:
         tools: Sequence[Message] | None = None,
         *,
         template_args: Mapping[str, Any] | None = None,
+        response_format: Any = None,
+        tool_choice: Any = None,
         **sampling: Any,
     ) -> AsyncStream:
         """The answer to a conversation in OpenAI's message format, piece by piece. See `chat`."""
@@ -151,13 +154,19 @@ class AsyncLLM:
         service.check_generates()
         asked = _sampling(sampling)
         conversation = objects("messages", messages)
+        offered = [] if tools is None else _tools(tools)
+        known = [(tool["function"]["name"], tool["function"].get("strict") is True) for tool in offered]
+        wanted = wanted_of(
+            {"response_format": response_format}, known, tool_choice, parallel=asked.parallel_tool_calls is not False
+        )
         prompt = await service.chat.prompt(
             conversation,
-            None if tools is None else _tools(tools) or None,
+            None if tool_choice == "none" else [_without_strict(tool) for tool in offered] or None,
             template_args=None if template_args is None else _template_args(template_args),
+            wanted=wanted,
         )
         answered = any(message.get("role") == "assistant" for message in conversation)
-        request = self._request(prompt.tokens, asked, output=prompt.output, durable=answered)
+        request = self._request(prompt.tokens, asked, output=prompt.output, grammar=prompt.grammar, durable=answered)
 
         def remember(answer: Answer) -> None:
             service.chat.remember("default", prompt.tokens, answer.tokens, answer.message)
@@ -170,23 +179,42 @@ class AsyncLLM:
         tools: Sequence[Message] | None = None,
         *,
         template_args: Mapping[str, Any] | None = None,
+        response_format: Any = None,
+        tool_choice: Any = None,
         **sampling: Any,
     ) -> Answer:
         """The answer to a conversation in OpenAI's message format.
 
         `sampling` are the fields of `SamplingOptions`; what is not given comes from the model's
-        generation_config.json. `template_args` are passed to the chat template. Raises InvalidRequest.
+        generation_config.json. `template_args` are passed to the chat template; `response_format` and `tool_choice`
+        say what the answer has to be, as in OpenAI's API. Raises InvalidRequest.
         """
-        return await (await self.stream_chat(messages, tools, template_args=template_args, **sampling)).wait()
+        stream = await self.stream_chat(
+            messages,
+            tools,
+            template_args=template_args,
+            response_format=response_format,
+            tool_choice=tool_choice,
+            **sampling,
+        )
+        return await stream.wait()
 
     async def stream_generate(
-        self, prompt: Prompt, *, suffix: str = "", parse_special: bool = True, **sampling: Any
+        self,
+        prompt: Prompt,
+        *,
+        suffix: str = "",
+        parse_special: bool = True,
+        response_format: Any = None,
+        **sampling: Any,
     ) -> AsyncStream:
         """The continuation of one prompt, piece by piece; with a `suffix`, what stands between the two."""
         self.service.check_generates()
-        asked = _sampling(sampling)
+        asked, output = _sampling(sampling), OutputFormat(continues=True)
+        wanted = wanted_of({"response_format": response_format})
         tokens = await self._tokens(prompt, suffix, parse_special)
-        request = self._request(tokens, asked, output=OutputFormat(continues=True))
+        grammar = await self.service.chat.grammar(wanted.structure, output)
+        request = self._request(tokens, asked, output=output, grammar=grammar)
         return AsyncStream(self.service, request, lambda _: None)
 
     @overload
@@ -247,17 +275,25 @@ class AsyncLLM:
         return stacked[0] if isinstance(texts, str) else stacked
 
     async def score(
-        self, query: str, documents: Sequence[str], *, truncate: bool = False, raw_scores: bool = False
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        truncate: bool = False,
+        raw_scores: bool = False,
+        instruction: str | None = None,
     ) -> list[float]:
         """How well each document answers a query: what a model that judges pairs says, 0 to 1, or the cosine of their
-        embeddings. `raw_scores`: a judge's numbers before the logistic function."""
+        embeddings. `raw_scores`: a judge's numbers before the logistic function. `instruction`: what a decoder judges
+        by, such as Qwen3-Reranker."""
         from cairn.service.embeddings import scores
 
         listed = isinstance(documents, Sequence) and not isinstance(documents, str)
         if not listed or not isinstance(query, str) or not all(isinstance(one, str) and one for one in documents):
             raise InvalidRequest("score takes a text and a list of texts that are not empty", field="documents")
         pairs = [(query, document) for document in documents]
-        found, _ = await self._embedding(partial(scores, raw=raw_scores), pairs, truncate, "documents")
+        compute = partial(scores, raw=raw_scores)
+        found, _ = await self._embedding(compute, pairs, truncate, "documents", instruction=instruction)
         return found
 
     async def _embedding(
@@ -267,13 +303,19 @@ class AsyncLLM:
         truncate: bool,
         field: str,
         prompt_name: str | None = None,
+        instruction: str | None = None,
     ) -> T:
         from cairn.service.embeddings import AT_ONCE, Asking
 
         config = self.config
         at_once = max(1, min(AT_ONCE, config.max_queue // 2))
         asking = Asking(
-            timeout=config.request_timeout, at_once=at_once, truncate=truncate, field=field, prompt_name=prompt_name
+            timeout=config.request_timeout,
+            at_once=at_once,
+            truncate=truncate,
+            field=field,
+            prompt_name=prompt_name,
+            instruction=instruction,
         )
         return await compute(self.service, given, asking)
 
@@ -318,6 +360,7 @@ class AsyncLLM:
             context=service.info.context,
             controls=service.controls,
             sampler_order=self.config.sampler_order,
+            encode=service.tokenizer.encode,
             max_choices=1,
             timeout=self.config.request_timeout,
             **more,
@@ -371,9 +414,13 @@ def _tools(given: Sequence[Message]) -> list[dict[str, Any]]:
             raise InvalidRequest(
                 f'tools[{index}] must look like {{"type": "function", "function": {{"name": ...}}}}', field="tools"
             )
-        if isinstance(function, Mapping) and function.get("strict"):
-            log.warning("tools[%d].function.strict is not enforced: calls are not held to their schema yet", index)
     return found
+
+
+def _without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as a template sees it."""
+    function = {key: value for key, value in tool["function"].items() if key != "strict"}
+    return {**tool, "function": function}
 
 
 def _template_args(given: Mapping[str, Any]) -> dict[str, Any]:

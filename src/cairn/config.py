@@ -91,6 +91,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "such as tokenizer_config.json, belongs to it. It must not have more tokens than the model."
         ),
     ] = None
+    kind: Annotated[
+        Literal["auto", "rerank"],
+        Meta(
+            description="What the model is for; 'auto': what its files say, 'rerank': a Qwen3 that judges pairs of "
+            'texts by "yes" and "no", as Qwen3-Reranker does.'
+        ),
+    ] = "auto"
     engine: Annotated[Literal["auto", "cpu", "fake"], Meta(description="What computes; 'fake' is for tests.")] = "auto"
     kernels: Annotated[
         Literal["auto", "reference", "portable", "avx2", "avxvnni", "avx512vnni", "avx512"],
@@ -217,6 +224,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "'template' leaves it to the chat template."
         ),
     ] = "keep"
+    tool_instructions: Annotated[
+        bool,
+        Meta(
+            description="Where the chat template shows no tools: tell the model of them in the first message, and of "
+            "calls as JSON in <tool_call> tags."
+        ),
+    ] = False
     chat_template: Annotated[
         str | None,
         Meta(

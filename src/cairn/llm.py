@@ -180,10 +180,17 @@ class LLM:
         )
 
     def score(
-        self, query: str, documents: Sequence[str], *, truncate: bool = False, raw_scores: bool = False
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        truncate: bool = False,
+        raw_scores: bool = False,
+        instruction: str | None = None,
     ) -> list[float]:
         """How well each document answers a query; see `AsyncLLM.score`."""
-        return self._loop.wait(lambda: self._llm.score(query, documents, truncate=truncate, raw_scores=raw_scores))
+        how = {"truncate": truncate, "raw_scores": raw_scores}
+        return self._loop.wait(lambda: self._llm.score(query, documents, **how, instruction=instruction))
 
 
 class _Loop:

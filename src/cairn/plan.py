@@ -9,7 +9,7 @@ from typing import Protocol
 from cairn.engine.base import Engine, Row, RowResult
 from cairn.figures import SchedulerStats
 from cairn.kv.blocks import Copy
-from cairn.sequence import Sequence
+from cairn.sequence import Matcher, Sequence
 from cairn.types import FinishReason, Output, Request
 
 ENOUGH_TOKENS = 128
@@ -204,8 +204,8 @@ class Planner(Protocol):
         """What it holds now."""
         ...
 
-    def add(self, request: Request) -> None:
-        """Queue a request."""
+    def add(self, request: Request, matcher: Matcher | None = None) -> None:
+        """Queue a request; `matcher` follows its grammar, where it has one."""
         ...
 
     def drop(self, id: int, reason: FinishReason) -> Output | None:

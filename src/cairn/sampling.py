@@ -2,8 +2,8 @@
 
 Each row is decided by its own numbers alone, and its randomness is a hash of (seed, choice, position), so a request
 gets the same tokens, bit for bit, alone and in any batch, and options never make a request unbatchable. What a line of
-logits gives is in `kernels.vocabulary`. Log-probabilities are of the raw distribution, before bias, penalties,
-temperature and filters.
+logits gives is in `kernels.vocabulary`. Log-probabilities are of the raw distribution, before a grammar, bias,
+penalties, temperature and filters.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.engine.base import Row, RowResult
+from cairn.kernels.extras import choose
 from cairn.kernels.vocabulary import GREEDY_BELOW, NUMPY, ONE, Choice, Line, Sampler
 from cairn.types import SamplingParams, TokenLogprob
 
 NOT_FINITE = "the model produced logits that are not finite numbers"
-NOTHING_LEFT = "logit_bias or penalties left no token that could be chosen"
+NOTHING_LEFT = "logit_bias, penalties or a grammar left no token that could be chosen"
+TOO_COMPLEX = "the grammar that the answer is held to became too complex to follow"
 
 Floats = NDArray[np.float32]
 
@@ -35,13 +37,16 @@ def sample(rows: Sequence[Row], logits: Floats, sampler: Sampler = NUMPY) -> lis
     total = sum(0 if row.logits_from is None else row.end - row.logits_from for row in rows)
     if total != len(logits):
         raise ValueError(f"rows want {total} positions of logits, got {len(logits)}")
-    if total == len(rows) and all(row.samples and _plain_greedy(row.sampling) for row in rows):
+    if total == len(rows) and all(row.samples and row.mask is None and _plain_greedy(row.sampling) for row in rows):
         return [RowResult(token) if token >= 0 else RowResult(error=NOT_FINITE) for token in sampler.greedy(logits)]
-    choices = sampler.choose([line for row in rows for line in _lines(row)], logits) if total else []
+    masks = [row.mask.wait() if row.samples and row.mask is not None else None for row in rows]
+    lines = [line for row, mask in zip(rows, masks, strict=True) for line in _lines(row, mask)]
+    choices = choose(sampler, lines, logits) if total else []
     results, at = [], 0
-    for row in rows:
+    for row, mask in zip(rows, masks, strict=True):
         count = 0 if row.logits_from is None else row.end - row.logits_from
-        results.append(_result(row, logits[at : at + count], choices[at : at + count]))
+        found = _result(row, logits[at : at + count], choices[at : at + count])
+        results.append(RowResult(error=TOO_COMPLEX) if mask == b"" else found)
         at += count
     return results
 
@@ -53,16 +58,17 @@ def _plain_greedy(params: SamplingParams) -> bool:
         and not params.logprobs
         and not params.logit_bias
         and not params.min_tokens
+        and params.extras is None
         and not params.needs_history
     )
 
 
-def _lines(row: Row) -> list[Line]:
+def _lines(row: Row, mask: bytes | None) -> list[Line]:
     """What a row asks of its positions, each in turn."""
     if row.logits_from is None:
         return []
     params = row.sampling
-    last = Line(row, params.top_logprobs if params.logprobs else None)
+    last = Line(row, params.top_logprobs if params.logprobs else None, mask)
     scored = min(row.end, len(row.tokens) - 1) - row.logits_from
     return [Line(None, params.top_logprobs)] * scored + ([last] if row.samples else [])
 

@@ -17,28 +17,48 @@ whole in it: neither the next token nor the next turn of an agent waits until so
 take at most twice as long by that. Long prompts wait for each other, and a short one passes none of its tenant's that
 has a higher priority, nor begins where it would take the row or the blocks that the next of them needs.
 
+A waiting sequence is ready, or blocked on a block that another brings or on its own load (then it is passed), or on
+blocks (then nobody passes it). It stays so until the cache says that something has happened; no step looks before.
+Whatever it is blocked on comes from those that run and from loads, and these end. So something always wakes it; and
+where nothing runs, or by a wake that was forgotten, nobody waits for ever: `Cache.recheck`.
+
 Beside rows that want their next token, a step takes no more of prompts than there is time for (`Pace`): on a slow
 machine they are read in smaller steps, and a stream's tokens come as often.
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 
 from cairn.engine.base import Row, RowResult
 from cairn.errors import Conflict
 from cairn.figures import SchedulerStats
+from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
+from cairn.kv.sequence_kv import Match
 from cairn.plan import Limits, Pace, Plan, Room, sizes
 from cairn.seams import Clock
-from cairn.sequence import Sequence, State, check
+from cairn.sequence import Matcher, Sequence, State, check
 from cairn.text_queue import encoded
 from cairn.types import FinishReason, Output, Request, Timing
 from cairn.waiting import Passed, WaitingQueue
 
+PATIENCE = 32
+"""Steps after which nobody waits any more for what a running prompt, which had no part of them, was to compute."""
 LONG_TOKENS = 256
 """Prompts at least so long are stored at first touch: they are expensive, and rarely asked for once."""
+
+
+class Turn(enum.Enum):
+    """What is to be done with a waiting sequence whose turn it is."""
+
+    RUNS = "runs"
+    PASSES = "passes"
+    """It waits on, and those behind it may run."""
+    STOPS = "stops"
+    """It waits on, and nobody passes it."""
 
 
 class Scheduler:
@@ -56,7 +76,7 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._planned: Plan | None = None
         self._next_deadline = math.inf
-        self._serial, self._steps, self._turns = itertools.count(), itertools.count(), itertools.count(1)
+        self._serial, self._turns = itertools.count(), itertools.count(1)
         self._queries = self._hits = self._preemptions = 0
 
     @property
@@ -77,8 +97,8 @@ class Scheduler:
             token_seconds=self._pace.token_seconds,
         )
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request, matcher: Matcher | None = None) -> None:
+        """Queue a request; `matcher` follows its grammar, where it has one.
 
         Raises `InvalidRequest` or `ContextTooLong` for one that could never run, `Conflict` for an id in use, and
         `Overloaded` when the queue is full.
@@ -90,7 +110,7 @@ class Scheduler:
         now = self._clock.now()
         durable = request.durable or len(request.prompt) >= LONG_TOKENS
         kv = self._cache.context(request.salt, durable=durable, stored=request.stored)
-        sequence = Sequence(request, kv, self._longest, next(self._serial), now)
+        sequence = Sequence(request, kv, self._longest, next(self._serial), now, matcher)
         self._sequences[request.id] = sequence
         self._waiting.push(sequence)
         self._next_deadline = min(self._next_deadline, sequence.deadline)
@@ -110,6 +130,7 @@ class Scheduler:
         now = self._clock.now()
         ended, started = self._expire(now), list[int]()
         prompts, preemptions = list[Sequence](), self._preemptions
+        self._cache.recheck(running=bool(self._running))
         work: dict[Sequence, int] = {}
         for sequence in tuple(self._running):
             if sequence.missing > 1:
@@ -128,6 +149,7 @@ class Scheduler:
                 self._chunk(sequence, room, work)
         if self._preemptions != preemptions:
             work = {sequence: end for sequence, end in work.items() if sequence.state is State.RUNNING}
+        self._lapse(work)
         copies = self._cache.copies()
         if not work and not ended:
             return None
@@ -199,54 +221,40 @@ class Scheduler:
             return  # it has its part, and more of it is worth nobody's blocks
         if not self._fit(sequence, start + count):
             return
-        work[sequence] = start + count
+        work[sequence], sequence.stalled = start + count, 0
         room.take(count, whole=start + count == sequence.target)
         if long:
             room.use_kept(count)
 
-    def _admit(  # noqa: C901  one loop over the queue, each of whose branches ends it or passes one sequence
+    def _lapse(self, work: dict[Sequence, int]) -> None:
+        """Let nobody wait for a prompt that has had no part of a step for long."""
+        if len(work) == len(self._running):
+            return
+        for sequence in self._running:
+            sequence.stalled += sequence not in work
+            if sequence.stalled == PATIENCE:
+                self._cache.lapse(sequence.kv, sequence.tokens)
+
+    def _admit(
         self, work: dict[Sequence, int], room: Room, now: float, ended: list[Output], started: list[int]
     ) -> None:
         """Let waiting sequences run, in order, while there is room in the step, a row and blocks."""
-        passed = Passed(next(self._steps))
+        if self._cache.blocked == len(self._waiting):
+            return
+        passed = Passed()
         for sequence in self._waiting:
-            if room.left < 1 or len(self._running) + passed.any >= self._max_rows or passed.enough:
+            if room.left < 1 or len(self._running) + passed.any >= self._max_rows:
                 break
-            if room.kept and passed.again(sequence):
+            if room.kept and passed.again(sequence, room.kept):
                 continue
             finish = sequence.ending()
-            reuse = sequence.scored >= sequence.to_score
-            if finish is None:
-                spare, kept = len(self._running), room.kept
-                if self._waiting.full(sequence, passed, spare, kept):
+            if finish is None and (turn := self._open(sequence, room, passed)) is not Turn.RUNS:
+                if turn is Turn.STOPS:
                     break
-                if reuse and self._cache.awaits(sequence.kv, sequence.tokens, spare, kept or None):
-                    if kept:
-                        passed.add(sequence)
-                    continue
-                if kept and not sequence.kv.tried:  # what was loaded must be held before others take its blocks
-                    missing = sequence.target - (self._cache.found(sequence.kv, sequence.tokens, False) if reuse else 0)
-                    if missing > kept:
-                        passed.long(sequence, pause=missing > self._step_tokens)
-                        continue
-                    if not room.short(missing):
-                        break
-                    spare += passed.needs(self._cache.info.block_tokens)
-                covered = self._cache.open(sequence.kv, sequence.tokens, reuse=reuse, spare=spare)
-                self._waiting.opened(sequence, covered, passed, len(self._running), kept)
-                if covered is None:
-                    break
-                sequence.computed = covered
-            sequence.become(State.RUNNING)
-            self._waiting.start(sequence)
-            self._running.append(sequence)
-            sequence.turn = sequence.turn or next(self._turns)
-            if sequence.admitted is None:
-                miss = self._cache.miss(sequence.kv, sequence.tokens, sequence.computed) if reuse else None
-                sequence.start(now, miss)
-                started.append(sequence.request.id)
-                self._queries += sequence.prompt_len if reuse else 0
-                self._hits += min(sequence.computed, sequence.prompt_len)
+                if room.kept:
+                    passed.add(sequence)
+                continue
+            self._start(sequence, now, started)
             if finish is None and sequence.computed >= sequence.target:
                 finish = FinishReason.LENGTH
             if finish is not None:
@@ -254,6 +262,59 @@ class Scheduler:
                 ended.append(Output(id=sequence.request.id, finish=finish, cache=cache, timing=timing))
             else:
                 self._chunk(sequence, room, work)
+
+    def _open(self, sequence: Sequence, room: Room, passed: Passed) -> Turn:
+        """Give a waiting sequence blocks, what is cached among them, if it may run now."""
+        if (known := self._known(sequence, room, passed)) is not None:
+            return known
+        kv, kept, spare = sequence.kv, room.kept, len(self._running)
+        reuse = sequence.scored >= sequence.to_score
+        sequence.long_beside = 0
+        match = Match(0, len(sequence.tokens))
+        if reuse:
+            match = self._cache.match(kv, sequence.tokens, spare, kept or None)
+        if match.blocked_on is not None:
+            return Turn.PASSES
+        if kept and not kv.tried:  # what was loaded must be held before others take its blocks
+            missing = sequence.target - match.covered
+            if missing > kept:
+                sequence.long_beside = kept
+                return Turn.PASSES
+            if not room.short(missing):
+                return Turn.STOPS
+            spare += passed.needs(self._cache.info.block_tokens)
+        covered = self._cache.open(kv, sequence.tokens, match, reuse=reuse, spare=spare)
+        if covered is None:
+            sequence.spare = spare
+            return Turn.STOPS
+        sequence.computed = covered
+        return Turn.RUNS
+
+    def _known(self, sequence: Sequence, room: Room, passed: Passed) -> Turn | None:
+        """What the last look at a waiting sequence says for this step too, since nothing has happened meanwhile."""
+        match, kept = sequence.kv.match, room.kept
+        if match is None:
+            return None
+        beside = kept > 0 and not sequence.kv.tried
+        if isinstance(match.blocked_on, BlockPool):
+            spare = len(self._running) + (passed.needs(self._cache.info.block_tokens) if beside else 0)
+            short = not beside or sequence.target - match.covered <= kept
+            return Turn.STOPS if self._running and short and spare >= sequence.spare else None
+        return None if match.blocked_on is None else Turn.PASSES
+
+    def _start(self, sequence: Sequence, now: float, started: list[int]) -> None:
+        """A waiting sequence runs, from what is computed of it on."""
+        sequence.become(State.RUNNING)
+        self._waiting.start(sequence)
+        self._running.append(sequence)
+        sequence.turn = sequence.turn or next(self._turns)
+        if sequence.admitted is None:
+            reuse = sequence.scored >= sequence.to_score
+            miss = self._cache.miss(sequence.kv, sequence.tokens, sequence.computed) if reuse else None
+            sequence.start(now, miss)
+            started.append(sequence.request.id)
+            self._queries += sequence.prompt_len if reuse else 0
+            self._hits += min(sequence.computed, sequence.prompt_len)
 
     def _advance(self, sequence: Sequence, row: Row, result: RowResult, now: float) -> Output | None:
         """Take one row's result: what it computed is published, what it sampled is appended."""
@@ -276,6 +337,8 @@ class Scheduler:
                 return self._fail(sequence, now, FinishReason.ERROR, "the engine gave neither a token nor an error")
             tokens = (result.token,)
             sequence.tokens.append(result.token)
+            if sequence.matcher is not None:
+                sequence.matcher.consume(result.token)
             finish = sequence.ending()
         cache = None
         if sequence.first_token is None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import Protocol
 
-from cairn.engine.base import EngineInfo, Row
+from cairn.engine.base import EngineInfo, Pending, Row
 from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.figures import CacheReport, Miss
 from cairn.kv.sequence_kv import SequenceKV
@@ -37,6 +38,23 @@ LEGAL: dict[State, frozenset[State]] = {
 """Every transition there is; running -> waiting is preemption."""
 
 
+class Matcher(Protocol):
+    """Follows the grammar that an answer is held to."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing can follow what was consumed: the answer is whole."""
+        ...
+
+    def mask(self) -> Pending[bytes]:
+        """`Row.mask` of the next token; `consume` and another `mask` only after it is there."""
+        ...
+
+    def consume(self, token: int) -> None:
+        """Take the next token of the answer."""
+        ...
+
+
 class Sequence:
     """One request while the scheduler has it: the only place where its tokens and its progress are kept."""
 
@@ -48,20 +66,33 @@ class Sequence:
         "first_token",
         "kv",
         "limit",
-        "long_until",
+        "long_beside",
+        "matcher",
         "prompt_len",
         "rank",
         "report",
         "request",
         "scored",
+        "spare",
+        "stalled",
         "state",
         "to_score",
         "tokens",
         "turn",
     )
 
-    def __init__(self, request: Request, kv: SequenceKV, limit: int, serial: int, now: float) -> None:
+    def __init__(
+        self,
+        request: Request,
+        kv: SequenceKV,
+        limit: int,
+        serial: int,
+        now: float,
+        matcher: Matcher | None = None,
+    ) -> None:
         self.request = request
+        self.matcher = matcher
+        """Where `request.grammar` is: it has consumed all that was generated."""
         self.kv = kv
         self.limit = limit
         """Most tokens it may grow to: the context, or what the pools can hold."""
@@ -80,8 +111,12 @@ class Sequence:
         self.first_token: float | None = None
         self.report: CacheReport | None = None
         """Where its prompt's KV came from, once it has run."""
-        self.long_until = -1
-        """The last step for which it counts, while it waits, as the long prompt that it was when it was looked up."""
+        self.long_beside = 0
+        """As long as `kv.match` holds: with how many tokens kept for short prompts it was a long one."""
+        self.spare = 0
+        """As long as `kv.match` is blocked on a pool: how many blocks were to be left there."""
+        self.stalled = 0
+        """Steps since it had a part of one, while it runs."""
         self.scored = 0
         """Prompt log-probabilities given out so far, of `to_score`."""
         self.to_score = self.prompt_len - 1 if request.sampling.prompt_logprobs and not request.generated else 0
@@ -116,12 +151,16 @@ class Sequence:
         self.state = state
 
     def ending(self) -> FinishReason | None:
-        """Why the tokens so far are the last, if they are. A stop token counts as one of the completion's tokens."""
+        """Why the tokens so far are the last, if they are. A stop token counts as one of the completion's tokens.
+
+        A grammar that nothing can follow ends an answer whatever `min_tokens` says: there is no other token.
+        """
         sampling = self.request.sampling
         count = len(self.tokens) - self.prompt_len
         if not count:
             return None
-        if self.tokens[-1] in sampling.stop_token_ids and count > sampling.min_tokens:
+        whole = self.matcher is not None and self.matcher.over
+        if whole or (self.tokens[-1] in sampling.stop_token_ids and count > sampling.min_tokens):
             return FinishReason.STOP
         return FinishReason.LENGTH if count >= sampling.max_tokens or len(self.tokens) >= self.limit else None
 
@@ -131,7 +170,9 @@ class Sequence:
         if self.scored < self.to_score:
             first = max(self.computed, self.scored)
             first = first if first < end else None
-        request = self.request
+        request, mask = self.request, None
+        if self.matcher is not None and first is not None and end == len(self.tokens):
+            mask = self.matcher.mask()
         return Row(
             self.tokens,
             self.computed,
@@ -142,6 +183,7 @@ class Sequence:
             request.sampling,
             request.choice,
             request.want,
+            mask=mask,
         )
 
     def start(self, now: float, miss: Miss | None) -> None:

@@ -16,6 +16,7 @@ from cairn.figures import CacheReport, SchedulerStats
 from cairn.plan import Limits, Pace, Plan
 from cairn.rounds import Rounds
 from cairn.seams import Clock
+from cairn.sequence import Matcher
 from cairn.types import FinishReason, Output, Request, Timing
 
 
@@ -63,8 +64,11 @@ class TextQueue:
             token_seconds=self._pace.token_seconds,
         )
 
-    def add(self, request: Request) -> None:
-        """Queue a text. Raises `InvalidRequest`, `ContextTooLong` or `Conflict` for one that cannot be computed."""
+    def add(self, request: Request, matcher: Matcher | None = None) -> None:
+        """Queue a text, which has no grammar.
+
+        Raises `InvalidRequest`, `ContextTooLong` or `Conflict` for one that cannot be computed.
+        """
         if request.id in self._texts:
             raise Conflict(f"request {request.id} is running already")
         if request.want != "hidden":

@@ -41,6 +41,34 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 """Least and greatest value of what a request may ask and a model may suggest."""
 
 
+class SamplingExtras(msgspec.Struct, frozen=True, kw_only=True):
+    """Samplers beyond the usual ones, as `kernels.extras` says what they mean. Every default is "off"."""
+
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    """Tokens that are looked at; -1: all."""
+    dry_breakers: tuple[int, ...] = ()
+    """Tokens that end a repetition."""
+    dynatemp_range: float = 0.0
+    dynatemp_exponent: float = 1.0
+    allowed_token_ids: tuple[int, ...] = ()
+    """No others may come; () for all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that the answer may not hold."""
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is on."""
+        cuts = self.typical_p < 1 or self.top_n_sigma > 0 or self.xtc_probability > 0 or self.dynatemp_range > 0
+        return cuts or self.dry_multiplier > 0 or bool(self.allowed_token_ids or self.bad_words)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one token is chosen from the logits. Every default means "off" or "plain sampling".
 
@@ -67,6 +95,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: bool = False
     stop_token_ids: tuple[int, ...] = ()
     min_tokens: int = 0
+    extras: SamplingExtras | None = None
+    """None where all of them are off."""
 
     def __post_init__(self) -> None:
         numbers: tuple[float, ...] = (self.temperature, self.top_p, self.min_p, self.repetition_penalty)
@@ -105,6 +135,8 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
     """The answer ends with its first tool call."""
     xml: bool = False
     """So do `<function=...>` tags in it."""
+    calls: str = ""
+    """So do calls in a further form, by its name in `text.call_formats`."""
     offered: tuple[OfferedTool, ...] = ()
     """The tools there are: an answer that is nothing but the JSON object of a call to one of them is that call."""
     continues: bool = False
@@ -131,6 +163,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Index among the `n` choices of one call; part of the randomness."""
     stop: tuple[str, ...] = ()
     output: OutputFormat = OutputFormat()
+    grammar: str = ""
+    """What the answer has to be, reasoning included, as llguidance reads it; "" for anything. It is about the text as
+    `output` reads it: control tokens that are no text are never part of it."""
     salt: bytes = b""
     """The tenant's salt: contexts with different salts never share KV."""
     share: str = ""
@@ -312,6 +347,19 @@ Kind = Literal["chat", "embed", "rerank"]
 Pooling = Literal["cls", "mean", "last"]
 
 
+class Dense(msgspec.Struct, frozen=True, kw_only=True):
+    """A matrix that a pooled state is multiplied with, and what follows it."""
+
+    place: str
+    """Where its weights are: a folder in the model's own."""
+    inputs: int
+    outputs: int
+    bias: bool = True
+    activation: Literal["", "tanh"] = ""
+    inside: bool = False
+    """Whether its weights are among the model's own, under the name of its place."""
+
+
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     """How a text's vector is made of its tokens' hidden states."""
 
@@ -323,6 +371,18 @@ class Embedding(msgspec.Struct, frozen=True, kw_only=True):
     """Words that stand before a text, by the names of what it is for."""
     prompt: str | None = None
     """The name of those that every text gets that names no others."""
+    dense: tuple[Dense, ...] = ()
+    """What the pooled state goes through, in order."""
+
+
+class Judge(msgspec.Struct, frozen=True, kw_only=True):
+    """How a decoder judges a pair of texts: by what it would say, the logit of `yes` less that of `no`."""
+
+    yes: int
+    no: int
+    """Rows of the output's matrix: token ids."""
+    apart: bool = False
+    """Whether the two rows are a matrix of their own."""
 
 
 class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -416,6 +476,21 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     embedding: Embedding = Embedding()
     encoder: EncoderSpec | None = None
     """Of a model that is no decoder; it has no cache groups."""
+    both: bool = False
+    """Whether a decoder's tokens see what follows them too."""
+    judge: Judge | None = None
+    """Of a decoder that judges pairs of texts."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether texts are computed whole, in one step each, and nothing is kept: an encoder's, and a decoder's whose
+        vectors are made of more than the last token's state."""
+        return self.encoder is not None or self.both or (self.kind == "embed" and self.embedding.pooling != "last")
+
+    @property
+    def width(self) -> int:
+        """Numbers in a vector."""
+        return self.embedding.dense[-1].outputs if self.embedding.dense else self.hidden
 
     @property
     def turned(self) -> int:

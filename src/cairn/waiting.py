@@ -5,20 +5,10 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from itertools import chain
-from typing import NamedTuple
 
 from cairn.errors import Overloaded
-from cairn.kv.blocks import BlockPool
 from cairn.rounds import Rounds
 from cairn.sequence import Sequence
-
-LOOKS = 8
-"""Waiting requests that are found to be long before a step looks no further for short ones: to know is not free."""
-PAUSE = 4
-"""Steps for which such a one then counts as long unseen: with `LOOKS` it says how many a short one may stand behind."""
-AGAIN = 16
-"""Steps after which one that did not fit is looked at again, although no more room is seen: somebody may have published
-what it needs."""
 
 
 class WaitingQueue:
@@ -32,7 +22,6 @@ class WaitingQueue:
         self._rounds: Rounds[Sequence] = Rounds()
         """All others."""
         self._count = 0
-        self._refused: Refused | None = None
         self.tokens = 0
         """Tokens of all waiting requests; a request's do not change while it waits."""
 
@@ -71,8 +60,6 @@ class WaitingQueue:
             self._rounds.remove(sequence.request.share, sequence)
         self._count -= 1
         self.tokens -= len(sequence.tokens)
-        if self._refused is not None and self._refused.sequence is sequence:
-            self._refused = None
 
     def start(self, sequence: Sequence) -> None:
         """Take this sequence out, because it runs now: its tenant has had its turn, unless it ran before."""
@@ -80,30 +67,14 @@ class WaitingQueue:
         if not sequence.turn:
             self._rounds.served(sequence.request.share)
 
-    def opened(self, sequence: Sequence, covered: int | None, passed: Passed, running: int, kept: int) -> None:
-        """Remember, where a sequence was not opened (`covered` is None), what there was then."""
-        if covered is None and (short := sequence.kv.short) is not None:
-            self._refused = Refused(sequence, passed, running, kept > 0, short, short.available)
-
-    def full(self, sequence: Sequence, passed: Passed, running: int, kept: int) -> bool:
-        """Whether there was no room for this one a few steps ago and there is no more now: to find out anew is as dear
-        as its cached prefix is long. Only beside others that run, so that something happens meanwhile."""
-        last, kv = self._refused, sequence.kv
-        if last is None or last.sequence is not sequence or kv.loading or kv.short is not last.short or not running:
-            return False
-        same = passed.near(last.passed) and (kept > 0) == last.beside
-        return same and running >= last.running and last.short.available <= last.available
-
 
 class Passed:
-    """Waiting requests that the step of this number, beside a long prompt, passes in search of short ones."""
+    """Waiting requests that a step passes beside a long prompt, in search of short ones."""
 
-    __slots__ = ("_first", "_looks", "_priorities", "_step")
+    __slots__ = ("_first", "_priorities")
 
-    def __init__(self, step: int) -> None:
-        self._step = step
+    def __init__(self) -> None:
         self._first: Sequence | None = None
-        self._looks = 0
         self._priorities: dict[str, int] = {}
         """The highest of each tenant's: none of its own passes that has less."""
 
@@ -112,52 +83,22 @@ class Passed:
         """Whether anybody was passed."""
         return self._first is not None
 
-    @property
-    def enough(self) -> bool:
-        """Whether to look no further."""
-        return self._looks >= LOOKS
-
     def add(self, sequence: Sequence) -> None:
         """Remember that this one is passed."""
         self._first = sequence if self._first is None else self._first
         request = sequence.request
         self._priorities[request.share] = max(self._priorities.get(request.share, request.priority), request.priority)
 
-    def long(self, sequence: Sequence, *, pause: bool) -> None:
-        """Pass this one, whose cached prefix was looked up and is too short; with `pause` it is not looked up again at
-        once."""
-        self._looks += 1
-        sequence.long_until = self._step + PAUSE * pause
-        self.add(sequence)
-
-    def again(self, sequence: Sequence) -> bool:
-        """Pass this one if it was long at a look at most `PAUSE` steps ago, or if one of its tenant's that has a higher
-        priority was passed."""
+    def again(self, sequence: Sequence, kept: int) -> bool:
+        """Pass this one if the last look at it says that it is long where so many tokens are kept for short ones, or if
+        one of its tenant's that has a higher priority was passed."""
         request = sequence.request
-        outranked = self._priorities.get(request.share, request.priority) > request.priority
-        if self._step > sequence.long_until and not outranked:
+        known = kept <= sequence.long_beside and sequence.kv.match is not None
+        if not known and self._priorities.get(request.share, request.priority) <= request.priority:
             return False
         self.add(sequence)
         return True
 
-    def near(self, other: Passed) -> bool:
-        """Whether that was a few steps ago, and room is left for the same sequence."""
-        return self._step < other._step + AGAIN and self._first is other._first
-
     def needs(self, block_tokens: int) -> int:
         """Blocks of a full group that the first of them does not hold yet: it is the next to run."""
         return self._first.needs(block_tokens) if self._first is not None else 0
-
-
-class Refused(NamedTuple):
-    """What there was when a sequence did not fit."""
-
-    sequence: Sequence
-    passed: Passed
-    running: int
-    beside: bool
-    """Whether it would have run beside a long prompt."""
-    short: BlockPool
-    """The pool that had too few blocks."""
-    available: int
-    """How many that were."""

@@ -156,21 +156,27 @@ class ScriptedService:
         self.streams: list[ScriptedStream] = []
         self.remembered: list[tuple[Any, ...]] = []
         self.prompts: list[tuple[Any, ...]] = []
+        self.wanted: list[Any] = []
         self.failing: list[str] = []
         self.reasons: list[str] = []
         self.output = OutputFormat()
         self.template = "enable_thinking"
+        self.thinks = self.calls_tools = True
         self._ids = itertools.count(1)
 
     def next_id(self) -> int:
         return next(self._ids)
 
     async def prompt(
-        self, messages: Any, tools: Any, *, tenant: str, share: str = "", template_args: Any = None
+        self, messages: Any, tools: Any, *, tenant: str, share: str = "", template_args: Any = None, wanted: Any = None
     ) -> Any:
         self.prompts.append((messages, tools, tenant, template_args))
+        self.wanted.append(wanted)
         text = "".join(str(message["content"] or "") for message in messages)
-        return SimpleNamespace(tokens=tuple(text.encode()) or (1,), output=self.output)
+        return SimpleNamespace(tokens=tuple(text.encode()) or (1,), output=self.output, grammar="")
+
+    async def grammar(self, structure: Any, output: Any, *, share: str = "") -> str:
+        return ""
 
     def knows(self, name: str) -> bool:
         return name in self.template
@@ -209,6 +215,9 @@ class ScriptedService:
                     choice=stream.request.choice,
                 )
         return None
+
+    def stats(self) -> Any:
+        return SimpleNamespace(running=sum(not stream.over for stream in self.streams), waiting=0)
 
     def unready(self) -> list[str]:
         return self.reasons

@@ -14,7 +14,7 @@ import openai
 import pytest
 import torch
 from process import Served, served
-from tests.encoders import write_encoder, write_tokenizer
+from tests.encoders import write_encoder, write_reranker, write_tokenizer
 from tokenizers import Tokenizer
 
 POSITIONS = 300
@@ -178,6 +178,23 @@ def test_bad_pairs_are_named(path: str, body: dict[str, Any], said: str, judge: 
     assert said in message(judge[0], path, **body)
 
 
+def test_a_decoder_ranks_by_an_instruction(server: Served, tmp_path: Path) -> None:
+    folder = write_reranker(tmp_path / "qwen3-reranker-tiny")
+    texts = ["Paris is in France.", "Cats sleep.", "A kind of bread."]
+    with served(model=str(folder), engine="cpu", threads=1) as process:
+        ranked = post(process, "/v1/rerank", query="Where is Paris?", documents=texts).json()["results"]
+        scored = post(process, "/v1/score", text_1="Where is Paris?", text_2=texts).json()["data"]
+        by_index = {one["index"]: one["relevance_score"] for one in ranked}
+        assert [one["score"] for one in scored] == [by_index[at] for at in range(3)]
+        assert all(0 < one["score"] < 1 for one in scored)
+        other = post(process, "/rerank", query="Where is Paris?", texts=texts, instruction="Find cats.").json()
+        assert {one["index"]: one["score"] for one in other} != by_index
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        assert "judges texts and answers nothing" in message(process, "/v1/chat/completions", **chat)
+    said = message(server, "/v1/rerank", query="q", documents=["a"], instruction="Find cats.")
+    assert "takes no instruction" in said
+
+
 def test_tokenize_shows_what_an_encoder_reads(server: Served, folder: Path) -> None:
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("hello").ids
     assert post(server, "/tokenize", prompt="hello").json()["tokens"] == ids
@@ -191,3 +208,20 @@ def test_a_decoder_serves_chats_and_embeddings(chat: Served) -> None:
     said = post(chat, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}], max_tokens=2)
     assert said.status_code == 200
     assert 0.99 < post(chat, "/v1/score", text_1="a", text_2="a").json()["data"][0]["score"] < 1.01
+
+
+def test_ollamas_routes(server: Served) -> None:
+    whole = post(server, "/v1/embeddings", input=["hello", "there"]).json()
+    found = post(server, "/api/embed", input=["hello", "there"], model="any", keep_alive="5m").json()
+    assert found["embeddings"] == [one["embedding"] for one in whole["data"]]
+    assert found["prompt_eval_count"] == whole["usage"]["prompt_tokens"]
+    plain = post(server, "/v1/embeddings", input="hello", normalize=False).json()["data"][0]["embedding"]
+    assert post(server, "/api/embeddings", prompt="hello").json()["embedding"] == plain
+    long = " ".join(["hello"] * 2 * POSITIONS)
+    assert post(server, "/api/embed", input=long).status_code == 200, "it is cut"
+    refused = post(server, "/api/embed", input=long, truncate=False)
+    assert refused.status_code == 400 and "input" in refused.json()["error"]
+    (model,) = httpx.get(server.url + "/api/tags", trust_env=False).json()["models"]
+    assert post(server, "/api/show", model=model["name"]).json()["capabilities"] == ["embedding"]
+    chat = post(server, "/api/chat", messages=[{"role": "user", "content": "hi"}])
+    assert chat.status_code == 400 and isinstance(chat.json()["error"], str)

@@ -307,8 +307,10 @@ async def test_the_servers_order_of_samplers_and_a_requests_own() -> None:
             assert (await http.post("/v1/completions", json=body)).status_code == 200
         refused = await post(at, chat(samplers=["top_p", "temperature", "min_p"], top_p=0.9, min_p=0.1))
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "samplers"
-        unknown = await post(at, chat(samplers=["top_k", "dry"], dry_multiplier=0.8))
-        assert unknown.status_code == 400 and unknown.json()["error"]["param"] == "dry_multiplier"
+        late = await post(at, chat(samplers=["top_k", "dry"], top_k=5, dry_multiplier=0.8))
+        assert late.status_code == 400 and late.json()["error"]["param"] == "samplers"
+        unknown = await post(at, chat(samplers=["top_k"], mirostat=2))
+        assert unknown.status_code == 400 and unknown.json()["error"]["param"] == "mirostat"
         wrong = await post(at, chat(samplers={"top_k": 1}))
         assert wrong.json()["error"]["message"].startswith("samplers must be a list of names")
         assert (await post(at, chat(samplers=["top_k", "dry", "xtc"], dry_multiplier=0))).status_code == 200

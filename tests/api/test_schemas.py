@@ -36,6 +36,7 @@ def chat(**more: Any) -> dict[str, Any]:
 def checked(body: dict[str, Any], config: Config | None = None) -> ChatBody:
     found = parse(ChatBody, body, config or Config())
     check_chat(found, config or Config())
+    found.wanted()
     return found
 
 
@@ -161,11 +162,8 @@ def test_unknown_fields_within_are_told_by_name_where_they_are_few() -> None:
 @pytest.mark.parametrize(
     ("more", "field"),
     [
-        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": [TOOL]}, "tool_choice"),
-        ({"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
-        ({"tool_choice": {"type": "required"}, "tools": [TOOL]}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": "x"}}]}, "messages[0].audio"),
@@ -226,6 +224,23 @@ def test_what_is_not_built_yet(more: dict[str, Any], field: str) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a" * 129}}]}, "tools[0].function.name"),
         ({"tool_choice": "maybe", "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": []}}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": [], "tools": [TOOL]}, "tools": [TOOL]}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": "json"}, "response_format.type"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": ["a", 5]}, "guided_choice[1]"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
+        ({"grammar": 5}, "grammar"),
         ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages"),
         ({"chat_template_kwargs": {"__x": 1}}, "chat_template_kwargs.__x"),
         ({"chat_template_kwargs": {"x": {"y": 1}}}, "chat_template_kwargs.x"),
@@ -356,6 +371,8 @@ def test_what_real_clients_send_at_their_defaults_is_accepted() -> None:
     for tool_choice in ("auto", "none", {"type": "auto"}, {"type": "none"}, {"mode": "auto"}, None):
         checked(chat(tool_choice=tool_choice))
         checked(chat(tool_choice=tool_choice, tools=[TOOL], parallel_tool_calls=False))
+    for tool_choice in ("required", "any", {"type": "required"}, {"type": "function", "function": {"name": "f"}}):
+        checked(chat(tool_choice=tool_choice, tools=[TOOL]))
     for content in (None, "", []):
         for role in ("system", "user", "assistant"):
             checked(chat(messages=[{"role": role, "content": content}]))
@@ -408,7 +425,7 @@ SENTENCES = [
     ({"stream": "yes"}, "stream must be true or false; it is a text"),
     ({"n": "2"}, "n must be a whole number; it is a text"),
     ({"metadata": {"x": 1}}, "metadata.x must be a text; it is a whole number"),
-    ({"logit_bias": []}, "logit_bias must be an object; it is a list"),
+    ({"logit_bias": 5}, "logit_bias must be an object of token ids and numbers, or a list of pairs"),
     ({"stop": 5}, "stop must be a text or a list of texts"),
     ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content must be a text or a list of text parts"),
     (
@@ -424,9 +441,8 @@ SENTENCES = [
         "tools[0].function.name must be 1 to 128 letters, digits, '_', '-' and '.'; it is a text",
     ),
     (
-        {"response_format": {"type": "json_object"}},
-        'response_format can only be {"type": "text"} or absent: answers cannot be held to JSON or to a schema yet; '
-        "ask for JSON in the prompt and leave it out",
+        {"response_format": {"type": "yaml"}},
+        "response_format.type must be text, json_object, json_schema, grammar or regex; other forms are not built",
     ),
     ({"web_search_options": {}}, "web_search_options can only be absent: this server does not search the web"),
     ({"reasoning_effort": 3}, "reasoning_effort must be a text; it is a whole number"),

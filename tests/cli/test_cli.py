@@ -86,7 +86,7 @@ def test_help_lists_the_commands_and_no_others():
     """Known failure 50: what the help names exists, and nothing else does."""
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
     models = {"pull", "models", "list", "ls", "show", "rm", "quantize"}
-    servers = {"status", "ps", "stop", "cancel"}
+    servers = {"status", "ps", "stop", "cancel", "launch"}
     assert names == models | servers | {"serve", "chat", "run", "generate", "embed", "doctor", "bench"} | {
         "config",
         "version",
@@ -490,6 +490,20 @@ def test_generate_through_a_server(canned):
     assert (path, key) == ("/v1/chat/completions", "Bearer k")
     assert body["messages"] == [{"role": "system", "content": "s"}, {"role": "user", "content": "hi"}]
     assert (body["model"], body["seed"], body["stream"]) == ("m", 7, True)
+
+
+def test_an_answer_that_fits_a_schema_in_a_file(canned, tmp_path):
+    chunks = sse({"choices": [{"index": 0, "delta": {"content": "7"}, "finish_reason": "stop"}]}, "[DONE]")
+    canned.answers["/v1/chat/completions"] = (200, chunks)
+    (tmp_path / "seven.json").write_text('{"const": 7}')
+    done = run("generate", "-p", "x", "--host", canned.url, "--json-schema", str(tmp_path / "seven.json"))
+    assert (done.returncode, done.stdout) == (0, "7\n")
+    asked = {"type": "json_schema", "json_schema": {"name": "seven", "schema": {"const": 7}}}
+    assert canned.seen[-1][2]["response_format"] == asked
+    for wrong in ("missing.json", "broken.json"):
+        (tmp_path / "broken.json").write_text("{")
+        said = sentence(run("generate", "-p", "x", "--json-schema", str(tmp_path / wrong)), 1)
+        assert said.startswith("--json-schema ") and "cannot be read as JSON" in said
 
 
 def test_raw_text_through_a_server_fills_the_context(canned):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.laws.sampling import line_of, lines_of_logits, random_row
+from tests.laws.sampling import line_of, lines_of_logits, random_mask, random_row
 from tests.tiny_models import KERNELS
 
 from cairn.engine.base import Row
@@ -38,7 +38,8 @@ def test_a_native_sampler_decides_as_numpy_does(kernels: Any, vocab: int, prove:
     for _ in range(40 if prove else 4):
         count = int(rng.integers(20, 60))
         logits = lines_of_logits(rng, count, vocab)
-        lines = [line_of(random_row(rng, vocab)) for _ in range(count - 3)] + [Line(None, 0), Line(None, 7), Line(None)]
+        lines = [line_of(random_row(rng, vocab), random_mask(rng, vocab)) for _ in range(count - 3)]
+        lines += [Line(None, 0), Line(None, 7), Line(None)]
         want = NUMPY.choose(lines, logits)
         got = sampler.choose(lines, logits)
         for one, other, line in zip(got, want, lines, strict=True):

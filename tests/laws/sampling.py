@@ -73,8 +73,14 @@ def random_row(rng: np.random.Generator, vocab: int) -> Row:
     return Row(tokens, 0, len(tokens), (), len(tokens) - 1, output, params, int(rng.integers(3)))
 
 
-def line_of(row: Row) -> Line:
-    return Line(row, row.sampling.top_logprobs if row.sampling.logprobs else None)
+def line_of(row: Row, mask: bytes | None = None) -> Line:
+    return Line(row, row.sampling.top_logprobs if row.sampling.logprobs else None, mask)
+
+
+def random_mask(rng: np.random.Generator, vocab: int) -> bytes | None:
+    """None for half of the rows; else few tokens, some, or all of them."""
+    bits = rng.random((vocab + 31) // 32 * 32) < rng.choice([0.02, 0.5, 1.0])
+    return np.packbits(bits, bitorder="little").tobytes() if rng.random() < 0.5 else None
 
 
 def run(seed: int) -> None:
@@ -83,15 +89,16 @@ def run(seed: int) -> None:
     vocab = int(rng.choice([1, 2, 5, 17, 64, 200]))
     logits = lines_of_logits(rng, 6, vocab)
     rows = [random_row(rng, vocab) for _ in logits]
-    got = NUMPY.choose([line_of(row) for row in rows], logits)
+    masks = [random_mask(rng, vocab) for _ in rows]
+    got = NUMPY.choose([line_of(row, mask) for row, mask in zip(rows, masks, strict=True)], logits)
     for number, (row, line, choice) in enumerate(zip(rows, logits, got, strict=True)):
         with np.errstate(all="ignore"):
-            check(row, line.astype(np.float64), choice)
-        alone = NUMPY.choose([line_of(row)], logits[number : number + 1])
+            check(row, line.astype(np.float64), choice, masks[number])
+        alone = NUMPY.choose([line_of(row, masks[number])], logits[number : number + 1])
         assert alone == [choice], f"line {number} alone gives {alone[0]}, in company {choice}"
 
 
-def check(row: Row, logits: Any, choice: Choice) -> None:
+def check(row: Row, logits: Any, choice: Choice, mask: bytes | None = None) -> None:
     """Whether one answer may be."""
     params = row.sampling
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
@@ -100,6 +107,9 @@ def check(row: Row, logits: Any, choice: Choice) -> None:
         assert abs(choice.mass / ONE - mass) <= CLOSE * mass, f"the mass is {mass}, not {choice.mass / ONE}"
         assert list(choice.top) == order[: params.top_logprobs], "the most likely tokens are others"
     values = adjusted(row, logits)
+    for token in range(len(values)) if mask is not None else ():
+        if not mask[token // 8] >> token % 8 & 1:
+            values[token] = -np.inf
     if not np.isfinite(values.max()):
         assert choice.token is None, "a token where none is possible"
         return

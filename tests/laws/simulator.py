@@ -21,13 +21,13 @@ from cairn.engine.base import NO_BLOCK, Row, RowResult
 from cairn.engine.fake import FakeEngine, fake_spec
 from cairn.errors import ContextTooLong, InvalidRequest, Overloaded
 from cairn.kv import prefix
+from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
 from cairn.plan import Limits, Pace, Plan
 from cairn.sampling import sample
 from cairn.scheduler import Scheduler
 from cairn.sequence import AGE_SECONDS, Sequence, State
 from cairn.types import FinishReason, Output, Request, SamplingParams, TokenLogprob
-from cairn.waiting import LOOKS, PAUSE
 
 VOCAB = 24
 WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))
@@ -126,8 +126,6 @@ class Client:
     start: int | None = None
     overtaken: int = 0
     awaited: int = 0
-    long_at: int = -PAUSE - 1
-    """The last plan for which it took more than a whole step."""
     turn: int = 0
     """How many had begun to run before it, and one; 0 before it runs itself."""
 
@@ -550,8 +548,8 @@ class World:
         self, plan: Plan, before: dict[int, State], line: list[Client], *, preempted: bool, running: int, full: bool
     ) -> set[str]:
         """Nobody is overtaken by those behind in the `line`, but while waiting for a prefix, which is bounded, or
-        beside a long prompt, which gets half of the step, by short ones, which are whole in the other half. One that
-        took more than a whole step may count as long for a few more. What stands behind one of its tenant's that is
+        beside a long prompt, which gets half of the step, by short ones, which are whole in the other half. What
+        stands behind one of its tenant's that is
         passed and has a higher priority is passed too. Returns the tenants who have somebody that may be passed."""
         sequences = self.scheduler._sequences
         self.plans += not preempted
@@ -567,7 +565,7 @@ class World:
         barred: set[str] = set()
         kept = 0
         """Blocks for the first that is passed."""
-        short = not admitted and len(waiting) <= LOOKS
+        short = not admitted
         """Whether the next that need not be passed is the first."""
         half, long = self.half(plan, before)
         rows = {sequence.request.id: row for sequence, row in zip(plan.sequences, plan.rows, strict=True)}
@@ -576,8 +574,7 @@ class World:
             own = places.get(client.request.id, -1)
             past = [rows.get(other.request.id) for other in admitted if places[other.request.id] > own]
             awaiting, missing = self.awaits(sequences[client.request.id]), self.missing(sequences[client.request.id])
-            client.long_at = self.plans if missing > self.limits.step_tokens else client.long_at
-            is_long = missing > half or self.plans - client.long_at <= PAUSE
+            is_long = missing > half
             outranked = passed.get(client.share, -1000) > client.request.priority
             whole = all(row is None or row.end - row.start <= half for row in past)
             beside = long and (is_long or outranked) and whole
@@ -647,7 +644,8 @@ class World:
         return room // 2, False
 
     def awaits(self, sequence: Sequence) -> bool:
-        return sequence.kv.awaited is not None or sequence.kv.loading
+        match = sequence.kv.match
+        return match is not None and isinstance(match.blocked_on, bytes | str)
 
     def count_blocks(self, sequence: Sequence, row: Row) -> None:
         """In a calm schedule no full block of a prompt that another could have reused is computed twice."""
@@ -733,6 +731,7 @@ class World:
         for sequence in self.scheduler._waiting:
             law(sequence.state is State.WAITING and sequence.computed == 0, "a waiting sequence with progress")
             law(sequence.kv.loading or not any(sequence.kv.tables), "a waiting sequence holds blocks")
+            self.woken(sequence)
         for sequence in self.scheduler._running:
             law(sequence.state is State.RUNNING, "a running sequence in another state")
             law(sequence.tokens[: sequence.prompt_len] == list(sequence.request.prompt), "the prompt changed")
@@ -764,6 +763,35 @@ class World:
         for key, owner in self.cache._computing.items():
             index = len(self.tokens_of(key)) // self.size - 1
             law(owner.published[0] <= index, "a published block is still claimed")
+        waiting = {sequence.kv for sequence in self.scheduler._waiting}
+        waiters = self.cache._waiters
+        blocked = {kv for kv in waiting if kv.match is not None and isinstance(kv.match.blocked_on, bytes | str)}
+        law(set(waiters._blocked) == blocked, "the blocked are miscounted")
+        law(
+            set(waiters._short).union(*waiters._watched.values()) <= waiting,
+            "somebody is to be woken who waits for nothing",
+        )
+
+    def woken(self, sequence: Sequence) -> None:
+        """What a waiting sequence goes by is so still: whatever could change it has woken the sequence."""
+        kv, match = sequence.kv, sequence.kv.match
+        blocked_on = match.blocked_on if match is not None else None
+        law(not kv.loading or blocked_on == "load", "a sequence does not wait for its own load")
+        if match is None:
+            return
+        if blocked_on == "load":
+            law(kv.loading, "a sequence waits for a load that has ended")
+        elif isinstance(blocked_on, bytes):
+            law(blocked_on in self.cache._computing, "a sequence waits for what nobody computes")
+            there = blocked_on in self.cache.pools[0]._index  # in a window group its beginning may be needed, and gone
+            law(not there or any(self.windows), "what a sequence waits for is there")
+        else:
+            found = self.cache.found(kv, sequence.tokens, False) if sequence.scored >= sequence.to_score else 0
+            law(found <= match.covered, "more is cached than a waiting sequence knows")
+            long = sequence.target - match.covered > sequence.long_beside or not sequence.long_beside
+            law(long, "a short prompt is passed as a long one")
+        if isinstance(blocked_on, BlockPool):
+            law(blocked_on.available <= self.cache._waiters._short[kv][1], "a sequence does not know of free blocks")
 
     def first(self, key: bytes) -> bool:
         """Whether a key is that of a first block: its parent is a root."""

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 from tests.encoders import write_encoder, write_modules
 from tests.tiny_models import GREEDY, load, prompt, random_tensors, write_config
 
 from cairn.engine.base import Row
 from cairn.errors import ModelError, ModelFileError
+from cairn.models.projection import open_projection
 from cairn.models.spec import check_decodes, load_spec
 from cairn.models.weights import open_weights
 from cairn.types import Embedding
@@ -91,7 +93,15 @@ def test_what_is_wrong_is_named(name: str, fields: dict[str, Any], said: str, fo
     [
         ([{"type": "a.Transformer", "path": ""}], "names no Pooling"),
         ([{"type": "a.Transformer", "path": "0_Transformer"}], "must be in the folder itself"),
-        ([{"type": "a.Dense", "path": "2_Dense"}], "the module 'Dense' is not supported"),
+        ([{"type": "a.WordWeights", "path": ""}], "the module 'WordWeights' is not supported"),
+        (
+            [
+                {"type": "a.Transformer", "path": ""},
+                {"type": "a.Normalize", "path": "2_Normalize"},
+                {"type": "a.Pooling", "path": "1_Pooling"},
+            ],
+            "must stand in the order Transformer, Pooling, Dense, Normalize",
+        ),
         ([{"type": "a.Pooling", "path": "../other"}], "path must be the name of a folder"),
         ({"a": 1}, "a list of at most 16 modules"),
         ([1], "a list of at most 16 modules"),
@@ -119,6 +129,39 @@ def test_a_decoder_that_makes_embeddings(architecture: str, tmp_path: Path) -> N
     row = Row(tokens, 0, 30, ([0, 1],), 29, 30, GREEDY, 0, want="hidden")
     found = [load(one).embed([row]).wait()[0].hidden for one in (plain, bare)]
     assert found[0] == found[1] != b""
+    assert not spec.whole
     write_modules(bare, "mean")
-    with pytest.raises(ModelError, match="pooling of a decoder is that of the last token, not mean"):
-        load_spec(bare)
+    with pytest.raises(ModelError, match="is made for embeddings: it generates nothing"):
+        check_decodes(load_spec(bare))
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [
+        ("2_Dense/config.json", {"in_features": 40}, "in_features must be 48, what is given to it, found 40"),
+        ("3_Dense/config.json", {"in_features": 40}, "in_features must be 20, what is given to it, found 40"),
+        ("2_Dense/config.json", {"activation_function": "torch.nn.GELU"}, "'GELU' is not supported; supported are Ide"),
+        ("2_Dense/config.json", {"module_input_name": "token_embeddings"}, "module_input_name other than sentence"),
+        ("2_Dense/config.json", {"bias": False}, r"'linear\.bias' is not part of a Dense module"),
+        ("2_Dense/config.json", {"out_features": 20, "in_features": "x"}, "in_features must be a whole number"),
+        ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt is false"),
+    ],
+)
+def test_matrices_that_are_wrong(name: str, fields: dict[str, Any], said: str, folder: Path) -> None:
+    change(folder / "config_sentence_transformers.json", prompts={"query": "query: "})
+    linear = [torch.nn.Linear(48, 20), torch.nn.Linear(20, 20, bias=False)]
+    write_modules(folder, "mean", [torch.nn.Sequential(one) for one in linear])
+    open_projection(load_spec(folder), folder, {})
+    change(folder / name, **fields)
+    with pytest.raises(ModelError, match=said) as caught:
+        open_projection(load_spec(folder), folder, {})
+    assert name.partition("/")[0] in str(caught.value)
+
+
+def test_both_directions_that_are_not_built(tmp_path: Path) -> None:
+    plain = write_config(tmp_path, tie_word_embeddings=True)
+    for fields in ({"is_causal": False}, {"use_bidirectional_attention": True}):
+        change(write_config(plain) / "config.json", **fields)
+        write_modules(plain, "mean")
+        with pytest.raises(ModelError, match="attention in both directions is not supported for Qwen3ForCausalLM"):
+            load_spec(plain)

@@ -220,6 +220,15 @@ def test_the_cache_has_the_layout_of_the_hubs_own_tools(remote, env):
     assert hub.cache_folder({"XDG_CACHE_HOME": "/y"}) == Path("/y/huggingface/hub")
 
 
+def test_what_stands_behind_a_transformer_comes_with_it(remote, env):
+    wanted = ("modules.json", "1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
+    other = ("2_Dense/pytorch_model.bin", "onnx/model.safetensors", "1_Pooling/code.py")
+    remote.files |= {name: b"{}" + name.encode() for name in (*wanted, *other)}
+    folder = hub.pull("org/m", env=env)
+    assert all((folder / name).read_bytes() == remote.files[name] for name in wanted)
+    assert not any((folder / name).exists() for name in other)
+
+
 def test_a_cut_connection_goes_on_where_it_stopped(remote, env):
     name = "model-1-of-2.safetensors"
     size = len(remote.files[name])

@@ -14,7 +14,7 @@ from tests.tiny_models import KERNELS, MODELS, load, write_model
 from cairn.models import digests, packed_file
 from cairn.models.digests import tell, watched
 from cairn.service import worker
-from cairn.service.worker import Shown
+from cairn.service.progress import Shown
 
 
 class Screen(io.StringIO):

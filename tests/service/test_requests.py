@@ -5,6 +5,7 @@ import pytest
 
 from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.service.requests import SamplingOptions, requests, sampling_params
+from cairn.service.sampling_extras import BEYOND
 from cairn.types import SAMPLING_RANGES, CacheGroup, ModelSpec, OutputFormat
 
 SPEC = ModelSpec(
@@ -85,6 +86,7 @@ def test_nothing_that_is_asked_for_is_dropped():
         "first_token_timeout",
         "parallel_tool_calls",
         "samplers",  # test_sampler_order.py
+        *BEYOND,  # test_sampling_extras.py
     }
     (first, second) = requests(
         SPEC, [1], SamplingOptions(stop=["a", "b"], n=2, priority=3), ids=counter(), timeout=9.0, salt=b"s"

@@ -62,7 +62,10 @@ def test_while_an_answer_is_owed_the_front_hears_that_the_loop_lives() -> None:
         loading=False,
         write_behind=SimpleNamespace(chunks=0),
     )
-    loaded: Any = SimpleNamespace(engine=None, scheduler=scheduler, cache=None, tiers=tiers, clock=world)
+    grammars = SimpleNamespace(pending=False)
+    loaded: Any = SimpleNamespace(
+        engine=None, scheduler=scheduler, cache=None, tiers=tiers, grammars=grammars, clock=world
+    )
     channel: Any = world
     pulse: Any = world.pulse
     with pytest.raises(EOFError):

@@ -92,7 +92,7 @@ def published(pre: str) -> str:
         made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
     else:
         made.pre_tokenizer = gpt2
-    if pre in ("qwen2", "deepseek-r1-qwen"):
+    if pre in ("qwen2", "deepseek-r1-qwen", "modern-bert"):
         made.normalizer = normalizers.NFC()
     made.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -357,7 +357,10 @@ def test_bytes_that_a_vocabulary_lacks_are_known(tmp_path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
-    "model": ({"ggml__model": "rwkv"}, r"m\.gguf: the tokenizer 'rwkv' is not supported; supported are gpt2, llama"),
+    "model": (
+        {"ggml__model": "rwkv"},
+        r"m\.gguf: the tokenizer 'rwkv' is not supported; supported are bert, gpt2, ",
+    ),
     "split": ({"ggml__pre": "klingon"}, r"split 'klingon' is not supported; supported are deepseek-r1-qwen, gpt-2, "),
     "no split": ({"ggml__pre": None}, r"does not say how text is split \(tokenizer\.ggml\.pre\)"),
     "no tokens": ({"ggml__tokens": None}, r"m\.gguf: tokenizer\.ggml\.tokens must be a list of texts"),

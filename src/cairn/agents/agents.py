@@ -40,6 +40,7 @@ from cairn.seams import Clock, FileSystem, Rng
 from cairn.service.requests import PLAIN, SamplingOptions
 from cairn.service.service import Service
 from cairn.text.chat import Sampled
+from cairn.text.grammar import ANYTHING, Wanted
 from cairn.types import Done
 
 LOCK_SECONDS = 5.0
@@ -351,6 +352,7 @@ class Agents:
         share: str = "",
         fork_on_conflict: bool = False,
         template_args: Mapping[str, Any] | None = None,
+        wanted: Wanted = ANYTHING,
     ) -> RunningTurn:
         """Begin a turn with new messages only; read its `batches`.
 
@@ -359,7 +361,14 @@ class Agents:
         """
         with self._agents.reading(tenant, id) as agent:
             return await self._turns.start(
-                agent, messages, options, request, template_args, share=share, fork_on_conflict=fork_on_conflict
+                agent,
+                messages,
+                options,
+                request,
+                template_args,
+                share=share,
+                fork_on_conflict=fork_on_conflict,
+                wanted=wanted,
             )
 
     async def resume(self, tenant: str, id: str, *, request: int, share: str = "") -> RunningTurn:

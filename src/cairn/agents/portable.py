@@ -109,7 +109,7 @@ async def _records(agent: Agent, archive: Archive) -> AsyncIterator[tuple[Kind, 
     for start in range(0, len(turns), READ_TURNS):
         some = turns[start : start + READ_TURNS]
         for turn, content in zip(some, await archive.contents(some), strict=True):
-            yield Kind.TURN, turn.key, msgspec.structs.replace(content.began, sampling=None, stop=())
+            yield Kind.TURN, turn.key, msgspec.structs.replace(content.began, sampling=None, stop=(), grammar="")
             if turn.number:
                 yield Kind.END, turn.key, content.ended or _cut(content)
     yield Kind.SAVINGS, agent.key, SavingsRecord(savings=savings)
@@ -178,6 +178,7 @@ def plant(read: Portable, key: Callable[[], int], tenant: str, id: str, now: flo
             parent=above,
             sampling=None,
             stop=(),
+            grammar="",
             output=OutputFormat(),
             engine=b"",
         )

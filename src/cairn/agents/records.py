@@ -68,6 +68,7 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: SamplingParams | None = None
     stop: tuple[str, ...] = ()
     output: OutputFormat = OutputFormat()
+    grammar: str = ""
     began: float = 0.0
     request: int = 0
 

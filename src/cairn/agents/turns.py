@@ -26,6 +26,7 @@ from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.service.stream import Stream
 from cairn.text.chat import Prompt
+from cairn.text.grammar import ANYTHING, Wanted
 from cairn.types import Done, Event, Request
 
 
@@ -47,6 +48,7 @@ class Turns:
         *,
         share: str,
         fork_on_conflict: bool,
+        wanted: Wanted = ANYTHING,
     ) -> RunningTurn:
         """Begin a turn with new messages; `number`: its request's id, `share`: whose share of the server it takes.
 
@@ -60,7 +62,7 @@ class Turns:
             agent, forked = await self._agents.fork(agent, whole, None), True
         agent.starting = True
         try:
-            return await self._begin(agent, messages, options, number, template_args, share)
+            return await self._begin(agent, messages, options, number, template_args, share, wanted)
         except BaseException:
             if forked:
                 with contextlib.suppress(Unavailable):
@@ -77,10 +79,11 @@ class Turns:
         number: int,
         template_args: Mapping[str, Any] | None,
         share: str,
+        wanted: Wanted,
     ) -> RunningTurn:
         service = self.service
         check(messages, "messages")
-        prompt, prefix, told = await self._prompt(agent, messages, template_args, share)
+        prompt, prefix, told = await self._prompt(agent, messages, template_args, share, wanted)
         (request,) = requests(
             service.spec,
             prompt.tokens,
@@ -89,8 +92,10 @@ class Turns:
             context=service.info.context,
             controls=service.controls,
             sampler_order=self._config.sampler_order,
+            encode=service.tokenizer.encode,
             max_choices=1,
             output=prompt.output,
+            grammar=prompt.grammar,
             salt=agent.salt,
             share=share,
             timeout=self._config.request_timeout,
@@ -108,7 +113,12 @@ class Turns:
         return self._run(agent, turn, request, stream, [])
 
     async def _prompt(
-        self, agent: Agent, messages: Sequence[dict[str, Any]], template_args: Mapping[str, Any] | None, share: str
+        self,
+        agent: Agent,
+        messages: Sequence[dict[str, Any]],
+        template_args: Mapping[str, Any] | None,
+        share: str,
+        wanted: Wanted,
     ) -> tuple[Prompt, int, Told]:
         """The prompt of the next turn, how many of its ids are the context of the head, and what helps to say why a
         part of its KV is missing."""
@@ -123,12 +133,16 @@ class Turns:
             # What came from elsewhere, or from other kernels, was not computed here: its KV cannot have been evicted.
             if branch.last.began.engine == self.service.info.identity:
                 self.service.recent.note(agent.salt, before, len(before), told.messages[: len(history)])
-            extended = await chat.extend(before, history, messages, tools, share=share, template_args=template_args)
+            extended = await chat.extend(
+                before, history, messages, tools, share=share, template_args=template_args, wanted=wanted
+            )
             if extended is not None:
                 return extended, len(before), told
         elif not changed:
             await self._recall(agent, branch)
-        prompt = await chat.prompt(whole, tools, tenant=agent.tenant, share=share, template_args=template_args)
+        prompt = await chat.prompt(
+            whole, tools, tenant=agent.tenant, share=share, template_args=template_args, wanted=wanted
+        )
         return prompt, 0, told
 
     async def _recall(self, agent: Agent, branch: Branch) -> None:
@@ -155,6 +169,7 @@ class Turns:
             sampling=request.sampling,
             stop=request.stop,
             output=request.output,
+            grammar=request.grammar,
             began=self.now(),
             request=request.id,
         )
@@ -245,6 +260,7 @@ class Turns:
             sampling=sampling,
             stop=began.stop,
             output=began.output,
+            grammar=began.grammar,
             salt=agent.salt,
             share=share,
             timeout=self._config.request_timeout,

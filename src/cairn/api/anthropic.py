@@ -8,7 +8,6 @@ prompt. What is computed of a prompt stays in whole blocks, so that is what was 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from cairn.api.unserved import anthropic_error
 from cairn.config import Config
 from cairn.errors import CairnError
 from cairn.service.service import Service
+from cairn.text.said import arguments_of
 from cairn.types import BLOCK_TOKENS, Delta, Done, FinishReason, ToolCallDelta
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -149,7 +149,7 @@ class MessageAnswer:
         if said.text:
             content.append({"type": "text", "text": said.text})
         content += [
-            {"type": "tool_use", "id": id, "name": name, "input": _input(text)} for id, name, text in said.calls
+            {"type": "tool_use", "id": id, "name": name, "input": arguments_of(text)} for id, name, text in said.calls
         ]
         stop, sequence = self._stop()
         return self._message(content, self._usage(done)) | {"stop_reason": stop, "stop_sequence": sequence}
@@ -228,12 +228,8 @@ class MessageAnswer:
             asked = self._body.max_tokens
             cut = asked is None or asked < 0 or choice.request.sampling.max_tokens < asked
             return ("model_context_window_exceeded" if cut else "max_tokens"), None
-        ended = choice.tokens and choice.tokens[-1] in choice.request.sampling.stop_token_ids
-        if choice.request.stop and not ended:
-            text = self._service.tokenizer.decode(choice.tokens)
-            found = [(text.find(one) + len(one), one) for one in choice.request.stop if one in text]
-            if found:
-                return "stop_sequence", min(found)[1]
+        if (text := choice.stop_text(self._service.tokenizer.decode)) is not None:
+            return "stop_sequence", text
         return "end_turn", None
 
     def _usage(self, done: Done) -> dict[str, Any]:
@@ -252,15 +248,6 @@ class MessageAnswer:
             "cache_creation": {"ephemeral_5m_input_tokens": written, "ephemeral_1h_input_tokens": 0},
             "service_tier": "standard",
         }
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """The arguments of a call as an object, as Anthropic has them: what is none stands under one name."""
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = arguments
-    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def _event(kind: str, fields: dict[str, Any]) -> bytes:

@@ -5,9 +5,13 @@ Routes (POST bodies are JSON):
     POST /v1/chat/completions   POST /v1/completions         openai.py; these and models also without /v1
     POST /v1/messages           POST /v1/messages/count_tokens    anthropic.py
     /v1/responses, /v1/conversations and below               responses.py, conversations.py
+    POST /api/chat              POST /api/generate           ollama.py
+    POST /api/embed             POST /api/embeddings         ollama_embeddings.py
+    /api/tags, show, ps, version, pull, delete, copy         ollama_models.py
     GET  /v1/models             GET  /v1/models/{id}         admin.py
     POST /v1/embeddings|rerank|score    POST /embed          embeddings.py; the first three also without /v1
     POST /tokenize              POST /detokenize             tokens.py
+    POST /completion, /infill, /apply-template, GET /slots, /lora-adapters   llama.py; and a chat's input_tokens
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
     GET  /v1/requests/{id}/events                            resumable.py
     /v1/agents and below                                     agents.py
@@ -37,6 +41,10 @@ from cairn.api.call_table import CallTable
 from cairn.api.embeddings import Embeddings
 from cairn.api.exchange import Exchanges
 from cairn.api.folders import agents_folder, named
+from cairn.api.llama import Llama
+from cairn.api.ollama import Ollama
+from cairn.api.ollama_embeddings import OllamaEmbeddings
+from cairn.api.ollama_models import OllamaModels
 from cairn.api.openai import OpenAI
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
 from cairn.api.responses import Responses
@@ -79,6 +87,7 @@ class App:
         exchanges = Exchanges(config, calls, logs)
         openai = OpenAI(config, exchanges, self.attribution)
         anthropic = Anthropic(config, exchanges, self.attribution)
+        ollama = Ollama(config, exchanges, self.attribution)
         admin = self._admin = Admin(config, calls, logs)
         tokens = Tokens(config)
         self._responses = Responses(config, exchanges, logs, self.attribution)
@@ -89,6 +98,11 @@ class App:
             "/v1/completions": {"POST": openai.complete},
             "/v1/messages": {"POST": anthropic.messages},
             "/v1/messages/count_tokens": {"POST": anthropic.count_tokens},
+            "/api/chat": {"POST": ollama.chat},
+            "/api/generate": {"POST": ollama.generate},
+            **Llama(config, exchanges, self.attribution).routes(),
+            **OllamaEmbeddings(config).routes(),
+            **OllamaModels(config).routes(),
             "/v1/models": {"GET": admin.models},
             "/tokenize": {"POST": tokens.tokenize},
             "/detokenize": {"POST": tokens.detokenize},

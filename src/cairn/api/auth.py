@@ -18,9 +18,9 @@ from cairn.api.reply import Call, Headers, shown
 from cairn.config import Config, Secret
 from cairn.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 
-OPEN = frozenset({"/health", "/health/live", "/health/ready", "/health/startup"})
+OPEN = frozenset({"/", "/v1/health", "/health", "/health/live", "/health/ready", "/health/startup"})
 """Routes that need no key."""
-ADMIN = ("/metrics", "/v1/cache")
+ADMIN = ("/metrics", "/v1/cache", "/api/pull", "/api/delete")
 """Routes that need the admin key on a server with keys, with all below them."""
 AGENT = b"x-cairn-agent"
 KEY_LABEL = b"cairn tenant salt 1\0"

@@ -8,7 +8,7 @@ from cairn.api.limits import has_more
 from cairn.api.reply import Call, shown
 from cairn.api.schemas import ChatBody, ChatGeneration, ChatMessage, Tool
 from cairn.config import Config
-from cairn.errors import InvalidRequest, Unsupported
+from cairn.errors import InvalidRequest
 from cairn.text.chat import RESERVED
 
 MAX_TEMPLATE_ARGS = 16
@@ -18,16 +18,10 @@ MAX_EFFORT = 32
 def check_chat(body: ChatBody, config: Config) -> None:
     """The limits of a chat, and combinations that mean nothing."""
     check_generation(body, config)
-    if choice_of(body) not in ("none", "auto"):
-        raise Unsupported(
-            "tool_choice can only be 'auto' or 'none': no answer can be made to call a tool yet, nor a certain one; "
-            "offer only the tools that may be called, and ask for the call in the prompt",
-            field="tool_choice",
-        )
 
 
 def choice_of(body: ChatBody) -> Any:
-    """Whether the model may call the tools: `auto`, `none`, or what is not built. Some clients send an object."""
+    """Whether the model may call the tools: `none`, or anything else. Some clients send an object."""
     choice = body.tool_choice
     if isinstance(choice, dict):
         choice = choice.get("type", choice.get("mode"))
@@ -35,10 +29,10 @@ def choice_of(body: ChatBody) -> Any:
 
 
 def check_strict(tools: list[Tool] | None, call: Call) -> None:
-    """Tell the sender of a tool that wants its calls held to their schema that they are not."""
+    """Tell the sender of an agent's tool that wants its calls held to their schema that they are not."""
     for index, tool in enumerate(tools or ()):
         if tool.function.strict:
-            call.warn(f"tools[{index}].function.strict is not enforced: calls are not held to their schema yet")
+            call.warn(f"tools[{index}].function.strict is not enforced in an agent's turns, only in a chat")
 
 
 def check_generation(body: ChatGeneration, config: Config) -> None:

@@ -57,9 +57,9 @@ class Embeddings:
         """POST /v1/embeddings."""
         body = parse(EmbeddingBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
-        asking = self._asking(call, body.truncate, "input", body.prompt_name)
-        made, tokens = await self._made(call, service, body.input, asking, body.dimensions, body.normalize)
-        shown = _base64 if body.encoding_format == "base64" else _floats
+        asking = self.asking(call, body.truncate, "input", body.prompt_name)
+        made, tokens = await self.made(call, service, body.input, asking, body.dimensions, body.normalize)
+        shown = _base64 if body.encoding_format == "base64" else floats
         data = [{"object": "embedding", "index": at, "embedding": shown(one)} for at, one in enumerate(made)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         await call.json({"object": "list", "data": data, "model": service.name, "usage": usage})
@@ -68,9 +68,9 @@ class Embeddings:
         """POST /embed: a list of vectors and nothing else."""
         body = parse(TextsBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
-        asking = self._asking(call, body.truncate, "inputs", body.prompt_name)
-        made, _ = await self._made(call, service, body.inputs, asking, body.dimensions, body.normalize)
-        await call.json([_floats(one) for one in made])
+        asking = self.asking(call, body.truncate, "inputs", body.prompt_name)
+        made, _ = await self.made(call, service, body.inputs, asking, body.dimensions, body.normalize)
+        await call.json([floats(one) for one in made])
 
     async def rerank(self, call: Call, service: Service) -> None:
         """POST /v1/rerank: the texts that fit a query best, first."""
@@ -87,7 +87,7 @@ class Embeddings:
         most = len(texts) if body.top_n is None else body.top_n
         if most < 1:
             raise InvalidRequest(f"top_n must be from 1; it is {most}", field="top_n")
-        asking = self._asking(call, body.truncate, name)
+        asking = self.asking(call, body.truncate, name, instruction=body.instruction)
         pairs = [(body.query, text) for text in texts]
         found, tokens = await self._scores(call, service, pairs, asking, raw=bool(body.raw_scores))
         best = sorted(range(len(found)), key=lambda at: -found[at])[:most]
@@ -115,12 +115,21 @@ class Embeddings:
                 f"text_1 holds {len(first)} texts and text_2 {len(second)}; give one text_1, or as many", field="text_1"
             )
         pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
-        found, tokens = await self._scores(call, service, pairs, self._asking(call, body.truncate, "text_2"))
+        asking = self.asking(call, body.truncate, "text_2", instruction=body.instruction)
+        found, tokens = await self._scores(call, service, pairs, asking)
         data = [{"index": at, "object": "score", "score": one} for at, one in enumerate(found)]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         await call.json({"id": call.id, "object": "list", "model": service.name, "data": data, "usage": usage})
 
-    def _asking(self, call: Call, truncate: bool | None, field: str, prompt_name: str | None = None) -> Asking:
+    def asking(
+        self,
+        call: Call,
+        truncate: bool | None,
+        field: str,
+        prompt_name: str | None = None,
+        instruction: str | None = None,
+    ) -> Asking:
+        """Whose texts they are, and what bounds them."""
         return Asking(
             salt=call.salt,
             share=call.share,
@@ -129,9 +138,10 @@ class Embeddings:
             truncate=bool(truncate),
             field=field,
             prompt_name=prompt_name,
+            instruction=instruction,
         )
 
-    async def _made(
+    async def made(
         self,
         call: Call,
         service: Service,
@@ -186,7 +196,8 @@ def _check_many(texts: Sequence[str], name: str) -> None:
             raise InvalidRequest(f"{name}[{at}] is empty", field=name)
 
 
-def _floats(vector: Vector) -> list[float]:
+def floats(vector: Vector) -> list[float]:
+    """A vector as JSON has it."""
     floats: list[float] = vector.tolist()
     return floats
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from cairn.api.agent_attribution import Attribution
 from cairn.api.call_table import CallTable
-from cairn.api.reply import Call, Watch, internal
+from cairn.api.reply import Call, Headers, Watch, internal
 from cairn.api.resumable import EventLogs, Follower, is_resumable
 from cairn.api.sse import EVENT_STREAM
 from cairn.config import Config
@@ -40,7 +40,7 @@ Source = Callable[[float | None], Batches]
 
 
 class Adapter(Protocol):
-    """How one dialect says the answer of one call: as whole server-sent events, or as one object.
+    """How one dialect says the answer of one call: as whole events, or as one object.
 
     `begin` comes first, then `delta` and `finish` of every choice, then `end`. `error` may take the place of any of
     them but the first; `heartbeat` may come between them.
@@ -70,8 +70,8 @@ class Adapter(Protocol):
         """What keeps a stream awake that has nothing to say."""
         ...
 
-    def whole(self) -> dict[str, Any]:
-        """The answer in one piece, once all choices have ended."""
+    def whole(self) -> Any:
+        """The answer in one piece, once all choices have ended: JSON."""
         ...
 
 
@@ -113,6 +113,16 @@ class Choice:
         """The finish_reason, once it has ended."""
         assert self.done is not None
         return self.done.reason.value
+
+    def stop_text(self, decode: Callable[[Sequence[int]], str]) -> str | None:
+        """Which of the request's stop texts has ended it, if one did."""
+        assert self.done is not None
+        ended = self.tokens and self.tokens[-1] in self.request.sampling.stop_token_ids
+        if self.done.reason is not FinishReason.STOP or not self.request.stop or ended:
+            return None
+        text = decode(self.tokens)
+        found = [(text.find(one) + len(one), one) for one in self.request.stop if one in text]
+        return min(found)[1] if found else None
 
     def add(self, delta: Delta, *, keep_logprobs: bool) -> None:
         """Take a piece. Log-probabilities are large: a stream sends them at once and does not keep them."""
@@ -156,6 +166,8 @@ class Exchange:
     """What the route calls the fields of a request, where it has other names."""
     numbered: bool = False
     """Heartbeats are events like others, which an event log keeps."""
+    media: Headers = field(default_factory=lambda: EVENT_STREAM)
+    """The headers of a stream. What is none of server-sent events cannot be kept on an event log."""
     outlives: bool = False
     """It goes on when its connection closes, for the time of grace, whether anybody asked for that or not."""
     unattended: bool = False
@@ -238,6 +250,11 @@ class Exchanges:
     async def run(self, call: Call, exchange: Exchange, *, stream: bool) -> None:
         """Answer a call, as a stream of events or in one piece."""
         logged = exchange.outlives or is_resumable(call, stream)
+        if logged and exchange.media is not EVENT_STREAM:
+            raise InvalidRequest(
+                "X-Cairn-Resumable goes with server-sent events, which this route does not send",
+                field="X-Cairn-Resumable",
+            )
         numbers = [choice.request.id for choice in exchange.choices]
         self._calls.open(call.number, numbers, name=call.name, salt=call.salt)
         if logged:
@@ -292,7 +309,7 @@ class Exchanges:
             async with contextlib.aclosing(exchange.chunks(self._heartbeat, stream=True)) as chunks:
                 async for data in chunks:
                     if not call.started:
-                        await call.begin(EVENT_STREAM)
+                        await call.begin(exchange.media)
                         continue
                     if exchange.over:
                         watch.stop()

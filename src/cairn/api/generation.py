@@ -11,18 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cairn.api.agent_attribution import AgentAttribution, Attribution
-from cairn.api.checks import check_chat, check_strict, choice_of
+from cairn.api.checks import check_chat, choice_of
 from cairn.api.exchange import Adapter, Choice, Exchange, generating, spelled
 from cairn.api.reply import Call, shown
-from cairn.api.schemas import ChatBody, contents, plain_messages, plain_tools
+from cairn.api.schemas import ChatBody, Generation, contents, plain_messages, plain_tools
 from cairn.config import Config
 from cairn.errors import UnknownModel
 from cairn.service.admission import check_together
-from cairn.service.recent import told_of
-from cairn.service.requests import requests
+from cairn.service.recent import Told, told_of
+from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
 from cairn.text import length
 from cairn.text.chat import Prompt
+from cairn.types import OutputFormat
 
 
 async def chat_exchange(
@@ -34,25 +35,29 @@ async def chat_exchange(
     adapter: Callable[[Sequence[Choice]], Adapter],
     names: Mapping[str, str],
     *,
+    before: Sequence[int] = (),
     allow_empty: bool = False,
 ) -> Exchange:
     """The exchange of a chat. `names` are what the dialect calls the fields of a chat, and of a request.
 
-    `allow_empty`: an answer of no tokens may be asked for, to have the prompt computed.
+    `before` are tokens that stand before it. `allow_empty`: an answer of no tokens may be asked for, to have the prompt
+    computed.
     """
     with spelled(names):
         prompt = await chat_prompt(call, service, config, body)
         store = is_stored(body.store, config)
         made = requests(
             service.spec,
-            prompt.tokens,
+            [*before, *prompt.tokens],
             body.chat_options(),
             ids=ids(call, service),
             context=service.info.context,
             controls=service.controls,
             sampler_order=config.sampler_order,
+            encode=service.tokenizer.encode,
             max_choices=config.max_choices,
             output=prompt.output,
+            grammar=prompt.grammar,
             salt=call.salt,
             share=call.share,
             timeout=config.request_timeout,
@@ -75,10 +80,61 @@ async def chat_exchange(
     )
 
 
+async def text_exchange(
+    call: Call,
+    service: Service,
+    config: Config,
+    attribution: AgentAttribution,
+    body: Generation,
+    prompts: Sequence[Sequence[int]],
+    options: SamplingOptions,
+    adapter: Callable[[Sequence[Choice]], Adapter],
+    names: Mapping[str, str],
+    *,
+    allow_empty: bool = False,
+) -> Exchange:
+    """The exchange of raw prompts. `names` as of a chat; `allow_empty`: prompts that are only scored."""
+    draw, store, output = ids(call, service), is_stored(body.store, config), OutputFormat(continues=True)
+    choices: list[Choice] = []
+    grammar = await service.chat.grammar(body.wanted().structure, output, share=call.share)
+    with spelled(names):
+        for prompt in prompts:
+            made = requests(
+                service.spec,
+                prompt,
+                options,
+                ids=draw,
+                context=service.info.context,
+                controls=service.controls,
+                sampler_order=config.sampler_order,
+                encode=service.tokenizer.encode,
+                max_choices=config.max_choices,
+                salt=call.salt,
+                share=call.share,
+                timeout=config.request_timeout,
+                output=output,
+                grammar=grammar,
+                allow_empty=allow_empty,
+                stored=store,
+            )
+            choices += [Choice(request) for request in made]
+        asked = [choice.request for choice in choices]
+        check_together(asked, config, service.info.max_rows)
+    tied = await attribution.tie(call, body, store=store)
+    return Exchange(
+        choices=choices,
+        adapter=adapter(choices),
+        source=generating(service, choices, Told(store=store)),
+        cancel=lambda: [service.abort(request.id) for request in asked],
+        keep=cost_keeper(tied),
+        attribution=tied,
+        names=names,
+    )
+
+
 async def chat_prompt(call: Call, service: Service, config: Config, body: ChatBody) -> Prompt:
     """The prompt of a chat, checked."""
     check_chat(body, config)
-    check_strict(body.tools, call)
     check_model(body.model, service)
     service.check_generates()
     tools = shown_tools(body)
@@ -89,6 +145,7 @@ async def chat_prompt(call: Call, service: Service, config: Config, body: ChatBo
         tenant=call.tenant,
         share=call.share,
         template_args=body.template_args(service.chat.knows),
+        wanted=body.wanted(),
     )
 
 
@@ -104,6 +161,16 @@ def chat_keeper(service: Service, tenant: str, tied: Attribution | None) -> Call
         sampled = service.chat.remember(tenant, choice.request.prompt, choice.tokens, choice.said.message())
         if tied is not None and choice.done is not None:
             tied.done(choice.request, choice.tokens, choice.done, sampled)
+
+    return keep
+
+
+def cost_keeper(tied: Attribution | None) -> Callable[[Choice], None]:
+    """Of a text only what it cost is kept."""
+
+    def keep(choice: Choice) -> None:
+        if tied is not None and choice.done is not None:
+            tied.done(choice.request, choice.tokens, choice.done, None)
 
     return keep
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from cairn import __version__
 from cairn.api.reply import JSON, Call, encode
+from cairn.api.unserved import no_route
 from cairn.service.service import SHUTTING_DOWN, Service
 
 LOADING = "the model is still being loaded"
@@ -39,12 +40,22 @@ class State:
 def routes() -> dict[str, Answering]:
     """Every route, by path; all are for GET and HEAD."""
     return {
+        "/": root,
         "/health": health,
+        "/v1/health": health,
         "/health/live": live,
         "/health/ready": ready,
         "/health/startup": startup,
         "/version": version,
     }
+
+
+async def root(call: Call, state: State) -> None:
+    """GET /: what clients of Ollama know a server by. A browser finds no page."""
+    if b"text/html" in (call.header(b"accept") or b""):
+        host = (call.header(b"host") or b"").decode("latin-1")
+        raise no_route(call.path, host, lambda path: False)
+    await call.respond(200, b"Ollama is running", [(b"content-type", b"text/plain; charset=utf-8")])
 
 
 async def health(call: Call, state: State) -> None:

@@ -32,6 +32,17 @@ async def read_json(call: Call, config: Config) -> dict[str, Any]:
     return _parsed(await call.body(), config)
 
 
+async def read_plain(call: Call, config: Config) -> dict[str, Any]:
+    """The body of a request that must be a JSON object, whatever it calls itself: clients of Ollama say nothing of it.
+
+    A web page need not ask before it sends such a body, so a page must be one that may.
+    """
+    if (call.header(b"content-type") or b"").partition(b";")[0].strip().lower() != b"application/json":
+        _check_origin(call, config)
+    _check_coding(call)
+    return _parsed(await call.body(), config)
+
+
 def _check_origin(call: Call, config: Config) -> None:
     """Any web page may send a request without a body, and need not ask first as it must for JSON."""
     origin = (call.header(b"origin") or b"").decode("latin-1")
@@ -52,6 +63,10 @@ def _check_headers(call: Call) -> None:
     kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
     if kind != b"application/json":
         raise UnsupportedMedia("the content-type must be application/json", field="Content-Type")
+    _check_coding(call)
+
+
+def _check_coding(call: Call) -> None:
     coding = call.header(b"content-encoding") or b"identity"
     if coding.strip().lower() != b"identity":
         raise UnsupportedMedia("the body must not be compressed", field="Content-Encoding")

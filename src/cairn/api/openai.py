@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
-from cairn.api.agent_attribution import AgentAttribution, Attribution
+from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.answers import ChatAnswer, TextAnswer
-from cairn.api.exchange import Choice, Exchange, Exchanges, generating, spelled
-from cairn.api.generation import chat_exchange, check_length, check_model, ids, is_stored
+from cairn.api.exchange import Choice, Exchanges
+from cairn.api.generation import chat_exchange, check_length, check_model, text_exchange
 from cairn.api.limits import read_json
 from cairn.api.parse import parse
 from cairn.api.reply import Call
 from cairn.api.schemas import ChatBody, CompletionBody
 from cairn.config import Config
 from cairn.errors import InvalidRequest
-from cairn.service.admission import check_together
-from cairn.service.recent import Told
-from cairn.service.requests import requests
 from cairn.service.service import Service
 from cairn.text.tokenizer import INLINE
-from cairn.types import OutputFormat
 
 COMPLETION_TOKENS = 16
 """max_tokens of a text completion that gives none, as in the OpenAI API."""
@@ -54,53 +50,43 @@ class OpenAI:
         body = parse(CompletionBody, await read_json(call, self._config), self._config, call)
         check_model(body.model, service)
         service.check_generates()
-        echo, store = bool(body.echo), is_stored(body.store, self._config)
+        echo = bool(body.echo)
         options = body.options(
             max_tokens=COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens,
             logprobs=body.logprobs is not None,
             top_logprobs=body.logprobs,
             prompt_logprobs=echo and body.logprobs is not None,
         )
-        draw = ids(call, service)
-        choices: list[Choice] = []
-        echoes: list[str] = []
         prompts = self._prompts(body)
         inline = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= INLINE
         special = body.parse_special is not False
-        check_suffix(body, service)
-        for prompt in prompts:
-            tokens = await encode_text(call, service, prompt, body.suffix or "", inline=inline, special=special)
-            with spelled({"top_logprobs": "logprobs"}):
-                made = requests(
-                    service.spec,
-                    tokens,
-                    options,
-                    ids=draw,
-                    context=service.info.context,
-                    controls=service.controls,
-                    sampler_order=self._config.sampler_order,
-                    max_choices=self._config.max_choices,
-                    salt=call.salt,
-                    share=call.share,
-                    timeout=self._config.request_timeout,
-                    output=OutputFormat(continues=True),
-                    allow_empty=echo,
-                    stored=store,
-                )
-            choices += [Choice(request) for request in made]
-            if echo:
-                text = prompt if isinstance(prompt, str) else service.tokenizer.decode(tokens)
-                echoes += [text] * len(made)
-        asked = [choice.request for choice in choices]
-        check_together(asked, self._config, service.info.max_rows)
-        tied = await self._attribution.tie(call, body, store=store)
-        exchange = Exchange(
-            choices=choices,
-            adapter=TextAnswer(call, service, choices, body.include_usage, echoes if echo else None, body.logprobs),
-            source=generating(service, choices, Told(store=store)),
-            cancel=lambda: [service.abort(request.id) for request in asked],
-            keep=cost_keeper(tied),
-            attribution=tied,
+        check_suffix(body.suffix, service, echo=echo)
+        tokens = [
+            await encode_text(call, service, prompt, body.suffix or "", inline=inline, special=special)
+            for prompt in prompts
+        ]
+
+        def echoed(choices: Sequence[Choice]) -> list[str]:
+            texts = [
+                one if isinstance(one, str) else service.tokenizer.decode(ids)
+                for one, ids in zip(prompts, tokens, strict=True)
+            ]
+            each = len(choices) // len(prompts)
+            return [text for text in texts for _ in range(each)]
+
+        exchange = await text_exchange(
+            call,
+            service,
+            self._config,
+            self._attribution,
+            body,
+            tokens,
+            options,
+            lambda choices: TextAnswer(
+                call, service, choices, body.include_usage, echoed(choices) if echo else None, body.logprobs
+            ),
+            {"top_logprobs": "logprobs"},
+            allow_empty=echo,
         )
         await self._exchanges.run(call, exchange, stream=bool(body.stream))
 
@@ -121,16 +107,6 @@ def names_of(max_tokens: int | None) -> dict[str, str]:
     return {"prompt": "messages"} | ({"max_tokens": "max_completion_tokens"} if max_tokens is None else {})
 
 
-def cost_keeper(tied: Attribution | None) -> Callable[[Choice], None]:
-    """Of a text only what it cost is kept."""
-
-    def keep(choice: Choice) -> None:
-        if tied is not None and choice.done is not None:
-            tied.done(choice.request, choice.tokens, choice.done, None)
-
-    return keep
-
-
 async def encode_text(
     call: Call,
     service: Service,
@@ -146,7 +122,7 @@ async def encode_text(
     the texts are control tokens.
     """
     texts = [text for text in (prompt, suffix) if isinstance(text, str)]
-    if service.spec.encoder is not None and isinstance(prompt, str):
+    if service.spec.whole and isinstance(prompt, str):
         encode: Callable[[], list[int]] = partial(_whole, service, prompt, special)
     else:
         encode = partial(service.tokenizer.encode_raw, prompt, suffix, special=special)
@@ -162,11 +138,11 @@ def _whole(service: Service, text: str, special: bool) -> list[int]:
     return list(tokenizer.affixes.whole(tokenizer.encode(text, special=special)).tokens)
 
 
-def check_suffix(body: CompletionBody, service: Service) -> None:
+def check_suffix(suffix: str | None, service: Service, *, echo: bool = False) -> None:
     """InvalidRequest for a suffix that this model cannot fill in before, or that cannot be echoed."""
-    if not body.suffix:
+    if not suffix:
         return
     if service.tokenizer.middle is None:
         raise InvalidRequest("suffix: this model has no tokens for filling in the middle", field="suffix")
-    if body.echo:
+    if echo:
         raise InvalidRequest("suffix and echo do not go together: the prompt is not before the answer", field="suffix")

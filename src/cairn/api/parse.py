@@ -16,7 +16,7 @@ from cairn.api.schemas import Body, ChatMessage
 from cairn.config import Config
 from cairn.errors import InvalidRequest, Unsupported
 from cairn.option import closest
-from cairn.service.requests import MAX_BIAS
+from cairn.service.sampling_extras import MAX_BIAS
 
 LENIENT = b"x-cairn-lenient"
 """Header with which a request has its unknown fields told and passed over."""
@@ -24,7 +24,7 @@ MAX_METADATA = 16
 """How many pairs of metadata a request may have, as in the OpenAI API."""
 SPARE_FIELDS = 16
 """Unknown fields of an object that are told by name."""
-_UNIONS = frozenset({"content", "prompt", "stop", "samplers", "input", "inputs", "text_1", "text_2"})
+_UNIONS = frozenset({"content", "prompt", "stop", "samplers", "logit_bias", "input", "inputs", "text_1", "text_2"})
 """Fields of several shapes. Behind one's name stands the tag of the shape, which is no part of a field's name."""
 _HIDDEN = "~"
 """First letter of these tags. A client's own field may begin so too, but stands nowhere behind such a name."""

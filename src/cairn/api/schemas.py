@@ -16,11 +16,17 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from cairn.api.reply import shown
 from cairn.errors import InvalidRequest
 from cairn.service.requests import SamplingOptions
+from cairn.service.sampling_extras import BEYOND
+from cairn.service.wanted import FIELDS, wanted_of
+from cairn.text.grammar import Wanted
 
 Place = Literal[
     "request",
     "messages",
     "responses",
+    "ollama",
+    "options",
+    "model",
     "embedding",
     "tokenize",
     "stream_options",
@@ -157,6 +163,14 @@ Stop = Annotated[
     Annotated[str, Tag("~text")] | Annotated[Several[str], Tag("~list")],
     Discriminator(_text_or_list, custom_error_type="stop", custom_error_message="must be a text or a list of texts"),
 ]
+Bias = Annotated[
+    Annotated[dict[str, float], Tag("~map")] | Annotated[Several[Any], Tag("~list")],
+    Discriminator(
+        lambda value: "~map" if isinstance(value, dict) else "~list" if isinstance(value, list) else None,
+        custom_error_type="logit_bias",
+        custom_error_message="must be an object of token ids and numbers, or a list of pairs",
+    ),
+]
 Samplers = Annotated[
     Annotated[str, Tag("~text")] | Annotated[Several[str], Tag("~list")],
     Discriminator(
@@ -172,7 +186,11 @@ class Generation(Body):
 
     place = "request"
     within = {"stream_options": StreamOptions}
-    synonyms: ClassVar[Mapping[str, str]] = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+    synonyms: ClassVar[Mapping[str, str]] = {
+        "n_predict": "max_tokens",
+        "repeat_penalty": "repetition_penalty",
+        "typ_p": "typical_p",
+    }
 
     model: str | None = None
     stream: bool | None = None
@@ -186,13 +204,35 @@ class Generation(Body):
     presence_penalty: Number = None
     frequency_penalty: Number = None
     samplers: Samplers | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Bias | None = None
+    typical_p: Number = None
+    top_n_sigma: Number = None
+    xtc_probability: Number = None
+    xtc_threshold: Number = None
+    dry_multiplier: Number = None
+    dry_base: Number = None
+    dry_allowed_length: Count = None
+    dry_penalty_last_n: Count = None
+    dry_sequence_breakers: Several[str] | None = None
+    dynatemp_range: Number = None
+    dynatemp_exponent: Number = None
+    allowed_token_ids: Several[int] | None = None
+    bad_words: Several[str] | None = None
     seed: Count = None
     stop: Stop | None = None
     stop_token_ids: Several[int] | None = None
     min_tokens: Count = None
     ignore_eos: bool | None = None
     n: Count = None
+    response_format: Any = None
+    """What the answer has to be, as OpenAI has it; the others of `wanted.FIELDS` as vLLM and llama.cpp do."""
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: str | None = None
+    guided_choice: Several[str] | None = None
+    guided_grammar: str | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
     priority: Count = None
     timeout: Number = None
     first_token_timeout: Number = None
@@ -215,7 +255,8 @@ class Generation(Body):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "samplers": self.samplers,
-            "logit_bias": None if self.logit_bias is None else _bias(self.logit_bias),
+            "logit_bias": _bias(self.logit_bias) if isinstance(self.logit_bias, dict) else self.logit_bias,
+            **{name: getattr(self, name) for name in BEYOND},
             "seed": self.seed,
             "stop": self.stop,
             "stop_token_ids": self.stop_token_ids,
@@ -227,6 +268,10 @@ class Generation(Body):
             "first_token_timeout": self.first_token_timeout,
         }
         return SamplingOptions(**(given | more))
+
+    def wanted(self) -> Wanted:
+        """What the answer has to be."""
+        return wanted_of({name: getattr(self, name) for name in FIELDS})
 
     @property
     def include_usage(self) -> bool:
@@ -288,6 +333,15 @@ class ChatBody(ChatGeneration):
 
     tools: Several[Tool] | None = None
     tool_choice: Any = None
+
+    def wanted(self) -> Wanted:
+        """What the answer has to be, calls included."""
+        return wanted_of(
+            {name: getattr(self, name) for name in FIELDS},
+            [(tool.function.name, bool(tool.function.strict)) for tool in self.tools or ()],
+            self.tool_choice,
+            parallel=self.parallel_tool_calls is not False,
+        )
 
 
 def _prompt_kind(value: Any) -> str | None:
@@ -378,6 +432,8 @@ class RerankBody(Body):
     truncate: bool | None = None
     raw_scores: bool | None = None
     """Whether the scores of a judge are those before the logistic function."""
+    instruction: str | None = None
+    """What a decoder judges by."""
 
 
 class ScoreBody(Body):
@@ -395,6 +451,7 @@ class ScoreBody(Body):
     text_1: Stop
     text_2: Stop
     truncate: bool | None = None
+    instruction: str | None = None
 
 
 class TokenizeBody(Templated):

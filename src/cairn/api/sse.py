@@ -23,7 +23,7 @@ DONE = b"data: [DONE]\n\n"
 """Ends every stream that went well."""
 HEARTBEAT = b": still here\n\n"
 """A comment, which clients skip: keeps proxies and the connection awake while nothing else is sent."""
-EVENT_STREAM = [
+EVENT_STREAM: list[tuple[bytes, bytes]] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),

@@ -19,7 +19,7 @@ from cairn.agents.agents import Agents
 from cairn.agents.info import AgentInfo, TurnInfo
 from cairn.agents.running import RunningTurn
 from cairn.api.agent_attribution import AgentAttribution
-from cairn.api.checks import check_chat, check_strict
+from cairn.api.checks import check_chat
 from cairn.api.exchange import Choice
 from cairn.api.generation import check_length, check_model, shown_tools
 from cairn.api.reply import Call
@@ -66,7 +66,6 @@ class StoredResponses:
         """Begin the turn of a response. `chat` has the instructions and what is new since the `previous` one."""
         agents, id = self._attribution.open(), str(head["id"])
         check_chat(chat, self._config)
-        check_strict(chat.tools, call)
         check_model(chat.model, service)
         service.check_generates()
         first = instructed(head["instructions"])
@@ -94,6 +93,7 @@ class StoredResponses:
                 request=call.number,
                 share=call.share,
                 template_args=chat.template_args(service.chat.knows),
+                wanted=chat.wanted(),
             )
         except BaseException:
             await agents.delete(call.tenant, id)

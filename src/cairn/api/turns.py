@@ -71,6 +71,7 @@ class TurnRoutes:
                 share=call.share,
                 fork_on_conflict=bool(body.fork_on_conflict),
                 template_args=body.template_args(service.chat.knows),
+                wanted=body.wanted(),
             )
         await self._answer(call, service, running, bool(body.stream), body.include_usage)
 

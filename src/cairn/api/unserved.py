@@ -19,16 +19,15 @@ _ANTHROPIC = re.compile(r"/v1/messages(?:/.*)?|/v1/complete")
 _OLLAMA = re.compile(r"/api(?:/.*)?")
 
 _EMBEDDINGS = "POST {base}/embeddings makes vectors of texts"
-_OLLAMA_USE = "Ollama's API is not spoken here; the same server answers OpenAI's API at {base}"
+_OLLAMA_USE = (
+    "of Ollama's API there are /api/chat, generate, embed, embeddings, tags, show, ps, version, pull, delete and copy"
+)
 _RANKING = "POST {base}/rerank and {base}/score say how well texts go together"
 _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), said)
     for pattern, said in (
-        (r"(?:/v1)?/embedding|/api/embed(?:dings)?|/embed_all|/embed_sparse", _EMBEDDINGS),
-        (r"/api/(?:chat|generate)", _OLLAMA_USE + ", POST {base}/chat/completions"),
-        (r"/api/(?:tags|show|ps)", _OLLAMA_USE + "; the model is listed at {base}/models"),
-        (r"/api/(?:pull|push|create|copy|delete|blobs/.*)", "models are not changed over HTTP; use 'cairn pull'"),
-        (r"/api/version", _OLLAMA_USE + "; the version is at /version"),
+        (r"(?:/v1)?/embedding|/embed_all|/embed_sparse", _EMBEDDINGS),
+        (r"/api/(?:push|create|blobs/.*)", "models are neither made nor uploaded here: cairn serve takes their files"),
         (r"/api(?:/.*)?", _OLLAMA_USE),
         (
             r"/v1/messages/.*|/v1/complete",
@@ -51,11 +50,7 @@ _ELSEWHERE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"/v1/(?:assistants|threads)(?:/.*)?",
             "OpenAI's assistants are not built; agents, which keep their history here, are at {base}/agents",
         ),
-        (r"/completion", "llama-server's own completion route is not built; POST {base}/completions completes a text"),
-        (r"/infill", "llama-server's infill route is not built; POST {base}/completions completes a text"),
-        (r"/apply-template", "templates are not shown here; POST /tokenize with messages gives a chat's tokens"),
-        (r"/slots(?:/.*)?", "there are no slots here: requests share the KV pool; figures are at /metrics"),
-        (r"/lora-adapters", "adapters are not built"),
+        (r"/slots/.*", "there is nothing to save, restore or erase of a slot: KV is kept without being asked"),
         (r"/generate(?:_stream)?|/invocations", "POST {base}/completions completes a text"),
         (r"/ping", "whether the server is alive is told at /health/live"),
         (r"/(?:v1)?", "Cairn listens here; OpenAI's API begins at {base}"),

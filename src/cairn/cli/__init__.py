@@ -14,7 +14,21 @@ from typing import Annotated
 
 import typer
 
-from cairn.cli import agents, bench, cache, chat, doctor, embed, generate, models, options, quantize, remote, serve
+from cairn.cli import (
+    agents,
+    bench,
+    cache,
+    chat,
+    doctor,
+    embed,
+    generate,
+    launch,
+    models,
+    options,
+    quantize,
+    remote,
+    serve,
+)
 from cairn.cli.output import printable
 from cairn.errors import CairnError, ConfigError
 
@@ -40,7 +54,6 @@ _ELSEWHERE = {
     "create": "a model is served from its files; give cairn serve a folder or a .gguf file",
     "cp": "a model is called by its place; cairn serve MODEL --served-name NAME gives it another name",
     "push": "Cairn uploads nothing",
-    "launch": "start cairn serve and give the agent its address",
     "signin": "a gated model needs HF_TOKEN in the environment",
     "login": "a gated model needs HF_TOKEN in the environment",
     "server": "it is called serve: cairn serve",
@@ -63,7 +76,7 @@ def _root(
     pass
 
 
-for _group in (serve, chat, generate, embed, models, quantize, remote, agents, cache, doctor, bench, options):
+for _group in (serve, chat, generate, embed, models, quantize, remote, launch, agents, cache, doctor, bench, options):
     _group.register(app)
 
 

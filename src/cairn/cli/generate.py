@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -32,6 +34,9 @@ def register(app: typer.Typer) -> None:
             ),
         ] = True,
         stream: Annotated[bool, typer.Option("--stream", help="Write the answer while it is made.")] = False,
+        json_schema: Annotated[
+            Path | None, typer.Option(metavar="FILE", help="Answer with JSON that fits the JSON schema in this file.")
+        ] = None,
         host: Annotated[
             str | None, typer.Option(metavar="URL", help="Ask this running server; otherwise the model runs here.")
         ] = None,
@@ -44,12 +49,23 @@ def register(app: typer.Typer) -> None:
             raise InvalidRequest("--system needs the chat template, which --raw leaves out", field="system")
         if not raw and not parse_special:
             raise InvalidRequest("--no-parse-special is for --raw; a chat never reads control tokens from its texts")
+        if json_schema is not None:
+            sampling["response_format"] = _schema(json_schema)
         with source(resolved, host) as model:
             if raw:
                 more = {} if parse_special else {"parse_special": False}
                 write(model.generate(text, **sampling, **more), stream)
             else:
                 one_answer(model, text.removesuffix("\n"), system, sampling, stream)
+
+
+def _schema(path: Path) -> dict[str, Any]:
+    """The form of an answer from a file with a JSON schema. InvalidRequest names the option."""
+    try:
+        schema = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"--json-schema {path}: cannot be read as JSON ({error})", field="json_schema") from None
+    return {"type": "json_schema", "json_schema": {"name": path.stem[:64] or "answer", "schema": schema}}
 
 
 def one_answer(model: Source, prompt: str, system: str | None, sampling: dict[str, Any], stream: bool) -> None:

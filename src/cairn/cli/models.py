@@ -12,6 +12,9 @@ import typer
 from cairn.cli.output import amount
 from cairn.errors import CairnError, ConfigError, ModelError
 
+if TYPE_CHECKING:
+    from cairn.types import ModelSpec
+
 
 def register(app: typer.Typer) -> None:
     """Add `cairn pull`, `models` (also `list` and `ls`), `show` and `rm`."""
@@ -22,7 +25,8 @@ def register(app: typer.Typer) -> None:
             str,
             typer.Argument(
                 metavar="MODEL",
-                help="A hub id or its address: org/name, or for GGUF org/name:Q4_K_M, hf.co/org/name; or smollm2.",
+                help="A hub id or its address: org/name, or for GGUF org/name:Q4_K_M, hf.co/org/name; or a short "
+                "name: smollm2, qwen3:0.6b.",
             ),
         ],
     ) -> None:
@@ -135,15 +139,10 @@ def pulled(model: str) -> Path:
     return folder
 
 
-if TYPE_CHECKING:
-    from cairn.types import ModelSpec
-
-_KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-
-
 def facts(model: str) -> list[tuple[str, str]]:
     """Names and values. Raises CairnError where it cannot be read."""
     from cairn.models import hub
+    from cairn.models.facts import bytes_by_format
     from cairn.models.spec import load_spec
     from cairn.models.weights import parameters
     from cairn.service.requests import sampling_defaults, sentence
@@ -152,7 +151,7 @@ def facts(model: str) -> list[tuple[str, str]]:
     place = hub.locate(model)
     spec = load_spec(place, identify=False)
     tokenizer, templates = load_text(place)
-    sizes = _bytes(place, spec)
+    sizes = bytes_by_format(place, spec)
     window = next((group.window for group in spec.groups if group.window), 0)
     ends = [tokenizer.decode([token], skip_special=False) for token in spec.eos_ids]
     return [
@@ -196,22 +195,6 @@ def template_of(model: str) -> str:
     if not templates:
         raise ModelError(f"{model} has no chat template")
     return templates["default"]
-
-
-def _bytes(place: Path, spec: ModelSpec) -> Counter[str]:
-    """Bytes of the tensors by number format."""
-    from cairn.models.files import is_gguf
-    from cairn.models.gguf import read_gguf
-    from cairn.models.weights import open_weights
-
-    found: Counter[str] = Counter()
-    if is_gguf(place):
-        for tensor in read_gguf(place).tensors.values():
-            found[tensor.kind.name] += tensor.size
-    else:
-        for array in open_weights(place, spec).values():
-            found[_KINDS.get(array.dtype.name, array.dtype.name)] += array.nbytes
-    return found
 
 
 def _shares(sizes: Counter[str]) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _LOOK = 2.0
 """Seconds in which a server on this machine says that it is there; what does not is none of ours."""
-_LOADING = "loading"
+LOADING = "loading"
 _AGAIN = 0.2
 """Seconds between two looks at a server that loads its model."""
 
@@ -83,13 +83,13 @@ def _running(resolved: Resolved) -> _Server | None:
     from cairn.cli.client import address
 
     url = address(resolved.config)
-    if not resolved.config.port or not (state := _state(url)):
+    if not resolved.config.port or not (state := state_of(url)):
         return None
-    if state == _LOADING:
+    if state == LOADING:
         with talk().status(f"waiting for the server at {url} to load its model"):
-            while state == _LOADING:
+            while state == LOADING:
                 time.sleep(_AGAIN)
-                state = _state(url)
+                state = state_of(url)
     try:
         with server(resolved, url) as client:
             names = _names(client)
@@ -104,14 +104,14 @@ def _running(resolved: Resolved) -> _Server | None:
     return _Server(url, name)
 
 
-def _state(url: str) -> str:
+def state_of(url: str) -> str:
     """`ready`, `loading`, or "" where no Cairn server answers."""
     import httpx
 
     try:
         found = httpx.get(f"{url}/health/ready", timeout=_LOOK, trust_env=False).json()
         reasons = found["reasons"]
-        return _LOADING if any("being loaded" in str(one) for one in reasons) else "ready"
+        return LOADING if any("being loaded" in str(one) for one in reasons) else "ready"
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError, RecursionError):
         return ""
 

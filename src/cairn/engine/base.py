@@ -22,6 +22,14 @@ NO_BLOCK = -1
 """An entry of a window group's table: a block that the window has passed and nobody may read."""
 
 
+class Pending(Protocol, Generic[T_co]):
+    """Work that was started. Overlap is when you wait, not a second loop."""
+
+    def wait(self) -> T_co:
+        """Block until it is done; raises what the work raised."""
+        ...
+
+
 class Row(msgspec.Struct, frozen=True):
     """A run of positions of one sequence: compute `tokens[start:end]`, reading and writing KV through `tables`.
 
@@ -49,6 +57,9 @@ class Row(msgspec.Struct, frozen=True):
     the model's last norm; of an encoder, whose row is a whole text, its pooled states, or what a head makes of them."""
     second: int = 0
     """Where the second of two texts begins that have types of their own; 0: there is one."""
+    mask: Pending[bytes] | None = None
+    """Which tokens may come next, where a row samples under a grammar: bit t % 8 of byte t // 8 for token t, in whole
+    words of 4 bytes. It may be computed beside the step. Empty where the grammar cannot be followed any further."""
 
     @property
     def samples(self) -> bool:
@@ -67,14 +78,6 @@ class RowResult(msgspec.Struct, frozen=True):
     """This row alone failed, for instance with non-finite logits."""
     hidden: bytes = b""
     """float32, of a row that wants that."""
-
-
-class Pending(Protocol, Generic[T_co]):
-    """Work that was started. Overlap is when you wait, not a second loop."""
-
-    def wait(self) -> T_co:
-        """Block until it is done; raises what the work raised."""
-        ...
 
 
 class Ready(Generic[T_co]):

@@ -31,6 +31,7 @@ from cairn.kernels.vocabulary import NUMPY, Sampler
 from cairn.models import decoder, packed_file, quantize
 from cairn.models.families import FAMILIES
 from cairn.models.held import HeldWeights, error_line, form_of
+from cairn.models.projection import Projection, Step, open_projection
 from cairn.models.reach import fits_half, reach
 from cairn.models.weights import open_weights
 from cairn.sampling import sample
@@ -68,10 +69,12 @@ class CpuEngine:
         form: str = "stored",
         expected: int = 0,
         build: Callable[[Kernels, ModelSpec, Any], decoder.Decoder] = decoder.build,
+        steps: tuple[Step, ...] = (),
     ) -> None:
         """`weights` as they are to be held, in the `form` of `models.held`; `blocks` in the pool of each group.
 
-        `expected`: bytes of stored KV that may be brought up soon, whose memory is taken now.
+        `expected`: bytes of stored KV that may be brought up soon, whose memory is taken now. `steps`: what a hidden
+        state that is wanted goes through.
         """
         context = min(spec.context, config.context or spec.context)
         max_rows = min(config.max_running, config.step_tokens)
@@ -90,6 +93,7 @@ class CpuEngine:
         self._body, self._head = decoder.record(self._kernels, built, self._kv, self._buffers)
         self._sampler: Sampler = self._kernels.sampler(spec.vocab)
         self._norm = built.norm, built.eps
+        self._projection = Projection(self._kernels, steps)
         self.info = EngineInfo(
             groups=spec.groups,
             blocks=blocks,
@@ -143,7 +147,8 @@ class CpuEngine:
         budget = None if config.keep_packed_gb is None else int(config.keep_packed_gb * 10**9)
         keep = partial(packed_file.build, place=folder, size=taken.held, budget=budget)
         build = keep if config.keep_packed else decoder.build
-        engine = cls(spec, weights, config, blocks, weights.form, expected, build)
+        steps = open_projection(spec, folder, weights.source)
+        engine = cls(spec, weights, config, blocks, weights.form, expected, build, steps)
         if config.kernels != REFERENCE and chosen(config.kernels) == REFERENCE:
             notes.append(described(config.kernels))
         if line := error_line(weights.errors, len(weights)):
@@ -198,6 +203,7 @@ class CpuEngine:
         # And so does a sampler of their threads.
         self._sampler = NUMPY
         self._norm = None, 0.0
+        self._projection = Projection(self._kernels, ())
 
     def _read_hidden(self, rows: Sequence[Row], firsts: list[int], results: list[RowResult]) -> None:
         """The normed states of the rows that want them, before the head reads what they stand in."""
@@ -206,8 +212,8 @@ class CpuEngine:
             return
         states = self._buffers.hidden[[firsts[number] + rows[number].end - rows[number].start - 1 for number in wanted]]
         weight, eps = self._norm
-        self._kernels.norm(states.copy(), weight, eps, states)
-        for number, state in zip(wanted, states, strict=True):
+        self._kernels.norm(states, weight, eps, states)
+        for number, state in zip(wanted, self._projection(states), strict=True):
             finite = bool(np.isfinite(state).all())
             results[number] = RowResult(hidden=state.tobytes()) if finite else RowResult(error=NOT_FINITE)
 

@@ -11,6 +11,7 @@ from cairn.engine.machine import cpu_count
 from cairn.engine.memory import pool_blocks
 from cairn.errors import ModelError
 from cairn.models.files import is_gguf, reading
+from cairn.models.judge import with_judge
 from cairn.models.spec import identified, identity_of, load_spec
 from cairn.models.weights import weight_files
 from cairn.types import ModelSpec
@@ -42,7 +43,7 @@ def load_engine(
     must have, whatever memory is free; none: as many as `pool_blocks` says.
     """
     before = _stamps(folder) if is_gguf(folder) or folder.is_dir() else []
-    spec = load_spec(folder, identify=False)
+    spec = with_judge(load_spec(folder, identify=False), folder, config.kind)
     check_context(spec, config)
     if config.engine == "fake":
         # Imported here so that a server never loads the code of an engine that it does not run.
@@ -62,7 +63,7 @@ def load_engine(
     from cairn.engine.cpu import CpuEngine
     from cairn.engine.encoder import EncoderEngine
 
-    encodes = spec.encoder is not None
+    encodes = spec.whole
     fit = (
         None if encodes else CpuEngine.fit(spec, folder, config, blocks)
     )  # its identity takes as long as reading all of its files

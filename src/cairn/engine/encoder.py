@@ -1,4 +1,6 @@
-"""The engine of an encoder: whole texts in, one vector or some scores a text out; nothing is kept between steps.
+"""The engine of whole texts: texts in, one vector or some scores a text out; nothing is kept between steps.
+
+So an encoder computes, and a decoder whose vectors are made of more than the last token's state.
 
 Texts of all lengths are packed behind each other, each into blocks of its own, so a step costs what its tokens cost.
 """
@@ -16,41 +18,43 @@ from numpy.typing import NDArray
 from cairn.config import Config
 from cairn.engine.base import NO_BLOCK, NOT_FINITE, EngineInfo, Ready, Row, RowResult
 from cairn.engine.machine import cpu_count
-from cairn.engine.memory import check_memory, weight_memory
+from cairn.engine.memory import check_memory, weight_memory, whole_context
 from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
 from cairn.kernels.program import Interpreted, Program
-from cairn.models import encoder
+from cairn.models import decoder, encoder
 from cairn.models.held import HeldWeights, error_line, form_of
+from cairn.models.projection import Projection, Step, open_projection
 from cairn.models.weights import open_weights
-from cairn.types import BLOCK_TOKENS, ModelSpec
+from cairn.types import BLOCK_TOKENS, EncoderSpec, ModelSpec
 
 Floats = NDArray[np.float32]
 
 
 class EncoderEngine:
-    """`engine.base.Engine` on the CPU for an encoder."""
+    """`engine.base.Engine` on the CPU for texts that are computed whole."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Mapping[str, Any], config: Config, identity: bytes, note: str = ""
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, Any],
+        config: Config,
+        identity: bytes,
+        steps: tuple[Step, ...] = (),
     ) -> None:
-        """`weights` as they are to be held."""
-        assert spec.encoder is not None
-        self._encoder, self._pooling = spec.encoder, spec.embedding.pooling
-        context = min(spec.context, config.context or spec.context)
+        """`weights` as they are to be held; `steps` are what a pooled state goes through."""
+        self._first, self._types = (spec.encoder.first_position, spec.encoder.type_rows) if spec.encoder else (0, 0)
+        self._pooling = spec.embedding.pooling
+        context = whole_context(spec, config)
         rows, tokens = min(config.max_running, config.step_tokens), max(config.step_tokens, context)
         self._kernels = load_kernels(config.kernels, config.threads or cpu_count())
-        self._buffers = encoder.allocate(self._kernels, spec, tokens, rows, context)
-        if spec.encoder.positions == "learned":  # nothing is turned
-            self._buffers.angles[0][:, 0] = 1
         page = (1, 2, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
         kv = self._kernels.allocate((encoder.kv_blocks(tokens, rows), *page), "float32")
-        model = encoder.build(self._kernels, spec, weights)
-        self._body: Program = encoder.record(self._kernels, model, kv, self._buffers)
         self._head: Program | None = None
-        if spec.encoder.labels:
-            shapes = (spec.hidden, spec.hidden, spec.encoder.labels)
-            self._last = encoder.HeadBuffers(*(self._kernels.allocate((rows, size), "float32") for size in shapes))
-            self._head = encoder.record_head(self._kernels, model, self._last)
+        if spec.encoder is None:
+            self._record_decoder(spec, weights, kv, (tokens, rows, context))
+        else:
+            self._record_encoder(spec, spec.encoder, weights, kv, (tokens, rows, context))
+        self._projection = Projection(self._kernels, steps)
         self.info = EngineInfo(
             groups=(),
             blocks=(),
@@ -62,16 +66,43 @@ class EncoderEngine:
             max_tokens=tokens,
             identity=identity,
             device="cpu",
-            note=note,
             generates=False,
         )
+
+    def _record_encoder(
+        self, spec: ModelSpec, own: EncoderSpec, weights: Mapping[str, Any], kv: Any, sizes: tuple[int, int, int]
+    ) -> None:
+        self._buffers: Any = encoder.allocate(self._kernels, spec, *sizes)
+        if own.positions == "learned":  # nothing is turned
+            self._buffers.angles[0][:, 0] = 1
+        model = encoder.build(self._kernels, spec, weights)
+        self._body: Program = encoder.record(self._kernels, model, kv, self._buffers)
+        self._table, self._slots = self._buffers.tables, self._buffers.slots
+        if own.labels:
+            shapes = (spec.hidden, spec.hidden, own.labels)
+            self._last = encoder.HeadBuffers(*(self._kernels.allocate((sizes[1], size), "float32") for size in shapes))
+            self._head = encoder.record_head(self._kernels, model, self._last)
+
+    def _record_decoder(
+        self, spec: ModelSpec, weights: Mapping[str, Any], kv: Any, sizes: tuple[int, int, int]
+    ) -> None:
+        buffers = decoder.allocate(self._kernels, spec, *sizes)
+        # Every group has the same blocks: each layer writes them anew.
+        self._table, self._slots = buffers.tables[0], buffers.slots[0]
+        groups = len(spec.groups)
+        self._buffers = dataclasses.replace(buffers, tables=(self._table,) * groups, slots=(self._slots,) * groups)
+        model = decoder.build(self._kernels, spec, weights)
+        layers = tuple(dataclasses.replace(layer, index=0) for layer in model.layers)
+        model = dataclasses.replace(model, layers=layers)
+        self._body = decoder.record_states(self._kernels, model, (kv,) * groups, self._buffers)
 
     @classmethod
     def load(cls, spec: ModelSpec, folder: Path, config: Config) -> EncoderEngine:
         """The whole model, or a `ModelError`: memory and files are checked before anything is built."""
-        weights = HeldWeights(open_weights(folder, spec), form_of(spec, config.weights))
+        source = open_weights(folder, spec)
+        weights = HeldWeights(source, form_of(spec, config.weights))
         check_memory(spec, config, (), weights=weight_memory(spec, weights, config.kernels))
-        engine = cls(spec, weights, config, spec.identity)
+        engine = cls(spec, weights, config, spec.identity, open_projection(spec, folder, source))
         notes = []
         if config.kernels != REFERENCE and chosen(config.kernels) == REFERENCE:
             notes.append(described(config.kernels))
@@ -92,24 +123,27 @@ class EncoderEngine:
                 self._last.pooled[: len(rows)] = pooled
                 self._head.replay({"tokens": len(rows)})
                 pooled = [*self._last.scores[: len(rows)]]
+            else:
+                pooled = [*self._projection(np.stack(pooled))]
         return Ready([_result(one) for one in pooled])
 
     def _write_inputs(self, rows: Sequence[Row]) -> list[int]:
         """Fill the step's input buffers; returns each text's first token in the step."""
         self._check(rows)
-        b, encoded = self._buffers, self._encoder
+        b = self._buffers
         first, block, firsts = 0, 0, list[int]()
-        b.tables[: len(rows)] = NO_BLOCK
+        self._table[: len(rows)] = NO_BLOCK
         for number, row in enumerate(rows):
             firsts.append(first)
             part, places = slice(first, first + row.end), np.arange(row.end, dtype=np.int32)
             b.tokens[part] = row.tokens[: row.end]
-            b.positions[part] = places + encoded.first_position
-            b.types[part] = (places >= row.second) if row.second and encoded.type_rows > 1 else 0
+            b.positions[part] = places + self._first
+            if self._types:
+                b.types[part] = (places >= row.second) if row.second and self._types > 1 else 0
             b.rows[number] = first, row.end, 0
-            b.slots[part] = block * BLOCK_TOKENS + places
+            self._slots[part] = block * BLOCK_TOKENS + places
             blocks = -(-row.end // BLOCK_TOKENS)
-            b.tables[number, :blocks] = np.arange(block, block + blocks)
+            self._table[number, :blocks] = np.arange(block, block + blocks)
             first, block = first + row.end, block + blocks
         return firsts
 
@@ -118,7 +152,7 @@ class EncoderEngine:
             raise ValueError("more texts or tokens in one step than the engine takes")
         for row in rows:
             if row.start or row.want != "hidden" or not 0 < row.end == len(row.tokens) <= self.info.context:
-                raise ValueError("an encoder's row is a whole text of which the hidden state is wanted")
+                raise ValueError("the row must be a whole text of which the hidden state is wanted")
 
     def _pooled(self, first: int, count: int) -> Floats:
         """A text's states as one. A mean is summed in float64, position by position."""

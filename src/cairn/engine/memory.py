@@ -17,6 +17,7 @@ from cairn.models import encoder
 from cairn.models.decoder import buffer_bytes, build
 from cairn.models.mixture import Mixture
 from cairn.models.outline import Outline, outlines
+from cairn.models.projection import projection_bytes
 from cairn.models.weights import parameters, small
 from cairn.types import BLOCK_TOKENS, CacheGroup, ModelSpec, RopeScaling
 
@@ -74,15 +75,18 @@ def weight_bytes(spec: ModelSpec) -> int:
 def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> WeightMemory:
     """What the weights that `open_weights` gave take in the kernels that `config.kernels` names; reads none of them."""
     tally: Any = _Tally(chosen(kernels) != REFERENCE)
+    more = projection_bytes(spec)
     if spec.encoder is not None:
         encoder.build(tally, spec, outlines(weights))
-        return WeightMemory(tally.held, tally.peak - tally.held, tally.streamed)
+        return WeightMemory(tally.held + more, tally.peak - tally.held, tally.streamed)
     built = build(tally, spec, outlines(weights))
     head: Any = built.head
     mixtures: list[Any] = [layer.mlp for layer in built.layers if isinstance(layer.mlp, Mixture)]
     experts = sum(sum((*one.gate_up, *one.down)) for one in mixtures)
     share = spec.experts.chosen / spec.experts.count if spec.experts else 0.0
-    return WeightMemory(tally.held, tally.peak - tally.held, tally.streamed - head - experts, head, experts, share)
+    return WeightMemory(
+        tally.held + more, tally.peak - tally.held, tally.streamed - head - experts, head, experts, share
+    )
 
 
 class _Tally:
@@ -120,6 +124,11 @@ class _Tally:
         self.peak = max(self.peak, self.held + passing)
 
 
+def whole_context(spec: ModelSpec, config: Config) -> int:
+    """Tokens of the longest text of a model that computes texts whole: buffers grow with it."""
+    return min(spec.longest_text, config.context or spec.longest_text)
+
+
 def pool_blocks(
     spec: ModelSpec, config: Config, free: int | None = None, weights: WeightMemory | None = None
 ) -> tuple[int, ...]:
@@ -132,7 +141,7 @@ def pool_blocks(
     `ModelError` with the figures for a `kv_gb` below that least.
     """
     context = min(spec.context, config.context or spec.context)
-    if not spec.groups:  # an encoder keeps nothing
+    if spec.whole:  # nothing is kept
         return ()
     needs = [_blocks_for(group, context, config) for group in spec.groups]
     least = [_blocks_for(group, min(context, LEAST_CONTEXT), config) for group in spec.groups]
@@ -191,15 +200,20 @@ def _blocks_for(group: CacheGroup, context: int, config: Config) -> int:
 
 
 def _bytes(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> int:
-    sizes = block_bytes(spec, kv_dtype(spec, config))
+    sizes = () if spec.whole else block_bytes(spec, kv_dtype(spec, config))
     return sum(count * size for count, size in zip(blocks, sizes, strict=True))
 
 
 def _buffers(spec: ModelSpec, config: Config) -> int:
     context = min(spec.context, config.context or spec.context)
     rows, scores = min(config.max_running, config.step_tokens), chosen(config.kernels) == REFERENCE
-    if spec.encoder is not None:
-        return encoder.buffer_bytes(spec, max(config.step_tokens, context), rows, context, scores=scores)
+    if spec.whole:
+        context = whole_context(spec, config)
+        tokens = max(config.step_tokens, context)
+        if spec.encoder is not None:
+            return encoder.buffer_bytes(spec, tokens, rows, context, scores=scores)
+        kept = 8 * BLOCK_TOKENS * encoder.kv_blocks(tokens, rows) * spec.kv_heads * spec.head_dim
+        return buffer_bytes(spec, tokens, rows, context, scores=scores) + kept
     return buffer_bytes(spec, config.step_tokens, rows, context, scores=scores)
 
 

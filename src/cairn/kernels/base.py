@@ -165,7 +165,7 @@ class Kernels(Protocol):
         ...
 
     def norm(self, x: Array, weight: Array, eps: float, out: Array) -> None:
-        """out[M, H] = rms_norm(x[M, H])."""
+        """out[M, H] = rms_norm(x[M, H]); `out` may be `x`."""
         ...
 
     def layer_norm(self, x: Array, weight: Array, bias: Array | None, eps: float, out: Array) -> None:

@@ -58,4 +58,5 @@ def _asked(line: Line) -> tuple[Any, ...]:
         tokens,
         0 if params.repetition_penalty != 1 else output,
         output,
+        line.mask or None,
     )

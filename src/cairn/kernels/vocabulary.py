@@ -1,7 +1,9 @@
 """One token from one line of logits, in numpy: the meaning of `csrc/sampler.cpp`, and what runs where that cannot.
 
-    line -> bias -> penalties -> banned stop tokens -> temperature -> top-k -> top-p -> min-p -> one draw
-    line -> bias -> penalties -> banned stop tokens -> top-k -> top-p -> min-p -> temperature -> one draw, where asked
+    line -> bias -> penalties -> banned tokens -> temperature -> top-k -> top-p -> min-p -> one draw
+    line -> bias -> penalties -> banned tokens -> top-k -> top-p -> min-p -> temperature -> one draw, where asked
+
+Banned are stop tokens before `min_tokens`, and what the mask of a grammar leaves out.
 
 The native sampler gives the same tokens, bit for bit, by construction:
 
@@ -57,6 +59,8 @@ class Line(NamedTuple):
     """The row whose next token it decides; None where it is only looked at."""
     top: int | None = None
     """With a number: the mass of the raw distribution, and its so many most likely tokens."""
+    mask: bytes | None = None
+    """`Row.mask`, computed: which tokens may come; None and b"": all."""
 
 
 class Choice(NamedTuple):
@@ -141,7 +145,8 @@ class NumpySampler:
             finite = (np.isfinite(logits.min(axis=1)) & np.isfinite(logits.max(axis=1))).tolist()
             drawing = [i for i, line in enumerate(lines) if finite[i] and line.row is not None]
             rows = [row for i in drawing if (row := lines[i].row) is not None]
-            tokens = dict(zip(drawing, _choose(rows, logits[drawing]), strict=True))
+            masks = [lines[i].mask for i in drawing]
+            tokens = dict(zip(drawing, _choose(rows, masks, logits[drawing]), strict=True))
             return [
                 _described(logits[i], line.top, tokens.get(i)) if finite[i] else Choice(False)
                 for i, line in enumerate(lines)
@@ -155,17 +160,19 @@ def _described(logits: Floats, top: int | None, token: int | None) -> Choice:
     if top is None:
         return Choice(True, token)
     peak = logits.max()
-    best = _ranked(logits, min(top, len(logits))) if top else ()
+    best = ranked(logits, min(top, len(logits))) if top else ()
     return Choice(True, token, float(peak), int(weigh(logits - peak).sum()), tuple(int(one) for one in best))
 
 
-def _choose(rows: list[Row], logits: Floats) -> list[int | None]:
+def _choose(rows: list[Row], masks: list[bytes | None], logits: Floats) -> list[int | None]:
     """One token a row from `logits` [len(rows), vocab], which are overwritten; None where no token is possible."""
     if not rows:
         return []
     vocab = logits.shape[1]
-    for row, values in zip(rows, logits, strict=True):
-        _adjust(row, values)
+    for row, mask, values in zip(rows, masks, logits, strict=True):
+        adjust(row, values)
+        if mask:
+            values[forbidden(mask, vocab)] = -np.inf
     best = logits.argmax(axis=1)
     peak = logits[np.arange(len(rows)), best]
     tokens: list[int | None] = [
@@ -207,7 +214,7 @@ def lowest(params: SamplingParams) -> np.float32:
     return np.float32(math.log(params.min_p) if params.min_p > 0 else -math.inf)
 
 
-def _adjust(row: Row, logits: Floats) -> None:
+def adjust(row: Row, logits: Floats) -> None:
     """Apply logit_bias, penalties and min_tokens in place to one row [vocab].
 
     As transformers and vLLM do it: repetition counts prompt and output, presence and frequency only the output.
@@ -229,6 +236,13 @@ def _adjust(row: Row, logits: Floats) -> None:
         logits[ids] -= np.float32(params.frequency_penalty) * times + np.float32(params.presence_penalty)
     if len(row.tokens) - row.prompt_len < params.min_tokens:
         logits[[token for token in params.stop_token_ids if token < vocab]] = -np.inf
+
+
+def forbidden(mask: bytes, vocab: int) -> NDArray[np.bool_]:
+    """Tokens that a mask leaves out, as flags [vocab]."""
+    bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=vocab, bitorder="little")
+    forbidden: NDArray[np.bool_] = bits == 0
+    return forbidden
 
 
 def _draw_whole(scaled: Floats, bits: Sequence[int]) -> list[int]:
@@ -272,7 +286,7 @@ def _kept(scaled: Floats, params: SamplingParams) -> Ids:
     vocab, least = len(scaled), lowest(params)
     mass = None
     if 0 < params.top_k < vocab:
-        kept = _ranked(scaled, params.top_k)
+        kept = ranked(scaled, params.top_k)
     elif params.top_p < 1:
         kept, mass = _nucleus(scaled, params.top_p)
     else:
@@ -290,7 +304,7 @@ def _lanes(vocab: int) -> int:
     return 1 << (vocab.bit_length() // 2)
 
 
-def _by_rank(values: Floats, ids: Ids) -> Ids:
+def by_rank(values: Floats, ids: Ids) -> Ids:
     """`ids` (ascending) ordered by their `values`, highest first, equal values by id.
 
     Value and id become one integer, the value's bits mapped so that integers order as floats do: sorting integers is
@@ -301,16 +315,16 @@ def _by_rank(values: Floats, ids: Ids) -> Ids:
     return np.sort((bits << 32) | ids) & 0xFFFFFFFF
 
 
-def _ranked(scaled: Floats, count: int) -> Ids:
+def ranked(scaled: Floats, count: int) -> Ids:
     """The ids of the `count` highest of one row [vocab], ordered by rank; `count` <= vocab."""
     vocab = len(scaled)
     lanes = _lanes(vocab)
     if count > lanes:
-        return _by_rank(scaled, np.arange(vocab))[:count]
+        return by_rank(scaled, np.arange(vocab))[:count]
     # The count-th highest of any `lanes` distinct tokens is a lower bound: take each column's maximum.
     heads = scaled[: vocab // lanes * lanes].reshape(-1, lanes).max(axis=0)
     kept = np.flatnonzero(scaled >= np.partition(heads, lanes - count)[lanes - count])
-    return _by_rank(scaled[kept], kept)[:count]
+    return by_rank(scaled[kept], kept)[:count]
 
 
 def _nucleus(scaled: Floats, top_p: float) -> tuple[Ids, int]:
@@ -320,8 +334,8 @@ def _nucleus(scaled: Floats, top_p: float) -> tuple[Ids, int]:
     """
     weights = weigh(scaled)
     mass = int(weights.sum())
-    few = _ranked(scaled, _lanes(len(scaled)))
+    few = ranked(scaled, _lanes(len(scaled)))
     if int(weights[few].sum()) >= top_p * mass:
         return few, mass
     kept = np.flatnonzero(weights)
-    return _by_rank(scaled[kept], kept), mass
+    return by_rank(scaled[kept], kept), mass

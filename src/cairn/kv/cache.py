@@ -22,7 +22,8 @@ from cairn.figures import GroupUse, Miss
 from cairn.kv.attention_window import first_read, longest, window_blocks
 from cairn.kv.blocks import BlockPool, Copy
 from cairn.kv.prefix import Chain, root
-from cairn.kv.sequence_kv import PATIENCE, LowerTiers, RecentKeys, SequenceKV
+from cairn.kv.sequence_kv import BlockedOn, LowerTiers, Match, RecentKeys, SequenceKV
+from cairn.kv.waiters import Waiters
 from cairn.types import CacheGroup
 
 
@@ -32,12 +33,14 @@ class Cache:
     def __init__(self, info: EngineInfo) -> None:
         self.info = info
         self._groups = info.groups
+        self._windows = any(group.kind == "window" for group in info.groups)
         self._block_tokens = info.block_tokens
         self._identity = info.identity
         self.pools = tuple(BlockPool(blocks) for blocks in info.blocks)
         self._computing: dict[bytes, SequenceKV] = {}
         """Who computes, or loads, the block with this key (of the first group's chain) now."""
         self._copies: list[Copy] = []
+        self._waiters = Waiters()
         self._seen = RecentKeys()
         """Keys that were published, to tell what is gone from what never was."""
         self.below: LowerTiers | None = None
@@ -57,47 +60,64 @@ class Cache:
         chains = tuple(Chain(root(self._identity, salt, group, size), size) for group in self._groups)
         return SequenceKV(chains, durable, stored)
 
-    def awaits(self, context: SequenceKV, tokens: Sequence[int], spare: int = 0, most: int | None = None) -> bool:
-        """Whether the first block that `open` would not find is on its way, so that to open now would be too early.
+    @property
+    def blocked(self) -> int:
+        """How many contexts wait for a block that is on its way."""
+        return self._waiters.blocked
 
-        Another sequence computes it, or it is being loaded; a load is begun here, once before an `open` that finds room
-        with `spare` blocks left, where that would find it now and leave at most `most` tokens. Waiting is bounded: it
-        is over when that block is published, its sequence closed or no further in `PATIENCE` calls, the load ended.
+    def match(self, context: SequenceKV, tokens: Sequence[int], spare: int = 0, most: int | None = None) -> Match:
+        """What `open` would find now, and whether the first block that it would not find is on its way.
+
+        Another sequence computes or loads it; or its load is begun here, once before an `open` that finds room with
+        `spare` blocks left, where that would find it now and leave at most `most` tokens. The context then keeps the
+        match until an event wakes it: all that the other brings of its blocks is published, or will not come from
+        there, or its own load has ended. One that is not blocked keeps it until more of its tokens could be found.
         """
-        if context.loading:
-            return True
-        if context.awaited is None or context.awaited not in self._computing:
-            last = (len(tokens) - 1) // self._block_tokens
-            hit = context.followed(tokens, last, self._computing) or self._hit(context, tokens)
-            if hit >= last:
-                return False
-            context.awaited = context.chains[0].key(hit, tokens)
-        owner = context.owner = self._computing.get(context.awaited)
-        if owner is None:
-            context.awaited = context.owner = None
-            if self.below is None or context.tried:
-                return False
-            context.tried = self.below.load(context, tokens, self._hit(context, tokens), spare, most)
-            return context.tried
-        if owner.loading:
-            owner.wanted = True
-            return True
-        if owner.published[0] != context.seen:
-            context.seen, context.patience = owner.published[0], PATIENCE
-        context.patience -= 1
-        return context.patience >= 0
+        self._waiters.wake(context)
+        last = (len(tokens) - 1) // self._block_tokens
+        hit = self._hit(context, tokens)
+        blocked_on: BlockedOn | None = "load" if context.loading else self._on_its_way(context, tokens, hit, last)
+        if blocked_on is None and hit < last and self.below is not None and not context.tried:
+            context.tried = self.below.load(context, tokens, hit, spare, most)
+            blocked_on = "load" if context.tried else None
+        return self._remember(context, tokens, hit, blocked_on)
 
-    def open(self, context: SequenceKV, tokens: Sequence[int], *, reuse: bool = True, spare: int = 0) -> int | None:
+    def recheck(self, *, running: bool) -> None:
+        """Verify that one of those that are blocked, each in turn, is so still; all of them where nobody is `running`.
+
+        Every event wakes whom it concerns, so this finds nothing. It is there lest an event that a change to the code
+        forgets keeps a request for ever: whoever is blocked is so on a claim or a load that exists, or is woken after
+        as many calls as there are blocked, at once where nobody computes.
+        """
+        for _ in range(1 if running else self.blocked):
+            context = self._waiters.next_blocked()
+            if context is not None and not self._is_blocked(context, running):
+                self._waiters.wake(context)
+
+    def lapse(self, context: SequenceKV, tokens: Sequence[int]) -> None:
+        """Claim nothing for a context any more: it makes no progress, and others may compute what it was to."""
+        self._unclaim(context, tokens, context.claimed.stop)
+
+    def open(
+        self,
+        context: SequenceKV,
+        tokens: Sequence[int],
+        match: Match | None = None,
+        *,
+        reuse: bool = True,
+        spare: int = 0,
+    ) -> int | None:
         """Hold the longest cached prefix of `tokens`, and blocks for all the rest of them in the full groups.
 
         Returns the tokens covered, once `copies` are made, or None with nothing held where that leaves fewer than
         `spare` blocks available in a pool. Window groups grow as they are computed; here they only need room for one
-        window. Without `reuse` nothing cached is used, and everything is computed.
+        window. Without `reuse` nothing cached is used, and everything is computed. `match`: what was found just now.
         """
         size = self._block_tokens
-        hit = self._hit(context, tokens) if reuse else 0
+        hit = (self._hit(context, tokens) if match is None else match.covered // size) if reuse else 0
         wanted = -(-len(tokens) // size) - hit
-        if not self._hold_with_room(context, tokens, hit, spare):
+        if (short := self._hold_with_room(context, tokens, hit, spare)) is not None:
+            self._remember(context, tokens, hit, short)
             return None  # nor is another load begun: what the last one brought was overtaken, and would be again
         context.tried = False
         for group, pool, table in zip(self._groups, self.pools, context.tables, strict=True):
@@ -105,7 +125,6 @@ class Cache:
                 table.extend(pool.take(wanted))
         self._measure(context)
         self._claim(context, tokens, hit, len(tokens) // size)
-        context.awaited = context.owner = None
         if self.below is not None and hit:
             self.below.findable(context, tokens)
         if reuse and len(tokens) == (hit + 1) * size and self._copy_last(context, tokens, hit):
@@ -120,9 +139,10 @@ class Cache:
     def prepare(self, context: SequenceKV, tokens: Sequence[int], hit: int, stop: int, spare: int) -> bool:
         """Hold the first `hit` blocks and say that those up to `stop` are being loaded.
 
-        False, with nothing held, where `open` would have no room.
+        False, with nothing held, where `open` would have no room; what `match` finds then holds until there is more.
         """
-        if not self._hold_with_room(context, tokens, hit, spare):
+        if (short := self._hold_with_room(context, tokens, hit, spare)) is not None:
+            self._waiters.short(context, short)
             return False
         self._claim(context, tokens, hit, stop)
         context.loading = True
@@ -154,7 +174,7 @@ class Cache:
 
         Call it after the step that computed them, never before. A partly filled block stays private.
         """
-        full = computed // self._block_tokens
+        full, before = computed // self._block_tokens, context.published[0]
         for number, (group, pool, table) in enumerate(zip(self._groups, self.pools, context.tables, strict=True)):
             done = context.published[number]
             while done < full:
@@ -171,18 +191,22 @@ class Cache:
             context.published[number] = done
             self._give_back_passed(group, pool, table, computed)
         self._unclaim(context, tokens, context.published[0])
+        for index in range(before, context.published[0]):
+            self._waiters.settled(context.chains[0].key(index, tokens))
+        self._waiters.freed()
         if self.below is not None:
             self.below.findable(context, tokens)
 
     def close(self, context: SequenceKV, tokens: Sequence[int]) -> None:
         """Give back everything. What was published stays findable until its blocks are needed."""
+        self._waiters.wake(context)
         self._unclaim(context, tokens, context.claimed.stop)
         for pool, table in zip(self.pools, context.tables, strict=True):
             pool.release(block for block in reversed(table) if block != NO_BLOCK)
         context.tables = tuple([] for _ in self.pools)
         context.published = [0] * len(self.pools)
         context.capacity = 0
-        context.awaited = context.owner = None
+        self._waiters.freed()
         if context.loading and self.below is not None:
             context.loading = False
             self.below.stop(context)
@@ -237,18 +261,58 @@ class Cache:
         key = context.chains[number].key(index, tokens)
         return self.pools[number].find(key, tokens[index * self._block_tokens : (index + 1) * self._block_tokens])
 
-    def _hold_with_room(self, context: SequenceKV, tokens: Sequence[int], hit: int, spare: int) -> bool:
-        """Hold the first `hit` blocks if the rest has room beside them; else hold nothing."""
+    def _on_its_way(self, context: SequenceKV, tokens: Sequence[int], hit: int, last: int) -> bytes | None:
+        """The key of the last of the blocks from `hit` up to `last` that the one that brings the first of them brings.
+
+        None where nobody does. It is published after all before it, so a waiter is woken once.
+        """
+        key = context.chains[0].key
+        owner = self._computing.get(key(hit, tokens)) if hit < last else None
+        if owner is None:
+            return None
+        if owner.loading:
+            owner.wanted = True
+        stop = min(last, owner.claimed.stop)
+        while hit + 1 < stop and self._computing.get(key(hit + 1, tokens)) is owner:
+            hit += 1
+        return key(hit, tokens)
+
+    def _is_blocked(self, context: SequenceKV, running: bool) -> bool:
+        """Whether what a context is blocked on is still to come from a load, or from one that is `running`."""
+        on = context.match.blocked_on if context.match is not None else None
+        owner = context if on == "load" else self._computing.get(on) if isinstance(on, bytes) else None
+        return owner is not None and (owner.loading or (running and owner is not context))
+
+    def _remember(self, context: SequenceKV, tokens: Sequence[int], hit: int, blocked_on: BlockedOn | None) -> Match:
+        """Keep what was found for a context until something happens.
+
+        What is found grows when its first missing block is published; with windows also when a later one is, by one
+        that began when more was there.
+        """
+        last = (len(tokens) - 1) // self._block_tokens
+        match = Match(hit * self._block_tokens, len(tokens) - hit * self._block_tokens, blocked_on)
+        keys: list[bytes] = []
+        if isinstance(blocked_on, bytes):
+            keys = [blocked_on]
+        elif blocked_on != "load" and hit < last:
+            key, more = context.chains[0].key, range(hit + 1, last) if self._windows else ()
+            keys = [key(hit, tokens), *(one for index in more if (one := key(index, tokens)) in self._computing)]
+        self._waiters.remember(context, match, keys)
+        return match
+
+    def _hold_with_room(self, context: SequenceKV, tokens: Sequence[int], hit: int, spare: int) -> BlockPool | None:
+        """Hold the first `hit` blocks if the rest has room beside them; else hold nothing, and return who has none."""
         self._hold_prefix(context, tokens, hit)
         wanted = -(-len(tokens) // self._block_tokens) - hit
         for group, pool in zip(self._groups, self.pools, strict=True):
             held = hit - first_read(group, hit * self._block_tokens, self._block_tokens)
             span = window_blocks(group, self._block_tokens)
             if (min(wanted, span - held) if span else wanted) + spare > pool.available:
-                context.short = pool
                 self.close(context, tokens)
-                return False
-        return True
+                return pool
+        self._waiters.wake(context)
+        self._waiters.taken()
+        return None
 
     def _hold_prefix(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> None:
         for number, (group, pool, table) in enumerate(zip(self._groups, self.pools, context.tables, strict=True)):
@@ -294,6 +358,7 @@ class Cache:
             key = context.chains[0].key(index, tokens)
             if self._computing.get(key) is context:
                 del self._computing[key]
+                self._waiters.settled(key)
         context.claimed = range(max(claimed.start, min(stop, claimed.stop)), claimed.stop)
 
     def _measure(self, context: SequenceKV) -> None:

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from cairn.kv.blocks import BlockPool
 from cairn.kv.prefix import Chain
 
-PATIENCE = 32
-"""How often `Cache.awaits` says yes while the sequence that computes the block makes no progress."""
 REMEMBERED_KEYS = 1 << 15
 """Keys that a `RecentKeys` holds."""
 
 TierName = Literal["ram", "disk"]
+
+
+BlockedOn = bytes | BlockPool | Literal["load"]
+"""The key of a block that another computes or loads, a pool with too few blocks, or the load into its own tables."""
+
+
+class Match(NamedTuple):
+    """What the cache has of a context's tokens, and what its computation has to wait for."""
+
+    covered: int
+    """Leading tokens whose blocks the pools have; one token is left to compute."""
+    missing: int
+    """All other tokens."""
+    blocked_on: BlockedOn | None = None
 
 
 class Brought(NamedTuple):
@@ -35,7 +47,6 @@ class SequenceKV:
     """
 
     __slots__ = (
-        "awaited",
         "breaks",
         "brought",
         "capacity",
@@ -46,16 +57,14 @@ class SequenceKV:
         "load_seconds",
         "loading",
         "looked",
+        "match",
         "noted",
-        "owner",
-        "patience",
         "published",
-        "seen",
-        "short",
         "stored",
         "tables",
         "tried",
         "wanted",
+        "watched",
     )
 
     def __init__(self, chains: tuple[Chain, ...], durable: bool = False, stored: bool = True) -> None:
@@ -76,15 +85,10 @@ class SequenceKV:
         """Positions that every table covers."""
         self.claimed = range(0)
         """Blocks that this sequence is computing or loading: others that need one of them may wait for it."""
-        self.awaited: bytes | None = None
-        """Key of the block that this sequence waits for."""
-        self.owner: SequenceKV | None = None
-        """Who computed, or loaded, that block at the last look."""
-        self.seen = -1
-        """How far the sequence that computes that block had got at the last look."""
-        self.patience = PATIENCE
-        self.short: BlockPool | None = None
-        """The pool that had too few blocks when it was to be opened in vain last."""
+        self.match: Match | None = None
+        """What was found at the last look, while it waits and nothing has happened that could change it."""
+        self.watched: tuple[bytes, ...] = ()
+        """Keys that end this when they are settled: see `Waiters`."""
         self.loading = False
         """Its tables are being filled from below."""
         self.wanted = False
@@ -96,14 +100,6 @@ class SequenceKV:
         self.brought: list[Brought] = []
         self.load_seconds = 0.0
         """From the decision to load until the last stretch lay in the pool."""
-
-    def followed(self, tokens: Sequence[int], last: int, computing: Mapping[bytes, SequenceKV]) -> int:
-        """Blocks that the one waited for has published, if it brings the next one for this sequence, too; else 0.
-
-        It holds all before that one, so nothing needs to be searched, which everybody who waits would do at each step.
-        """
-        done = self.owner.published[0] if self.owner is not None else 0
-        return done if done < last and computing.get(self.chains[0].key(done, tokens)) is self.owner else 0
 
     def bring(self, begin: int, end: int, tier: TierName) -> None:
         """A load has brought tokens `begin` to `end` up. What an earlier one brought from there on was lost again."""

@@ -218,6 +218,7 @@ class Tiers:
         if load is not None:
             load.done.append(lambda: self._after(load, tokens, salt, done))
         elif not self._begin(context, tokens, hit, 0, done):
+            self._cache.close(context, tokens)  # it waits for nothing
             done()
 
     def _asked_for(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> Load | None:

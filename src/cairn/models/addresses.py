@@ -3,6 +3,7 @@
     hf.co/org/name, hf.co/org/name:Q4_K_M, hf://org/name         org/name, org/name:Q4_K_M
     https://huggingface.co/org/name, .../tree/main               org/name
     https://huggingface.co/org/name/blob/main/folder/M.gguf      org/name:M, and so .../resolve/main/M.gguf
+    qwen3:0.6b and the others of SHORT                           Qwen/Qwen3-0.6B-GGUF:Q8_0
     file:///home/ada/m.gguf, file:m.gguf                         /home/ada/m.gguf, m.gguf
 
 Everything else is a name already. Nothing is looked up here.
@@ -70,6 +71,27 @@ KNOWN = {
 }
 
 
+SHORT: Mapping[str, str] = {
+    "gemma3:270m": "ggml-org/gemma-3-270m-it-GGUF:Q8_0",
+    "gemma3:1b": "ggml-org/gemma-3-1b-it-GGUF:Q4_K_M",
+    "llama3.2:1b": "bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M",
+    "llama3.2:3b": "bartowski/Llama-3.2-3B-Instruct-GGUF:Q4_K_M",
+    "qwen2.5:0.5b": "Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M",
+    "qwen2.5:1.5b": "Qwen/Qwen2.5-1.5B-Instruct-GGUF:Q4_K_M",
+    "qwen2.5-coder:0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF:Q4_K_M",
+    "qwen2.5-coder:1.5b": "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:Q4_K_M",
+    "qwen2.5-coder:3b": "Qwen/Qwen2.5-Coder-3B-Instruct-GGUF:Q4_K_M",
+    "qwen3:0.6b": "Qwen/Qwen3-0.6B-GGUF:Q8_0",
+    "qwen3:1.7b": "Qwen/Qwen3-1.7B-GGUF:Q8_0",
+    "qwen3:4b": "Qwen/Qwen3-4B-GGUF:Q4_K_M",
+    "qwen3:8b": "Qwen/Qwen3-8B-GGUF:Q4_K_M",
+    "smollm2:135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "smollm2:360m": "HuggingFaceTB/SmolLM2-360M-Instruct-GGUF:Q8_0",
+    "smollm2:1.7b": "HuggingFaceTB/SmolLM2-1.7B-Instruct-GGUF:Q4_K_M",
+}
+"""Names that people type at other programs -> a repository of the hub, of the model's makers where they have one. The
+hub's checksums are those of its files."""
+
 HUBS = ("huggingface.co", "hf.co", "www.huggingface.co")
 ENDPOINT = "HF_ENDPOINT"
 """The variable that names a mirror of the hub, whose addresses are understood too."""
@@ -82,6 +104,8 @@ def plain(model: str, env: Mapping[str, str] | None = None) -> str:
 
     Raises ModelError for the address of another site, of another revision than `main`, or of nothing that is a model.
     """
+    if model in SHORT:
+        return SHORT[model]
     scheme, colon, rest = model.partition(":")
     if colon and scheme.lower() == "file":
         return _file(model, rest)

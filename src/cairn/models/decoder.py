@@ -83,6 +83,8 @@ class Decoder:
     logit_scale: float
     residual_scale: float
     query_scaling: tuple[float, float] | None
+    both: bool
+    """Whether tokens see what follows them too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
         logit_scale=spec.logit_scale,
         residual_scale=spec.residual_scale,
         query_scaling=spec.query_scaling,
+        both=spec.both,
     )
 
 
@@ -243,7 +246,8 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
         if decoder.query_scaling is not None:
             k.scale_queries(b.query, b.positions, *decoder.query_scaling)
         places = (kv[g], layer.index, b.rows, b.tables[g], layer.window)
-        k.attention(b.query, *places, decoder.scale, b.attended, decoder.softcap, False, layer.sinks)
+        how = (decoder.scale, b.attended, decoder.softcap, decoder.both, layer.sinks)
+        k.attention(b.query, *places, *how)
         k.project(b.attended, layer.out, b.projected)
         _add(k, decoder, layer.attention_post_norm, b)
         x = _normed(k, decoder, layer.mlp_norm, b)
@@ -281,6 +285,12 @@ def head(k: Kernels, decoder: Decoder, b: Buffers) -> None:
         k.scale_logits(b.logits, decoder.logit_scale)
     if decoder.logit_softcap:
         k.softcap(b.logits, decoder.logit_softcap)
+
+
+def states(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
+    """`body`, and the model's last norm of every token in the place of its hidden state."""
+    body(k, decoder, kv, b)
+    k.norm(b.hidden, decoder.norm, decoder.eps, b.hidden)
 
 
 def with_slots(buffers: Buffers) -> Buffers:
@@ -338,3 +348,10 @@ def record(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buf
     last: Any = Recorder()
     head(last, decoder, symbols)
     return kernels.program(layers.calls), kernels.program(last.calls)
+
+
+def record_states(kernels: Kernels, decoder: Decoder, kv: Sequence[Array], buffers: Buffers) -> Program:
+    """The program of `states` over these buffers and this KV pool."""
+    recorder: Any = Recorder()
+    states(recorder, decoder, kv, with_slots(buffers))
+    return kernels.program(recorder.calls)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cairn.errors import ModelError
-from cairn.models.embedding_files import embedding_of
+from cairn.models.embedding_files import check_width, embedding_of
 from cairn.models.families import ENCODERS, named_architecture
 from cairn.models.files import Fields
 from cairn.models.hub import model_name
@@ -270,7 +270,9 @@ def encoder_spec(config: Fields, folder: Path) -> ModelSpec:
 def _embedding(config: Fields, folder: Path, judges: bool) -> Embedding:
     """How vectors are made; without a word of it the mean, as sentence-transformers does it."""
     if not judges:
-        return embedding_of(folder) or Embedding(pooling="mean")
+        found = embedding_of(folder) or Embedding(pooling="mean")
+        check_width(found, config.integer("hidden_size", 1, 1 << 20), folder)
+        return found
     pooling: Pooling = "mean" if config.text("classifier_pooling", "cls") == "mean" else "cls"
     return Embedding(pooling=pooling)
 

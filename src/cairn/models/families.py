@@ -213,7 +213,7 @@ def family_of(config: Fields, *, bare: bool = False) -> tuple[str, Family]:
     `bare`: the model may be named as one without a head, as those that make embeddings are.
     """
     name = named_architecture(config)
-    headed = f"{name.removesuffix('Model')}ForCausalLM"
+    headed = f"{name.removesuffix('Model').removesuffix('Text')}ForCausalLM"
     if bare and name.endswith("Model") and headed in FAMILIES:
         name = headed
     if name not in FAMILIES:
@@ -221,14 +221,21 @@ def family_of(config: Fields, *, bare: bool = False) -> tuple[str, Family]:
         raise ModelError(f"{config.path}: the architecture {name[:80]!r} is not supported; supported are {known}")
     if config.has("quantization_config") and not _mxfp4(config, FAMILIES[name]):
         raise ModelError(f"{config.path}: quantised safetensors (quantization_config) are not supported")
-    if config.has("use_bidirectional_attention") and config.flag("use_bidirectional_attention", False):
+    if sees_both(config) and not bare:
         raise ModelError(f"{config.path}: use_bidirectional_attention is true; such a model does not generate text")
+    if not config.flag("is_causal", True) or (sees_both(config) and not FAMILIES[name].local_rope):
+        raise ModelError(f"{config.path}: attention in both directions is not supported for {name}")
     return name, FAMILIES[name]
 
 
 def _mxfp4(config: Fields, family: Family) -> bool:
     """Whether the weights are quantised as the family's own are."""
     return family.packed and config.object("quantization_config").values.get("quant_method") == "mxfp4"
+
+
+def sees_both(config: Fields) -> bool:
+    """Whether a decoder's tokens see what follows them too."""
+    return config.has("use_bidirectional_attention") and config.flag("use_bidirectional_attention", False)
 
 
 def text_config(config: Fields, family: Family) -> Fields:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cairn.errors import ModelError
@@ -51,6 +51,8 @@ class Architecture:
     """With so many layers, scores are scaled by 1 / sqrt(width / heads), not by 1 / sqrt(head size)."""
     softcaps: tuple[float, float] = (0.0, 0.0)
     """Of attention's scores and of logits, where the file does not say."""
+    both: bool = False
+    """Whether tokens see what follows them too; the file's window counts the tokens on both sides then."""
     qk_norm_whole: bool = False
     """Whether norms of q and k are over all heads together."""
     pre_norms: bool = True
@@ -77,6 +79,10 @@ _MLP_NORM = {"post_attention_norm": "post_attention_layernorm"}
 """Where the norm before the MLP is called by what stands before it."""
 _POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 _GEMMA_NORMS = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+
+_GEMMA_3 = Architecture(
+    "Gemma3ForCausalLM", qk_norm=True, gemma=True, names=_GEMMA_NORMS, period=6, local_rope=True, by_width=62
+)
 
 ARCHITECTURES = {
     "llama": Architecture(
@@ -116,9 +122,8 @@ ARCHITECTURES = {
     "gemma2": Architecture(
         "Gemma2ForCausalLM", gemma=True, names=_GEMMA_NORMS, period=2, by_width=46, softcaps=(50.0, 30.0)
     ),
-    "gemma3": Architecture(
-        "Gemma3ForCausalLM", qk_norm=True, gemma=True, names=_GEMMA_NORMS, period=6, local_rope=True, by_width=62
-    ),
+    "gemma3": _GEMMA_3,
+    "gemma-embedding": replace(_GEMMA_3, both=True),
 }
 """`general.architecture` -> what it means. Mistral's models call themselves llama."""
 

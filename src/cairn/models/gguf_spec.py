@@ -19,6 +19,8 @@ from cairn.models.ends import ENDS, is_spelt_as_control, known_ends
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
 from cairn.models.gguf_architectures import ARCHITECTURES, EXPERT_KEYS, Architecture, experts
+from cairn.models.gguf_purpose import ENCODERS, purpose
+from cairn.models.gguf_purpose import KEYS as PURPOSE
 from cairn.models.hub import model_name
 from cairn.types import (
     MAX_CONTEXT,
@@ -43,6 +45,7 @@ _KEYS = frozenset(
         *("rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor"),
         *("rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.attn_factor"),
         *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+        *PURPOSE,
     )
 )
 _GEMMA_KEYS = frozenset(
@@ -82,7 +85,7 @@ def architecture(gguf: Gguf) -> Architecture:
     if not name:
         raise gguf.fields.error("general.architecture", "the name of an architecture")
     if name not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
+        known = ", ".join(sorted([*ARCHITECTURES, *ENCODERS]))
         raise ModelError(f"{gguf.paths[0]}: the architecture {name[:80]!r} is not supported; supported are {known}")
     return ARCHITECTURES[name]
 
@@ -102,7 +105,7 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     rope, context = _rope(keys, gguf, head_dim, truncate=not family.untruncated)
     if family.local_rope:
         context = keys.integer("context_length", 2, MAX_CONTEXT)  # which states the scaled length
-    vocab = _vocab(gguf, hidden)
+    vocab = vocab_rows(gguf, hidden)
     mixture = experts(keys, family, layers)
     spec = ModelSpec(
         name=model_name(gguf.paths[0]),
@@ -133,6 +136,8 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         eos_ids=_ends(gguf, vocab),
         bos_id=next(iter(named_ids(gguf, "bos", vocab, absent=True)), None),
         defaults=_defaults(gguf.fields),
+        both=family.both,
+        **purpose(keys, gguf, hidden, family.both),
     )
     if spec.heads % spec.kv_heads:
         raise keys.error("attention.head_count_kv", f"a divisor of the head count ({heads})")
@@ -172,7 +177,7 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
     for name, (key, plain) in others.items():
         if isinstance(plain, np.ndarray) or (plain and not _same(plain, done.get(name))):
             raise ModelError(f"{gguf.paths[0]}: {key[:120]} is set, which is not supported")
-    if not keys.flag("attention.causal", True):
+    if not family.both and not keys.flag("attention.causal", True):
         raise ModelError(f"{gguf.paths[0]}: {prefix}attention.causal is false; such a model does not generate text")
     return keys
 
@@ -184,7 +189,7 @@ def _same(value: Any, neutral: Any) -> bool:
     return bool(value == neutral)
 
 
-def _vocab(gguf: Gguf, hidden: int) -> int:
+def vocab_rows(gguf: Gguf, hidden: int) -> int:
     """Rows of the embedding, which may be more than there are tokens."""
     tensor = gguf.tensors.get("token_embd.weight")
     if tensor is None or len(tensor.shape) != 2 or tensor.shape[1] != hidden or tensor.shape[0] > MAX_VOCAB:
@@ -294,6 +299,8 @@ def _groups(
         return cache_groups(layers, range(layers) if window else (), window, context)
     if not window:
         raise keys.error("attention.sliding_window", f"a whole number from 1 to {MAX_CONTEXT}")
+    if family.both:
+        window = window // 2 + 1
     rope = None
     if family.local_rope:
         rope = RotaryPositions(theta=keys.number("rope.freq_base_swa", 1.0, 1e15, 10000.0))

@@ -19,6 +19,8 @@ from cairn.errors import ModelFileError
 from cairn.kernels.base import Quantized
 from cairn.models.dequant import Kind, dequantize
 from cairn.models.gguf import Gguf, Tensor
+from cairn.models.gguf_encoder import encoder_name, is_encoder
+from cairn.models.gguf_purpose import DENSE, JUDGE
 from cairn.models.gguf_spec import FACTORS, architecture
 from cairn.models.mixture_spec import MAX_EXPERTS
 from cairn.models.outline import Outline, codes
@@ -54,6 +56,8 @@ _LAYER = {
 """Of a layer; {} stands for the number of an expert, all of which are one tensor."""
 _WITHOUT_END = {"attn_sinks": "self_attn.sinks"}
 """Tensors whose names here have no `.weight`."""
+_BEHIND = {JUDGE: "judge.weight"} | {f"{name}.weight": f"{name}.weight" for name in DENSE}
+"""What a pooled state goes through."""
 _NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)\.(weight|bias)")
 _HARMLESS = re.compile(re.escape(FACTORS) + r"|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 """Constants of the rotary positions; the spec holds those that matter."""
@@ -65,6 +69,8 @@ def hub_name(name: str, others: Mapping[str, str] | None = None) -> str | None:
 
     `others`: what is called otherwise than in plain decoders.
     """
+    if name in _BEHIND:
+        return _BEHIND[name]
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -104,10 +110,15 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
     def __init__(self, gguf: Gguf, expected: Mapping[str, tuple[int, ...]], head_dim: int) -> None:
         """Check that the file holds exactly the `expected` tensors with their shapes; `ModelFileError` otherwise."""
         self._gguf, self._head_dim = gguf, head_dim
-        self._interleaved = architecture(gguf).interleaved
+        own = None if is_encoder(gguf) else architecture(gguf)
+        self._interleaved = own is not None and own.interleaved
         self._found: dict[str, _Part] = {}
         for tensor in gguf.tensors.values():
-            name = hub_name(tensor.name, architecture(gguf).names)
+            name = (
+                encoder_name(gguf.metadata["general.architecture"], tensor.name)
+                if own is None
+                else hub_name(tensor.name, own.names)
+            )
             if name is not None and name.format(0) in expected:
                 self._put(name, tensor, expected)
             elif not _HARMLESS.fullmatch(tensor.name):

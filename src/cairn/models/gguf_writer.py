@@ -22,6 +22,7 @@ from cairn.models.dequant import KINDS, Kind, dequantize
 from cairn.models.files import is_gguf
 from cairn.models.gguf import Gguf, Tensor, read_gguf
 from cairn.models.gguf_architectures import ARCHITECTURES
+from cairn.models.gguf_purpose import POOLINGS
 from cairn.models.gguf_spec import FACTORS, SAMPLING
 from cairn.models.gguf_weights import gguf_name, turn
 from cairn.models.weights import expected_tensors, open_weights
@@ -145,6 +146,8 @@ def metadata(spec: ModelSpec, name: str) -> dict[str, Any]:
     }
     if spec.groups[0].window:
         found["attention.sliding_window"] = spec.groups[0].window
+    if spec.kind == "embed":
+        found["pooling_type"] = next(number for number, one in POOLINGS.items() if one == spec.embedding.pooling)
     if rope.kind in ("linear", "yarn"):
         found |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
     if rope.kind == "yarn":
@@ -162,7 +165,7 @@ def metadata(spec: ModelSpec, name: str) -> dict[str, Any]:
 def check_written(spec: ModelSpec, written: ModelSpec) -> None:
     """Raise `ModelError` if a GGUF file that was written says less of its model, or another thing, than its source."""
     exact = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "context", "activation", "qk_norm")
-    for name in (*exact, "qkv_bias", "out_bias", "mlp_bias", "tied", "groups"):
+    for name in (*exact, "qkv_bias", "out_bias", "mlp_bias", "tied", "groups", "kind", "width"):
         if getattr(spec, name) != getattr(written, name):
             raise ModelError(f"{spec.name}: its {name} cannot be written as GGUF")
     ours, theirs = (frequencies(one.head_dim, one.rope_theta, one.rope_scaling) for one in (spec, written))

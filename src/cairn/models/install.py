@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.download import Hub, Listing, RemoteFile
+from cairn.models.families import MODULES
 from cairn.models.files import INDEX, MAX_JSON_BYTES, WEIGHTS
 from cairn.models.hub import NEEDED, Progress, choose_one, index_shards, is_complete, snapshot_of
 from cairn.models.variants import tags, variants
@@ -26,7 +28,12 @@ USEFUL = (
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    MODULES,
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
 )
+_MODULE = re.compile(r"\d_[A-Za-z]{1,32}/(config\.json|model\.safetensors)")
+"""What the modules behind a transformer have: 1_Pooling, 2_Dense."""
 
 
 def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress], None]) -> Path:
@@ -46,6 +53,7 @@ def install(hub: Hub, model: str, repository: Path, progress: Callable[[Progress
             raise ModelFileError(f"{name} of {model}: larger than {most} MiB, which no model's JSON file is")
     blobs = repository / "blobs"
     small = [listing[name] for name in (*NEEDED, *USEFUL, INDEX) if name in listing]
+    small += [file for name, file in listing.items() if _MODULE.fullmatch(name)]
     if INDEX in listing:
         hub.fetch(commit, listing[INDEX], blobs / listing[INDEX].digest, lambda _: None)
     snapshot = _fetch(hub, commit, repository, small + _weights(hub, listed, blobs), progress)

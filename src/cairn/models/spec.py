@@ -16,13 +16,16 @@ import msgspec
 
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.digests import file_digest
-from cairn.models.embedding_files import embedding_of
+from cairn.models.embedding_files import check_width, embedding_of, judge_of
 from cairn.models.encoder_spec import encoder_spec, is_encoder
-from cairn.models.families import Family, family_of, text_config
+from cairn.models.families import Family, family_of, sees_both, text_config
 from cairn.models.files import Fields, is_gguf, read_json, read_optional_json, reading
 from cairn.models.gguf import read_gguf
+from cairn.models.gguf_encoder import gguf_encoder_spec
+from cairn.models.gguf_encoder import is_encoder as is_gguf_encoder
 from cairn.models.gguf_spec import SAMPLING, cache_groups, gguf_spec, suggested
 from cairn.models.hub import model_name
+from cairn.models.judge import with_judge
 from cairn.models.mixture_spec import mixture
 from cairn.models.positions_spec import (
     global_positions,
@@ -64,14 +67,20 @@ def load_spec(folder: Path, *, identify: bool = True) -> ModelSpec:
     one that is not built.
     """
     with reading(folder):
-        spec = gguf_spec(read_gguf(folder)) if is_gguf(folder) else _load(folder)
+        spec = with_judge(_load_gguf(folder) if is_gguf(folder) else _load(folder), folder)
         return identified(spec, folder) if identify else spec
+
+
+def _load_gguf(path: Path) -> ModelSpec:
+    gguf = read_gguf(path)
+    return gguf_encoder_spec(gguf) if is_gguf_encoder(gguf) else gguf_spec(gguf)
 
 
 def check_decodes(spec: ModelSpec) -> ModelSpec:
     """The spec of a decoder. Raises `ModelError` for an encoder, of which something makes no sense."""
-    if spec.encoder is not None:
-        raise ModelError(f"{spec.name} is an encoder ({spec.architecture}): it generates nothing and keeps no KV")
+    if spec.whole:
+        named = f"an encoder ({spec.architecture})" if spec.encoder is not None else "made for embeddings"
+        raise ModelError(f"{spec.name} is {named}: it generates nothing and keeps no KV")
     return spec
 
 
@@ -90,10 +99,9 @@ def _load(folder: Path) -> ModelSpec:
     if is_encoder(config):
         return encoder_spec(config, folder)
     modules = embedding_of(folder)
-    kind: Kind = "chat" if modules is None else "embed"
+    judge = judge_of(folder)
+    kind: Kind = "rerank" if judge is not None else "chat" if modules is None else "embed"
     architecture, family = family_of(config, bare=modules is not None)
-    if modules is not None and modules.pooling != "last":
-        raise ModelError(f"{folder}: the pooling of a decoder is that of the last token, not {modules.pooling}")
     config = text_config(config, family)
     heads = config.integer("num_attention_heads", 1, 1 << 14)
     hidden = config.integer("hidden_size", 1, 1 << 20)
@@ -136,6 +144,7 @@ def _load(folder: Path) -> ModelSpec:
         out_bias=_bias(config, family.out_bias),
         mlp_bias=_bias(config, family.mlp_bias),
         **_multiplied(config, family, hidden, head_dim),
+        both=sees_both(config),
         # The files of one that makes embeddings have no head, whatever its config says.
         tied=config.flag("tie_word_embeddings", False) or kind == "embed",
         groups=_groups(config, family, layers, context, RotaryPositions(theta=theta, scaling=rope)),
@@ -144,7 +153,9 @@ def _load(folder: Path) -> ModelSpec:
         defaults=_defaults(folder),
         kind=kind,
         embedding=modules or Embedding(),
+        judge=judge,
     )
+    check_width(spec.embedding, hidden, folder)
     if spec.heads % spec.kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     if spec.head_dim % 2:
@@ -210,6 +221,8 @@ def _groups(
             limited = list(range(layers))
     elif _by_layer(config, family):
         window = config.integer("sliding_window", 1, MAX_CONTEXT, None if family.period else 4096)
+        if sees_both(config):  # the config counts the tokens on both sides
+            window = window // 2 + 1
         limited = _window_layers(config, family, layers)
     own = local_positions(config, family) if family.local_rope else None
     if family.unscaled and positions.scaling.kind != "none":
@@ -299,6 +312,7 @@ _LATER: dict[str, Any] = {
     **{"attention_softcap": 0.0, "logit_softcap": 0.0, "encoder": None},
     **{"pre_norms": True, "qk_norm_whole": False, "rotary": None, "unturned": (), "query_scaling": None},
     **{"sinks": False, "residual_scale": 1.0, "logit_scale": 1.0, "experts": None},
+    **{"both": False},
 }
 """Facts that specs did not have from the beginning, with what they are where they change nothing."""
 
@@ -310,7 +324,7 @@ def _facts(spec: ModelSpec) -> dict[str, Any]:
     for name, plain in _LATER.items():
         if found[name] == plain:
             del found[name]
-    del found["kind"], found["embedding"]
+    del found["kind"], found["embedding"], found["judge"]
     for group in found["groups"]:
         if group["rope"] is None:
             del group["rope"]

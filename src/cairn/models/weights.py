@@ -77,6 +77,9 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "model.embed_tokens.weight": (spec.vocab, spec.hidden),
         "model.norm.weight": (spec.hidden,),
     }
+    shapes |= {f"{one.place}.weight": (one.outputs, one.inputs) for one in spec.embedding.dense if one.inside}
+    if spec.judge is not None and spec.judge.apart:
+        shapes["judge.weight"] = (2, spec.hidden)
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
     attention = {
@@ -90,19 +93,7 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (spec.ffn, spec.hidden, spec.mlp_bias),
         "mlp.down_proj": (spec.hidden, spec.ffn, spec.mlp_bias),
     }
-    norms = {"post_attention_layernorm": spec.hidden}
-    if spec.pre_norms:
-        norms["input_layernorm"] = spec.hidden
-    if spec.post_norms:
-        norms["post_feedforward_layernorm"] = spec.hidden
-    if spec.pre_norms and spec.post_norms:
-        norms["pre_feedforward_layernorm"] = spec.hidden
-    if spec.qk_norm:
-        whole = spec.qk_norm_whole
-        norms |= {
-            "self_attn.q_norm": query if whole else spec.head_dim,
-            "self_attn.k_norm": kv if whole else spec.head_dim,
-        }
+    norms = _norms(spec)
     mixture = {} if spec.experts is None else mixture_tensors(spec, spec.experts)
     for layer in range(spec.layers):
         prefix = f"model.layers.{layer}."
@@ -118,6 +109,25 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         for name, size in norms.items():
             shapes[f"{prefix}{name}.weight"] = (size,)
     return shapes
+
+
+def _norms(spec: ModelSpec) -> dict[str, int]:
+    """Name and size of a layer's norms."""
+    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    norms = {"post_attention_layernorm": spec.hidden}
+    if spec.pre_norms:
+        norms["input_layernorm"] = spec.hidden
+    if spec.post_norms:
+        norms["post_feedforward_layernorm"] = spec.hidden
+    if spec.pre_norms and spec.post_norms:
+        norms["pre_feedforward_layernorm"] = spec.hidden
+    if spec.qk_norm:
+        whole = spec.qk_norm_whole
+        norms |= {
+            "self_attn.q_norm": query if whole else spec.head_dim,
+            "self_attn.k_norm": kv if whole else spec.head_dim,
+        }
+    return norms
 
 
 def parameters(spec: ModelSpec) -> int:
@@ -210,6 +220,11 @@ def _check(path: Path, name: str, array: NDArray[Any], shape: tuple[int, ...]) -
         raise ModelFileError(
             f"{path}: the tensor {name} has the shape {list(array.shape)}, expected {list(shape)} from config.json"
         )
+
+
+def open_tensors(path: Path) -> dict[str, NDArray[Any]]:
+    """Every tensor of one safetensors file. Raises `ModelFileError` for a broken one."""
+    return dict(_tensors(path))
 
 
 def own_name(name: str, spec: ModelSpec) -> str:

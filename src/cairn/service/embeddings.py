@@ -18,6 +18,7 @@ from cairn.errors import ContextTooLong, GenerationFailed, InvalidRequest, Overl
 from cairn.service.service import Service
 from cairn.service.stream import merge
 from cairn.text import length
+from cairn.text.judged import Question
 from cairn.text.tokenizer import INLINE
 from cairn.text.whole import Whole
 from cairn.types import Done, Request, SamplingParams
@@ -58,6 +59,8 @@ class Asking:
     """What the caller calls the texts."""
     prompt_name: str | None = None
     """Which of the model's words stand before them; None: those that it puts before every text, if any."""
+    instruction: str | None = None
+    """What a decoder judges by; None: whether a document answers a query of a web search."""
 
 
 def check_embeds(service: Service) -> None:
@@ -99,6 +102,8 @@ async def scores(
     embeddings the cosine, for which each text is computed once.
     """
     check_scores(service)
+    if asking.instruction is not None and service.spec.judge is None:
+        raise InvalidRequest(f"{service.name} takes no instruction", field="instruction")
     if service.spec.kind == "rerank":
         wholes = await _encoded_pairs(service, pairs, asking)
         found = [float(one[0]) for one in await _computed(service, wholes, asking)]
@@ -115,7 +120,7 @@ def _logistic(score: float) -> float:
 
 def check_dimensions(service: Service, dimensions: int | None, *, normalize: bool = True) -> None:
     """InvalidRequest for a number of dimensions that this model's vectors cannot be cut to."""
-    most = service.spec.hidden
+    most = service.spec.width
     if dimensions is None or dimensions == most:
         return
     if not 1 <= dimensions <= most:
@@ -202,6 +207,10 @@ async def _encoded_pairs(service: Service, pairs: Sequence[tuple[str, str]], ask
 
     def encode() -> list[Whole]:
         cut = limit if asking.truncate else None
+        if service.spec.judge is not None:
+            question = Question(tokenizer, asking.instruction)
+            judged = (question.pair(_readable(one, cut), _readable(other, cut), cut) for one, other in pairs)
+            return _bounded(judged, asking.field)
         known = {text: tokenizer.encode(_readable(text, cut)) for pair in pairs for text in pair}
         return _bounded((tokenizer.affixes.both(known[one], known[other], cut) for one, other in pairs), asking.field)
 

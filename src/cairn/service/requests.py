@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -17,6 +17,7 @@ from cairn.errors import ContextTooLong, InvalidRequest
 from cairn.seams import Rng
 from cairn.sequence import MAX_PRIORITY
 from cairn.service.sampler_order import NEUTRAL, SamplerOrder, arrange
+from cairn.service.sampling_extras import MAX_BIAS, NUMBERS, Encode, bias_of, extras_of, numbers
 from cairn.system import SystemRng
 from cairn.types import SAMPLING_RANGES, ModelSpec, OutputFormat, Request, SamplingParams
 
@@ -80,7 +81,6 @@ def off(name: str, value: float) -> bool:
 
 MAX_STOP = 64
 MAX_STOP_BYTES = 256
-MAX_BIAS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_TOKENS = 64
 ONE_TOKEN = 1e-9
@@ -110,8 +110,22 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     frequency_penalty: float | None = None
     samplers: Sequence[str] | str | None = None
     """Those that apply, in their order, as llama.cpp's clients name them (`sampler_order`)."""
-    logit_bias: Mapping[int, float] | None = None
-    """Token id -> -100 to 100, at most 1,024 of them."""
+    logit_bias: Mapping[int, float] | Sequence[Sequence[Any]] | None = None
+    """Token id -> -100 to 100, at most 1,024 of them; or a list of pairs (`sampling_extras`)."""
+    typical_p: float | None = None
+    """This and those down to `bad_words`: `SamplingExtras`, with ranges in `sampling_extras`."""
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: Sequence[str] | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
     seed: int | None = None
     """Any 64-bit number. Default, and -1: drawn, so that every generation can be repeated."""
     logprobs: bool = False
@@ -148,6 +162,7 @@ def sampling_params(
     allow_empty: bool = False,
     rng: Rng | None = None,
     sampler_order: SamplerOrder = "default",
+    encode: Encode | None = None,
 ) -> SamplingParams:
     """Checked and complete sampling parameters.
 
@@ -157,7 +172,8 @@ def sampling_params(
     and the limit) or ContextTooLong (with the figures).
     """
     context = spec.context if context is None else context
-    values, temperature_last = arrange(_values(spec, options), options.samplers, sampler_order)
+    beyond = numbers({name: getattr(options, name) for name in NUMBERS})
+    values, temperature_last = arrange(_values(spec, options) | beyond, options.samplers, sampler_order)
     max_tokens = _max_tokens(options.max_tokens, prompt_tokens, context, allow_empty)
     asked = options.max_tokens
     most = max_tokens if asked is None else max(asked, max_tokens)
@@ -166,6 +182,16 @@ def sampling_params(
     seed = NONE_GIVEN if options.seed is None else _count("seed", options.seed, LEAST_SEED, MOST_SEED)
     seed = (rng or SystemRng()).bits64() if seed == NONE_GIVEN else seed
     eos = () if options.ignore_eos else spec.eos_ids
+    stop_token_ids = tuple(dict.fromkeys((*eos, *_stop_tokens(options.stop_token_ids or (), spec.vocab))))
+    extras = extras_of(
+        values,
+        breakers=options.dry_sequence_breakers,
+        allowed=options.allowed_token_ids,
+        bad_words=options.bad_words,
+        vocab=spec.vocab,
+        ends=stop_token_ids,
+        encode=encode,
+    )
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=values["temperature"],
@@ -176,13 +202,14 @@ def sampling_params(
         repetition_penalty=values["repetition_penalty"],
         presence_penalty=values["presence_penalty"],
         frequency_penalty=values["frequency_penalty"],
-        logit_bias=_bias(options.logit_bias or {}, spec.vocab),
+        logit_bias=_bias(bias_of(options.logit_bias, encode) or {}, spec.vocab),
         seed=seed & MOST_SEED,
         logprobs=options.logprobs,
         top_logprobs=_top_logprobs(options),
         prompt_logprobs=options.prompt_logprobs,
-        stop_token_ids=tuple(dict.fromkeys((*eos, *_stop_tokens(options.stop_token_ids or (), spec.vocab)))),
+        stop_token_ids=stop_token_ids,
         min_tokens=min_tokens,
+        extras=extras,
     )
 
 
@@ -204,10 +231,13 @@ def requests(
     rng: Rng | None = None,
     controls: Mapping[str, int] | None = None,
     sampler_order: SamplerOrder = "default",
+    grammar: str = "",
+    encode: Encode | None = None,
 ) -> tuple[Request, ...]:
     """One `Request` a choice (`options.n`, default 1) for a prompt of token ids; `ids` gives each its id.
 
-    `controls`: text -> id of the model's control tokens; a stop text that is one is a stop token too.
+    `controls`: text -> id of the model's control tokens; a stop text that is one is a stop token too. `grammar`:
+    `Request.grammar`, which compiles. `encode`: text -> ids of the model's tokens, for options that name texts.
 
     Raises InvalidRequest for an empty prompt, a token id outside the vocabulary or an option out of range, and
     ContextTooLong where the prompt leaves no room in the context.
@@ -221,6 +251,8 @@ def requests(
     if low < 0 or high >= spec.vocab:
         wrong = low if low < 0 else high
         raise InvalidRequest(f"prompt holds token id {wrong}; ids go from 0 to {spec.vocab - 1}", field="prompt")
+    if grammar and options.ignore_eos:
+        raise InvalidRequest("ignore_eos: an answer that is held to a form ends with it", field="ignore_eos")
     choices = 1 if options.n is None else _count("n", options.n, 1, max_choices)
     sampling = sampling_params(
         spec,
@@ -230,6 +262,7 @@ def requests(
         allow_empty=allow_empty,
         rng=rng,
         sampler_order=sampler_order,
+        encode=encode,
     )
     stop = _stop(options.stop)
     named = [controls[text] for text in stop if text in controls] if controls else []
@@ -251,6 +284,7 @@ def requests(
             choice=choice,
             stop=stop,
             output=output,
+            grammar=grammar,
             salt=salt,
             share=share,
             timeout=timeout,

@@ -8,9 +8,11 @@ or so that the same tokens are kept: top_k may change places with the temperatur
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from typing import Literal, NamedTuple
 
 from cairn.errors import InvalidRequest, Unsupported
+from cairn.service.sampling_extras import NUMBERS, SWITCHES, is_off
 
 NEUTRAL = {
     "temperature": 1.0,
@@ -31,6 +33,11 @@ ORDERS: Mapping[SamplerOrder, tuple[str, ...]] = {
 """The temperature before the cuts, as in transformers and vLLM, or after them."""
 
 _FIELD = "samplers"
+_WHOLE: Mapping[SamplerOrder, tuple[str, ...]] = {
+    "default": ("penalties", "dry", "temperature", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc"),
+    "llama": ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"),
+}
+"""The same with the samplers that are off unless a parameter turns them on."""
 _MOST = 64
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _LETTERS = {
@@ -38,8 +45,13 @@ _LETTERS = {
     **{"x": "xtc", "t": "temperature", "i": "infill", "a": "adaptive_p"},
 }
 _SYNONYMS = {"temp": "temperature", "typical": "typ_p", "typical_p": "typ_p", "nucleus": "top_p"}
-_OFF = ("dry", "top_n_sigma", "typ_p", "xtc", "adaptive_p", "tfs_z")
+_BEYOND = tuple(SWITCHES.values())
+_OFF = ("adaptive_p", "tfs_z")
 """Samplers that are not built, and that a parameter turns on: which the table of accepted fields refuses."""
+_CHAIN = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc")
+"""In which order samplers apply, the temperature aside; top_k and min_p keep the same tokens in either."""
+_LOOK = frozenset({"typ_p", "top_p", "min_p", "xtc"})
+"""Those that look at probabilities, so that it matters whether the temperature comes before."""
 
 
 class Arranged(NamedTuple):
@@ -52,35 +64,38 @@ class Arranged(NamedTuple):
 
 
 def arrange(values: Mapping[str, float], samplers: object = None, default: SamplerOrder = "default") -> Arranged:
-    """`values`, of every name in `NEUTRAL`, as the samplers that a request lists apply them; None: in the order
-    `default`. InvalidRequest or Unsupported for a list that cannot be followed."""
-    listed = ORDERS[default] if samplers is None else _names(samplers)
-    values = {name: value if _owner(name) in listed else NEUTRAL[name] for name, value in values.items()}
+    """`values`, of every name in `NEUTRAL` and of `sampling_extras.NUMBERS`, as the samplers that a request lists apply
+    them; None: in the order `default`. InvalidRequest or Unsupported for a list that cannot be followed."""
+    listed = _WHOLE[default] if samplers is None else _names(samplers)
+    values = {name: value if _owner(name) in (None, *listed) else _neutral(name) for name, value in values.items()}
     working = [name for name in listed if _works(name, values)]
     place = {name: at for at, name in enumerate(working)}
-    late = [name for name in ("top_p", "min_p") if _before(place, name, "temperature")]
-    early = [name for name in ("top_p", "min_p") if _before(place, "temperature", name)]
-    misplaced = (
-        place.get("penalties", 0) > 0
-        or _before(place, "top_p", "top_k")
-        or _before(place, "min_p", "top_p")
-        or bool(late and early)
-    )
+    late = any(_before(place, name, "temperature") for name in _LOOK)
+    early = any(_before(place, "temperature", name) for name in _LOOK)
+    pairs = [pair for pair in combinations(_CHAIN, 2) if pair != ("top_k", "min_p")]
+    first = place.get("penalties", 0) > 0 or _before(place, "temperature", "dry")
+    misplaced = first or (late and early) or any(_before(place, after, before) for before, after in pairs)
     if misplaced:
         orders = "; or ".join(", ".join(order) for order in ORDERS.values())
         raise Unsupported(
             f"samplers cannot apply in the order {', '.join(working)}; there are two orders: {orders}", field=_FIELD
         )
-    return Arranged(values, bool(late))
+    return Arranged(values, late)
 
 
 def _before(place: Mapping[str, int], one: str, other: str) -> bool:
     return one in place and other in place and place[one] < place[other]
 
 
-def _owner(name: str) -> str:
-    """The sampler that a parameter belongs to."""
-    return "penalties" if name in _PENALTIES else name
+def _owner(name: str) -> str | None:
+    """The sampler that a parameter belongs to, or that it turns on; None where it belongs to one that others do."""
+    if name in _PENALTIES:
+        return "penalties"
+    return name if name in NEUTRAL else SWITCHES.get(name)
+
+
+def _neutral(name: str) -> float:
+    return NEUTRAL[name] if name in NEUTRAL else NUMBERS[name].default
 
 
 def _works(sampler: str, values: Mapping[str, float]) -> bool:
@@ -88,7 +103,10 @@ def _works(sampler: str, values: Mapping[str, float]) -> bool:
     if sampler == "penalties":
         return any(values[name] != NEUTRAL[name] for name in _PENALTIES)
     if sampler == "temperature":
-        return values[sampler] != NEUTRAL[sampler]
+        return values[sampler] != NEUTRAL[sampler] or values.get("dynatemp_range", 0.0) > 0
+    switch = next((name for name, owner in SWITCHES.items() if owner == sampler), None)
+    if switch is not None:
+        return not is_off(switch, values[switch]) and (sampler == "dry" or values["temperature"] != 0)
     if sampler not in values or values["temperature"] == 0:
         return False
     return values[sampler] > 0 if sampler == "top_k" else values[sampler] != NEUTRAL[sampler]
@@ -108,8 +126,9 @@ def _names(given: object) -> list[str]:
         name = _SYNONYMS.get(name, name)
         if name == "infill":
             raise Unsupported("samplers names infill, and this sampler is not built", field=_FIELD)
-        if name not in ORDERS["default"] and name not in _OFF:
-            known = "the letters edskypmxt" if isinstance(given, str) else ", ".join([*ORDERS["default"], *_OFF])
+        known_names = (*ORDERS["default"], *_BEYOND, *_OFF)
+        if name not in known_names:
+            known = "the letters edskypmxt" if isinstance(given, str) else ", ".join(known_names)
             raise InvalidRequest(f"samplers holds {one[:_MOST]!r}, expected {known}", field=_FIELD)
         if name in found:
             raise Unsupported(f"samplers names {name} twice; a sampler applies once", field=_FIELD)

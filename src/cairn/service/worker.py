@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import logging
 import math
 import os
 import signal
@@ -19,8 +18,8 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TextIO
 
 from cairn.engine.base import Engine
 from cairn.errors import CairnError, ModelError
@@ -33,12 +32,15 @@ from cairn.models.tokenizer_files import with_tokenizer
 from cairn.plan import Limits, Plan, Planner
 from cairn.scheduler import Scheduler
 from cairn.seams import Clock
+from cairn.sequence import Matcher
 from cairn.service import wire
 from cairn.service.answers import Answers
+from cairn.service.grammars import Grammars, read_vocabulary
+from cairn.service.progress import Shown
 from cairn.service.stores import GB, keyed, open_stores, stored_bytes
 from cairn.system import SystemClock, SystemFiles, log_to_stderr
 from cairn.text_queue import TextQueue
-from cairn.types import Output
+from cairn.types import Output, Request
 
 BEAT_SECONDS = 1.0
 ORPHAN_SECONDS = 2.0
@@ -101,6 +103,7 @@ class Loop:
         self._engine = loaded.engine
         self._scheduler = loaded.scheduler
         self._tiers = loaded.tiers
+        self._grammars = loaded.grammars
         self._answers = Answers(channel, loaded.cache, loaded.tiers)
         self._clock = loaded.clock
         self._pulse = pulse
@@ -120,6 +123,7 @@ class Loop:
             self._pulse.busy = True
             for message in messages:
                 self._take(message)
+            self._take_ready()
             plan = self._scheduler.plan()
             kv = self._kv_news()
             if plan is not None:
@@ -133,8 +137,8 @@ class Loop:
         self._told_at = self._clock.now()
 
     def _overdue(self) -> bool:
-        """Whether the front, which waits for an answer, should hear that this loop lives although a disk is slow."""
-        return self._answers.owed > 0 and self._clock.now() - self._told_at >= BEAT_SECONDS
+        """Whether the front, which waits, should hear that this loop lives although a disk or a grammar is slow."""
+        return (self._answers.owed > 0 or self._grammars.pending) and self._clock.now() - self._told_at >= BEAT_SECONDS
 
     def _tend(self, idle: bool) -> float | None:
         """Between two steps: what the tiers have to do; returns how long to wait for messages then."""
@@ -143,7 +147,7 @@ class Loop:
         more = tiers is not None and tiers.turn(rested)
         if more or not idle:
             return 0
-        if (tiers is not None and tiers.loading) or not self._scheduler.idle:
+        if (tiers is not None and tiers.loading) or not self._scheduler.idle or self._grammars.pending:
             return LOOK_SECONDS
         if tiers is not None and not rested and tiers.write_behind.chunks:
             return REST_SECONDS
@@ -151,16 +155,34 @@ class Loop:
 
     def _take(self, message: wire.ToWorker) -> None:
         if isinstance(message, wire.Add):
-            try:
-                self._scheduler.add(message.request)
-            except CairnError as error:
-                self._channel.send(wire.Refused(message.request.id, error.code, str(error), error.field))
+            if message.request.grammar:
+                self._grammars.add(message.request)
+            else:
+                self._add(message.request)
         elif isinstance(message, wire.Drop):
+            self._grammars.drop(message.id)
             self._scheduler.drop(message.id, message.reason)
         elif isinstance(message, wire.Ask):
             self._answers.take(message)
         else:
             raise wire.WireError("a worker loads once")
+
+    def _take_ready(self) -> None:
+        """Requests whose grammar can be followed now."""
+        for request, matcher, error in self._grammars.ready() if self._grammars.pending else ():
+            if error is None:
+                self._add(request, matcher)
+            else:
+                self._refuse(request, error)
+
+    def _add(self, request: Request, matcher: Matcher | None = None) -> None:
+        try:
+            self._scheduler.add(request, matcher)
+        except CairnError as error:
+            self._refuse(request, error)
+
+    def _refuse(self, request: Request, error: CairnError) -> None:
+        self._channel.send(wire.Refused(request.id, error.code, str(error), error.field))
 
     def _kv_news(self) -> KvStats | None:
         """What has changed below the pool, twice a second."""
@@ -250,6 +272,7 @@ def serve(sock: socket.socket, *, process: bool = False) -> None:
             if loaded.tiers is not None:
                 loaded.tiers.close(_STORE_SECONDS)
             loaded.engine.close()
+            loaded.grammars.close()
         channel.hang_up()
         pulse.join()
         channel.close()
@@ -263,6 +286,7 @@ class Loaded:
     cache: Cache
     scheduler: Planner
     tiers: Tiers | None
+    grammars: Grammars
     clock: Clock
     ready: wire.Ready
 
@@ -323,7 +347,9 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
         identity=known.identity,
         note=known.note,
     )
-    return Loaded(engine, cache, scheduler, tiers, clock, wire.Ready(told, info, trouble))
+    vocabulary = partial(read_vocabulary, Path(load.folder), config.tokenizer, known.vocab, spec.eos_ids)
+    grammars = Grammars(vocabulary, channel.wake, clock)
+    return Loaded(engine, cache, scheduler, tiers, grammars, clock, wire.Ready(told, info, trouble))
 
 
 def main() -> int:
@@ -339,59 +365,6 @@ def main() -> int:
         traceback.print_exc(file=sys.stderr)
         return 1
     return 0
-
-
-log = logging.getLogger(__name__)
-
-QUIET_SECONDS = 1.0
-"""A shorter load says nothing."""
-LINE_SECONDS = 5.0
-"""Between two lines of a log."""
-_DRAW_SECONDS = 0.2
-_CLEAR = "\r\x1b[K"
-_WIDTH = 30
-
-
-class Shown:
-    """A `digests.Watch` for people: on a terminal a line that changes, elsewhere lines in the log.
-
-    No cursor is hidden and no thread draws: a worker may be killed at any moment.
-    """
-
-    def __init__(self, model: str, out: TextIO, clock: Clock) -> None:
-        self._model, self._out, self._clock = model, out, clock
-        self._terminal = out.isatty()
-        self._began = clock.now()
-        self._next = self._began + (QUIET_SECONDS if self._terminal else LINE_SECONDS)
-        self._drawn = False
-
-    def __call__(self, doing: str, done: int, total: int) -> None:
-        """Say it, if that is due."""
-        now = self._clock.now()
-        if now < self._next or not log.isEnabledFor(logging.INFO):
-            return
-        share = min(1.0, done / max(1, total))
-        seconds = now - self._began
-        if self._terminal:
-            self._next = now + _DRAW_SECONDS
-            bar = "━" * round(share * _WIDTH)
-            self._write(f"{_CLEAR}Loading: {doing} {bar:<{_WIDTH}} {share:4.0%} {seconds:4.0f} s")
-            self._drawn = True
-        else:
-            self._next = now + LINE_SECONDS
-            log.info("loading %s for %.0f s: %s, %.0f %%", self._model, seconds, doing, 100 * share)
-
-    def end(self) -> None:
-        """Leave the terminal as it was."""
-        if self._drawn:
-            self._write(_CLEAR)
-
-    def _write(self, text: str) -> None:
-        try:
-            self._out.write(text)
-            self._out.flush()
-        except (OSError, UnicodeError):
-            self._next = float("inf")  # nobody reads it, or not in this encoding
 
 
 if __name__ == "__main__":

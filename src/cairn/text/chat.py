@@ -22,6 +22,9 @@ from cairn.config import Config
 from cairn.errors import CairnError, ConfigError, InvalidRequest, ModelFileError, Unsupported
 from cairn.seams import Clock
 from cairn.system import SystemClock
+from cairn.text.call_formats import BY_NAME, CallFormat, format_of
+from cairn.text.compiler import Compiler
+from cairn.text.grammar import ANYTHING, Structure, Wanted
 from cairn.text.length import check_length
 from cairn.text.messages import length, plain_message, texts_in, unused_marks, with_message_texts, with_texts
 from cairn.text.render_wire import Job, Setup
@@ -32,8 +35,8 @@ from cairn.text.shared_time import LongTexts
 from cairn.text.split import END_THINK, THINK
 from cairn.text.templates import ANSWERED, defaults, given_template, load_text, turn_ends, unusable
 from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
+from cairn.text.told_tools import with_tools_told
 from cairn.text.tools import FUNCTION, offered_tools
-from cairn.text.tools import OPEN as TOOL_CALL
 from cairn.text.traits import Traits, find_traits, fitted, in_parts, left_out, standing_in
 from cairn.types import OfferedTool, OutputFormat
 
@@ -45,8 +48,6 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 _NAMED = re.compile(r"""\.([^\W\d]\w*)|(['"])([\w-]+)\2""")
 """A field that a template looks up, or a word that it compares with."""
 _OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
-_JSON_CALL = re.compile(r"""\{\s*\\?"name\\?":""")
-"""How a template writes the beginning of a call that has no tags."""
 NO_TEMPLATE = "this model has no chat template"
 ELSE = "use /v1/completions, or start the server with --chat-template NAME or FILE"
 """What can be done without one."""
@@ -58,6 +59,8 @@ class Prompt(msgspec.Struct, frozen=True):
     tokens: tuple[int, ...]
     output: OutputFormat
     """How the answer is to be read."""
+    grammar: str = ""
+    """`Request.grammar`: what the answer has to be."""
 
 
 class Sampled(NamedTuple):
@@ -83,6 +86,8 @@ class _Read(NamedTuple):
     arguments: Any
     mark: str
     edge: str
+    form: CallFormat | None
+    """How tools are called; None where there are none."""
 
 
 class Chat:
@@ -99,13 +104,17 @@ class Chat:
         self.tokenizer = tokenizer
         self._templates = templates
         self._named = {match[1] or match[3] for text in templates.values() for match in _NAMED.finditer(text)}
+        self._forms = {name: format_of(text) for name, text in templates.items()}
+        """How each template shows calls."""
         self._thinks = any(tag in text for tag in (THINK, END_THINK) for text in templates.values())
         self._keep_reasoning = config.reasoning_history == "keep"
+        self._tells_tools = config.tool_instructions
         self._table = ReplayTable()
         self._traits = {name: (Traits(), Traits()) for name in templates}
         """The traits of each template, without tools and with them."""
         self._refusal = NO_TEMPLATE
         """Why there is no renderer."""
+        self._grammars = Compiler()
         self._renderer: Renderer | None = None
         if templates:
             variables = tokenizer.special_tokens
@@ -183,6 +192,16 @@ class Chat:
         """The text of the template that chats are rendered with; empty where the model has none."""
         return self._templates.get("default", "")
 
+    @property
+    def thinks(self) -> bool:
+        """Whether a template knows reasoning."""
+        return self._thinks
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether a template shows tools, and calls of them are read."""
+        return any(self._teaches(name) for name in self._templates)
+
     async def prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -191,11 +210,13 @@ class Chat:
         tenant: str = "default",
         share: str = "",
         template_args: Mapping[str, Any] | None = None,
+        wanted: Wanted = ANYTHING,
     ) -> Prompt:
         """Render and encode a chat up to the beginning of the assistant's next message.
 
         Messages are OpenAI's: role, content (text or text parts), reasoning_content, tool_calls, tool_call_id, name.
-        `template_args` are variables of the template, such as enable_thinking; `share` is whose time is taken. Raises
+        `template_args` are variables of the template, such as enable_thinking; `share` is whose time is taken; `wanted`
+        is what the answer has to be. Raises
         InvalidRequest or Unsupported naming the field, ContextTooLong for a chat far beyond the context, Overloaded if
         too many of that share wait to be rendered.
         """
@@ -219,7 +240,7 @@ class Chat:
             tokens = await self.long.run(share, self._encode, texts, chat.mark, answers, tenant)
         else:
             tokens = self._encode(texts, chat.mark, answers, tenant)
-        return self._prompt(chat, texts[0], tokens)
+        return await self._held_to(chat, self._prompt(chat, texts[0], tokens), wanted, tools, share)
 
     async def extend(
         self,
@@ -230,6 +251,7 @@ class Chat:
         *,
         share: str = "",
         template_args: Mapping[str, Any] | None = None,
+        wanted: Wanted = ANYTHING,
     ) -> Prompt | None:
         """The prompt for new messages behind `before`, the exact ids of a conversation whose last message is an answer.
 
@@ -253,7 +275,25 @@ class Chat:
         encode = self.tokenizer.encode_rendered
         long = len(added) > INLINE
         ids = await self.long.run(share, encode, added, chat.mark) if long else encode(added, chat.mark)
-        return self._prompt(chat, added, [*before, *ids])
+        return await self._held_to(chat, self._prompt(chat, added, [*before, *ids]), wanted, tools, share)
+
+    async def _held_to(
+        self, chat: _Read, prompt: Prompt, wanted: Wanted, tools: Sequence[Mapping[str, Any]] | None, share: str
+    ) -> Prompt:
+        """The prompt with the grammar of what is wanted, if anything is."""
+        grammar = await self._compiler.held_to(wanted, prompt.output, tools, chat.form, share)
+        output = prompt.output
+        if wanted.choice.names is not None:
+            offered = tuple(tool for tool in output.offered if tool.name in wanted.choice.names)
+            output = msgspec.structs.replace(output, offered=offered)
+        return msgspec.structs.replace(prompt, grammar=grammar, output=output)
+
+    async def grammar(self, structure: Structure | None, output: OutputFormat, *, share: str = "") -> str:
+        """`Request.grammar` of an answer that is read by `output`; "" where nothing is wanted.
+
+        Raises InvalidRequest naming the field for what cannot be compiled, or not within the limits; else as `prompt`.
+        """
+        return await self._compiler.held_to(Wanted(structure=structure), output, None, None, share)
 
     async def _read_apart(self, share: str, *chat: Any) -> _Read:
         """`_read`, where it may take long in a thread: of what a template drops there may be megabytes."""
@@ -272,9 +312,11 @@ class Chat:
             raise InvalidRequest("messages is empty; it must hold at least one message", field="messages")
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         traits = self._traits[name][bool(tools)]
-        if tools and not self._teaches(name):
+        form = self._forms[name] if self._teaches(name) else BY_NAME["hermes"] if self._tells_tools else None
+        if tools and form is None:
             raise Unsupported(
-                "this model's chat template does not show tools, or not how to call them in a form that is read here",
+                "this model's chat template does not show tools, or not how to call them in a form that is read here; "
+                "--tool-instructions tells the model of them in its first message",
                 field="tools",
             )
         arguments = self._arguments(template_args or {})
@@ -282,18 +324,19 @@ class Chat:
             clean = [plain_message(message, n, thinks=self._thinks) for n, message in enumerate(messages)]
             mark, edge = unused_marks([*texts_in([clean, tools or [], arguments]), *self._templates.values()])
             broken = partial(self._broken, mark=mark)
-            plain = [with_message_texts(message, broken) for message in clean]
-            offered = with_texts(tools or None, broken)
+            shown = tools if self._teaches(name) else None
+            told = clean if not tools or shown else with_tools_told(clean, tools)
+            plain = [with_message_texts(message, broken) for message in told]
+            offered = with_texts(shown or None, broken)
             given = {valid_text(name): with_texts(value, broken) for name, value in arguments.items()}
         except RecursionError:
             raise InvalidRequest("messages or tools are nested too deeply", field="messages") from None
-        known = offered_tools(tools or (), xml=FUNCTION in self._templates[name])
-        return _Read(name, clean, plain, traits, known, offered, given, mark, edge)
+        known = offered_tools(tools or (), xml=form is not None and form.kind == "tagged")
+        return _Read(name, clean, plain, traits, known, offered, given, mark, edge, form if tools else None)
 
     def _teaches(self, name: str) -> bool:
         """Whether a template shows tools and a form of calls that `split` reads."""
-        text = self._templates[name]
-        return self._traits[name][True].offers and (TOOL_CALL in text or _JSON_CALL.search(text) is not None)
+        return self._traits[name][True].offers and self._forms[name] is not None
 
     async def _render(self, chat: _Read, conversations: list[Any], share: str) -> list[str]:
         assert self._renderer is not None
@@ -340,8 +383,9 @@ class Chat:
             OutputFormat(
                 reasoning=self._thinks,
                 reasoning_open=thought and self._thinks,
-                tools=bool(chat.tools),
-                xml=bool(chat.tools) and FUNCTION in self._templates[chat.template],
+                tools=chat.form is not None,
+                xml=chat.form is not None and FUNCTION in self._templates[chat.template],
+                calls=_read_apart(chat.form),
                 offered=chat.offered,
             ),
         )
@@ -383,6 +427,7 @@ class Chat:
                 reasoning_open=thought,
                 tools=tools,
                 xml=tools and any(FUNCTION in text for text in self._templates.values()),
+                calls=next(filter(None, map(_read_apart, self._forms.values())), "") if tools else "",
                 offered=called if tools else (),
                 one_call=one_call,
             )
@@ -397,8 +442,15 @@ class Chat:
 
     async def close(self) -> None:
         """End the rendering process."""
+        await self._compiler.close()
         if self._renderer is not None:
             await self._renderer.close()
+
+    @property
+    def _compiler(self) -> Compiler:
+        """What makes grammars, in the process that renders where there is one."""
+        self._grammars.renderer = self._renderer
+        return self._grammars
 
     def _answers(self, tenant: str, messages: list[dict[str, Any]]) -> list[tuple[int, Answer]]:
         """(place, identity) of the assistant messages that may have been sampled here."""
@@ -433,6 +485,11 @@ class Chat:
             lambda before, answer: self._table.find(tenant, before, answer),
             lambda text: next(self.tokenizer.controls.find(text), None) is not None,
         )
+
+
+def _read_apart(form: CallFormat | None) -> str:
+    """The name of a form that has a reader of its own."""
+    return form.name if form is not None and not form.plain else ""
 
 
 def _json(value: Any) -> bytes:

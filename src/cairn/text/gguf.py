@@ -6,6 +6,7 @@ gets vocabulary and merges as they are: by way of a tokenizer.json, 150,000 of e
 
     gpt2    byte-level BPE: merges are listed; `tokenizer.ggml.pre` names the split
     llama   SentencePiece BPE with byte fallback: pieces with scores, from which the merges follow
+    bert    pieces of words, the longest first: see `gguf_encoder`
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from tokenizers.models import BPE
 from cairn.errors import ModelError, ModelFileError
 from cairn.models.ends import UNMISTAKABLE, Middle, is_spelt_as_control
 from cairn.models.gguf import Gguf
+from cairn.models.gguf_encoder import is_encoder
 from cairn.models.gguf_spec import named_ids
 from cairn.text.detokenizer import BYTE_TOKEN
+from cairn.text.gguf_encoder import spelt, surround, wordpiece
 from cairn.text.tokenizer_checks import check_added
 from cairn.types import MAX_VOCAB
 
@@ -67,6 +70,7 @@ _DIGITS = [{"type": "Digits", "individual_digits": True}, _byte_level(regex=True
 
 SPLITS: dict[str, list[dict[str, Any]]] = {
     "gpt-2": [_byte_level(regex=True)],
+    "modern-bert": [_byte_level(regex=True)],
     "llama-bpe": _LLAMA3,
     "llama-v3": _LLAMA3,
     "llama3": _LLAMA3,
@@ -79,7 +83,7 @@ SPLITS: dict[str, list[dict[str, Any]]] = {
 """`tokenizer.ggml.pre` -> the pre-tokenizers of the models that have it."""
 _WHOLE_WORDS = frozenset(("llama-bpe", "llama-v3", "llama3", "tekken"))
 """Splits of models that take a word that is a token as it is, and that start a text with BOS unless told otherwise."""
-COMPOSED = frozenset(("qwen2", "deepseek-r1-qwen"))
+COMPOSED = frozenset(("qwen2", "deepseek-r1-qwen", "modern-bert"))
 """Splits of models that normalise text to NFC."""
 
 NAMES = {
@@ -103,14 +107,24 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
     check_added(sum(kind in ADDED for kind in kinds), gguf.paths[0])  # before anything is built of so many
     model = fields.text("tokenizer.ggml.model", "")
     if model == "gpt2":
+        bpe: Any
         bpe, around = _byte_bpe(gguf, tokens, kinds)
         bos = fields.text("tokenizer.ggml.pre", "") in _WHOLE_WORDS
     elif model == "llama":
         bpe, around = _sentencepiece(gguf, tokens, kinds)
         bos = True
+    elif model == "bert":
+        tokens = [spelt(token, kind in ADDED) for token, kind in zip(tokens, kinds, strict=True)]
+        bpe, around = wordpiece(gguf, tokens, _ranked(gguf, tokens, kinds))
+        bos = False
     else:
-        raise ModelError(f"{gguf.paths[0]}: the tokenizer {model[:80]!r} is not supported; supported are gpt2, llama")
-    config: dict[str, Any] = {"add_bos_token": fields.flag("tokenizer.ggml.add_bos_token", bos)}
+        raise ModelError(
+            f"{gguf.paths[0]}: the tokenizer {model[:80]!r} is not supported; supported are bert, gpt2, llama"
+        )
+    encodes = is_encoder(gguf)
+    config: dict[str, Any] = {"add_bos_token": not encodes and fields.flag("tokenizer.ggml.add_bos_token", bos)}
+    if fields.flag("tokenizer.ggml.add_eos_token", False) and not encodes:
+        config["add_eos_token"] = True  # behind whole texts
     for name, key in NAMES.items():
         for i in named_ids(gguf, key, len(tokens), absent=name != "eos_token")[:1]:
             config[name] = tokens[i]
@@ -124,6 +138,8 @@ def load_tokenizer(gguf: Gguf) -> tuple[Tokenizer, dict[str, Any], dict[str, Any
     added = _added(tokens, kinds, _mistaken(gguf, tokens, kinds, config))
     check_added(len(added), gguf.paths[0])
     rebuilt.add_tokens(added)
+    if encodes:
+        surround(rebuilt, gguf, tokens)
     return rebuilt, around["decoder"], config
 
 

@@ -1,4 +1,4 @@
-"""The process in which chat templates are rendered, and the frames it speaks; run as `python -m cairn.text.render`.
+"""The process in which chat templates are rendered and grammars compiled; run as `python -m cairn.text.render`.
 
 A template is a program from a model file. It runs here, in jinja2's immutable sandbox, with a bound on memory and on
 processor time, so that a bomb costs its own request and this process and nothing else. The time is the process's own,
@@ -28,11 +28,16 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from cairn.text.render_wire import MAX_FRAME, Job, Rendered, Setup, frame
+from cairn.text.grammar import GrammarError, checked
+from cairn.text.render_wire import GRAMMAR_SECONDS, MAX_FRAME, Compile, Job, Rendered, Setup, frame
 
 MEMORY = 48 << 20
 """Bytes of address space that rendering may add, beside `MEMORY_FACTOR` times the size of the job itself."""
 MEMORY_FACTOR = 16
+GRAMMAR_MEMORY = 256 << 20
+"""The same of compiling a grammar."""
+KEPT = 32 << 20
+"""Bytes of address space that a grammar may leave behind; past that the process is replaced."""
 COMPILE_SECONDS = 5.0
 """Most seconds of processor time to compile a model's templates; past that the process ends."""
 
@@ -174,6 +179,24 @@ class _Room:
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
 
+    def compile(self, job: Compile) -> Rendered:
+        """The grammar of an answer. What is wrong with it is said in `error`; raises MemoryError past the bound."""
+        began = time.process_time()
+        import llguidance  # noqa: F401  with no bound: what it takes stays
+
+        self._base = before = _memory_in_use()
+        self._bound(GRAMMAR_MEMORY)
+        signal.setitimer(signal.ITIMER_PROF, GRAMMAR_SECONDS)
+        try:
+            texts, error = [checked(job.shape)], ""
+        except GrammarError as wrong:
+            texts, error = [], str(wrong)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        self._base = after = _memory_in_use()
+        last = before is not None and after is not None and after - before > KEPT
+        return Rendered(texts=texts, error=error, last=last, seconds=time.process_time() - began)
+
     def _bound(self, extra: int) -> None:
         if self._base is not None:
             _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -204,20 +227,24 @@ def main() -> None:
     channel.sendall(frame(Rendered()))
     while (data := receive(channel)) is not None:
         size = len(data)
-        job = msgspec.msgpack.decode(data, type=Job)
+        job = msgspec.msgpack.decode(data, type=Job | Compile)
         del data
         spent = False
         try:
-            answer = frame(room.render(job, size))
+            found = room.compile(job) if isinstance(job, Compile) else room.render(job, size)
+            answer = frame(found)
         except Exception as error:
             spent = isinstance(error, MemoryError)
-            answer = b"" if spent else frame(Rendered(error=_sentence(error)))
+            found = Rendered(error=_sentence(error))
+            answer = b"" if spent else frame(found)
         if spent:
             # Give the memory back before anything else is built; the parent starts a fresh process.
             del job
             channel.sendall(frame(Rendered(error=_sentence(MemoryError()), last=True)))
             return
         channel.sendall(answer)
+        if found.last:
+            return
 
 
 if __name__ == "__main__":

@@ -1,15 +1,21 @@
 """What the front and the process that renders chat templates say to each other.
 
 Frames are a 4-byte little-endian length and msgpack. The process says that it is there by an empty `Rendered`. The
-first frame to it is a `Setup`, every other a `Job`; each is answered by one `Rendered`.
+first frame to it is a `Setup`, every other a `Job` or a `Compile`; each is answered by one `Rendered`.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from cairn.text.grammar import Shape
+
 MAX_FRAME = 128 << 20
 """Longest frame in bytes, either way."""
+
+
+GRAMMAR_SECONDS = 2.0
+"""Most seconds of processor time to compile a grammar; past that the process ends by SIGPROF."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +29,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of processor time for one job; past that the process ends by SIGPROF."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class Job(msgspec.Struct, frozen=True, kw_only=True, tag="job"):
     """Conversations to render, all with the same template and variables, each up to the assistant's turn."""
 
     template: str
@@ -33,6 +39,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Characters that must come out as they are wherever a template puts them."""
     now: float
     """Seconds since 1970: the time that a template is told."""
+
+
+class Compile(msgspec.Struct, frozen=True, kw_only=True, tag="compile"):
+    """What an answer has to be; the answer's text is its grammar, which compiles."""
+
+    shape: Shape
 
 
 class Rendered(msgspec.Struct, frozen=True, kw_only=True):

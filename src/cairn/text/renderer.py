@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from cairn.errors import CairnError, InvalidRequest, ModelFileError, Unavailable
 from cairn.system import without_secrets
-from cairn.text.render_wire import MAX_FRAME, Job, Rendered, Setup, frame
+from cairn.text.grammar import Shape
+from cairn.text.render_wire import GRAMMAR_SECONDS, MAX_FRAME, Compile, Job, Rendered, Setup, frame
 from cairn.text.shared_time import Turns
 
 START_TIMEOUT = 120.0
@@ -26,6 +28,18 @@ PATIENCE = 2.0
 """Times a job's limit that others of a tenant may use of the process's time before one of its that waits is refused."""
 OURS = ""
 """Whose turns the server's own are, among those of tenants."""
+
+
+class _Words(NamedTuple):
+    """How the sender of a job is told what became of it."""
+
+    subject: str
+    of: str
+    """What it was done with, behind a verb."""
+    field: str
+
+
+_MESSAGES = _Words("the chat template", " these messages", "messages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +109,22 @@ class Renderer:
         Raises InvalidRequest (field `messages`) if the template refuses or cannot render them, takes too long or too
         much memory; Overloaded if the process is busy with others of the tenant; Unavailable if it is stuck.
         """
+        return (await self._asked(job, share, _MESSAGES)).texts
+
+    async def compile(self, shape: Shape, field: str, share: str = OURS) -> str:
+        """The grammar of an answer.
+
+        Raises InvalidRequest naming the `field` for one that cannot be compiled, or not within the limits; else as
+        `render`.
+        """
+        answer = await self._asked(Compile(shape=shape), share, _Words("compiling it", "", field))
+        return answer.texts[0]
+
+    async def _asked(self, job: Job | Compile, share: str, words: _Words) -> Rendered:
         try:
             data = frame(job)
         except ValueError as error:
-            raise InvalidRequest(f"the messages are too long to render: {error}", field="messages") from error
+            raise InvalidRequest(f"{words.field} is too long: {error}", field=words.field) from error
         try:
             async with asyncio.timeout(STALLED):  # unlike `wait_for`, no task for each request
                 await self._turns.take(share)
@@ -106,14 +132,15 @@ class Renderer:
             raise _stuck() from None
         spent = self._setup.timeout
         try:
-            answer = await self._answer(data)
+            answer = await self._answer(data, words)
             spent = answer.seconds
         finally:
             self._turns.give(share, spent)
             self._warm()
         if answer.error:
-            raise InvalidRequest(answer.error, field="messages")
-        return answer.texts
+            said = answer.error if words is _MESSAGES else f"{words.field} cannot be followed: {answer.error}"
+            raise InvalidRequest(said, field=words.field)
+        return answer
 
     async def settled(self) -> None:
         """Wait until the process that takes the place of one that overran is there."""
@@ -129,36 +156,37 @@ class Renderer:
         while self._background:
             await asyncio.wait(self._background)
 
-    async def _answer(self, data: bytes) -> Rendered:
+    async def _answer(self, data: bytes, words: _Words) -> Rendered:
         if self._process is None or self._process.poll() is not None:
             self._end()
             await self._spawn()
         answered = False
         try:
-            answer = await self._twice(data)
+            answer = await self._twice(data, words)
             answered = not answer.last
         except TimeoutError:
             raise _stuck() from None
         except (EOFError, OSError, msgspec.MsgspecError):
-            raise InvalidRequest("the chat template broke down over these messages", field="messages") from None
+            why = f"{words.subject} broke down over{words.of or ' ' + words.field}"
+            raise InvalidRequest(why, field=words.field) from None
         finally:
             # Also when the caller was cancelled: an answer still to come belongs to nobody.
             if not answered:
                 self._end()
         return answer
 
-    async def _twice(self, data: bytes) -> Rendered:
+    async def _twice(self, data: bytes, words: _Words) -> Rendered:
         """One exchange; another with a new process if this one is gone, which need not be the messages' fault."""
         try:
-            return await self._within(data)
+            return await self._within(data, words)
         except TimeoutError:
             raise
         except (EOFError, OSError):
             self._end()
             await self._spawn()
-            return await self._within(data)
+            return await self._within(data, words)
 
-    async def _within(self, data: bytes) -> Rendered:
+    async def _within(self, data: bytes, words: _Words) -> Rendered:
         """One exchange. Raises InvalidRequest if the process used up its time over it."""
         process = self._process
         try:
@@ -166,10 +194,10 @@ class Renderer:
                 return await self._exchange(data)
         except (EOFError, ConnectionError):
             if process is not None and await asyncio.to_thread(process.wait) == -signal.SIGPROF:
-                limit = f"{self._setup.timeout:g} s of processor time"
-                raise InvalidRequest(
-                    f"the chat template took longer than {limit} for these messages", field="messages"
-                ) from None
+                seconds = self._setup.timeout if words is _MESSAGES else GRAMMAR_SECONDS
+                what = f" for{words.of}" if words.of else ""
+                why = f"{words.subject} took longer than {seconds:g} s of processor time{what}"
+                raise InvalidRequest(why if words.of else f"{words.field}: {why}", field=words.field) from None
             raise
 
     async def _spawn(self, process: Process | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,3 +61,12 @@ def message_of(text: str, reasoning: str, calls: Sequence[tuple[str, str, str]])
             for id, name, arguments in calls
         ]
     return message
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """The arguments of a call as an object, for APIs that have them so: what is none stands under one name."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = text
+    return value if isinstance(value, dict) else {"arguments": value}

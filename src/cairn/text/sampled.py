@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cairn.text.split import TAGS, THINK, Splitter
+from cairn.text.split import TAGS, THINK, Splitter, markers
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import OfferedTool, OutputFormat, ToolCallDelta
 
@@ -37,7 +37,7 @@ def visible_ids(
     visible it is dropped whole, and the visible text that it began is encoded again.
     """
     skip = (tokenizer.special_ids | (tokenizer.end_ids & tokenizer.control_ids)) - {
-        i for tag in TAGS if (i := tokenizer.token_id(tag)) is not None
+        i for tag in (*TAGS, *markers(output)) if (i := tokenizer.token_id(tag)) is not None
     }
     ids = list(generated)
     while ids and ids[-1] in skip:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import copy
 import re
 
+from cairn.text.call_formats import BY_NAME, FORMATS, markers_of
+from cairn.text.call_section import SectionReader
 from cairn.text.tools import OPEN, BareReader, Call, CallReader, call_id
 from cairn.types import OutputFormat, ToolCallDelta
 
@@ -20,6 +22,18 @@ THINK = "<think>"
 END_THINK = "</think>"
 TAGS = (THINK, END_THINK, OPEN, "</tool_call>")
 """What the tokens of a model may spell as one: they must reach the splitter as text."""
+MARKERS = tuple(dict.fromkeys((*TAGS, *markers_of(FORMATS))))
+"""The same of every form of calls."""
+
+
+def markers(output: OutputFormat) -> tuple[str, ...]:
+    """Those of a format."""
+    if not (output.reasoning or output.tools):
+        return ()
+    form = BY_NAME.get(output.calls)
+    return TAGS if form is None else (*TAGS, *form.markers)
+
+
 MOST_LEAD = 16
 """White space before `<think>` or a call without tags; behind more it is content."""
 
@@ -41,14 +55,17 @@ class Splitter:
         """Reasoning may begin here."""
         self._lead = True
         """No content has come yet."""
-        self._tags = {"text": [OPEN] if output.tools else [], "reasoning": [END_THINK]}
+        self._form = BY_NAME.get(output.calls) if output.tools else None
+        self._sign = self._form.begin.strip() if self._form is not None else ""
+        marks = dict.fromkeys([OPEN, self._sign] if self._sign else [OPEN])
+        self._tags = {"text": list(marks) if output.tools else [], "reasoning": [END_THINK]}
         self._patterns = {
             kind: re.compile("|".join("\n?" + re.escape(tag) for tag in tags)) if tags else None
             for kind, tags in self._tags.items()
         }
         self._held = ""
         self._one_call = output.one_call
-        self._call: CallReader | None = None
+        self._call: CallReader | SectionReader | None = None
         self._bare: BareReader | None = None
         self.complete_calls = 0
         """Tool calls that came out; each is complete."""
@@ -129,11 +146,17 @@ class Splitter:
             return len(text)
         self._put(pieces, self._kind, text[at : found.start()])
         if self._kind == "text":
-            self._call = CallReader(found.group(), self._output)
+            self._call = self._reader(found.group())
         else:
             self._kind = "text"
             self._trim = True
         return found.end()
+
+    def _reader(self, opening: str) -> CallReader | SectionReader:
+        """What reads behind a tag."""
+        if self._form is not None and opening.endswith(self._sign):
+            return SectionReader(opening, self._output, self._form)
+        return CallReader(opening, self._output)
 
     def _feed_lead(self, text: str, at: int) -> int:
         """Find out what an answer begins with; nothing is passed on, and what may be either is held back."""
@@ -155,7 +178,9 @@ class Splitter:
             return first
         return at
 
-    def _feed_call(self, reader: CallReader, text: str, at: int, pieces: list[Piece]) -> tuple[int, str]:
+    def _feed_call(
+        self, reader: CallReader | SectionReader, text: str, at: int, pieces: list[Piece]
+    ) -> tuple[int, str]:
         at = reader.feed(text, at)
         self._put_calls(pieces, reader.take())
         if reader.closed or reader.failed:
@@ -177,9 +202,12 @@ class Splitter:
         """Where the end of `text` begins that may become a tag."""
         tags = self._tags[self._kind]
         end = len(text)
-        bracket = text.rfind("<", max(at, end - len(OPEN)))
-        if bracket >= 0 and any(tag.startswith(text[bracket:]) for tag in tags):
-            end = bracket
+        first = max(at, end - max(map(len, tags), default=0) + 1)
+        for start in {tag[0] for tag in tags}:
+            place = text.find(start, first)
+            while place >= 0 and not any(tag.startswith(text[place:]) for tag in tags):
+                place = text.find(start, place + 1)
+            end = min(end, place) if place >= 0 else end
         return end - 1 if tags and end > at and text[end - 1] == "\n" else end
 
     def _put(self, pieces: list[Piece], kind: str, text: str) -> None:

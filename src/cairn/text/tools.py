@@ -79,12 +79,12 @@ def offered_tools(tools: Iterable[Any], *, xml: bool) -> tuple[OfferedTool, ...]
         parameters = function.get("parameters")
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         known = properties.items() if xml and isinstance(properties, Mapping) else ()
-        values = tuple(valid_text(key) for key, schema in known if not _is_text(schema))
+        values = tuple(valid_text(key) for key, schema in known if not is_text(schema))
         offered.append(OfferedTool(valid_text(function["name"]), values))
     return tuple(offered)
 
 
-def _is_text(schema: Any) -> bool:
+def is_text(schema: Any) -> bool:
     """Whether a parameter with this schema may be a text, or may be anything."""
     if not isinstance(schema, Mapping):
         return True
@@ -95,7 +95,7 @@ def _is_text(schema: Any) -> bool:
         return any(isinstance(one, str) for one in schema["enum"])
     choices = [one for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for one in schema[key]]
     if choices:
-        return any(_is_text(one) for one in choices)
+        return any(is_text(one) for one in choices)
     return not schema.keys() & {"$ref", "allOf", "properties", "items"}
 
 

@@ -117,6 +117,13 @@ void Sampler::adjust(const Ask& ask, float* line, std::int32_t* counts) const {
         }
     }
     for (Index i = ask.banned; i < ask.banned_end; i++) line[ids[i]] = ALL;
+    for (Index from = 0; ask.mask && from < vocab_; from += 32) {
+        std::uint32_t allowed;
+        std::memcpy(&allowed, ask.mask + from / 8, 4);
+        if (allowed == 0xffffffffu) continue;
+        for (Index i = 0; i < std::min<Index>(32, vocab_ - from); i++)
+            if (!(allowed >> i & 1)) line[from + i] = ALL;
+    }
 }
 
 // The goal of each draw lies below the mass, so the searches end, on a token that weighs something.

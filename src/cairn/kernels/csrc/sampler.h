@@ -69,9 +69,10 @@ struct Ask {
     bool late;           // the cuts look at the distribution before the temperature
     std::uint64_t bits;  // 53, of the draw
     Index bias, bias_end, banned, banned_end, seen, generated, seen_end;
+    const unsigned char* mask;  // a bit a token that may come, in words of 32; null: all
 
     bool cuts_k(Index vocab) const { return 0 < top_k && top_k < vocab; }
-    bool adjusts() const { return bias != bias_end || banned != banned_end || seen != seen_end; }
+    bool adjusts() const { return bias != bias_end || banned != banned_end || seen != seen_end || mask; }
 };
 
 enum Verdict : std::int64_t { NOT_FINITE = -1, NOTHING_LEFT = -2, NOT_ASKED = -3 };

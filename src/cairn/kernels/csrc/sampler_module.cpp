@@ -62,7 +62,7 @@ Index put_biases(Sampler& sampler, nb::handle pairs) {
 }
 
 // (top, None) or (top, (divisor, top_k, top_p, least, repetition, presence, frequency, late), (seed, choice, position),
-// biases, banned, tokens or None, the first of them that counts, the first of the output)
+// biases, banned, tokens or None, the first of them that counts, the first of the output, a mask or None)
 Ask read(Sampler& sampler, const nb::tuple& line, const float* logits) {
     Ask ask = {};
     ask.logits = logits;
@@ -85,6 +85,13 @@ Ask read(Sampler& sampler, const nb::tuple& line, const float* logits) {
     ask.bias = static_cast<Index>(sampler.ids.size());
     ask.bias_end = ask.banned = put_biases(sampler, line[3]);
     ask.banned_end = ask.seen = ask.generated = ask.seen_end = put_ids(sampler, line[4], 0, false);
+    if (!line[8].is_none()) {
+        // The caller's list holds it until the answers are there.
+        const auto mask = nb::cast<nb::bytes>(line[8]);
+        if (static_cast<Index>(mask.size()) < (sampler.vocab() + 31) / 32 * 4)
+            throw std::invalid_argument("a mask has a bit for each token, in whole words of 32");
+        ask.mask = reinterpret_cast<const unsigned char*>(mask.data());
+    }
     if (line[5].is_none()) return ask;
     const auto first = nb::cast<Index>(line[6]);
     ask.seen_end = put_ids(sampler, line[5], first, true);

@@ -1,0 +1,230 @@
+"""`cairn launch`: a coding agent, told where the server of this machine is; where none runs, one is started for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from cairn.cli.launch_table import AGENTS, Agent
+from cairn.cli.options import Host, configured, server
+from cairn.cli.output import talk
+from cairn.errors import CairnError, ConfigError, Unavailable
+from cairn.resolve import Resolved
+
+_OPTIONS = ("api_key", "port", "context")
+_LOOK = 0.3
+"""Seconds between two looks at a server that is starting."""
+_ANSWER = 4
+"""An answer may take so much of the context: a fourth."""
+
+
+class Place(NamedTuple):
+    """Where the server is, and what it has."""
+
+    url: str
+    model: str
+    key: str
+    context: int
+
+
+class Start(NamedTuple):
+    """How an agent is started."""
+
+    command: list[str]
+    env: dict[str, str]
+    """Variables beside those there are."""
+    files: dict[Path, str]
+
+
+def register(app: typer.Typer) -> None:
+    """Add `cairn launch`."""
+
+    @app.command(
+        rich_help_panel="Running servers", epilog="What follows -- goes to the agent: cairn launch claude -- -p 'hello'"
+    )
+    @configured(_OPTIONS, model=False)
+    def launch(
+        resolved: Resolved,
+        agent: Annotated[str, typer.Argument(metavar="AGENT", help=f"One of {', '.join(AGENTS)}.")],
+        arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", show_default=False)] = None,
+        model: Annotated[
+            str | None, typer.Option("--model", metavar="MODEL", help="Where no server runs: the one to serve.")
+        ] = None,
+        show: Annotated[bool, typer.Option("--print", help="Print the environment and the command alone.")] = False,
+        host: Host = None,
+    ) -> None:
+        """Start a coding agent with this machine's server as its model. Where none runs, one is started, and ended with
+        the agent. Its own configuration stays as it is."""
+        known = AGENTS.get(agent)
+        if known is None:
+            raise ConfigError(f"{agent} is no agent that can be launched; there are {', '.join(AGENTS)}", field="agent")
+        if show:
+            _print(start(known, _found(resolved, host), folder(agent), arguments or ()))
+            return
+        program = shutil.which(known.program)
+        if program is None:
+            raise CairnError(f"{known.title} is not installed; get it with: {known.install}")
+        with _place(resolved, host, model) as (place, started):
+            begun = start(known, place, folder(agent), arguments or ())
+            _write(begun.files)
+            environment = {**os.environ, **begun.env}
+            if not started:
+                sys.stdout.flush()
+                os.execve(program, begun.command, environment)
+            code = _run(program, begun.command, environment)
+        raise typer.Exit(code)
+
+
+def start(agent: Agent, place: Place, folder: Path, arguments: list[str] | tuple[str, ...] = ()) -> Start:
+    """How an agent is started that is to use the server at a place."""
+    values: dict[str, str | int] = {
+        "url": place.url,
+        "model": place.model,
+        "key": place.key or "none",
+        "context": place.context,
+        "answer": max(place.context // _ANSWER, 1),
+        "folder": str(folder),
+    }
+    env = {name: _text(filled(value, values)) for name, value in agent.env.items()}
+    command = [agent.program, *(str(filled(one, values)) for one in agent.arguments), *arguments]
+    files = {folder / name: _text(filled(value, values)) + "\n" for name, value in agent.files.items()}
+    return Start(command, env, files)
+
+
+def filled(value: Any, values: Mapping[str, str | int]) -> Any:
+    """A value of the table with what stands in braces put in; a text that is a number's name alone is the number."""
+    if isinstance(value, Mapping):
+        return {str(filled(name, values)): filled(one, values) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [filled(one, values) for one in value]
+    if not isinstance(value, str):
+        return value
+    if value.startswith("{") and isinstance(number := values.get(value[1:-1]), int):
+        return number
+    for name, given in values.items():
+        value = value.replace("{" + name + "}", str(given))
+    return value
+
+
+def folder(agent: str, env: Mapping[str, str] | None = None) -> Path:
+    """Where files for an agent are kept: none of its own folders."""
+    from cairn.paths import users_folder
+
+    return users_folder(os.environ if env is None else env).parent / "launch" / agent
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, indent=2) if isinstance(value, Mapping) else str(value)
+
+
+def _write(files: Mapping[Path, str]) -> None:
+    for path, text in files.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = path.with_name(path.name + ".new")
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+                file.write(text)  # a key may stand in it
+            fresh.replace(path)
+        except OSError as error:
+            raise CairnError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _print(begun: Start) -> None:
+    for name, value in begun.env.items():
+        print(f"export {name}={shlex.quote(value)}")
+    for path, text in begun.files.items():
+        print(f"# {path}\n" + "".join(f"#   {line}\n" for line in text.splitlines()), end="")
+    print(shlex.join(begun.command))
+
+
+@contextmanager
+def _place(resolved: Resolved, host: str | None, model: str | None) -> Iterator[tuple[Place, bool]]:
+    """The server that runs, or one that is started and ended; which of both."""
+    from cairn.cli.client import address
+    from cairn.cli.reach import LOADING, state_of
+
+    try:
+        yield _found(resolved, host), False
+        return
+    except Unavailable:
+        if host is not None:
+            raise
+    url = address(resolved.config)
+    if state_of(url) == LOADING:
+        with talk().status(f"waiting for the server at {url} to load its model"):
+            while state_of(url) == LOADING:
+                time.sleep(_LOOK)
+        yield _found(resolved, None), False
+        return
+    with _served(resolved, model or resolved.config.model) as place:
+        yield place, True
+
+
+def _found(resolved: Resolved, host: str | None) -> Place:
+    """The server that runs. Unavailable where none does."""
+    with server(resolved, host) as client:
+        first = client.get("/v1/models")["data"][0]
+        config = resolved.config
+        key = config.api_key[0].reveal() if config.api_key else ""
+        return Place(client.url, str(first["id"]), key, int(first["max_model_len"]))
+
+
+@contextmanager
+def _served(resolved: Resolved, model: str) -> Iterator[Place]:
+    """A server of our own, which says what it has to say into a file."""
+    from cairn.cli.models import pull_missing
+
+    pull_missing(model)
+    config = resolved.config
+    log = folder("server") / "serve.log"
+    _write({log: ""})
+    command = [sys.executable, "-m", "cairn", "serve", model, "--host", config.host, "--port", str(config.port)]
+    if config.context is not None:
+        command += ["--context", str(config.context)]
+    keys = {"CAIRN_API_KEY": ",".join(key.reveal() for key in config.api_key)} if config.api_key else {}
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **keys},
+            start_new_session=True,  # Ctrl-C is the agent's
+        )
+    try:
+        with talk().status(f"starting a server with {model}; it writes to {log}"):
+            while True:
+                if process.poll() is not None:
+                    said = log.read_text(errors="replace").strip().splitlines()
+                    raise CairnError(f"the server did not start: {said[-1] if said else log}")
+                try:
+                    found = _found(resolved, None)
+                    break
+                except Unavailable:
+                    time.sleep(_LOOK)
+        yield found
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _run(program: str, command: list[str], env: Mapping[str, str]) -> int:
+    """Run the agent to its end; signals of the terminal are its own."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        code = subprocess.Popen(command, executable=program, env=dict(env)).wait()
+        return 128 - code if code < 0 else code
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,148 @@
+"""The agents that `cairn launch` starts: one table of how each is told where the server is.
+
+A text may hold {url}, {model}, {key}, {context}, {answer} and {folder}: the server's address, its model, a key of it,
+tokens of its context, tokens of an answer, and a folder of ours for the agent's files. A text that is nothing but
+{context} or {answer} is the number. The user's own files are neither read nor written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """How one agent is started."""
+
+    title: str
+    program: str
+    install: str
+    """The command that installs it."""
+    env: Mapping[str, str | Json] = field(default_factory=dict)
+    """Variables; what is no text is JSON."""
+    arguments: tuple[str, ...] = ()
+    files: Mapping[str, Json] = field(default_factory=dict)
+    """Files in {folder}, by name, as JSON."""
+
+
+_OPENCODE_MODEL = {"name": "{model}", "tool_call": True, "limit": {"context": "{context}", "output": "{answer}"}}
+
+AGENTS: Mapping[str, Agent] = {
+    "claude": Agent(
+        title="Claude Code",
+        program="claude",
+        install="npm install -g @anthropic-ai/claude-code",
+        env={
+            "ANTHROPIC_BASE_URL": "{url}",
+            "ANTHROPIC_AUTH_TOKEN": "{key}",
+            "ANTHROPIC_API_KEY": "",
+            "ANTHROPIC_MODEL": "{model}",
+            "ANTHROPIC_DEFAULT_OPUS_MODEL": "{model}",
+            "ANTHROPIC_DEFAULT_SONNET_MODEL": "{model}",
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "{model}",
+            "CLAUDE_CODE_SUBAGENT_MODEL": "{model}",
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": "{context}",
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "{answer}",
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # a line that changes with every session
+            "CLAUDE_CODE_TOTAL_TOKENS_REMINDER": "off",  # another, with every call of a tool
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "CLAUDE_CODE_DISABLE_FEEDBACK_SURVEY": "1",
+            "DISABLE_ERROR_REPORTING": "1",
+            "DISABLE_FEEDBACK_COMMAND": "1",
+        },
+    ),
+    "codex": Agent(
+        title="codex",
+        program="codex",
+        install="npm install -g @openai/codex",
+        env={"CODEX_CAIRN_KEY": "{key}"},
+        arguments=(
+            *("-c", 'model_provider="cairn"', "-c", 'model="{model}"', "-c", "model_context_window={context}"),
+            *("-c", 'model_providers.cairn.name="Cairn"', "-c", 'model_providers.cairn.base_url="{url}/v1"'),
+            *("-c", 'model_providers.cairn.wire_api="responses"'),
+            *("-c", 'model_providers.cairn.env_key="CODEX_CAIRN_KEY"'),
+        ),
+    ),
+    "opencode": Agent(
+        title="opencode",
+        program="opencode",
+        install="npm install -g opencode-ai",
+        env={
+            "OPENCODE_CONFIG_CONTENT": {
+                "provider": {
+                    "cairn": {
+                        "npm": "@ai-sdk/openai-compatible",
+                        "name": "Cairn",
+                        "options": {"baseURL": "{url}/v1", "apiKey": "{key}"},
+                        "models": {"{model}": _OPENCODE_MODEL},
+                    }
+                },
+                "model": "cairn/{model}",
+                "small_model": "cairn/{model}",
+            }
+        },
+    ),
+    "qwen": Agent(
+        title="qwen-code",
+        program="qwen",
+        install="npm install -g @qwen-code/qwen-code",
+        env={
+            "OPENAI_BASE_URL": "{url}/v1",
+            "OPENAI_API_KEY": "{key}",
+            "OPENAI_MODEL": "{model}",
+            "QWEN_CODE_SYSTEM_SETTINGS_PATH": "{folder}/settings.json",
+        },
+        arguments=("--auth-type", "openai"),
+        files={
+            "settings.json": {
+                "model": {"name": "{model}", "generationConfig": {"contextWindowSize": "{context}"}},
+                "privacy": {"usageStatisticsEnabled": False},
+            }
+        },
+    ),
+    "aider": Agent(
+        title="aider",
+        program="aider",
+        install="python -m pip install aider-install && aider-install",
+        env={"OPENAI_API_BASE": "{url}/v1", "OPENAI_API_KEY": "{key}"},
+        arguments=(
+            *("--model", "openai/{model}", "--weak-model", "openai/{model}"),
+            *("--model-metadata-file", "{folder}/models.json", "--no-show-model-warnings"),
+        ),
+        files={
+            "models.json": {
+                "openai/{model}": {
+                    "max_input_tokens": "{context}",
+                    "max_output_tokens": "{answer}",
+                    "input_cost_per_token": 0,
+                    "output_cost_per_token": 0,
+                    "litellm_provider": "openai",
+                    "mode": "chat",
+                }
+            }
+        },
+    ),
+    "pi": Agent(
+        title="pi",
+        program="pi",
+        install="npm install -g @mariozechner/pi-coding-agent",
+        env={"PI_CODING_AGENT_DIR": "{folder}"},
+        arguments=("--provider", "cairn", "--model", "{model}"),
+        files={
+            "models.json": {
+                "providers": {
+                    "cairn": {
+                        "baseUrl": "{url}/v1",
+                        "api": "openai-completions",
+                        "apiKey": "{key}",
+                        "models": [{"id": "{model}", "contextWindow": "{context}", "maxTokens": "{answer}"}],
+                    }
+                }
+            }
+        },
+    ),
+}

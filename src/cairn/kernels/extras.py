@@ -1,0 +1,193 @@
+"""Rows that ask for samplers beyond the usual ones: one meaning, in numpy, whatever kernels run.
+
+    line -> bias -> penalties -> DRY -> banned tokens -> temperature -> n-sigma -> top-k -> typical -> top-p -> min-p
+         -> XTC -> one draw
+
+Where asked, the temperature is of what the cuts keep, as in `vocabulary`. Weights, ranks and draws are those of
+`vocabulary`; DRY, n-sigma, typical and the dynamic temperature are computed in float64.
+
+    DRY          a token that would go on a repetition of length n loses multiplier * base ** (n - allowed length)
+    n-sigma      keeps logits within n standard deviations of the highest
+    typical      keeps the tokens whose surprise is nearest to the entropy, up to this part of the mass
+    XTC          now and then leaves out all but the last of the tokens that have at least this probability
+    dynamic      the temperature lies within a range around the given one, higher where the entropy is
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.engine.base import Row
+from cairn.kernels.vocabulary import (
+    GREEDY_BELOW,
+    Choice,
+    Floats,
+    Ids,
+    Line,
+    Sampler,
+    adjust,
+    by_rank,
+    divisor,
+    forbidden,
+    lowest,
+    random_bits,
+    ranked,
+    weigh,
+)
+from cairn.types import SamplingExtras, SamplingParams
+
+MAX_REPEAT = 64
+"""A longer repetition counts as one of this length."""
+_XTC = 0x5854430000000000
+"""Makes the chance of XTC another one than the draw's."""
+
+
+def choose(sampler: Sampler, lines: Sequence[Line], logits: Floats) -> list[Choice]:
+    """`Sampler.choose`: lines without extras by the sampler, the others here."""
+    asking = [number for number, line in enumerate(lines) if line.row is not None and line.row.sampling.extras]
+    if not asking:
+        return sampler.choose(lines, logits)
+    plain = [line._replace(row=None) if number in asking else line for number, line in enumerate(lines)]
+    choices = sampler.choose(plain, logits)
+    with np.errstate(all="ignore"):
+        for number in asking:
+            row = lines[number].row
+            if row is not None and choices[number].finite:
+                token = _token(row, lines[number].mask, logits[number].copy())
+                choices[number] = choices[number]._replace(token=token)
+    return choices
+
+
+def _token(row: Row, mask: bytes | None, logits: Floats) -> int | None:
+    """The next token of one row [vocab], which is overwritten; None where none is possible."""
+    params, extras = row.sampling, row.sampling.extras
+    assert extras is not None
+    adjust(row, logits)
+    if extras.dry_multiplier:
+        for token, penalty in repeats(row.tokens, extras).items():
+            logits[token] -= np.float32(penalty)
+    _ban(row, extras, logits)
+    if mask:
+        logits[forbidden(mask, len(logits))] = -np.inf
+    best = int(logits.argmax())
+    if not np.isfinite(logits[best]):
+        return None
+    if params.temperature < GREEDY_BELOW:
+        return best
+    relative = logits - logits[best]
+    late = params.temperature_last
+    values = relative if late else relative / _heat(relative, params, extras)
+    kept = _cut(values, params, extras)
+    kept = _without_top(kept, values, row, extras)
+    scaled = relative[kept] / _heat(relative[kept], params, extras) if late else values[kept]
+    running = np.cumsum(weigh(scaled - scaled.max()))
+    bits = random_bits(params.seed, row.choice, len(row.tokens))
+    return int(kept[np.searchsorted(running, bits * int(running[-1]) >> 53, side="right")])
+
+
+def repeats(tokens: Sequence[int], extras: SamplingExtras) -> dict[int, float]:
+    """What DRY takes from each token that would go on a repetition: of the last tokens, as far back as a breaker."""
+    last = extras.dry_penalty_last_n
+    history = np.asarray(tokens if last < 0 else tokens[max(0, len(tokens) - last) :], np.int64)
+    count, breakers = len(history), set(extras.dry_breakers)
+    length, suffix = 0, history[::-1][:MAX_REPEAT].tolist()
+    while length < len(suffix) and suffix[length] not in breakers:
+        length += 1
+    ends = np.flatnonzero(history[: count - 1] == history[-1]) if length else np.empty(0, np.int64)
+    found: dict[int, float] = {}
+    size = 1
+    while len(ends):
+        if size >= extras.dry_allowed_length:
+            penalty = min(extras.dry_multiplier * extras.dry_base ** (size - extras.dry_allowed_length), 1e30)
+            for token in set(history[ends + 1].tolist()) - breakers:
+                found[token] = max(found.get(token, 0.0), penalty)
+        if size == length:
+            break
+        ends = ends[ends >= size]
+        ends = ends[history[ends - size] == suffix[size]]
+        size += 1
+    return found
+
+
+def _ban(row: Row, extras: SamplingExtras, logits: Floats) -> None:
+    """Leave the tokens that are allowed, and none that would end a word that is not."""
+    vocab = len(logits)
+    if extras.allowed_token_ids:
+        closed = np.ones(vocab, np.bool_)
+        closed[[token for token in extras.allowed_token_ids if token < vocab]] = False
+        logits[closed] = -np.inf
+    output = row.tokens[row.prompt_len :]
+    for word in extras.bad_words:
+        before = word[:-1]
+        if word[-1] < vocab and (not before or tuple(output[-len(before) :]) == before):
+            logits[word[-1]] = -np.inf
+
+
+def _chances(scaled: Floats) -> NDArray[np.float64]:
+    weights = weigh(scaled - scaled.max()).astype(np.float64)
+    chances: NDArray[np.float64] = weights / weights.sum()
+    return chances
+
+
+def _surprise(chances: NDArray[np.float64]) -> tuple[NDArray[np.float64], float]:
+    """-log of each chance, and its mean: the entropy."""
+    surprise = -np.log(np.maximum(chances, 1e-300))
+    return surprise, float((chances * surprise).sum())
+
+
+def _heat(relative: Floats, params: SamplingParams, extras: SamplingExtras) -> np.float32:
+    """The temperature, within its range by how even the distribution is."""
+    if not extras.dynatemp_range:
+        return divisor(params)
+    most = math.log(max(2, int(np.isfinite(relative).sum())))
+    _, entropy = _surprise(_chances(relative))
+    low = max(0.0, params.temperature - extras.dynatemp_range)
+    high = params.temperature + extras.dynatemp_range
+    heat = low + (high - low) * min(1.0, max(0.0, entropy) / most) ** extras.dynatemp_exponent
+    return np.float32(min(max(heat, GREEDY_BELOW), 3e38))
+
+
+def _cut(values: Floats, params: SamplingParams, extras: SamplingExtras) -> Ids:
+    """The ids that the cuts keep of one row [vocab] with maximum 0, the likeliest first."""
+    vocab = len(values)
+    if extras.top_n_sigma > 0:
+        finite = values[np.isfinite(values)].astype(np.float64)
+        values = np.where(values >= -extras.top_n_sigma * float(finite.std()), values, np.float32(-np.inf))
+    if 0 < params.top_k < vocab:
+        kept = ranked(values, params.top_k)
+        kept = kept[np.isfinite(values[kept])]
+    else:
+        ids = np.flatnonzero(np.isfinite(values))
+        kept = by_rank(values[ids], ids)
+    if extras.typical_p < 1:
+        kept = _typical(kept, values, extras.typical_p)
+    if params.top_p < 1:
+        running = np.cumsum(weigh(values[kept] - values[kept].max()))
+        goal = math.ceil(params.top_p * int(running[-1]))
+        kept = kept[: int(np.searchsorted(running, goal, side="left")) + 1]
+    likely: Ids = kept[values[kept] - values[kept].max() >= lowest(params)]
+    return likely
+
+
+def _typical(kept: Ids, values: Floats, part: float) -> Ids:
+    """Those nearest to the entropy, in the order in which they were; the first of them always stays."""
+    chances = _chances(values[kept])
+    surprise, entropy = _surprise(chances)
+    order = np.argsort(np.abs(surprise - entropy), kind="stable")
+    count = int(np.searchsorted(np.cumsum(chances[order]), part, side="left")) + 1
+    return kept[np.sort(order[:count])]
+
+
+def _without_top(kept: Ids, values: Floats, row: Row, extras: SamplingExtras) -> Ids:
+    """XTC: of those that have at least the threshold, the last alone, where chance has it."""
+    if not extras.xtc_probability or extras.xtc_threshold > 0.5:
+        return kept
+    chance = random_bits(row.sampling.seed ^ _XTC, row.choice, len(row.tokens)) * 2.0**-53
+    if chance >= extras.xtc_probability:
+        return kept
+    above = int((_chances(values[kept]) >= extras.xtc_threshold).sum())
+    return kept[max(0, above - 1) :]

@@ -1,0 +1,25 @@
+"""What a model's files say of it: how many bytes they hold in which number format."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from cairn.models.files import is_gguf
+from cairn.models.gguf import read_gguf
+from cairn.models.weights import open_weights
+from cairn.types import ModelSpec
+
+_KINDS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def bytes_by_format(place: Path, spec: ModelSpec) -> Counter[str]:
+    """Bytes of the tensors by number format. Raises CairnError where they cannot be read."""
+    found: Counter[str] = Counter()
+    if is_gguf(place):
+        for tensor in read_gguf(place).tensors.values():
+            found[tensor.kind.name] += tensor.size
+    else:
+        for array in open_weights(place, spec).values():
+            found[_KINDS.get(array.dtype.name, array.dtype.name)] += array.nbytes
+    return found

@@ -1,0 +1,237 @@
+"""The worker's side of grammars: a request that has one waits here until there is what follows it.
+
+Compiling needs the model's vocabulary as bytes, which is read when the first grammar comes: most servers never see
+one. Both happen in threads beside the steps, and so does the mask of each next token; llguidance holds no interpreter
+lock. A grammar is compiled once and copied for each request, and a copy that has consumed the tokens generated so far
+is as one that was never interrupted, so preemption and a worker's death change nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from cairn.errors import CairnError, InvalidRequest
+from cairn.seams import Clock
+from cairn.sequence import Matcher
+from cairn.types import Request
+
+KEPT = 64
+"""Compiled grammars that are kept for the next request."""
+THREADS = 2
+
+
+class Vocabulary(NamedTuple):
+    """A model's tokens as llguidance knows them, and which of them are no text."""
+
+    tokenizer: Any
+    controls: frozenset[int]
+
+
+class Ready(NamedTuple):
+    """A request whose grammar can be followed, or why it cannot."""
+
+    request: Request
+    matcher: Matcher | None
+    error: CairnError | None = None
+
+
+class Grammars:
+    """Compiles, and hands requests back when they are ready. One thread calls all but `wake`."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary], wake: Callable[[], None], clock: Clock) -> None:
+        """`vocabulary` is read once, at the first grammar; `wake` is called by any thread when something is ready."""
+        self._read, self._wake, self._clock = vocabulary, wake, clock
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._waiting: dict[int, tuple[Request, Future[Matcher], float]] = {}
+
+    @property
+    def pending(self) -> bool:
+        """Whether a request waits for its grammar."""
+        return bool(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Take a request that has a grammar; it comes out of `ready`."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="cairn-grammar")
+        future = self._pool.submit(self._matcher, request)
+        self._waiting[request.id] = (request, future, self._clock.now())
+        future.add_done_callback(lambda _: self._wake())
+
+    def drop(self, id: int) -> None:
+        """Forget a request that waits."""
+        self._waiting.pop(id, None)
+
+    def ready(self) -> list[Ready]:
+        """What no longer has to wait, each once. Its time limit is what is left of it."""
+        found: list[Ready] = []
+        for request, future, since in [one for one in self._waiting.values() if one[1].done()]:
+            del self._waiting[request.id]
+            if request.timeout is not None:
+                left = max(1e-3, request.timeout - (self._clock.now() - since))
+                request = msgspec.structs.replace(request, timeout=left)
+            error = future.exception()
+            if error is None:
+                found.append(Ready(request, future.result()))
+            elif isinstance(error, CairnError):
+                found.append(Ready(request, None, error))
+            else:
+                found.append(Ready(request, None, CairnError(f"the grammar could not be compiled: {error!r}")))
+        return found
+
+    def close(self) -> None:
+        """Nothing more is computed."""
+        self._waiting.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _matcher(self, request: Request) -> Matcher:
+        """In a thread: what follows this request's grammar, as far as it has come."""
+        assert self._pool is not None
+        with self._lock:  # compiling takes a millisecond or two, or was bounded by who asked
+            if self._vocabulary is None:
+                self._vocabulary = self._read()
+            vocabulary = self._vocabulary
+            compiled = self._compiled.pop(request.grammar, None) or compile_grammar(vocabulary, request.grammar)
+            self._compiled[request.grammar] = compiled
+            while len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+            copy = compiled.deep_copy()
+        ends = [token for token in request.sampling.stop_token_ids if token in vocabulary.controls]
+        matcher = GrammarMatcher(copy, vocabulary, ends, self._pool)
+        for token in request.generated:
+            matcher.consume(token)
+        return matcher
+
+
+def compile_grammar(vocabulary: Vocabulary, text: str) -> Any:
+    """llguidance's matcher of a grammar. Raises InvalidRequest."""
+    from llguidance import LLMatcher
+
+    from cairn.text.grammar import limits
+
+    made = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits())
+    if made.is_error():
+        raise InvalidRequest(f"the grammar cannot be followed: {made.get_error()[:400]}", field="grammar")
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A mask that a thread computes: an `engine.base.Pending`."""
+
+    future: Future[bytes]
+
+    def wait(self) -> bytes:
+        """The mask."""
+        return self.future.result()
+
+
+class GrammarMatcher:
+    """`sequence.Matcher` by llguidance.
+
+    Where the grammar may end, the tokens that end an answer may come, and only there; other control tokens never.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: Vocabulary, ends: Sequence[int], pool: ThreadPoolExecutor) -> None:
+        """`ends`: the control tokens that end this answer."""
+        self._matcher, self._pool = matcher, pool
+        self._ends = frozenset(ends)
+        self._others = [token for token in vocabulary.tokenizer.eos_tokens if token not in self._ends]
+        self._vocab = vocabulary.tokenizer.vocab_size
+
+    @property
+    def over(self) -> bool:
+        """`Matcher.over`."""
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    def mask(self) -> Later:
+        """`Matcher.mask`."""
+        return Later(self._pool.submit(self._mask))
+
+    def consume(self, token: int) -> None:
+        """`Matcher.consume`. A token that cannot come puts the grammar out of action: the next mask is empty."""
+        if token not in self._ends:
+            self._matcher.consume_token(token)
+
+    def _mask(self) -> bytes:
+        made = bytearray(self._matcher.compute_bitmask())
+        if self._matcher.is_error():
+            return b""
+        for token in self._others:
+            made[token >> 3] &= ~(1 << (token & 7))
+        if self._matcher.is_accepting():
+            for token in self._ends:
+                made[token >> 3] |= 1 << (token & 7)
+        return bytes(made)
+
+
+class Tokens:
+    """What llguidance asks of a tokenizer.
+
+    Where a grammar leaves no choice, the model is held to the tokens in which its tokenizer would write the text.
+    """
+
+    bos_token_id = None
+
+    def __init__(
+        self, tokens: list[bytes], special: Sequence[int], eos: int, encode: Callable[[str], Sequence[int]]
+    ) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special, eos
+        self._encode = encode
+        controls = frozenset(special)
+        self._ids = {token: i for i, token in enumerate(tokens) if token and i not in controls}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens that are exactly these bytes: the tokenizer's own, or else the longest at each place."""
+        found = list(self._encode(text.decode("utf-8", "replace")))
+        if b"".join(self.tokens[i] for i in found) == text:
+            return found
+        found, at = [], 0
+        while at < len(text):
+            sizes = range(min(self._longest, len(text) - at), 0, -1)
+            size = next((size for size in sizes if text[at : at + size] in self._ids), 0)
+            if not size:
+                break  # no token has this byte
+            found.append(self._ids[text[at : at + size]])
+            at += size
+        return found
+
+
+def read_vocabulary(folder: Path, given: str | None, vocab: int, ends: Sequence[int]) -> Vocabulary:
+    """The tokens of a model: control tokens that stand for no text may only end an answer.
+
+    `given`: a tokenizer in place of the model's own; `vocab`: how many tokens the model has; `ends`: those that end an
+    answer. Raises ModelError.
+    """
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    from cairn.text.split import MARKERS
+    from cairn.text.templates import load_text
+
+    tokenizer, _ = load_text(folder, given)
+    shown = {tokenizer.token_id(marker) for marker in MARKERS}
+    controls = (tokenizer.special_ids | tokenizer.control_ids | tokenizer.end_ids) - shown
+    largest = tokenizer.largest_id
+    tokens = [tokenizer.token_bytes(i) if i <= largest else b"" for i in range(vocab)]
+    for i in controls:
+        if i < vocab:
+            tokens[i] = b"\xff<|%d|>" % i
+    known = frozenset(i for i in controls if i < vocab)
+    eos = sorted(i for i in {*ends, *tokenizer.end_ids} if i in known) or [vocab]
+    if eos == [vocab]:  # nothing ends an answer but its grammar
+        tokens.append(b"\xff<|end|>")
+        known |= {vocab}
+    wrapper = TokenizerWrapper(Tokens(tokens, sorted(known), eos[0], tokenizer.encode))
+    return Vocabulary(LLTokenizer(wrapper, eos_token=eos), known)

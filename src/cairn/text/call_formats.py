@@ -1,0 +1,213 @@
+"""How models write calls of tools: one record a form, from which its parser and its grammar are made.
+
+A section of calls stands between `begin` and `end`; a call between `open`, which holds the tool's name, and `close`.
+What stands between those two is of one of four kinds:
+
+    object    {"name": "f", "arguments": {"x": 1}}, perhaps several in a list
+    named     the arguments alone, as JSON
+    tagged    each argument between tags, a text as it is and anything else as JSON
+    python    f(x=1, y="a")
+
+Which form a model uses is seen in its chat template. `hermes`, `qwen_xml` and `llama` are read by `tools`, whatever the
+template; the others by `call_section`, where the template shows them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["object", "named", "tagged", "python"]
+
+_CONTROL = re.compile(r"<[^<>\s=\"]+>|\[[A-Z_]+\]")
+"""What in a form may be one token of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFormat:
+    """One way to write calls. Line breaks and blanks in it are written, and need not be read."""
+
+    name: str
+    signs: tuple[str, ...]
+    """A template that shows this form holds all of these."""
+    kind: Kind
+    begin: str = ""
+    """Before the first call; "" where an answer is a call and nothing else."""
+    end: str = ""
+    """After the last one; "" where the answer ends there."""
+    open: str = ""
+    """Before a call, with {name} where its name stands, and {index} for a number; of objects and of Python nothing."""
+    close: str = ""
+    joint: str = ""
+    """Between two calls."""
+    listed: bool = False
+    """Objects stand in a list."""
+    single: bool = False
+    """A section holds one call, and several stand one behind the other."""
+    arguments: str = "arguments"
+    """What an object calls its arguments."""
+    key: tuple[str, str] = ("", "")
+    """Before and behind the name of an argument in tags."""
+    value_end: str = ""
+    """Behind its value."""
+    plain: bool = False
+    """`tools` reads it."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Parts of it that may be control tokens of a model, and must be read as text."""
+        parts = (self.begin, self.end, self.open, self.close, self.joint, *self.key, self.value_end)
+        return tuple(dict.fromkeys(found for part in parts for found in _CONTROL.findall(part)))
+
+
+FORMATS: tuple[CallFormat, ...] = (
+    CallFormat(
+        name="kimi",
+        signs=("<|tool_calls_section_begin|>",),
+        kind="named",
+        begin="<|tool_calls_section_begin|>",
+        end="<|tool_calls_section_end|>",
+        open="<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>",
+        close="<|tool_call_end|>",
+    ),
+    CallFormat(
+        name="deepseek_v3",
+        signs=("<\uff5ctool\u2581calls\u2581begin\uff5c>", "```json"),
+        kind="named",
+        begin="<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        end="<\uff5ctool\u2581calls\u2581end\uff5c>",
+        open="<\uff5ctool\u2581call\u2581begin\uff5c>function<\uff5ctool\u2581sep\uff5c>{name}\n```json\n",
+        close="\n```<\uff5ctool\u2581call\u2581end\uff5c>",
+        joint="\n",
+    ),
+    CallFormat(
+        name="deepseek_v31",
+        signs=("<\uff5ctool\u2581calls\u2581begin\uff5c>",),
+        kind="named",
+        begin="<\uff5ctool\u2581calls\u2581begin\uff5c>",
+        end="<\uff5ctool\u2581calls\u2581end\uff5c>",
+        open="<\uff5ctool\u2581call\u2581begin\uff5c>{name}<\uff5ctool\u2581sep\uff5c>",
+        close="<\uff5ctool\u2581call\u2581end\uff5c>",
+    ),
+    CallFormat(
+        name="mistral_v11",
+        signs=("[TOOL_CALLS]", "[ARGS]"),
+        kind="named",
+        begin="[TOOL_CALLS]",
+        open="{name}[ARGS]",
+        joint="[TOOL_CALLS]",
+    ),
+    CallFormat(name="mistral", signs=("[TOOL_CALLS]",), kind="object", begin="[TOOL_CALLS]", joint=", ", listed=True),
+    CallFormat(
+        name="phi",
+        signs=("<|tool_call|>", "<|/tool_call|>"),
+        kind="object",
+        begin="<|tool_call|>",
+        end="<|/tool_call|>",
+        joint=", ",
+        listed=True,
+    ),
+    CallFormat(name="granite", signs=("<|tool_call|>",), kind="object", begin="<|tool_call|>", joint=", ", listed=True),
+    CallFormat(
+        name="nemotron",
+        signs=("<TOOLCALL>",),
+        kind="object",
+        begin="<TOOLCALL>",
+        end="</TOOLCALL>",
+        joint=", ",
+        listed=True,
+    ),
+    CallFormat(
+        name="jamba",
+        signs=("<tool_calls>",),
+        kind="object",
+        begin="<tool_calls>",
+        end="</tool_calls>",
+        joint=", ",
+        listed=True,
+    ),
+    CallFormat(
+        name="lfm2",
+        signs=("<|tool_call_start|>",),
+        kind="python",
+        begin="<|tool_call_start|>",
+        end="<|tool_call_end|>",
+        joint=", ",
+    ),
+    CallFormat(
+        name="minimax",
+        signs=("<minimax:tool_call>",),
+        kind="tagged",
+        begin="<minimax:tool_call>\n",
+        end="</minimax:tool_call>",
+        open='<invoke name="{name}">\n',
+        close="</invoke>\n",
+        key=('<parameter name="', '">'),
+        value_end="</parameter>\n",
+    ),
+    CallFormat(
+        name="seed",
+        signs=("<seed:tool_call>",),
+        kind="tagged",
+        begin="<seed:tool_call>\n",
+        end="</seed:tool_call>",
+        open="<function={name}>\n",
+        close="</function>\n",
+        key=("<parameter=", ">"),
+        value_end="</parameter>\n",
+    ),
+    CallFormat(
+        name="glm",
+        signs=("<tool_call>", "<arg_key>"),
+        kind="tagged",
+        begin="<tool_call>",
+        end="</tool_call>",
+        open="{name}\n",
+        key=("<arg_key>", "</arg_key>\n<arg_value>"),
+        value_end="</arg_value>\n",
+        single=True,
+    ),
+    CallFormat(
+        name="qwen_xml",
+        signs=("<tool_call>", "<function="),
+        kind="tagged",
+        begin="<tool_call>\n",
+        end="</tool_call>",
+        open="<function={name}>\n",
+        close="</function>\n",
+        key=("<parameter=", ">\n"),
+        value_end="\n</parameter>\n",
+        single=True,
+        plain=True,
+    ),
+    CallFormat(
+        name="hermes",
+        signs=("<tool_call>",),
+        kind="object",
+        begin="<tool_call>\n",
+        end="\n</tool_call>",
+        single=True,
+        plain=True,
+    ),
+    CallFormat(name="llama", signs=(), kind="object", arguments="parameters", single=True, plain=True),
+)
+"""The first whose signs a template holds is its form."""
+
+BY_NAME = {one.name: one for one in FORMATS}
+_BARE = re.compile(r"""\{\s*\\?"name\\?":""")
+"""How a template writes the beginning of a call that has no tags."""
+
+
+def format_of(template: str) -> CallFormat | None:
+    """The form in which a template shows calls; None where it shows none that is known."""
+    for one in FORMATS:
+        if one.signs and all(sign in template for sign in one.signs):
+            return one
+    return BY_NAME["llama"] if _BARE.search(template) else None
+
+
+def markers_of(formats: Iterable[CallFormat]) -> tuple[str, ...]:
+    """The markers of several forms."""
+    return tuple(dict.fromkeys(marker for one in formats for marker in one.markers))

@@ -1,0 +1,195 @@
+"""A form of calls and the tools that were offered -> the grammar of answers that call them, in llguidance's Lark.
+
+What it allows, the parser of the same form reads as calls (`tools`, `call_section`): names are literal, arguments are
+held to their schemas, and a text in tags never holds a tag that would end it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cairn.text.call_formats import CallFormat
+from cairn.text.grammar import GrammarError, literal, with_blanks
+from cairn.text.tools import is_text
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_OPEN = frozenset(("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"))
+_OPEN |= {"anyOf", "oneOf", "allOf"}
+"""Keys of a schema beside which others may be meant."""
+_NO_CALL = r"~/[ \t\r\n]*(```[a-z_]*[ \t\r\n]*)?\{(.|\n)*/"
+"""A text that does not begin as the call of an answer without tags does."""
+
+
+class Offered(NamedTuple):
+    """A tool as far as calls of it are held to it."""
+
+    name: str
+    schema: Mapping[str, Any]
+
+
+def callable_tools(
+    tools: Sequence[Mapping[str, Any]], names: Sequence[str] | None, held: Sequence[str] | None
+) -> list[Offered]:
+    """The tools that may be called. Only the arguments of those that are `held` (None: of all) fit their schemas."""
+    found = []
+    for tool in tools:
+        function = tool["function"]
+        name, schema = function["name"], _closed(function.get("parameters") or ANY_OBJECT)
+        if names is None or name in names:
+            found.append(Offered(name, schema if held is None or name in held else ANY_OBJECT))
+    return found
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments that a schema does not name are not made up, unless it says that there may be others."""
+    return schema if schema.keys() & _OPEN else {**schema, "additionalProperties": False}
+
+
+def lark_of_calls(form: CallFormat, tools: Sequence[Offered], *, required: bool, parallel: bool) -> str:
+    """Answers that call these tools: at least one where `required`, else text may stand alone or before the calls."""
+    made = _Grammar(form)
+    made.rule("call", " | ".join([made.call(tool) for tool in tools]))
+    several = parallel and bool(form.begin)
+    more = f" ({_literal(form.joint)} call)*" if several and not form.single else ""
+    opened, closed = ("[", "]") if form.listed or form.kind == "python" else ("", "")
+    made.rule("rest", f"{_literal(opened)} call{more} {_literal(closed + form.end)}")
+    again = f' ("\\n" {_literal(form.begin)} rest)*' if several and form.single else ""
+    if required:
+        made.rule("start", f"{_literal(form.begin)} rest{again}")
+        return made.text()
+    made.rule("ANY", rf"/(.|\n)*/ & {_NO_CALL}")
+    if not form.begin:
+        made.rule("start", "rest | ANY")
+        return made.text()
+    sign = form.begin.rstrip("\n")
+    made.rule("start", f"ANY | before {_literal(form.begin[len(sign) :])} rest{again}")
+    made.rule("before[lazy]", f"ANY {_literal(sign)}")
+    return made.text()
+
+
+class _Grammar:
+    """Rules, as they are needed."""
+
+    def __init__(self, form: CallFormat) -> None:
+        self._form = form
+        self._rules: list[str] = []
+        self._count = 0
+
+    def text(self) -> str:
+        """All of them."""
+        return "\n".join(["%llguidance {}", *reversed(self._rules)]) + "\n"
+
+    def rule(self, name: str, body: str) -> None:
+        """Add one."""
+        self._rules.append(f"{name}: {body}")
+
+    def call(self, tool: Offered) -> str:
+        """The rule of a call of this tool."""
+        form, name = self._form, self._new("f")
+        if form.kind == "object":
+            start = f'{{"name": {json.dumps(tool.name)}, "{form.arguments}": '
+            self.rule(name, f"{_literal(start)} {_json(tool.schema)} {_literal('}')}")
+        elif form.kind == "python":
+            self.rule(name, f"{_literal(tool.name + '(')} {self._python(tool.schema)} {_literal(')')}")
+        else:
+            before, index, behind = form.open.replace("{name}", tool.name).partition("{index}")
+            opened = f"{_literal(before)} /[0-9]{{1,3}}/ {_literal(behind)}" if index else _literal(before)
+            arguments = _json(tool.schema) if form.kind == "named" else self._tagged(tool.schema)
+            self.rule(name, f"{opened} {arguments} {_literal(form.close)}")
+        return name
+
+    def _new(self, kind: str) -> str:
+        self._count += 1
+        return f"{kind}{self._count}"
+
+    def _tagged(self, schema: Mapping[str, Any]) -> str:
+        """Arguments in tags, in the order of the schema; those that are not required may be left out."""
+        form = self._form
+        parts = []
+        for key, value, required in _arguments(schema):
+            name = self._new("a")
+            before = _literal(form.key[0] + key + form.key[1])
+            self.rule(name, f"{before} {self._value(value)}")
+            parts.append(name if required else f"{name}?")
+        return " ".join(parts)
+
+    def _value(self, schema: Any) -> str:
+        """A value and the tag behind it."""
+        form = self._form
+        if not is_text(schema):
+            return f"{_json(schema)} {_literal(form.value_end)}"
+        if isinstance(schema, Mapping) and _fits_tags(schema.get("enum"), self._stops()):
+            return f"({' | '.join(map(_literal, schema['enum']))}) {_literal(form.value_end)}"
+        # A text ends where its tag comes; a line break before that is the model's to write.
+        tag = form.value_end.strip()
+        name = self._new("v")
+        self.rule(f"{name}[lazy]", f"{self._free()} {_literal(tag)}")
+        return f"{name} {_literal(form.value_end.partition(tag)[2])}".rstrip()
+
+    def _stops(self) -> list[str]:
+        """What a text in tags may not hold: what ends its call or the section."""
+        parts = (self._form.value_end, self._form.close, self._form.end)
+        return [part.strip() for part in parts if part.strip()]
+
+    def _free(self) -> str:
+        if not any(one.startswith("FREE:") for one in self._rules):
+            stops = "|".join(re.escape(stop).replace("/", r"\/") for stop in self._stops()[1:])
+            self.rule("FREE", rf"/(.|\n)*/ & ~/(.|\n)*({stops})(.|\n)*/")
+        return "FREE"
+
+    def _python(self, schema: Mapping[str, Any]) -> str:
+        """Keyword arguments: those that must be there, then any of the others."""
+        given = [(f"{_literal(key + '=')} {_json(value)}", required) for key, value, required in _arguments(schema)]
+        needed = [self._named("p", one) for one, required in given if required]
+        others = [self._named("p", one) for one, required in given if not required]
+        if needed:
+            return ' ", " '.join(needed) + "".join(f' (", " {one})?' for one in others)
+        if not others:
+            return ""
+        starts = [
+            one + "".join(f' (", " {later})?' for later in others[number + 1 :]) for number, one in enumerate(others)
+        ]
+        return f"({' | '.join(starts)})?"
+
+    def _named(self, kind: str, body: str) -> str:
+        name = self._new(kind)
+        self.rule(name, body)
+        return name
+
+
+def _arguments(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+    """(name, schema, whether it must be there) of each argument that a schema names."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping):
+        return []
+    needed = set(map(str, required)) if isinstance(required, list) else set()
+    if wrong := next((key for key in needed if not _NAME.fullmatch(key)), None):
+        raise GrammarError(f"an argument named {wrong[:64]!r} cannot be written in this model's calls")
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return [
+        (key, {**shared, **value} if shared and isinstance(value, Mapping) else value, key in needed)
+        for key, value in properties.items()
+        if _NAME.fullmatch(key)
+    ]
+
+
+_NAME = re.compile(r"[^<>\n\"'=,(){}\s]{1,128}")
+"""Names of arguments that can stand in tags."""
+
+
+def _fits_tags(values: Any, stops: Sequence[str]) -> bool:
+    """Whether an enum's values can be written in tags as they are."""
+    if not isinstance(values, list) or not values or not all(isinstance(one, str) for one in values):
+        return False
+    return not any(stop in one for one in values for stop in stops) and not any(one.strip() != one for one in values)
+
+
+def _json(schema: Any) -> str:
+    return f"%json {json.dumps(with_blanks(schema), ensure_ascii=False)}"
+
+
+def _literal(text: str) -> str:
+    return literal(text) if text else ""

@@ -1,0 +1,408 @@
+"""Reads calls in the forms of `call_formats` that have a section of their own, from a text that comes in pieces.
+
+As in `tools`, a call comes out whole or not at all, and what is no call is content, all of it and unchanged. Linear:
+a text is looked at again only behind a mark that begins another section, and Python's calls only where their end comes.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import json
+import re
+import warnings
+from typing import ClassVar
+
+from cairn.text.call_formats import CallFormat
+from cairn.text.json_scan import JsonScanner
+from cairn.text.tokenizer import valid_text
+from cairn.text.tools import Call, call_of
+from cairn.types import OutputFormat
+
+MAX_NAME = 256
+MAX_LITERAL = 4096
+"""Characters of a value that is no JSON and may be Python's."""
+MAX_ENDS = 32
+"""How often the end of Python's calls may turn out to stand in a text."""
+_BLANK = re.compile(r"\s{0,64}")
+_NUMBER = re.compile(r"[0-9]{0,9}")
+_COMMA = re.compile(r"\s*,\s*")
+_CLOSING = re.compile(r"\s*\)")
+_BEHIND = re.compile(r"\s*[,)]")
+_BEHIND_ANY = re.compile(r"[,)]")
+_KEYWORD = re.compile(r"""\s*([^\s=,(){}\[\]'"]{1,128})\s*=\s*""")
+_PYTHON_NAME = re.compile(r"\s*([\w.-]{1,256})\s*\(")
+
+
+class _At(enum.Enum):
+    """What comes next."""
+
+    SECTION = enum.auto()
+    OPEN = enum.auto()
+    OBJECT = enum.auto()
+    ARGUMENTS = enum.auto()
+    KEY = enum.auto()
+    VALUE = enum.auto()
+    JSON_VALUE = enum.auto()
+    TEXT_VALUE = enum.auto()
+    CLOSE = enum.auto()
+    JOINT = enum.auto()
+    PYTHON = enum.auto()
+    CLOSED = enum.auto()
+    FAILED = enum.auto()
+
+
+_SCANNED = frozenset({_At.OBJECT, _At.ARGUMENTS, _At.JSON_VALUE, _At.TEXT_VALUE, _At.PYTHON})
+"""What is read on where it stopped; all else is looked at again from its beginning, which is near."""
+
+
+class _Wait(Exception):
+    """What is there does not say yet."""
+
+
+class SectionReader:
+    """Reads from just behind the mark that begins a section up to its end: the same interface as `tools.CallReader`."""
+
+    def __init__(self, opening: str, output: OutputFormat, form: CallFormat) -> None:
+        """`opening` is the text already consumed for this section: content if it turns out to be none."""
+        self._form = form
+        self._values = {tool.name: tool.values for tool in output.offered}
+        self._text = opening
+        self._opening = len(opening)
+        self._at = _At.SECTION
+        self._next = len(opening)
+        """Where reading goes on."""
+        self._start = 0
+        """Behind the last call that came out: what follows is content if it is none."""
+        self._searched = self._from = 0
+        self._ends = 0
+        self._in_list = False
+        self._pending: Call | None = None
+        self._name = self._key = ""
+        self._members: dict[str, str] = {}
+        self._scanner = JsonScanner()
+        self._calls: list[Call] = []
+
+    @property
+    def closed(self) -> bool:
+        """The end of the section was read."""
+        return self._at is _At.CLOSED
+
+    @property
+    def failed(self) -> bool:
+        """This is no call, or no longer one: `rest` is content, `again` is to be read again as what follows it."""
+        return self._at is _At.FAILED
+
+    @property
+    def rest(self) -> str:
+        """What was read and belongs to no call, without `again`."""
+        return self._text[self._start : self._again]
+
+    @property
+    def again(self) -> str:
+        """The end of what belongs to no call, in which another may begin."""
+        return self._text[self._again :]
+
+    def take(self) -> list[Call]:
+        """The calls that came out since the last time."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    def feed(self, text: str, start: int) -> int:
+        """Read on from text[start]. Returns where it stopped: len(text) unless `closed` or `failed`."""
+        self._text += text[start:]
+        while not self.closed and not self.failed:
+            before = self._next
+            try:
+                self._step()
+            except _Wait:
+                if self._at not in _SCANNED:
+                    self._next = before
+                return len(text)
+        if self.failed:
+            return len(text)
+        over = len(self._text) - self._next
+        self._text = self._text[: self._next]
+        return len(text) - over
+
+    def finish(self, *, by_model: bool) -> None:
+        """The text ends here, by the model's own will or because it was cut."""
+        if self._at is _At.PYTHON and by_model and self._python(len(self._text)):
+            self._at = _At.CLOSED
+        whole = self._at is _At.JOINT and (by_model or not self._form.end)
+        self._at = _At.CLOSED if whole or self.closed else _At.FAILED
+
+    @property
+    def _again(self) -> int:
+        """Where in what was kept another section may begin: at its last mark, or at what may become one."""
+        mark, text = self._form.begin.strip(), self._text
+        first = self._start or self._opening
+        last = text.rfind(mark, first)
+        if last < 0:
+            sizes = range(min(len(mark) - 1, len(text) - first), 0, -1)
+            last = len(text) - next((size for size in sizes if text.endswith(mark[:size])), 0)
+        return last - (last > first and text[last - 1] == "\n")  # the line break that sets it apart
+
+    def _step(self) -> None:
+        """Go as far as one element; _Wait where what is there does not say yet what it is."""
+        self._steps[self._at](self)
+
+    def _section(self) -> None:
+        form = self._form
+        if form.kind == "python":
+            self._searched, self._at = self._next, _At.PYTHON
+            return
+        self._in_list = form.listed and self._take("[")  # some write one object without its list
+        self._at = _At.OPEN
+
+    def _open(self) -> None:
+        form = self._form
+        self._scanner = JsonScanner()
+        if form.kind == "object":
+            self._blank()
+            self._at = _At.OBJECT
+            return
+        before, _, behind = form.open.partition("{name}")
+        behind, numbered, after = behind.partition("{index}")
+        stops = [part.strip() for part in (behind, form.key[0], form.end) if part.strip()]
+        stops += ["\n"] if behind and not behind.strip() else []
+        if not self._take(before) or (name := self._until(*stops)) is None or not name.strip():
+            self._fail()
+            return
+        self._take(behind)
+        if numbered and not (self._number() and self._take(after)):
+            self._fail()
+            return
+        self._name, self._members = name.strip(), {}
+        self._at = _At.ARGUMENTS if form.kind == "named" else _At.KEY
+
+    def _object(self) -> None:
+        """A whole object: a call's own, or its arguments."""
+        self._next = self._scanner.feed(self._text, self._next)
+        if self._scanner.failed:
+            self._fail()
+        if not self._scanner.done:
+            raise _Wait
+        text = self._scanner.text.strip()
+        own = self._at is _At.OBJECT
+        call = call_of(self._scanner.members) if own else Call(self._name, text) if text.startswith("{") else None
+        self._end_call(call)
+
+    def _end_call(self, call: Call | None) -> None:
+        self._pending, self._at = call, _At.FAILED if call is None else _At.CLOSE
+
+    def _tag(self) -> None:
+        """The next argument, or the end of the call."""
+        if self._take(self._form.key[0]):
+            key = self._until(self._form.key[1].partition("\n")[0])
+            if key is None or not key.strip() or key.strip() in self._members:
+                self._fail()
+                return
+            self._key, self._at = key.strip(), _At.VALUE
+        elif self._begins(self._form.close or self._form.end) is None:
+            self._fail()
+        else:
+            given = self._members.items()
+            written = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in given)
+            self._end_call(Call(self._name, f"{{{written}}}"))
+
+    def _value(self) -> None:
+        """Behind the name of an argument: what else stands before its value."""
+        if not self._take(self._form.key[1]):
+            self._fail()
+            return
+        if self._form.key[1].endswith("\n"):
+            self._need(1)
+            self._next += self._text[self._next] == "\n"
+        self._scanner = JsonScanner()
+        self._from = self._searched = self._next
+        self._at = _At.JSON_VALUE if self._key in self._values.get(self._name, ()) else _At.TEXT_VALUE
+
+    def _json_value(self) -> None:
+        """What should be JSON and is none stays a text."""
+        if not self._scanner.failed:
+            self._next = self._scanner.feed(self._text, self._next)
+        if not self._scanner.failed and not self._scanner.done:
+            raise _Wait
+        if not self._scanner.failed and self._take(self._form.value_end):
+            self._members[self._key], self._at = self._scanner.text.strip(), _At.KEY
+        else:
+            self._next, self._at = self._from, _At.TEXT_VALUE
+
+    def _text_value(self) -> None:
+        tag = self._form.value_end.strip()
+        end = self._text.find(tag, self._searched)
+        if end < 0:
+            self._searched = max(self._next, len(self._text) - len(tag) + 1)
+            raise _Wait
+        value = self._text[self._next : end]
+        value = value.removesuffix("\n") if self._form.value_end.startswith("\n") else value
+        self._members[self._key] = json.dumps(valid_text(value), ensure_ascii=False)
+        self._next, self._at = end + len(tag), _At.KEY
+
+    def _close(self) -> None:
+        assert self._pending is not None
+        if not self._take(self._form.close):
+            self._fail()
+            return
+        self._calls.append(self._pending)
+        self._start, self._at = self._next, _At.JOINT
+
+    def _joint(self) -> None:
+        """Behind a call: another one, or the end of the section."""
+        form = self._form
+        listed = self._in_list and self._take("]")
+        over = listed and not form.end.strip()
+        if over or (form.end.strip() and self._take(form.end)):
+            self._start, self._at = self._next, _At.CLOSED
+        elif listed or form.single or not self._take(form.joint.strip()):
+            self._fail()
+        else:
+            self._blank()
+            self._need(1)
+            self._at = _At.OPEN
+
+    def _find_end(self) -> None:
+        """Python's calls are read where they end."""
+        end = self._text.find(self._form.end, self._searched)
+        if end < 0:
+            self._searched = max(self._next, len(self._text) - len(self._form.end) + 1)
+            raise _Wait
+        if self._python(end):
+            self._next = self._start = end + len(self._form.end)
+            self._at = _At.CLOSED
+            return
+        self._ends += 1
+        self._searched = end + 1
+        if self._ends == MAX_ENDS:
+            self._fail()
+
+    def _python(self, end: int) -> bool:
+        calls = python_calls(self._text[self._next : end])
+        self._calls += calls or []
+        if calls:
+            self._start = end
+        return calls is not None
+
+    # ------------------------------------------------------------------------------------------------ small steps
+
+    def _fail(self) -> None:
+        self._at = _At.FAILED
+
+    def _need(self, count: int) -> None:
+        if len(self._text) < self._next + count:
+            raise _Wait
+
+    def _blank(self) -> None:
+        found = _BLANK.match(self._text, self._next)
+        self._next = found.end() if found else self._next
+
+    def _begins(self, wanted: str) -> int | None:
+        """Behind which place a text stands that comes next, any white space before its words; None where none does."""
+        at = self._next
+        for word in wanted.split():
+            found = _BLANK.match(self._text, at)
+            at = found.end() if found else at
+            there = self._text[at : at + len(word)]
+            if there != word:
+                if word.startswith(there) and at + len(there) == len(self._text):
+                    raise _Wait
+                return None
+            at += len(word)
+        return at
+
+    def _take(self, wanted: str) -> bool:
+        """Go behind a text that comes next."""
+        if (at := self._begins(wanted)) is None:
+            return False
+        self._next = at
+        return True
+
+    def _number(self) -> bool:
+        """Go behind a number."""
+        found = _NUMBER.match(self._text, self._next)
+        assert found is not None
+        if found.end() == len(self._text):
+            raise _Wait
+        self._next = found.end()
+        return bool(found.group())
+
+    def _until(self, *stops: str) -> str | None:
+        """What stands before the first of some texts, which is near; None where none is."""
+        area = self._text[self._next : self._next + MAX_NAME]
+        places = [at for stop in stops if (at := area.find(stop)) >= 0]
+        if not places:
+            if len(area) == MAX_NAME:
+                return None
+            raise _Wait
+        end = min(places)
+        self._next += end
+        return area[:end]
+
+    _steps: ClassVar = {
+        _At.SECTION: _section,
+        _At.OPEN: _open,
+        _At.OBJECT: _object,
+        _At.ARGUMENTS: _object,
+        _At.KEY: _tag,
+        _At.VALUE: _value,
+        _At.JSON_VALUE: _json_value,
+        _At.TEXT_VALUE: _text_value,
+        _At.CLOSE: _close,
+        _At.JOINT: _joint,
+        _At.PYTHON: _find_end,
+    }
+
+
+def python_calls(text: str) -> list[Call] | None:
+    """The calls that a list in Python's syntax makes, with keyword arguments alone; None if it is anything else."""
+    text = text.strip()
+    at, end = (1, len(text) - 1) if text[:1] == "[" and text[-1:] == "]" else (0, len(text))
+    calls: list[Call] = []
+    while at < end:
+        found = _PYTHON_NAME.match(text, at, end)
+        if found is None:
+            return None
+        arguments = _keywords(text, found.end(), end)
+        if arguments is None:
+            return None
+        written, at = arguments
+        calls.append(Call(found[1], written))
+        comma = _COMMA.match(text, at, end)
+        if comma is None:
+            return calls if not text[at:end].strip() else None
+        at = comma.end()
+    return calls or None
+
+
+def _keywords(text: str, at: int, end: int) -> tuple[str, int] | None:
+    """Keyword arguments from behind a bracket as a JSON object, and the place behind the closing one."""
+    found: dict[str, str] = {}
+    while not (close := _CLOSING.match(text, at, end)):
+        keyword = _KEYWORD.match(text, at, end)
+        value = None if keyword is None else _python_value(text, keyword.end(), end)
+        if keyword is None or value is None or keyword[1] in found:
+            return None
+        found[keyword[1]], at = value
+        comma = _COMMA.match(text, at, end)
+        if comma is None and not _CLOSING.match(text, at, end):
+            return None
+        at = comma.end() if comma else at
+    written = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in found.items())
+    return f"{{{written}}}", close.end()
+
+
+def _python_value(text: str, at: int, end: int) -> tuple[str, int] | None:
+    """A value as JSON, and the place behind it: one that is JSON already, or Python's own."""
+    scanner = JsonScanner()
+    stop = scanner.feed(text[:end] + " ", at)
+    if scanner.done and _BEHIND.match(text, stop, end):
+        return scanner.text.strip(), stop
+    for found in _BEHIND_ANY.finditer(text, at, min(end, at + MAX_LITERAL)):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                value = ast.literal_eval(text[at : found.start()].strip())
+            return json.dumps(value, ensure_ascii=False, allow_nan=False), found.start()
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            continue
+    return None

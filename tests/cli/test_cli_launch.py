@@ -1,0 +1,117 @@
+"""`cairn launch`: what an agent is told, and that nothing of its own is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.api.process import served
+from tests.cli.test_cli import run
+
+from cairn.cli.launch import Place, filled, start
+from cairn.cli.launch_table import AGENTS
+from cairn.models.addresses import SHORT, plain
+from cairn.models.hub import repository_of
+
+PLACE = Place("http://127.0.0.1:8000", "org/model:Q8_0", "secret", 32768)
+AGENT = """#!/usr/bin/env python3
+import json, os, sys, urllib.request
+models = json.load(urllib.request.urlopen(os.environ["ANTHROPIC_BASE_URL"] + "/v1/models"))
+window = os.environ["CLAUDE_CODE_AUTO_COMPACT_WINDOW"]
+print(json.dumps({"arguments": sys.argv[1:], "window": window, "models": models}))
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_every_agent_is_told_the_server_its_model_and_its_context(name: str, tmp_path: Path) -> None:
+    begun = start(AGENTS[name], PLACE, tmp_path, ("--more",))
+    told = json.dumps([begun.command, begun.env, {str(path): text for path, text in begun.files.items()}])
+    for wanted in (PLACE.url, PLACE.model, PLACE.key, str(PLACE.context)):
+        assert wanted in told, wanted
+    assert not re.search(r"\{(url|model|key|context|answer|folder)\}", told)
+    assert begun.command[0] == AGENTS[name].program and begun.command[-1] == "--more"
+    assert all(path.parent == tmp_path and json.loads(text) for path, text in begun.files.items())
+    assert not any(variable.startswith("CAIRN_") for variable in begun.env), "cairn would not know it"
+
+
+def test_values_of_the_table() -> None:
+    values = {"context": 5, "model": "m", "url": "u{context}"}
+    assert filled({"{model}": ["{context}", "{model} {context}", True]}, values) == {"m": [5, "m 5", True]}
+
+
+def test_what_is_no_agent_and_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    done = run("launch", "vim")
+    assert done.returncode == 2 and "claude, codex, opencode, qwen, aider, pi" in done.stderr
+    done = run("launch", "claude")
+    assert done.returncode == 1 and AGENTS["claude"].install in done.stderr
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine that has an agent, which is none."""
+    program = tmp_path / "bin" / "claude"
+    program.parent.mkdir()
+    program.write_text(AGENT.replace("/usr/bin/env python3", sys.executable))
+    program.chmod(0o755)
+    path = f"{program.parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+def launch(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cairn", "launch", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_an_agent_finds_the_server_that_runs(fake: dict[str, str], tmp_path: Path) -> None:
+    with served() as server:
+        done = launch(fake, "claude", "--host", server.url, "--", "-p", "hi")
+        assert done.returncode == 7, done.stderr
+        told = json.loads(done.stdout)
+        (model,) = told["models"]["data"]
+        assert told["arguments"] == ["-p", "hi"] and told["window"] == str(model["max_model_len"])
+        shown = launch(fake, "pi", "--print", "--host", server.url)
+        assert shown.stdout.startswith("export PI_CODING_AGENT_DIR=") and model["id"] in shown.stdout
+        assert not (tmp_path / "cache" / "cairn" / "launch" / "pi").exists(), "what is shown is not written"
+
+
+def test_a_server_is_started_and_ended_with_the_agent(fake: dict[str, str], tmp_path: Path) -> None:
+    port = free_port()
+    done = launch(fake, "claude", "--port", str(port), "--context", "2048", "--model", "demo", "--", "x")
+    assert done.returncode == 7, done.stderr
+    told = json.loads(done.stdout)
+    assert told["window"] == "2048" and told["arguments"] == ["x"]
+    with socket.socket() as sock, pytest.raises(ConnectionRefusedError):
+        sock.connect(("127.0.0.1", port))
+    log = tmp_path / "cache" / "cairn" / "launch" / "server" / "serve.log"
+    assert "listens on" in log.read_text() and stat.S_IMODE(log.stat().st_mode) == 0o600
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_server_that_does_not_start_says_why(fake: dict[str, str], tmp_path: Path) -> None:
+    done = launch(fake, "claude", "--port", str(free_port()), "--model", str(tmp_path))
+    assert done.returncode == 1 and "the server did not start: " in done.stderr and "the file is missing" in done.stderr
+    done = launch(fake, "claude", "--port", str(free_port()), "--model", "/nowhere")
+    assert done.returncode == 2 and "there is no folder /nowhere" in done.stderr
+
+
+def test_short_names_are_repositories_of_the_hub() -> None:
+    assert plain("qwen3:0.6b") == "Qwen/Qwen3-0.6B-GGUF:Q8_0"
+    for name, meant in SHORT.items():
+        org, tag, _ = repository_of(name)
+        assert meant == (f"{org}:{tag}" if tag else org) and plain(meant) == meant

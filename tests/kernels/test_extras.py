@@ -1,0 +1,181 @@
+"""Samplers beyond the usual ones: what each keeps, by hand, and the same whatever kernels run and whoever is beside."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.laws.sampling import line_of, lines_of_logits, random_row
+from tests.tiny_models import KERNELS
+
+from cairn.engine.base import Row
+from cairn.kernels.extras import choose, repeats
+from cairn.kernels.native import NativeKernels
+from cairn.kernels.vocabulary import NUMPY, Line
+from cairn.sampling import sample
+from cairn.types import SamplingExtras, SamplingParams
+
+
+def row(extras: SamplingExtras, tokens: Any = (0,), prompt: int = 1, seed: int = 1, **more: Any) -> Row:
+    params = SamplingParams(max_tokens=9, seed=seed, extras=extras, **more)
+    return Row(list(tokens), 0, len(tokens), (), len(tokens) - 1, prompt, params, 0)
+
+
+def drawn(extras: SamplingExtras, chances: Any, draws: int = 300, **more: Any) -> set[int]:
+    """All tokens that come out of many draws from these chances."""
+    logits = np.log(np.array([chances], np.float32) + np.float32(1e-30))
+    rows = [row(extras, seed=seed, **more) for seed in range(draws)]
+    return {choice.token for one in rows for choice in choose(NUMPY, [Line(one)], logits) if choice.token is not None}
+
+
+CHANCES = [0.5, 0.2, 0.15, 0.1, 0.05]
+
+
+@pytest.mark.parametrize(
+    ("extras", "kept"),
+    [
+        (SamplingExtras(allowed_token_ids=(1, 4, 99)), {1, 4}),
+        (SamplingExtras(bad_words=((0,),)), {1, 2, 3, 4}),
+        (SamplingExtras(xtc_probability=1.0, xtc_threshold=0.14), {2, 3, 4}),
+        (SamplingExtras(xtc_probability=1.0, xtc_threshold=0.3), {0, 1, 2, 3, 4}),
+        (SamplingExtras(xtc_probability=1.0, xtc_threshold=0.6), {0, 1, 2, 3, 4}),
+        (SamplingExtras(xtc_probability=1e-9, xtc_threshold=0.1), {0, 1, 2, 3, 4}),
+        # entropy 1.33: surprises .69 1.61 1.90 2.30 3.00, so the nearest are 1, 2, 0
+        (SamplingExtras(typical_p=0.19), {1}),
+        (SamplingExtras(typical_p=0.34), {1, 2}),
+        (SamplingExtras(typical_p=0.8), {0, 1, 2}),
+        (SamplingExtras(top_n_sigma=0.01), {0}),
+        (SamplingExtras(top_n_sigma=100.0), {0, 1, 2, 3, 4}),
+        (SamplingExtras(dynatemp_range=0.5), {0, 1, 2, 3, 4}),
+    ],
+)
+def test_what_is_kept(extras: SamplingExtras, kept: set[int]) -> None:
+    assert drawn(extras, CHANCES) == kept
+    assert drawn(extras, CHANCES, temperature_last=True) == kept
+
+
+def test_n_sigma_is_of_the_logits() -> None:
+    logits = np.array([[0.0, -1.0, -2.0, -3.0]], np.float32)  # a deviation of 1.118
+    for count, kept in ((0.8, {0}), (0.9, {0, 1}), (1.8, {0, 1, 2}), (2.7, {0, 1, 2, 3})):
+        rows = [row(SamplingExtras(top_n_sigma=count), seed=seed) for seed in range(200)]
+        assert {choose(NUMPY, [Line(one)], logits)[0].token for one in rows} == kept
+
+
+def test_the_usual_cuts_apply_beside_them() -> None:
+    on = SamplingExtras(top_n_sigma=100.0)
+    assert drawn(on, CHANCES, top_k=2) == {0, 1}
+    assert drawn(on, CHANCES, top_p=0.6) == {0, 1}
+    assert drawn(on, CHANCES, min_p=0.29) == {0, 1, 2}
+    assert drawn(on, CHANCES, temperature=0.0) == {0}
+    assert drawn(on, CHANCES, logit_bias=((0, -100.0),)) == {1, 2, 3, 4}
+
+
+def test_with_extras_that_change_nothing_the_same_tokens_come_as_without() -> None:
+    """All of the usual samplers mean here what they mean there, where a cut ranks the tokens."""
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        logits = lines_of_logits(rng, 1, 64)
+        one = random_row(rng, 64)
+        params = one.sampling
+        if not np.isfinite(logits).all() or params.temperature > 100 or abs(logits).max() > 1e6:
+            continue
+        usual = SamplingParams(
+            max_tokens=9, temperature=params.temperature, top_k=7, top_p=params.top_p, min_p=params.min_p, seed=3
+        )
+        plain = Row(one.tokens, 0, one.end, (), one.end - 1, one.prompt_len, usual, 0)
+        extra = SamplingParams(
+            **{name: getattr(usual, name) for name in usual.__struct_fields__ if name != "extras"},
+            extras=SamplingExtras(bad_words=((63, 63, 63, 63, 63),)),
+        )
+        other = Row(one.tokens, 0, one.end, (), one.end - 1, one.prompt_len, extra, 0)
+        assert choose(NUMPY, [Line(plain)], logits) == choose(NUMPY, [Line(other)], logits)
+
+
+def test_dry_takes_more_the_longer_a_repetition_is() -> None:
+    on = SamplingExtras(dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=2)
+    assert repeats([1, 2, 3, 9, 1, 2], on) == {3: 1.0}
+    assert repeats([7, 1, 2, 3, 9, 7, 1, 2], on) == {3: 2.0}
+    assert repeats([1, 2, 3, 1, 2, 4, 5, 1, 2], on) == {3: 1.0, 4: 1.0}
+    assert repeats([2, 3, 9, 2], on) == {}, "shorter than what is allowed"
+    assert repeats([1, 2, 3, 4], on) == {} and repeats([], on) == {} and repeats([1], on) == {}
+    assert repeats([1, 1, 1, 1, 1], on) == {1: 4.0}, "of several repetitions the longest"
+
+
+def test_dry_looks_as_far_back_as_it_is_told_and_no_further_than_a_breaker() -> None:
+    on = {"dry_multiplier": 1.0, "dry_base": 2.0, "dry_allowed_length": 2}
+    text = [7, 1, 2, 3, 9, 7, 1, 2]
+    assert repeats(text, SamplingExtras(**on, dry_breakers=(7,))) == {3: 1.0}
+    assert repeats(text, SamplingExtras(**on, dry_breakers=(2,))) == {}
+    assert repeats(text, SamplingExtras(**on, dry_breakers=(3,))) == {}, "a breaker itself is never held off"
+    assert repeats(text, SamplingExtras(**on, dry_penalty_last_n=7)) == {3: 1.0}
+    assert repeats(text, SamplingExtras(**on, dry_penalty_last_n=5)) == {}
+    assert repeats([1, 2] * 500 + [1], SamplingExtras(**on))[2] <= 1e30
+
+
+def test_a_word_of_several_tokens_is_held_off_at_its_last() -> None:
+    word = SamplingExtras(bad_words=((1, 2),))
+    assert drawn(word, CHANCES, tokens=[1, 3, 1], prompt=1) == {0, 1, 3, 4}
+    assert drawn(word, CHANCES, tokens=[1, 3, 0], prompt=1) == {0, 1, 2, 3, 4}
+    assert drawn(word, CHANCES, tokens=[1], prompt=1) == {0, 1, 2, 3, 4}, "what the prompt ends with is no part of it"
+
+
+def test_where_nothing_is_left_there_is_no_token() -> None:
+    logits = np.zeros((1, 3), np.float32)
+    everything = SamplingExtras(allowed_token_ids=(5,))
+    assert choose(NUMPY, [Line(row(everything))], logits)[0].token is None
+    (result,) = sample([row(everything)], logits)
+    assert "no token" in result.error
+
+
+def test_a_temperature_within_its_range_is_higher_where_the_model_is_unsure() -> None:
+    """Sure: near temperature - range, so the second token hardly comes; unsure: near temperature + range."""
+    on = SamplingExtras(dynatemp_range=0.9)
+    sure = np.array([[0.0, -3.0, *[-30.0] * 30]], np.float32)
+    rows = [row(on, seed=seed) for seed in range(400)]
+    second = sum(choose(NUMPY, [Line(one)], sure)[0].token == 1 for one in rows) / 400
+    plain = math.exp(-3) / (1 + math.exp(-3))
+    assert second < plain / 2
+
+
+def random_extras(rng: np.random.Generator, vocab: int) -> SamplingExtras:
+    def maybe(off: Any, *values: Any) -> Any:
+        return values[rng.integers(len(values))] if rng.random() < 0.3 else off
+
+    return SamplingExtras(
+        typical_p=maybe(1.0, 0.1, 0.5, 0.95),
+        top_n_sigma=maybe(0.0, 0.5, 1.0, 3.0),
+        xtc_probability=maybe(0.0, 0.5, 1.0),
+        dry_multiplier=maybe(0.0, 0.8, 5.0),
+        dry_breakers=tuple(int(one) for one in rng.integers(0, vocab, 2)),
+        dynatemp_range=maybe(0.0, 0.3, 2.0),
+        allowed_token_ids=maybe((), tuple(int(one) for one in rng.integers(0, vocab, 9))),
+        bad_words=maybe((), ((int(rng.integers(vocab)),),)),
+    )
+
+
+@pytest.mark.parametrize("variant", [name for name in KERNELS if name != "reference"])
+def test_all_kernels_give_the_same_tokens_alone_and_in_company(variant: str) -> None:
+    """Of lines with extras, without, and under masks, in one step."""
+    rng = np.random.default_rng(11)
+    kernels = NativeKernels(variant, threads=2)
+    sampler = kernels.sampler(97)
+    for _ in range(150):
+        logits = lines_of_logits(rng, 6, 97)
+        lines = []
+        for one in (random_row(rng, 97) for _ in logits):
+            if rng.random() < 0.5:
+                params = {name: getattr(one.sampling, name) for name in one.sampling.__struct_fields__}
+                params["extras"] = found if (found := random_extras(rng, 97)).any else None
+                params["seed"] &= (1 << 64) - 1
+                one = Row(*[getattr(one, name) for name in one.__struct_fields__[:6]], SamplingParams(**params), 0)
+            mask = rng.integers(0, 256, 16, np.uint8).tobytes() if rng.random() < 0.5 else None
+            lines.append(line_of(one)._replace(mask=mask))
+        together = choose(NUMPY, lines, logits)
+        for number, line in enumerate(lines):
+            assert choose(NUMPY, [line], logits[number : number + 1]) == [together[number]]
+            token = together[number].token
+            assert line.mask is None or token is None or line.mask[token >> 3] >> (token & 7) & 1
+        assert choose(sampler, lines, logits) == together
+    kernels.close()

@@ -1,0 +1,169 @@
+"""A grammar that is made of a form of calls is read by the parser of the same form, whatever the tools."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from tests.text.walks import accepts, walk
+
+from cairn.text.call_formats import BY_NAME, FORMATS, CallFormat, format_of
+from cairn.text.call_grammar import callable_tools, lark_of_calls
+from cairn.text.grammar import Shape, checked
+from cairn.text.split import Splitter
+from cairn.text.tools import offered_tools
+from cairn.types import OutputFormat, ToolCallDelta
+
+
+def output_of(form: CallFormat, tools: list[dict[str, Any]]) -> OutputFormat:
+    return OutputFormat(
+        tools=True,
+        xml=form.name == "qwen_xml",
+        calls="" if form.plain else form.name,
+        offered=offered_tools(tools, xml=form.kind == "tagged"),
+    )
+
+
+def read(text: str, output: OutputFormat, rng: random.Random | None = None) -> tuple[str, list[tuple[str, Any]]]:
+    """Content and calls of an answer that the model ended, read in random pieces."""
+    splitter, at, pieces = Splitter(output, 1, 0), 0, []
+    while at < len(text):
+        size = len(text) if rng is None else rng.choice([1, 1, 2, 7, 50])
+        pieces += splitter.push(text[at : at + size])
+        at += size
+    pieces += splitter.finish(by_model=True)
+    content = "".join(piece[1] for piece in pieces if not isinstance(piece, ToolCallDelta))
+    calls = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCallDelta)]
+    return content, calls
+
+
+def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    kinds = ["string", "string", "integer", "number", "boolean", "enum", "null", "any", "either"]
+    kind = rng.choice(kinds if depth > 1 else [*kinds, "object", "array"])
+    if kind == "enum":
+        return {"enum": rng.sample(["a", "b c", "\n", "</parameter>", '"', 5, None, True, "ü"], rng.randint(1, 4))}
+    if kind == "any":
+        return {"type": ["string", "integer"]}
+    if kind == "either":
+        return {"anyOf": [random_schema(rng, depth + 1), {"type": "null"}]}
+    if kind == "array":
+        return {"type": "array", "items": random_schema(rng, depth + 1), "maxItems": 2}
+    if kind == "object":
+        return random_object(rng, depth + 1)
+    return {"type": kind, "maxLength": rng.randint(1, 9)} if kind == "string" and rng.random() < 0.5 else {"type": kind}
+
+
+def random_object(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    names = rng.sample(["path", "old_text", "n", "x-y", "a.b", "über", "values", "flag"], rng.randint(0, 4))
+    required = [name for name in names if rng.random() < 0.6]
+    found: dict[str, Any] = {"type": "object", "properties": {name: random_schema(rng, depth) for name in names}}
+    return {**found, "required": required, "additionalProperties": False}
+
+
+def random_tools(rng: random.Random) -> list[dict[str, Any]]:
+    names = rng.sample(["read", "edit_file", "a.b-c", "mcp__x__y", "f"], rng.randint(1, 3))
+    return [tool(name, random_object(rng)) for name in names]
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_what_a_grammar_allows_is_read_as_calls(part: int, prove: bool) -> None:
+    whole, sets = 0, 10_000 if prove else 300
+    for seed in range(part, sets, 10):
+        rng = random.Random(seed)
+        form, tools = rng.choice(FORMATS), random_tools(rng)
+        calls = lark_of_calls(form, callable_tools(tools, None, None), required=True, parallel=rng.random() < 0.5)
+        grammar = checked(Shape(calls=calls))
+        text = walk(grammar, rng)
+        if text is None:
+            continue
+        whole += 1
+        content, made = read(text, output_of(form, tools), rng)
+        assert made and not content, f"seed {seed}, {form.name}: {text!r} is {content!r} and {made}"
+        for name, arguments in made:
+            (called,) = [one["function"] for one in tools if one["function"]["name"] == name]
+            properties, required = called["parameters"]["properties"], called["parameters"]["required"]
+            assert set(required) <= set(arguments) <= set(properties), f"seed {seed}, {form.name}: {text!r}"
+    assert whole > sets / 10 / 2, "most walks must come to an end, or this proves nothing"
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_text_may_stand_before_calls_that_are_held_to_their_schema(form: CallFormat) -> None:
+    tools = [tool("f", {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})]
+    grammar = checked(
+        Shape(calls=lark_of_calls(form, callable_tools(tools, None, None), required=False, parallel=True))
+    )
+    for seed in range(20):
+        text = walk(grammar, random.Random(seed))
+        if text is not None and (made := read(text, output_of(form, tools))[1]):
+            assert all(name == "f" and isinstance(arguments["n"], int) for name, arguments in made)
+    assert accepts(grammar, "Hello, how are you?") and accepts(grammar, "")
+
+
+def _deepseek(call: str, joint: str) -> str:
+    begin, end = "<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>"
+    calls = joint.join(f"{begin}{call.replace('{}', arguments)}{end}" for arguments in ('{"a": 1}', "{}"))
+    return f"<\uff5ctool\u2581calls\u2581begin\uff5c>{calls}<\uff5ctool\u2581calls\u2581end\uff5c>"
+
+
+CALLS = {
+    "kimi": '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
+    "<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    "deepseek_v3": _deepseek("function<\uff5ctool\u2581sep\uff5c>f\n```json\n{}\n```", "\n"),
+    "deepseek_v31": _deepseek("f<\uff5ctool\u2581sep\uff5c>{}", ""),
+    "mistral_v11": '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[ARGS]{}',
+    "mistral": '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]',
+    "phi": '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]<|/tool_call|>',
+    "granite": '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]',
+    "nemotron": '<TOOLCALL>[{"name": "f", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]</TOOLCALL>',
+    "jamba": '<tool_calls>[\n  {"name": "f", "arguments": {"a": 1}},\n {"name": "f", "arguments": {}}\n]</tool_calls>',
+    "lfm2": "<|tool_call_start|>[f(a=1), f()]<|tool_call_end|>",
+    "minimax": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n'
+    '<invoke name="f">\n</invoke>\n</minimax:tool_call>',
+    "seed": "<seed:tool_call><function=f><parameter=a>1</parameter></function><function=f></function></seed:tool_call>",
+    "glm": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>\n<tool_call>f</tool_call>",
+    "qwen_xml": "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\n"
+    "<tool_call>\n<function=f>\n</function>\n</tool_call>",
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>{"name": "f"}</tool_call>',
+}
+"""Two calls as models write them."""
+F = [tool("f", {"type": "object", "properties": {"a": {"type": "integer"}}})]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_as_models_write_them(name: str) -> None:
+    form = BY_NAME[name]
+    for seed in range(10):
+        rng = random.Random(seed)
+        content, calls = read("Well.\n" + CALLS[name], output_of(form, F), rng)
+        assert (content, calls) == ("Well.", [("f", {"a": 1}), ("f", {})])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_broken_anywhere_is_text(name: str) -> None:
+    """Whatever is cut out, nothing is lost, nothing raises, and no piece decides."""
+    output, text = output_of(BY_NAME[name], F), CALLS[name]
+    for seed in range(60):
+        rng = random.Random(seed)
+        start = rng.randrange(len(text))
+        broken = "Hi " + text[:start] + rng.choice(["", "{", "x", "]"]) + text[start + rng.randint(0, 9) :] + " more"
+        content, calls = read(broken, output)
+        assert read(broken, output, rng) == (content, calls), "how a text is cut decides what it is"
+        if not calls:
+            assert content.replace("\n", "") == broken.replace("\n", ""), "a text that is no call is content, all of it"
+
+
+@pytest.mark.parametrize("name", [*CALLS, "llama"])
+def test_a_template_shows_its_form(name: str) -> None:
+    text = CALLS.get(name, '{"name": "f", "parameters": {}}')
+    assert format_of("{% for tool in tools %}{{ tool }}{% endfor %}" + text) is BY_NAME[name]
+
+
+def test_a_template_without_calls_has_no_form() -> None:
+    assert format_of("{{ messages }}") is None

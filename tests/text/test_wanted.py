@@ -1,0 +1,118 @@
+"""What is wanted of an answer, from the chat to its grammar, whether or not the template shows calls."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.text import text_models
+from tests.text.walks import accepts
+
+from cairn.config import Config
+from cairn.errors import InvalidRequest, Unsupported
+from cairn.text.chat import Chat
+from cairn.text.grammar import Structure, ToolChoice, Wanted
+from cairn.types import OutputFormat
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+ASKED = [{"role": "user", "content": "What is the weather?"}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}},
+    },
+    {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}},
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"n": 1}}\n</tool_call>'
+OTHER = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+MUST = Wanted(choice=ToolChoice(required=True))
+
+
+async def started(folder: Path, template: str | None, **options: Any) -> Chat:
+    text_models.write_model(folder, text_models.byte_level(), text_models.QWEN_CONFIG, template)
+    return await Chat.start(folder, Config(**options))
+
+
+@pytest.fixture
+async def qwen(tmp_path: Path) -> AsyncIterator[Chat]:
+    chat = await started(tmp_path / "m", text_models.QWEN_TEMPLATE)
+    yield chat
+    await chat.close()
+
+
+async def test_an_answer_that_must_call_calls(qwen: Chat) -> None:
+    held = (await qwen.prompt(ASKED, TOOLS, wanted=MUST)).grammar
+    assert (
+        accepts(held, CALL) and accepts(held, f"{CALL}\n{OTHER}") and accepts(held, f"<think>\nx\n</think>\n\n{CALL}")
+    )
+    assert not accepts(held, "Sunny.") and not accepts(held, CALL.replace("weather", "wether"))
+    alone = Wanted(choice=ToolChoice(required=True, names=("time",), parallel=False))
+    prompt = await qwen.prompt(ASKED, TOOLS, wanted=alone)
+    assert accepts(prompt.grammar, OTHER)
+    assert not accepts(prompt.grammar, CALL) and not accepts(prompt.grammar, f"{OTHER}\n{OTHER}")
+    assert [tool.name for tool in prompt.output.offered] == ["time"], "no other is read as a call"
+
+
+async def test_nothing_is_held_to_where_nothing_is_wanted(qwen: Chat) -> None:
+    assert (await qwen.prompt(ASKED)).grammar == "" == (await qwen.prompt(ASKED, TOOLS)).grammar
+
+
+async def test_a_strict_tool_is_called_as_its_schema_says_or_not_at_all(qwen: Chat) -> None:
+    held = (await qwen.prompt(ASKED, TOOLS, wanted=Wanted(choice=ToolChoice(strict=("weather",))))).grammar
+    assert accepts(held, "Let me look.\n" + CALL) and accepts(held, "It is sunny.") and accepts(held, OTHER)
+    assert not accepts(held, CALL.replace("1", '"one"'))
+
+
+async def test_the_same_grammar_is_compiled_once(qwen: Chat) -> None:
+    first = (await qwen.prompt(ASKED, TOOLS, wanted=MUST)).grammar
+    assert qwen._compiler.renderer is not None
+    qwen._compiler.renderer.compile = None  # type: ignore[assignment, method-assign]
+    assert (await qwen.prompt(ASKED, TOOLS, wanted=MUST)).grammar == first
+
+
+async def test_what_takes_too_long_or_too_much_is_refused_and_the_next_is_not(tmp_path: Path) -> None:
+    chat = await started(tmp_path / "m", PLAIN)
+    patterns = [{"type": "string", "pattern": f"a{{{least},{least + 900}}}b"} for least in range(60)]
+    slow = Structure(kind="json", text=json.dumps({"allOf": patterns}), field="guided_json")
+    try:
+        with pytest.raises(InvalidRequest) as caught:
+            await chat.grammar(slow, OutputFormat())
+        assert caught.value.field == "guided_json" and "2 s of processor time" in str(caught.value)
+        small = Structure(kind="regex", text="a")
+        found = await asyncio.gather(*(chat.grammar(small, OutputFormat()) for _ in range(3)))
+        assert all(accepts(one, "a") for one in found)
+        assert len((await chat.prompt(ASKED)).tokens) > 5, "and it renders"
+    finally:
+        await chat.close()
+
+
+async def test_a_model_without_a_template_has_grammars(tmp_path: Path) -> None:
+    chat = await started(tmp_path / "m", None)
+    try:
+        held = await chat.grammar(Structure(kind="choice", text='["yes", "no"]'), OutputFormat())
+        assert accepts(held, "yes") and not accepts(held, "yesno")
+    finally:
+        await chat.close()
+
+
+async def test_a_template_without_tools_has_them_told_where_that_is_asked_for(tmp_path: Path) -> None:
+    plain = await started(tmp_path / "a", PLAIN)
+    with pytest.raises(Unsupported, match="--tool-instructions"):
+        await plain.prompt(ASKED, TOOLS)
+    await plain.close()
+    chat = await started(tmp_path / "b", PLAIN, tool_instructions=True)
+    try:
+        for messages in (ASKED, [{"role": "system", "content": "Be brief."}, *ASKED]):
+            prompt = await chat.prompt(messages, TOOLS, wanted=MUST)
+            text = chat.tokenizer.decode(prompt.tokens, skip_special=False)
+            assert all(json.dumps(tool["function"]) in text for tool in TOOLS) and "<tool_call>" in text
+            assert text.startswith("system: Be brief.\n\nYou can" if len(messages) > 1 else "user: You can call")
+            assert prompt.output.tools and accepts(prompt.grammar, CALL)
+        without = chat.tokenizer.decode((await chat.prompt(ASKED)).tokens)
+        assert "tool_call" not in without
+    finally:
+        await chat.close()

@@ -1,0 +1,87 @@
+"""Random answers under a grammar: at each place any byte that may come, with those preferred that lead to an end."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+from cairn.service.grammars import Tokens, Vocabulary, compile_grammar
+
+END = 256
+_ENDS = b'"}])>,'
+TRAPS = (
+    *("</parameter>", "</function>", "</tool_call>", "<tool_call>", "<parameter=n>", "</arg_value>", "</invoke>"),
+    *("</minimax:tool_call>", "</seed:tool_call>", "<|tool_call_end|>", "<|tool_calls_section_end|>", "[TOOL_CALLS]"),
+    *(
+        "<|/tool_call|>",
+        "</TOOLCALL>",
+        "</tool_calls>",
+        "[ARGS]",
+        "```",
+        ")]",
+        "</function>\n</tool_call>",
+        "}]",
+        "</think>",
+        "<think>",
+    ),
+)
+"""What may end a call, or begin another one, where it stands in a text by chance."""
+_LETTERS = b"abcxyz01 -<>/\\\"'{}[]()=:,.\n\tuE\xc3\xa9"
+
+
+@functools.cache
+def byte_vocabulary() -> Vocabulary:
+    """Every byte is a token, and one token ends an answer."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    tokens = [bytes([byte]) for byte in range(256)] + [b"\xff<|end|>"]
+    wrapper = TokenizerWrapper(Tokens(tokens, [END], END, lambda text: list(text.encode())))
+    return Vocabulary(LLTokenizer(wrapper, eos_token=[END], slices=[]), frozenset([END]))
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Whether a whole answer may be this text."""
+    matcher = compile_grammar(byte_vocabulary(), grammar)
+    data = list(text.encode())
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting() and not matcher.is_error()
+
+
+def walk(grammar: str, rng: random.Random, most: int = 1500) -> str | None:
+    """A whole random answer; None where it came to no end."""
+    matcher = compile_grammar(byte_vocabulary(), grammar)
+    data = bytearray()
+    while len(data) < most:
+        if matcher.is_stopped():
+            break
+        mask = matcher.compute_bitmask()
+        assert not matcher.is_error(), matcher.get_error()
+        if _has(mask, END) and rng.random() < 0.5:
+            break
+        trap = list(rng.choice(TRAPS).encode())
+        if rng.random() < 0.1 and matcher.validate_tokens(trap) == len(trap):
+            assert matcher.consume_tokens(trap)
+            data += bytes(trap)
+            continue
+        byte = _chosen(mask, rng, hurry=len(data) > most // 3)
+        if byte is None:
+            break
+        assert matcher.consume_token(byte)
+        data.append(byte)
+    assert not matcher.is_error(), matcher.get_error()
+    return data.decode() if matcher.is_accepting() else None
+
+
+def _has(mask: Any, byte: int) -> bool:
+    return bool(mask[byte >> 3] >> (byte & 7) & 1)
+
+
+def _chosen(mask: Any, rng: random.Random, *, hurry: bool) -> int | None:
+    ends = [byte for byte in _ENDS if _has(mask, byte)]
+    if ends and rng.random() < (0.9 if hurry else 0.3):
+        return rng.choice(ends)
+    letters = [byte for byte in _LETTERS if _has(mask, byte)]
+    if letters and rng.random() < 0.9:
+        return rng.choice(letters)
+    allowed = [byte for byte in range(256) if _has(mask, byte)]
+    return rng.choice(allowed) if allowed else None
