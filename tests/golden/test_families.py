@@ -189,8 +189,8 @@ def loose_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every position also sees the one after it."""
     real = paged._seen
 
-    def planted(piece: Any, fan: int, padded: int, window: int) -> Any:
-        seen = real(piece, fan, padded, window)
+    def planted(piece: Any, fan: int, padded: int, window: int, both: bool) -> Any:
+        seen = real(piece, fan, padded, window, both)
         flat = seen.transpose(0, 1, 3, 2, 4).reshape(*seen.shape[:2], padded, -1)
         flat[..., 1:] |= flat[..., :-1].copy()
         return flat.reshape(*seen.shape[:2], padded, piece.spans, -1).transpose(0, 1, 3, 2, 4)
@@ -201,7 +201,9 @@ def loose_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 def loose_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """The window is one position too long."""
     real = paged._seen
-    monkeypatch.setattr(paged, "_seen", lambda piece, fan, padded, window: real(piece, fan, padded, window + 1))
+    monkeypatch.setattr(
+        paged, "_seen", lambda piece, fan, padded, window, both: real(piece, fan, padded, window + 1, both)
+    )
 
 
 @pytest.mark.parametrize("plant", [late_positions, shifted_table, loose_mask, loose_window])
