@@ -263,6 +263,10 @@ async def test_failures_have_the_codes_that_clients_know(error: CairnError, stat
         last = events((await post(at, body(stream=True))).text)[-1]
     assert last["type"] == "response.failed" and last["response"]["status"] == "failed"
     assert last["response"]["error"]["code"] == code
+    if not isinstance(error, Overloaded | ContextTooLong):
+        async with site(ScriptedService(lambda request: [0.01, error])) as at:
+            at_once = events((await post(at, body(stream=True))).text)
+        assert [one["type"] for one in at_once] == ["response.created", "response.in_progress", "response.failed"]
     if isinstance(error, Overloaded):
         assert "try again in 3 s" in last["response"]["error"]["message"]
 

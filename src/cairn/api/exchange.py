@@ -187,13 +187,18 @@ class Exchange:
                 await anext(found)
                 yield b""
                 data = self.adapter.begin() if say else b""
-                async for batch in found:
-                    data += self._say(batch, say, keep_logprobs=not stream) if batch else self.adapter.heartbeat()
-                    if say and self.over:
-                        data += self.adapter.end()
-                    if data and say:
+                try:
+                    async for batch in found:
+                        data += self._say(batch, say, keep_logprobs=not stream) if batch else self.adapter.heartbeat()
+                        if say and self.over:
+                            data += self.adapter.end()
+                        if data and say:
+                            yield data
+                        data = b""
+                except CairnError:
+                    if data and say:  # what fails before its first token has begun all the same
                         yield data
-                    data = b""
+                    raise
 
     def _say(self, batch: Sequence[tuple[int, Event]], say: bool, *, keep_logprobs: bool) -> bytes:
         """Take what came together; its events where they are wanted."""
