@@ -583,7 +583,7 @@ async def test_a_queued_stream_has_its_headers_at_once_and_can_be_cancelled_by_i
             id = waiting.headers["x-cairn-request-id"]
             assert (await http.get("/v1/requests/job-7")).json()["id"] == id
             assert (await http.post("/v1/requests/job-7/cancel")).json()["cancelled"] is True
-            text = (await waiting.aread()).decode().partition("data: ")[2]
+            text = (await waiting.aread()).decode().rpartition("data: ")[2]
         assert json.loads(text)["error"]["code"] == "cancelled"
 
 

@@ -220,7 +220,7 @@ async def test_an_error_after_a_heartbeat_and_before_the_first_event_is_an_event
     async with site(broken, Config(heartbeat=0.05)) as at, at.http() as http:
         response = await http.post("/v1/chat/completions", json=chat(), headers=MARK)
         assert response.status_code == 200 and response.text.startswith(":")
-        assert json.loads(response.text.split("data: ")[1])["error"]["message"] == "no more"
+        assert json.loads(response.text.split("data: ")[-1])["error"]["message"] == "no more"
 
 
 async def test_the_first_heartbeat_comes_when_its_time_has_passed_once(monkeypatch: pytest.MonkeyPatch) -> None:
