@@ -285,12 +285,19 @@ def _check_turn(began: TurnRecord, end: EndRecord | None) -> None:
     if began.prefix < 0 or not all(map(math.isfinite, times)) or not kept or not named:
         raise _wrong(f"holds a turn {began.number} that cannot be")
     answer = end.message if end is not None else None
+    if not set(began.strict) <= {_name(tool) for tool in began.tools}:
+        raise _wrong("holds strict tools that are none of its tools")
     if not _is_json([*began.messages], [*began.tools], answer):
         raise _wrong(f"holds a turn {began.number} that JSON cannot show")
     for index, message in enumerate(began.messages):
         plain_message(message, index, thinks=False)
     if answer is not None and plain_message(answer, 0, thinks=False)["role"] != "assistant":
         raise _wrong(f"holds an answer of turn {began.number} that is none")
+
+
+def _name(tool: dict[str, Any]) -> str:
+    function = tool.get("function")
+    return str(function.get("name")) if isinstance(function, dict) else ""
 
 
 def _is_json(*values: Any) -> bool:

@@ -325,6 +325,11 @@ class ChatGeneration(Generation, Templated):
             parallel_tool_calls=self.parallel_tool_calls is not False,
         )
 
+    def wanted(self) -> Wanted:
+        """What the answer has to be."""
+        given = {name: getattr(self, name) for name in FIELDS}
+        return wanted_of(given, parallel=self.parallel_tool_calls is not False)
+
 
 class ChatBody(ChatGeneration):
     """POST /v1/chat/completions."""
