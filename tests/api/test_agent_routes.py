@@ -835,3 +835,18 @@ async def test_a_strict_tool_that_cannot_be_held_to_is_refused_when_the_agent_is
             made = await http.post("/v1/agents", json={"tools": [tool]})
             assert made.status_code == status, made.text
             assert status == 201 or made.json()["error"]["param"] == "tools"
+
+
+async def test_a_turn_tells_its_time_where_it_is_asked(folder: Path) -> None:
+    async with home(folder) as (_, _, http):
+        await http.post("/v1/agents", json={"id": "ada", "system": "You remember all that you were ever told."})
+        assert "timings" not in (await http.post("/v1/agents/ada/turns", json=ask("one"))).json()
+        more = {"timings_per_token": True, "return_progress": True}
+        timed = chunks((await http.post("/v1/agents/ada/turns", json=ask("two", stream=True, **more))).text)
+        first, second = (one["prompt_progress"] for one in timed if "prompt_progress" in one)
+        last = timed[-1]["timings"]
+        assert first["processed"] == 0 and second["processed"] == second["total"] == first["total"]
+        assert second["cache"] == last["cache_n"] == first["total"] - last["prompt_n"] > 0
+        assert last["predicted_n"] == 12 and last["predicted_ms"] > 0
+        whole = (await http.post("/v1/agents/ada/turns", json=ask("three", timings_per_token=True))).json()
+        assert whole["timings"]["predicted_n"] == 12

@@ -52,7 +52,6 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
                 "conv_id sse_ping_interval",
                 "streams are kept awake by --heartbeat and followed again by `X-Cairn-Resumable`",
             ),
-            Row("timings_per_token return_progress", "nothing is added to the chunks"),
             Row("mirostat_tau mirostat_eta adaptive_decay", "set samplers that are off"),
             Row("mirostat", "its state is not told by the tokens so far, so an answer could not go on elsewhere", (0,)),
             Row("tfs_z", _SAMPLER, (1,)),

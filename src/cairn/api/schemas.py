@@ -238,6 +238,11 @@ class Generation(Body):
     first_token_timeout: Number = None
     store: bool | None = None
     """False: nothing of it goes to the disk, neither the answer for exact replay nor its KV, which holds token ids."""
+    timings_per_token: bool | None = None
+    """Each chunk says how fast the answer comes, and the last, or the whole, how fast it came: llama-server's
+    `timings`."""
+    return_progress: bool | None = None
+    """Chunks before the answer say how far its prompt is."""
     metadata: dict[str, str] | None = None
     """`agent`: whose account it is on."""
     prompt_cache_key: str | None = None
