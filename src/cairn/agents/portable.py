@@ -109,7 +109,8 @@ async def _records(agent: Agent, archive: Archive) -> AsyncIterator[tuple[Kind, 
     for start in range(0, len(turns), READ_TURNS):
         some = turns[start : start + READ_TURNS]
         for turn, content in zip(some, await archive.contents(some), strict=True):
-            yield Kind.TURN, turn.key, msgspec.structs.replace(content.began, sampling=None, stop=(), grammar="")
+            asked = msgspec.structs.replace(content.began, sampling=None, stop=(), grammar="", reasoning_budget=None)
+            yield Kind.TURN, turn.key, asked
             if turn.number:
                 yield Kind.END, turn.key, content.ended or _cut(content)
     yield Kind.SAVINGS, agent.key, SavingsRecord(savings=savings)
@@ -179,6 +180,7 @@ def plant(read: Portable, key: Callable[[], int], tenant: str, id: str, now: flo
             sampling=None,
             stop=(),
             grammar="",
+            reasoning_budget=None,
             output=OutputFormat(),
             engine=b"",
         )

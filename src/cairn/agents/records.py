@@ -71,6 +71,7 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop: tuple[str, ...] = ()
     output: OutputFormat = OutputFormat()
     grammar: str = ""
+    reasoning_budget: int | None = None
     began: float = 0.0
     request: int = 0
 

@@ -171,6 +171,7 @@ class Turns:
             stop=request.stop,
             output=request.output,
             grammar=request.grammar,
+            reasoning_budget=request.reasoning_budget,
             began=self.now(),
             request=request.id,
         )
@@ -262,6 +263,7 @@ class Turns:
             stop=began.stop,
             output=began.output,
             grammar=began.grammar,
+            reasoning_budget=began.reasoning_budget,
             salt=agent.salt,
             share=share,
             timeout=self._config.request_timeout,

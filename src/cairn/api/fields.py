@@ -63,7 +63,6 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
             Row("lora", "adapters are not built", ([],)),
             Row("parse_tool_calls", "calls are read where tools are offered", (True,)),
             Row("reasoning_format", "reasoning is told apart from content", ("auto", "deepseek")),
-            Row("reasoning_budget_tokens thinking_budget_tokens", "reasoning has no bound of its own yet", (-1,)),
             Row("reasoning_control post_sampling_probs return_tokens backend_sampling", _FORM, (False,)),
             Row("response_fields", _FORM, ([],)),
         ),

@@ -190,6 +190,10 @@ class Generation(Body):
         "n_predict": "max_tokens",
         "repeat_penalty": "repetition_penalty",
         "typ_p": "typical_p",
+        "thinking_budget": "reasoning_budget",
+        "thinking_token_budget": "reasoning_budget",
+        "reasoning_budget_tokens": "reasoning_budget",
+        "thinking_budget_tokens": "reasoning_budget",
     }
 
     model: str | None = None
@@ -224,6 +228,8 @@ class Generation(Body):
     min_tokens: Count = None
     ignore_eos: bool | None = None
     n: Count = None
+    reasoning_budget: Count = None
+    """Tokens of reasoning after which it is ended; -1: none. Others call it `thinking_budget` and the like."""
     response_format: Any = None
     """What the answer has to be, as OpenAI has it; the others of `wanted.FIELDS` as vLLM and llama.cpp do."""
     structured_outputs: dict[str, Any] | None = None
@@ -268,6 +274,7 @@ class Generation(Body):
             "min_tokens": self.min_tokens,
             "ignore_eos": bool(self.ignore_eos),
             "n": self.n,
+            "reasoning_budget": self.reasoning_budget,
             "priority": self.priority,
             "timeout": self.timeout,
             "first_token_timeout": self.first_token_timeout,
