@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,17 @@ import numpy as np
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
 
+from cairn.models.spec import load_spec
+from cairn.models.weights import open_weights
 from cairn.text.gguf import BYTE, CONTROL, UNKNOWN, UNUSED, USER
 
 NAMES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
 NAMES |= {"Qwen3ForCausalLM": "qwen3", "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3"}
+NAMES |= {"Qwen2MoeForCausalLM": "qwen2moe", "Qwen3MoeForCausalLM": "qwen3moe", "MixtralForCausalLM": "llama"}
+NAMES |= {"OlmoeForCausalLM": "olmoe", "GptOssForCausalLM": "gpt-oss", "GraniteForCausalLM": "granite"}
+NAMES |= {"SmolLM3ForCausalLM": "smollm3", "Olmo2ForCausalLM": "olmo2", "Olmo3ForCausalLM": "olmo2"}
+NAMES |= {"SeedOssForCausalLM": "seed_oss"}
+INTERLEAVED = ("llama", "granite", "smollm3")
 PLAIN = 1
 
 Choose = Callable[[str, np.ndarray], Type]
@@ -122,7 +130,28 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     if arch == "gemma3":
         found["rope.freq_base_swa"] = config["rope_local_base_freq"]
         found["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
-    return {f"{arch}.{key}": value for key, value in found.items()}
+    return {f"{arch}.{key}": value for key, value in (found | others(config, arch)).items()}
+
+
+def others(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
+    """Windows, multipliers and experts."""
+    found: dict[str, Any] = {}
+    if arch in ("gpt-oss", "olmo2") and config.get("sliding_window"):
+        found["attention.sliding_window"] = config["sliding_window"]
+    if arch == "granite":
+        found |= {
+            "attention.scale": config["attention_multiplier"],
+            "embedding_scale": config["embedding_multiplier"],
+            "residual_scale": config["residual_multiplier"],
+            "logit_scale": config["logits_scaling"],
+        }
+    count = config.get("num_experts") or config.get("num_local_experts")
+    if count:
+        found |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
+        found["expert_feed_forward_length"] = config.get("moe_intermediate_size") or config["intermediate_size"]
+        if config.get("shared_expert_intermediate_size"):
+            found["expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
+    return found
 
 
 def scaling(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,21 +171,36 @@ def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
 def hub_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The folder's tensors under GGUF's names, and llama3's rope factors."""
     arch = NAMES[config["architectures"][0]]
-    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config["num_hidden_layers"])
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
     found = {}
-    for name, array in load_file(folder / "model.safetensors").items():
-        if arch == "llama" and ".q_proj." in name:
+    for name, array in tensors_of(folder, config).items():
+        if arch in INTERLEAVED and ".q_proj." in name:
             array = permuted(array, config["num_attention_heads"])
-        if arch == "llama" and ".k_proj." in name:
+        if arch in INTERLEAVED and ".k_proj." in name:
             array = permuted(array, config["num_key_value_heads"])
         if arch in ("gemma2", "gemma3") and array.ndim == 1:
             array = array + 1
-        found[names.get_name(name, (".weight", ".bias"))] = array
+        found[names.get_name(name, (".weight", ".bias")) + (".weight" if name.endswith("sinks") else "")] = array
     rope = scaling(config)
     if rope.get("rope_type") == "llama3":
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         found["rope_freqs.weight"] = rope_factors(rope, size, theta(config))
     return found
+
+
+def tensors_of(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The folder's tensors; all experts of a layer are one, as in GGUF."""
+    if not (config.get("num_experts") or config.get("num_local_experts")):
+        return load_file(folder / "model.safetensors")
+    found: dict[str, Any] = {}
+    for name, array in open_weights(folder, load_spec(folder)).items():
+        merged = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+        if merged != name:
+            found.setdefault(merged, []).append(array)
+        else:
+            found[name] = array.reshape(-1) if name.endswith("shared_expert_gate.weight") else array
+    return {name: np.stack(one) if isinstance(one, list) else one for name, one in found.items()}
 
 
 def rope_factors(rope: Mapping[str, Any], size: int, base: float) -> np.ndarray:

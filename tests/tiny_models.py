@@ -22,7 +22,7 @@ from cairn.kernels import native
 from cairn.kernels.vocabulary import Sampler
 from cairn.models.spec import load_spec
 from cairn.models.weights import expected_tensors
-from cairn.types import SamplingParams
+from cairn.types import ModelSpec, SamplingParams
 
 PLAIN: dict[str, Any] = {
     "hidden_size": 48,
@@ -144,6 +144,80 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "rope_local_base_freq": 500.0,
     },
+    "qwen 3 moe": {
+        "architecture": "Qwen3MoeForCausalLM",
+        **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True},
+    },
+    "qwen 3 moe, not normed, some layers dense": {
+        "architecture": "Qwen3MoeForCausalLM",
+        **{"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": False},
+        **{"num_hidden_layers": 4, "mlp_only_layers": [3], "decoder_sparse_step": 2},
+    },
+    "qwen 2 moe, shared expert": {
+        "architecture": "Qwen2MoeForCausalLM",
+        **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+        **{"shared_expert_intermediate_size": 56, "norm_topk_prob": False},
+    },
+    "mixtral": {"architecture": "MixtralForCausalLM", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral with a window": {
+        "architecture": "MixtralForCausalLM",
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "rope_theta": 1e4},
+    },
+    "olmoe": {
+        "architecture": "OlmoeForCausalLM",
+        **{"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": False, "intermediate_size": 40},
+    },
+    "gpt-oss": {
+        "architecture": "GptOssForCausalLM",
+        **{"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 20, "num_hidden_layers": 3},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "glm 4.5": {
+        "architecture": "Glm4MoeForCausalLM",
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2},
+        **{"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "norm_topk_prob": True},
+        **{"first_k_dense_replace": 1, "num_hidden_layers": 3, "partial_rotary_factor": 0.5, "use_qk_norm": True},
+        "attention_bias": True,
+    },
+    "granite": {
+        "architecture": "GraniteForCausalLM",
+        **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.5},
+        "tie_word_embeddings": True,
+    },
+    "smollm 3": {
+        "architecture": "SmolLM3ForCausalLM",
+        **{"num_hidden_layers": 4, "no_rope_layer_interval": 3},
+    },
+    "olmo 2": {"architecture": "Olmo2ForCausalLM"},
+    "olmo 3": {
+        "architecture": "Olmo3ForCausalLM",
+        **{"sliding_window": 20, "num_hidden_layers": 3},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "olmo 3, scaled where there is no window": {
+        "architecture": "Olmo3ForCausalLM",
+        **{"sliding_window": 20, "num_hidden_layers": 4},
+        "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+    },
+    "seed-oss": {
+        "architecture": "SeedOssForCausalLM",
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "head_dim": 20,
+    },
+    "ministral 3": {
+        "architecture": "Ministral3ForCausalLM",
+        "head_dim": 20,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0},
+            **{"mscale_all_dim": 1.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1},
+            "rope_theta": 1e4,
+        },
+    },
 }
 """Every family, and every odd shape that its arithmetic could get wrong."""
 
@@ -151,12 +225,21 @@ MODELS: dict[str, dict[str, Any]] = {
 def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields: Any) -> Path:
     """config.json of a tiny model; `fields` add to and replace `PLAIN`'s."""
     kinds = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3"}
-    kinds |= {"Gemma2": "gemma2", "Gemma3": "gemma3_text"}
+    kinds |= {"Gemma2": "gemma2", "Gemma3": "gemma3_text", "Mixtral": "mixtral", "Olmoe": "olmoe", "GptOss": "gpt_oss"}
+    kinds |= {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe", "Glm4Moe": "glm4_moe", "Granite": "granite"}
+    kinds |= {
+        "SmolLM3": "smollm3",
+        "Olmo2": "olmo2",
+        "Olmo3": "olmo3",
+        "SeedOss": "seed_oss",
+        "Ministral3": "ministral3",
+    }
     config = {**PLAIN, "architectures": [architecture], "model_type": kinds[architecture.removesuffix("ForCausalLM")]}
     if architecture.startswith("Gemma"):
         del config["hidden_act"]
         config |= {"head_dim": 16, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
-    if architecture == "Qwen3ForCausalLM":
+    config |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    if architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM"):
         config["head_dim"] = 16
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | fields))
@@ -171,7 +254,9 @@ def random_tensors(folder: Path, seed: int = 0, dtype: Any = np.float32) -> dict
     gemma = spec.architecture.startswith("Gemma")  # whose norms multiply by 1 + w
     for name, shape in expected_tensors(spec).items():
         values = rng.standard_normal(shape)
-        if "norm" in name:
+        if name.endswith("correction_bias"):
+            values = 0.3 * values
+        elif "norm" in name:
             values = (0 if gemma else 1) + 0.3 * values
         elif name.endswith("bias"):
             values = 0.3 * values
@@ -185,8 +270,43 @@ def write_model(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields: 
     """A tiny model in one model.safetensors."""
     seed, dtype = fields.pop("seed", 0), fields.pop("dtype", np.float32)
     write_config(folder, architecture, **fields)
-    save_file(random_tensors(folder, seed, dtype), folder / "model.safetensors")
+    save_file(stored(load_spec(folder), random_tensors(folder, seed, dtype)), folder / "model.safetensors")
     return folder
+
+
+def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors under the names and in the shapes that the family's own files have."""
+    if spec.architecture == "MixtralForCausalLM":
+        parts = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2.", ".mlp.": ".block_sparse_moe."}
+        for ours, theirs in parts.items():
+            tensors = {name.replace(ours, theirs): array for name, array in tensors.items()}
+    if spec.architecture == "Glm4MoeForCausalLM":
+        tensors = {name.replace(".shared_expert.", ".shared_experts."): array for name, array in tensors.items()}
+    if spec.architecture == "GptOssForCausalLM":
+        tensors = fused_experts(spec, tensors)
+    return tensors
+
+
+def fused_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """All experts in one tensor [E, in, out], gates and what they let through in turns."""
+    assert spec.experts is not None
+    found = {
+        name.replace(".mlp.gate.", ".mlp.router."): array for name, array in tensors.items() if ".experts." not in name
+    }
+    for layer in range(spec.layers):
+        prefix = f"model.layers.{layer}.mlp.experts."
+
+        def every(part: str, prefix: str = prefix) -> np.ndarray:
+            return np.stack([tensors[f"{prefix}{number}.{part}"] for number in range(spec.experts.count)])  # type: ignore[union-attr]
+
+        gate_up = np.stack([every("gate_proj.weight"), every("up_proj.weight")], axis=2)
+        gate_up = gate_up.reshape(spec.experts.count, -1, spec.hidden)
+        found[f"{prefix}gate_up_proj"] = np.ascontiguousarray(gate_up.swapaxes(1, 2))
+        found[f"{prefix}down_proj"] = np.ascontiguousarray(every("down_proj.weight").swapaxes(1, 2))
+        biases = np.stack([every("gate_proj.bias"), every("up_proj.bias")], axis=2)
+        found[f"{prefix}gate_up_proj_bias"] = np.ascontiguousarray(biases.reshape(spec.experts.count, -1))
+        found[f"{prefix}down_proj_bias"] = every("down_proj.bias")
+    return found
 
 
 BFLOAT16 = ml_dtypes.bfloat16

@@ -325,6 +325,31 @@ MAX_HEAD_DIM = 1 << 10
 """The largest head of a model that is served: what the kernels take, and a bound on what a file may claim."""
 
 
+class Experts(msgspec.Struct, frozen=True, kw_only=True):
+    """A mixture of experts in the place of the MLP: each token goes through a few of many."""
+
+    count: int
+    chosen: int
+    """How many of them a token goes through."""
+    ffn: int
+    """Width of each."""
+    layers: tuple[int, ...]
+    """Which layers have them; the others have the plain MLP."""
+    scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    """How a router's scores are made parts: see `kernels.base.Kernels.route`."""
+    normed: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+    correction: bool = False
+    """Whether a bias is added to the parts for the choice alone."""
+    bias: bool = False
+    """Whether the router and the experts have biases."""
+    shared: int = 0
+    """Width of an expert that every token goes through; 0: none."""
+    shared_gate: bool = False
+
+
 Kind = Literal["chat", "embed", "rerank"]
 Pooling = Literal["cls", "mean", "last"]
 
@@ -414,7 +439,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling = RopeScaling()
-    activation: Literal["silu", "gelu_tanh", "gelu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "clamped_silu"] = "silu"
     """The activation of the MLP."""
     qk_norm: bool = False
     qkv_bias: bool = False
@@ -429,6 +454,22 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """With a number c, a score s becomes c tanh(s / c)."""
     logit_softcap: float = 0.0
     """The same of logits."""
+    pre_norms: bool = True
+    """Whether what attention and the MLP take is normed."""
+    qk_norm_whole: bool = False
+    """Whether `qk_norm` is over all heads together."""
+    rotary: int | None = None
+    """How many numbers of a head are turned, from the first on; None: all."""
+    unturned: tuple[int, ...] = ()
+    """Layers that know no positions."""
+    query_scaling: tuple[float, float] | None = None
+    """(b, context): queries are multiplied by 1 + b log(1 + floor(position / context))."""
+    sinks: bool = False
+    """Whether each head has a score that takes a share of the softmax and gives nothing."""
+    residual_scale: float = 1.0
+    """What is multiplied with what attention and the MLP give."""
+    logit_scale: float = 1.0
+    experts: Experts | None = None
     tied: bool = False
     groups: tuple[CacheGroup, ...]
     eos_ids: tuple[int, ...] = ()
@@ -457,6 +498,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def width(self) -> int:
         """Numbers in a vector."""
         return self.embedding.dense[-1].outputs if self.embedding.dense else self.hidden
+
+    @property
+    def turned(self) -> int:
+        """How many numbers of a head are turned."""
+        return self.head_dim if self.rotary is None else self.rotary
 
     @property
     def longest_text(self) -> int:

@@ -74,6 +74,48 @@ def test_half_precision_weights(dtype: Any, kernels: str, tmp_path: Path, monkey
     check(write_model(tmp_path, dtype=dtype), monkeypatch, kernels=kernels)
 
 
+def half_bytes(array: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Random blocks and scales of MXFP4 in the shape [E, out, in] of `array`, and the numbers that they are."""
+    rng = np.random.default_rng(seed)
+    experts, out, inner = array.shape
+    codes = rng.integers(0, 16, array.shape, dtype=np.uint8)
+    scales = rng.integers(123, 126, (experts, out, inner // 32), dtype=np.uint8)
+    half = np.array((0, 0.5, 1, 1.5, 2, 3, 4, 6), np.float32)
+    table = np.concatenate([half, -half])
+    numbers = table[codes] * np.repeat(2.0 ** (scales.astype(np.float32) - 127), 32, axis=2)
+    pairs = codes.reshape(experts, out, inner // 32, 16, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4, scales, numbers.astype(np.float32)
+
+
+def test_experts_in_mxfp4_are_those_of_plain_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss as it comes, against the same numbers written out, which transformers reads: packed, nothing is lost."""
+    fields = MODELS["gpt-oss"] | {"hidden_size": 64, "intermediate_size": 64}
+    plain = write_model(tmp_path / "plain", **fields)
+    tensors = load_file(plain / "model.safetensors")
+    packed = dict(tensors)
+    for seed, name in enumerate(one for one in tensors if one.endswith((".gate_up_proj", ".experts.down_proj"))):
+        blocks, scales, numbers = half_bytes(tensors[name].swapaxes(1, 2), seed)
+        tensors[name] = np.ascontiguousarray(numbers.swapaxes(1, 2))
+        del packed[name]
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, plain / "model.safetensors")
+    check(plain, monkeypatch)
+    folder = write_config(tmp_path / "packed", **fields, quantization_config={"quant_method": "mxfp4"})
+    save_file(packed, folder / "model.safetensors")
+    tokens, found = prompt(60, 160), []
+    for model in (plain, folder):
+        engine = load(model, weights="f32", kernels="reference")
+        driver = Driver(engine, monkeypatch)
+        found.append(driver.logits(tokens, [60], driver.tables(60)))
+        engine.close()
+    assert found[0].tobytes() == found[1].tobytes()
+    engine = load(folder, weights="stored")
+    driver = Driver(engine, monkeypatch)
+    close = driver.logits(tokens, [60], driver.tables(60))
+    engine.close()
+    assert np.abs(close - found[0]).max() < 0.3 * found[0].std()  # activations are rounded to 8 bits
+
+
 ROPES: dict[str, dict[str, Any]] = {
     "plain": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -147,8 +189,8 @@ def loose_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every position also sees the one after it."""
     real = paged._seen
 
-    def planted(piece: Any, fan: int, padded: int, window: int) -> Any:
-        seen = real(piece, fan, padded, window)
+    def planted(piece: Any, fan: int, padded: int, window: int, both: bool) -> Any:
+        seen = real(piece, fan, padded, window, both)
         flat = seen.transpose(0, 1, 3, 2, 4).reshape(*seen.shape[:2], padded, -1)
         flat[..., 1:] |= flat[..., :-1].copy()
         return flat.reshape(*seen.shape[:2], padded, piece.spans, -1).transpose(0, 1, 3, 2, 4)
@@ -159,7 +201,9 @@ def loose_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 def loose_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """The window is one position too long."""
     real = paged._seen
-    monkeypatch.setattr(paged, "_seen", lambda piece, fan, padded, window: real(piece, fan, padded, window + 1))
+    monkeypatch.setattr(
+        paged, "_seen", lambda piece, fan, padded, window, both: real(piece, fan, padded, window + 1, both)
+    )
 
 
 @pytest.mark.parametrize("plant", [late_positions, shifted_table, loose_mask, loose_window])

@@ -27,7 +27,13 @@ LENGTH = 70
 
 # Windows that limit some layers, and gelu, are not in the files that converters write for these architectures.
 FAMILIES = {name: fields for name, fields in MODELS.items() if "window" not in name or name == "mistral"}
-del FAMILIES["gemma 3, new fields"]
+for _name in ("gemma 3, new fields", "glm 4.5", "ministral 3", "qwen 3 moe, not normed, some layers dense"):
+    del FAMILIES[_name]
+for _name in ("olmo 3", "gpt-oss"):  # whose files do not say which layers have a window
+    FAMILIES[_name] = FAMILIES[_name] | {"num_hidden_layers": 4, "layer_types": None}
+for _name in ("mixtral", "olmo 3", "gpt-oss", "smollm 3"):  # whose usual positions a config need not say
+    FAMILIES[_name] = FAMILIES[_name] | {"rope_theta": 5e5}
+FAMILIES["smollm 3"] = FAMILIES["smollm 3"] | {"no_rope_layer_interval": 4}
 for _name in ("gemma 2", "gemma 3"):  # whose files do not say how scores are scaled
     FAMILIES[_name] = FAMILIES[_name] | {"query_pre_attn_scalar": FAMILIES[_name]["head_dim"]}
 

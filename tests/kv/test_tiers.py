@@ -209,7 +209,12 @@ def test_the_loop_stores_once_it_has_rested_and_not_before_the_next_turn_may_com
             pass
 
     loaded: Any = SimpleNamespace(
-        engine=rig.engine, scheduler=rig.scheduler, cache=rig.cache, tiers=rig.tiers, clock=rig.clock
+        engine=rig.engine,
+        scheduler=rig.scheduler,
+        cache=rig.cache,
+        tiers=rig.tiers,
+        clock=rig.clock,
+        grammars=SimpleNamespace(pending=False),
     )
     channel: Any = Channel()
     pulse: Any = SimpleNamespace()

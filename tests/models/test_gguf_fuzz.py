@@ -25,7 +25,7 @@ from cairn.config import Config
 from cairn.engine.base import Row
 from cairn.engine.cpu import CpuEngine
 from cairn.errors import ModelError
-from cairn.models.gguf_weights import GgufWeights
+from cairn.models.gguf_weights import GgufWeights, _Part
 from cairn.models.spec import load_spec
 from cairn.text.templates import load_templates
 from cairn.text.tokenizer import Tokenizer
@@ -178,7 +178,9 @@ def test_bent_gguf_files(
 
 def test_the_harness_sees_a_reader_that_trusts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fuzz above has teeth: with the check of shapes removed it fails."""
-    monkeypatch.setattr(GgufWeights, "_put", lambda self, name, tensor, shape: self._found.update({name: tensor}))
+    monkeypatch.setattr(
+        GgufWeights, "_put", lambda self, name, tensor, _: self._found.update({name: _Part(tensor, tensor.shape)})
+    )
     monkeypatch.setattr("cairn.engine.memory.memory_available", lambda: 1 << 28)
     file, rng, target = File(originals(tmp_path)[1]), random.Random(1), tmp_path / "bent.gguf"
     with pytest.raises((ValueError, IndexError, TypeError)):

@@ -38,6 +38,9 @@ def test_no_key_and_no_value_passes_the_reach(name: str, tmp_path: Path, monkeyp
     folder = written(tmp_path, {"proj.bias": 40.0}, **MODELS[name])
     spec = load_spec(folder)
     reached = reach(spec, open_weights(folder, spec))
+    if not spec.pre_norms:  # what attention takes is bounded by nothing
+        assert reached == np.inf and not fits_half(reached)
+        return
     found = largest(load(folder, kv_dtype="f32"), monkeypatch)
     assert reached / ROUNDING / 8 < found <= reached / ROUNDING
 

@@ -138,7 +138,7 @@ class Bench:
     def _figure(self, work: _Work, seconds: float) -> Figure:
         spec = self.spec
         # One of the steps wants logits.
-        read, context = work.steps * self.weights.streamed + self.weights.head, 0
+        read, context = work.steps * self.weights.read(work.tokens / work.steps) + self.weights.head, 0
         for group, size in zip(spec.groups, self.engine.info.block_bytes, strict=True):
             window = group.window or spec.context
             read += size // BLOCK_TOKENS * sum(stop - max(0, start + 1 - window) for start, stop in work.spans)
@@ -146,6 +146,9 @@ class Bench:
             context += len(group.layers) * pairs
         table = spec.vocab * spec.hidden
         inside = parameters(spec) - (table if spec.tied else 2 * table)
+        if spec.experts is not None:
+            one = 3 * spec.hidden * spec.experts.ffn * len(spec.experts.layers)
+            inside -= one * (spec.experts.count - spec.experts.chosen)
         attention = 4 * spec.heads * spec.head_dim * context
         operations = 2 * inside * work.tokens + 2 * table * work.logits + attention
         return Figure(

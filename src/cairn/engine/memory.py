@@ -15,6 +15,7 @@ from cairn.kernels import native
 from cairn.kernels.choose import REFERENCE, chosen
 from cairn.models import encoder
 from cairn.models.decoder import buffer_bytes, build
+from cairn.models.mixture import Mixture
 from cairn.models.outline import Outline, outlines
 from cairn.models.projection import projection_bytes
 from cairn.models.weights import parameters, small
@@ -52,9 +53,18 @@ class WeightMemory:
     passing: int
     """Bytes beyond that which loading takes for a while, because a matrix is made before it is packed."""
     streamed: int = 0
-    """Bytes of matrices among those held, but for the head: what every step reads."""
+    """Bytes of matrices among those held, but for the head and experts: what every step reads."""
     head: int = 0
     """Bytes of the head, which a step reads that wants logits."""
+    experts: int = 0
+    """Bytes of all experts."""
+    share: float = 0.0
+    """What part of the experts a token goes through."""
+
+    def read(self, tokens: float) -> int:
+        """Bytes that a step of so many tokens reads, but for the head: of experts as if tokens chose them by chance."""
+        idle: float = (1 - self.share) ** tokens
+        return self.streamed + round(self.experts * (1 - idle))
 
 
 def weight_bytes(spec: ModelSpec) -> int:
@@ -69,8 +79,14 @@ def weight_memory(spec: ModelSpec, weights: Mapping[str, Any], kernels: str) -> 
     if spec.encoder is not None:
         encoder.build(tally, spec, outlines(weights))
         return WeightMemory(tally.held + more, tally.peak - tally.held, tally.streamed)
-    head: Any = build(tally, spec, outlines(weights)).head
-    return WeightMemory(tally.held + more, tally.peak - tally.held, tally.streamed - head, head)
+    built = build(tally, spec, outlines(weights))
+    head: Any = built.head
+    mixtures: list[Any] = [layer.mlp for layer in built.layers if isinstance(layer.mlp, Mixture)]
+    experts = sum(sum((*one.gate_up, *one.down)) for one in mixtures)
+    share = spec.experts.chosen / spec.experts.count if spec.experts else 0.0
+    return WeightMemory(
+        tally.held + more, tally.peak - tally.held, tally.streamed - head - experts, head, experts, share
+    )
 
 
 class _Tally:

@@ -182,7 +182,11 @@ class Kernels(Protocol):
         ...
 
     def gate(self, gates: Array, activation: str, out: Array) -> None:
-        """out[M, F] = act(g) * u, where gates[M, 2F] is g[M, F] beside u[M, F]."""
+        """out[M, F] = act(g) * u, where gates[M, 2F] is g[M, F] beside u[M, F].
+
+        A gate's activation may also be clamped_silu: g and u are bound by 7, u also by -7 from below, and it gives
+        g sigmoid(1.702 g) (u + 1).
+        """
         ...
 
     def add(self, x: Array, hidden: Array) -> None:
@@ -196,7 +200,7 @@ class Kernels(Protocol):
     def rope_write(
         self,
         qkv: Array,
-        angles: Array,
+        angles: Array | None,
         q_norm: Array | None,
         k_norm: Array | None,
         eps: float,
@@ -208,7 +212,10 @@ class Kernels(Protocol):
         """Split qkv[M, (Q + 2K) D], norm heads of q and k where there is a weight [D], rotate them, write q to
         query[M, Q, D] and k, v into the KV pool kv[blocks, layers, 2, K, block_tokens, D] at slots[M]
         (block * block_tokens + offset), rounded to the pool's type: float32, bfloat16 or float16. Q is a multiple of
-        K. The order within a block and head is the kernels' own."""
+        K. The order within a block and head is the kernels' own.
+
+        angles[M, 2, r / 2] turn the first r numbers of a head, in pairs (i, i + r / 2); None turns nothing. A weight
+        [Q D] or [K D] norms all heads of a token together."""
         ...
 
     def attention(
@@ -223,10 +230,12 @@ class Kernels(Protocol):
         out: Array,
         softcap: float = 0.0,
         both: bool = False,
+        sinks: Array | None = None,
     ) -> None:
         """out[M, Q D] = attention of each token over its row's KV: causal, or in `both` directions.
 
-        A score is s = scale * (query . key), and with a softcap c it is c tanh(s / c).
+        A score is s = scale * (query . key), and with a softcap c it is c tanh(s / c). sinks[Q] are scores of heads
+        that take a share of the softmax and have no value.
 
         rows[B, 3]: a row's first token in the step, its number of tokens, the position of its first token.
         tables[B, width]: block of each 16 positions; -1 where there is none. With window > 0 position p sees
@@ -260,6 +269,55 @@ class Kernels(Protocol):
 
     def softcap(self, logits: Array, cap: float) -> None:
         """logits[R, V] = cap tanh(logits / cap)."""
+        ...
+
+    def scale_logits(self, logits: Array, factor: float) -> None:
+        """logits[R, V] *= factor, rounded to float32."""
+        ...
+
+    def scale_queries(self, query: Array, positions: Array, beta: float, original: float) -> None:
+        """query[M, Q, D] *= 1 + beta log(1 + floor(position / original)) of its positions[M]."""
+        ...
+
+    def route(
+        self,
+        scores: Array,
+        bias: Array | None,
+        kind: str,
+        normed: bool,
+        scale: float,
+        groups: int,
+        chosen_groups: int,
+        chosen: Array,
+        shares: Array,
+    ) -> None:
+        """chosen[M, T] = the experts of each token, in ascending order, and shares[M, T] what each gives of the answer.
+
+        `kind` makes scores[M, E] into parts: softmax over all, sigmoid, or chosen, which leaves them and takes the
+        softmax over those that are chosen. The T experts with the largest parts + bias[E] are chosen, the first of
+        equal ones; with more than one of the `groups` of neighbours, only of the `chosen_groups` whose two largest
+        together are largest. Their shares are the parts, divided by their sum + 1e-20 where they are `normed`, times
+        `scale`.
+        """
+        ...
+
+    def experts(
+        self,
+        x: Array,
+        chosen: Array,
+        shares: Array,
+        gate_up: Sequence[Matrix],
+        activation: str,
+        down: Sequence[Matrix],
+        out: Array,
+    ) -> None:
+        """out[M, H] = sum over chosen[M, T], in that order from zero, of shares[M, T] * (act(g) * u) @ down[expert]
+        with g[F] beside u[F] = x[M, H] @ gate_up[expert], biases added. Experts ascend along T. Weights stay packed:
+        each expert multiplies the rows that chose it as one matrix."""
+        ...
+
+    def add_gated(self, x: Array, gate: Array, hidden: Array) -> None:
+        """hidden[M, H] += sigmoid(gate[M, 1]) * x[M, H]."""
         ...
 
     def sampler(self, vocab: int) -> Sampler:

@@ -32,7 +32,7 @@ VERSION = "native-5"
 """Version of the order of operations, of the KV layout and of packed matrices; a change that can move a bit gets a new
 one, here and in `csrc/module.cpp`."""
 
-INTERFACE = 4
+INTERFACE = 5
 """Version of what is called in the module; a change that moves no bit gets a new one, in both places too."""
 
 _MODULE = "cairn.kernels._native"
@@ -233,8 +233,9 @@ class NativeKernels:
         out: Any,
         softcap: float = 0.0,
         both: bool = False,
+        sinks: Any = None,
     ) -> None:
-        arguments = (query, kv, layer, rows, tables, window, scale, out, softcap, both)
+        arguments = (query, kv, layer, rows, tables, window, scale, out, softcap, both, sinks)
         self._run("attention", arguments, tokens=len(query), rows=len(rows))
 
     def project_add(self, x: Any, matrix: Any, hidden: Any) -> None:
@@ -256,6 +257,42 @@ class NativeKernels:
 
     def softcap(self, logits: Any, cap: float) -> None:
         self._run("softcap", (logits, cap), logits=len(logits))
+
+    def scale_logits(self, logits: Any, factor: float) -> None:
+        self._run("scale_logits", (logits, factor), logits=len(logits))
+
+    def scale_queries(self, query: Any, positions: Any, beta: float, original: float) -> None:
+        self._run("scale_queries", (query, positions, beta, original), tokens=len(query))
+
+    def route(
+        self,
+        scores: Any,
+        bias: Any,
+        kind: str,
+        normed: bool,
+        scale: float,
+        groups: int,
+        chosen_groups: int,
+        chosen: Any,
+        shares: Any,
+    ) -> None:
+        arguments = (scores, bias, kind, normed, scale, groups, chosen_groups, chosen, shares)
+        self._run("route", arguments, tokens=len(scores))
+
+    def experts(
+        self,
+        x: Any,
+        chosen: Any,
+        shares: Any,
+        gate_up: Sequence[Any],
+        activation: str,
+        down: Sequence[Any],
+        out: Any,
+    ) -> None:
+        self._run("experts", (x, chosen, shares, gate_up, activation, down, out), tokens=len(x))
+
+    def add_gated(self, x: Any, gate: Any, hidden: Any) -> None:
+        self._run("add_gated", (x, gate, hidden), tokens=len(x))
 
     def sampler(self, vocab: int) -> NativeSampler:
         return NativeSampler(self._native.Sampler(self._variant, self._team, vocab))

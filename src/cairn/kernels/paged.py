@@ -40,6 +40,7 @@ def attend(
     out: Floats,
     cap: float = 0.0,
     both: bool = False,
+    sinks: Floats | None = None,
 ) -> None:
     """`kernels.base.Kernels.attention`."""
     heads, size = query.shape[1:]
@@ -56,7 +57,10 @@ def attend(
         q[:, :, : piece.count * fan] = rows_of.reshape(len(tokens), kv_heads, -1, size)
         q = q.reshape(len(tokens), kv_heads, tiles, tile, size)
         seen = _seen(piece, fan, tiles * tile, window, both)
-        got = _attend(q, _Pages(kv, layer, tables, piece, window, both), seen, scale, cap)
+        sink = None
+        if sinks is not None:
+            sink = sinks.reshape(kv_heads, fan)[:, np.arange(tiles * tile) % fan].reshape(kv_heads, tiles, tile)
+        got = _attend(q, _Pages(kv, layer, tables, piece, window, both), seen, scale, cap, sink)
         got = got.reshape(len(tokens), kv_heads, -1, size)[:, :, : piece.count * fan]
         got = got.reshape(len(tokens), kv_heads, piece.count, fan, size).transpose(0, 2, 1, 3, 4)
         out[tokens] = got.reshape(len(tokens), piece.count, heads * size)
@@ -182,8 +186,11 @@ def softcap(x: Floats, cap: float) -> None:
     x *= np.float32(cap)
 
 
-def _attend(q: Floats, pages: _Pages, seen: NDArray[np.bool_], scale: float, cap: float = 0.0) -> Floats:
-    """softmax(q k * scale) v for q[R, K, T, tile, D] over the spans that `seen` covers, in q's shape."""
+def _attend(
+    q: Floats, pages: _Pages, seen: NDArray[np.bool_], scale: float, cap: float = 0.0, sinks: Floats | None = None
+) -> Floats:
+    """softmax(q k * scale) v for q[R, K, T, tile, D] over the spans that `seen` covers, in q's shape; the softmax also
+    has the scores sinks[K, T, tile]."""
     rows, _, tiles, tile, _ = q.shape
     count = seen.shape[2]
     parts = [slice(at, min(at + _SPANS, count)) for at in range(0, count, _SPANS)]
@@ -195,10 +202,15 @@ def _attend(q: Floats, pages: _Pages, seen: NDArray[np.bool_], scale: float, cap
     if cap:
         softcap(scores, cap)
     np.copyto(scores, np.float32(-np.inf), where=~seen.reshape(rows, 1, count, tiles, tile, SPAN))
-    scores -= scores.max(axis=(2, 5), keepdims=True)
+    most = scores.max(axis=(2, 5), keepdims=True)
+    if sinks is not None:
+        most = np.maximum(most, sinks[:, None, :, :, None])
+    scores -= most
     weights = np.exp(scores, out=scores)
     sums = weights.sum(axis=-1)
     total, out = np.zeros_like(sums[:, :, 0]), np.zeros_like(q)
+    if sinks is not None:
+        total += np.exp(sinks - most[:, :, 0, :, :, 0])
     for part in parts:
         mixed = np.matmul(weights[:, :, part], pages.values(part)[:, :, :, None])
         for span in range(part.start, part.stop):

@@ -158,8 +158,7 @@ class ReferenceKernels:
         out[:] = ACTIVATIONS[activation](x)
 
     def gate(self, gates: Floats, activation: str, out: Floats) -> None:
-        width = gates.shape[1] // 2
-        out[:] = ACTIVATIONS[activation](gates[:, :width]) * gates[:, width:]
+        out[:] = gated(gates, activation)
 
     def add(self, x: Floats, hidden: Floats) -> None:
         hidden += x
@@ -170,7 +169,7 @@ class ReferenceKernels:
     def rope_write(
         self,
         qkv: Floats,
-        angles: Floats,
+        angles: Floats | None,
         q_norm: Floats | None,
         k_norm: Floats | None,
         eps: float,
@@ -184,9 +183,9 @@ class ReferenceKernels:
         split = qkv.reshape(len(qkv), -1, size)
         q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
         if q_norm is not None:
-            q = rms_norm(np.ascontiguousarray(q), q_norm, eps)
+            q = _norm_heads(q, q_norm, eps)
         if k_norm is not None:
-            k = rms_norm(np.ascontiguousarray(k), k_norm, eps)
+            k = _norm_heads(k, k_norm, eps)
         _rotate(q, angles, query)
         keys = np.empty((len(qkv), kv_heads, size), np.float32)
         _rotate(k, angles, keys)
@@ -206,8 +205,9 @@ class ReferenceKernels:
         out: Floats,
         softcap: float = 0.0,
         both: bool = False,
+        sinks: Floats | None = None,
     ) -> None:
-        attend(query, kv, layer, rows, tables, window, scale, out, softcap, both)
+        attend(query, kv, layer, rows, tables, window, scale, out, softcap, both, sinks)
 
     def project_add(self, x: Floats, matrix: Segments, hidden: Floats) -> None:
         hidden += self._project(x, matrix)
@@ -238,6 +238,59 @@ class ReferenceKernels:
     def softcap(self, logits: Floats, cap: float) -> None:
         softcap(logits, cap)
 
+    def scale_logits(self, logits: Floats, factor: float) -> None:
+        logits *= np.float32(factor)
+
+    def scale_queries(self, query: Floats, positions: Ints, beta: float, original: float) -> None:
+        turns = np.floor(positions.astype(np.float32) / np.float32(original))
+        query *= (1 + np.float32(beta) * np.log(1 + turns))[:, None, None]
+
+    def route(
+        self,
+        scores: Floats,
+        bias: Floats | None,
+        kind: str,
+        normed: bool,
+        scale: float,
+        groups: int,
+        chosen_groups: int,
+        chosen: Ints,
+        shares: Floats,
+    ) -> None:
+        count = chosen.shape[1]
+        parts = scores
+        if kind != "chosen":
+            parts = _softmax(scores) if kind == "softmax" else _sigmoid(scores)
+        choice = parts if bias is None else parts + bias
+        if groups > 1:
+            choice = _of_groups(choice, groups, chosen_groups)
+        chosen[:] = np.sort(_largest(choice, count), axis=1)
+        found = np.take_along_axis(parts, chosen, axis=1)
+        if kind == "chosen":
+            found = _softmax(found)
+        if normed:
+            found = found / (found.sum(axis=1, keepdims=True) + np.float32(1e-20))
+        shares[:] = found * np.float32(scale)
+
+    def experts(
+        self,
+        x: Floats,
+        chosen: Ints,
+        shares: Floats,
+        gate_up: Sequence[Segments],
+        activation: str,
+        down: Sequence[Segments],
+        out: Floats,
+    ) -> None:
+        out[:] = 0
+        for expert in np.unique(chosen):
+            rows, places = np.nonzero(chosen == expert)
+            gates = self._project(x[rows], gate_up[expert])
+            out[rows] += shares[rows, places, None] * self._project(gated(gates, activation), down[expert])
+
+    def add_gated(self, x: Floats, gate: Floats, hidden: Floats) -> None:
+        hidden += 1 / (1 + np.exp(-gate)) * x
+
     def sampler(self, vocab: int) -> Sampler:
         return NUMPY
 
@@ -252,9 +305,7 @@ class ReferenceKernels:
     def _gated(
         self, hidden: Floats, norm: Floats, eps: float, gate_up: Segments, activation: str, down: Segments
     ) -> Floats:
-        both = self._project(rms_norm(hidden, norm, eps), gate_up)
-        width = gate_up.out // 2
-        return self._project(ACTIVATIONS[activation](both[:, :width]) * both[:, width:], down)
+        return self._project(gated(self._project(rms_norm(hidden, norm, eps), gate_up), activation), down)
 
     def _project(self, x: Floats, matrix: Segments) -> Floats:
         low = rounded(x) if any(quantised for quantised, _ in matrix.parts) else x
@@ -262,9 +313,60 @@ class ReferenceKernels:
         return found[0] if len(found) == 1 else np.concatenate(found, axis=1)
 
 
-def _rotate(x: Floats, angles: Floats, out: Floats) -> None:
-    """Turn the pairs (i, i + D/2) of x[M, heads, D] by their angles."""
-    half = x.shape[-1] // 2
+def gated(gates: Floats, activation: str) -> Floats:
+    """What gates [M, 2F], g beside u, let through: see `Kernels.gate`."""
+    width = gates.shape[1] // 2
+    g, u = gates[:, :width], gates[:, width:]
+    if activation != "clamped_silu":
+        return ACTIVATIONS[activation](g) * u
+    low: Floats = np.minimum(g, np.float32(7))
+    wide: Floats = np.clip(u, np.float32(-7), np.float32(7))
+    share: Floats = 1 / (1 + np.exp(np.float32(-1.702) * low))
+    passed: Floats = (wide + np.float32(1)) * (low * share)
+    return passed
+
+
+def _sigmoid(x: Floats) -> Floats:
+    found: Floats = np.reciprocal(1 + np.exp(-x))
+    return found
+
+
+def _softmax(x: Floats) -> Floats:
+    weights = np.exp(x - x.max(axis=1, keepdims=True))
+    found: Floats = weights / weights.sum(axis=1, keepdims=True)
+    return found
+
+
+def _largest(x: Floats, count: int) -> Ints:
+    """Where the `count` largest of each row stand: the first of equal ones first, and no numbers last."""
+    order = np.argsort(np.where(np.isnan(x), np.inf, -x), axis=1, kind="stable")
+    return order[:, :count].astype(np.int32)
+
+
+def _of_groups(choice: Floats, groups: int, chosen_groups: int) -> Floats:
+    """The choice with the lowest there is in all groups but the best."""
+    members = choice.reshape(len(choice), groups, -1)
+    known = np.where(np.isnan(members), np.float32(-np.inf), members)
+    sums = np.sort(known, axis=2)[:, :, -2:].sum(axis=2)
+    kept = np.zeros(sums.shape, np.bool_)
+    np.put_along_axis(kept, _largest(sums, chosen_groups), True, axis=1)
+    return np.where(kept[:, :, None], members, np.float32(-np.inf)).reshape(choice.shape)
+
+
+def _norm_heads(x: Floats, weight: Floats, eps: float) -> Floats:
+    """x[M, heads, D], each head normed, or where the weight is for all heads, all together."""
+    if len(weight) == x.shape[-1]:
+        return rms_norm(np.ascontiguousarray(x), weight, eps)
+    return rms_norm(np.ascontiguousarray(x).reshape(len(x), -1), weight, eps).reshape(x.shape)
+
+
+def _rotate(x: Floats, angles: Floats | None, out: Floats) -> None:
+    """Turn the pairs (i, i + r/2) of the first r numbers of x[M, heads, D] by their angles [M, 2, r/2]."""
+    half = 0 if angles is None else angles.shape[-1]
+    out[..., 2 * half :] = x[..., 2 * half :]
+    if angles is None:
+        return
     cos, sin = angles[:, None, 0], angles[:, None, 1]
-    out[..., :half] = x[..., :half] * cos - x[..., half:] * sin
-    out[..., half:] = x[..., half:] * cos + x[..., :half] * sin
+    first, second = x[..., :half], x[..., half : 2 * half]
+    out[..., :half] = first * cos - second * sin
+    out[..., half : 2 * half] = second * cos + first * sin

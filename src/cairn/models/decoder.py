@@ -20,10 +20,26 @@ from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
 from cairn.kernels.program import Call, Program, Size, Slot
+from cairn.models.mixture import (
+    Mixture,
+    MixtureBuffers,
+    allocate_mixture,
+    build_mixture,
+    mixture_numbers,
+    run_mixture,
+)
 from cairn.types import BLOCK_TOKENS, ModelSpec
 
 LOGITS_ROWS = 32
 """Most logits rows in one run of the head; a step that wants more runs it in slices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """A layer's plain MLP."""
+
+    gate_up: Matrix
+    down: Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +50,18 @@ class Layer:
     index: int
     """Place among the layers of its group."""
     window: int
-    attention_norm: Array
+    turned: bool
+    """Whether it knows positions."""
+    attention_norm: Array | None
     qkv: Matrix
     q_norm: Array | None
     k_norm: Array | None
     out: Matrix
     attention_post_norm: Array | None
-    mlp_norm: Array
-    gate_up: Matrix
-    down: Matrix
+    mlp_norm: Array | None
+    mlp: Mlp | Mixture
     mlp_post_norm: Array | None
+    sinks: Array | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +80,9 @@ class Decoder:
     softcap: float
     activation: str
     logit_softcap: float
+    logit_scale: float
+    residual_scale: float
+    query_scaling: tuple[float, float] | None
     both: bool
     """Whether tokens see what follows them too."""
 
@@ -94,6 +115,7 @@ class Buffers:
     projected: Any
     logits: Any
     """float32 [R, V]"""
+    mixture: MixtureBuffers
 
 
 _PASSING = frozenset(("normed", "projected", "gates", "gated"))
@@ -108,7 +130,7 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
     """
     head = kernels.matrix([weights["model.embed_tokens.weight" if spec.tied else "lm_head.weight"]], [None])
     ropes = [spec.rope(group) for group in range(len(spec.groups))]
-    made = {rope: kernels.rope(spec.head_dim, rope.theta, rope.scaling) for rope in dict.fromkeys(ropes)}
+    made = {rope: kernels.rope(spec.turned, rope.theta, rope.scaling) for rope in dict.fromkeys(ropes)}
     return Decoder(
         embedding=head if spec.tied else kernels.table(weights["model.embed_tokens.weight"]),
         embedding_scale=spec.embedding_scale,
@@ -121,6 +143,9 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
         softcap=spec.attention_softcap,
         activation=spec.activation,
         logit_softcap=spec.logit_softcap,
+        logit_scale=spec.logit_scale,
+        residual_scale=spec.residual_scale,
+        query_scaling=spec.query_scaling,
         both=spec.both,
     )
 
@@ -137,22 +162,30 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
         there = wanted and f"{prefix}{name}.weight" in weights
         return kernels.vector(weights[f"{prefix}{name}.weight"]) if there else None
 
-    post = spec.post_norms
+    def vector(name: str) -> Array:
+        return kernels.vector(weights[f"{prefix}{name}"])
 
+    def mlp() -> Mlp | Mixture:
+        if spec.experts is not None and layer in spec.experts.layers:
+            return build_mixture(matrix, vector, spec.experts)
+        return Mlp(gate_up=matrix("mlp.gate_proj", "mlp.up_proj"), down=matrix("mlp.down_proj"))
+
+    pre, post = spec.pre_norms, spec.post_norms
     return Layer(
         group=group,
         index=spec.groups[group].layers.index(layer),
         window=spec.groups[group].window,
+        turned=layer not in spec.unturned,
         attention_norm=norm("input_layernorm"),
         qkv=matrix("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         q_norm=norm("self_attn.q_norm"),
         k_norm=norm("self_attn.k_norm"),
         out=matrix("self_attn.o_proj"),
         attention_post_norm=norm("post_attention_layernorm", post),
-        mlp_norm=norm("pre_feedforward_layernorm" if post else "post_attention_layernorm"),
-        gate_up=matrix("mlp.gate_proj", "mlp.up_proj"),
-        down=matrix("mlp.down_proj"),
+        mlp_norm=norm("pre_feedforward_layernorm" if post else "post_attention_layernorm", pre),
+        mlp=mlp(),
         mlp_post_norm=norm("post_feedforward_layernorm", post),
+        sinks=vector("self_attn.sinks") if spec.sinks else None,
     )
 
 
@@ -161,7 +194,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
     width, groups = -(-context // BLOCK_TOKENS), range(len(spec.groups))
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     ropes = [spec.rope(group) for group in groups]
-    angles = {rope: kernels.allocate((tokens, 2, spec.head_dim // 2), "float32") for rope in dict.fromkeys(ropes)}
+    angles = {rope: kernels.allocate((tokens, 2, spec.turned // 2), "float32") for rope in dict.fromkeys(ropes)}
     return Buffers(
         tokens=kernels.allocate((tokens,), "int32"),
         positions=kernels.allocate((tokens,), "int32"),
@@ -179,6 +212,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         gated=kernels.allocate((tokens, spec.ffn), "float32"),
         projected=kernels.allocate((tokens, spec.hidden), "float32"),
         logits=kernels.allocate((LOGITS_ROWS, spec.vocab), "float32"),
+        mixture=allocate_mixture(kernels, spec.experts, spec.hidden, tokens),
     )
 
 
@@ -188,6 +222,7 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, score
     `scores`: whether they hold those of a whole context at once, as the reference kernels do.
     """
     wide = spec.hidden + 3 * spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim + 4 * spec.ffn
+    wide += mixture_numbers(spec.experts, spec.hidden)
     tables = len(spec.groups) * rows * context // BLOCK_TOKENS
     held = 3 * spec.heads * context * min(tokens, 8) if scores else 0
     return 4 * (2 * tokens * wide + 3 * LOGITS_ROWS * spec.vocab + tables + held)
@@ -205,30 +240,49 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
         k.rope_angles(rope, b.positions, angles)
     for layer in decoder.layers:
         g = layer.group
-        k.norm(b.hidden, layer.attention_norm, eps, b.normed)
-        k.project(b.normed, layer.qkv, b.qkv)
-        k.rope_write(b.qkv, b.angles[g], layer.q_norm, layer.k_norm, eps, kv[g], layer.index, b.slots[g], b.query)
-        how = decoder.scale, b.attended, decoder.softcap, decoder.both
-        k.attention(b.query, kv[g], layer.index, b.rows, b.tables[g], layer.window, *how)
+        k.project(_normed(k, decoder, layer.attention_norm, b), layer.qkv, b.qkv)
+        angles = b.angles[g] if layer.turned else None
+        k.rope_write(b.qkv, angles, layer.q_norm, layer.k_norm, eps, kv[g], layer.index, b.slots[g], b.query)
+        if decoder.query_scaling is not None:
+            k.scale_queries(b.query, b.positions, *decoder.query_scaling)
+        places = (kv[g], layer.index, b.rows, b.tables[g], layer.window)
+        how = (decoder.scale, b.attended, decoder.softcap, decoder.both, layer.sinks)
+        k.attention(b.query, *places, *how)
         k.project(b.attended, layer.out, b.projected)
         _add(k, decoder, layer.attention_post_norm, b)
-        k.norm(b.hidden, layer.mlp_norm, eps, b.normed)
-        k.project(b.normed, layer.gate_up, b.gates)
-        k.gate(b.gates, decoder.activation, b.gated)
-        k.project(b.gated, layer.down, b.projected)
+        x = _normed(k, decoder, layer.mlp_norm, b)
+        if isinstance(layer.mlp, Mixture):
+            run_mixture(k, layer.mlp, decoder.activation, x, b.mixture, b.projected)
+        else:
+            k.project(x, layer.mlp.gate_up, b.gates)
+            k.gate(b.gates, decoder.activation, b.gated)
+            k.project(b.gated, layer.mlp.down, b.projected)
         _add(k, decoder, layer.mlp_post_norm, b)
+
+
+def _normed(k: Kernels, decoder: Decoder, norm: Array | None, b: Buffers) -> Any:
+    """What a half of a layer takes: the hidden state, normed where there is a weight."""
+    if norm is None:
+        return b.hidden
+    k.norm(b.hidden, norm, decoder.eps, b.normed)
+    return b.normed
 
 
 def _add(k: Kernels, decoder: Decoder, norm: Array | None, b: Buffers) -> None:
     """Add what a half of a layer gave to the hidden state, normed where there is a weight."""
     if norm is not None:
         k.norm(b.projected, norm, decoder.eps, b.normed)
-    k.add(b.projected if norm is None else b.normed, b.hidden)
+    given = b.projected if norm is None else b.normed
+    if decoder.residual_scale != 1:
+        k.scale(given, decoder.residual_scale)
+    k.add(given, b.hidden)
 
 
 def head(k: Kernels, decoder: Decoder, b: Buffers) -> None:
     """Logits of the wanted tokens, after `body`."""
     k.logits(b.hidden, b.wanted, decoder.norm, decoder.eps, decoder.head, b.logits)
+    if decoder.logit_scale != 1:
+        k.scale_logits(b.logits, decoder.logit_scale)
     if decoder.logit_softcap:
         k.softcap(b.logits, decoder.logit_softcap)
 
@@ -245,6 +299,8 @@ def with_slots(buffers: Buffers) -> Buffers:
 
     def symbol(name: str) -> Any:
         value, size = getattr(buffers, name), sizes.get(name, "tokens")
+        if isinstance(value, MixtureBuffers):
+            return value.map(lambda array: Slot("tokens", array))
         if not isinstance(value, tuple):
             return Slot(size, value, name in _PASSING)
         made = {id(one): Slot(size, one) for one in value}
@@ -262,6 +318,8 @@ def cut(kernels: Kernels, buffers: Buffers, sizes: Mapping[Size, int]) -> Buffer
     def view(slot: Any) -> Any:
         if isinstance(slot, tuple):
             return tuple(map(view, slot))
+        if isinstance(slot, MixtureBuffers):
+            return slot.map(view)
         if id(slot) not in made:
             made[id(slot)] = kernels.first(slot.array, sizes[slot.size])
         return made[id(slot)]

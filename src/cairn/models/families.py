@@ -17,7 +17,12 @@ class Family:
     qkv_bias: bool | str = False
     out_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: bool | str = False
+    qk_norm_whole: bool = False
+    """Whether it is over all heads together."""
+    pre_norms: bool = True
+    post_norms: bool = False
+    """Whether norms stand before attention and MLP, and behind them."""
     head_dim: int | None = None
     """Default head size; None: hidden_size / num_attention_heads."""
     kv_heads: int | None = None
@@ -34,6 +39,25 @@ class Family:
     their width, `query_pre_attn_scalar` is the scale of scores, and these and the logits may have a softcap."""
     nested: bool = False
     """Whether the model is the text part of a larger one: `text_config`, and tensors with a prefix."""
+    mixture: str = ""
+    """The row of `mixture_spec.MIXTURES` that says what experts it has; "": none."""
+    multipliers: bool = False
+    """Whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` count."""
+    sinks: bool = False
+    activation: Literal["clamped_silu"] | None = None
+    """The MLP's, where no config says it."""
+    rotary: bool = False
+    """Whether `partial_rotary_factor` counts."""
+    unturned: bool = False
+    """Whether `no_rope_layers` says which layers have no positions (0), or else every `no_rope_layer_interval`-th."""
+    unscaled: bool = False
+    """Whether layers with a window turn their heads without the scaling of the others."""
+    query_scaling: bool = False
+    """Whether `llama_4_scaling_beta` counts."""
+    packed: bool = False
+    """Whether its safetensors may hold experts in MXFP4."""
+    ahead: bool = False
+    """Whether there may be layers behind the last, which guess further tokens: they are set aside."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Of fields that a config may leave out."""
 
@@ -66,6 +90,18 @@ _GEMMA_3 = Family(
     | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
 )
 
+_OLMO_2 = Family(
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+    qk_norm_whole=True,
+    pre_norms=False,
+    post_norms=True,
+    defaults={"rms_norm_eps": 1e-5},
+)
+_ALWAYS_FULL: dict[str, Any] = {"sliding_window": None}
+"""Where a config that says no window means none."""
+
 FAMILIES = {
     "LlamaForCausalLM": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
     "MistralForCausalLM": Family(kv_heads=8, window="all"),
@@ -78,6 +114,67 @@ FAMILIES = {
         kv_heads=32,
         window="by layer",
     ),
+    "Qwen2MoeForCausalLM": Family(qkv_bias="qkv_bias", mixture="qwen2", defaults={"qkv_bias": True}),
+    "Qwen3MoeForCausalLM": Family(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, mixture="qwen3"),
+    "MixtralForCausalLM": Family(
+        kv_heads=8, window="all", mixture="mixtral", defaults=_ALWAYS_FULL | {"rope_theta": 1e6}
+    ),
+    "OlmoeForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        qk_norm_whole=True,
+        mixture="olmo",
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "GptOssForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        head_dim=64,
+        kv_heads=8,
+        window="by type",
+        period=2,
+        mixture="gpt-oss",
+        sinks=True,
+        activation="clamped_silu",
+        packed=True,
+        defaults={"attention_bias": True, "sliding_window": 128, "rope_theta": 150_000.0, "rms_norm_eps": 1e-5},
+    ),
+    "Glm4MoeForCausalLM": Family(
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        kv_heads=8,
+        mixture="glm4",
+        rotary=True,
+        ahead=True,
+        defaults={
+            **{"partial_rotary_factor": 0.5, "norm_topk_prob": True, "first_k_dense_replace": 1},
+            **{"rms_norm_eps": 1e-5},
+        },
+    ),
+    "GraniteForCausalLM": Family(
+        qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", multipliers=True
+    ),
+    "SmolLM3ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        kv_heads=4,
+        unturned=True,
+        defaults={"rope_theta": 2e6},
+    ),
+    "Olmo2ForCausalLM": _OLMO_2,
+    "Olmo3ForCausalLM": replace(
+        _OLMO_2,
+        window="by type",
+        period=4,
+        unscaled=True,
+        defaults={"rope_theta": 5e5, "rms_norm_eps": 1e-5, "sliding_window": 4096},
+    ),
+    "SeedOssForCausalLM": Family(
+        qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias", defaults={"attention_bias": True}
+    ),
+    "Ministral3ForCausalLM": Family(kv_heads=8, window="all", query_scaling=True, defaults=_ALWAYS_FULL),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA_3, nested=True),
@@ -122,13 +219,18 @@ def family_of(config: Fields, *, bare: bool = False) -> tuple[str, Family]:
     if name not in FAMILIES:
         known = ", ".join(sorted([*FAMILIES, *ENCODERS]))
         raise ModelError(f"{config.path}: the architecture {name[:80]!r} is not supported; supported are {known}")
-    if config.has("quantization_config"):
+    if config.has("quantization_config") and not _mxfp4(config, FAMILIES[name]):
         raise ModelError(f"{config.path}: quantised safetensors (quantization_config) are not supported")
     if sees_both(config) and not bare:
         raise ModelError(f"{config.path}: use_bidirectional_attention is true; such a model does not generate text")
     if not config.flag("is_causal", True) or (sees_both(config) and not FAMILIES[name].local_rope):
         raise ModelError(f"{config.path}: attention in both directions is not supported for {name}")
     return name, FAMILIES[name]
+
+
+def _mxfp4(config: Fields, family: Family) -> bool:
+    """Whether the weights are quantised as the family's own are."""
+    return family.packed and config.object("quantization_config").values.get("quant_method") == "mxfp4"
 
 
 def sees_both(config: Fields) -> bool:

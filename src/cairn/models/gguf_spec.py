@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +18,7 @@ from cairn.errors import ModelError, ModelFileError
 from cairn.models.ends import ENDS, is_spelt_as_control, known_ends
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
+from cairn.models.gguf_architectures import ARCHITECTURES, EXPERT_KEYS, Architecture, experts
 from cairn.models.gguf_purpose import ENCODERS, purpose
 from cairn.models.gguf_purpose import KEYS as PURPOSE
 from cairn.models.hub import model_name
@@ -36,40 +36,6 @@ from cairn.types import (
 FACTORS = "rope_freqs.weight"
 """The tensor that divides the rotary frequencies, as models with llama3's scaling have it."""
 
-
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """How one architecture's file differs from the plain decoder."""
-
-    name: str
-    """transformers' name of the same model."""
-    qk_norm: bool = False
-    interleaved: bool = False
-    """Whether rows of q and k are stored so that rotary pairs are neighbours."""
-    gemma: bool = False
-    """As `families.Family.gemma`; norms are stored as 1 + w."""
-    period: int = 0
-    """Every so many-th layer has no window; 0: a window is for all."""
-    local_rope: bool = False
-    """Whether layers with a window have rotary positions of their own."""
-    by_width: int = 0
-    """With so many layers, scores are scaled by 1 / sqrt(width / heads), not by 1 / sqrt(head size)."""
-    softcaps: tuple[float, float] = (0.0, 0.0)
-    """Of attention's scores and of logits, where the file does not say."""
-    both: bool = False
-    """Whether tokens see what follows them too; the file's window counts the tokens on both sides then."""
-
-
-_GEMMA_3 = Architecture("Gemma3ForCausalLM", qk_norm=True, gemma=True, period=6, local_rope=True, by_width=62)
-ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", interleaved=True),
-    "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen3": Architecture("Qwen3ForCausalLM", qk_norm=True),
-    "gemma2": Architecture("Gemma2ForCausalLM", gemma=True, period=2, by_width=46, softcaps=(50.0, 30.0)),
-    "gemma3": _GEMMA_3,
-    "gemma-embedding": replace(_GEMMA_3, both=True),
-}
-"""`general.architecture` -> what it means. Mistral's models call themselves llama."""
 
 _KEYS = frozenset(
     (
@@ -136,31 +102,37 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     heads = keys.integer("attention.head_count", 1, 1 << 14)
     layers = keys.integer("block_count", 1, 1 << 12)
     head_dim = keys.integer("attention.key_length", 2, MAX_HEAD_DIM, hidden // heads)
-    rope, context = _rope(keys, gguf, head_dim)
+    rope, context = _rope(keys, gguf, head_dim, truncate=not family.untruncated)
     if family.local_rope:
         context = keys.integer("context_length", 2, MAX_CONTEXT)  # which states the scaled length
     vocab = vocab_rows(gguf, hidden)
+    mixture = experts(keys, family, layers)
     spec = ModelSpec(
         name=model_name(gguf.paths[0]),
-        architecture=family.name,
+        architecture=family.mixture_name or family.name if mixture else family.name,
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=keys.integer("attention.head_count_kv", 1, heads, heads),
         head_dim=head_dim,
-        ffn=keys.integer("feed_forward_length", 1, 1 << 22),
+        ffn=keys.integer("feed_forward_length", 1, 1 << 22, mixture.ffn if mixture else None),
         vocab=vocab,
         context=context,
         norm_eps=keys.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
         rope_theta=keys.number("rope.freq_base", 1.0, 1e15, 1e6 if family.local_rope else 10000.0),
         rope_scaling=rope,
-        **(_gemma(keys, family, hidden, heads, head_dim, layers) if family.gemma else {}),
+        **_multiplied(keys, family, hidden, heads, head_dim, layers),
         qk_norm=family.qk_norm,
+        qk_norm_whole=family.qk_norm_whole,
+        pre_norms=family.pre_norms,
+        unturned=tuple(layer for layer in range(layers) if family.unturned and not (layer + 1) % family.unturned),
+        sinks=family.sinks,
+        experts=mixture,
         qkv_bias="blk.0.attn_q.bias" in gguf.tensors,
         out_bias="blk.0.attn_output.bias" in gguf.tensors,
         mlp_bias="blk.0.ffn_down.bias" in gguf.tensors,
         tied="output.weight" not in gguf.tensors,
-        groups=_groups(keys, family, layers, context),
+        groups=_groups(keys, family, layers, context, rope),
         eos_ids=_ends(gguf, vocab),
         bos_id=next(iter(named_ids(gguf, "bos", vocab, absent=True)), None),
         defaults=_defaults(gguf.fields),
@@ -189,7 +161,7 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
         name, plain = key.removeprefix(prefix), value
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             plain = value[0].item()
-        if name in _KEYS or (family.gemma and name in _GEMMA_KEYS):
+        if name in _KEYS | EXPERT_KEYS or name in family.keys or (family.gemma and name in _GEMMA_KEYS):
             found[name] = plain
         else:
             others[name] = key, plain
@@ -231,7 +203,7 @@ def vocab_rows(gguf: Gguf, hidden: int) -> int:
     return tensor.shape[0]
 
 
-def _rope(keys: Fields, gguf: Gguf, head_dim: int) -> tuple[RopeScaling, int]:
+def _rope(keys: Fields, gguf: Gguf, head_dim: int, *, truncate: bool) -> tuple[RopeScaling, int]:
     """Rope scaling, and the context that it gives."""
     trained = keys.integer("context_length", 2, MAX_CONTEXT)
     kind: Literal["none", "linear", "yarn"] = "none"
@@ -262,6 +234,7 @@ def _rope(keys: Fields, gguf: Gguf, head_dim: int) -> tuple[RopeScaling, int]:
         original_context=original,
         beta_fast=keys.number_or_zero("rope.scaling.yarn_beta_fast", 1e-6, 1e6, 32.0),
         beta_slow=keys.number_or_zero("rope.scaling.yarn_beta_slow", 1e-6, 1e6, 1.0),
+        truncate=truncate,
         attention_factor=weight * (0.1 * math.log(factor) + 1) if weight != 1 else None,
     )
     if kind == "yarn" and keys.number("rope.freq_base", 1.0, 1e15, 10000.0) <= 1:
@@ -281,6 +254,23 @@ def _factors(gguf: Gguf, head_dim: int) -> tuple[float, ...]:
     return tuple(values.tolist())
 
 
+def _multiplied(
+    keys: Fields, family: Architecture, hidden: int, heads: int, head_dim: int, layers: int
+) -> dict[str, Any]:
+    """What a family multiplies by beyond the plain decoder, its activation, and norms behind attention and MLP."""
+    if family.gemma:
+        return _gemma(keys, family, hidden, heads, head_dim, layers)
+    found: dict[str, Any] = {"activation": family.activation, "post_norms": family.post_norms}
+    if family.multipliers:
+        found |= {
+            "embedding_scale": keys.number_or_zero("embedding_scale", 1e-6, 1e6, 1.0) or 1.0,
+            "attention_scale": keys.number_or_zero("attention.scale", 1e-6, 1e6, 0.0) or None,
+            "residual_scale": keys.number_or_zero("residual_scale", 1e-6, 1e6, 1.0) or 1.0,
+            "logit_scale": 1 / (keys.number_or_zero("logit_scale", 1e-6, 1e6, 1.0) or 1.0),
+        }
+    return found
+
+
 def _gemma(keys: Fields, family: Architecture, hidden: int, heads: int, head_dim: int, layers: int) -> dict[str, Any]:
     """What Gemma's spec has beyond the plain decoder's."""
     scale = (hidden / heads) ** -0.5 if layers == family.by_width else head_dim**-0.5
@@ -297,8 +287,14 @@ def _gemma(keys: Fields, family: Architecture, hidden: int, heads: int, head_dim
     }
 
 
-def _groups(keys: Fields, family: Architecture, layers: int, context: int) -> tuple[CacheGroup, ...]:
+def _groups(
+    keys: Fields, family: Architecture, layers: int, context: int, scaling: RopeScaling
+) -> tuple[CacheGroup, ...]:
     window = keys.integer("attention.sliding_window", 0, MAX_CONTEXT, 0)
+    if family.window_period and window:
+        own = RotaryPositions(theta=keys.number("rope.freq_base", 1.0, 1e15, 10000.0))
+        limited = [layer for layer in range(layers) if (layer + 1) % family.window_period]
+        return cache_groups(layers, limited, window, context, own if scaling.kind != "none" else None)
     if not family.period:
         return cache_groups(layers, range(layers) if window else (), window, context)
     if not window:

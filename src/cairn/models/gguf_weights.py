@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from cairn.errors import ModelFileError
 from cairn.kernels.base import Quantized
-from cairn.models.dequant import dequantize
+from cairn.models.dequant import Kind, dequantize
 from cairn.models.gguf import Gguf, Tensor
 from cairn.models.gguf_encoder import encoder_name, is_encoder
 from cairn.models.gguf_purpose import DENSE, JUDGE
 from cairn.models.gguf_spec import FACTORS, architecture
+from cairn.models.mixture_spec import MAX_EXPERTS
 from cairn.models.outline import Outline, codes
 from cairn.models.outline import blocks as super_blocks
 from cairn.models.quantize import unpack
@@ -43,13 +44,18 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
-_POST_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-"""Of models that also norm what attention and the MLP give."""
+"""Of a layer; {} stands for the number of an expert, all of which are one tensor."""
+_WITHOUT_END = {"attn_sinks": "self_attn.sinks"}
+"""Tensors whose names here have no `.weight`."""
 _BEHIND = {JUDGE: "judge.weight"} | {f"{name}.weight": f"{name}.weight" for name in DENSE}
 """What a pooled state goes through."""
 _NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)\.(weight|bias)")
@@ -58,8 +64,11 @@ _HARMLESS = re.compile(re.escape(FACTORS) + r"|rope_factors_(long|short)\.weight
 _TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.(weight|bias)")
 
 
-def hub_name(name: str, post_norms: bool = False) -> str | None:
-    """transformers' name of a tensor, or None for one that no decoder here has."""
+def hub_name(name: str, others: Mapping[str, str] | None = None) -> str | None:
+    """transformers' name of a tensor, or None for one that no decoder here has; with {} for the number of an expert.
+
+    `others`: what is called otherwise than in plain decoders.
+    """
     if name in _BEHIND:
         return _BEHIND[name]
     match = _NAME.fullmatch(name)
@@ -68,8 +77,31 @@ def hub_name(name: str, post_norms: bool = False) -> str | None:
     layer, part, end = match.groups()
     if layer is None:
         return f"{_WHOLE[part]}.{end}" if part in _WHOLE else None
-    names = _LAYER | _POST_NORMS if post_norms else _LAYER
+    names = {**_LAYER, **(others or {})}
+    if part in _WITHOUT_END:
+        return f"model.layers.{int(layer)}.{_WITHOUT_END[part]}"
     return f"model.layers.{int(layer)}.{names[part]}.{end}" if part in names else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One of ours in a tensor of the file: the whole of it, or one expert's share."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def kind(self) -> Kind:
+        return self.tensor.kind
+
+    def blocks(self, gguf: Gguf) -> NDArray[np.uint8]:
+        count = math.prod(self.shape) // self.kind.values
+        return gguf.blocks(self.name)[self.number * count : (self.number + 1) * count]
 
 
 class GgufWeights(Mapping[str, NDArray[Any]]):
@@ -80,15 +112,15 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         self._gguf, self._head_dim = gguf, head_dim
         own = None if is_encoder(gguf) else architecture(gguf)
         self._interleaved = own is not None and own.interleaved
-        self._found: dict[str, Tensor] = {}
+        self._found: dict[str, _Part] = {}
         for tensor in gguf.tensors.values():
             name = (
                 encoder_name(gguf.metadata["general.architecture"], tensor.name)
                 if own is None
-                else hub_name(tensor.name, own.gemma)
+                else hub_name(tensor.name, own.names)
             )
-            if name is not None and name in expected:
-                self._put(name, tensor, expected[name])
+            if name is not None and name.format(0) in expected:
+                self._put(name, tensor, expected)
             elif not _HARMLESS.fullmatch(tensor.name):
                 family = gguf.metadata["general.architecture"]
                 raise ModelFileError(f"{tensor.path}: the tensor {tensor.name[:120]!r} is not part of a {family}")
@@ -98,19 +130,25 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
                 f"{gguf.paths[0]}: the tensor for {missing} of shape {list(expected[missing])} is missing"
             )
 
-    def _put(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        if tensor.shape != shape:
+    def _put(self, name: str, tensor: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
+        shape, numbers = expected[name.format(0)], [0]
+        if "{}" in name:
+            numbers = list(range(sum(name.format(number) in expected for number in range(MAX_EXPERTS))))
+            shape = (len(numbers), *shape)
+        if tensor.shape != shape and (1, *tensor.shape) != shape:
             raise ModelFileError(
                 f"{tensor.path}: the tensor {tensor.name} has the shape {list(tensor.shape)}, "
                 f"expected {list(shape)} from the metadata"
             )
-        if name in self._found:
-            raise ModelFileError(f"{tensor.path}: the tensors {self._found[name].name} and {tensor.name} are one")
-        self._found[name] = tensor
+        for number in numbers:
+            own = name.format(number)
+            if own in self._found:
+                raise ModelFileError(f"{tensor.path}: the tensors {self._found[own].name} and {tensor.name} are one")
+            self._found[own] = _Part(tensor, expected[own], number)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         tensor = self._found[name]
-        blocks = self._gguf.blocks(tensor.name)
+        blocks = tensor.blocks(self._gguf)
         kind = tensor.kind
         flat = blocks.view(kind.dtype) if kind.dtype is not None else dequantize(kind, blocks)
         array = flat.reshape(tensor.shape)
@@ -141,7 +179,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
     def packed(self, name: str) -> tuple[Quantized, float]:
         """A tensor that has a `packed_outline` as codes, and its relative error, which is 0 for most kinds."""
         tensor = self._found[name]
-        held, error = unpack(tensor.kind, self._gguf.blocks(tensor.name), tensor.shape)
+        held, error = unpack(tensor.kind, tensor.blocks(self._gguf), (tensor.shape[0], tensor.shape[1]))
         if self._turned(name):
             held = held.rows(lambda rows: turn_back(rows, self._head_dim))
         return held, error
@@ -177,11 +215,10 @@ def turn(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def gguf_name(name: str, post_norms: bool = False) -> str:
-    """GGUF's name of a tensor that transformers calls `name`; the inverse of `hub_name`."""
+def gguf_name(name: str) -> str:
+    """GGUF's name of a tensor that transformers calls `name`; the inverse of `hub_name` for plain decoders."""
     stem, _, end = name.rpartition(".")
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
     if match is None:
         return f"{next(own for own, theirs in _WHOLE.items() if theirs == stem)}.{end}"
-    names = _LAYER | _POST_NORMS if post_norms else _LAYER
-    return f"blk.{match[1]}.{next(own for own, theirs in names.items() if theirs == match[2])}.{end}"
+    return f"blk.{match[1]}.{next(own for own, theirs in _LAYER.items() if theirs == match[2])}.{end}"

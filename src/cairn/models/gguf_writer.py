@@ -21,8 +21,9 @@ from cairn.kernels.rope import frequencies
 from cairn.models.dequant import KINDS, Kind, dequantize
 from cairn.models.files import is_gguf
 from cairn.models.gguf import Gguf, Tensor, read_gguf
+from cairn.models.gguf_architectures import ARCHITECTURES
 from cairn.models.gguf_purpose import POOLINGS
-from cairn.models.gguf_spec import ARCHITECTURES, FACTORS, SAMPLING
+from cairn.models.gguf_spec import FACTORS, SAMPLING
 from cairn.models.gguf_weights import gguf_name, turn
 from cairn.models.weights import expected_tensors, open_weights
 from cairn.types import ModelSpec, RopeScaling
@@ -113,11 +114,15 @@ def write_gguf(
     return _write(library, writer, tensors, kind, spec.tied, progress)
 
 
+_WRITTEN = ("llama", "qwen2", "qwen3")
+"""The architectures that a folder's model can be written as."""
+
+
 def _architecture(spec: ModelSpec) -> str:
     """GGUF's name of a spec's architecture."""
     named = spec.architecture.replace("Mistral", "Llama")
     for name, one in ARCHITECTURES.items():
-        if one.name == named and spec.activation == "silu" and len(spec.groups) == 1:
+        if name in _WRITTEN and one.name == named and spec.activation == "silu" and len(spec.groups) == 1:
             return name
     raise ModelError(f"{spec.name}: this kind of model cannot be written as GGUF ({spec.architecture})")
 
@@ -220,7 +225,8 @@ def _write(
 def _chosen(one: _Source, kind: str, tied: bool) -> Kind:
     """The format of one tensor."""
     last = one.name == "output.weight" or (tied and one.name == "token_embd.weight")
-    name = "F32" if len(one.shape) == 1 else "Q8_0" if last and kind not in _FINE else kind
+    routes = "ffn_gate_inp" in one.name  # what is rounded there sends tokens to other experts
+    name = "F32" if len(one.shape) == 1 or routes else "Q8_0" if last and kind not in _FINE else kind
     if one.shape[-1] % _KIND[name][1].values:
         name = "BF16"
     return _KIND[name][1]

@@ -7,7 +7,8 @@
     int8     every matrix in codes of 8 bits; packed ones that have no more stay as they are
     int4     every matrix in codes of 4 bits, the embedding and the output in 8, as `cairn quantize` has them
 
-A matrix whose rows are no multiple of 32 is not rounded to codes. Vectors are never rounded.
+A matrix whose rows are no multiple of 32 is not rounded to codes. Vectors are never rounded, nor is what routes tokens
+to experts, which is held in float32.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from cairn.kernels.base import GROUP, Quantized
 from cairn.models import outline as known
 from cairn.models.dequant import SLICE
 from cairn.models.digests import tell
+from cairn.models.mixture_spec import is_router
 from cairn.models.outline import Outline
 from cairn.models.quantize import rounded
 from cairn.models.weights import small
@@ -78,6 +80,8 @@ class HeldWeights(Mapping[str, Any]):
     def __getitem__(self, name: str) -> NDArray[Any] | Quantized:
         tell("packing the weights", self._made, len(self.source))
         self._made += 1
+        if is_router(name):
+            return self.source[name].astype(np.float32)
         if self._stays(name):
             return self._as_stored(name)
         array = self.source[name]
@@ -92,6 +96,8 @@ class HeldWeights(Mapping[str, Any]):
     def outline(self, name: str) -> Outline:
         """What `[name]` gives, and the bytes that it makes on the way."""
         plain = known.outline(self.source, name)
+        if is_router(name):
+            return Outline(plain.shape, "float32", plain.made + 4 * math.prod(plain.shape))
         if self._stays(name):
             return self._packed(name) or plain
         if self.form in ("f32", "bf16"):
@@ -116,6 +122,8 @@ class HeldWeights(Mapping[str, Any]):
         kind, inexact = _KINDS.get(plain.dtype, plain.dtype), False
         if isinstance(self.source, _Packed):
             kind, inexact = self.source.kind(name)
+        if is_router(name):
+            return kind, ""
         if self._stays(name):
             return kind, "int8" if inexact and len(plain.shape) == 2 else ""
         if self.form in ("f32", "bf16"):

@@ -31,7 +31,7 @@ def reach(spec: ModelSpec, weights: Mapping[str, NDArray[Any]]) -> float:
     """
     with np.errstate(all="ignore"):
         ropes = [spec.rope(group) for group in range(len(spec.groups))]
-        turned = max(abs(frequencies(spec.head_dim, rope.theta, rope.scaling).factor) for rope in ropes)
+        turned = max(abs(frequencies(spec.turned, rope.theta, rope.scaling).factor) for rope in ropes)
         bounds = [_layer(spec, weights, f"model.layers.{layer}.", turned) for layer in range(spec.layers)]
     return float(ROUNDING * np.max(bounds))  # not Python's, which loses NaN
 
@@ -42,13 +42,18 @@ def fits_half(reached: float) -> bool:
 
 
 def _layer(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], prefix: str, turned: float) -> float:
+    if not spec.pre_norms:
+        return math.inf  # nothing bounds what attention takes
     norm = _wide(weights[f"{prefix}input_layernorm.weight"])
     if spec.qk_norm:
-        keys = np.float32(math.sqrt(spec.head_dim)) * np.abs(_wide(weights[f"{prefix}self_attn.k_norm.weight"]))
-        pairs = np.maximum(*np.split(keys, 2))
+        size = spec.head_dim * (spec.kv_heads if spec.qk_norm_whole else 1)
+        keys = np.float32(math.sqrt(size)) * np.abs(_wide(weights[f"{prefix}self_attn.k_norm.weight"]))
+        pairs = np.maximum(*np.split(keys.reshape(-1, spec.head_dim), 2, axis=1))
     else:
         keys = _products(spec, weights, f"{prefix}self_attn.k_proj", norm)
         pairs = np.hypot(*np.split(keys.reshape(-1, spec.head_dim), 2, axis=1))
+    if spec.turned != spec.head_dim:  # other pairs; a pair is no longer than its larger number twice over
+        pairs = np.float32(math.sqrt(2)) * keys
     values = _products(spec, weights, f"{prefix}self_attn.v_proj", norm)
     return float(np.max([values.max(), turned * pairs.max()]))
 

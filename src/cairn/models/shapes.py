@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from cairn.kernels.base import BLOCK, GROUP, Quantized
 from cairn.models.gguf_spec import cache_groups
+from cairn.models.mixture_spec import is_router
 from cairn.models.outline import Outline, blocks, codes
 from cairn.models.weights import DTYPES, expected_tensors
-from cairn.types import CacheGroup, ModelSpec, RotaryPositions
+from cairn.types import CacheGroup, Experts, ModelSpec, RotaryPositions
 
 _SIZES: dict[str, dict[str, Any]] = {
     "demo": {"layers": 8, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 608, "vocab": 2048},
@@ -36,6 +37,11 @@ _SIZES: dict[str, dict[str, Any]] = {
         **{"layers": 26, "hidden": 1152, "heads": 4, "kv_heads": 1, "head_dim": 256, "ffn": 6912, "vocab": 262_144},
         **{"context": 32_768, "architecture": "Gemma3ForCausalLM", "window": 512},
     },
+    "qwen3-30b-a3b-4-layers": {
+        **{"layers": 4, "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "ffn": 6144, "vocab": 151_936},
+        **{"context": 40_960, "architecture": "Qwen3MoeForCausalLM"},
+        "experts": {"count": 128, "chosen": 8, "ffn": 768, "normed": True},
+    },
 }
 SHAPES = tuple(_SIZES)
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
@@ -53,6 +59,8 @@ def shape_spec(name: str) -> ModelSpec:
         sizes |= {"activation": "gelu_tanh", "post_norms": True, "embedding_scale": math.sqrt(sizes["hidden"])}
     else:
         groups = (CacheGroup(kind="full", layers=tuple(range(sizes["layers"]))),)
+    if experts := sizes.pop("experts", None):
+        sizes["experts"] = Experts(layers=tuple(range(sizes["layers"])), **experts)
     return ModelSpec(name=name, norm_eps=1e-6, tied=True, groups=groups, **sizes)
 
 
@@ -86,7 +94,7 @@ TYPES = tuple(_MOLDS)
 """What the matrices may be: floats, or as the packed types of GGUF are held. q4_k_m mixes types, as files of that name
 do: some matrices of attention and of the MLP, and the output, are Q6_K."""
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(self_attn\.v_proj|mlp\.down_proj)\.weight")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(self_attn\.v_proj|mlp\.(?:experts\.\d+\.)?down_proj)\.weight")
 
 
 class RandomWeights(Mapping[str, Any]):
@@ -123,7 +131,7 @@ class RandomWeights(Mapping[str, Any]):
 
     def _mold(self, name: str) -> _Mold:
         shape, mold = self._shapes[name], _MOLDS[self.form]
-        if len(shape) == 1:
+        if len(shape) == 1 or is_router(name):
             return _Mold()
         if self.form == "q4_k_m":
             found = _LAYER.fullmatch(name)

@@ -26,6 +26,15 @@ from cairn.models.gguf_encoder import is_encoder as is_gguf_encoder
 from cairn.models.gguf_spec import SAMPLING, cache_groups, gguf_spec, suggested
 from cairn.models.hub import model_name
 from cairn.models.judge import with_judge
+from cairn.models.mixture_spec import mixture
+from cairn.models.positions_spec import (
+    global_positions,
+    local_positions,
+    query_scaling,
+    rope_scaling,
+    rotary,
+    unturned,
+)
 from cairn.models.weights import weight_files
 from cairn.types import (
     MAX_CONTEXT,
@@ -35,7 +44,6 @@ from cairn.types import (
     Embedding,
     Kind,
     ModelSpec,
-    RopeScaling,
     RotaryPositions,
 )
 
@@ -46,15 +54,6 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
 }
 """`hidden_act` as configs spell it -> the kernels' name."""
 
-ROPE_SCALINGS: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
-    "default": "none",
-    "linear": "linear",
-    "llama3": "llama3",
-    "yarn": "yarn",
-}
-"""`rope_type` as configs spell it -> `RopeScaling.kind`."""
-UNKNOWN_ROPE = frozenset({"mrope_section", "llama_4_scaling_beta"})
-"""What rotary settings hold for other families, and would change every number here."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 
@@ -108,7 +107,13 @@ def _load(folder: Path) -> ModelSpec:
     hidden = config.integer("hidden_size", 1, 1 << 20)
     layers = config.integer("num_hidden_layers", 1, 1 << 12)
     vocab = config.integer("vocab_size", 1, MAX_VOCAB)
-    rope, theta, context = _rope(_global(config) if family.local_rope else config)
+    if family.mixture and family.window == "none" and config.flag("use_sliding_window", False):
+        raise ModelError(f"{config.path}: use_sliding_window is true, which is not supported for {architecture}")
+    if family.sinks and not (config.has("rope_scaling") or config.has("rope_parameters")):
+        raise ModelError(f"{config.path}: rope_scaling is missing")
+    if config.has("swiglu_limit") and config.number("swiglu_limit", 0.0, 1e6) != 7:
+        raise ModelError(f"{config.path}: swiglu_limit other than 7 is not supported")
+    rope, theta, context = rope_scaling(global_positions(config) if family.local_rope else config, family)
     if family.local_rope:
         context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # which states the scaled length
     head_dim = config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
@@ -126,16 +131,23 @@ def _load(folder: Path) -> ModelSpec:
         norm_eps=config.number("rms_norm_eps", 0.0, 1.0, 1e-6),
         rope_theta=theta,
         rope_scaling=rope,
-        activation=_activation(config),
-        qk_norm=family.qk_norm,
+        activation=family.activation or _activation(config),
+        qk_norm=_bias(config, family.qk_norm),
+        qk_norm_whole=family.qk_norm_whole,
+        pre_norms=family.pre_norms,
+        sinks=family.sinks,
+        experts=mixture(config, family, layers),
+        unturned=unturned(config, layers) if family.unturned else (),
+        query_scaling=query_scaling(config) if family.query_scaling else None,
+        rotary=rotary(config, head_dim) if family.rotary else None,
         qkv_bias=_bias(config, family.qkv_bias),
         out_bias=_bias(config, family.out_bias),
         mlp_bias=_bias(config, family.mlp_bias),
-        **(_gemma(config, family, hidden, head_dim) if family.gemma else {}),
+        **_multiplied(config, family, hidden, head_dim),
         both=sees_both(config),
         # The files of one that makes embeddings have no head, whatever its config says.
         tied=config.flag("tie_word_embeddings", False) or kind == "embed",
-        groups=_groups(config, family, layers, context),
+        groups=_groups(config, family, layers, context, RotaryPositions(theta=theta, scaling=rope)),
         eos_ids=_eos(config, folder, vocab),
         bos_id=next(iter(config.ids("bos_token_id", vocab, absent=True)), None),
         defaults=_defaults(folder),
@@ -170,6 +182,20 @@ def _activation(config: Fields) -> Literal["silu", "gelu_tanh"]:
     return ACTIVATIONS[name]
 
 
+def _multiplied(config: Fields, family: Family, hidden: int, head_dim: int) -> dict[str, Any]:
+    """What a family multiplies by beyond the plain decoder, and norms behind attention and MLP."""
+    if family.gemma:
+        return _gemma(config, family, hidden, head_dim)
+    if not family.multipliers:
+        return {"post_norms": family.post_norms}
+    return {
+        "embedding_scale": config.number("embedding_multiplier", 1e-6, 1e6, 1.0),
+        "attention_scale": config.number("attention_multiplier", 1e-6, 1e6, 1.0),
+        "residual_scale": config.number("residual_multiplier", 1e-6, 1e6, 1.0),
+        "logit_scale": 1 / config.number("logits_scaling", 1e-6, 1e6, 1.0),
+    }
+
+
 def _gemma(config: Fields, family: Family, hidden: int, head_dim: int) -> dict[str, Any]:
     """What Gemma's spec has beyond the plain decoder's."""
     scale = config.number("query_pre_attn_scalar", 1e-6, 1e6) ** -0.5
@@ -183,74 +209,9 @@ def _gemma(config: Fields, family: Family, hidden: int, head_dim: int) -> dict[s
     }
 
 
-def _global(config: Fields) -> Fields:
-    """The rotary settings of layers without a window, where a config has two."""
-    kinds = config.object("rope_parameters").values
-    if "full_attention" not in kinds and "sliding_attention" not in kinds:
-        return config
-    own = {"rope_parameters": kinds.get("full_attention"), "rope_scaling": None}
-    return Fields({**config.values, **own}, config.path, config.prefix)
-
-
-def _local(config: Fields) -> RotaryPositions:
-    """The rotary positions of layers with a window, where they have their own."""
-    own = {"rope_parameters": config.object("rope_parameters").values.get("sliding_attention"), "rope_scaling": None}
-    own["rope_theta"] = config.values.get("rope_local_base_freq")
-    scaling, theta, _ = _rope(Fields({**config.values, **own}, config.path, config.prefix))
-    return RotaryPositions(theta=theta, scaling=scaling)
-
-
-def _rope(config: Fields) -> tuple[RopeScaling, float, int]:
-    """Rope scaling, theta, and the context that the scaling gives."""
-    old, new = config.object("rope_scaling"), config.object("rope_parameters")
-    rope = new if new.values else old
-    if new.values and old.values and new.values != old.values:
-        raise ModelError(f"{config.path}: rope_scaling and rope_parameters say different things; keep one of them")
-    for key, value in rope.values.items():
-        if isinstance(value, dict) or key in UNKNOWN_ROPE:
-            raise ModelError(f"{config.path}: {key[:80]} in its rotary settings is not supported")
-    theta = (rope if rope.has("rope_theta") else config).number("rope_theta", 1.0, 1e15, 10000.0)
-    trained = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # a prompt token and one to come
-    for place in (rope, config):
-        if place.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
-            raise ModelError(f"{config.path}: partial_rotary_factor other than 1 is not supported")
-    named = rope.text("rope_type", rope.text("type", "default"))
-    if named not in ROPE_SCALINGS:
-        raise ModelError(
-            f"{config.path}: rope scaling {named[:80]!r} is not supported; supported are {', '.join(ROPE_SCALINGS)}"
-        )
-    kind = ROPE_SCALINGS[named]
-    if kind == "none":
-        return RopeScaling(), theta, trained
-    original = trained
-    if kind != "linear":
-        outer = config if config.has("original_max_position_embeddings") else rope
-        original = outer.integer("original_max_position_embeddings", 1, MAX_CONTEXT, trained)
-    implied = trained / original if kind == "yarn" and not rope.has("factor") else None
-    factor = rope.number("factor", 1e-3, 1e6, implied)
-    scaling = RopeScaling(
-        kind=kind,
-        factor=factor,
-        original_context=original,
-        low_freq_factor=rope.number("low_freq_factor", 1e-6, 1e6) if kind == "llama3" else 1.0,
-        high_freq_factor=rope.number("high_freq_factor", 1e-6, 1e6) if kind == "llama3" else 4.0,
-        beta_fast=rope.number_or_zero("beta_fast", 1e-6, 1e6, 32.0),
-        beta_slow=rope.number_or_zero("beta_slow", 1e-6, 1e6, 1.0),
-        attention_factor=rope.number("attention_factor", 1e-6, 1e6) if rope.has("attention_factor") else None,
-        mscale=rope.number("mscale", 0.0, 1e6) if rope.has("mscale") else None,
-        mscale_all_dim=rope.number("mscale_all_dim", 0.0, 1e6) if rope.has("mscale_all_dim") else None,
-        truncate=rope.flag("truncate", True),
-    )
-    if kind == "yarn" and theta <= 1:
-        raise config.error("rope_theta", "more than 1 for yarn")
-    if scaling.low_freq_factor >= scaling.high_freq_factor:
-        raise rope.error("low_freq_factor", f"less than high_freq_factor ({scaling.high_freq_factor:g})")
-    # llama3 configs state the scaled length; linear and yarn ones may still state the length before scaling.
-    scaled = trained if kind == "llama3" else max(trained, math.floor(original * factor))
-    return scaling, theta, min(scaled, MAX_CONTEXT)
-
-
-def _groups(config: Fields, family: Family, layers: int, context: int) -> tuple[CacheGroup, ...]:
+def _groups(
+    config: Fields, family: Family, layers: int, context: int, positions: RotaryPositions
+) -> tuple[CacheGroup, ...]:
     """Layers by cache kind. A window that no context can outgrow is full attention."""
     limited: list[int] = []
     window = 0
@@ -263,7 +224,10 @@ def _groups(config: Fields, family: Family, layers: int, context: int) -> tuple[
         if sees_both(config):  # the config counts the tokens on both sides
             window = window // 2 + 1
         limited = _window_layers(config, family, layers)
-    return cache_groups(layers, limited, min(window, context), context, _local(config) if family.local_rope else None)
+    own = local_positions(config, family) if family.local_rope else None
+    if family.unscaled and positions.scaling.kind != "none":
+        own = RotaryPositions(theta=positions.theta)
+    return cache_groups(layers, limited, min(window, context), context, own)
 
 
 def _by_layer(config: Fields, family: Family) -> bool:
@@ -345,7 +309,10 @@ def _defaults(folder: Path) -> dict[str, float]:
 
 _LATER: dict[str, Any] = {
     **{"post_norms": False, "embedding_scale": 1.0, "attention_scale": None},
-    **{"attention_softcap": 0.0, "logit_softcap": 0.0, "encoder": None, "both": False},
+    **{"attention_softcap": 0.0, "logit_softcap": 0.0, "encoder": None},
+    **{"pre_norms": True, "qk_norm_whole": False, "rotary": None, "unturned": (), "query_scaling": None},
+    **{"sinks": False, "residual_scale": 1.0, "logit_scale": 1.0, "experts": None},
+    **{"both": False},
 }
 """Facts that specs did not have from the beginning, with what they are where they change nothing."""
 

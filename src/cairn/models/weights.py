@@ -36,6 +36,9 @@ from cairn.models.files import (
 )
 from cairn.models.gguf import read_gguf
 from cairn.models.gguf_weights import GgufWeights
+from cairn.models.mixture_spec import mixture_tensors
+from cairn.models.mxfp4 import PARTS, joined
+from cairn.models.stored import own_tensors
 from cairn.types import ModelSpec
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -44,8 +47,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 
-_WHOLE: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4")}
-"""Types of places that old checkpoints list beside the weights; no weight has them."""
+_WHOLE: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "U8": np.dtype("u1")}
+"""Types of places that old checkpoints list beside the weights, and of the halves of MXFP4; no weight has them."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
@@ -79,22 +82,26 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes["judge.weight"] = (2, spec.hidden)
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
-    matrices = {
+    attention = {
         "self_attn.q_proj": (query, spec.hidden, spec.qkv_bias),
         "self_attn.k_proj": (kv, spec.hidden, spec.qkv_bias),
         "self_attn.v_proj": (kv, spec.hidden, spec.qkv_bias),
         "self_attn.o_proj": (spec.hidden, query, spec.out_bias),
+    }
+    mlp = {
         "mlp.gate_proj": (spec.ffn, spec.hidden, spec.mlp_bias),
         "mlp.up_proj": (spec.ffn, spec.hidden, spec.mlp_bias),
         "mlp.down_proj": (spec.hidden, spec.ffn, spec.mlp_bias),
     }
-    norms = {"input_layernorm": spec.hidden, "post_attention_layernorm": spec.hidden}
-    if spec.post_norms:
-        norms |= {"pre_feedforward_layernorm": spec.hidden, "post_feedforward_layernorm": spec.hidden}
-    if spec.qk_norm:
-        norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
+    norms = _norms(spec)
+    mixture = {} if spec.experts is None else mixture_tensors(spec, spec.experts)
     for layer in range(spec.layers):
         prefix = f"model.layers.{layer}."
+        sparse = spec.experts is not None and layer in spec.experts.layers
+        matrices = attention if sparse else attention | mlp
+        shapes |= {prefix + name: shape for name, shape in mixture.items() if sparse}
+        if spec.sinks:
+            shapes[f"{prefix}self_attn.sinks"] = (spec.heads,)
         for name, (rows, columns, bias) in matrices.items():
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if bias:
@@ -102,6 +109,25 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         for name, size in norms.items():
             shapes[f"{prefix}{name}.weight"] = (size,)
     return shapes
+
+
+def _norms(spec: ModelSpec) -> dict[str, int]:
+    """Name and size of a layer's norms."""
+    query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    norms = {"post_attention_layernorm": spec.hidden}
+    if spec.pre_norms:
+        norms["input_layernorm"] = spec.hidden
+    if spec.post_norms:
+        norms["post_feedforward_layernorm"] = spec.hidden
+    if spec.pre_norms and spec.post_norms:
+        norms["pre_feedforward_layernorm"] = spec.hidden
+    if spec.qk_norm:
+        whole = spec.qk_norm_whole
+        norms |= {
+            "self_attn.q_norm": query if whole else spec.head_dim,
+            "self_attn.k_norm": kv if whole else spec.head_dim,
+        }
+    return norms
 
 
 def parameters(spec: ModelSpec) -> int:
@@ -152,31 +178,48 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
     expected = expected_tensors(spec)
     gemma = spec.encoder is None and FAMILIES[spec.architecture].gemma
     found: dict[str, NDArray[Any]] = {}
+    halves: dict[str, NDArray[Any]] = {}
     for path in files:
         for stored, array in _tensors(path):
             if homes is not None and homes.get(stored) != path.name:
                 place = homes.get(stored, "no file")
                 raise ModelFileError(f"{path}: holds the tensor {stored[:120]!r}, which {INDEX} puts in {place}")
-            name = own_name(stored, spec)
-            if name in found:
-                raise ModelFileError(f"{path}: the tensor {name[:120]!r} is there under two names")
-            if name in expected:
-                if array.dtype in _WHOLE.values():
-                    raise _wrong_type(f"{path}: the tensor {name}", f"I{8 * array.itemsize}")
-                if array.shape != expected[name]:
-                    raise ModelFileError(
-                        f"{path}: the tensor {name} has the shape {list(array.shape)}, "
-                        f"expected {list(expected[name])} from config.json"
-                    )
-                found[name] = 1 + array.astype(np.float32) if gemma and len(array.shape) == 1 else array
-            elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight") or not name):
-                raise ModelFileError(f"{path}: the tensor {name[:120]!r} is not part of a {spec.architecture}")
-    missing = next((name for name in expected if name not in found), None)
+            for name, part in _parts(spec, stored, array):
+                if name in found:
+                    raise ModelFileError(f"{path}: the tensor {name[:120]!r} is there under two names")
+                if name in expected:
+                    _check(path, name, part, expected[name])
+                    found[name] = 1 + part.astype(np.float32) if gemma and len(part.shape) == 1 else part
+                elif name.endswith(PARTS) and name.rpartition(".")[0] in expected and name not in halves:
+                    halves[name] = part
+                elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight") or not name):
+                    raise ModelFileError(f"{path}: the tensor {name[:120]!r} is not part of a {spec.architecture}")
+    whole = joined(folder, found, halves, expected)
+    missing = next((name for name in expected if name not in whole), None)
     if missing is not None:
         named = {own_name(name, spec): home for name, home in (homes or {}).items()}
         home = WEIGHTS if homes is None else named.get(missing, INDEX)
         raise ModelFileError(f"{folder / home}: the tensor {missing} of shape {list(expected[missing])} is missing")
-    return found
+    return whole
+
+
+def _parts(spec: ModelSpec, stored: str, array: NDArray[Any]) -> Iterator[tuple[str, NDArray[Any]]]:
+    """A stored tensor as those of `expected_tensors`."""
+    name = own_name(stored, spec)
+    if spec.encoder is not None:
+        return iter([(name, array)])
+    return own_tensors(spec, bool(FAMILIES[spec.architecture].ahead) * 8, name, array)
+
+
+def _check(path: Path, name: str, array: NDArray[Any], shape: tuple[int, ...]) -> None:
+    if array.dtype in _WHOLE.values():
+        raise _wrong_type(
+            f"{path}: the tensor {name}", next(one for one, kind in _WHOLE.items() if kind == array.dtype)
+        )
+    if array.shape != shape:
+        raise ModelFileError(
+            f"{path}: the tensor {name} has the shape {list(array.shape)}, expected {list(shape)} from config.json"
+        )
 
 
 def open_tensors(path: Path) -> dict[str, NDArray[Any]]:

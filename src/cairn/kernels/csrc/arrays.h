@@ -14,6 +14,7 @@ namespace cairn {
 using Floats = nanobind::ndarray<float, nanobind::c_contig, nanobind::device::cpu>;
 using ConstFloats = nanobind::ndarray<const float, nanobind::c_contig, nanobind::device::cpu>;
 using Ints = nanobind::ndarray<const std::int32_t, nanobind::c_contig, nanobind::device::cpu>;
+using Choices = nanobind::ndarray<std::int32_t, nanobind::c_contig, nanobind::device::cpu>;
 using Pool = nanobind::ndarray<nanobind::c_contig, nanobind::device::cpu>;
 using Weights = nanobind::ndarray<nanobind::ro, nanobind::c_contig, nanobind::device::cpu>;
 

@@ -21,7 +21,7 @@ constexpr Index SPAN = 64;          // positions of one softmax step, aligned at
 constexpr Index SEGMENT = 1024;     // positions whose softmax is computed by itself, aligned likewise
 
 enum class Dtype : int { f32, f16, bf16 };
-enum class Activation : int { silu, gelu_tanh, gelu, tanh };
+enum class Activation : int { silu, gelu_tanh, gelu, tanh, clamped_silu };
 
 // How a part of a matrix is stored; see Segment.
 enum class Form : int { f32, f16, bf16, int4, int8, q4_k, q5_k, q6_k };
@@ -192,6 +192,8 @@ struct RopeWrite {
     const std::int32_t* slots;
     float* query;
     Index heads;
+    Index turned;           // numbers of a head that are turned, from the first on
+    bool q_whole, k_whole;  // whether a norm is over all heads together
 };
 
 // Queries of one row that are computed together, for one key-value head.
@@ -201,6 +203,7 @@ struct Attend {
     const std::int32_t* table;  // the row's blocks
     Index window, heads;
     float scale, softcap;  // a softcap of 0 is none
+    const float* sinks;  // [heads]: a score of each head that takes a share and gives no value; or null
     float* out;  // [tokens, heads * size]
     Index first, count, position;  // first token in the step, tokens, position of the first
     bool both;     // whether a query sees what comes after it, too: as far as a window of the same size, to the row's end

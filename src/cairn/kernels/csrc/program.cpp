@@ -77,11 +77,18 @@ void Program::run(const Sizes& sizes) {
 }
 
 Inputs Program::inputs(const MatrixView& matrix, Index most) {
+    return inputs(std::vector<MatrixView>{matrix}, most);
+}
+
+Inputs Program::inputs(const std::vector<MatrixView>& matrices, Index most) {
     Inputs found = {};
-    found.pairs = kernels_.pair_rows && matrix.any([](const Segment& part) { return part.form == Form::bf16; });
-    found.groups = matrix.any([](const Segment& part) { return part.quantised(); });
-    found.groups_at = found.pairs ? lines(most * Activations::pair_bytes(matrix.inner)) : 0;
-    const Index bytes = found.groups_at + (found.groups ? most * Activations::group_bytes(matrix.inner) : 0);
+    for (const MatrixView& one : matrices) {
+        found.pairs |= kernels_.pair_rows && one.any([](const Segment& part) { return part.form == Form::bf16; });
+        found.groups |= one.any([](const Segment& part) { return part.quantised(); });
+    }
+    const Index inner = matrices[0].inner;
+    found.groups_at = found.pairs ? lines(most * Activations::pair_bytes(inner)) : 0;
+    const Index bytes = found.groups_at + (found.groups ? most * Activations::group_bytes(inner) : 0);
     if (bytes > rounded_bytes_) {
         rounded_ = allocate(static_cast<std::size_t>(bytes));
         rounded_bytes_ = bytes;
@@ -177,14 +184,6 @@ void Program::rope_angles(const float* frequencies, double factor, Index half, c
             }
         });
     });
-}
-
-template <class F>
-void Program::each(Index rows, Index size, const F& f) const {
-    if (worth(rows * size) == 1)
-        for (Index row = 0; row < rows; row++) f(row, 0);
-    else
-        team_->run(rows, f);
 }
 
 void Program::scale(float* hidden, Index size, float factor) {
@@ -353,6 +352,22 @@ void Program::logits(const float* hidden, const std::int32_t* wanted, Norm norm,
     const Inputs rounded = inputs(head, most);
     calls_.push_back([=, this](const Sizes& sizes) {
         product({head, normed(hidden, wanted, norm, sizes.logits, rounded), out, head.out, false});
+    });
+}
+
+void Program::scale_logits(float* logits, Index size, float factor) {
+    calls_.push_back([=](const Sizes& sizes) {
+        for (Index i = 0; i < sizes.logits * size; i++) logits[i] *= factor;
+    });
+}
+
+void Program::scale_queries(float* query, Index size, const std::int32_t* positions, float beta, float original) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        each(sizes.tokens, size, [=](Index row, int) {
+            const float turns = std::floor(static_cast<float>(positions[row]) / original);
+            const float factor = 1.0f + beta * std::log(1.0f + turns);
+            for (Index i = row * size; i < (row + 1) * size; i++) query[i] *= factor;
+        });
     });
 }
 

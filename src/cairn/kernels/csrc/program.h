@@ -31,8 +31,19 @@ struct Inputs {
     bool any() const { return pairs || groups; }
 };
 
+// How a router's scores choose experts: see `route` in kernels/base.py.
+enum class Scores : int { softmax, sigmoid, chosen };
+struct Routing {
+    Scores scores;
+    bool normed;
+    float scale;
+    Index experts, chosen, groups, chosen_groups;
+};
+
 // Calls are added with buffers of their largest size (`most`: tokens, or logits rows for `logits`), which must outlive
 // the program, as weights must. See kernels/base.py for what each computes.
+struct Buckets;  // experts.h
+
 class Program {
   public:
     Program(const Variant& kernels, std::shared_ptr<Team> team) : kernels_(kernels), team_(std::move(team)) {}
@@ -61,6 +72,15 @@ class Program {
     void logits(const float* hidden, const std::int32_t* wanted, Norm norm, MatrixView head, float* out, Index most);
 
     void softcap(float* logits, Index size, float cap);
+    void scale_logits(float* logits, Index size, float factor);
+    void scale_queries(float* query, Index size, const std::int32_t* positions, float beta, float original);
+    // A null bias is none.
+    void route(const float* scores, const float* bias, const Routing& routing, std::int32_t* chosen, float* shares);
+    // `chosen` experts of each token, the matrices of all.
+    void experts(const float* x, const std::int32_t* chosen, const float* shares, Index each,
+                 const std::vector<MatrixView>& gate_up, Activation activation, const std::vector<MatrixView>& down,
+                 float* out, Index most);
+    void add_gated(const float* x, const float* gate, Index size, float* hidden);
 
     // Not safe from two threads at once.
     void run(const Sizes& sizes);
@@ -68,6 +88,8 @@ class Program {
   private:
     void need(Index floats);
     Inputs inputs(const MatrixView& matrix, Index most);
+    Inputs inputs(const std::vector<MatrixView>& matrices, Index most);
+    void run_experts(Buckets& buckets, const Sizes& sizes);
     Activations normed(const float* x, const std::int32_t* chosen, Norm norm, Index count, Inputs inputs) const;
     // Rows x[count, size], which make(patch) computes, rounded where the matrix wants that.
     template <class Make>
@@ -89,5 +111,13 @@ class Program {
     Aligned rounded_;  // activations of the product at hand, as parts of its matrix want them
     Index rounded_bytes_ = 0;
 };
+
+template <class F>
+void Program::each(Index rows, Index size, const F& f) const {
+    if (worth(rows * size) == 1)
+        for (Index row = 0; row < rows; row++) f(row, 0);
+    else
+        team_->run(rows, f);
+}
 
 }  // namespace cairn

@@ -3,6 +3,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "arrays.h"
 #include "matrix.h"
@@ -28,7 +29,8 @@ Activation activation_of(const std::string& name) {
     if (name == "silu") return Activation::silu;
     if (name == "gelu") return Activation::gelu;
     if (name == "tanh") return Activation::tanh;
-    check(name == "gelu_tanh", "the activation is silu, gelu, gelu_tanh or tanh");
+    if (name == "clamped_silu") return Activation::clamped_silu;
+    check(name == "gelu_tanh", "the activation is silu, gelu, gelu_tanh, tanh or clamped_silu");
     return Activation::gelu_tanh;
 }
 
@@ -102,6 +104,7 @@ void project(Program& program, const ConstFloats& x, const Matrix& matrix, const
 
 void activate(Program& program, const ConstFloats& x, const std::string& activation, const Floats& out) {
     check(x.ndim() == 2 && out.ndim() == 2 && x.shape(1) == out.shape(1), "an output has its input's width");
+    check(activation != "clamped_silu", "clamped_silu is a gate's");
     program.activate(x.data(), static_cast<Index>(x.shape(1)), activation_of(activation), out.data());
 }
 
@@ -128,30 +131,38 @@ void norm_project(Program& program, const ConstFloats& hidden, const ConstFloats
                          static_cast<Index>(hidden.shape(0)));
 }
 
-void rope_write(Program& program, const ConstFloats& qkv, const ConstFloats& angles,
+void rope_write(Program& program, const ConstFloats& qkv, const std::optional<ConstFloats>& angles,
                 const std::optional<ConstFloats>& q_norm, const std::optional<ConstFloats>& k_norm, double eps,
                 const Pool& kv, int layer, const Ints& slots, const Floats& query) {
     const Pages pages = pages_of(kv, layer);
     const Index heads = heads_of(query, pages);
     check(qkv.ndim() == 2 && static_cast<Index>(qkv.shape(1)) == (heads + 2 * pages.heads) * pages.size,
           "qkv is [M, (Q + 2K) D]");
-    check(angles.ndim() == 3 && static_cast<Index>(angles.shape(2)) * 2 == pages.size, "angles are [M, 2, D / 2]");
-    for (const auto* norm : {&q_norm, &k_norm})
-        check(!*norm || static_cast<Index>((*norm)->size()) == pages.size, "a head's norm has the head's size");
-    program.rope_write({qkv.data(), angles.data(), q_norm ? q_norm->data() : nullptr,
+    check(!angles || (angles->ndim() == 3 && static_cast<Index>(angles->shape(2)) * 2 <= pages.size),
+          "angles are [M, 2, D / 2] or less");
+    const auto whole = [&](const std::optional<ConstFloats>& norm, Index count) {
+        const Index size = norm ? static_cast<Index>(norm->size()) : pages.size;
+        check(size == pages.size || size == count * pages.size, "a norm has the size of a head or of all heads");
+        return size != pages.size;
+    };
+    program.rope_write({qkv.data(), angles ? angles->data() : nullptr, q_norm ? q_norm->data() : nullptr,
                         k_norm ? k_norm->data() : nullptr, static_cast<float>(eps), pages, slots.data(), query.data(),
-                        heads});
+                        heads, angles ? static_cast<Index>(angles->shape(2)) * 2 : 0, whole(q_norm, heads),
+                        whole(k_norm, pages.heads)});
 }
 
 void attention(Program& program, const ConstFloats& query, const Pool& kv, int layer, const Ints& rows,
-               const Ints& tables, int window, double scale, const Floats& out, double softcap, bool both) {
+               const Ints& tables, int window, double scale, const Floats& out, double softcap, bool both,
+               const std::optional<ConstFloats>& sinks) {
     const Pages pages = pages_of(kv, layer);
     const Index heads = heads_of(query, pages);
     check(rows.ndim() == 2 && rows.shape(1) == 3 && tables.ndim() == 2, "rows are [B, 3], tables [B, width]");
     check(out.size() == query.size(), "attention's output is [M, Q D]");
+    check(!sinks || static_cast<Index>(sinks->size()) == heads, "there is a sink for each head");
     Attend job = {};
     job.query = query.data(), job.kv = pages, job.window = window, job.heads = heads, job.both = both;
     job.scale = static_cast<float>(scale), job.softcap = static_cast<float>(softcap), job.out = out.data();
+    job.sinks = sinks ? sinks->data() : nullptr;
     program.attention(job, rows.data(), tables.data(), static_cast<Index>(tables.shape(1)),
                       static_cast<Index>(query.shape(0)));
 }
@@ -194,6 +205,60 @@ void logits(Program& program, const ConstFloats& hidden, const Ints& wanted, con
                    static_cast<Index>(out.shape(0)));
 }
 
+void scale_logits(Program& program, const Floats& logits, double factor) {
+    check(logits.ndim() == 2, "logits are [R, V]");
+    program.scale_logits(logits.data(), static_cast<Index>(logits.shape(1)), static_cast<float>(factor));
+}
+
+void scale_queries(Program& program, const Floats& query, const Ints& positions, double beta, double original) {
+    check(query.ndim() == 3 && original > 0, "a query is [M, Q, D], and a context more than 0");
+    program.scale_queries(query.data(), static_cast<Index>(query.shape(1) * query.shape(2)), positions.data(),
+                          static_cast<float>(beta), static_cast<float>(original));
+}
+
+void route(Program& program, const ConstFloats& scores, const std::optional<ConstFloats>& bias, const std::string& kind,
+           bool normed, double scale, int groups, int chosen_groups, const Choices& chosen, const Floats& shares) {
+    check(scores.ndim() == 2 && chosen.ndim() == 2 && shares.ndim() == 2 && chosen.shape(1) == shares.shape(1),
+          "scores are [M, E], what is chosen and its shares [M, T]");
+    const auto experts = static_cast<Index>(scores.shape(1)), each = static_cast<Index>(chosen.shape(1));
+    check(each > 0 && groups > 0 && experts % groups == 0 && chosen_groups > 0 && chosen_groups <= groups &&
+              each <= experts / groups * chosen_groups,
+          "as many experts are chosen as the chosen groups have, or fewer");
+    check(!bias || static_cast<Index>(bias->size()) == experts, "a router's bias has a number for each expert");
+    check(kind == "softmax" || kind == "sigmoid" || kind == "chosen", "scores are softmax, sigmoid or chosen");
+    const Scores form = kind == "softmax" ? Scores::softmax : kind == "sigmoid" ? Scores::sigmoid : Scores::chosen;
+    program.route(scores.data(), bias ? bias->data() : nullptr,
+                  {form, normed, static_cast<float>(scale), experts, each, groups, chosen_groups}, chosen.data(),
+                  shares.data());
+}
+
+std::vector<MatrixView> views(const std::vector<const Matrix*>& matrices, Index out, Index inner) {
+    std::vector<MatrixView> found;
+    for (const Matrix* one : matrices) {
+        found.push_back(one->view());
+        check(found.back().out == out && found.back().inner == inner, "gate_up are [2F, H] and down [H, F], all alike");
+    }
+    return found;
+}
+
+void experts(Program& program, const ConstFloats& x, const Ints& chosen, const ConstFloats& shares,
+             const std::vector<const Matrix*>& gate_up, const std::string& activation,
+             const std::vector<const Matrix*>& down, const Floats& out) {
+    check(!gate_up.empty() && gate_up.size() == down.size(), "every expert has a gate_up and a down");
+    check(x.ndim() == 2 && out.ndim() == 2 && x.shape(1) == out.shape(1), "an output has its input's width");
+    check(chosen.ndim() == 2 && shares.ndim() == 2 && chosen.shape(1) == shares.shape(1), "a share for each choice");
+    const auto size = static_cast<Index>(x.shape(1)), width = down[0]->view().inner;
+    program.experts(x.data(), chosen.data(), shares.data(), static_cast<Index>(chosen.shape(1)),
+                    views(gate_up, 2 * width, size), activation_of(activation), views(down, size, width), out.data(),
+                    static_cast<Index>(x.shape(0)));
+}
+
+void add_gated(Program& program, const ConstFloats& x, const ConstFloats& gate, const Floats& hidden) {
+    check(x.ndim() == 2 && hidden.ndim() == 2 && x.shape(1) == hidden.shape(1), "what is added has hidden's width");
+    check(gate.ndim() == 2 && gate.shape(1) == 1, "a gate is [M, 1]");
+    program.add_gated(x.data(), gate.data(), static_cast<Index>(x.shape(1)), hidden.data());
+}
+
 }  // namespace
 
 void bind_program(nb::module_& module, const Variant& (*find)(const std::string& name)) {
@@ -214,15 +279,20 @@ void bind_program(nb::module_& module, const Variant& (*find)(const std::string&
         .def("gate", &gate, array, nb::arg(), array)
         .def("add", &add, array, array)
         .def("norm_project", &norm_project, array, array, nb::arg(), nb::arg(), array)
-        .def("rope_write", &rope_write, array, array, maybe, maybe, nb::arg(), array, nb::arg(), array, array)
+        .def("rope_write", &rope_write, array, maybe, maybe, maybe, nb::arg(), array, nb::arg(), array, array)
         .def("attention", &attention, array, array, nb::arg(), array, array, nb::arg(), nb::arg(), array,
-             nb::arg() = 0.0, nb::arg() = false)
+             nb::arg() = 0.0, nb::arg() = false, maybe = nb::none())
         .def("project_add", &project_add, array, nb::arg(), array)
         .def("norm_add", &norm_add, array, array, nb::arg(), array)
         .def("gated_project", &gated_project, array, array, nb::arg(), nb::arg(), nb::arg(), nb::arg(), array)
         .def("gated_mlp", &gated_mlp, array, array, nb::arg(), nb::arg(), nb::arg(), nb::arg())
         .def("logits", &logits, array, array, array, nb::arg(), nb::arg(), array)
         .def("softcap", &softcap, array, nb::arg())
+        .def("scale_logits", &scale_logits, array, nb::arg())
+        .def("scale_queries", &scale_queries, array, array, nb::arg(), nb::arg())
+        .def("route", &route, array, maybe, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), array, array)
+        .def("experts", &experts, array, array, array, nb::arg(), nb::arg(), nb::arg(), array)
+        .def("add_gated", &add_gated, array, array, array)
         .def("run", [](Program& self, Index tokens, Index rows, Index wanted) { self.run({tokens, rows, wanted}); },
              nb::call_guard<nb::gil_scoped_release>());
 }

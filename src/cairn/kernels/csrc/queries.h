@@ -54,7 +54,12 @@ struct Queries {
             }
         }
         for (Index i = 0; i < rows * wide; i++) merged[i] = 0.0f;
-        for (Index row = 0; row < rows; row++) merged_most[row] = UNSEEN, merged_total[row] = 0.0f;
+        for (Index row = 0; row < rows; row++) {
+            // A sink is a segment before all others, whose value is zero.
+            const bool sink = job.sinks;
+            merged_most[row] = sink ? job.sinks[job.kv_head * fan + row % fan] * Form::LOG : UNSEEN;
+            merged_total[row] = sink ? 1.0f : 0.0f;
+        }
         begin();
     }
 

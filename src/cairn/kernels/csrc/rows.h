@@ -74,6 +74,7 @@ inline Vec activate(const Vec& x, Activation activation) {
         case Activation::silu: return silu(x);
         case Activation::gelu: return gelu(x);
         case Activation::tanh: return tanh(x);
+        case Activation::clamped_silu:  // a gate's alone
         case Activation::gelu_tanh: break;
     }
     return gelu_tanh(x);
@@ -86,14 +87,21 @@ inline void activate_row(const float* x, Index size, Activation activation, floa
     if (at < size) store_first(out + at, activate(load_first(x + at, size - at), activation), size - at);
 }
 
+// What a gate lets through: see `gate` in kernels/base.py.
+inline Vec gated(const Vec& gate, const Vec& up, Activation activation) {
+    if (activation != Activation::clamped_silu) return activate(gate, activation) * up;
+    const Vec low = smaller(gate, set(7.0f)), all = larger(smaller(up, set(7.0f)), set(-7.0f));
+    return (all + set(1.0f)) * (low / (set(1.0f) + exp(set(-1.702f) * low)));
+}
+
 // out = activation(gate) * up; `out` may be `gate`.
 inline void gate(const float* gate, const float* up, Index size, Activation activation, float* out) {
     Index at = 0;
     for (; at + LANES <= size; at += LANES)
-        store(out + at, activate(load(gate + at), activation) * load(up + at));
+        store(out + at, gated(load(gate + at), load(up + at), activation));
     if (at < size) {
         const Index rest = size - at;
-        store_first(out + at, activate(load_first(gate + at, rest), activation) * load_first(up + at, rest), rest);
+        store_first(out + at, gated(load_first(gate + at, rest), load_first(up + at, rest), activation), rest);
     }
 }
 
@@ -119,11 +127,11 @@ inline void embed(const void* row, Dtype dtype, Index size, float* out) {
     }
 }
 
-// Head x[size], normed where there is a weight, with its pairs (i, i + size / 2) turned: to out[size].
-inline void turn(const float* x, const float* weight, float eps, const float* cos, const float* sin, Index size,
-                 float* out) {
-    const Index half = size / 2;
-    const float scale = weight ? inverse_rms(x, size, eps) : 0.0f;
+// Head x[size], times `scale` and `weight` where there is one, with the pairs (i, i + turned / 2) of its first `turned`
+// numbers turned: to out[size].
+inline void turn(const float* x, const float* weight, float scale, const float* cos, const float* sin, Index turned,
+                 Index size, float* out) {
+    const Index half = turned / 2;
     const auto normed = [&](Index at, Index count) {
         const Vec value = count == LANES ? load(x + at) : load_first(x + at, count);
         if (!weight) return value;
@@ -140,19 +148,35 @@ inline void turn(const float* x, const float* weight, float eps, const float* co
             store_first(out + at, a * c - b * s, count), store_first(out + half + at, b * c + a * s, count);
         }
     }
+    for (Index at = turned; at < size; at += LANES) {
+        const Index count = size - at < LANES ? size - at : LANES;
+        if (count == LANES)
+            store(out + at, normed(at, count));
+        else
+            store_first(out + at, normed(at, count), count);
+    }
 }
 
 inline void rope_write(const RopeWrite& job, Index token, Index kv_head) {
     const Index size = job.kv.size, kv_heads = job.kv.heads, fan = job.heads / kv_heads;
     const float* x = job.qkv + token * (job.heads + 2 * kv_heads) * size;
-    const float *cos = job.angles + token * size, *sin = cos + size / 2;
-    for (Index head = kv_head * fan; head < (kv_head + 1) * fan; head++)
-        turn(x + head * size, job.q_norm, job.eps, cos, sin, size, job.query + (token * job.heads + head) * size);
+    const float *cos = job.turned ? job.angles + token * job.turned : nullptr, *sin = cos + job.turned / 2;
+    // Of one head, or of all heads whatever head it is.
+    const auto scale = [&](const float* weight, bool whole, const float* head, const float* all, Index heads) {
+        return !weight ? 0.0f : whole ? inverse_rms(all, heads * size, job.eps) : inverse_rms(head, size, job.eps);
+    };
+    for (Index head = kv_head * fan; head < (kv_head + 1) * fan; head++) {
+        const float* weight = job.q_whole ? job.q_norm + head * size : job.q_norm;
+        turn(x + head * size, weight, scale(job.q_norm, job.q_whole, x + head * size, x, job.heads), cos, sin, job.turned,
+             size, job.query + (token * job.heads + head) * size);
+    }
+    const float* keys = x + job.heads * size;
     const Index block = job.slots[token] / BLOCK_TOKENS, place = job.slots[token] % BLOCK_TOKENS;
     x += (job.heads + kv_head) * size;
     with_form(job.kv.dtype, [&](auto form) {
         float key[MAX_HEAD];
-        turn(x, job.k_norm, job.eps, cos, sin, size, key);
+        turn(x, job.k_whole ? job.k_norm + kv_head * size : job.k_norm, scale(job.k_norm, job.k_whole, x, keys, kv_heads),
+             cos, sin, job.turned, size, key);
         form.write_keys(job.kv.keys(block, kv_head), place, key, size);
         form.write_values(job.kv.values(block, kv_head), place, x + kv_heads * size, size);
     });

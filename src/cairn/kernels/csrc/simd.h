@@ -119,6 +119,10 @@ inline Vec fma(const Vec& a, const Vec& b, const Vec& c) {
 inline Vec larger(const Vec& a, const Vec& b) {
     return each([&](int i) { return b.part[i] > a.part[i] ? b.part[i] : a.part[i]; });
 }
+// b where it is smaller, else a: a NaN in a stays.
+inline Vec smaller(const Vec& a, const Vec& b) {
+    return each([&](int i) { return b.part[i] < a.part[i] ? b.part[i] : a.part[i]; });
+}
 // a where low <= x <= high, else b.
 inline Vec choose_between(const Vec& x, float low, float high, const Vec& a, const Vec& b) {
     const Part l = Part{} + low, h = Part{} + high;

@@ -1,0 +1,128 @@
+"""The forward pass of a mixture of experts.
+
+normed -> project to scores -> route -> the chosen experts' sum -> projected
+normed -> the shared expert's gates -> gate -> project -> added to projected, through its own gate where it has one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cairn.kernels.base import Array, Kernels, Matrix
+from cairn.models.mixture_spec import CORRECTION
+from cairn.types import Experts
+
+Pack = Callable[..., Matrix]
+"""Packs the matrices of these names below a layer, with their biases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """An expert that all tokens go through."""
+
+    gate_up: Matrix
+    down: Matrix
+    gate: Matrix | None
+    """What lets it through; None: it is added as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """One layer's experts as the kernels packed them."""
+
+    facts: Experts
+    router: Matrix
+    correction: Array | None
+    gate_up: tuple[Matrix, ...]
+    down: tuple[Matrix, ...]
+    shared: Shared | None
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureBuffers:
+    """What the mixtures of a step need beside the buffers of other layers; they share one."""
+
+    scores: Any
+    """float32 [M, E]"""
+    chosen: Any
+    """int32 [M, T]"""
+    shares: Any
+    """float32 [M, T]"""
+    shared: Any
+    """float32 [M, H]: what the shared expert gives."""
+    shared_gate: Any
+    """float32 [M, 1]"""
+    gates: Any
+    """float32 [M, 2S] of a shared expert of the width S"""
+    gated: Any
+    """float32 [M, S]"""
+
+    def map(self, make: Callable[[Any], Any]) -> MixtureBuffers:
+        """The buffers with something made of each."""
+        every = (self.scores, self.chosen, self.shares, self.shared, self.shared_gate, self.gates, self.gated)
+        return MixtureBuffers(*map(make, every))
+
+
+def build_mixture(matrix: Pack, vector: Callable[[str], Array], experts: Experts) -> Mixture:
+    """Pack one layer's experts."""
+    shared = None
+    if experts.shared:
+        shared = Shared(
+            gate_up=matrix("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+            down=matrix("mlp.shared_expert.down_proj"),
+            gate=matrix("mlp.shared_expert_gate") if experts.shared_gate else None,
+        )
+    names = [f"mlp.experts.{number}" for number in range(experts.count)]
+    return Mixture(
+        facts=experts,
+        router=matrix("mlp.gate"),
+        correction=vector(CORRECTION) if experts.correction else None,
+        gate_up=tuple(matrix(f"{name}.gate_proj", f"{name}.up_proj") for name in names),
+        down=tuple(matrix(f"{name}.down_proj") for name in names),
+        shared=shared,
+    )
+
+
+def allocate_mixture(kernels: Kernels, experts: Experts | None, hidden: int, tokens: int) -> MixtureBuffers:
+    """Buffers for steps of at most `tokens` tokens; empty ones for a model without experts."""
+    count, chosen = (experts.count, experts.chosen) if experts else (0, 0)
+    width = experts.shared if experts else 0
+    wide = hidden if width else 0
+    return MixtureBuffers(
+        scores=kernels.allocate((tokens, count), "float32"),
+        chosen=kernels.allocate((tokens, chosen), "int32"),
+        shares=kernels.allocate((tokens, chosen), "float32"),
+        shared=kernels.allocate((tokens, wide), "float32"),
+        shared_gate=kernels.allocate((tokens, 1 if wide else 0), "float32"),
+        gates=kernels.allocate((tokens, 2 * width), "float32"),
+        gated=kernels.allocate((tokens, width), "float32"),
+    )
+
+
+def mixture_numbers(experts: Experts | None, hidden: int) -> int:
+    """Numbers for each token in the buffers, and in what kernels hold while they run."""
+    if experts is None:
+        return 0
+    held = experts.count + 2 * experts.chosen + (hidden + 1 + 3 * experts.shared if experts.shared else 0)
+    return held + 2 * hidden + 4 * experts.ffn
+
+
+def run_mixture(k: Kernels, layer: Mixture, activation: str, x: Any, b: MixtureBuffers, out: Any) -> None:
+    """out[M, H] = what the experts make of x[M, H]."""
+    how = layer.facts
+    rule = (how.scores, how.normed, how.scale, how.groups, how.chosen_groups)
+    k.project(x, layer.router, b.scores)
+    k.route(b.scores, layer.correction, *rule, b.chosen, b.shares)
+    k.experts(x, b.chosen, b.shares, layer.gate_up, activation, layer.down, out)
+    if layer.shared is None:
+        return
+    k.project(x, layer.shared.gate_up, b.gates)
+    k.gate(b.gates, activation, b.gated)
+    k.project(b.gated, layer.shared.down, b.shared)
+    if layer.shared.gate is None:
+        k.add(b.shared, out)
+        return
+    k.project(x, layer.shared.gate, b.shared_gate)
+    k.add_gated(b.shared, b.shared_gate, out)

@@ -1,0 +1,147 @@
+"""Mixtures of experts as configs describe them: which layers have one, how its router chooses, and its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cairn.errors import ModelError
+from cairn.models.families import Family
+from cairn.models.files import Fields
+from cairn.types import Experts, ModelSpec
+
+MAX_EXPERTS = 1 << 12
+ROUTER = "mlp.gate.weight"
+SHARED_GATE = "mlp.shared_expert_gate.weight"
+CORRECTION = "mlp.gate.e_score_correction_bias"
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The config fields of one family's mixtures; an empty one is not there."""
+
+    count: str
+    ffn: str
+    chosen: str = "num_experts_per_tok"
+    scores: Literal["softmax", "sigmoid", "chosen"] = "softmax"
+    normed: bool | str = "norm_topk_prob"
+    by_layer: bool = False
+    """Whether `decoder_sparse_step` and `mlp_only_layers` say which layers have one."""
+    first: str = ""
+    """How many layers before have none."""
+    grouped: bool = False
+    """Whether `n_group`, `topk_group` and `routed_scaling_factor` count."""
+    correction: bool = False
+    bias: bool = False
+    shared: str = ""
+    """Width of the shared expert."""
+    shared_count: str = ""
+    """How many times as wide as the others it is."""
+    shared_gate: bool = False
+
+
+MIXTURES = {
+    "qwen3": Mixture(count="num_experts", ffn="moe_intermediate_size", by_layer=True),
+    "qwen2": Mixture(
+        count="num_experts",
+        ffn="moe_intermediate_size",
+        by_layer=True,
+        shared="shared_expert_intermediate_size",
+        shared_gate=True,
+    ),
+    "mixtral": Mixture(count="num_local_experts", ffn="intermediate_size", normed=True),
+    "olmo": Mixture(count="num_experts", ffn="intermediate_size"),
+    "gpt-oss": Mixture(count="num_local_experts", ffn="intermediate_size", scores="chosen", normed=False, bias=True),
+    "glm4": Mixture(
+        count="n_routed_experts",
+        ffn="moe_intermediate_size",
+        scores="sigmoid",
+        first="first_k_dense_replace",
+        grouped=True,
+        correction=True,
+        shared_count="n_shared_experts",
+    ),
+}
+_OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
+"""Newer configs may call a field so."""
+
+
+def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
+    """The experts that a config describes; None for a family without."""
+    if not family.mixture:
+        return None
+    row = MIXTURES[family.mixture]
+    named = row.count if config.has(row.count) else _OTHER_NAMES.get(row.count, row.count)
+    count = config.integer(named, 1, MAX_EXPERTS)
+    ffn = config.integer(row.ffn, 1, 1 << 22)
+    shared = config.integer(row.shared, 0, 1 << 22) if row.shared else 0
+    if row.shared_count:
+        shared = ffn * config.integer(row.shared_count, 0, 1 << 10, 1)
+    return checked(
+        config,
+        Experts(
+            count=count,
+            chosen=config.integer(row.chosen, 1, count),
+            ffn=ffn,
+            layers=tuple(_layers(config, row, layers)),
+            scores=row.scores,
+            normed=config.flag(row.normed, False) if isinstance(row.normed, str) else row.normed,
+            scale=config.number("routed_scaling_factor", 1e-6, 1e6, 1.0) if row.grouped else 1.0,
+            groups=config.integer("n_group", 1, count, 1) if row.grouped else 1,
+            chosen_groups=config.integer("topk_group", 1, count, 1) if row.grouped else 1,
+            correction=row.correction,
+            bias=row.bias,
+            shared=shared,
+            shared_gate=row.shared_gate and shared > 0,
+        ),
+    )
+
+
+def checked(config: Fields, experts: Experts) -> Experts:
+    """The experts, if their groups can be."""
+    if experts.count % experts.groups or experts.chosen_groups > experts.groups:
+        raise ModelError(f"{config.path}: {experts.count} experts cannot be {experts.groups} groups to choose from")
+    if experts.chosen > experts.count // experts.groups * experts.chosen_groups:
+        raise ModelError(f"{config.path}: {experts.chosen} experts are more than the chosen groups have")
+    return experts
+
+
+def _layers(config: Fields, row: Mixture, layers: int) -> list[int]:
+    if row.first:
+        return list(range(config.integer(row.first, 0, layers, 0), layers))
+    if not row.by_layer:
+        return list(range(layers))
+    step = config.integer("decoder_sparse_step", 1, 1 << 12, 1)
+    dense = config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(one) is not int for one in dense):
+        raise config.error("mlp_only_layers", "a list of whole numbers")
+    return [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
+
+
+def mixture_tensors(spec: ModelSpec, experts: Experts) -> dict[str, tuple[int, ...]]:
+    """Name below its layer and shape of every tensor of one mixture; `expected_tensors` says the rest."""
+    found: dict[str, tuple[int, ...]] = {ROUTER: (experts.count, spec.hidden)}
+    if experts.bias:
+        found["mlp.gate.bias"] = (experts.count,)
+    if experts.correction:
+        found[CORRECTION] = (experts.count,)
+    every = [(f"mlp.experts.{number}", experts.ffn, experts.bias) for number in range(experts.count)]
+    if experts.shared:
+        every.append(("mlp.shared_expert", experts.shared, False))
+    for prefix, width, bias in every:
+        for name, out, inner in (
+            ("gate_proj", width, spec.hidden),
+            ("up_proj", width, spec.hidden),
+            ("down_proj", spec.hidden, width),
+        ):
+            found[f"{prefix}.{name}.weight"] = (out, inner)
+            if bias:
+                found[f"{prefix}.{name}.bias"] = (out,)
+    if experts.shared_gate:
+        found[SHARED_GATE] = (1, spec.hidden)
+    return found
+
+
+def is_router(name: str) -> bool:
+    """Whether a tensor decides where a token goes: what is rounded there would send it elsewhere."""
+    return name.endswith((f".{ROUTER}", f".{SHARED_GATE}"))

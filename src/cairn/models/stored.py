@@ -1,0 +1,82 @@
+"""How safetensors files of a family name and fuse tensors where that is not `expected_tensors`' way.
+
+A stored tensor becomes one or several of ours, as views: nothing is copied but where an order has to change.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.types import ModelSpec
+
+Tensor = tuple[str, NDArray[Any]]
+
+_LAYER = re.compile(r"(model\.layers\.(\d{1,5})\.)(.+)")
+_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_OSS = re.compile(r"mlp\.experts\.(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
+_OSS_ENDS = {None: "weight", "_bias": "bias", "_blocks": "weight.blocks", "_scales": "weight.scales"}
+
+
+def own_tensors(spec: ModelSpec, ahead: int, name: str, array: NDArray[Any]) -> Iterator[Tensor]:
+    """A stored tensor as those of `expected_tensors`; one with the name "" where it is set aside.
+
+    `ahead`: how many layers behind the last guess further tokens.
+    """
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        yield name, array
+        return
+    prefix, layer, rest = match.groups()
+    if spec.layers <= int(layer) < spec.layers + ahead:
+        yield "", array
+        return
+    for own, part in _RULES.get(spec.architecture, _as_it_is)(rest, array):
+        yield prefix + own, part
+
+
+def _as_it_is(rest: str, array: NDArray[Any]) -> Iterator[Tensor]:
+    yield rest, array
+
+
+def _mixtral(rest: str, array: NDArray[Any]) -> Iterator[Tensor]:
+    match = re.fullmatch(r"block_sparse_moe\.(gate|experts\.\d+\.(w[123]))\.weight", rest)
+    if match is None:
+        yield rest, array
+    elif match[2] is None:
+        yield "mlp.gate.weight", array
+    else:
+        yield f"mlp.{match[1].removesuffix(match[2])}{_MIXTRAL[match[2]]}.weight", array
+
+
+def _glm(rest: str, array: NDArray[Any]) -> Iterator[Tensor]:
+    yield rest.replace("mlp.shared_experts.", "mlp.shared_expert."), array
+
+
+def _oss(rest: str, array: NDArray[Any]) -> Iterator[Tensor]:
+    """Experts in one tensor, gates and what they let through as neighbours: [E, in, out] of plain numbers, or of MXFP4
+    [E, out, ...]."""
+    match = _OSS.fullmatch(rest)
+    if match is None:
+        yield rest.replace("mlp.router.", "mlp.gate."), array
+        return
+    end = _OSS_ENDS[match[2]]
+    turned = array if match[2] or array.ndim != 3 else array.swapaxes(1, 2)
+    for number, one in enumerate(turned):
+        at = f"mlp.experts.{number}."
+        if match[1] == "down_proj":
+            yield f"{at}down_proj.{end}", np.asarray(one)
+        else:
+            yield f"{at}gate_proj.{end}", one[0::2]
+            yield f"{at}up_proj.{end}", one[1::2]
+
+
+_RULES: dict[str, Callable[[str, NDArray[Any]], Iterator[Tensor]]] = {
+    "MixtralForCausalLM": _mixtral,
+    "Glm4MoeForCausalLM": _glm,
+    "GptOssForCausalLM": _oss,
+}
