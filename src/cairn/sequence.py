@@ -39,14 +39,14 @@ LEGAL: dict[State, frozenset[State]] = {
 
 
 class Matcher(Protocol):
-    """Follows the grammar that an answer is held to."""
+    """Follows what an answer is held to: a grammar, a budget of its reasoning, or both."""
 
     @property
     def over(self) -> bool:
         """Whether nothing can follow what was consumed: the answer is whole."""
         ...
 
-    def mask(self) -> Pending[bytes]:
+    def mask(self) -> Pending[bytes] | None:
         """`Row.mask` of the next token; `consume` and another `mask` only after it is there."""
         ...
 
@@ -92,7 +92,7 @@ class Sequence:
     ) -> None:
         self.request = request
         self.matcher = matcher
-        """Where `request.grammar` is: it has consumed all that was generated."""
+        """Where `request.held` is: it has consumed all that was generated."""
         self.kv = kv
         self.limit = limit
         """Most tokens it may grow to: the context, or what the pools can hold."""

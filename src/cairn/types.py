@@ -166,6 +166,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str = ""
     """What the answer has to be, reasoning included, as llguidance reads it; "" for anything. It is about the text as
     `output` reads it: control tokens that are no text are never part of it."""
+    reasoning_budget: int | None = None
+    """After so many tokens of reasoning the tag comes that ends it; None: it ends by itself."""
     salt: bytes = b""
     """The tenant's salt: contexts with different salts never share KV."""
     share: str = ""
@@ -192,6 +194,11 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("a prompt needs at least one token")
         if not 0 <= self.id < 1 << 63:
             raise ValueError("a request id is a positive 64-bit number")
+
+    @property
+    def held(self) -> bool:
+        """Whether not every token may come at every place of the answer."""
+        return bool(self.grammar) or self.reasoning_budget is not None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -199,6 +199,7 @@ async def test_a_forged_file_is_refused_where_it_does_not_fit_together(folder: P
         with_end(ended=float("-inf")),
         with_end(keep=10**9),
         with_turn(0, prefix=4),
+        with_turn(0, strict=("f",)),
         with_turn(0, tools=({"type": "function", "function": {"name": "f", "parameters": {"a": b"bytes"}}},)),
         with_turn(0, tools=({"type": "function", "function": {"name": "f", "parameters": {1: 2}}},)),
         with_end(message={"role": "assistant", "content": "x", "odd": msgspec.msgpack.Ext(1, b"x")}),

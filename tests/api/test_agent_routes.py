@@ -15,12 +15,14 @@ import httpx
 import msgspec
 import pytest
 from sockets import Site, request_bytes, site
-from tests.agents.house import House, house, talking_model
+from tests.agents.house import House, hear, house, talking_model
 from tests.agents.test_portable import forged, with_agent, with_turn
+from tests.text.walks import accepts
 
 from cairn.agents.agents import Agents
 from cairn.agents.kv import AgentKv
 from cairn.agents.pending_writes import PendingWrites
+from cairn.agents.portable import MEDIA_TYPE
 from cairn.agents.request_contexts import MOST_CONTEXTS
 from cairn.agents.turn_tree import Agent
 from cairn.api.agent_attribution import ACCOUNT_TTL
@@ -28,6 +30,8 @@ from cairn.api.auth import salts
 from cairn.config import Config, Secret, TenantKeys
 from cairn.engine.fake import FakeEngine
 from cairn.kv.chunk_file import parse_name
+from cairn.service.requests import SamplingOptions
+from cairn.text.grammar import ToolChoice, Wanted
 
 TURN = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
@@ -776,3 +780,73 @@ async def test_a_damaged_agent_is_shown_with_what_can_be_done(folder: Path) -> N
         assert (await http.get("/v1/agents/ada/export")).status_code == 200
         assert (await http.post("/v1/agents/ada/turns", json=ask("more"))).status_code == 200
         assert (await http.delete("/v1/agents/ada")).status_code == 200
+
+
+SHORT = SamplingOptions(temperature=0, max_tokens=12)
+
+
+async def test_a_strict_tool_of_an_agent_binds_in_every_turn_and_wherever_the_agent_goes(folder: Path) -> None:
+    """In its turns, its forks', after a restart and as a file elsewhere; the prompt's tokens are not touched by it."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    function = {"name": "count", "parameters": schema}
+    loose = {"type": "function", "function": function}
+    strict = {"type": "function", "function": function | {"strict": True}}
+    call = '<tool_call>\n{"name": "count", "arguments": {"n": %s}}\n</tool_call>'
+
+    async with home(folder) as (at, _, http):
+
+        async def held(id: str) -> bool:
+            running = await at.begin(id, "How many?", options=SHORT)
+            heard = await hear(running)
+            assert heard.done is not None
+            grammar = running.request.grammar
+            if grammar:
+                assert accepts(grammar, call % "1") and accepts(grammar, "None.")
+                assert not accepts(grammar, call % '"one"')
+            return bool(grammar)
+
+        for id, tool in (("ada", strict), ("bob", loose)):
+            made = await http.post("/v1/agents", json={"id": id, "system": "Count.", "tools": [tool]})
+            assert made.status_code == 201 and "x-cairn-warning" not in made.headers
+            assert (await http.get(f"/v1/agents/{id}")).json()["tools"] == [tool]
+        first = await http.post("/v1/agents/ada/turns", json=ask("How many?", ignore_eos=False))
+        other = await http.post("/v1/agents/bob/turns", json=ask("How many?", ignore_eos=False))
+        assert first.status_code == 200, first.text
+        assert first.json()["usage"]["prompt_tokens"] == other.json()["usage"]["prompt_tokens"]
+        assert await held("ada") and not await held("bob")
+        await http.post("/v1/agents/ada/fork", json={"id": "eve"})
+        file = (await http.get("/v1/agents/ada/export")).content
+        moved = await http.post("/v1/agents/import?id=fay", content=file, headers={"content-type": MEDIA_TYPE})
+        assert moved.status_code == 201, moved.text
+        assert await held("eve") and await held("fay")
+        await at.again()
+        assert await held("ada") and await held("eve") and await held("fay")
+        one = await at.begin("ada", "How many?", options=SHORT, wanted=Wanted(choice=ToolChoice(parallel=False)))
+        await hear(one)
+        assert not accepts(one.request.grammar, f"{call % 1}\n{call % 2}")
+
+
+async def test_a_strict_tool_that_cannot_be_held_to_is_refused_when_the_agent_is_made(folder: Path) -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "array", "uniqueItems": True}}}
+    function = {"name": "count", "parameters": schema}
+    async with home(folder) as (_, _, http):
+        for strict, status in ((True, 400), (False, 201)):
+            tool = {"type": "function", "function": function | {"strict": strict}}
+            made = await http.post("/v1/agents", json={"tools": [tool]})
+            assert made.status_code == status, made.text
+            assert status == 201 or made.json()["error"]["param"] == "tools"
+
+
+async def test_a_turn_tells_its_time_where_it_is_asked(folder: Path) -> None:
+    async with home(folder) as (_, _, http):
+        await http.post("/v1/agents", json={"id": "ada", "system": "You remember all that you were ever told."})
+        assert "timings" not in (await http.post("/v1/agents/ada/turns", json=ask("one"))).json()
+        more = {"timings_per_token": True, "return_progress": True}
+        timed = chunks((await http.post("/v1/agents/ada/turns", json=ask("two", stream=True, **more))).text)
+        first, second = (one["prompt_progress"] for one in timed if "prompt_progress" in one)
+        last = timed[-1]["timings"]
+        assert first["processed"] == 0 and second["processed"] == second["total"] == first["total"]
+        assert second["cache"] == last["cache_n"] == first["total"] - last["prompt_n"] > 0
+        assert last["predicted_n"] == 12 and last["predicted_ms"] > 0
+        whole = (await http.post("/v1/agents/ada/turns", json=ask("three", timings_per_token=True))).json()
+        assert whole["timings"]["predicted_n"] == 12

@@ -20,7 +20,7 @@ from cairn.api.parse import parse
 from cairn.config import Config, Secret
 from cairn.errors import CairnError, ContextTooLong, GenerationFailed, Overloaded
 from cairn.figures import CacheReport
-from cairn.types import Delta, Done, FinishReason, ToolCallDelta, Usage
+from cairn.types import Delta, Done, FinishReason, OutputFormat, ToolCallDelta, Usage
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"name": "weather", "description": "of a place", "input_schema": {"type": "object", "properties": {}}}
@@ -512,3 +512,21 @@ async def test_the_anthropic_client(tmp_path: Path) -> None:
         with pytest.raises(anthropic.BadRequestError, match="tools"):
             await client.messages.create(**asked, tools=[{"name": "a b", "input_schema": {}}])
         await client.close()
+
+
+async def test_the_budget_of_thinking_bounds_it() -> None:
+    service = ScriptedService(lambda request: [Delta(text="ok", tokens=(1,)), done()])
+    service.chat.output = OutputFormat(reasoning=True)
+    async with site(service) as at:
+        for thinking, budget in (
+            ({"type": "enabled", "budget_tokens": 1500}, 1500),
+            ({"type": "enabled"}, None),
+            ({"type": "adaptive"}, None),
+            ({"type": "disabled"}, None),
+        ):
+            service.streams.clear()
+            assert (await post(at, body(thinking=thinking))).status_code == 200
+            assert service.streams[0].request.reasoning_budget == budget, thinking
+        for wrong in (-1, 1.5, True, "many", 1 << 31):
+            refused = await post(at, body(thinking={"type": "enabled", "budget_tokens": wrong}))
+            assert refused.status_code == 400 and "thinking.budget_tokens" in refused.json()["error"]["message"]

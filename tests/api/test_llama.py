@@ -66,6 +66,31 @@ async def test_a_stream_ends_with_what_the_whole_is() -> None:
     assert last["stop"] and last["content"] == "" and last["stop_type"] == "eos" and last["timings"]["predicted_n"] == 3
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"), [("/v1/chat/completions", {"messages": HI}), ("/v1/completions", {"prompt": "one"})]
+)
+async def test_openais_routes_tell_the_time_where_they_are_asked(path: str, asked: dict[str, Any]) -> None:
+    figures = ("cache_n", "prompt_n", "predicted_n")
+    async with site(service()) as at:
+        assert "timings" not in (await post(at, path, **asked)).json()
+        whole = (await post(at, path, **asked, timings_per_token=True, n=2)).json()
+        told = whole.pop("timings")
+        assert (told["cache_n"], told["predicted_n"]) == (1, 3) and len(whole["choices"]) == 2
+        plain = events((await post(at, path, **asked, stream=True)).text)
+        more = {"timings_per_token": True, "return_progress": True, "stream_options": {"include_usage": True}}
+        timed = events((await post(at, path, **asked, stream=True, **more)).text)
+    assert not any(one.keys() & {"timings", "prompt_progress"} for one in plain[:-1])
+    progress = [one["prompt_progress"] for one in timed[:-1] if "prompt_progress" in one]
+    total = progress[0]["total"]
+    assert [(one["processed"], one["total"]) for one in progress] == [(0, total), (total, total)]
+    assert all(one["time_ms"] >= 0 and one["cache"] == 0 for one in progress)
+    found = [one["timings"] for one in timed[:-1] if "timings" in one]
+    assert [tuple(one[name] for name in figures) for one in found] == [(0, total, 1), (0, total, 3), (1, total - 1, 3)]
+    kept = [one for one in timed[:-1] if "prompt_progress" not in one and one["choices"]]
+    assert [one["choices"] for one in kept] == [one["choices"] for one in plain[:-1]], "nothing else is changed"
+    assert timed[-1] == "[DONE]" and timed[-2]["usage"] and "timings" in timed[-3]
+
+
 async def test_a_stop_text_is_told() -> None:
     scripted = service(Delta(text="a", tokens=(97, 98)))
     async with site(scripted) as at:

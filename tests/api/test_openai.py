@@ -790,3 +790,20 @@ async def test_what_is_refused_late_names_the_field_that_the_client_sent(stream:
         for path, body, field in (("chat/completions", chat(), "messages"), ("completions", complete(), "prompt")):
             response = await http.post(f"/v1/{path}", json=body | {"stream": stream}, headers=headers)
             assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+# --------------------------------------------------------------------------------------------------- reasoning budget
+
+
+@pytest.mark.parametrize(
+    "name", ["reasoning_budget", "thinking_budget", "thinking_token_budget", "reasoning_budget_tokens"]
+)
+async def test_a_budget_of_reasoning_by_any_of_its_names(name: str) -> None:
+    service = ScriptedService(lambda request: [Delta(text="ok"), done()])
+    async with site(service) as at:
+        assert (await post(at, chat(**{name: -1}))).status_code == 200
+        for value in (-2, 1.5, "many"):
+            refused = (await post(at, chat(**{name: value}))).json()["error"]
+            assert refused["param"] == "reasoning_budget" and "reasoning_budget" in refused["message"]
+        refused = (await post(at, complete(**{name: 5}), "/v1/completions")).json()["error"]
+        assert refused["param"] == "reasoning_budget" and "belongs to chats" in refused["message"]

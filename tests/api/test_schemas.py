@@ -69,7 +69,7 @@ def placed(place: str, more: dict[str, Any]) -> dict[str, Any]:
     return objects[place]
 
 
-OWN = ("tokenize", "embedding", "messages", "responses")
+OWN = ("tokenize", "embedding", "messages", "responses", "ollama", "options", "model")
 """Places with a route of their own."""
 PLACED = [(place, name, row) for place, rows in ROWS.items() if place not in OWN for name, row in rows.items()]
 

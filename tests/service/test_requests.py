@@ -86,6 +86,7 @@ def test_nothing_that_is_asked_for_is_dropped():
         "first_token_timeout",
         "parallel_tool_calls",
         "samplers",  # test_sampler_order.py
+        "reasoning_budget",  # test_reasoning_budget.py
         *BEYOND,  # test_sampling_extras.py
     }
     (first, second) = requests(

@@ -333,19 +333,23 @@ async def create_agent(
     id: str | None,
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]],
+    strict: Sequence[str],
     metadata: Mapping[str, str],
     ttl: float | None,
     pinned: bool,
 ) -> Agent:
-    """A new agent whose context begins with `messages`. Raises as `AgentService.new_id` and `AgentService.add` do, and
-    InvalidRequest for what no record can hold."""
+    """A new agent whose context begins with `messages`; calls of its `strict` tools fit their schema.
+
+    Raises as `AgentService.new_id` and `AgentService.add` do, and InvalidRequest for what no record can hold.
+    """
     check(messages, "messages")
     check(tools, "tools")
     check(metadata, "metadata")
     await agents.free_id(tenant, id)
     id = agents.new_id(tenant, id)
     now = agents.pending.now()
-    root = agents.writer.record(Kind.TURN, TurnRecord(agent=0, number=0, messages=tuple(messages), tools=tuple(tools)))
+    began = TurnRecord(agent=0, number=0, messages=tuple(messages), tools=tuple(tools), strict=tuple(strict))
+    root = agents.writer.record(Kind.TURN, began)
     beginning = Turn(root.key, msgspec.msgpack.decode(root.payload, type=TurnRecord), None)
     record = AgentRecord(
         id=id,

@@ -153,7 +153,7 @@ class Agents:
         """What the agent was told before its first turn, and its tools."""
         with self._agents.reading(tenant, id) as agent:
             (root,) = await self._archive.contents([agent.root])
-        return root.began.messages, root.began.tools
+        return root.began.messages, [_shown(tool, root.began.strict) for tool in root.began.tools]
 
     async def context(self, tenant: str, id: str) -> tuple[int, ...]:
         """The ids of the agent's context for the model that is served; none before its first turn with it."""
@@ -267,12 +267,17 @@ class Agents:
         id: str | None = None,
         messages: Sequence[dict[str, Any]] = (),
         tools: Sequence[dict[str, Any]] = (),
+        strict: Sequence[str] = (),
         metadata: dict[str, str] | None = None,
         ttl: float | None = None,
         pinned: bool = False,
     ) -> AgentInfo:
-        """A new agent whose context begins with `messages`. Conflict if the id is taken. Durable when it returns."""
-        return (await create_agent(self._agents, tenant, id, messages, tools, metadata or {}, ttl, pinned)).info()
+        """A new agent whose context begins with `messages`; calls of its `strict` tools fit their schema in every turn.
+
+        Conflict if the id is taken. Durable when it returns.
+        """
+        given = metadata or {}
+        return (await create_agent(self._agents, tenant, id, messages, tools, strict, given, ttl, pinned)).info()
 
     async def describe(self, tenant: str, id: str, metadata: dict[str, str]) -> AgentInfo:
         """Give an agent other metadata. Durable when it returns; on Unavailable nothing has changed."""
@@ -378,6 +383,12 @@ class Agents:
         """
         with self._agents.reading(tenant, id) as agent:
             return await self._turns.resume(agent, request, share)
+
+
+def _shown(tool: Mapping[str, Any], strict: Sequence[str]) -> Mapping[str, Any]:
+    """A tool as it was sent, `strict` in it."""
+    function = tool["function"]
+    return {**tool, "function": function | {"strict": True}} if function["name"] in strict else tool
 
 
 def list_agents(registry: AgentRegistry, tenant: str, limit: int, after: str, now: float) -> AgentPage:

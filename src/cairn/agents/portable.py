@@ -109,7 +109,8 @@ async def _records(agent: Agent, archive: Archive) -> AsyncIterator[tuple[Kind, 
     for start in range(0, len(turns), READ_TURNS):
         some = turns[start : start + READ_TURNS]
         for turn, content in zip(some, await archive.contents(some), strict=True):
-            yield Kind.TURN, turn.key, msgspec.structs.replace(content.began, sampling=None, stop=(), grammar="")
+            asked = msgspec.structs.replace(content.began, sampling=None, stop=(), grammar="", reasoning_budget=None)
+            yield Kind.TURN, turn.key, asked
             if turn.number:
                 yield Kind.END, turn.key, content.ended or _cut(content)
     yield Kind.SAVINGS, agent.key, SavingsRecord(savings=savings)
@@ -179,6 +180,7 @@ def plant(read: Portable, key: Callable[[], int], tenant: str, id: str, now: flo
             sampling=None,
             stop=(),
             grammar="",
+            reasoning_budget=None,
             output=OutputFormat(),
             engine=b"",
         )
@@ -285,12 +287,19 @@ def _check_turn(began: TurnRecord, end: EndRecord | None) -> None:
     if began.prefix < 0 or not all(map(math.isfinite, times)) or not kept or not named:
         raise _wrong(f"holds a turn {began.number} that cannot be")
     answer = end.message if end is not None else None
+    if not set(began.strict) <= {_name(tool) for tool in began.tools}:
+        raise _wrong("holds strict tools that are none of its tools")
     if not _is_json([*began.messages], [*began.tools], answer):
         raise _wrong(f"holds a turn {began.number} that JSON cannot show")
     for index, message in enumerate(began.messages):
         plain_message(message, index, thinks=False)
     if answer is not None and plain_message(answer, 0, thinks=False)["role"] != "assistant":
         raise _wrong(f"holds an answer of turn {began.number} that is none")
+
+
+def _name(tool: dict[str, Any]) -> str:
+    function = tool.get("function")
+    return str(function.get("name")) if isinstance(function, dict) else ""
 
 
 def _is_json(*values: Any) -> bool:

@@ -58,6 +58,8 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     """The tools of a beginning."""
+    strict: tuple[str, ...] = ()
+    """Those of them whose calls must fit their schema, in every turn."""
     prefix: int = 0
     ids: bytes = b""
     digest: bytes = b""
@@ -69,6 +71,7 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop: tuple[str, ...] = ()
     output: OutputFormat = OutputFormat()
     grammar: str = ""
+    reasoning_budget: int | None = None
     began: float = 0.0
     request: int = 0
 

@@ -73,6 +73,11 @@ class RunningTurn:
         self._pending: list[Delta] = []
         self._since = 0.0
 
+    @property
+    def cache(self) -> CacheReport | None:
+        """Where the KV of the prompt came from, once that was computed."""
+        return None if self._stream is None else self._stream.cache
+
     def cancel(self) -> None:
         """End it as interrupted; its reader gets `Cancelled`, then `over` is set."""
         self._keeper.service.abort(self.request.id)

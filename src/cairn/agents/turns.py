@@ -125,6 +125,7 @@ class Turns:
         chat, head = self.service.chat, agent.head
         branch = await self._archive.branch(head)
         history, tools = branch.messages(), list(branch.beginning.tools) or None
+        wanted = _with_strict(wanted, branch.beginning.strict)
         whole = [*history, *messages]
         changed = bool(head.number) and head.identity != self.service.spec.identity
         told = told_of(whole, why="model changed" if changed else None)
@@ -170,6 +171,7 @@ class Turns:
             stop=request.stop,
             output=request.output,
             grammar=request.grammar,
+            reasoning_budget=request.reasoning_budget,
             began=self.now(),
             request=request.id,
         )
@@ -261,6 +263,7 @@ class Turns:
             stop=began.stop,
             output=began.output,
             grammar=began.grammar,
+            reasoning_budget=began.reasoning_budget,
             salt=agent.salt,
             share=share,
             timeout=self._config.request_timeout,
@@ -280,3 +283,9 @@ class Turns:
         if agent.record.pinned and end.state == "finished":
             self._agents.kv.pin_later(agent)
         return self._agents.pending.count(agent, done) if done is not None else ()
+
+
+def _with_strict(wanted: Wanted, names: tuple[str, ...]) -> Wanted:
+    """What is wanted of a turn, with the agent's strict tools beside those that the turn itself names."""
+    strict = tuple(dict.fromkeys((*wanted.choice.strict, *names)))
+    return msgspec.structs.replace(wanted, choice=msgspec.structs.replace(wanted.choice, strict=strict))

@@ -40,7 +40,6 @@ from cairn.api.agent_schemas import (
     query,
 )
 from cairn.api.body_budget import RETRY, spool
-from cairn.api.checks import check_strict
 from cairn.api.exchange import Exchanges
 from cairn.api.generation import check_length, check_model
 from cairn.api.limits import read_json, read_nothing
@@ -51,6 +50,7 @@ from cairn.api.turns import TurnRoutes
 from cairn.config import Config
 from cairn.errors import Damaged, InvalidRequest, Overloaded, Unavailable, UnsupportedMedia
 from cairn.service.service import Service
+from cairn.text.grammar import ToolChoice, Wanted
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
 MAX_IMPORTS = 4
@@ -101,21 +101,23 @@ class AgentRoutes:
         """POST /v1/agents."""
         agents = self._open()
         body = parse(CreateBody, await read_nothing(call, self._config), self._config, call)
-        check_strict(body.tools, call)
         check_model(body.model, service)
         messages = beginning(body, self._config)
         tools = plain_tools(body.tools) or []
+        strict = tuple(tool.function.name for tool in body.tools or () if tool.function.strict)
         await check_length(call, service, contents(messages, tools), "messages")
         plain = plain_messages(messages)
         if plain or tools:  # what no turn could use is refused now; some templates want a user's message
             asked = any(message["role"] == "user" for message in plain)
             first = plain if asked else [*plain, {"role": "user", "content": "Hello."}]
-            await service.chat.prompt(first, tools or None, tenant=call.tenant, share=call.share)
+            wanted = Wanted(choice=ToolChoice(strict=strict))
+            await service.chat.prompt(first, tools or None, tenant=call.tenant, share=call.share, wanted=wanted)
         info = await agents.create(
             call.tenant,
             id=body.id,
             messages=plain,
             tools=tools,
+            strict=strict,
             metadata=body.metadata,
             ttl=body.ttl,
             pinned=bool(body.pin),

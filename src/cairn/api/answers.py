@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cairn.api.exchange import Choice
+from cairn.api.pace import Pace
 from cairn.api.reply import Call
 from cairn.api.sse import (
     DONE,
@@ -17,10 +18,13 @@ from cairn.api.sse import (
     chat_logprobs,
     error_event,
     usage_object,
+    with_field,
 )
 from cairn.errors import CairnError
 from cairn.service.service import Service
 from cairn.types import Delta, Done
+
+_PROGRESS = "prompt_progress"
 
 
 class ChatAnswer:
@@ -29,7 +33,10 @@ class ChatAnswer:
     prefix = "chatcmpl-"
     kind = "chat.completion"
 
-    def __init__(self, call: Call, service: Service, choices: Sequence[Choice], include_usage: bool) -> None:
+    def __init__(
+        self, call: Call, service: Service, choices: Sequence[Choice], include_usage: bool, pace: Pace
+    ) -> None:
+        self._pace = pace
         self._service = service
         self._choices = choices
         self._head = head(call, service, self.prefix, self.kind)
@@ -40,17 +47,19 @@ class ChatAnswer:
     def begin(self) -> bytes:
         """The first bytes of a stream: every choice names its role."""
         self._chunks = ChatChunks(self._head, len(self._choices), self._include_usage, self._service.tokenizer)
-        return b"".join(self._chunks.first(index) for index in range(len(self._choices)))
+        data = b"".join(self._chunks.first(index) for index in range(len(self._choices)))
+        return data + _begun(self._pace, [self._chunks.nothing(index) for index in range(len(self._choices))])
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """A piece of a stream."""
         assert self._chunks is not None
-        return self._chunks.delta(index, delta)
+        before = _heard(self._pace, index, self._chunks.nothing)
+        return before + _timed(self._pace, index, self._chunks.delta(index, delta))
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
         """The end of a choice in a stream."""
         assert self._chunks is not None
-        return self._chunks.finish(index, done, reason, self._warnings)
+        return _ended(self._pace, index, done, self._chunks.finish(index, done, reason, self._warnings))
 
     def end(self) -> bytes:
         """The chunk that carries the usage where one is wanted, and the mark of the end."""
@@ -74,7 +83,7 @@ class ChatAnswer:
                 logprobs = chat_logprobs(choice.logprobs, self._service.tokenizer)
             message = choice.said.message() | {"refusal": None}
             found.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": choice.reason})
-        return self._head | {"choices": found, "usage": usage_of(self._choices)}
+        return self._head | {"choices": found, "usage": usage_of(self._choices)} | timings_of(self._pace, self._choices)
 
 
 class TextAnswer:
@@ -91,7 +100,9 @@ class TextAnswer:
         include_usage: bool,
         echoes: Sequence[str] | None,
         top: int | None,
+        pace: Pace,
     ) -> None:
+        self._pace = pace
         self._choices = choices
         self._echoes = echoes
         self._head = head(call, service, self.prefix, self.kind)
@@ -102,26 +113,28 @@ class TextAnswer:
         self._echoed = [echoes is None] * len(choices)
 
     def begin(self) -> bytes:
-        """Text completions have no opening chunk."""
+        """Text completions have no opening chunk, but for the progress of the prompts."""
         self._chunks = TextChunks(self._head, len(self._choices), self._include_usage)
-        return b""
+        return _begun(self._pace, [self._chunks.text(index, "") for index in range(len(self._choices))])
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """A piece of a stream, after the echoed prompt."""
-        assert self._chunks is not None
+        chunks = self._chunks
+        assert chunks is not None
         if not (delta.tokens or delta.text or delta.logprobs):
             return b""
-        before = self._echo(index)
+        before = _heard(self._pace, index, lambda index: chunks.text(index, "")) + self._echo(index)
         if self._logprobs is None:
-            return before + (self._chunks.text(index, delta.text) if delta.text else b"")
+            return before + _timed(self._pace, index, chunks.text(index, delta.text) if delta.text else b"")
         for entry in delta.logprobs:
             self._logprobs[index].add(entry.token, entry)
-        return before + self._chunks.text(index, delta.text, self._logprobs[index].take())
+        return before + _timed(self._pace, index, chunks.text(index, delta.text, self._logprobs[index].take()))
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
         """The end of a choice in a stream."""
         assert self._chunks is not None
-        return self._echo(index) + self._chunks.finish(index, done, reason, self._warnings)
+        last = self._chunks.finish(index, done, reason, self._warnings)
+        return self._echo(index) + _ended(self._pace, index, done, last)
 
     def end(self) -> bytes:
         """The chunk that carries the usage where one is wanted, and the mark of the end."""
@@ -149,7 +162,7 @@ class TextAnswer:
                 logprobs = self._logprobs[index].take()
             text = (self._echoes[index] if self._echoes is not None else "") + choice.said.text
             found.append({"index": index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason})
-        return self._head | {"choices": found, "usage": usage_of(self._choices)}
+        return self._head | {"choices": found, "usage": usage_of(self._choices)} | timings_of(self._pace, self._choices)
 
     def _scores(self, choice: Choice, service: Service, top: int) -> TextLogprobs:
         before = choice.request.prompt if self._echoes is None else ()
@@ -171,6 +184,33 @@ class TextAnswer:
         self._logprobs[index].add(choice.request.prompt[0], None)
         for entry in choice.prompt_logprobs:
             self._logprobs[index].add(entry.token, entry)
+
+
+def timings_of(pace: Pace, choices: Sequence[Choice]) -> dict[str, Any]:
+    """What an answer in one piece says of its time, where that is wanted: of several choices the first's."""
+    done = choices[0].done
+    return {"timings": pace.whole(0, done)} if pace.timings and done is not None else {}
+
+
+def _begun(pace: Pace, chunks: Sequence[bytes]) -> bytes:
+    """An empty chunk of each choice, as the progress of its prompt where that is wanted."""
+    if not pace.progress:
+        return b""
+    return b"".join(with_field(chunk, _PROGRESS, pace.begun(index)) for index, chunk in enumerate(chunks))
+
+
+def _heard(pace: Pace, index: int, nothing: Callable[[int], bytes]) -> bytes:
+    """The chunk before the first of a choice: its prompt is computed."""
+    told = pace.heard(index)
+    return b"" if told is None else with_field(nothing(index), _PROGRESS, told)
+
+
+def _timed(pace: Pace, index: int, chunks: bytes) -> bytes:
+    return with_field(chunks, "timings", pace.so_far(index)) if pace.timings and chunks else chunks
+
+
+def _ended(pace: Pace, index: int, done: Done, chunk: bytes) -> bytes:
+    return with_field(chunk, "timings", pace.whole(index, done)) if pace.timings else chunk
 
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:

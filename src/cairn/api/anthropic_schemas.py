@@ -116,6 +116,8 @@ def _thinking(body: MessagesBody, knows: Callable[[str], bool]) -> dict[str, Any
             "thinking.type must be enabled, adaptive, between_tools or disabled", field="thinking.type"
         )
     found: dict[str, Any] = {}
+    if kind == "enabled":
+        found["reasoning_budget"] = _budget(body.thinking or {})
     if knows("enable_thinking"):
         found["enable_thinking"] = kind != "disabled"
     effort = (body.output_config or {}).get("effort")
@@ -125,6 +127,19 @@ def _thinking(body: MessagesBody, knows: Callable[[str], bool]) -> dict[str, Any
         if knows("reasoning_effort") and kind != "disabled":
             found["reasoning_effort"] = EFFORTS.get(effort, effort)
     return found
+
+
+def _budget(thinking: Mapping[str, Any]) -> int | None:
+    """Tokens after which thinking is ended; some clients leave them out."""
+    given = thinking.get("budget_tokens")
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < 1 << 31:
+        raise InvalidRequest(
+            "thinking.budget_tokens must be a whole number of tokens, below 2,147,483,648",
+            field="thinking.budget_tokens",
+        )
+    return given
 
 
 def _choice(given: Mapping[str, Any]) -> Any:

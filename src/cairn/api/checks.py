@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from cairn.api.limits import has_more
-from cairn.api.reply import Call, shown
-from cairn.api.schemas import ChatBody, ChatGeneration, ChatMessage, Tool
+from cairn.api.reply import shown
+from cairn.api.schemas import ChatBody, ChatGeneration, ChatMessage
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 from cairn.text.chat import RESERVED
@@ -26,13 +26,6 @@ def choice_of(body: ChatBody) -> Any:
     if isinstance(choice, dict):
         choice = choice.get("type", choice.get("mode"))
     return "auto" if choice is None else choice
-
-
-def check_strict(tools: list[Tool] | None, call: Call) -> None:
-    """Tell the sender of an agent's tool that wants its calls held to their schema that they are not."""
-    for index, tool in enumerate(tools or ()):
-        if tool.function.strict:
-            call.warn(f"tools[{index}].function.strict is not enforced in an agent's turns, only in a chat")
 
 
 def check_generation(body: ChatGeneration, config: Config) -> None:

@@ -5,7 +5,6 @@ Shapes: github.com/ggml-org/llama.cpp, tools/server/README.md.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ from cairn.api.exchange import Choice, Exchanges
 from cairn.api.generation import chat_prompt, check_length, check_model, text_exchange
 from cairn.api.limits import read_json
 from cairn.api.llama_schemas import InfillBody, LlamaBody, LlamaCompletionBody, plain, prompts_of
+from cairn.api.pace import Pace
 from cairn.api.parse import parse
 from cairn.api.reply import Call, encode
 from cairn.api.schemas import ChatBody
@@ -143,34 +143,25 @@ class LlamaAnswer:
         self._service = service
         self._choices = choices
         self._body = body
-        self._began = time.monotonic()
-        self._first: dict[int, float] = {}
-        """When each choice said its first."""
+        self._pace = Pace(choices, timings=body.timings_per_token, progress=body.return_progress)
 
     def begin(self) -> bytes:
         """Nothing is computed yet, where anybody wants to know."""
-        if not self._body.return_progress:
+        if not self._pace.progress:
             return b""
-        return b"".join(self._progress(index, 0, 0) for index in range(len(self._choices)))
+        return b"".join(self._progress(index, self._pace.begun(index)) for index in range(len(self._choices)))
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """A piece of a stream."""
-        choice, data = self._choices[index], b""
-        now = time.monotonic()
-        if index not in self._first:
-            self._first[index] = now
-            if self._body.return_progress:
-                cache = None if choice.stream is None else choice.stream.cache
-                cached = 0 if cache is None else cache.cached
-                data = self._progress(index, cached, len(choice.request.prompt))
+        choice, told = self._choices[index], self._pace.heard(index)
+        data = b"" if told is None else self._progress(index, told)
         if not (delta.text or delta.tokens):
             return data
         piece = self._piece(index) | {"content": delta.text, "tokens": list(delta.tokens)}
         piece |= {"tokens_predicted": len(choice.tokens), "tokens_evaluated": len(choice.request.prompt)}
         piece |= self._probabilities(delta.logprobs)
-        if self._body.timings_per_token:
-            prompt, said = self._first[index] - self._began, now - self._first[index]
-            piece["timings"] = timings(0, len(choice.request.prompt), prompt, len(choice.tokens), said)
+        if self._pace.timings:
+            piece["timings"] = self._pace.so_far(index)
         return data + _event(piece)
 
     def finish(self, index: int, done: Done, reason: str) -> bytes:
@@ -198,11 +189,8 @@ class LlamaAnswer:
     def _piece(self, index: int) -> dict[str, Any]:
         return {"index": index, "stop": False, "id_slot": -1}
 
-    def _progress(self, index: int, cached: int, processed: int) -> bytes:
-        total = len(self._choices[index].request.prompt)
-        told = {"total": total, "cache": cached, "processed": processed}
-        passed = {"time_ms": int(1000 * (time.monotonic() - self._began))}
-        return _event(self._piece(index) | {"content": "", "tokens": [], "prompt_progress": told | passed})
+    def _progress(self, index: int, told: dict[str, Any]) -> bytes:
+        return _event(self._piece(index) | {"content": "", "tokens": [], "prompt_progress": told})
 
     def _probabilities(self, found: Sequence[TokenLogprob]) -> dict[str, Any]:
         if not found:
@@ -220,7 +208,6 @@ class LlamaAnswer:
         assert done is not None
         word = choice.stop_text(service.tokenizer.decode)
         kind = "limit" if done.reason is FinishReason.LENGTH else "eos" if word is None else "word"
-        cached = done.usage.cached_tokens
         return {
             "index": index,
             "content": choice.said.text,
@@ -236,10 +223,8 @@ class LlamaAnswer:
             "truncated": kind == "limit" and len(prompt) + len(choice.tokens) >= service.info.context,
             "stop_type": kind,
             "stopping_word": word or "",
-            "tokens_cached": cached,
-            "timings": timings(
-                cached, len(prompt) - cached, done.timing.prefill, len(choice.tokens), done.timing.decode
-            ),
+            "tokens_cached": done.usage.cached_tokens,
+            "timings": self._pace.whole(index, done),
             "cairn": cache_object(done.cache),
         }
 
@@ -281,21 +266,6 @@ class LlamaAnswer:
 
 
 _MISSING = object()
-
-
-def timings(cached: int, computed: int, prompt: float, said: int, saying: float) -> dict[str, Any]:
-    """Tokens and seconds of a prompt and of an answer, as llama-server tells them."""
-    return {
-        "cache_n": cached,
-        "prompt_n": computed,
-        "prompt_ms": 1000 * prompt,
-        "prompt_per_token_ms": 1000 * prompt / max(computed, 1),
-        "prompt_per_second": computed / prompt if prompt > 0 else 0.0,
-        "predicted_n": said,
-        "predicted_ms": 1000 * saying,
-        "predicted_per_token_ms": 1000 * saying / max(said, 1),
-        "predicted_per_second": said / saying if saying > 0 else 0.0,
-    }
 
 
 async def _encoded(call: Call, service: Service, pieces: Sequence[str | int], *, special: bool) -> list[int]:

@@ -25,8 +25,6 @@ class LlamaBody(Generation):
     parse_special: bool | None = None
     n_probs: Count = None
     return_tokens: bool | None = None
-    timings_per_token: bool | None = None
-    return_progress: bool | None = None
     response_fields: Several[str] | None = None
 
 

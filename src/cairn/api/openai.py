@@ -11,9 +11,10 @@ from cairn.api.answers import ChatAnswer, TextAnswer
 from cairn.api.exchange import Choice, Exchanges
 from cairn.api.generation import chat_exchange, check_length, check_model, text_exchange
 from cairn.api.limits import read_json
+from cairn.api.pace import Pace
 from cairn.api.parse import parse
 from cairn.api.reply import Call
-from cairn.api.schemas import ChatBody, CompletionBody
+from cairn.api.schemas import ChatBody, CompletionBody, Generation
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 from cairn.service.service import Service
@@ -40,7 +41,7 @@ class OpenAI:
             self._config,
             self._attribution,
             body,
-            lambda choices: ChatAnswer(call, service, choices, body.include_usage),
+            lambda choices: ChatAnswer(call, service, choices, body.include_usage, pace_of(body, choices)),
             names_of(body.max_tokens),
         )
         await self._exchanges.run(call, exchange, stream=bool(body.stream))
@@ -83,7 +84,13 @@ class OpenAI:
             tokens,
             options,
             lambda choices: TextAnswer(
-                call, service, choices, body.include_usage, echoed(choices) if echo else None, body.logprobs
+                call,
+                service,
+                choices,
+                body.include_usage,
+                echoed(choices) if echo else None,
+                body.logprobs,
+                pace_of(body, choices),
             ),
             {"top_logprobs": "logprobs"},
             allow_empty=echo,
@@ -100,6 +107,11 @@ class OpenAI:
                 f"prompt holds {len(prompts)} prompts; the limit is {self._config.max_prompts}", field="prompt"
             )
         return prompts
+
+
+def pace_of(body: Generation, choices: Sequence[Choice]) -> Pace:
+    """What is told of the answer's time."""
+    return Pace(choices, timings=body.timings_per_token, progress=body.return_progress)
 
 
 def names_of(max_tokens: int | None) -> dict[str, str]:

@@ -190,6 +190,10 @@ class Generation(Body):
         "n_predict": "max_tokens",
         "repeat_penalty": "repetition_penalty",
         "typ_p": "typical_p",
+        "thinking_budget": "reasoning_budget",
+        "thinking_token_budget": "reasoning_budget",
+        "reasoning_budget_tokens": "reasoning_budget",
+        "thinking_budget_tokens": "reasoning_budget",
     }
 
     model: str | None = None
@@ -224,6 +228,8 @@ class Generation(Body):
     min_tokens: Count = None
     ignore_eos: bool | None = None
     n: Count = None
+    reasoning_budget: Count = None
+    """Tokens of reasoning after which it is ended; -1: none. Others call it `thinking_budget` and the like."""
     response_format: Any = None
     """What the answer has to be, as OpenAI has it; the others of `wanted.FIELDS` as vLLM and llama.cpp do."""
     structured_outputs: dict[str, Any] | None = None
@@ -238,6 +244,11 @@ class Generation(Body):
     first_token_timeout: Number = None
     store: bool | None = None
     """False: nothing of it goes to the disk, neither the answer for exact replay nor its KV, which holds token ids."""
+    timings_per_token: bool | None = None
+    """Each chunk says how fast the answer comes, and the last, or the whole, how fast it came: llama-server's
+    `timings`."""
+    return_progress: bool | None = None
+    """Chunks before the answer say how far its prompt is."""
     metadata: dict[str, str] | None = None
     """`agent`: whose account it is on."""
     prompt_cache_key: str | None = None
@@ -263,6 +274,7 @@ class Generation(Body):
             "min_tokens": self.min_tokens,
             "ignore_eos": bool(self.ignore_eos),
             "n": self.n,
+            "reasoning_budget": self.reasoning_budget,
             "priority": self.priority,
             "timeout": self.timeout,
             "first_token_timeout": self.first_token_timeout,
@@ -324,6 +336,11 @@ class ChatGeneration(Generation, Templated):
             top_logprobs=self.top_logprobs,
             parallel_tool_calls=self.parallel_tool_calls is not False,
         )
+
+    def wanted(self) -> Wanted:
+        """What the answer has to be."""
+        given = {name: getattr(self, name) for name in FIELDS}
+        return wanted_of(given, parallel=self.parallel_tool_calls is not False)
 
 
 class ChatBody(ChatGeneration):

@@ -28,6 +28,8 @@ EVENT_STREAM: list[tuple[bytes, bytes]] = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_CLOSE = b"}\n\n"
+"""What every event with an object ends with."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -56,6 +58,11 @@ class Vocabulary(Protocol):
 def error_event(error: CairnError) -> bytes:
     """The event that ends a stream which failed after it began."""
     return b"data: " + encode(error_body(error)) + b"\n\n"
+
+
+def with_field(events: bytes, name: str, value: Any) -> bytes:
+    """Events of a stream, with one more field in the last one's object."""
+    return events[: -len(_CLOSE)] + b"," + encode(name) + b":" + encode(value) + _CLOSE
 
 
 def cache_object(report: CacheReport) -> dict[str, Any]:
@@ -208,6 +215,10 @@ class ChatChunks:
     def first(self, index: int) -> bytes:
         """The chunk that names the role."""
         return self._heads[index] + b'{"role":"assistant","content":""' + self._plain
+
+    def nothing(self, index: int) -> bytes:
+        """A chunk that says nothing of the answer."""
+        return self._heads[index] + b"{" + self._plain
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """The chunks of one delta; empty where it says nothing that a client sees."""

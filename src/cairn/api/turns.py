@@ -22,6 +22,7 @@ from cairn.api.exchange import Adapter, Batches, Choice, Exchange, Exchanges, sp
 from cairn.api.generation import check_length, check_model
 from cairn.api.limits import read_json, read_nothing
 from cairn.api.openai import names_of
+from cairn.api.pace import Pace
 from cairn.api.parse import parse
 from cairn.api.reply import Call
 from cairn.api.schemas import contents, plain_messages
@@ -73,7 +74,7 @@ class TurnRoutes:
                 template_args=body.template_args(service.chat.knows),
                 wanted=body.wanted(),
             )
-        await self._answer(call, service, running, bool(body.stream), body.include_usage)
+        await self._answer(call, service, running, body, body.include_usage)
 
     async def resume(self, call: Call, service: Service) -> None:
         """POST /v1/agents/{id}/resume: the whole answer of the interrupted turn, said before or not.
@@ -83,30 +84,45 @@ class TurnRoutes:
         agents, id = self._attribution.open(), id_of(call)
         body = parse(ResumeBody, await read_nothing(call, self._config), self._config, call)
         running = await agents.resume(call.tenant, id, request=call.number, share=call.share)
-        await self._answer(call, service, running, bool(body.stream), True)
+        await self._answer(call, service, running, body, True)
 
-    async def _answer(self, call: Call, service: Service, running: RunningTurn, stream: bool, usage: bool) -> None:
+    async def _answer(
+        self, call: Call, service: Service, running: RunningTurn, body: TurnBody | ResumeBody, usage: bool
+    ) -> None:
         call.headers += [
             (b"x-cairn-agent", running.agent.id.encode()),
             (b"x-cairn-turn", b"%d" % running.turn.number),
         ]
         choices = [Choice(running.request)]
-        answer = TurnAnswer(call, service, choices, usage, running)
-        await self._exchanges.run(call, turn_exchange(running, choices, answer), stream=stream)
+        answer = TurnAnswer(call, service, choices, usage, running, _pace_of(body, choices, running))
+        await self._exchanges.run(call, turn_exchange(running, choices, answer), stream=bool(body.stream))
 
 
 class TurnAnswer(ChatAnswer):
     """How the answer of a turn looks: as a chat completion's, and in one piece it names the turn."""
 
     def __init__(
-        self, call: Call, service: Service, choices: Sequence[Choice], include_usage: bool, running: RunningTurn
+        self,
+        call: Call,
+        service: Service,
+        choices: Sequence[Choice],
+        include_usage: bool,
+        running: RunningTurn,
+        pace: Pace,
     ) -> None:
-        super().__init__(call, service, choices, include_usage)
+        super().__init__(call, service, choices, include_usage, pace)
         self._named = {"agent": running.agent.id, "turn": running.turn.number}
 
     def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
         return super().whole() | self._named
+
+
+def _pace_of(body: TurnBody | ResumeBody, choices: Sequence[Choice], running: RunningTurn) -> Pace:
+    """What is told of a turn's time: of one that is resumed nothing, for a part of it is long past."""
+    if isinstance(body, ResumeBody):
+        return Pace(choices, timings=False, progress=False)
+    return Pace(choices, timings=body.timings_per_token, progress=body.return_progress, cache=lambda _: running.cache)
 
 
 def turn_exchange(

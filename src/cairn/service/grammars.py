@@ -1,4 +1,5 @@
-"""The worker's side of grammars: a request that has one waits here until there is what follows it.
+"""The worker's side of grammars: a request that has one, or a budget of its reasoning, waits here until there is what
+follows it.
 
 Compiling needs the model's vocabulary as bytes, which is read when the first grammar comes: most servers never see
 one. Both happen in threads beside the steps, and so does the mask of each next token; llguidance holds no interpreter
@@ -21,7 +22,7 @@ import msgspec
 from cairn.errors import CairnError, InvalidRequest
 from cairn.seams import Clock
 from cairn.sequence import Matcher
-from cairn.types import Request
+from cairn.types import Request, SamplingExtras
 
 KEPT = 64
 """Compiled grammars that are kept for the next request."""
@@ -33,6 +34,8 @@ class Vocabulary(NamedTuple):
 
     tokenizer: Any
     controls: frozenset[int]
+    close: tuple[int, ...] = ()
+    """The tag that ends reasoning."""
 
 
 class Ready(NamedTuple):
@@ -61,7 +64,7 @@ class Grammars:
         return bool(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Take a request that has a grammar; it comes out of `ready`."""
+        """Take a request whose answer is held to something; it comes out of `ready`."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="cairn-grammar")
         future = self._pool.submit(self._matcher, request)
@@ -96,22 +99,57 @@ class Grammars:
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _matcher(self, request: Request) -> Matcher:
-        """In a thread: what follows this request's grammar, as far as it has come."""
+        """In a thread: what follows this request's answer, as far as it has come."""
         assert self._pool is not None
+        copy = None
         with self._lock:  # compiling takes a millisecond or two, or was bounded by who asked
             if self._vocabulary is None:
                 self._vocabulary = self._read()
             vocabulary = self._vocabulary
-            compiled = self._compiled.pop(request.grammar, None) or compile_grammar(vocabulary, request.grammar)
-            self._compiled[request.grammar] = compiled
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
-            copy = compiled.deep_copy()
+            if request.grammar:
+                copy = self._compile(vocabulary, request.grammar).deep_copy()
         ends = [token for token in request.sampling.stop_token_ids if token in vocabulary.controls]
-        matcher = GrammarMatcher(copy, vocabulary, ends, self._pool)
+        follower = None if copy is None else GrammarMatcher(copy, vocabulary, ends, self._pool)
+        matcher = _budgeted(follower, vocabulary, request)
         for token in request.generated:
             matcher.consume(token)
         return matcher
+
+    def _compile(self, vocabulary: Vocabulary, text: str) -> Any:
+        """llguidance's matcher of a grammar, to be copied."""
+        compiled = self._compiled.pop(text, None) or compile_grammar(vocabulary, text)
+        self._compiled[text] = compiled
+        while len(self._compiled) > KEPT:
+            self._compiled.popitem(last=False)
+        return compiled
+
+
+def _budgeted(follower: Matcher | None, vocabulary: Vocabulary, request: Request) -> Matcher:
+    """What follows the grammar that the request may have, within the budget of its reasoning."""
+    from cairn.service.reasoning_budget import BudgetMatcher
+
+    if request.reasoning_budget is None:
+        assert follower is not None, "a request waits for a grammar or a budget"
+        return follower
+    _check_close(vocabulary.close, request.sampling.extras)
+    return BudgetMatcher(follower, vocabulary, request.reasoning_budget, opened=request.output.reasoning_open)
+
+
+def _check_close(close: Sequence[int], extras: SamplingExtras | None) -> None:
+    """InvalidRequest where the tag that ends reasoning could not come."""
+    if not close:
+        raise InvalidRequest("this model cannot write the tag that ends reasoning", field="reasoning_budget")
+    if extras is None:
+        return
+    if extras.allowed_token_ids and not set(close) <= set(extras.allowed_token_ids):
+        raise InvalidRequest(
+            f"allowed_token_ids lacks the tag that ends reasoning, {[*close]}, which reasoning_budget asks for",
+            field="allowed_token_ids",
+        )
+    if any(word[-1] in close for word in extras.bad_words):
+        raise InvalidRequest(
+            "bad_words forbids the tag that ends reasoning, which reasoning_budget asks for", field="bad_words"
+        )
 
 
 def compile_grammar(vocabulary: Vocabulary, text: str) -> Any:
@@ -217,7 +255,7 @@ def read_vocabulary(folder: Path, given: str | None, vocab: int, ends: Sequence[
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    from cairn.text.split import MARKERS
+    from cairn.text.split import END_THINK, MARKERS
     from cairn.text.templates import load_text
 
     tokenizer, _ = load_text(folder, given)
@@ -234,4 +272,6 @@ def read_vocabulary(folder: Path, given: str | None, vocab: int, ends: Sequence[
         tokens.append(b"\xff<|end|>")
         known |= {vocab}
     wrapper = TokenizerWrapper(Tokens(tokens, sorted(known), eos[0], tokenizer.encode))
-    return Vocabulary(LLTokenizer(wrapper, eos_token=eos), known)
+    single = tokenizer.token_id(END_THINK)
+    close = tokenizer.encode(END_THINK) if single is None else [single]
+    return Vocabulary(LLTokenizer(wrapper, eos_token=eos), known, tuple(close))

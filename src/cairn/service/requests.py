@@ -88,8 +88,10 @@ ONE_TOKEN = 1e-9
 MOST_SECONDS = 1e9
 """The longest time limit where none is configured."""
 LEAST_SEED, MOST_SEED = -(1 << 63), (1 << 64) - 1
+MOST_BUDGET = (1 << 31) - 1
+"""Of reasoning; no context is as long."""
 NONE_GIVEN = -1
-"""What it means as a seed: draw one. As `max_tokens`: until the context is full."""
+"""What it means as a seed: draw one. As `max_tokens`: until the context is full. As a budget: there is none."""
 
 
 class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,6 +148,8 @@ class SamplingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Seconds after which it ends with an error; at most, and by default, what the server allows."""
     first_token_timeout: float | None = None
     """Seconds after which it ends with an error where not a token has come."""
+    reasoning_budget: int | None = None
+    """Tokens of reasoning after which the tag comes that ends it. Default, and -1: it ends by itself."""
     parallel_tool_calls: bool = True
     """False: an answer ends with its first tool call."""
 
@@ -270,6 +274,7 @@ def requests(
         ends = dict.fromkeys((*sampling.stop_token_ids, *(token for token in named if token < spec.vocab)))
         sampling = msgspec.structs.replace(sampling, stop_token_ids=tuple(ends))
     output = output or OutputFormat()
+    budget = _reasoning_budget(options.reasoning_budget, output)
     if output.tools and not options.parallel_tool_calls:
         output = msgspec.structs.replace(output, one_call=True)
     priority = 0 if options.priority is None else _count("priority", options.priority, -MAX_PRIORITY, MAX_PRIORITY)
@@ -285,6 +290,7 @@ def requests(
             stop=stop,
             output=output,
             grammar=grammar,
+            reasoning_budget=budget,
             salt=salt,
             share=share,
             timeout=timeout,
@@ -318,6 +324,19 @@ def _number(name: str, value: object) -> float:
     if not low <= value <= high:
         raise InvalidRequest(f"{name} must be from {low:g} to {high:g}; it is {_said(value)}", field=name)
     return float(value)
+
+
+def _reasoning_budget(value: object, output: OutputFormat) -> int | None:
+    """`Request.reasoning_budget`; None also where no reasoning is told apart."""
+    budget = NONE_GIVEN if value is None else _count("reasoning_budget", value, NONE_GIVEN, MOST_BUDGET)
+    if budget == NONE_GIVEN:
+        return None
+    if output.continues:
+        raise InvalidRequest(
+            "reasoning_budget belongs to chats: in the text that follows a raw prompt no reasoning is told apart",
+            field="reasoning_budget",
+        )
+    return budget if output.reasoning else None
 
 
 def _seconds(name: str, value: object, most: float) -> float | None:

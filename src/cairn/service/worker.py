@@ -155,7 +155,7 @@ class Loop:
 
     def _take(self, message: wire.ToWorker) -> None:
         if isinstance(message, wire.Add):
-            if message.request.grammar:
+            if message.request.held:
                 self._grammars.add(message.request)
             else:
                 self._add(message.request)

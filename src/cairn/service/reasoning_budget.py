@@ -1,0 +1,100 @@
+"""Holds the reasoning of an answer to a number of tokens: then the tag that ends it is the only thing that may come.
+
+What comes next is a function of the tokens so far alone, so preemption and a worker's death change nothing, and an
+answer that keeps to its budget is the same as one without: nothing is masked before the budget is used up. Reasoning is
+told apart as the front does it (`cairn.text.split`).
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cairn.engine.base import Pending
+from cairn.sequence import Matcher
+from cairn.service.grammars import Vocabulary
+from cairn.text.split import END_THINK, MOST_LEAD, THINK
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A mask that is there: an `engine.base.Pending`."""
+
+    mask: bytes
+
+    def wait(self) -> bytes:
+        """The mask."""
+        return self.mask
+
+
+class BudgetMatcher:
+    """`sequence.Matcher` of an answer with a budget, beside the grammar that it may have."""
+
+    def __init__(self, inner: Matcher | None, vocabulary: Vocabulary, budget: int, *, opened: bool) -> None:
+        """`inner` follows the grammar. `budget`: tokens of reasoning, its tags not counted; `opened`: the prompt ends
+        within reasoning."""
+        self._inner, self._vocabulary, self._left = inner, vocabulary, budget
+        self._state: Literal["before", "within", "closing", "over"] = "within" if opened else "before"
+        self._text = ""
+        """Before reasoning what the answer begins with; within it what may be the beginning of the tag."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._forced: Sequence[int] = ()
+        """The tokens that are still to come of the tag."""
+        self._close()
+
+    @property
+    def over(self) -> bool:
+        """`Matcher.over`."""
+        return self._inner is not None and self._inner.over
+
+    def mask(self) -> Pending[bytes] | None:
+        """`Matcher.mask`."""
+        if self._state != "closing":
+            return None if self._inner is None else self._inner.mask()
+        made = bytearray(-(-self._vocabulary.tokenizer.vocab_size // 32) * 4)
+        token = self._forced[0]
+        made[token >> 3] |= 1 << (token & 7)
+        return Known(bytes(made))
+
+    def consume(self, token: int) -> None:
+        """`Matcher.consume`."""
+        if self._inner is not None:
+            self._inner.consume(token)
+        if self._state == "over":
+            return
+        if self._state == "closing":
+            self._forced = self._forced[1:]
+            self._state = "closing" if self._forced else "over"
+            return
+        control = token in self._vocabulary.controls
+        text = self._decoder.decode(b"" if control else self._vocabulary.tokenizer.decode_bytes([token]))
+        if self._state == "before":
+            self._begin(text)
+        else:
+            self._left -= 1
+            self._look(text)
+        self._close()
+
+    def _begin(self, text: str) -> None:
+        """Find out whether the answer begins with reasoning."""
+        self._text += text
+        begin = self._text.lstrip()
+        if len(self._text) - len(begin) > MOST_LEAD or not (begin.startswith(THINK) or THINK.startswith(begin)):
+            self._state = "over"
+        elif begin.startswith(THINK):
+            self._state, self._text = "within", ""
+            self._look(begin[len(THINK) :])
+
+    def _look(self, text: str) -> None:
+        """Find out whether reasoning has ended by itself."""
+        self._text += text
+        if END_THINK in self._text:
+            self._state = "over"
+        self._text = self._text[1 - len(END_THINK) :]
+
+    def _close(self) -> None:
+        """End reasoning where its budget is used up, and not within a character."""
+        if self._state == "within" and self._left <= 0 and not self._decoder.getstate()[0]:
+            self._state, self._forced = "closing", self._vocabulary.close
