@@ -121,7 +121,7 @@ class Desk:
         return any(text in data for data in self.files.files().values())
 
     async def make(self, id: str, ttl: float | None = None) -> Agent:
-        return await create_agent(self.book, "me", id, (), (), {}, ttl, False)
+        return await create_agent(self.book, "me", id, (), (), (), {}, ttl, False)
 
     async def begin(self, id: str) -> RunningTurn:
         agent = self.agent(id)
