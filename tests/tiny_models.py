@@ -515,6 +515,11 @@ class Driver:
         count = -(-tokens // self.engine.info.block_tokens)
         made = []
         for group, at in enumerate(self._next):
+            if self.engine.info.groups[group].kind == "state":  # two, in turns: where it is and where it goes
+                assert at + 2 <= self.engine.info.blocks[group], "the test's pool is too small"
+                made.append([at + place % 2 for place in range(count)])
+                self._next[group] = at + 2
+                continue
             assert at + count <= self.engine.info.blocks[group], "the test's pool is too small"
             made.append([at + (place * 7) % count if count % 7 else at + place for place in range(count)])
             self._next[group] = at + count

@@ -38,7 +38,8 @@ def _before(states: Floats, layer: int, table: Ints, start: int) -> Floats:
     """A copy of the state that a row begins with."""
     if not start:
         return np.zeros(states.shape[2], np.float32)
-    return states[int(table[(start - 1) // BLOCK_TOKENS]), layer].copy()
+    found: Floats = states[int(table[(start - 1) // BLOCK_TOKENS]), layer].copy()
+    return found
 
 
 def _rows(rows: Ints, tables: Ints) -> Iterator[tuple[int, int, int, Ints]]:
@@ -101,7 +102,7 @@ def delta(
     heads, width = len(decay), (x.shape[1] - out.shape[1]) // 2
     query, key = (_unit(part.reshape(len(x), key_heads, -1)) for part in (x[:, :width], x[:, width : 2 * width]))
     query = query * np.float32(1 / np.sqrt(width // key_heads))
-    share = 1 / (1 + np.exp(-gates[:, first : first + heads]))
+    share: Floats = np.reciprocal(1 + np.exp(-gates[:, first : first + heads]))
     step = softplus(gates[:, first + heads : first + 2 * heads] + time_bias)
     _scan(
         _spread(key, heads, tiled),

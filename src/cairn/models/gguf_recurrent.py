@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -103,4 +104,8 @@ def parts(name: str, facts: Recurrence, hidden: int) -> Iterator[Part]:
         order = np.arange(2 * facts.heads).reshape(facts.key_heads, 2, fan)
         for number, one in enumerate("ba"):
             rows = order[:, number].reshape(-1)
-            yield Part(f"{own}in_proj_{one}.weight", (2 * facts.heads, hidden), lambda array, rows=rows: array[rows])
+            yield Part(f"{own}in_proj_{one}.weight", (2 * facts.heads, hidden), partial(_rows, rows))
+
+
+def _rows(rows: NDArray[np.intp], array: NDArray[Any]) -> NDArray[Any]:
+    return array[rows]
