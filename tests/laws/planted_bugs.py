@@ -131,7 +131,6 @@ SNAPSHOTS = "kv/snapshots.py"
 SEQUENCE_KV = "kv/sequence_kv.py"
 WAITERS = "kv/waiters.py"
 TIERS = "kv/tiers.py"
-CHUNK_LOOKUP = "kv/chunk_lookup.py"
 WRITE_BEHIND = "kv/write_behind.py"
 STORE_WRITER = "kv/store_writer.py"
 STORE_READER = "kv/store_reader.py"
@@ -219,10 +218,7 @@ BUGS = (
     Bug("a snapshot is published within a chunk", SNAPSHOTS, "Snapshots.wanted", "boundary % BOUNDARY", "False"),
     Bug("a state is read one position too late", ATTENTION_WINDOW, "first_read", "max(0, position - 1) // block_tokens", "position // block_tokens"),
     Bug("the row's last state is left nowhere", CACHE, "Cache._grow_with_states", "sorted({*context.snapshots.places(len(table), blocks), blocks - 1})", "context.snapshots.places(len(table), blocks)"),
-    Bug("a state that is loaded lies one block too early", CACHE, "Cache.extend", "[NO_BLOCK] * (more - count) + self.pools[number].take(count)", "self.pools[number].take(count) + [NO_BLOCK] * (more - count)"),
-    Bug("a chunk of states has the first state of its tokens", WRITE_BEHIND, "WriteBehind._note", "range(last - self._pages[number] + 1, last + 1)", "range(last - CHUNK_BLOCKS + 1, last - CHUNK_BLOCKS + 1 + self._pages[number])"),
-    Bug("a load ends where there is no state", CHUNK_LOOKUP, "ChunkLookup._last_state", "any(store.match_prefix(keys[count - 1 : count]) for store in stores)", "True"),
-    Bug("a snapshot that somebody holds is forgotten", CACHE, "Cache._forget_snapshot", "block is not None and (not self.pools[number].holders(block))", "block is not None and (self.pools[number]._holders.__setitem__(block, 0) is None)"),
+    Bug("the pages of a state are another one's", TIERS, "Tiers._bring", "block != NO_BLOCK", "block != NO_BLOCK or chunk.group > 0"),
     # -------------------------------------------------------------------------------------------------- scheduler
     Bug("a preempted sequence believes in its old progress", SCHEDULER, "Scheduler._fit", "victim.computed = 0", "pass"),
     Bug("a preempted sequence keeps its blocks", SCHEDULER, "Scheduler._fit", "self._cache.close(victim.kv, victim.tokens)", "pass"),
