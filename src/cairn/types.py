@@ -319,6 +319,8 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Of a state group: float32 numbers that each of its layers keeps for a sequence."""
     rope: RotaryPositions | None = None
     """Where these layers have positions of their own; None: the model's."""
+    numbers: int = 0
+    """Of a state group: float32 numbers that each of its layers keeps for a sequence."""
 
 
 MAX_CONTEXT = 1 << 24

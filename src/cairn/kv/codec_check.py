@@ -26,7 +26,7 @@ import xxhash
 
 from cairn.engine.base import NO_BLOCK, Engine, EngineInfo, Row
 from cairn.errors import ModelError
-from cairn.kv.codec import Codec, Raw
+from cairn.kv.codec import Codec, Raw, state_groups
 from cairn.kv.store import CHUNK_BLOCKS
 from cairn.kv.store_folder import StoreFolder
 from cairn.seams import FileSystem
@@ -102,7 +102,7 @@ def compare(engine: Engine, codec: Codec, tokens: Sequence[int]) -> Comparison:
     """
     if len(tokens) < 2:
         raise ValueError("a text of one token foretells nothing")
-    plain = _read(engine, Raw(engine.info.block_bytes), tokens)
+    plain = _read(engine, Raw(engine.info.block_bytes, state_groups(engine.info.groups)), tokens)
     coded = _read(engine, codec, tokens)
     agreed = sum(one.top[0][0] == other.top[0][0] for one, other in zip(plain, coded, strict=True))
     apart = sorted(_divergence(one, other) for one, other in zip(plain, coded, strict=True))
@@ -205,8 +205,10 @@ def _read_piece(engine: Engine, codec: Codec, tokens: Sequence[int]) -> list[Tok
 
 
 def _store(engine: Engine, codec: Codec, first: int) -> None:
-    """Put the chunk that begins with the block in place `first` through the codec, in every group."""
+    """Put the chunk that begins with the block in place `first` through the codec, in every group that has KV."""
     for group, (pool, page) in enumerate(zip(engine.info.blocks, engine.info.block_bytes, strict=True)):
+        if engine.info.groups[group].kind == "state":
+            continue
         ids = [place % pool for place in range(first, first + CHUNK_BLOCKS)]
         pages = b"".join(engine.read_blocks(group, ids).wait())
         try:
@@ -218,11 +220,15 @@ def _store(engine: Engine, codec: Codec, first: int) -> None:
 
 
 def _tables(info: EngineInfo, low: int, high: int) -> tuple[list[int], ...]:
-    """Blocks in the order of their numbers; a window goes round in its pool."""
+    """Blocks in the order of their numbers; a window goes round in its pool. A state has one block for ever."""
     tables = []
     for group, pool in zip(info.groups, info.blocks, strict=True):
-        first = max(0, low - group.window + 1) // info.block_tokens if group.kind == "window" else 0
         count = -(-high // info.block_tokens)
+        if group.kind == "state":
+            read = [0 if low and index == (low - 1) // info.block_tokens else NO_BLOCK for index in range(count - 1)]
+            tables.append([*read, 0])
+            continue
+        first = max(0, low - group.window + 1) // info.block_tokens if group.kind == "window" else 0
         tables.append([NO_BLOCK] * first + [place % pool for place in range(first, count)])
     return tuple(tables)
 
@@ -239,4 +245,6 @@ def _span(info: EngineInfo) -> int:
 
 def _needed(group: CacheGroup, block_tokens: int, chunk: int) -> float:
     """Blocks with which a group never runs out, however long the piece."""
+    if group.kind == "state":
+        return 1
     return -(-(group.window + chunk) // block_tokens) + 1 if group.kind == "window" else math.inf
