@@ -315,8 +315,6 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[int, ...]
     window: int = 0
     """Tokens a position may attend to, itself included. 0 for full attention."""
-    numbers: int = 0
-    """Of a state group: float32 numbers that each of its layers keeps for a sequence."""
     rope: RotaryPositions | None = None
     """Where these layers have positions of their own; None: the model's."""
     numbers: int = 0

@@ -27,8 +27,8 @@ LEAST_CONTEXT = 512
 """Tokens of context that the pool must hold at least, or loading makes no sense."""
 LEAST_STATES = 4
 """States of a state group's pool at least: two of a running sequence, and two snapshots."""
-SNAPSHOTS = 32
-"""States kept for contexts to come back to, where there is memory for them."""
+SNAPSHOT_TOKENS = 1024
+"""Tokens of KV for which the pool has one state to come back to, where there is memory for it."""
 
 
 _KV_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
@@ -167,24 +167,29 @@ def pool_blocks(
             )
     for number, group in enumerate(spec.groups):
         needs[number], least[number] = (0, 0) if group.kind == "state" else (needs[number], least[number])
-    states = _states(spec, config, min(budget // 2, budget - _bytes(spec, config, least)))
+    states = _states(spec, config, budget, budget - _bytes(spec, config, least))
     budget -= _bytes(spec, config, [states.get(number, 0) for number in range(len(needs))])
     found = _shared(spec, config, budget, needs, least)
     return tuple(states.get(number, count) for number, count in enumerate(found))
 
 
-def _states(spec: ModelSpec, config: Config, most: int) -> dict[int, int]:
-    """Blocks of a state group, by its number, of at most so many bytes: half of all that is kept.
+def _states(spec: ModelSpec, config: Config, budget: int, most: int) -> dict[int, int]:
+    """Blocks of a state group, by its number, out of a budget for all groups.
 
-    Two for each sequence that may run, where it is and where it goes next, and `SNAPSHOTS`; at least what one sequence
-    needs, whatever it takes.
+    Two for each sequence that may run, where it is and where it goes next, two more, and one to come back to for each
+    `SNAPSHOT_TOKENS` of KV; no more than half of the budget, nor than `most` bytes; at least what one sequence needs.
     """
     sizes = block_bytes(spec, kv_dtype(spec, config))
-    return {
-        number: max(LEAST_STATES, min(2 * config.max_running + 2 + SNAPSHOTS, most // sizes[number]))
-        for number, group in enumerate(spec.groups)
-        if group.kind == "state"
-    }
+    token = sum(size for size, group in zip(sizes, spec.groups, strict=True) if group.kind == "full") / BLOCK_TOKENS
+    found = {}
+    for number, group in enumerate(spec.groups):
+        if group.kind == "state":
+            size, running = sizes[number], 2 * config.max_running + 2
+            # Their share of each token beside its KV.
+            kept = (budget - running * size) / (token * SNAPSHOT_TOKENS + size)
+            wanted = running + max(0, math.floor(kept))
+            found[number] = max(LEAST_STATES, min(wanted, min(budget // 2, most) // size))
+    return found
 
 
 def running_rows(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> int:
