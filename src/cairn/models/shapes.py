@@ -71,8 +71,8 @@ def shape_spec(name: str) -> ModelSpec:
     else:
         groups = (CacheGroup(kind="full", layers=tuple(range(sizes["layers"]))),)
     if gated := sizes.pop("recurrence", None):
-        limited = tuple(layer for layer in range(sizes["layers"]) if (layer + 1) % 4)
-        kept = Recurrence(kind="delta", layers=limited, reach=4, value_size=128, key_size=128, **gated)
+        apart = tuple(layer for layer in range(sizes["layers"]) if (layer + 1) % 4)
+        kept = Recurrence(kind="delta", layers=apart, reach=4, value_size=128, key_size=128, **gated)
         sizes["recurrence"], groups = kept, with_state(groups, kept)
     if experts := sizes.pop("experts", None):
         sizes["experts"] = Experts(layers=tuple(range(sizes["layers"])), **experts)
