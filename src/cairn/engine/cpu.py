@@ -1,8 +1,8 @@
 """The engine that runs everywhere: the recorded decoder over the CPU's kernels, KV in main memory.
 
-KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32, bfloat16 or float16: a
-block is contiguous over its group's layers, so a page is a view. The engine holds weights, pools and step buffers, and
-nothing about requests.
+KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32, bfloat16 or float16, with 1
+in the place of 2 where layers keep latents: a block is contiguous over its group's layers, so a page is a view. The
+engine holds weights, pools and step buffers, and nothing about requests.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class CpuEngine:
         state that is wanted goes through.
         """
         context = min(spec.context, config.context or spec.context)
+        spec = spec.served(context)
         max_rows = min(config.max_running, config.step_tokens)
         self._kernels = load_kernels(config.kernels, config.threads or cpu_count())
         self._buffers = decoder.allocate(self._kernels, spec, config.step_tokens, max_rows, context)
-        page = (2, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
         dtype = kv_dtype(spec, config)
         self._kv: list[NDArray[Any]] = [
-            self._kernels.allocate((count, len(group.layers), *page), dtype)
-            for count, group in zip(blocks, spec.groups, strict=True)
+            self._kernels.allocate((count, len(group.layers), *spec.page(number)), dtype)
+            for number, (count, group) in enumerate(zip(blocks, spec.groups, strict=True))
         ]
         with taken(self._kv, expected):
             built = build(self._kernels, spec, weights)
@@ -324,7 +324,8 @@ def identity(spec: ModelSpec, kernels: Kernels, form: str, kv_dtype: str) -> byt
     """Root of the KV keys: the model, the form of its weights, the KV's type and layout, and all about these kernels
     that can move a bit."""
     facts = (LAYOUT, kv_dtype, BLOCK_TOKENS, kernels.numerics, quantize.VERSION, form)
-    return hashlib.sha256(spec.identity + repr(facts).encode()).digest()
+    own = repr(facts) + ("long rope" if spec.long else "")
+    return hashlib.sha256(spec.identity + own.encode()).digest()
 
 
 PAGE = 4096

@@ -40,8 +40,9 @@ def kv_dtype(spec: ModelSpec, config: Config) -> str:
 
 def block_bytes(spec: ModelSpec, dtype: str) -> tuple[int, ...]:
     """Bytes of one block of each group: keys and values of BLOCK_TOKENS tokens over the group's layers."""
-    token = 2 * spec.kv_heads * spec.head_dim * _WIDTHS[dtype]
-    return tuple(len(group.layers) * BLOCK_TOKENS * token for group in spec.groups)
+    return tuple(
+        len(group.layers) * math.prod(spec.page(number)) * _WIDTHS[dtype] for number, group in enumerate(spec.groups)
+    )
 
 
 @dataclass(frozen=True, slots=True)

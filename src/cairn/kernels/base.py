@@ -208,6 +208,7 @@ class Kernels(Protocol):
         layer: int,
         slots: Array,
         query: Array,
+        late: bool = False,
     ) -> None:
         """Split qkv[M, (Q + 2K) D], norm heads of q and k where there is a weight [D], rotate them, write q to
         query[M, Q, D] and k, v into the KV pool kv[blocks, layers, 2, K, block_tokens, D] at slots[M]
@@ -215,7 +216,7 @@ class Kernels(Protocol):
         K. The order within a block and head is the kernels' own.
 
         angles[M, 2, r / 2] turn the first r numbers of a head, in pairs (i, i + r / 2); None turns nothing. A weight
-        [Q D] or [K D] norms all heads of a token together."""
+        [Q D] or [K D] norms all heads of a token together. `late`: heads are turned first and normed then."""
         ...
 
     def attention(
@@ -277,6 +278,40 @@ class Kernels(Protocol):
 
     def scale_queries(self, query: Array, positions: Array, beta: float, original: float) -> None:
         """query[M, Q, D] *= 1 + beta log(1 + floor(position / original)) of its positions[M]."""
+        ...
+
+    def latent_write(
+        self,
+        x: Array,
+        angles: Array,
+        neighbours: bool,
+        norm: Array,
+        eps: float,
+        kv: Array,
+        layer: int,
+        slots: Array,
+    ) -> None:
+        """Norm the first numbers of x[M, L + r], as many as norm[L] has, turn the others by angles[M, 2, r / 2], and
+        write both into the pool kv[blocks, layers, 1, 1, block_tokens, L + r] at slots[M], rounded to the pool's type.
+
+        Turned are the pairs (2i, 2i + 1) of `neighbours`, or else (i, i + r / 2).
+        """
+        ...
+
+    def latent_queries(self, x: Array, keys: Sequence[Matrix], angles: Array, neighbours: bool, query: Array) -> None:
+        """query[M, Q, L + r] of x[M, Q (N + r)]: the first N numbers of a head @ keys[head], and behind that the
+        others, turned as in `latent_write`. Each of the keys is a matrix [L, N]."""
+        ...
+
+    def latent_attention(
+        self, query: Array, kv: Array, layer: int, rows: Array, tables: Array, scale: float, out: Array
+    ) -> None:
+        """out[M, Q, L] = `attention` of query[M, Q, L + r] over what `latent_write` wrote, which is the key of every
+        head; the value is its first L numbers. Arithmetic is in float32, whatever the pool's type."""
+        ...
+
+    def latent_values(self, x: Array, values: Sequence[Matrix], out: Array) -> None:
+        """out[M, Q V] = x[M, Q, L] @ values[head], head by head. Each of the values is a matrix [V, L]."""
         ...
 
     def route(

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 
+from cairn.kernels import latent
 from cairn.kernels.base import Quantized
 from cairn.kernels.blas import TILE, one_blas_thread, project
 from cairn.kernels.fusion import fuse
@@ -177,18 +178,19 @@ class ReferenceKernels:
         layer: int,
         slots: Ints,
         query: Floats,
+        late: bool = False,
     ) -> None:
         _, heads, size = query.shape
         kv_heads, block_tokens = kv.shape[3], kv.shape[4]
         split = qkv.reshape(len(qkv), -1, size)
         q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
-        if q_norm is not None:
-            q = _norm_heads(q, q_norm, eps)
-        if k_norm is not None:
-            k = _norm_heads(k, k_norm, eps)
-        _rotate(q, angles, query)
         keys = np.empty((len(qkv), kv_heads, size), np.float32)
-        _rotate(k, angles, keys)
+        for x, norm, turned in ((q, q_norm, query), (k, k_norm, keys)):
+            if late:
+                _rotate(x, angles, turned)
+                turned[:] = turned if norm is None else _norm_heads(turned, norm, eps)
+            else:
+                _rotate(x if norm is None else _norm_heads(x, norm, eps), angles, turned)
         block, offset = np.divmod(slots, block_tokens)
         kv[block, layer, 0, :, offset] = keys
         kv[block, layer, 1, :, offset] = v
@@ -244,6 +246,32 @@ class ReferenceKernels:
     def scale_queries(self, query: Floats, positions: Ints, beta: float, original: float) -> None:
         turns = np.floor(positions.astype(np.float32) / np.float32(original))
         query *= (1 + np.float32(beta) * np.log(1 + turns))[:, None, None]
+
+    def latent_write(
+        self,
+        x: Floats,
+        angles: Floats,
+        neighbours: bool,
+        norm: Floats,
+        eps: float,
+        kv: NDArray[Any],
+        layer: int,
+        slots: Ints,
+    ) -> None:
+        latent.write(x, angles, neighbours, lambda one: rms_norm(one, norm, eps), kv, layer, slots)
+
+    def latent_queries(
+        self, x: Floats, keys: Sequence[Segments], angles: Floats, neighbours: bool, query: Floats
+    ) -> None:
+        latent.queries(x, keys, angles, neighbours, self._project, query)
+
+    def latent_attention(
+        self, query: Floats, kv: NDArray[Any], layer: int, rows: Ints, tables: Ints, scale: float, out: Floats
+    ) -> None:
+        latent.attention(query, kv, layer, rows, tables, scale, out)
+
+    def latent_values(self, x: Floats, values: Sequence[Segments], out: Floats) -> None:
+        latent.values(x, values, self._project, out)
 
     def route(
         self,

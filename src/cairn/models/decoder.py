@@ -20,6 +20,14 @@ from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
 from cairn.kernels.program import Call, Program, Size, Slot
+from cairn.models.latent import (
+    LatentAttention,
+    LatentBuffers,
+    allocate_latent,
+    build_latent,
+    latent_numbers,
+    run_latent,
+)
 from cairn.models.mixture import (
     Mixture,
     MixtureBuffers,
@@ -53,7 +61,8 @@ class Layer:
     turned: bool
     """Whether it knows positions."""
     attention_norm: Array | None
-    qkv: Matrix
+    qkv: Matrix | None
+    """None where `latent` is what attends."""
     q_norm: Array | None
     k_norm: Array | None
     out: Matrix
@@ -62,6 +71,7 @@ class Layer:
     mlp: Mlp | Mixture
     mlp_post_norm: Array | None
     sinks: Array | None
+    latent: LatentAttention | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +93,7 @@ class Decoder:
     logit_scale: float
     residual_scale: float
     query_scaling: tuple[float, float] | None
+    late_norms: bool
     both: bool
     """Whether tokens see what follows them too."""
 
@@ -116,6 +127,7 @@ class Buffers:
     logits: Any
     """float32 [R, V]"""
     mixture: MixtureBuffers
+    latent: LatentBuffers
 
 
 _PASSING = frozenset(("normed", "projected", "gates", "gated"))
@@ -146,6 +158,7 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
         logit_scale=spec.logit_scale,
         residual_scale=spec.residual_scale,
         query_scaling=spec.query_scaling,
+        late_norms=spec.late_norms,
         both=spec.both,
     )
 
@@ -177,7 +190,7 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
         window=spec.groups[group].window,
         turned=layer not in spec.unturned,
         attention_norm=norm("input_layernorm"),
-        qkv=matrix("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        qkv=None if spec.latent else matrix("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         q_norm=norm("self_attn.q_norm"),
         k_norm=norm("self_attn.k_norm"),
         out=matrix("self_attn.o_proj"),
@@ -186,6 +199,7 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
         mlp=mlp(),
         mlp_post_norm=norm("post_feedforward_layernorm", post),
         sinks=vector("self_attn.sinks") if spec.sinks else None,
+        latent=build_latent(matrix, vector, spec, spec.latent) if spec.latent else None,
     )
 
 
@@ -193,6 +207,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
     """Buffers for steps of at most `tokens` tokens and `rows` rows with contexts of at most `context` tokens."""
     width, groups = -(-context // BLOCK_TOKENS), range(len(spec.groups))
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    own = 0 if spec.latent else 1  # latents have other buffers
     ropes = [spec.rope(group) for group in groups]
     angles = {rope: kernels.allocate((tokens, 2, spec.turned // 2), "float32") for rope in dict.fromkeys(ropes)}
     return Buffers(
@@ -205,14 +220,15 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         hidden=kernels.allocate((tokens, spec.hidden), "float32"),
         angles=tuple(angles[rope] for rope in ropes),
         normed=kernels.allocate((tokens, spec.hidden), "float32"),
-        qkv=kernels.allocate((tokens, query + 2 * kv), "float32"),
-        query=kernels.allocate((tokens, spec.heads, spec.head_dim), "float32"),
-        attended=kernels.allocate((tokens, query), "float32"),
+        qkv=kernels.allocate((tokens, own * (query + 2 * kv)), "float32"),
+        query=kernels.allocate((tokens, own * spec.heads, spec.head_dim), "float32"),
+        attended=kernels.allocate((tokens, spec.attended), "float32"),
         gates=kernels.allocate((tokens, 2 * spec.ffn), "float32"),
         gated=kernels.allocate((tokens, spec.ffn), "float32"),
         projected=kernels.allocate((tokens, spec.hidden), "float32"),
         logits=kernels.allocate((LOGITS_ROWS, spec.vocab), "float32"),
         mixture=allocate_mixture(kernels, spec.experts, spec.hidden, tokens),
+        latent=allocate_latent(kernels, spec, tokens),
     )
 
 
@@ -222,7 +238,7 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, score
     `scores`: whether they hold those of a whole context at once, as the reference kernels do.
     """
     wide = spec.hidden + 3 * spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim + 4 * spec.ffn
-    wide += mixture_numbers(spec.experts, spec.hidden)
+    wide += mixture_numbers(spec.experts, spec.hidden) + latent_numbers(spec)
     tables = len(spec.groups) * rows * context // BLOCK_TOKENS
     held = 3 * spec.heads * context * min(tokens, 8) if scores else 0
     return 4 * (2 * tokens * wide + 3 * LOGITS_ROWS * spec.vocab + tables + held)
@@ -230,7 +246,6 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, score
 
 def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
     """Every layer over the step's tokens: writes their KV and leaves their last hidden state in `b.hidden`."""
-    eps = decoder.eps
     k.embed(decoder.embedding, b.tokens, b.hidden)
     if decoder.embedding_scale != 1:
         k.scale(b.hidden, decoder.embedding_scale)
@@ -240,14 +255,12 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
         k.rope_angles(rope, b.positions, angles)
     for layer in decoder.layers:
         g = layer.group
-        k.project(_normed(k, decoder, layer.attention_norm, b), layer.qkv, b.qkv)
-        angles = b.angles[g] if layer.turned else None
-        k.rope_write(b.qkv, angles, layer.q_norm, layer.k_norm, eps, kv[g], layer.index, b.slots[g], b.query)
-        if decoder.query_scaling is not None:
-            k.scale_queries(b.query, b.positions, *decoder.query_scaling)
-        places = (kv[g], layer.index, b.rows, b.tables[g], layer.window)
-        how = (decoder.scale, b.attended, decoder.softcap, decoder.both, layer.sinks)
-        k.attention(b.query, *places, *how)
+        x = _normed(k, decoder, layer.attention_norm, b)
+        if layer.latent is not None:
+            places = (b.angles[g], kv[g], layer.index, b.slots[g], b.rows, b.tables[g])
+            run_latent(k, layer.latent, x, *places, decoder.scale, b.latent, b.attended)
+        else:
+            _attend(k, decoder, layer, x, kv[g], b)
         k.project(b.attended, layer.out, b.projected)
         _add(k, decoder, layer.attention_post_norm, b)
         x = _normed(k, decoder, layer.mlp_norm, b)
@@ -258,6 +271,20 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
             k.gate(b.gates, decoder.activation, b.gated)
             k.project(b.gated, layer.mlp.down, b.projected)
         _add(k, decoder, layer.mlp_post_norm, b)
+
+
+def _attend(k: Kernels, decoder: Decoder, layer: Layer, x: Any, kv: Array, b: Buffers) -> None:
+    """b.attended = attention of x[M, H] over keys and values."""
+    g = layer.group
+    k.project(x, layer.qkv, b.qkv)
+    angles = b.angles[g] if layer.turned else None
+    norms = (layer.q_norm, layer.k_norm, decoder.eps)
+    k.rope_write(b.qkv, angles, *norms, kv, layer.index, b.slots[g], b.query, decoder.late_norms)
+    if decoder.query_scaling is not None:
+        k.scale_queries(b.query, b.positions, *decoder.query_scaling)
+    places = (kv, layer.index, b.rows, b.tables[g], layer.window)
+    how = (decoder.scale, b.attended, decoder.softcap, decoder.both, layer.sinks)
+    k.attention(b.query, *places, *how)
 
 
 def _normed(k: Kernels, decoder: Decoder, norm: Array | None, b: Buffers) -> Any:
@@ -299,7 +326,7 @@ def with_slots(buffers: Buffers) -> Buffers:
 
     def symbol(name: str) -> Any:
         value, size = getattr(buffers, name), sizes.get(name, "tokens")
-        if isinstance(value, MixtureBuffers):
+        if isinstance(value, MixtureBuffers | LatentBuffers):
             return value.map(lambda array: Slot("tokens", array))
         if not isinstance(value, tuple):
             return Slot(size, value, name in _PASSING)
@@ -318,7 +345,7 @@ def cut(kernels: Kernels, buffers: Buffers, sizes: Mapping[Size, int]) -> Buffer
     def view(slot: Any) -> Any:
         if isinstance(slot, tuple):
             return tuple(map(view, slot))
-        if isinstance(slot, MixtureBuffers):
+        if isinstance(slot, MixtureBuffers | LatentBuffers):
             return slot.map(view)
         if id(slot) not in made:
             made[id(slot)] = kernels.first(slot.array, sizes[slot.size])

@@ -54,6 +54,14 @@ class Family:
     """Whether layers with a window turn their heads without the scaling of the others."""
     query_scaling: bool = False
     """Whether `llama_4_scaling_beta` counts."""
+    late_norms: bool = False
+    """Whether queries and keys are turned before they are normed."""
+    stretched: bool = False
+    """Whether the rotary positions' `alpha` stretches their theta, which the config calls dynamic."""
+    long_rope: bool = False
+    """Whether rotary positions may be scaled by lists of factors, of which one is for long contexts."""
+    latent: bool = False
+    """Whether attention is over latents: see `latent_spec`."""
     packed: bool = False
     """Whether its safetensors may hold experts in MXFP4."""
     ahead: bool = False
@@ -101,6 +109,14 @@ _OLMO_2 = Family(
 )
 _ALWAYS_FULL: dict[str, Any] = {"sliding_window": None}
 """Where a config that says no window means none."""
+
+_DEEPSEEK_3 = Family(
+    latent=True,
+    mixture="deepseek3",
+    out_bias="attention_bias",
+    ahead=True,
+    defaults={"norm_topk_prob": True, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1},
+)
 
 FAMILIES = {
     "LlamaForCausalLM": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
@@ -152,6 +168,13 @@ FAMILIES = {
             **{"rms_norm_eps": 1e-5},
         },
     ),
+    "DeepseekV2ForCausalLM": Family(
+        latent=True, mixture="deepseek2", out_bias="attention_bias", defaults={"norm_topk_prob": False}
+    ),
+    "DeepseekV3ForCausalLM": _DEEPSEEK_3,
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK_3, mixture="glm4 lite", defaults={"norm_topk_prob": True, "rms_norm_eps": 1e-5, "n_shared_experts": 1}
+    ),
     "GraniteForCausalLM": Family(
         qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", multipliers=True
     ),
@@ -173,6 +196,20 @@ FAMILIES = {
     ),
     "SeedOssForCausalLM": Family(
         qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias", defaults={"attention_bias": True}
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        late_norms=True,
+        stretched=True,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "Phi3ForCausalLM": Family(
+        window="all",
+        rotary=True,
+        long_rope=True,
+        defaults=_ALWAYS_FULL | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     ),
     "Ministral3ForCausalLM": Family(kv_heads=8, window="all", query_scaling=True, defaults=_ALWAYS_FULL),
     "Gemma2ForCausalLM": _GEMMA_2,

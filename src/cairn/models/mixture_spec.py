@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cairn.errors import ModelError
@@ -29,8 +29,14 @@ class Mixture:
     """Whether `decoder_sparse_step` and `mlp_only_layers` say which layers have one."""
     first: str = ""
     """How many layers before have none."""
+    scaled: bool = False
+    """Whether `routed_scaling_factor` counts."""
     grouped: bool = False
-    """Whether `n_group`, `topk_group` and `routed_scaling_factor` count."""
+    """Whether `n_group` and `topk_group` count."""
+    typed: bool = False
+    """Whether `mlp_layer_types` may say which layers have one."""
+    known: tuple[tuple[str, str | int | bool], ...] = ()
+    """Fields that may say this alone."""
     correction: bool = False
     bias: bool = False
     shared: str = ""
@@ -39,6 +45,8 @@ class Mixture:
     """How many times as wide as the others it is."""
     shared_gate: bool = False
 
+
+_EVERY_LAYER = (("moe_layer_freq", 1),)
 
 MIXTURES = {
     "qwen3": Mixture(count="num_experts", ffn="moe_intermediate_size", by_layer=True),
@@ -57,11 +65,24 @@ MIXTURES = {
         ffn="moe_intermediate_size",
         scores="sigmoid",
         first="first_k_dense_replace",
+        scaled=True,
         grouped=True,
         correction=True,
         shared_count="n_shared_experts",
     ),
+    "deepseek2": Mixture(
+        count="n_routed_experts",
+        ffn="moe_intermediate_size",
+        first="first_k_dense_replace",
+        scaled=True,
+        shared_count="n_shared_experts",
+        known=(*_EVERY_LAYER, ("topk_method", "greedy"), ("scoring_func", "softmax"), ("norm_topk_prob", False)),
+    ),
 }
+MIXTURES["deepseek3"] = replace(
+    MIXTURES["glm4"], known=(*_EVERY_LAYER, ("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"))
+)
+MIXTURES["glm4 lite"] = replace(MIXTURES["deepseek3"], typed=True)
 _OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 """Newer configs may call a field so."""
 
@@ -71,6 +92,9 @@ def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
     if not family.mixture:
         return None
     row = MIXTURES[family.mixture]
+    for name, value in row.known:
+        if config.has(name) and config.values[name] != value:
+            raise ModelError(f"{config.path}: {config.prefix}{name} other than {value} is not supported")
     named = row.count if config.has(row.count) else _OTHER_NAMES.get(row.count, row.count)
     count = config.integer(named, 1, MAX_EXPERTS)
     ffn = config.integer(row.ffn, 1, 1 << 22)
@@ -86,7 +110,7 @@ def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
             layers=tuple(_layers(config, row, layers)),
             scores=row.scores,
             normed=config.flag(row.normed, False) if isinstance(row.normed, str) else row.normed,
-            scale=config.number("routed_scaling_factor", 1e-6, 1e6, 1.0) if row.grouped else 1.0,
+            scale=config.number("routed_scaling_factor", 1e-6, 1e6, 1.0) if row.scaled else 1.0,
             groups=config.integer("n_group", 1, count, 1) if row.grouped else 1,
             chosen_groups=config.integer("topk_group", 1, count, 1) if row.grouped else 1,
             correction=row.correction,
@@ -107,6 +131,11 @@ def checked(config: Fields, experts: Experts) -> Experts:
 
 
 def _layers(config: Fields, row: Mixture, layers: int) -> list[int]:
+    if row.typed and config.has("mlp_layer_types"):
+        kinds = config.values["mlp_layer_types"]
+        if not isinstance(kinds, list) or len(kinds) != layers or any(one not in ("dense", "sparse") for one in kinds):
+            raise config.error("mlp_layer_types", f"a list of {layers} entries, each dense or sparse")
+        return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
     if row.first:
         return list(range(config.integer(row.first, 0, layers, 0), layers))
     if not row.by_layer:

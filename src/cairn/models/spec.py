@@ -26,13 +26,17 @@ from cairn.models.gguf_encoder import is_encoder as is_gguf_encoder
 from cairn.models.gguf_spec import SAMPLING, cache_groups, gguf_spec, suggested
 from cairn.models.hub import model_name
 from cairn.models.judge import with_judge
+from cairn.models.latent_spec import latent_fields
 from cairn.models.mixture_spec import mixture
 from cairn.models.positions_spec import (
+    check_divisors,
     global_positions,
     local_positions,
+    long_rope,
     query_scaling,
     rope_scaling,
     rotary,
+    stretched,
     unturned,
 )
 from cairn.models.weights import weight_files
@@ -116,7 +120,7 @@ def _load(folder: Path) -> ModelSpec:
     rope, theta, context = rope_scaling(global_positions(config) if family.local_rope else config, family)
     if family.local_rope:
         context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # which states the scaled length
-    head_dim = config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
+    head_dim = 2 if family.latent else config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
     spec = ModelSpec(
         name=model_name(folder),
         architecture=architecture,
@@ -129,11 +133,13 @@ def _load(folder: Path) -> ModelSpec:
         vocab=vocab,
         context=context,
         norm_eps=config.number("rms_norm_eps", 0.0, 1.0, 1e-6),
-        rope_theta=theta,
+        rope_theta=theta * stretched(config, family) ** (head_dim / max(1, head_dim - 2)),
         rope_scaling=rope,
+        long_rope=long_rope(config, family),
         activation=family.activation or _activation(config),
         qk_norm=_bias(config, family.qk_norm),
         qk_norm_whole=family.qk_norm_whole,
+        late_norms=family.late_norms,
         pre_norms=family.pre_norms,
         sinks=family.sinks,
         experts=mixture(config, family, layers),
@@ -155,7 +161,10 @@ def _load(folder: Path) -> ModelSpec:
         embedding=modules or Embedding(),
         judge=judge,
     )
+    if family.latent:
+        spec = msgspec.structs.replace(spec, **latent_fields(config, family, layers, rope))
     check_width(spec.embedding, hidden, folder)
+    check_divisors(config, (rope, spec.long_rope), spec.turned)
     if spec.heads % spec.kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     if spec.head_dim % 2:
@@ -312,9 +321,12 @@ _LATER: dict[str, Any] = {
     **{"attention_softcap": 0.0, "logit_softcap": 0.0, "encoder": None},
     **{"pre_norms": True, "qk_norm_whole": False, "rotary": None, "unturned": (), "query_scaling": None},
     **{"sinks": False, "residual_scale": 1.0, "logit_scale": 1.0, "experts": None},
-    **{"both": False},
+    **{"both": False, "long_rope": None, "latent": None, "late_norms": False},
 }
 """Facts that specs did not have from the beginning, with what they are where they change nothing."""
+
+
+_LATER_OF_GROUPS: dict[str, Any] = {"rope": None, "kv_heads": None, "head_dim": None, "once": False}
 
 
 def _facts(spec: ModelSpec) -> dict[str, Any]:
@@ -324,10 +336,11 @@ def _facts(spec: ModelSpec) -> dict[str, Any]:
     for name, plain in _LATER.items():
         if found[name] == plain:
             del found[name]
-    del found["kind"], found["embedding"], found["judge"]
+    del found["long"], found["kind"], found["embedding"], found["judge"]
     for group in found["groups"]:
-        if group["rope"] is None:
-            del group["rope"]
+        for name, plain in _LATER_OF_GROUPS.items():
+            if group[name] == plain:
+                del group[name]
     return found
 
 

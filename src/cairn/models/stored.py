@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.models.latent_spec import KEYS, VALUES
 from cairn.types import ModelSpec
 
 Tensor = tuple[str, NDArray[Any]]
@@ -35,15 +36,15 @@ def own_tensors(spec: ModelSpec, ahead: int, name: str, array: NDArray[Any]) -> 
     if spec.layers <= int(layer) < spec.layers + ahead:
         yield "", array
         return
-    for own, part in _RULES.get(spec.architecture, _as_it_is)(rest, array):
+    for own, part in _RULES.get(spec.architecture, _as_it_is)(rest, array, spec):
         yield prefix + own, part
 
 
-def _as_it_is(rest: str, array: NDArray[Any]) -> Iterator[Tensor]:
+def _as_it_is(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
     yield rest, array
 
 
-def _mixtral(rest: str, array: NDArray[Any]) -> Iterator[Tensor]:
+def _mixtral(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
     match = re.fullmatch(r"block_sparse_moe\.(gate|experts\.\d+\.(w[123]))\.weight", rest)
     if match is None:
         yield rest, array
@@ -53,11 +54,11 @@ def _mixtral(rest: str, array: NDArray[Any]) -> Iterator[Tensor]:
         yield f"mlp.{match[1].removesuffix(match[2])}{_MIXTRAL[match[2]]}.weight", array
 
 
-def _glm(rest: str, array: NDArray[Any]) -> Iterator[Tensor]:
+def _glm(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
     yield rest.replace("mlp.shared_experts.", "mlp.shared_expert."), array
 
 
-def _oss(rest: str, array: NDArray[Any]) -> Iterator[Tensor]:
+def _oss(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
     """Experts in one tensor, gates and what they let through as neighbours: [E, in, out] of plain numbers, or of MXFP4
     [E, out, ...]."""
     match = _OSS.fullmatch(rest)
@@ -75,8 +76,45 @@ def _oss(rest: str, array: NDArray[Any]) -> Iterator[Tensor]:
             yield f"{at}up_proj.{end}", one[1::2]
 
 
-_RULES: dict[str, Callable[[str, NDArray[Any]], Iterator[Tensor]]] = {
+def _hunyuan(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
+    yield rest.replace(".query_layernorm.", ".q_norm.").replace(".key_layernorm.", ".k_norm."), array
+
+
+def _deepseek(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
+    """What makes keys and values of latents in one matrix [Q (plain + value), rank]."""
+    latent = spec.latent
+    assert latent is not None
+    shape = (spec.heads, latent.plain + latent.value, latent.rank)
+    if rest != "self_attn.kv_b_proj.weight" or array.shape != (shape[0] * shape[1], shape[2]):
+        yield from _glm(rest, array, spec)
+        return
+    for head, one in enumerate(array.reshape(shape)):
+        # Queries go through keys the other way round.
+        yield f"{KEYS}.{head}.weight", one[: latent.plain].T
+        yield f"{VALUES}.{head}.weight", one[latent.plain :]
+
+
+def _phi(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
+    """Queries, keys and values in one matrix, gates and what they let through in another."""
+    kv = spec.kv_heads * spec.head_dim
+    fused = {
+        "self_attn.qkv_proj.weight": [("q", spec.heads * spec.head_dim), ("k", kv), ("v", kv)],
+        "mlp.gate_up_proj.weight": [("gate", spec.ffn), ("up", spec.ffn)],
+    }
+    if rest not in fused or len(array) != sum(rows for _, rows in fused[rest]):
+        yield rest, array
+        return
+    place, at = rest.partition(".")[0], 0
+    for name, rows in fused[rest]:
+        yield f"{place}.{name}_proj.weight", array[at : at + rows]
+        at += rows
+
+
+_RULES: dict[str, Callable[[str, NDArray[Any], ModelSpec], Iterator[Tensor]]] = {
     "MixtralForCausalLM": _mixtral,
     "Glm4MoeForCausalLM": _glm,
     "GptOssForCausalLM": _oss,
+    "HunYuanDenseV1ForCausalLM": _hunyuan,
+    "Phi3ForCausalLM": _phi,
+    **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"), _deepseek),
 }

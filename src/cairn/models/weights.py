@@ -36,6 +36,7 @@ from cairn.models.files import (
 )
 from cairn.models.gguf import read_gguf
 from cairn.models.gguf_weights import GgufWeights
+from cairn.models.latent_spec import latent_tensors
 from cairn.models.mixture_spec import mixture_tensors
 from cairn.models.mxfp4 import PARTS, joined
 from cairn.models.stored import own_tensors
@@ -93,12 +94,14 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (spec.ffn, spec.hidden, spec.mlp_bias),
         "mlp.down_proj": (spec.hidden, spec.ffn, spec.mlp_bias),
     }
+    latent = {} if spec.latent is None else latent_tensors(spec, spec.latent)
     norms = _norms(spec)
     mixture = {} if spec.experts is None else mixture_tensors(spec, spec.experts)
     for layer in range(spec.layers):
         prefix = f"model.layers.{layer}."
         sparse = spec.experts is not None and layer in spec.experts.layers
-        matrices = attention if sparse else attention | mlp
+        matrices = ({} if latent else attention) | ({} if sparse else mlp)
+        shapes |= {prefix + name: shape for name, shape in latent.items()}
         shapes |= {prefix + name: shape for name, shape in mixture.items() if sparse}
         if spec.sinks:
             shapes[f"{prefix}self_attn.sinks"] = (spec.heads,)

@@ -194,6 +194,7 @@ struct RopeWrite {
     Index heads;
     Index turned;           // numbers of a head that are turned, from the first on
     bool q_whole, k_whole;  // whether a norm is over all heads together
+    bool late;              // whether norms come after turning
 };
 
 // Queries of one row that are computed together, for one key-value head.
@@ -220,6 +221,22 @@ struct Attend {
     Index high(Index at) const { return !both ? at + 1 : window && at + window < length ? at + window : length; }
 };
 
+// Norms and turns a token's latent and stores it: see `latent_write` in kernels/base.py. Of its pages, one row a token.
+struct LatentWrite {
+    const float *x, *angles, *norm;
+    float eps;
+    Pages kv;
+    const std::int32_t* slots;
+    Index turned;
+    bool neighbours;
+};
+
+// `attend.kv.heads` counts groups of query heads that are computed together, of which `attend.kv_head` is one.
+struct LatentAttend {
+    Attend attend;
+    Index rank;  // numbers of a row that are its value
+};
+
 struct Passes;  // sampler.h
 
 struct Variant {
@@ -240,6 +257,9 @@ struct Variant {
     void (*embed)(const void* row, Dtype dtype, Index size, float* out);
     void (*rope_write)(const RopeWrite&, Index token, Index kv_head);
     void (*attend)(const Attend&);
+    void (*latent_write)(const LatentWrite&, Index token);
+    void (*turn_pairs)(const float* x, const float* cos, const float* sin, Index size, bool neighbours, float* out);
+    void (*latent_attend)(const LatentAttend&);
     // For the roofline: see probe.h. `chains` of 16 multiply-adds make one turn.
     float (*read_all)(const float* from, Index count);
     float (*multiply_add)(Index turns, float factor);

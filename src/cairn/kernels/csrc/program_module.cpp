@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "arrays.h"
+#include "latent_module.h"
 #include "matrix.h"
 #include "program.h"
 #include "team.h"
@@ -34,19 +35,11 @@ Activation activation_of(const std::string& name) {
     return Activation::gelu_tanh;
 }
 
-// KV as numpy holds it: float32, float16, or bfloat16 as 16-bit integers.
 Pages pages_of(const Pool& kv, int layer) {
     check(kv.ndim() == 6 && kv.shape(2) == 2 && kv.shape(4) == BLOCK_TOKENS, "KV is [blocks, layers, 2, K, 16, D]");
     check(layer >= 0 && layer < static_cast<int>(kv.shape(1)), "the layer is in the KV");
     check(kv.shape(5) % 2 == 0 && kv.shape(5) <= MAX_HEAD, "a head has an even size of at most 1024");
-    Dtype dtype = Dtype::f32;
-    if (kv.dtype() == nb::dtype<std::uint16_t>())
-        dtype = Dtype::bf16;
-    else if (kv.dtype().code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float) && kv.dtype().bits == 16)
-        dtype = Dtype::f16;
-    else
-        check(kv.dtype() == nb::dtype<float>(), "KV is float32, float16 or bfloat16");
-    return {static_cast<std::byte*>(kv.data()), dtype, static_cast<Index>(kv.shape(1)), layer,
+    return {static_cast<std::byte*>(kv.data()), pool_dtype(kv), static_cast<Index>(kv.shape(1)), layer,
             static_cast<Index>(kv.shape(3)), static_cast<Index>(kv.shape(5))};
 }
 
@@ -133,7 +126,7 @@ void norm_project(Program& program, const ConstFloats& hidden, const ConstFloats
 
 void rope_write(Program& program, const ConstFloats& qkv, const std::optional<ConstFloats>& angles,
                 const std::optional<ConstFloats>& q_norm, const std::optional<ConstFloats>& k_norm, double eps,
-                const Pool& kv, int layer, const Ints& slots, const Floats& query) {
+                const Pool& kv, int layer, const Ints& slots, const Floats& query, bool late) {
     const Pages pages = pages_of(kv, layer);
     const Index heads = heads_of(query, pages);
     check(qkv.ndim() == 2 && static_cast<Index>(qkv.shape(1)) == (heads + 2 * pages.heads) * pages.size,
@@ -148,7 +141,7 @@ void rope_write(Program& program, const ConstFloats& qkv, const std::optional<Co
     program.rope_write({qkv.data(), angles ? angles->data() : nullptr, q_norm ? q_norm->data() : nullptr,
                         k_norm ? k_norm->data() : nullptr, static_cast<float>(eps), pages, slots.data(), query.data(),
                         heads, angles ? static_cast<Index>(angles->shape(2)) * 2 : 0, whole(q_norm, heads),
-                        whole(k_norm, pages.heads)});
+                        whole(k_norm, pages.heads), late});
 }
 
 void attention(Program& program, const ConstFloats& query, const Pool& kv, int layer, const Ints& rows,
@@ -265,8 +258,9 @@ void bind_program(nb::module_& module, const Variant& (*find)(const std::string&
     // A converted array would be a copy that dies while the program still points into it.
     const auto array = nb::arg().noconvert();
     const auto maybe = nb::arg().noconvert().none();
-    nb::class_<Program>(module, "Program")
-        .def("__init__", [find](Program* self, const std::string& variant,
+    nb::class_<Program> program(module, "Program");
+    bind_latent(program);
+    program.def("__init__", [find](Program* self, const std::string& variant,
                             std::shared_ptr<Team> team) { new (self) Program(find(variant), std::move(team)); })
         .def("embed", &embed, array, nb::arg(), array, array)
         .def("embed", &look_up, nb::arg(), array, array)
@@ -279,7 +273,8 @@ void bind_program(nb::module_& module, const Variant& (*find)(const std::string&
         .def("gate", &gate, array, nb::arg(), array)
         .def("add", &add, array, array)
         .def("norm_project", &norm_project, array, array, nb::arg(), nb::arg(), array)
-        .def("rope_write", &rope_write, array, maybe, maybe, maybe, nb::arg(), array, nb::arg(), array, array)
+        .def("rope_write", &rope_write, array, maybe, maybe, maybe, nb::arg(), array, nb::arg(), array, array,
+             nb::arg() = false)
         .def("attention", &attention, array, array, nb::arg(), array, array, nb::arg(), nb::arg(), array,
              nb::arg() = 0.0, nb::arg() = false, maybe = nb::none())
         .def("project_add", &project_add, array, nb::arg(), array)
