@@ -542,11 +542,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if own.once else 2, own.kv_heads or self.kv_heads, BLOCK_TOKENS, own.head_dim or self.head_dim
 
     @property
-    def attended(self) -> int:
-        """Numbers of a token that attention gives."""
-        return self.heads * (self.head_dim if self.latent is None else self.latent.value)
-
-    @property
     def head_dims(self) -> tuple[int, ...]:
         """Numbers in a row of a page, of each group."""
         return tuple(self.page(group)[3] for group in range(len(self.groups)))

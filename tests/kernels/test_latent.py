@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.tiny_models import KERNELS
 
+from cairn.kernels.base import Quantized
 from cairn.kernels.choose import load_kernels
 from cairn.types import BLOCK_TOKENS
 
@@ -158,3 +159,39 @@ def test_a_token_that_is_no_number_spoils_none_before_it(kind: str) -> None:
         (got,) = case.run(kernels, "float32", True, 0.3)
     kernels.close()
     assert got[:25].tobytes() == clean[:25].tobytes() and np.isnan(got[25:]).all()
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "bfloat16"])
+@pytest.mark.parametrize("kind", KERNELS)
+def test_heads_with_packed_matrices_are_those_of_products_alone(kind: str, form: str) -> None:
+    """Each head's numbers are what `project` makes of them with the head's own matrix, bit for bit."""
+    rng = np.random.default_rng(5)
+    heads, plain, turned, rank, count = 3, 64, 8, 40, 21
+    every = [packed(rng, form, rank, plain) for _ in range(heads)]
+    x = rng.standard_normal((count, heads * (plain + turned)), dtype=np.float32)
+    angles = rng.uniform(-1, 1, (count, 2, turned // 2)).astype(np.float32)
+    for threads in (1, 2):
+        kernels = load_kernels(kind, threads)
+        matrices = [kernels.matrix([one], [None]) for one in every]
+        query = np.zeros((count, heads, rank + turned), np.float32)
+        kernels.latent_queries(x, matrices, angles, True, query)
+        for head, matrix in enumerate(matrices):
+            want = np.zeros((count, rank), np.float32)
+            part = np.ascontiguousarray(x.reshape(count, heads, -1)[:, head, :plain])
+            kernels.project(part, matrix, want)
+            assert query[:, head, :rank].tobytes() == want.tobytes()
+            # `latent_values` multiplies in the same way.
+            again = np.zeros((count, heads * rank), np.float32)
+            kernels.latent_values(np.ascontiguousarray(np.repeat(part[:, None], heads, 1)), matrices, again)
+            assert again.reshape(count, heads, rank)[:, head].tobytes() == want.tobytes()
+        kernels.close()
+
+
+def packed(rng: np.random.Generator, form: str, out: int, inner: int) -> Any:
+    """A random matrix [out, inner] as weights may be held."""
+    if form == "bfloat16":
+        return rng.standard_normal((out, inner)).astype(ml_dtypes.bfloat16)
+    scale = np.full((out, inner // 32), 0.01, np.float16)
+    if form == "int8":
+        return Quantized(8, rng.integers(-127, 128, (out, inner), dtype=np.int8), scale)
+    return Quantized(4, rng.integers(0, 16, (out, inner), dtype=np.uint8), scale)

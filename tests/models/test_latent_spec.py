@@ -33,7 +33,7 @@ def test_a_page_keeps_what_all_heads_are_made_of_once(tmp_path: Path) -> None:
 
 def test_published_sizes_keep_576_numbers_a_token(tmp_path: Path) -> None:
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-    folder = write_config(tmp_path, **TINY | sizes | {"hidden_size": 512, "num_attention_heads": 128})
+    folder = write_config(tmp_path, **TINY | sizes | {"num_attention_heads": 128, "num_key_value_heads": 128})
     spec = load_spec(folder, identify=False)
     assert block_bytes(spec, "bfloat16") == (spec.layers * 16 * 576 * 2,)
     assert pool_blocks(spec, Config(kv_gb=0.1), free=1 << 40) == (0.1e9 // block_bytes(spec, "bfloat16")[0],)

@@ -114,7 +114,7 @@ def test_the_memory_of_experts_is_counted_and_a_token_streams_those_it_chooses(
     (layer,) = built.layers
     assert isinstance(layer.mlp, Mixture)
     experts = sum(one.nbytes for one in (*layer.mlp.gate_up, *layer.mlp.down))
-    others = layer.qkv.nbytes + layer.out.nbytes + layer.mlp.router.nbytes
+    others = layer.attention.qkv.nbytes + layer.attention.out.nbytes + layer.mlp.router.nbytes
     if kernels != "reference":  # whose products are in float32
         assert (told.streamed, told.experts) == (others, experts)
         assert told.read(1) == others + round(experts / 3)  # two of six

@@ -280,6 +280,22 @@ class Kernels(Protocol):
         """query[M, Q, D] *= 1 + beta log(1 + floor(position / original)) of its positions[M]."""
         ...
 
+    def norm_heads(self, x: Array, first: int, heads: int, weight: Array, eps: float) -> None:
+        """Norm heads of the size D of weight[D] in x[M, W], in place: so many, from head `first` on."""
+        ...
+
+    def turn_heads(self, x: Array, angles: Array, query: Array) -> None:
+        """query[M, Q, D] = x[M, Q D], whose heads are turned by angles[M, 2, r / 2] as in `rope_write`."""
+        ...
+
+    def scale_by(self, hidden: Array, factor: Array) -> None:
+        """hidden[M, H] *= factor[1]."""
+        ...
+
+    def gate_with(self, x: Array, activation: str, by: Array, first: int, out: Array) -> None:
+        """out[M, P] = act(x[M, P]) * by[M, first : first + P]; `out` may be `x`."""
+        ...
+
     def latent_write(
         self,
         x: Array,

@@ -265,6 +265,18 @@ class NativeKernels:
     def scale_queries(self, query: Any, positions: Any, beta: float, original: float) -> None:
         self._run("scale_queries", (query, positions, beta, original), tokens=len(query))
 
+    def norm_heads(self, x: Any, first: int, heads: int, weight: Any, eps: float) -> None:
+        self._run("norm_heads", (x, first, heads, weight, eps), tokens=len(x))
+
+    def turn_heads(self, x: Any, angles: Any, query: Any) -> None:
+        self._run("turn_heads", (x, angles, query), tokens=len(x))
+
+    def scale_by(self, hidden: Any, factor: Any) -> None:
+        self._run("scale_by", (hidden, factor), tokens=len(hidden))
+
+    def gate_with(self, x: Any, activation: str, by: Any, first: int, out: Any) -> None:
+        self._run("gate_with", (x, activation, by, first, out), tokens=len(x))
+
     def latent_write(
         self, x: Any, angles: Any, neighbours: bool, norm: Any, eps: float, kv: Any, layer: int, slots: Any
     ) -> None:

@@ -247,6 +247,20 @@ class ReferenceKernels:
         turns = np.floor(positions.astype(np.float32) / np.float32(original))
         query *= (1 + np.float32(beta) * np.log(1 + turns))[:, None, None]
 
+    def norm_heads(self, x: Floats, first: int, heads: int, weight: Floats, eps: float) -> None:
+        size = len(weight)
+        part = x[:, first * size : (first + heads) * size]
+        part[:] = rms_norm(np.ascontiguousarray(part).reshape(len(x), heads, size), weight, eps).reshape(part.shape)
+
+    def turn_heads(self, x: Floats, angles: Floats, query: Floats) -> None:
+        _rotate(x.reshape(query.shape), angles, query)
+
+    def scale_by(self, hidden: Floats, factor: Floats) -> None:
+        hidden *= factor
+
+    def gate_with(self, x: Floats, activation: str, by: Floats, first: int, out: Floats) -> None:
+        out[:] = ACTIVATIONS[activation](x) * by[:, first : first + x.shape[1]]
+
     def latent_write(
         self,
         x: Floats,

@@ -51,27 +51,32 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
+class Attention:
+    """A layer's attention."""
+
+    window: int
+    turned: bool
+    """Whether it knows positions."""
+    qkv: Matrix
+    q_norm: Array | None
+    k_norm: Array | None
+    out: Matrix
+    sinks: Array | None
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One layer's weights as the kernels packed them, and where its KV lives."""
 
     group: int
     index: int
     """Place among the layers of its group."""
-    window: int
-    turned: bool
-    """Whether it knows positions."""
     attention_norm: Array | None
-    qkv: Matrix | None
-    """None where `latent` is what attends."""
-    q_norm: Array | None
-    k_norm: Array | None
-    out: Matrix
+    attention: Attention | LatentAttention
     attention_post_norm: Array | None
     mlp_norm: Array | None
     mlp: Mlp | Mixture
     mlp_post_norm: Array | None
-    sinks: Array | None
-    latent: LatentAttention | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,23 +188,29 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
             return build_mixture(matrix, vector, spec.experts)
         return Mlp(gate_up=matrix("mlp.gate_proj", "mlp.up_proj"), down=matrix("mlp.down_proj"))
 
+    def attention() -> Attention | LatentAttention:
+        if spec.latent is not None:
+            return build_latent(matrix, vector, spec, spec.latent)
+        return Attention(
+            window=spec.groups[group].window,
+            turned=layer not in spec.unturned,
+            qkv=matrix("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            q_norm=norm("self_attn.q_norm"),
+            k_norm=norm("self_attn.k_norm"),
+            out=matrix("self_attn.o_proj"),
+            sinks=vector("self_attn.sinks") if spec.sinks else None,
+        )
+
     pre, post = spec.pre_norms, spec.post_norms
     return Layer(
         group=group,
         index=spec.groups[group].layers.index(layer),
-        window=spec.groups[group].window,
-        turned=layer not in spec.unturned,
         attention_norm=norm("input_layernorm"),
-        qkv=None if spec.latent else matrix("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        q_norm=norm("self_attn.q_norm"),
-        k_norm=norm("self_attn.k_norm"),
-        out=matrix("self_attn.o_proj"),
+        attention=attention(),
         attention_post_norm=norm("post_attention_layernorm", post),
         mlp_norm=norm("pre_feedforward_layernorm" if post else "post_attention_layernorm", pre),
         mlp=mlp(),
         mlp_post_norm=norm("post_feedforward_layernorm", post),
-        sinks=vector("self_attn.sinks") if spec.sinks else None,
-        latent=build_latent(matrix, vector, spec, spec.latent) if spec.latent else None,
     )
 
 
@@ -222,7 +233,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         normed=kernels.allocate((tokens, spec.hidden), "float32"),
         qkv=kernels.allocate((tokens, own * (query + 2 * kv)), "float32"),
         query=kernels.allocate((tokens, own * spec.heads, spec.head_dim), "float32"),
-        attended=kernels.allocate((tokens, spec.attended), "float32"),
+        attended=kernels.allocate((tokens, own * query), "float32"),
         gates=kernels.allocate((tokens, 2 * spec.ffn), "float32"),
         gated=kernels.allocate((tokens, spec.ffn), "float32"),
         projected=kernels.allocate((tokens, spec.hidden), "float32"),
@@ -256,12 +267,12 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
     for layer in decoder.layers:
         g = layer.group
         x = _normed(k, decoder, layer.attention_norm, b)
-        if layer.latent is not None:
+        g = layer.group
+        if isinstance(layer.attention, LatentAttention):
             places = (b.angles[g], kv[g], layer.index, b.slots[g], b.rows, b.tables[g])
-            run_latent(k, layer.latent, x, *places, decoder.scale, b.latent, b.attended)
+            run_latent(k, layer.attention, x, *places, decoder.scale, b.latent, b.projected)
         else:
-            _attend(k, decoder, layer, x, kv[g], b)
-        k.project(b.attended, layer.out, b.projected)
+            _attend(k, decoder, layer, layer.attention, kv, x, b)
         _add(k, decoder, layer.attention_post_norm, b)
         x = _normed(k, decoder, layer.mlp_norm, b)
         if isinstance(layer.mlp, Mixture):
@@ -273,18 +284,21 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
         _add(k, decoder, layer.mlp_post_norm, b)
 
 
-def _attend(k: Kernels, decoder: Decoder, layer: Layer, x: Any, kv: Array, b: Buffers) -> None:
-    """b.attended = attention of x[M, H] over keys and values."""
+def _attend(
+    k: Kernels, decoder: Decoder, layer: Layer, own: Attention, kv: Sequence[Array], x: Any, b: Buffers
+) -> None:
+    """What a layer's attention makes of x, in `b.projected`."""
     g = layer.group
-    k.project(x, layer.qkv, b.qkv)
-    angles = b.angles[g] if layer.turned else None
-    norms = (layer.q_norm, layer.k_norm, decoder.eps)
-    k.rope_write(b.qkv, angles, *norms, kv, layer.index, b.slots[g], b.query, decoder.late_norms)
+    k.project(x, own.qkv, b.qkv)
+    angles = b.angles[g] if own.turned else None
+    norms = (own.q_norm, own.k_norm, decoder.eps)
+    k.rope_write(b.qkv, angles, *norms, kv[g], layer.index, b.slots[g], b.query, decoder.late_norms)
     if decoder.query_scaling is not None:
         k.scale_queries(b.query, b.positions, *decoder.query_scaling)
-    places = (kv, layer.index, b.rows, b.tables[g], layer.window)
-    how = (decoder.scale, b.attended, decoder.softcap, decoder.both, layer.sinks)
+    places = (kv[g], layer.index, b.rows, b.tables[g], own.window)
+    how = (decoder.scale, b.attended, decoder.softcap, decoder.both, own.sinks)
     k.attention(b.query, *places, *how)
+    k.project(b.attended, own.out, b.projected)
 
 
 def _normed(k: Kernels, decoder: Decoder, norm: Array | None, b: Buffers) -> Any:

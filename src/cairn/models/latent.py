@@ -37,6 +37,7 @@ class LatentAttention:
     keys: tuple[Matrix, ...]
     values: tuple[Matrix, ...]
     """Of each head."""
+    out: Matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class LatentBuffers:
     """float32 [M, Q, rank + turned]"""
     mixed: Any
     """float32 [M, Q, rank]"""
+    attended: Any
+    """float32 [M, Q V]"""
 
     def map(self, make: Callable[[Any], Any]) -> LatentBuffers:
         """The buffers with something made of each."""
@@ -71,6 +74,7 @@ def build_latent(matrix: Pack, vector: Callable[[str], Array], spec: ModelSpec, 
         kv_norm=vector("self_attn.kv_a_layernorm.weight"),
         keys=tuple(matrix(f"{KEYS}.{head}") for head in range(spec.heads)),
         values=tuple(matrix(f"{VALUES}.{head}") for head in range(spec.heads)),
+        out=matrix("self_attn.o_proj"),
     )
 
 
@@ -78,7 +82,7 @@ def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Of each buffer, without its first axis."""
     latent, heads = spec.latent, spec.heads
     if latent is None:
-        return {"low": (0,), "queries": (0,), "kv": (0,), "query": (0, 0), "mixed": (0, 0)}
+        return {"low": (0,), "queries": (0,), "kv": (0,), "query": (0, 0), "mixed": (0, 0), "attended": (0,)}
     kept = latent.rank + spec.turned
     return {
         "low": (latent.query_rank,),
@@ -86,6 +90,7 @@ def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "kv": (kept,),
         "query": (heads, kept),
         "mixed": (heads, latent.rank),
+        "attended": (heads * latent.value,),
     }
 
 
@@ -101,7 +106,7 @@ def latent_numbers(spec: ModelSpec) -> int:
     if spec.latent is None:
         return 0
     kept = spec.latent.rank + spec.turned
-    return spec.latent.query_rank + spec.heads * (spec.head_dim + kept + spec.latent.rank) + kept
+    return spec.latent.query_rank + spec.heads * (spec.head_dim + kept + spec.latent.rank + spec.latent.value) + kept
 
 
 def run_latent(
@@ -118,7 +123,7 @@ def run_latent(
     b: LatentBuffers,
     out: Any,
 ) -> None:
-    """out[M, Q V] = attention of x[M, H], whose latents are written to `slots` of layer `index` of the cache `kv`."""
+    """out[M, H] = attention of x[M, H], whose latents are written to `slots` of layer `index` of the cache `kv`."""
     how = layer.facts
     if layer.query_down is None:
         k.project(x, layer.query, b.queries)
@@ -130,4 +135,5 @@ def run_latent(
     k.latent_write(b.kv, angles, how.neighbours, layer.kv_norm, how.eps, kv, index, slots)
     k.latent_queries(b.queries, layer.keys, angles, how.neighbours, b.query)
     k.latent_attention(b.query, kv, index, rows, tables, scale, b.mixed)
-    k.latent_values(b.mixed, layer.values, out)
+    k.latent_values(b.mixed, layer.values, b.attended)
+    k.project(b.attended, layer.out, out)

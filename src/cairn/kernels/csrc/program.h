@@ -81,6 +81,13 @@ class Program {
     // As `attention`.
     void latent_attention(const LatentAttend& job, const std::int32_t* rows, const std::int32_t* tables, Index width,
                           Index most);
+    // Heads of rows of `wide` numbers, from number `from` on, in place.
+    void norm_heads(float* x, Index wide, Index from, Index heads, Norm norm);
+    void turn_heads(const float* x, Index heads, Index size, const float* angles, Index turned, float* out);
+    void scale_by(float* hidden, Index size, const float* factor);
+    // activation(x) times `size` numbers of rows of `wide`.
+    void gate_with(const float* x, Index size, Activation activation, const float* by, Index wide, Index from,
+                   float* out);
     // Each head's x, of `wide` numbers, through its matrix.
     void heads_product(const float* x, Index wide, const std::vector<MatrixView>& matrices, float* out, Index out_wide,
                        Index most);

@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "arrays.h"
+#include "heads_module.h"
 #include "latent_module.h"
 #include "matrix.h"
 #include "program.h"
@@ -24,15 +25,6 @@ Norm norm_of(const ConstFloats& x, const ConstFloats& weight, double eps) {
 void fits(const ConstFloats& x, const Matrix& matrix, const Floats& out) {
     check(x.ndim() == 2 && static_cast<Index>(x.shape(1)) == matrix.view().inner, "an input has the matrix's width");
     check(out.ndim() == 2 && static_cast<Index>(out.shape(1)) == matrix.view().out, "an output has the matrix's width");
-}
-
-Activation activation_of(const std::string& name) {
-    if (name == "silu") return Activation::silu;
-    if (name == "gelu") return Activation::gelu;
-    if (name == "tanh") return Activation::tanh;
-    if (name == "clamped_silu") return Activation::clamped_silu;
-    check(name == "gelu_tanh", "the activation is silu, gelu, gelu_tanh, tanh or clamped_silu");
-    return Activation::gelu_tanh;
 }
 
 Pages pages_of(const Pool& kv, int layer) {
@@ -260,6 +252,7 @@ void bind_program(nb::module_& module, const Variant& (*find)(const std::string&
     const auto maybe = nb::arg().noconvert().none();
     nb::class_<Program> program(module, "Program");
     bind_latent(program);
+    bind_heads(program);
     program.def("__init__", [find](Program* self, const std::string& variant,
                             std::shared_ptr<Team> team) { new (self) Program(find(variant), std::move(team)); })
         .def("embed", &embed, array, nb::arg(), array, array)
