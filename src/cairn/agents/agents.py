@@ -43,6 +43,8 @@ from cairn.text.chat import Sampled
 from cairn.text.grammar import ANYTHING, Wanted
 from cairn.types import Done
 
+KEPT_SECONDS = 0.25
+"""How long the end of an answer waits for a disk to take what was sampled for it."""
 LOCK_SECONDS = 5.0
 """How long a start waits for a process that still holds the folder."""
 
@@ -234,6 +236,14 @@ class Agents:
         with contextlib.suppress(Unavailable):  # the log is closed
             self.writer.append(record)
             self._replays.add(record, now, key)
+
+    async def kept(self) -> None:
+        """Wait, a moment at most, until what `keep` was told would outlive this process.
+
+        A client that has an answer sends it back, and what was sampled for it must then be known, or the prompt is
+        another split into tokens, and so may the next answer be.
+        """
+        await self.writer.written(KEPT_SECONDS)
 
     def add_request_context(self, agent: Agent, ids: Sequence[int]) -> None:
         """An ordinary request in the agent's name is over, and this is its context: its KV goes with the agent."""
