@@ -133,7 +133,7 @@ class Models:
             if self._by_name.get(own) in (None, model):
                 model.name = own
             model.config = msgspec.structs.replace(model.config, served_name=model.name)
-        model.names |= {own, *_ends(model.reference)}
+        model.names |= {own}
         for name in (model.name, *sorted(model.names)):
             self._by_name.setdefault(name, model)
 
@@ -320,8 +320,7 @@ class Models:
         before = model.loaded.service if model.loaded is not None else None
         model.loaded = Loaded(service, fit, self._clock.now(), model.ttl)
         model.spec, model.identity = service.spec, service.spec.identity
-        if model.config.served_name is not None or model.name == model.reference:
-            model.name = service.name
+        model.name = service.name
         model.names |= service.names
         for name in (model.name, *sorted(service.names)):
             self._by_name.setdefault(name, model)
@@ -617,12 +616,6 @@ class Models:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _ends(reference: str) -> set[str]:
-    """What a model may be called by where it lies."""
-    last = reference.rstrip("/").rpartition("/")[2]
-    return {reference, last, last.removesuffix(".gguf")} - {""}
 
 
 def _located(config: Config) -> Path:

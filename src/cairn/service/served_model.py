@@ -64,9 +64,10 @@ class ServedModel:
         self.share = options.kv_share
         self.part = 0.0
         """Its part of the bytes of stored KV, where several models share them."""
-        self.name = options.name or self.config.served_name or options.model
+        last = options.model.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+        self.name = self.config.served_name or last or options.model
         """What clients call it: its own name, once that is known, unless an option gives another."""
-        self.names: frozenset[str] = frozenset({self.name, *self.config.alias})
+        self.names: frozenset[str] = frozenset({self.name, *self.config.alias, *ends_of(options.model)})
         self.place: Path | None = None
         self.spec: ModelSpec | None = None
         """What its files say, once they were read."""
@@ -112,6 +113,12 @@ class ServedModel:
 
         self.place = place = hub.locate(self.config.model)
         self.spec = with_judge(load_spec(place, identify=False), place, self.config.kind)
+
+
+def ends_of(reference: str) -> set[str]:
+    """What a model may be called by where it lies."""
+    last = reference.rstrip("/").rpartition("/")[2]
+    return {reference, last, last.removesuffix(".gguf")} - {""}
 
 
 def config_of(config: Config, options: ModelOptions) -> Config:

@@ -25,18 +25,18 @@ class RequestIds:
 
 
 class Services:
-    """The loaded services by the identity of their models. There is always a first one, or was."""
+    """The loaded services. There is always a first one, or was. Two may have the same model, with other options."""
 
     def __init__(self, first: Service) -> None:
         self._first = first
-        self._loaded = {first.spec.identity: first}
+        self._loaded = [first]
         self._contexts = {first.spec.identity: first.spec.context}
         self._ended = (0, 0)
         """Bytes read from and written to the disk by services that are gone."""
         self._watchers: list[Callable[[Service], None]] = []
 
     def __iter__(self) -> Iterator[Service]:
-        return iter(tuple(self._loaded.values()))
+        return iter(tuple(self._loaded))
 
     @property
     def first(self) -> Service:
@@ -44,8 +44,8 @@ class Services:
         return self._first
 
     def of(self, identity: bytes) -> Service | None:
-        """The service of a model, where it is loaded."""
-        return self._loaded.get(identity)
+        """A service of this model, where it is loaded."""
+        return next((one for one in self._loaded if one.spec.identity == identity), None)
 
     def known(self, identity: bytes) -> bool:
         """Whether this server has, or has had, the model loaded: its KV may be on the disk, and it may come back."""
@@ -53,7 +53,7 @@ class Services:
 
     def away(self, but: Collection[bytes] = ()) -> set[bytes]:
         """The models that were loaded and are not now, without these."""
-        return {identity for identity in self._contexts if identity not in self._loaded and identity not in but}
+        return {one for one in self._contexts if one not in but and self.of(one) is None}
 
     def context(self, identity: bytes) -> int:
         """The longest context of a model that is `known`."""
@@ -67,7 +67,7 @@ class Services:
         """A model was loaded."""
         if not self._loaded:
             self._first = service
-        self._loaded[service.spec.identity] = service
+        self._loaded.append(service)
         self._contexts[service.spec.identity] = service.spec.context
         for watcher in self._watchers:
             watcher(service)
@@ -78,15 +78,16 @@ class Services:
 
     def remove(self, service: Service) -> None:
         """A model is being unloaded."""
-        if self._loaded.get(service.spec.identity) is service:
-            del self._loaded[service.spec.identity]
+        if service not in self._loaded:
+            return
+        self._loaded.remove(service)
         read, written = service.metrics.disk_bytes
         self._ended = (self._ended[0] + read, self._ended[1] + written)
         if service is self._first and self._loaded:
-            self._first = next(iter(self._loaded.values()))
+            self._first = self._loaded[0]
 
     @property
     def disk_bytes(self) -> tuple[int, int]:
         """Bytes of KV (read from, written to) the disk by all workers of this process."""
-        pairs = [self._ended, *(one.metrics.disk_bytes for one in self._loaded.values())]
+        pairs = [self._ended, *(one.metrics.disk_bytes for one in self._loaded)]
         return sum(read for read, _ in pairs), sum(written for _, written in pairs)

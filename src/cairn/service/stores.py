@@ -26,6 +26,8 @@ from cairn.types import ModelSpec
 GB = 10**9
 NAME_DIGITS = 32
 """Of a model's identity, in the name of its folder below the one that several share."""
+TWINS = ("", "-2", "-3", "-4")
+"""What is added to it where the same model is loaded more than once."""
 MOST_AHEAD = 1 << 30
 """Bytes of the KV pool whose memory is taken while the model loads, at most."""
 
@@ -78,23 +80,36 @@ def open_stores(
         except OSError as error:
             return stores, f"no KV is kept on the disk: what check-codec found cannot be read: {error}"
         try:
-            stores["disk"] = DiskStore(
-                files,
-                folder / OF_MODELS / spec.identity.hex()[:NAME_DIGITS] if part else folder,
-                identity=info.identity,
-                model=config.served_name or spec.name,
-                codec=codec,
-                clock=clock,
-                budget=None if config.kv_disk_gb is None else int((part or 1.0) * config.kv_disk_gb * GB),
-                share=part or 1.0,
-                ttl=config.kv_ttl or math.inf,
-                fresh=config.kv_fresh,
-            )
+            places = _places(folder, spec, part)
+            for place in places:
+                try:
+                    stores["disk"] = DiskStore(
+                        files,
+                        place,
+                        identity=info.identity,
+                        model=config.served_name or spec.name,
+                        codec=codec,
+                        clock=clock,
+                        budget=None if config.kv_disk_gb is None else int((part or 1.0) * config.kv_disk_gb * GB),
+                        share=part or 1.0,
+                        ttl=config.kv_ttl or math.inf,
+                        fresh=config.kv_fresh,
+                    )
+                    break
+                except Conflict:  # the same model twice: each has a folder
+                    if place == places[-1]:
+                        raise
         except (ConfigError, Conflict) as error:
             if folder != users_folder(env).absolute():
                 raise
             trouble = f"no KV is kept on the disk: {error}"
     return stores, trouble
+
+
+def _places(folder: Path, spec: ModelSpec, part: float) -> list[Path]:
+    """Where the store of a model may be: the folder itself, or for one of several models a folder below it."""
+    own = folder / OF_MODELS / spec.identity.hex()[:NAME_DIGITS]
+    return [own.with_name(own.name + twin) for twin in TWINS] if part else [folder]
 
 
 def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem, folder: Path) -> Codec:
