@@ -449,5 +449,5 @@ def test_a_tenants_limits_stand_beside_its_keys(elsewhere):
     ada, bob = resolve({}, {}).config.tenants
     assert ada.limits == TenantLimits(requests_per_minute=5, weight=2.0) and bob.limits == TenantLimits()
     Path("cairn.toml").write_text("[tenants.ada]\napi_key = 'k1'\nweight = 0\n")
-    with pytest.raises(ConfigError, match="weight is 0 but must be a number from 0.01 to 100"):
+    with pytest.raises(ConfigError, match=r"weight is 0 but must be a number from 0\.01 to 100"):
         resolve({}, {})

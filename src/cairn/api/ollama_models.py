@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -42,6 +43,8 @@ from cairn.service.requests import sampling_defaults
 from cairn.service.served_model import ServedModel
 from cairn.service.service import Service
 from cairn.types import ModelSpec
+
+log = logging.getLogger("cairn.api")
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
 
@@ -230,8 +233,9 @@ class OllamaModels:
         if place not in self._facts:
             try:
                 self._facts[place] = await asyncio.to_thread(_facts, place, model.spec)
-            except CairnError:
-                return None
+            except ModelError as error:  # it is listed all the same
+                log.warning("%s: what its files hold cannot be told: %s", model.name, error)
+                self._facts[place] = _Facts(0, _iso(datetime.now(UTC)), {}, 0)
         return self._facts[place]
 
 
