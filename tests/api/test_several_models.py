@@ -152,6 +152,6 @@ def test_an_agents_context_survives_its_models_absence(server: Served) -> None:
     assert other.json()["model"] == "beta"
     again = post(server, "/v1/agents/eve/turns", messages=HELLO, max_tokens=4, temperature=0).json()
     assert again["model"] == "alpha"
-    cache, prompt = again["cache"], again["usage"]["prompt_tokens"]
+    cache, prompt = again["usage"]["cairn"], again["usage"]["prompt_tokens"]
     assert cache["disk"] >= first.json()["usage"]["prompt_tokens"] - 64, cache
     assert cache["computed"] + cache["disk"] + cache["pool"] == prompt and cache["computed"] < 160
