@@ -30,7 +30,8 @@ class Services:
     def __init__(self, first: Service) -> None:
         self._first = first
         self._loaded = [first]
-        self._contexts = {first.spec.identity: first.spec.context}
+        self._gone: dict[bytes, int] = {}
+        """The longest context of each model that was unloaded, by its identity."""
         self._ended = (0, 0)
         """Bytes read from and written to the disk by services that are gone."""
         self._watchers: list[Callable[[Service], None]] = []
@@ -49,15 +50,16 @@ class Services:
 
     def known(self, identity: bytes) -> bool:
         """Whether this server has, or has had, the model loaded: its KV may be on the disk, and it may come back."""
-        return identity in self._contexts
+        return self.of(identity) is not None or identity in self._gone
 
     def away(self, but: Collection[bytes] = ()) -> set[bytes]:
         """The models that were loaded and are not now, without these."""
-        return {one for one in self._contexts if one not in but and self.of(one) is None}
+        return {one for one in self._gone if one not in but and self.of(one) is None}
 
     def context(self, identity: bytes) -> int:
         """The longest context of a model that is `known`."""
-        return self._contexts[identity]
+        service = self.of(identity)
+        return self._gone[identity] if service is None else service.spec.context
 
     def watch(self, watcher: Callable[[Service], None]) -> None:
         """Call this with every service that is added from now on."""
@@ -68,7 +70,6 @@ class Services:
         if not self._loaded:
             self._first = service
         self._loaded.append(service)
-        self._contexts[service.spec.identity] = service.spec.context
         for watcher in self._watchers:
             watcher(service)
 
@@ -81,6 +82,7 @@ class Services:
         if service not in self._loaded:
             return
         self._loaded.remove(service)
+        self._gone[service.spec.identity] = service.spec.context
         read, written = service.metrics.disk_bytes
         self._ended = (self._ended[0] + read, self._ended[1] + written)
         if service is self._first and self._loaded:
