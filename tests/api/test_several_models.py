@@ -23,7 +23,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         {"model": str(places[2]), "load": False},
     ]
     config = folder / "cairn.toml"
-    lines = [f"[[models]]\n{''.join(f'{key} = {json.dumps(value)}' + chr(10) for key, value in one.items())}" for one in listed]
+    lines = [
+        f"[[models]]\n{''.join(f'{key} = {json.dumps(value)}' + chr(10) for key, value in one.items())}"
+        for one in listed
+    ]
     config.write_text("\n".join(lines))
     with served(config_file=str(config), kv_dir=str(folder / "kv"), kv_gb=0.02, max_loaded=2) as process:
         yield process
