@@ -36,6 +36,8 @@ class State:
         """Why new requests would not be served well now."""
         self.troubles = troubles
         """What does not work although they are."""
+        self.partly = models is not None and models.several and bool(models.troubles())
+        """Whether one of several models is not as it should be."""
 
 
 def routes() -> dict[str, Answering]:
@@ -62,10 +64,12 @@ async def root(call: Call, state: State) -> None:
 async def health(call: Call, state: State) -> None:
     """GET /health: 200 with status ok, or 503 while the model loads or new requests would not be served well.
 
+    Of several models some may not be well: then the status is `degraded`, the code still 200, and `troubles` say which.
+
     `status`, and `error` beside it, are what clients of llama-server look for.
     """
     if not state.reasons:
-        await call.json({"status": "ok", "reasons": [], "troubles": state.troubles})
+        await call.json({"status": "degraded" if state.partly else "ok", "reasons": [], "troubles": state.troubles})
         return
     message = "Loading model" if state.loading else "; ".join(state.reasons)
     error = {"code": 503, "message": message, "type": "unavailable_error"}

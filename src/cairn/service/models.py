@@ -541,26 +541,35 @@ class Models:
     # ---------------------------------------------------------------------------------------------------- how it is
 
     def unready(self) -> list[str]:
-        """Why new requests would not be served well now, of any model; empty when they would."""
+        """Why new requests would not be served well now; of several models only where that is true of all that are
+        loaded, else it is a trouble."""
         if not self.several:
             loaded = self.models[0].loaded
             return loaded.service.unready() if loaded is not None else []
-        found = []
-        for model, loaded in self.loaded():
-            found += [
-                reason if reason == SHUTTING_DOWN else f"{model.name}: {reason}" for reason in loaded.service.unready()
-            ]
+        reasons = self._reasons()
+        found = [reason for one in reasons.values() for reason in one] if reasons and all(reasons.values()) else []
         if self.draining and SHUTTING_DOWN not in found:
             found.append(SHUTTING_DOWN)
-        return list(dict.fromkeys(found))
+        return found
+
+    def _reasons(self) -> dict[str, list[str]]:
+        """Why each loaded model is not ready, by its name."""
+        found = {}
+        for model, loaded in self.loaded():
+            reasons = [reason for reason in loaded.service.unready() if reason != SHUTTING_DOWN]
+            found[model.name] = [f"{model.name}: {reason}" for reason in reasons]
+        return found
 
     def troubles(self) -> list[str]:
-        """What does not work although requests are served."""
+        """What does not work although requests are served. Nothing here names a place; the log and the admin's list
+        do."""
         found = []
         for model, loaded in self.loaded():
             name = f"{model.name}: " if self.several else ""
             found += [name + trouble for trouble in loaded.service.troubles()]
-        return found + [f"{one.name} cannot be loaded: {one.failure}" for one in self.models if one.state == "failed"]
+        if self.several and not all(reasons := self._reasons().values()):
+            found += [reason for one in reasons for reason in one]
+        return found + [f"{one.name} cannot be loaded" for one in self.models if one.state == "failed"]
 
     def metrics(self) -> Iterator[tuple[str, str, str, list[tuple[str, float]]]]:
         """What is measured of the models themselves: kind, name, help, and a value for each that was ever loaded."""
