@@ -20,7 +20,7 @@ from cairn.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 
 OPEN = frozenset({"/", "/v1/health", "/health", "/health/live", "/health/ready", "/health/startup"})
 """Routes that need no key."""
-ADMIN = ("/metrics", "/v1/cache", "/api/pull", "/api/delete")
+ADMIN = ("/metrics", "/v1/admin", "/v1/cache", "/v1/models/load", "/v1/models/unload", "/api/pull", "/api/delete")
 """Routes that need the admin key on a server with keys, with all below them."""
 AGENT = b"x-cairn-agent"
 KEY_LABEL = b"cairn tenant salt 1\0"

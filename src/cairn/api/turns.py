@@ -73,6 +73,7 @@ class TurnRoutes:
                 fork_on_conflict=bool(body.fork_on_conflict),
                 template_args=body.template_args(service.chat.knows),
                 wanted=body.wanted(),
+                service=service,
             )
         await self._answer(call, service, running, body, body.include_usage)
 
