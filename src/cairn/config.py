@@ -284,7 +284,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = ()
     page: Annotated[
-        bool, Meta(description="Answer browsers at / with a page: chat, the tree of contexts, what goes on, what was saved.")
+        bool,
+        Meta(description="Answer browsers at / with a page: chat, the tree of contexts, what goes on, what was saved."),
     ] = True
     docs: Annotated[bool, Meta(description="Describe the API at /openapi.json and for people at /docs.")] = True
     metrics_prefix: Annotated[Literal["cairn", "vllm"], Meta(description="Prefix of the metric names.")] = "cairn"

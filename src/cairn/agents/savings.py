@@ -1,4 +1,4 @@
-"""What caching saved, in tokens and seconds: a line for each agent, one for each tenant, and one for each of its days."""
+"""What caching saved, in tokens and seconds: of each agent, of each tenant, and of each of its days."""
 
 from __future__ import annotations
 

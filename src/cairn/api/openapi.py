@@ -142,9 +142,7 @@ def document(described: Callable[[str], Mapping[str, str]]) -> bytes:
     for path, kind in ROUTES.items():
         methods = described(_sample(path))
         if methods:
-            paths[path] = {
-                method.lower(): _operation(path, method, text, kind) for method, text in methods.items()
-            }
+            paths[path] = {method.lower(): _operation(path, method, text, kind) for method, text in methods.items()}
     found = {
         "openapi": "3.1.0",
         "info": {
@@ -214,7 +212,7 @@ def _operation(path: str, method: str, text: str, kind: type[Body] | None) -> di
         found["parameters"] = parameters
     if method != "GET" and path == "/v1/agents/import":
         found["requestBody"] = {"required": True, "content": {FILE: {}}}
-    elif method == "POST" and kind is not None or path == "/api/delete":
+    elif (method == "POST" and kind is not None) or path == "/api/delete":
         assert kind is not None
         schema = {"$ref": REF.format(model=kind.__name__)}
         required = any(field.is_required() for field in kind.model_fields.values())

@@ -41,7 +41,9 @@ HEADERS: Headers = [
 ]
 """Of every file. It is asked for each time and sent again where it has changed."""
 DOCS = ("docs.html", "docs.js")
-"""The files of /docs alone; it has the style sheet in common with the page."""
+"""The files of /docs alone."""
+COMMON = ("style.css", "icon.svg", "api.js", "dom.js")
+"""What it has in common with the page."""
 PAGE_HTML = "index.html"
 
 
@@ -74,7 +76,7 @@ class Page:
     def _wanted(self, name: str) -> bool:
         if name in DOCS:
             return self._docs
-        return self._page or name in ("style.css", "icon.svg")
+        return self._page or name in COMMON
 
     async def root(self, call: Call, state: State) -> None:
         """GET /: the page, for browsers; what clients of Ollama know a server by, for all others."""

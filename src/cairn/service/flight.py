@@ -312,10 +312,14 @@ class Flight:
 
     def figures(self, now: float) -> InFlight:
         """What it is doing `now`, without its text."""
-        started = "prefill" if self.first_at is None and not self.tokens else "running"
+        state: Literal["waiting", "prefill", "running"] = "running"
+        if self.started_at is None:
+            state = "waiting"
+        elif not self.tokens:
+            state = "prefill"
         return InFlight(
             id=self.request.id,
-            state="waiting" if self.started_at is None else started,
+            state=state,
             seconds=now - self.arrived,
             prompt_tokens=len(self.request.prompt),
             cached_tokens=None if self.cache is None else self.cache.cached,

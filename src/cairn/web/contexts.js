@@ -50,7 +50,7 @@ class Contexts {
       onkeydown: (event) => { if (event.key === "Escape") { this.search.value = ""; this.redraw(); this.box.focus(); } else if (event.key === "ArrowDown") { event.preventDefault(); this.box.focus(); } } });
     const choose = (label, options, f) => field(label, h("select", { onchange: (event) => { f(event.target.value); this.redraw(); } },
       Object.entries(options).map(([value, text]) => h("option", { value }, text))));
-    const file = h("input", { type: "file", accept: ".cairn", class: "hidden", "aria-label": "File of an agent", tabindex: -1, onchange: () => this.import(file) });
+    const file = h("input", { type: "file", accept: ".cairn", class: "hidden", "aria-label": "File of an agent", tabindex: -1, onchange: () => this.bring(file) });
     this.total = h("span", { class: "soft", role: "status" });
     const bar = h("div", { class: "toolbar", role: "group", "aria-label": "Tree" }, this.search,
       choose("Colour", MODES, (value) => { this.mode = value; }),
@@ -313,7 +313,7 @@ class Contexts {
     setTimeout(() => URL.revokeObjectURL(url), 10000);
   }
 
-  async import(file) {
+  async bring(file) {
     const [given] = file.files;
     file.value = "";
     if (!given) return;
