@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.agents.house import House, house, talking_model
 from cairn.api import changes
 from cairn.api.auth import salts
 from cairn.config import Config, Secret, TenantKeys
+from cairn.engine.fake import FakeEngine
 
 TURN = {"temperature": 0, "max_tokens": 4, "ignore_eos": True, "messages": [{"role": "user", "content": "hi"}]}
 Event = tuple[str, str, Any]
@@ -113,23 +115,31 @@ async def test_it_says_what_there_is_and_then_what_changes(folder: Path) -> None
             assert (await stream.until("agents"))["gone"] == ["a"]
 
 
-async def test_a_turn_shows_while_it_runs_and_after_it(folder: Path) -> None:
+async def test_a_turn_shows_while_it_runs_and_after_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = FakeEngine.prefill
+
+    def slow(self: FakeEngine, rows: Any) -> Any:
+        time.sleep(0.03)
+        return prefill(self, rows)
+
+    monkeypatch.setattr(FakeEngine, "prefill", slow)
     async with home(folder) as (_, _, http):
         await make(http, "a")
         async with listening(http) as stream:
             await stream.snapshot()
-            answered = asyncio.create_task(http.post("/v1/agents/a/turns", json=TURN | {"max_tokens": 60}))
+            answered = asyncio.create_task(http.post("/v1/agents/a/turns", json=TURN | {"max_tokens": 20}))
             states: set[str] = set()
             rows: list[dict[str, Any]] = []
             async with asyncio.timeout(10):
-                while not {"running", "idle"} <= states:
+                while not {"running", "idle"} <= states or not rows:
                     _, name, data = await stream.next()
                     if name == "requests":
                         rows += data["requests"]
-                    elif name == "agents" and (rows or states):
+                    elif name == "agents":
                         states |= {agent["state"] for agent in data["changed"]}
             await answered
-            assert states == {"running", "idle"} and {row["agent"] for row in rows} == {"a"}
+            assert states == {"running", "idle"} and {row["agent"] for row in rows} - {None} == {"a"}
+            assert rows[-1]["completion_tokens"] > 1 and {row["id"] for row in rows} == {rows[0]["id"]}
             assert (await stream.until("savings"))["total"]["requests"] == 1
 
 

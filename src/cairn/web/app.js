@@ -23,6 +23,7 @@ function route() {
   } catch { /* nobody's id */ }
   shown = VIEWS[known](given);
   put(main, shown.node);
+  shown.focus?.();
   document.title = `${known[0].toUpperCase()}${known.slice(1)} · Cairn`;
   for (const link of document.querySelectorAll("#nav a")) {
     if (link.getAttribute("href") === `#/${known}`) link.setAttribute("aria-current", "page");

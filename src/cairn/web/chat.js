@@ -23,6 +23,7 @@ class Chat {
     this.turns = [];
     this.first = 0; // turns before this number are not loaded
     this.busy = null; // {request, answer, control}
+    this.facts = new Map(); // turn -> what only its stream told: how fast it was
     this.ends = [];
     this.build();
   }
@@ -34,7 +35,7 @@ class Chat {
     this.models();
     if (this.id) this.load();
     else this.fresh();
-    return { node: this.node, end: () => this.end() };
+    return { node: this.node, end: () => this.end(), focus: () => this.input.focus({ preventScroll: true }) };
   }
 
   end() {
@@ -119,7 +120,6 @@ class Chat {
   fresh() {
     put(this.log, h("div", { class: "empty" }, h("h2", null, "What is on your mind?"),
       h("p", null, "What you chat here is an agent: the server keeps its turns and its context, through restarts. Nothing of it is computed twice.")));
-    this.input.focus();
   }
 
   get agent() {
@@ -188,7 +188,8 @@ class Chat {
     const users = turn.messages.filter((one) => one.role === "user");
     const answer = new Answer();
     answer.set(turn.answer);
-    this.over(answer, turn, { cairn: turn.cairn, tokens: turn.completion_tokens, reason: turn.finish_reason });
+    const told = this.facts.get(turn.request);
+    this.over(answer, turn, { cairn: turn.cairn, tokens: turn.completion_tokens, reason: turn.finish_reason, ...told });
     return h("div", { class: "turn", "data-turn": turn.number },
       turn.messages.map((one) => asked(one, one === users.at(-1) ? actions : [])), answer.node);
   }
@@ -393,24 +394,16 @@ class Chat {
 
   async done() {
     this.stopTimer();
-    const { facts, answer, begun } = this.busy;
+    const { facts, request, begun } = this.busy;
     this.busy = null;
     this.send.hidden = false;
     this.stop.hidden = true;
     this.log.removeAttribute("aria-busy");
     if (this.ended) return;
     if (facts?.timings?.prompt_n > 32) Chat.speed = facts.timings.prompt_per_second;
+    if (facts) this.facts.set(request, facts);
     if (begun) await this.load();
-    if (facts) {
-      // What only the stream knows, on the turn as the server keeps it.
-      const turn = this.path().at(-1);
-      const node = this.log.lastElementChild?.querySelector(".foot");
-      if (turn?.state === "finished" && node) {
-        answer.finish(facts);
-        node.replaceWith(answer.foot);
-      }
-      say("The answer is complete.");
-    }
+    if (facts) say("The answer is complete.");
     this.input.focus();
   }
 

@@ -4,7 +4,7 @@ import { agentPath, ask, get, post, remove } from "/web/api.js";
 import { provenance, textOf } from "/web/answer.js";
 import { colour, MODES } from "/web/colours.js";
 import { button, complain, dialog, field, framed, h, put, say, sure } from "/web/dom.js";
-import { ago, count, seconds, short } from "/web/format.js";
+import { ago, count, seconds, several, short } from "/web/format.js";
 import { dropped, on, store, took } from "/web/store.js";
 import { titleOf } from "/web/titles.js";
 import { rows, savedTokens } from "/web/tree.js";
@@ -83,7 +83,7 @@ class Contexts {
     this.at = this.rows.findIndex((row) => row.key === this.selected);
     this.list.show(this.rows);
     const shown = this.search.value ? `${count(this.rows.filter((row) => row.kind === "agent").length)} of ` : "";
-    this.total.textContent = `${shown}${count(store.agents.size)} agents`;
+    this.total.textContent = shown + several(store.agents.size, "agent");
     this.showDetail();
   }
 
@@ -104,7 +104,7 @@ class Contexts {
         h("span", { class: "name" }, titleOf(agent)),
         agent.pinned ? h("span", { class: "tag" }, "pinned") : "", agent.state !== "idle" ? h("span", { class: `tag ${agent.state}` }, agent.state) : "",
         h("span", { class: "grow" }),
-        h("span", { class: "cell" }, `${count(agent.turns)} turns`), h("span", { class: "cell" }, `${short(agent.tokens)} tokens`),
+        h("span", { class: "cell" }, several(agent.turns, "turn")), h("span", { class: "cell" }, `${short(agent.tokens)} tokens`),
         h("span", { class: "cell opt" }, `${short(savedTokens(agent))} saved`), h("span", { class: "cell opt" }, ago(agent.last_used)));
     } else {
       const text = turn.messages.map(textOf).join(" ").slice(0, 200) || "(no text)";

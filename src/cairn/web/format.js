@@ -4,6 +4,9 @@ const whole = new Intl.NumberFormat("en");
 
 export const count = (n) => whole.format(Math.round(n ?? 0));
 
+/** "1 turn", "2 turns" */
+export const several = (n, name) => `${count(n)} ${name}${n === 1 ? "" : "s"}`;
+
 /** 1,234 as 1.2k: for narrow columns. */
 export function short(n) {
   for (const [size, name] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {

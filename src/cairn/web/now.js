@@ -3,7 +3,7 @@
 import { get, post } from "/web/api.js";
 import { columns } from "/web/chart.js";
 import { button, complain, framed, h, put } from "/web/dom.js";
-import { bytes, count, percent, seconds } from "/web/format.js";
+import { bytes, count, percent, seconds, several } from "/web/format.js";
 import { on, store, tell } from "/web/store.js";
 import { titleOf } from "/web/titles.js";
 
@@ -88,7 +88,7 @@ function figures() {
 function modelFigures(one) {
   const { kv } = one;
   const tier = (name, stats, kind) => stats && meter(name, stats.budget ? stats.bytes / stats.budget : 0,
-    `${bytes(stats.bytes)} of ${bytes(stats.budget)}, ${count(stats.chunks)} chunks` + (stats.pinned ? `, ${count(stats.pinned)} pinned` : ""), kind);
+    `${bytes(stats.bytes)} of ${bytes(stats.budget)}, ${several(stats.chunks, "chunk")}` + (stats.pinned ? `, ${count(stats.pinned)} pinned` : ""), kind);
   const disk = kv.disk;
   const minutes = one.minutes;
   const answered = minutes.reduce((sum, minute) => sum + minute.answers, 0);
@@ -104,8 +104,8 @@ function modelFigures(one) {
       ["Running", count(one.running)], ["Waiting", count(one.waiting)],
       ["Generated", `${count(one.tokens.generated)} tokens`], ["Prompts", `${count(one.tokens.prompt)} tokens, ${count(one.tokens.cached)} cached`],
       ["First token", one.first_token.answers ? `${seconds(one.first_token.seconds / one.first_token.answers)} on average` : "none yet"],
-      ["Last hour", answered ? `${count(answered)} answers, first token after ${seconds(waited / answered)}` : "no answers"],
-      ["Worker", one.worker.pid ? `process ${one.worker.pid}, replaced ${count(one.worker.restarts)} times` : "is being replaced"],
+      ["Last hour", answered ? `${several(answered, "answer")}, first token after ${seconds(waited / answered)}` : "no answers"],
+      ["Worker", one.worker.pid ? `process ${one.worker.pid}, replaced ${several(one.worker.restarts, "time")}` : "is being replaced"],
     ].map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))),
     minutes.length > 1 && [
       h("h3", null, "Tokens a second, last hour"),

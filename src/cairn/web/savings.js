@@ -3,7 +3,7 @@
 import { get } from "/web/api.js";
 import { columns } from "/web/chart.js";
 import { complain, framed, h, put } from "/web/dom.js";
-import { count, percent, seconds, short } from "/web/format.js";
+import { count, percent, seconds, several, short } from "/web/format.js";
 import { table } from "/web/now.js";
 import { on, store } from "/web/store.js";
 import { titleOf } from "/web/titles.js";
@@ -40,10 +40,10 @@ function cards(total) {
   return h("dl", { class: "cards" }, [
     ["Tokens not computed again", count(saved)],
     ["of all prompt tokens", all ? percent(saved / all) : "none yet"],
-    ["Seconds not waited", seconds(total.seconds_avoided)],
+    ["not waited for", seconds(total.seconds_avoided)],
     ["Computed", `${count(total.computed)} in ${seconds(total.prefill_seconds)}`],
     ["Found in the pool", count(total.pool)], ["in memory", count(total.ram)], ["on the disk", count(total.disk)],
-    ["Answers", `${count(total.requests)}, ${count(total.generated)} tokens`],
+    ["Tokens said", `${count(total.generated)} in ${several(total.requests, "answer")}`],
   ].map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))));
 }
 
@@ -54,14 +54,14 @@ function byDay(days) {
   return [legend, columns(days.map((one) => ({ label: one.day, parts: [
     ["computed", one.computed, "tier-computed"], ["disk", one.disk, "tier-disk"], ["memory", one.ram, "tier-ram"], ["pool", one.pool, "tier-pool"],
   ] })), short, "Prompt tokens by day and source"),
-  table(["Day", "Answers", "Computed", "Not computed again", "Seconds not waited"], days.slice(-14).reverse().map((one) => [
+  table(["Day", "Answers", "Computed", "Not computed again", "Time not waited"], days.slice(-14).reverse().map((one) => [
     one.day, count(one.requests), count(one.computed), count(one.pool + one.ram + one.disk), seconds(one.seconds_avoided)]))];
 }
 
 function byAgent() {
   const found = [...store.agents.values()].filter((agent) => agent.savings.requests).sort((a, b) => savedTokens(b) - savedTokens(a));
   if (!found.length) return h("p", { class: "soft" }, "No agent has answered yet.");
-  return [table(["Agent", "Answers", "Computed", "Not computed again", "Seconds not waited"], found.slice(0, LISTED).map((agent) => [
+  return [table(["Agent", "Answers", "Computed", "Not computed again", "Time not waited"], found.slice(0, LISTED).map((agent) => [
     h("a", { href: `#/contexts/${encodeURIComponent(agent.id)}` }, titleOf(agent)), count(agent.savings.requests), count(agent.savings.computed),
     count(savedTokens(agent)), seconds(agent.savings.seconds_avoided)])),
   found.length > LISTED && h("p", { class: "soft" }, `and ${count(found.length - LISTED)} more`)];
