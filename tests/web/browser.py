@@ -1,4 +1,4 @@
-"""A headless Chromium, and the page of a real server in it. Where there is no Chromium, tests are skipped and say so."""
+"""A headless Chromium, and the page of a real server in it. Where there is none, tests are skipped and say so."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class Visit:
 
     def send(self, text: str, *, wait: bool = True) -> None:
         """Write a message and send it by key; wait until it is answered."""
-        before = self.page.locator(".turn").count()
         self.page.get_by_label("Message", exact=True).fill(text)
         self.page.get_by_label("Message", exact=True).press("Enter")
-        self.page.wait_for_function("n => document.querySelectorAll('.turn').length > n", arg=before)
+        said = "t => [...document.querySelectorAll('.turn:last-child .asked .text')].some((one) => one.innerText === t)"
+        self.page.wait_for_function(said, arg=text)
         if wait:
             self.answered()
 

@@ -32,7 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page-models")
     scripted(folder / "talk.gguf", TALK)
     scripted(folder / "hostile.gguf", HOSTILE)
-    scripted(folder / "long.gguf", "Numbers one two three four five six. ", end=None)
+    scripted(folder / "long.gguf", "Numbers one two three four five six. ", end=None, context=30_000)
     return folder
 
 
@@ -47,7 +47,7 @@ def talking(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def endless(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
-    home = Home(tmp_path_factory.mktemp("endless"), models / "long.gguf")
+    home = Home(tmp_path_factory.mktemp("endless"), models / "long.gguf", kv_gb=0.1)
     try:
         yield home.ready()
     finally:
@@ -74,7 +74,7 @@ def test_a_first_visit(visit: Visit) -> None:
     assert visit.page.title() == "Chat · Cairn"
     assert visit.page.get_by_role("heading", name="What is on your mind?").is_visible()
     assert visit.page.evaluate("document.activeElement.tagName") == "TEXTAREA"
-    assert visit.page.get_by_label("Model").input_value() == "talk"
+    assert visit.page.get_by_label("Model", exact=True).input_value() == "talk"
     for name in ("Contexts", "Now", "Savings", "Chat"):
         visit.page.get_by_role("link", name=name, exact=True).click()
         visit.page.wait_for_selector(f"#nav a[aria-current]:has-text('{name}')")
@@ -82,7 +82,7 @@ def test_a_first_visit(visit: Visit) -> None:
 
 def test_a_chat_is_shown_well_kept_and_found_again(visit: Visit, talking: Home) -> None:
     visit.open().send("What is a cairn?")
-    assert visit.last(".answer h3") == "Stones" and visit.last(".answer strong") == "cairn"
+    assert visit.last(".answer h2") == "Stones" and visit.last(".answer strong") == "cairn"
     assert visit.last(".answer p code") == "stones" and "print(1)" in visit.last(".answer figure.code pre")
     assert visit.page.locator(".turn:last-child .answer li").all_inner_texts() == ["one", "two"]
     first = visit.last(".provenance")
@@ -90,7 +90,7 @@ def test_a_chat_is_shown_well_kept_and_found_again(visit: Visit, talking: Home) 
     visit.send("And what is it for?")
     assert "from the pool" in visit.last(".provenance")
     visit.page.reload()
-    visit.page.wait_for_selector(".turn:nth-child(2) .answer h3")
+    visit.page.wait_for_selector(".turn:nth-child(2) .answer h2")
     assert "from the pool" in visit.last(".provenance")
     names = visit.page.locator(".names .name").all_inner_texts()
     assert "What is a cairn?" in names
@@ -101,9 +101,9 @@ def test_a_chat_is_shown_well_kept_and_found_again(visit: Visit, talking: Home) 
 def test_an_answer_is_copied_as_it_was_written(visit: Visit) -> None:
     visit.open().send("Say it.")
     visit.page.locator(".turn:last-child .actions").last.get_by_role("button", name="Copy").click()
-    visit.page.wait_for_function("navigator.clipboard.readText().then((text) => text.startsWith('# Stones'))")
+    visit.page.wait_for_function("() => navigator.clipboard.readText().then((text) => text.startsWith('# Stones'))")
     visit.page.locator(".turn:last-child figcaption button").click()
-    visit.page.wait_for_function("navigator.clipboard.readText().then((text) => text === 'print(1)')")
+    visit.page.wait_for_function("() => navigator.clipboard.readText().then((text) => text === 'print(1)')")
 
 
 def test_a_message_is_edited_and_its_versions_are_kept(visit: Visit) -> None:
@@ -133,7 +133,7 @@ def test_a_branch_goes_its_own_way(visit: Visit) -> None:
     trunk = agent_of(visit)
     visit.button("Branch").click()
     visit.page.wait_for_url(lambda url: "#/chat/" in url and trunk not in url)
-    visit.page.wait_for_selector(".turn .answer h3")
+    visit.page.wait_for_selector(".turn .answer h2")
     visit.send("The branch")
     assert visit.page.locator(".asked .text").all_inner_texts() == ["The trunk", "The branch"]
     visit.open(f"#/chat/{trunk}")
@@ -190,9 +190,11 @@ def test_streaming_stop_and_going_on(browser: Any, endless: Home) -> None:
 def test_an_answer_goes_on_after_a_reload_and_shows_under_now(browser: Any, endless: Home) -> None:
     visit, other = Visit(browser, endless.url).open(), Visit(browser, endless.url).open("#/now")
     visit.send("Count", wait=False)
-    visit.page.wait_for_function("document.querySelector('.answer > .text')?.innerText.length > 50")
+    visit.page.wait_for_function("() => document.querySelector('.answer > .text')?.innerText.length > 50")
     visit.page.reload()
-    visit.page.wait_for_function("document.querySelector('.log[aria-busy] .answer > .text')?.innerText.length > 50")
+    visit.page.wait_for_function(
+        "() => document.querySelector('.log[aria-busy] .answer > .text')?.innerText.length > 50"
+    )
     other.page.get_by_role("cell", name="answers").wait_for()
     other.button("Cancel").click()
     other.page.get_by_text("Nothing runs and nothing waits.").wait_for()
@@ -234,7 +236,7 @@ def test_the_tree_by_keys(visit: Visit, talking: Home) -> None:
         page.keyboard.press("/")
         page.keyboard.type("a tree")
         page.get_by_role("treeitem").nth(0).wait_for()
-        page.wait_for_function("document.querySelectorAll('[role=treeitem]').length === 1")
+        page.wait_for_function("() => document.querySelectorAll('[role=treeitem]').length === 1")
         page.keyboard.press("ArrowDown")
         page.keyboard.press("ArrowDown")
         page.keyboard.press("ArrowRight")
@@ -252,7 +254,7 @@ def test_the_tree_by_keys(visit: Visit, talking: Home) -> None:
         page.locator(".node .tag:has-text('left')").wait_for()
         assert http.get("/v1/agents/tree").json()["head"] == 1
         page.keyboard.press("f")
-        page.get_by_label("Name").fill("tree-2")
+        page.locator("dialog input").fill("tree-2")
         page.locator("dialog").get_by_role("button", name="Fork").click()
         page.locator("dialog").wait_for(state="detached")
         assert http.get("/v1/agents/tree-2").json()["origin"] == "tree"
@@ -368,7 +370,11 @@ RENDER = """async (text) => {
   return found;
 }"""
 TAGS = set(
-    ["p", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "pre", "code", "figure", "figcaption", "span", "button", "strong", "em", "del", "a", "br", "hr", "div", "table", "thead", "tbody", "tr", "th", "td"]
+    re.findall(
+        r"\w+",
+        "p h2 h3 h4 h5 h6 ul ol li blockquote pre code figure figcaption span button strong em del a br hr div table "
+        "thead tbody tr th td",
+    )
 )
 ATTRIBUTES = {"class", "tabindex", "type", "href", "rel", "target", "start", "scope", "role", "aria-label"}
 NASTY = [
@@ -487,9 +493,9 @@ def test_thousands_of_agents_open_within_a_second(browser: Any, models: Path, tm
         )
         page.get_by_role("tree").focus()
         page.keyboard.press("End")
-        page.locator(f"[aria-posinset='{AGENTS}']").wait_for()
+        page.locator(f"[aria-posinset='{AGENTS - AGENTS // 10}']").wait_for()  # the others hang below these
         page.keyboard.press("ArrowRight")
-        page.wait_for_function(f"document.querySelectorAll('.node.turn').length === {TURNS}")
+        page.wait_for_function(f"() => document.querySelectorAll('.node.turn').length === {TURNS}")
         frames = page.evaluate(
             """async () => {
               const box = document.querySelector("[role=tree]");

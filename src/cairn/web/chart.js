@@ -22,7 +22,7 @@ export function columns(items, say, title) {
     h("div", { class: "axis" }, say(most)),
     svg("svg", { width: "100%", height: HEIGHT, role: "img", "aria-label": title }, bars),
     h("div", { class: "axis ends" }, h("span", null, items[0]?.label ?? ""), h("span", null, items.at(-1)?.label ?? "")),
-    h("details", null, h("summary", null, "As a table"), h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": title }, h("table", null,
+    h("details", null, h("summary", null, "As a table"), h("div", { class: "wide", tabindex: 0, role: "group", "aria-label": title }, h("table", null,
       h("thead", null, h("tr", null, h("th", { scope: "col" }, "When"), names.map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", null, items.map((one) => h("tr", null, h("td", null, one.label), one.parts.map(([, value]) => h("td", null, say(value))))))))));
 }

@@ -126,13 +126,27 @@ class Chat {
     return store.agents.get(this.id);
   }
 
+  /** Show the agent as it is now; one look at a time, and one more if somebody asked meanwhile. */
   async load(before) {
+    if (this.loading) {
+      this.stale = true;
+      return this.loading;
+    }
+    this.loading = this.fetch(before);
+    await this.loading;
+    this.loading = null;
+    if (!this.stale || this.ended) return undefined;
+    this.stale = false;
+    return this.load();
+  }
+
+  async fetch(before) {
     try {
       const agent = before ? this.agent : await get(agentPath(this.id));
       if (!before) took(agent);
       const from = Math.max(0, (before ?? agent.head + 1) - 1 - FETCHED);
       const page = await get(agentPath(this.id, `turns?limit=100&after=${from}`));
-      if (this.ended) return;
+      if (this.ended || this.busy) return; // an answer that is being shown stays
       const known = before ? this.turns : [];
       const numbers = new Set(known.map((one) => one.number));
       this.turns = [...page.data.filter((one) => !numbers.has(one.number)), ...known].sort((a, b) => a.number - b.number);
@@ -152,11 +166,10 @@ class Chat {
   /** The stream says that the agent is different: somebody else may have gone on with it. */
   changed() {
     const agent = this.agent;
-    if (!this.id || this.busy || !agent || this.loading) return;
+    if (!this.id || this.busy || !agent || this.loading || !this.told) return;
     this.name.textContent = titleOf(agent);
     if (agent.head === this.head && (agent.state === "running") === (this.path().at(-1)?.state === "running")) return;
-    this.loading = true;
-    this.load().finally(() => { this.loading = false; });
+    this.load();
   }
 
   path() {

@@ -218,7 +218,7 @@ export function block(one, depth = 0) {
         h("figcaption", null, h("span", null, one.language || "text"), copier(one.text)),
         bounded(one.text, (text) => h("pre", { tabindex: 0 }, h("code", null, text))));
     case "heading":
-      return h(`h${Math.min(6, one.level + 2)}`, null, inline(one.text.slice(0, 2000)));
+      return h(`h${Math.min(6, one.level + 1)}`, null, inline(one.text.slice(0, 2000)));
     case "rule":
       return h("hr");
     case "quote":
@@ -227,7 +227,7 @@ export function block(one, depth = 0) {
       return h(one.ordered ? "ol" : "ul", one.ordered && one.first !== 1 ? { start: one.first } : null,
         one.items.map((text) => h("li", null, tight(text, depth))));
     case "table":
-      return h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Table" }, h("table", null,
+      return h("div", { class: "wide", tabindex: 0, role: "group", "aria-label": "Table" }, h("table", null,
         h("thead", null, h("tr", null, one.head.map((cell) => h("th", { scope: "col" }, inline(cell))))),
         h("tbody", null, one.rows.map((row) => h("tr", null, row.map((cell) => h("td", null, inline(cell))))))));
     default:

@@ -39,7 +39,7 @@ function requestTable() {
 }
 
 export function table(heads, lines) {
-  return h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": "Table" }, h("table", null,
+  return h("div", { class: "wide", tabindex: 0, role: "group", "aria-label": `Table: ${heads[0]}` }, h("table", null,
     h("thead", null, h("tr", null, heads.map((one) => (one ? h("th", { scope: "col" }, one) : h("td"))))),
     h("tbody", null, lines.map((line) => h("tr", null, line.map((cell) => h("td", null, cell)))))));
 }
