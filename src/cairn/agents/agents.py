@@ -26,6 +26,7 @@ from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo
 from cairn.agents.kv import AgentKv
 from cairn.agents.log import Log
 from cairn.agents.maintenance import Maintenance
+from cairn.agents.overview import Overview
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running import RunningTurn
@@ -203,6 +204,14 @@ class Agents:
         """The sum over a tenant's agents and requests, also those that are gone."""
         return self._agents.registry.savings.totals.get(tenant, Savings())
 
+    def savings_by_day(self, tenant: str) -> dict[int, Savings]:
+        """The same by the day on which an answer ended, in days since 1970 (UTC), the oldest first."""
+        return dict(sorted(self._agents.registry.savings.days.get(tenant, {}).items()))
+
+    def overview(self, tenant: str) -> Overview:
+        """For those who follow what changes: what is different since they last looked."""
+        return Overview(self._agents.registry, self.writer, tenant, self._pending.now)
+
     # ---------------------------------------------------------------------------------------------------- its KV
 
     async def where(self, tenant: str, id: str) -> Placed:
@@ -295,7 +304,7 @@ class Agents:
         if agent is not None:
             self.add_request_context(agent, ids, identity)
         if agent is None or agent not in self._agents.registry:
-            self._agents.registry.savings.count(tenant, done)
+            self._agents.registry.savings.count(tenant, done, self._pending.now())
             return
         agent.used = self._pending.now()
         with contextlib.suppress(Unavailable):

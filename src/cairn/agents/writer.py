@@ -44,6 +44,8 @@ class Writer:
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._jobs: deque[_Job] = deque()
+        self.given = 0
+        """Jobs so far: while this stays as it is, nothing that the log knows has changed."""
         self._waiting = 0
         """How many bytes wait in `_jobs`."""
         self._closing = False
@@ -134,6 +136,7 @@ class Writer:
             if self._closing:
                 raise Unavailable("the token log is closed")
             self._jobs.append(job)
+            self.given += 1
             self._waiting += sum(record.size for record in job.records)
             self._change.notify()
 
