@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from tests.agents.house import House, house, talking_model
-from tests.service.tiny import until
 
 from cairn.errors import Conflict, InvalidRequest, NotFound
 from cairn.teams.definition import Member, Team, TeamDocument, Topology
@@ -85,9 +84,7 @@ async def test_what_a_round_tells_is_what_the_agents_hold(folder: Path) -> None:
         await at.rounds(many=2)
         told = {
             name: "".join(
-                one["content"]
-                for turn in await at.at.agents.turns("default", f"t.{name}")
-                for one in turn.messages
+                one["content"] for turn in await at.at.agents.turns("default", f"t.{name}") for one in turn.messages
             )
             for name in NAMES
         }
@@ -98,8 +95,7 @@ async def test_what_a_round_tells_is_what_the_agents_hold(folder: Path) -> None:
             deltas = [
                 one.get("content", "")
                 for one in at.events
-                if one["type"] == "turn.delta"
-                and (one["round"], one["step"]) == (event["round"], event["step"])
+                if one["type"] == "turn.delta" and (one["round"], one["step"]) == (event["round"], event["step"])
             ]
             assert "".join(deltas) == event["content"]
 
@@ -118,13 +114,16 @@ async def test_votes_are_held_to_their_options_and_leave_no_trace_in_a_context(f
         assert at.teams.get("default", "t").decision == vote.decision
 
 
-async def interrupted(at: Company, tokens: int) -> None:
+async def interrupted(at: Company, deltas: int) -> None:
     """A round that is cut off once so much was said."""
-    task = asyncio.create_task(at.rounds())
-    await until(lambda: len([one for one in at.events if one["type"] == "turn.delta"]) >= tokens)
-    at.teams.interrupt("default", "t")
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+
+    def emit(event: dict[str, Any]) -> None:
+        at.events.append(event)
+        if sum(one["type"] == "turn.delta" for one in at.events) == deltas:
+            assert at.teams.interrupt("default", "t")
+
+    with pytest.raises(asyncio.CancelledError):
+        await at.teams.rounds(CALLER, "t", 1, emit)
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "round_robin"])

@@ -74,7 +74,8 @@ async def test_a_step_that_forgets_what_it_was_told_is_found(monkeypatch: pytest
 
     monkeypatch.setattr(TeamRound, "_open", forgetful)
     expected, asked = await whole("broadcast")
-    assert any((await whole("broadcast", [death]))[0] != expected for death in range(asked))
+    found = [(await whole("broadcast", [death]))[0] for death in range(asked)]
+    assert any(one != expected for one in found)
 
 
 async def test_a_message_in_the_midst_of_a_round_is_heard_by_who_speaks_next_and_once() -> None:

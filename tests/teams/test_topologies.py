@@ -90,7 +90,10 @@ async def test_a_broadcast_is_one_batch_in_which_nobody_hears_the_others() -> No
         await at.play()
         assert at.voice.most_at_once == 3
         for name, told, _ in at.voice.asked:
-            assert told == f"You are {name}. You are the {name}.\n\nuser: What now?\n\nSay what you have to say, as {name}."
+            assert (
+                told
+                == f"You are {name}. You are the {name}.\n\nuser: What now?\n\nSay what you have to say, as {name}."
+            )
         at.voice.asked.clear()
         await at.play()
         first = at.voice.asked[0][1]

@@ -76,9 +76,11 @@ async def test_a_leak_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def leaky(entry: Entry, member: str) -> str | None:
         value = entry.value
-        return told(entry._replace(value=Posted(round=0, sender="x", content=value.content)), member) if isinstance(
-            value, Posted
-        ) else told(entry, member)
+        return (
+            told(entry._replace(value=Posted(round=0, sender="x", content=value.content)), member)
+            if isinstance(value, Posted)
+            else told(entry, member)
+        )
 
     monkeypatch.setattr(prompts, "visible", leaky)
     assert await leaks(KINDS["round_robin"], 0)

@@ -397,9 +397,7 @@ class Agents:
         Nothing of it goes to the disk. Conflict while a turn runs or one was interrupted.
         """
         with self._agents.reading(tenant, id) as agent:
-            return await self._turns.aside(
-                agent, messages, options, request, template_args, share=share, wanted=wanted
-            )
+            return await self._turns.aside(agent, messages, options, request, template_args, share=share, wanted=wanted)
 
     async def resume(self, tenant: str, id: str, *, request: int, share: str = "") -> RunningTurn:
         """Go on with the interrupted turn at the head: what it said before comes again, and then the rest.

@@ -47,7 +47,7 @@ class Journal:
         self.gone = False
         """It was removed: nothing more is written of it."""
         self._next = 1
-        self._kind: Any = None
+        self._read = False
 
     @property
     def id(self) -> str:
@@ -61,15 +61,9 @@ class Journal:
 
     def read(self, kind: Any) -> list[Entry]:
         """The entries with their values as that type; what is none is left out, as damage is."""
-        if self._kind is None:
-            self._kind = kind
-            found = []
-            for entry in self.entries:
-                try:
-                    found.append(entry._replace(value=msgspec.msgpack.decode(entry.value, type=kind)))
-                except (msgspec.DecodeError, ValueError, RecursionError):
-                    continue
-            self.entries = found
+        if not self._read:
+            self._read = True
+            self.entries = [found for one in self.entries if (found := _decoded(one, kind)) is not None]
         return self.entries
 
     @property
@@ -87,6 +81,15 @@ class Journal:
         """Put an entry in its place."""
         insort(self.entries, entry, key=lambda one: one.number)
         self._next = max(self._next, entry.number + 1)
+
+
+def _decoded(entry: Entry, kind: Any) -> Entry | None:
+    if not isinstance(entry.value, bytes):
+        return entry
+    try:
+        return entry._replace(value=msgspec.msgpack.decode(entry.value, type=kind))
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
 
 
 class Journals:
@@ -147,9 +150,7 @@ class Journals:
         if (room, tenant, id) in self._journals:
             raise Conflict(f"there is a {room} {id} already", field="id")
         check(msgspec.to_builtins(body), room)
-        head = JournalRecord(
-            room=room, tenant=tenant, id=id, created=self.now(), body=msgspec.msgpack.encode(body)
-        )
+        head = JournalRecord(room=room, tenant=tenant, id=id, created=self.now(), body=msgspec.msgpack.encode(body))
         record = self._writer.record(Kind.JOURNAL, head)
         journal = Journal(record.key, head)
         self._journals[room, tenant, id] = journal

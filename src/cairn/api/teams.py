@@ -1,10 +1,10 @@
 """The routes of teams, under /v1/teams.
 
-    POST /v1/teams                      GET  /v1/teams?limit=&after=
-    GET  /v1/teams/{id}                 DELETE /v1/teams/{id}
-    POST /v1/teams/{id}/rounds          POST /v1/teams/{id}/messages    POST /v1/teams/{id}/votes
-    POST /v1/teams/{id}/interrupt       POST /v1/teams/{id}/fork        POST /v1/teams/{id}/rollback
-    GET  /v1/teams/{id}/transcript?format=&member=
+POST /v1/teams                      GET  /v1/teams?limit=&after=
+GET  /v1/teams/{id}                 DELETE /v1/teams/{id}
+POST /v1/teams/{id}/rounds          POST /v1/teams/{id}/messages    POST /v1/teams/{id}/votes
+POST /v1/teams/{id}/interrupt       POST /v1/teams/{id}/fork        POST /v1/teams/{id}/rollback
+GET  /v1/teams/{id}/transcript?format=&member=
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class TeamRoutes:
     def _done(self, call: Call, service: Service, before: int) -> dict[str, Any]:
         """The team after its rounds, and what was said in them."""
         teams, id = self._teams(), team_of(call)
-        _, entries = teams.entries(call.tenant, id)
-        said = [one for one in listed(entries) if one["round"] > before]
+        team, entries = teams.entries(call.tenant, id)
+        said = [one for one in listed(team, entries) if one["round"] > before]
         return team_object(teams.get(call.tenant, id), service) | {"entries": said}
 
     async def post(self, call: Call, service: Service) -> None:
@@ -145,7 +145,7 @@ class TeamRoutes:
         body = parse(PostBody, await read_json(call, self._config), self._config, call)
         await check_length(call, service, [body.content], "content")
         entry = await teams.post(call.tenant, id, body.content, body.to or (), body.sender)
-        await call.json({"object": "team.message", **listed([entry])[0]}, 201)
+        await call.json({"object": "team.message", **listed(teams.get(call.tenant, id).team, [entry])[0]}, 201)
 
     async def vote(self, call: Call, service: Service) -> None:
         """POST /v1/teams/{id}/votes: {"question", "options", "rule", "coordinator", "voters", "stream"}."""
@@ -186,7 +186,7 @@ class TeamRoutes:
             headers = [(b"content-type", b"text/markdown; charset=utf-8")]
             await call.respond(200, markdown(team, entries, member).encode("utf-8", "replace"), headers)
             return
-        await call.json({"object": "team.transcript", **without_texts(team), "entries": listed(entries, member)})
+        await call.json({"object": "team.transcript", **without_texts(team), "entries": listed(team, entries, member)})
 
     async def fork(self, call: Call, service: Service) -> None:
         """POST /v1/teams/{id}/fork: {"id", "round"}, both optional."""

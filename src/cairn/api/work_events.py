@@ -1,4 +1,4 @@
-"""Work that tells of itself in events - rounds of a team, a run of a workflow - as a stream that outlives its connection.
+"""Work that tells of itself in events - rounds of a team, a run of a workflow - and outlives its connection.
 
     data: {"type": "turn.delta", ...}        one JSON object an event, `type` first
     data: [DONE]

@@ -11,9 +11,7 @@ import msgspec
 
 from cairn.errors import InvalidRequest
 
-TopologyKind = Literal[
-    "round_robin", "turn_by_turn", "broadcast", "coordinator", "free", "debate", "parliamentary"
-]
+TopologyKind = Literal["round_robin", "turn_by_turn", "broadcast", "coordinator", "free", "debate", "parliamentary"]
 Rule = Literal["majority", "ranked", "unanimous", "weighted", "coordinator"]
 
 MAX_MEMBERS = 32
@@ -209,9 +207,7 @@ def check_topology(team: Team, topology: Topology) -> None:
 
 def _check_debate(topology: Topology) -> None:
     if len(topology.sides) != 2 or len({*topology.sides, topology.judge}) != 3:
-        raise InvalidRequest(
-            "topology.sides names two members, and topology.judge a third", field="topology.sides"
-        )
+        raise InvalidRequest("topology.sides names two members, and topology.judge a third", field="topology.sides")
 
 
 def check_rule(team: Team, rule: Rule, coordinator: str, field: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from cairn.agents.journals import Entry
 from cairn.teams.definition import Member, Team
-from cairn.teams.entries import Posted, Stated, StepOpened, Voted
+from cairn.teams.entries import Ballot, Chose, Posted, Stated, StepOpened, Voted
 
 
 def beginning(team: Team) -> list[dict[str, Any]]:
@@ -56,8 +56,24 @@ def _outcome(vote: Voted) -> str:
     return f"Decision: {vote.decision or 'none'} ({counts}; {vote.why})."
 
 
-def since(entries: Iterable[Entry], member: str, told: int) -> list[str]:
-    """What a member is to be told up to entry `told`: all that is visible since it was last told, its own first."""
+def in_order(entries: Iterable[Entry], names: Sequence[str]) -> list[Entry]:
+    """Entries as they were said: of those who speak at once in the order of the members, whoever was done first."""
+    opened: dict[tuple[int, int], int] = {}
+    found: list[tuple[int, int, Entry]] = []
+    for entry in entries:
+        match entry.value:
+            case StepOpened() as step:
+                opened[step.round, step.step] = entry.number
+            case Stated() | Chose() | Ballot() as one:
+                at = opened.get((one.round, one.step), entry.number)
+                found.append((at, 1 + names.index(one.member) if one.member in names else 0, entry))
+                continue
+        found.append((entry.number, 0, entry))
+    return [entry for _, _, entry in sorted(found, key=lambda one: one[:2])]
+
+
+def since(entries: Iterable[Entry], names: Sequence[str], member: str, told: int) -> list[str]:
+    """What a member is to be told up to entry `told`: all that is visible since it was last told."""
     steps: dict[tuple[int, int], int] = {}
     known = 0
     listed = [entry for entry in entries if entry.number <= told]
@@ -67,7 +83,8 @@ def since(entries: Iterable[Entry], member: str, told: int) -> list[str]:
                 steps[step.round, step.step] = step.told
             case Stated() as said if said.member == member:
                 known = steps.get((said.round, said.step), known)
-    return [text for entry in listed if entry.number > known and (text := visible(entry, member)) is not None]
+    new = (entry for entry in in_order(listed, names) if entry.number > known)
+    return [text for entry in new if (text := visible(entry, member)) is not None]
 
 
 def has_spoken(entries: Iterable[Entry], member: str, told: int) -> bool:
@@ -78,6 +95,6 @@ def has_spoken(entries: Iterable[Entry], member: str, told: int) -> bool:
 def message(team: Team, member: str, entries: Sequence[Entry], told: int, instruction: str) -> list[dict[str, Any]]:
     """The new messages of a member's turn, or of a question to it."""
     parts = [] if has_spoken(entries, member, told) else [introduction(team.member(member))]
-    parts += since(entries, member, told)
+    parts += since(entries, team.names, member, told)
     parts.append(instruction)
     return [{"role": "user", "content": "\n\n".join(parts)}]

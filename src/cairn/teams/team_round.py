@@ -84,9 +84,7 @@ class TeamRound:
 
     async def hold(self, ask: Ask) -> str | None:
         """A vote, as it is asked for."""
-        return await self.vote(
-            ask.question, ask.options, rule=ask.rule, coordinator=ask.coordinator, voters=ask.voters
-        )
+        return await self.vote(ask.question, ask.options, rule=ask.rule, coordinator=ask.coordinator, voters=ask.voters)
 
     # --------------------------------------------------------------------------------------------------- the floor
 
@@ -160,9 +158,7 @@ class TeamRound:
 
     # ------------------------------------------------------------------------------------------------------ a step
 
-    async def _state(
-        self, step: int, told: int, name: str, instruction: str, choices: Sequence[str]
-    ) -> Stated:
+    async def _state(self, step: int, told: int, name: str, instruction: str, choices: Sequence[str]) -> Stated:
         known = self._step(Stated, step, name)
         agent = self.team.agent(name)
         self._tell("turn.started", step=step, member=name, agent=agent)
@@ -192,9 +188,7 @@ class TeamRound:
         self._emit({**msgspec.to_builtins(known), "type": "turn.done", "agent": agent})
         return known
 
-    async def _ask(
-        self, step: int, told: int, name: str, question: str, texts: Mapping[str, T]
-    ) -> tuple[Spoken, T]:
+    async def _ask(self, step: int, told: int, name: str, question: str, texts: Mapping[str, T]) -> tuple[Spoken, T]:
         """One of the answers that `texts` has, by their text."""
         allowed = list(texts)
         spoken = await self._voice.ask(

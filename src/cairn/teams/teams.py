@@ -1,4 +1,4 @@
-"""All teams of a server: made, asked, changed and removed. A team is a journal of the token log, its members are agents.
+"""All teams of a server. A team is a journal of the token log, its members are agents.
 
 A round that was cut off - by a crash, a client that went, an interrupt or an error - goes on with the next rounds that
 are asked for.
@@ -139,11 +139,11 @@ class Teams:
 
     async def _make_agents(self, tenant: str, team: Team) -> None:
         """Make those of the team's agents that are not there: the beginning, and a fork of it for each member."""
-        if not self._there(tenant, team.shared_agent):
+        if not self._there(tenant, team.shared_agent, team):
             metadata = {"object": "team.beginning", "team": team.id}
             messages = prompts.beginning(team)
             await self._agents.create(tenant, id=team.shared_agent, messages=messages, metadata=metadata)
-        missing = [name for name in team.names if not self._there(tenant, team.agent(name))]
+        missing = [name for name in team.names if not self._there(tenant, team.agent(name), team)]
         made = await asyncio.gather(
             *(
                 self._agents.fork(
@@ -160,11 +160,14 @@ class Teams:
             if isinstance(one, BaseException):
                 raise one
 
-    def _there(self, tenant: str, agent: str) -> bool:
+    def _there(self, tenant: str, agent: str, team: Team) -> bool:
+        """Whether an agent of the team is there. Conflict where another has its id."""
         try:
-            self._agents.get(tenant, agent)
+            owner = self._agents.get(tenant, agent).metadata.get("team")
         except NotFound:
             return False
+        if owner != team.id:
+            raise Conflict(f"there is an agent {agent} already, which is no member of team {team.id}", field="id")
         return True
 
     async def post(self, tenant: str, id: str, content: str, to: Sequence[str] = (), sender: str = USER) -> Entry:
@@ -177,9 +180,7 @@ class Teams:
             team.member(name)
         if sender != USER:
             team.member(sender)
-        posted = Posted(
-            round=_rounds(journal.read(Item)), sender=sender, content=content, to=tuple(dict.fromkeys(to))
-        )
+        posted = Posted(round=_rounds(journal.read(Item)), sender=sender, content=content, to=tuple(dict.fromkeys(to)))
         return await self._journals.append(journal, posted)
 
     def check_vote(self, tenant: str, id: str, ask: Ask) -> None:

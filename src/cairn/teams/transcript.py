@@ -10,15 +10,16 @@ import msgspec
 from cairn.agents.journals import Entry
 from cairn.teams.definition import Team
 from cairn.teams.entries import Chose, Posted, RoundBegan, RoundDone, Stated, Voted
+from cairn.teams.prompts import in_order
 
 SHOWN = (Posted, RoundBegan, Stated, Chose, Voted, RoundDone)
 
 
-def listed(entries: Iterable[Entry], member: str = "") -> list[dict[str, Any]]:
+def listed(team: Team, entries: Iterable[Entry], member: str = "") -> list[dict[str, Any]]:
     """The entries that tell of what was said; of a `member` no whispers to others."""
     return [
         {"number": entry.number, **msgspec.to_builtins(entry.value)}
-        for entry in entries
+        for entry in in_order(entries, team.names)
         if isinstance(entry.value, SHOWN) and not (member and _hidden(entry.value, member))
     ]
 
@@ -33,7 +34,7 @@ def markdown(team: Team, entries: Iterable[Entry], member: str = "") -> str:
     for one in team.members:
         lines += [f"- **{one.name}**: {' '.join(one.role.split()) or 'no role'}"]
     lines.append("")
-    for entry in entries:
+    for entry in in_order(entries, team.names):
         if isinstance(entry.value, SHOWN) and not (member and _hidden(entry.value, member)):
             lines += _told(entry.value)
     return "\n".join(lines).rstrip() + "\n"

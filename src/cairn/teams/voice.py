@@ -230,5 +230,3 @@ async def _patiently(begin: Callable[[], Awaitable[T]]) -> T:
         except Overloaded as error:
             await asyncio.sleep(min(error.retry_after or 1.0, 5.0))
     return await begin()
-
-
