@@ -219,6 +219,13 @@ class Journals:
         if gone:
             await self._pending.erase([entry.key for entry in gone])
 
+    async def drop(self, journal: Journal, gone: Sequence[Entry]) -> None:
+        """Erase these entries; as `cut`."""
+        keys = {entry.key for entry in gone}
+        journal.entries = [entry for entry in journal.entries if entry.key not in keys]
+        if keys:
+            await self._pending.erase(sorted(keys))
+
     async def remove(self, journal: Journal) -> None:
         """Erase a journal with all that it holds; as `cut`."""
         journal.gone = True

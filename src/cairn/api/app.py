@@ -15,7 +15,7 @@ Routes (POST bodies are JSON):
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
     GET  /v1/requests/{id}/events                            resumable.py
     /v1/agents and below                                     agents.py
-    /v1/teams and below                                      teams.py
+    /v1/teams and below, /v1/workflows and below             teams.py, workflows.py
     GET  /v1/cache              POST /v1/cache/flush|scrub|prune    admin.py
     GET  /health and below      GET  /version                health.py
     GET  /props                                              admin.py
@@ -53,6 +53,7 @@ from cairn.api.resumable import EventLogs
 from cairn.api.teams import TeamRoutes
 from cairn.api.tokens import Tokens
 from cairn.api.unserved import body_of, canonical, no_route
+from cairn.api.workflows import WorkflowRoutes
 from cairn.config import Config
 from cairn.errors import CairnError, MethodNotAllowed, Unavailable, trace
 from cairn.seams import Rng
@@ -96,6 +97,7 @@ class App:
         self._health = health.routes()
         self._agent_routes = AgentRoutes(config, exchanges, self.attribution, agents_folder(config, os.environ))
         self._team_routes = TeamRoutes(config, logs, self.attribution)
+        self._workflow_routes = WorkflowRoutes(config, logs, self.attribution)
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
@@ -167,7 +169,8 @@ class App:
 
     def _more(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of routes that have an id in their path."""
-        return self._agent_routes.routes(path) or self._team_routes.routes(path) or self._responses.routes(path)
+        rooms = (self._agent_routes, self._team_routes, self._workflow_routes, self._responses)
+        return next((found for room in rooms if (found := room.routes(path)) is not None), None)
 
     def _served(self, path: str) -> bool:
         return path in self._health or self._methods(path) is not None

@@ -6,16 +6,16 @@ given back, and told again, without asking anybody; what is not is done, with th
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
 from typing import Any, TypeVar
 
 import msgspec
 
+from cairn.agents.at_once import together
 from cairn.agents.journals import Entry, Journal, Journals
 from cairn.errors import GenerationFailed
 from cairn.service.requests import SamplingOptions
@@ -95,7 +95,7 @@ class TeamRound:
     async def say_all(self, members: Sequence[str], instruction: str, choices: Sequence[str] = ()) -> Mapping[str, str]:
         """As `Floor.say_all`."""
         step, told = self._open()
-        stated = await _together([self._state(step, told, name, instruction, choices) for name in members])
+        stated = await together([self._state(step, told, name, instruction, choices) for name in members])
         return {one.member: one.content for one in stated}
 
     async def choose(self, members: Sequence[str], about: str, question: str, options: Sequence[str]) -> Sequence[str]:
@@ -111,7 +111,7 @@ class TeamRound:
             self._tell("choice", step=step, member=name, about=about, choice=known.choice)
             return known
 
-        return [one.choice for one in await _together([choose(name) for name in members])]
+        return [one.choice for one in await together([choose(name) for name in members])]
 
     async def vote(
         self,
@@ -137,7 +137,7 @@ class TeamRound:
             self._tell("vote.ballot", step=step, member=name, ballot=list(known.ranking))
             return known
 
-        ballots = {one.member: one.ranking for one in await _together([cast(name) for name in names])}
+        ballots = {one.member: one.ranking for one in await together([cast(name) for name in names])}
         weights = {member.name: member.weight for member in self.team.members}
         counted = count(rule, options, ballots, weights)
         vote = Voted(
@@ -290,13 +290,3 @@ def _held_to(content: str, choices: Sequence[str]) -> str:
 
 def _tokens(spoken: Spoken) -> dict[str, Any]:
     return {"prompt_tokens": spoken.prompt_tokens, "cached_tokens": spoken.cached_tokens}
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All at once; the first failure ends the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
-    except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]

@@ -167,7 +167,9 @@ class _Scope:
         if schema is None:
             return
         if field.endswith(".each.in") and kind_of(schema) != "array":
-            raise InvalidRequest(f"{field} must be a list; by its contract {path} is a {kind_of(schema)}", field=field)
+            raise InvalidRequest(
+                f"{field} must be a list; by its contract {path} is of type {kind_of(schema)}", field=field
+            )
         wanted = node.takes.get(path)
         found = kind_of(schema)
         if wanted is not None and found != wanted and (wanted, found) != ("number", "integer"):
