@@ -15,7 +15,7 @@ from tests.agents.house import talking_model
 from tests.workflows.test_checks import node
 from tests.workflows.test_runs import REPAIR
 
-SAMPLING = {"temperature": 0.8, "max_tokens": 40}
+SAMPLING = {"temperature": 0.8, "max_tokens": 400}
 SHORT = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["n"]}
 LIST = {
     "type": "object",
