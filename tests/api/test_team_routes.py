@@ -7,18 +7,15 @@ import contextlib
 import json
 import signal
 import urllib.request
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from process import served
-from sockets import events, site
-from tests.agents.house import House, house, talking_model
+from tests.agents.house import talking_model
+from tests.api.homes import home, plain
 
-from cairn.api.auth import salts
-from cairn.config import Config, Secret, TenantKeys
+from cairn.config import Secret, TenantKeys
 
 MEMBERS = [{"name": name, "role": f"The {name}.", "max_tokens": 8, "temperature": 0.8} for name in ("ada", "bob", "cy")]
 TEAM: dict[str, Any] = {
@@ -33,22 +30,6 @@ TEAM: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return talking_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@contextlib.asynccontextmanager
-async def home(folder: Path, **options: Any) -> AsyncIterator[tuple[House, httpx.AsyncClient]]:
-    config = Config(**options)
-    async with house(folder, salts(config)) as at, site(at.service, config) as web, web.http() as http:
-        web.app.attribution.agents = at.agents
-        yield at, http
-
-
-def plain(text: str) -> list[dict[str, Any]]:
-    """The events of a stream; the ids of resumable ones are passed over."""
-    lines = [line for line in text.split("\n") if not line.startswith("id: ")]
-    found = events("\n".join(lines))
-    assert found.pop() == "[DONE]"
-    return found
 
 
 async def test_a_team_from_creation_to_deletion(folder: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from process import served
-from test_team_routes import home, plain
 from tests.agents.house import talking_model
+from tests.api.homes import home, plain
 from tests.workflows.test_checks import node
 from tests.workflows.test_runs import REPAIR
 
@@ -55,7 +55,7 @@ async def test_a_run_from_its_check_to_its_deletion(folder: Path) -> None:
         state = (await http.get(f"/v1/workflows/runs/{run}")).json()
         assert state["state"] == "finished" and 0 <= state["result"]["n"] <= 9 and state["sources"] == {"n": "sum"}
         assert len(state["nodes"]["code"]["output"]) == len(state["nodes"]["plan"]["output"]["steps"]) >= 2
-        told = "".join(one["content"] for one in found if one["type"] == "node.delta" and one["key"] == "sum")
+        told = "".join(one.get("content", "") for one in found if one["type"] == "node.delta" and one["key"] == "sum")
         assert json.loads(told) == state["nodes"]["sum"]["output"]
         whole = (await http.post("/v1/workflows/runs", json=body)).json()
         outputs = {key: one["output"] for key, one in whole["nodes"].items()}

@@ -53,6 +53,7 @@ def node(id: str, prompt: str = "Go on.", **more: Any) -> dict[str, Any]:
         ([node("a", "{{ b")], "without its other half"),
         ([node("a", "{{ b; import os }}"), node("b")], "is no path"),
         ([node("a", "")], "nodes.a.prompt is missing"),
+        ([node("a", sampling={"tempo": 1})], "nodes.a.sampling has no tempo"),
         ([node("a", retries=9)], "0 to 8, the limit"),
         ([node("a", each={"in": "inputs.task", "limit": 257})], "1 to 256, the limit"),
         ([node(f"n{number}") for number in range(257)], "1 to 256, the limit"),

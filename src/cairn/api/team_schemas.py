@@ -23,6 +23,7 @@ _SAMPLING = (
     "frequency_penalty",
     "stop",
     "seed",
+    "reasoning_budget",
 )
 
 
@@ -42,6 +43,7 @@ class MemberBody(Body):
     frequency_penalty: Number = None
     stop: Stop | None = None
     seed: Count = None
+    reasoning_budget: Count = None
 
     def member(self) -> Member:
         """The member as its team has it."""

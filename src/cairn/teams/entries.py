@@ -7,12 +7,12 @@ import msgspec
 from cairn.teams.definition import Rule
 
 
-class _Item(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type"):
+class _Item(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     round: int
     """The round that it belongs to; between rounds the last one."""
 
 
-class Posted(_Item, frozen=True, kw_only=True, omit_defaults=True, tag="message"):
+class Posted(_Item, frozen=True, kw_only=True, tag="message"):
     """A message to all, or a whisper to some."""
 
     sender: str
@@ -23,7 +23,7 @@ class Posted(_Item, frozen=True, kw_only=True, omit_defaults=True, tag="message"
     """The step of the round that made it; 0 for one that came from outside."""
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """A question that members vote on."""
 
     question: str
@@ -34,21 +34,21 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Nobody named: all."""
 
 
-class RoundBegan(_Item, frozen=True, kw_only=True, omit_defaults=True, tag="round.started"):
+class RoundBegan(_Item, frozen=True, kw_only=True, tag="round.started"):
     """A round begins."""
 
     vote: Ask | None = None
     """The vote that ends it."""
 
 
-class VoteCalled(_Item, frozen=True, kw_only=True, omit_defaults=True, tag="vote.started"):
+class VoteCalled(_Item, frozen=True, kw_only=True, tag="vote.started"):
     """A vote beside the rounds begins."""
 
     step: int
     vote: Ask
 
 
-class StepOpened(_Item, frozen=True, kw_only=True, omit_defaults=True, tag="step"):
+class StepOpened(_Item, frozen=True, kw_only=True, tag="step"):
     """A step begins: what its members were told, so that they are told the same when it is done again."""
 
     step: int
@@ -56,7 +56,7 @@ class StepOpened(_Item, frozen=True, kw_only=True, omit_defaults=True, tag="step
     """The number of the last entry that it takes notice of."""
 
 
-class Stated(_Item, frozen=True, kw_only=True, omit_defaults=True, tag="turn"):
+class Stated(_Item, frozen=True, kw_only=True, tag="turn"):
     """A member has spoken."""
 
     step: int
@@ -71,7 +71,7 @@ class Stated(_Item, frozen=True, kw_only=True, omit_defaults=True, tag="turn"):
     completion_tokens: int = 0
 
 
-class Chose(_Item, frozen=True, kw_only=True, omit_defaults=True, tag="choice"):
+class Chose(_Item, frozen=True, kw_only=True, tag="choice"):
     """A member has answered a question of procedure with one of the answers it was given."""
 
     step: int
@@ -83,7 +83,7 @@ class Chose(_Item, frozen=True, kw_only=True, omit_defaults=True, tag="choice"):
     cached_tokens: int = 0
 
 
-class Ballot(_Item, frozen=True, kw_only=True, omit_defaults=True, tag="ballot"):
+class Ballot(_Item, frozen=True, kw_only=True, tag="ballot"):
     """A member has voted."""
 
     step: int
@@ -94,7 +94,7 @@ class Ballot(_Item, frozen=True, kw_only=True, omit_defaults=True, tag="ballot")
     cached_tokens: int = 0
 
 
-class Voted(_Item, frozen=True, kw_only=True, omit_defaults=True, tag="vote"):
+class Voted(_Item, frozen=True, kw_only=True, tag="vote"):
     """A vote is counted."""
 
     step: int
@@ -108,7 +108,7 @@ class Voted(_Item, frozen=True, kw_only=True, omit_defaults=True, tag="vote"):
     """Votes by option; of a ranked vote one a count."""
 
 
-class RoundDone(_Item, frozen=True, kw_only=True, omit_defaults=True, tag="round.done"):
+class RoundDone(_Item, frozen=True, kw_only=True, tag="round.done"):
     """A round is over."""
 
     decision: str | None = None

@@ -221,7 +221,7 @@ class TeamRound:
         """What a member's answer is sampled with; one that is `held` to a form ends with that, and not before."""
         given = {"max_tokens": STATEMENT_TOKENS, **self.team.member(name).sampling}
         if held:
-            given["max_tokens"] = None
+            given = {"reasoning_budget": 0, **given, "max_tokens": None}
         mixed = f"{self.team.seed} {given.pop('seed', '')} {self.number} {step} {name}"
         seed = int.from_bytes(hashlib.sha256(mixed.encode()).digest()[:7], "big")
         return SamplingOptions(**given, seed=seed)

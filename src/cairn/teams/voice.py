@@ -111,7 +111,7 @@ class AgentVoice:
                 options,
                 request=self._agents.service.next_id(),
                 share=caller.share,
-                template_args=self._args(wanted),
+                template_args=self._args(options),
                 wanted=wanted,
             )
 
@@ -137,7 +137,7 @@ class AgentVoice:
                 options,
                 request=self._agents.service.next_id(),
                 share=caller.share,
-                template_args=self._args(wanted),
+                template_args=self._args(options),
                 wanted=wanted,
             )
             said, done = Said(), None
@@ -151,10 +151,10 @@ class AgentVoice:
 
         return await _patiently(begin)
 
-    def _args(self, wanted: Wanted) -> Mapping[str, Any] | None:
-        """One of a few answers needs no reasoning before it, where the template can do without."""
-        plain = wanted.structure is None or not self._agents.service.chat.knows("enable_thinking")
-        return None if plain else {"enable_thinking": False}
+    def _args(self, options: SamplingOptions) -> Mapping[str, Any] | None:
+        """Where nothing is to be thought of, the template does not ask for it, if it can do without."""
+        without = options.reasoning_budget == 0 and self._agents.service.chat.knows("enable_thinking")
+        return {"enable_thinking": False} if without else None
 
     async def _head(self, tenant: str, agent: str, before: int) -> TurnInfo | None:
         """The turn at the agent's head where that follows number `before`."""

@@ -91,7 +91,7 @@ class ServiceAnswerer:
         heard: Heard,
     ) -> Answered:
         service, chat = self._service, self._service.chat
-        plain = wanted.structure is not None and chat.knows("enable_thinking")
+        plain = options.reasoning_budget == 0 and chat.knows("enable_thinking")
         prompt = await chat.prompt(
             list(messages),
             None,

@@ -17,6 +17,7 @@ from cairn.workflows.definition import (
     MAX_LOOP,
     MAX_NODES,
     MAX_RETRIES,
+    SAMPLING,
     Condition,
     Loop,
     Node,
@@ -84,6 +85,10 @@ def _check_node(node: Node) -> None:
         raise InvalidRequest(f"{where}.retries must be 0 to {MAX_RETRIES}, the limit", field=f"{where}.retries")
     if node.each is not None and not 1 <= node.each.limit <= MAX_ITEMS:
         raise InvalidRequest(f"{where}.each.limit must be 1 to {MAX_ITEMS}, the limit", field=f"{where}.each.limit")
+    unknown = sorted(node.sampling.keys() - SAMPLING)
+    if unknown:
+        known = ", ".join(sorted(SAMPLING))
+        raise InvalidRequest(f"{where}.sampling has no {unknown[0][:64]}; there are {known}", field=f"{where}.sampling")
     if node.output is not None:
         check_contract(node.output, f"{where}.output")
     if node.when is not None:

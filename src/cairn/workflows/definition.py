@@ -18,6 +18,23 @@ MAX_RETRIES = 8
 NODE_TOKENS = 1_024
 """Tokens of an answer at most where its node says nothing of it."""
 
+SAMPLING = frozenset(
+    {
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "stop",
+        "seed",
+        "reasoning_budget",
+    }
+)
+"""What a node may say of how its answer is sampled."""
+
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$")]
 
 

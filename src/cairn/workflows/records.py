@@ -20,7 +20,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int = 0
 
 
-class NodeEnded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="node"):
+class NodeEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="node"):
     """A node, one item of a fan-out, or a node of one run of a loop, is over."""
 
     key: str
@@ -37,7 +37,7 @@ class NodeEnded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
     completion_tokens: int = 0
 
 
-class RunEnded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="run"):
+class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="run"):
     """The run is over."""
 
     state: Literal["finished", "failed"]

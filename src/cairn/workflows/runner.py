@@ -200,7 +200,8 @@ class WorkflowRun:
         return [{"role": "system", "content": told}] if told else []
 
     def _options(self, node: Node, key: str, attempt: int) -> SamplingOptions:
-        given = {"max_tokens": NODE_TOKENS, **node.sampling}
+        thinking = {} if node.output is None else {"reasoning_budget": 0}
+        given = {"max_tokens": NODE_TOKENS, **thinking, **node.sampling}
         mixed = f"{self._run.seed} {given.pop('seed', '')} {key} {attempt}"
         seed = int.from_bytes(hashlib.sha256(mixed.encode()).digest()[:7], "big")
         return SamplingOptions(**given, seed=seed)
