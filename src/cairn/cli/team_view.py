@@ -37,8 +37,8 @@ def line_of(event: Mapping[str, Any]) -> str | None:
         case "round.started":
             return f"== round {event['round']}"
         case "message":
-            to = f" whispers to {', '.join(event['to'])}" if event.get("to") else ""
-            return f"{_one(event['sender'])}{_one(to)}: {_one(event['content'])}"
+            to = f" whispers to {_one(', '.join(event['to']))}" if event.get("to") else ""
+            return f"{_one(event['sender'])}{to}: {_one(event['content'])}"
         case "turn" | "turn.done":
             return f"{_one(event['member'])}: {_one(event['content'])}"
         case "choice":
