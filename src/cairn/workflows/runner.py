@@ -228,7 +228,7 @@ def _wanted(node: Node) -> Wanted:
     return Wanted(structure=Structure(kind="json", text=text, field=f"nodes.{node.id}.output"))
 
 
-def _figures(answers: Sequence[Answered]) -> dict[str, int]:
+def _figures(answers: Sequence[Answered]) -> dict[str, Any]:
     return {
         "attempts": len(answers),
         "prompt_tokens": sum(one.prompt_tokens for one in answers),
