@@ -23,6 +23,7 @@ from cairn.agents.archive import Archive, Unreadable
 from cairn.agents.disk_threads import on_disk_thread
 from cairn.agents.index import Kind
 from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo
+from cairn.agents.journals import Journals
 from cairn.agents.kv import AgentKv
 from cairn.agents.log import Log
 from cairn.agents.maintenance import Maintenance
@@ -41,6 +42,7 @@ from cairn.seams import Clock, FileSystem, Rng
 from cairn.service.requests import PLAIN, SamplingOptions
 from cairn.service.service import Service
 from cairn.service.services import Services
+from cairn.service.stream import Stream
 from cairn.text.chat import Sampled
 from cairn.text.grammar import ANYTHING, Wanted
 from cairn.types import Done
@@ -78,11 +80,13 @@ class Agents:
         self._sampled = self._replays.load(log.recovered)
         """What models sampled that are not loaded yet, by their identity."""
         left = [record for record in log.recovered if record.kind == Kind.UNPIN]
+        journals = [record for record in log.recovered if record.kind in (Kind.JOURNAL, Kind.ENTRY)]
         log.recovered = []
         self._archive = Archive(log)
         self.kv = AgentKv(services, registry, self._archive)
         self.writer = Writer(log)
         self._pending = PendingWrites(registry, self.writer, clock, self._replays)
+        self.journals = Journals(self.writer, self._pending, rng, journals)
         self._agents = AgentService(registry, self.writer, self._pending, self.kv, rng, self._replays)
         self._agents.resume_pins(left)
         self._turns = Turns(services, self._agents, self._archive, clock, config)
@@ -438,6 +442,28 @@ class Agents:
                 share=share,
                 fork_on_conflict=fork_on_conflict,
                 wanted=wanted,
+            )
+
+    async def aside(
+        self,
+        tenant: str,
+        id: str,
+        messages: Sequence[dict[str, Any]],
+        options: SamplingOptions = PLAIN,
+        *,
+        request: int,
+        share: str = "",
+        template_args: Mapping[str, Any] | None = None,
+        wanted: Wanted = ANYTHING,
+    ) -> Stream:
+        """The answer to a question that the agent will not remember: its context is extended for this request alone.
+
+        Nothing of it goes to the disk. Conflict while a turn runs or one was interrupted.
+        """
+        with self._agents.reading(tenant, id) as agent:
+            service = self.services.of(agent.head.identity) or self.services.first
+            return await self._turns.aside(
+                service, agent, messages, options, request, template_args, share=share, wanted=wanted
             )
 
     async def resume(self, tenant: str, id: str, *, request: int, share: str = "") -> RunningTurn:

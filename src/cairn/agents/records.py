@@ -139,6 +139,28 @@ class UnpinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The owners as the stores know them: digests, which tell nothing of the agent."""
 
 
+class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A journal's head: what it is about. The newest with its key counts."""
+
+    room: str
+    """Who reads it: `team` or `run`."""
+    tenant: str
+    id: str
+    created: float
+    body: bytes
+    """What that room keeps of it, in MessagePack."""
+
+
+class EntryRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An entry of a journal."""
+
+    journal: int
+    """The key of its head."""
+    number: int
+    """Its place among the journal's entries."""
+    body: bytes
+
+
 P = TypeVar("P", bound=msgspec.Struct)
 
 

@@ -16,6 +16,7 @@ Routes (POST bodies are JSON):
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
     GET  /v1/requests/{id}/events                            resumable.py
     /v1/agents and below                                     agents.py
+    /v1/teams and below, /v1/workflows and below             teams.py, workflows.py
     GET  /v1/cache              POST /v1/cache/flush|scrub|prune    admin.py
     GET  /health and below      GET  /version                health.py
     GET  /  GET /web/{file}     GET  /docs  /openapi.json    page.py, openapi.py
@@ -60,8 +61,10 @@ from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, 
 from cairn.api.responses import Responses
 from cairn.api.resumable import EventLogs
 from cairn.api.routing import Router
+from cairn.api.teams import TeamRoutes
 from cairn.api.tokens import Tokens
 from cairn.api.unserved import body_of, canonical, no_route
+from cairn.api.workflows import WorkflowRoutes
 from cairn.config import Config
 from cairn.errors import CairnError, MethodNotAllowed, Unavailable, trace
 from cairn.seams import Rng
@@ -108,6 +111,8 @@ class App:
         self._responses = Responses(config, exchanges, logs, self.attribution)
         self._health = health.routes() | Page(config, self.described).routes()
         self._agent_routes = AgentRoutes(config, exchanges, self.attribution, agents_folder(config, os.environ))
+        self._team_routes = TeamRoutes(config, logs, self.attribution)
+        self._workflow_routes = WorkflowRoutes(config, logs, self.attribution)
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
@@ -223,7 +228,8 @@ class App:
 
     def _more(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of routes that have an id in their path."""
-        return self._agent_routes.routes(path) or self._responses.routes(path)
+        rooms = (self._agent_routes, self._team_routes, self._workflow_routes, self._responses)
+        return next((found for room in rooms if (found := room.routes(path)) is not None), None)
 
     def _served(self, path: str) -> bool:
         return path in self._health or self._methods(path) is not None
