@@ -165,7 +165,7 @@ class World:
         if self.tiered:
             self.size, self.context = chance.choice((1, 2, 2, 3)), chance.randint(24, 72)
         self.spacing = SPACING
-        if seed % 4 == 3:
+        if seed % 8 in (1, 3):
             states = random.Random(seed + (1 << 43))
             self.windows, self.size = states.choice(STATES), states.choice((1, 1, 2, 3))
             self.spacing = CHUNK_BLOCKS * states.choice((1, 2, 1000))
