@@ -181,8 +181,12 @@ def test_the_kv_is_in_the_pool_and_the_state_in_the_store() -> None:
     for seed in range(1, 4):
         rig.ask(tokens(40, seed))
     assert snapshots(rig, prompt) == []
+    assert rig.tiers is not None
+    read = store.stats().read
     report = rig.ask(prompt)
-    assert report.computed == 4 and report.cached == 96
+    assert report.computed == 4 and report.pool == 96 and report.load > 0
+    assert store.stats().read - read == 8 + 1024, "one state is read, and none of the KV"
+    assert rig.tiers.stats().loaded == 0 and rig.tiers.stats().abandoned == 0
 
 
 def test_what_is_given_up_takes_its_states_along() -> None:
@@ -203,7 +207,7 @@ def test_a_pin_holds_the_states_that_there_are() -> None:
     store = RamStore(1 << 30)
     rig = Rig({"disk": store}, windows=HYBRID, blocks=200)
     assert rig.tiers is not None
-    prompt = tokens(100)
+    prompt = tokens(105)
     rig.ask(prompt)
     rig.tiers.pin("ada", prompt, b"", lambda: None)
     rig.settle()
@@ -215,7 +219,7 @@ def test_what_the_stores_have_is_counted_up_to_a_state() -> None:
     store = RamStore(1 << 30)
     rig = Rig({"disk": store}, windows=HYBRID, blocks=200)
     assert rig.tiers is not None
-    prompt = tokens(100)
+    prompt = tokens(105)
     rig.ask(prompt)
     assert rig.tiers.where(prompt, b"").disk == 96
     (state,) = (key for key, chunk in store._chunks.items() if chunk.group == 1)
@@ -225,7 +229,7 @@ def test_what_the_stores_have_is_counted_up_to_a_state() -> None:
 
 def test_a_store_that_lost_a_state_gives_what_an_earlier_one_allows() -> None:
     store = RamStore(1 << 30)
-    prompt = tokens(100)
+    prompt = tokens(105)
     first = Rig({"disk": store}, windows=HYBRID, blocks=200)
     first.ask(prompt[:50])
     first.ask(prompt)
@@ -288,3 +292,35 @@ def test_sixty_tools_under_eviction_pressure_give_the_answers_of_an_empty_cache(
             contexts[at] = contexts[at][: chance.randint(1440, len(contexts[at]))]
     assert store.stats().evicted > 0 and loaded > whole / 20
     assert computed < whole / 3, "most of it was cached"
+
+
+def test_kv_that_leaves_the_pool_while_the_state_is_read_ends_the_load() -> None:
+    store = RamStore(1 << 30)
+    rig = Rig({"disk": store}, windows=HYBRID, blocks=(400, 3))
+    assert rig.tiers is not None
+    prompt = tokens(100)
+    rig.ask(prompt)
+    for seed in range(1, 4):
+        rig.ask(tokens(40, seed))
+    id = rig.add(prompt)
+    rig.step()  # the load begins
+    assert rig.tiers.loading
+    rig.cache.forget(rig.cache.context(b""), prompt, 32)
+    rig.settle()
+    assert rig.check(id, prompt, 3).computed in (100, 68, 4)
+
+
+def test_what_is_asked_for_ahead_comes_with_its_state() -> None:
+    store = RamStore(1 << 30)
+    prompt = tokens(100)
+    Rig({"disk": store}, windows=HYBRID, blocks=200).ask(prompt)
+    rig = Rig({"disk": store}, windows=HYBRID, blocks=200)
+    assert rig.tiers is not None
+    done: list[int] = []
+    rig.tiers.prefetch(prompt, b"", lambda: done.append(1))
+    rig.settle()
+    while rig.tiers.loading:
+        rig.settle()
+    rig.settle()
+    assert done and rig.cache.found(rig.cache.context(b""), prompt) == 96
+    assert rig.ask(prompt).pool == 96

@@ -203,7 +203,7 @@ BUGS = (
     Bug("an open that finds no room keeps what it held", CACHE, "Cache._hold_with_room", "self.close(context, tokens)", "pass"),
     Bug("room is counted before the hit is held", CACHE, "Cache._hold_with_room", "self._hold_prefix(context, tokens, hit)", "pass"),
     Bug("the table keeps the block that was released for its twin", CACHE, "Cache.publish", "table[done] = block", "pass"),
-    Bug("a hit is published again", CACHE, "Cache._hold_prefix", "context.published[number] = hit", "pass"),
+    Bug("a hit is published again", CACHE, "Cache._hold_found", "context.published[number] = len(table)", "pass"),
     Bug("capacity is that of the longest table", CACHE, "Cache._measure", "min((len(table) for table in context.tables))", "max((len(table) for table in context.tables))"),
     Bug("a closed context still claims to compute", CACHE, "Cache.close", "self._unclaim(context, tokens, context.claimed.stop)", "pass"),
     Bug("published blocks are still claimed", CACHE, "Cache.publish", "self._unclaim(context, tokens, context.published[0])", "pass"),
