@@ -311,12 +311,14 @@ class RotaryPositions(msgspec.Struct, frozen=True, kw_only=True):
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that keep the same kind of cache and therefore share one block table."""
 
-    kind: Literal["full", "window"]
+    kind: Literal["full", "window", "state"]
     layers: tuple[int, ...]
     window: int = 0
     """Tokens a position may attend to, itself included. 0 for full attention."""
     rope: RotaryPositions | None = None
     """Where these layers have positions of their own; None: the model's."""
+    numbers: int = 0
+    """Of a state group: float32 numbers that each of its layers keeps for a sequence."""
 
 
 MAX_CONTEXT = 1 << 24
