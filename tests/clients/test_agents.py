@@ -93,7 +93,8 @@ def test_ten_turns_with_a_tool_and_a_kill(name: str, tmp_path: Path, prove: bool
     home.mkdir()
     for turn in range(TURNS):
         (folder / f"note{turn}.txt").write_text(f"This is note number {turn}.\n" * 20)
-    with stage(tmp_path, answers(PARTS[name], folder), kill_before=KILLED) as at:
+    # codex says `store: false` unasked: what it asks is kept where the server's owner wants it kept.
+    with stage(tmp_path, answers(PARTS[name], folder), kill_before=KILLED, store_kv="always") as at:
         done = run(name, at, folder, home)
         told = f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}\n{at.others}"
         assert done.returncode == 0 and LAST in done.stdout, told

@@ -91,13 +91,17 @@ def test_openai_agents(at: Prompter) -> None:
     openai, _ = needs("openai", "agents.run")  # a folder of our own tests is named agents, and has no run
     agents = importlib.import_module("agents")
     agents.set_tracing_disabled(True)
-    client = openai.AsyncOpenAI(base_url=at.url + "/v1", api_key="none", max_retries=0)
+
+    async def said(kind: Any) -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=at.url + "/v1", api_key="none", max_retries=0) as client:
+            model = kind(model="any", openai_client=client)
+            tool = agents.function_tool(weather)
+            caller = agents.Agent(name="a", instructions="Be brief.", model=model, tools=[tool])
+            plain = agents.Agent(name="b", model=model, output_type=Weather)
+            return [(await agents.Runner.run(agent, ASKED)).final_output for agent in (caller, plain)]
+
     for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
-        model = kind(model="any", openai_client=client)
-        agent = agents.Agent(name="a", instructions="Be brief.", model=model, tools=[agents.function_tool(weather)])
-        assert asyncio.run(agents.Runner.run(agent, ASKED)).final_output == SAID
-        plain = agents.Agent(name="b", model=model, output_type=Weather)
-        assert asyncio.run(agents.Runner.run(plain, ASKED)).final_output == Weather(**FACTS)
+        assert asyncio.run(said(kind)) == [SAID, Weather(**FACTS)]
 
 
 def test_anthropic(at: Prompter) -> None:

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -273,7 +274,9 @@ def read_vocabulary(folder: Path, given: str | None, vocab: int, ends: Sequence[
     if eos == [vocab]:  # nothing ends an answer but its grammar
         tokens.append(b"\xff<|end|>")
         known |= {vocab}
-    wrapper = TokenizerWrapper(Tokens(tokens, sorted(known), eos[0], tokenizer.encode))
+    # A mark that is a token of the model is written as that: `<tool_call>` in letters is not what the model learnt.
+    encode = partial(tokenizer.encode, special=True)
+    wrapper = TokenizerWrapper(Tokens(tokens, sorted(known), eos[0], encode))
     closes = {}
     for form in THOUGHTS:
         single = tokenizer.token_id(form.close)
