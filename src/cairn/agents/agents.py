@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from cairn.agents import portable
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.agent_service import AgentService, conflict, create_agent, import_agent
 from cairn.agents.archive import Archive, Unreadable
+from cairn.agents.content import Content
 from cairn.agents.disk_threads import on_disk_thread
 from cairn.agents.index import Kind
 from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo
@@ -167,9 +168,19 @@ class Agents:
         """What callers are told of one agent."""
         return self._find(tenant, id).info()
 
-    def page(self, tenant: str, *, limit: int = 20, after: str = "") -> AgentPage:
-        """A tenant's agents `after` an id or what `next` of another page says; InvalidRequest for anything else."""
-        return list_agents(self._agents.registry, tenant, limit, after, self._pending.now())
+    def page(
+        self,
+        tenant: str,
+        *,
+        limit: int = 20,
+        after: str = "",
+        passed_over: Callable[[str, Mapping[str, str]], object] = lambda id, metadata: False,
+    ) -> AgentPage:
+        """A tenant's agents `after` an id or what `next` of another page says; InvalidRequest for anything else. Those
+        are left out that are to be `passed_over` by id and metadata."""
+        registry, now = self._agents.registry, self._pending.now()
+        agents = [one for one in registry.of(tenant) if not passed_over(one.id, one.record.metadata)]
+        return list_agents(agents, registry, tenant, limit, after, now)
 
     # What these tell is read from the log: Unavailable where the disk gives out nothing, Damaged where it is damaged,
     # and NotFound where the agent is deleted meanwhile.
@@ -183,6 +194,12 @@ class Agents:
         with self._agents.reading(tenant, id) as agent:
             (root,) = await self._archive.contents([agent.root])
         return root.began.messages, [_shown(tool, root.began.strict) for tool in root.began.tools]
+
+    async def last(self, tenant: str, id: str) -> Content:
+        """What the agent's last turn holds; it is only to be read."""
+        with self._agents.reading(tenant, id) as agent:
+            (found,) = await self._archive.contents([agent.head])
+        return found
 
     async def context(self, tenant: str, id: str) -> tuple[int, ...]:
         """The ids of the agent's context for the model that is served; none before its first turn with it."""
@@ -481,9 +498,11 @@ def _shown(tool: Mapping[str, Any], strict: Sequence[str]) -> Mapping[str, Any]:
     return {**tool, "function": function | {"strict": True}} if function["name"] in strict else tool
 
 
-def list_agents(registry: AgentRegistry, tenant: str, limit: int, after: str, now: float) -> AgentPage:
+def list_agents(
+    given: Iterable[Agent], registry: AgentRegistry, tenant: str, limit: int, after: str, now: float
+) -> AgentPage:
     """Those whose time is not over, `after` an id or what `next` of another page says; InvalidRequest for all else."""
-    agents = [agent for agent in registry.of(tenant) if not agent.over(now)]
+    agents = [agent for agent in given if not agent.over(now)]
     if after:
         last = _named(registry, tenant, after)
         agents = [agent for agent in agents if _place(agent) > last]
