@@ -261,9 +261,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         bool,
         Meta(
             description="Where the chat template shows no tools: tell the model of them in the first message, and of "
-            "calls as JSON in <tool_call> tags."
+            "calls as JSON in <tool_call> tags. Off, tools are refused there."
         ),
-    ] = False
+    ] = True
     chat_template: Annotated[
         str | None,
         Meta(
@@ -355,6 +355,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "http://localhost stands for all its ports, '*' for every page."
         ),
     ] = ()
+    page: Annotated[
+        bool,
+        Meta(description="Answer browsers at / with a page: chat, the tree of contexts, what goes on, what was saved."),
+    ] = True
+    docs: Annotated[bool, Meta(description="Describe the API at /openapi.json and for people at /docs.")] = True
     metrics_prefix: Annotated[Literal["cairn", "vllm"], Meta(description="Prefix of the metric names.")] = "cairn"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="How much to log on stderr.")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,15 @@ from cairn.agents import portable
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.agent_service import AgentService, conflict, create_agent, import_agent
 from cairn.agents.archive import Archive, Unreadable
+from cairn.agents.content import Content
 from cairn.agents.disk_threads import on_disk_thread
 from cairn.agents.index import Kind
 from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo
+from cairn.agents.journals import Journals
 from cairn.agents.kv import AgentKv
 from cairn.agents.log import Log
 from cairn.agents.maintenance import Maintenance
+from cairn.agents.overview import Overview
 from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running import RunningTurn
@@ -40,10 +43,13 @@ from cairn.seams import Clock, FileSystem, Rng
 from cairn.service.requests import PLAIN, SamplingOptions
 from cairn.service.service import Service
 from cairn.service.services import Services
+from cairn.service.stream import Stream
 from cairn.text.chat import Sampled
 from cairn.text.grammar import ANYTHING, Wanted
 from cairn.types import Done
 
+KEPT_SECONDS = 0.25
+"""How long the end of an answer waits for a disk to take what was sampled for it."""
 LOCK_SECONDS = 5.0
 """How long a start waits for a process that still holds the folder."""
 
@@ -75,11 +81,13 @@ class Agents:
         self._sampled = self._replays.load(log.recovered)
         """What models sampled that are not loaded yet, by their identity."""
         left = [record for record in log.recovered if record.kind == Kind.UNPIN]
+        journals = [record for record in log.recovered if record.kind in (Kind.JOURNAL, Kind.ENTRY)]
         log.recovered = []
         self._archive = Archive(log)
         self.kv = AgentKv(services, registry, self._archive)
         self.writer = Writer(log)
         self._pending = PendingWrites(registry, self.writer, clock, self._replays)
+        self.journals = Journals(self.writer, self._pending, rng, journals)
         self._agents = AgentService(registry, self.writer, self._pending, self.kv, rng, self._replays)
         self._agents.resume_pins(left)
         self._turns = Turns(services, self._agents, self._archive, clock, config)
@@ -160,9 +168,19 @@ class Agents:
         """What callers are told of one agent."""
         return self._find(tenant, id).info()
 
-    def page(self, tenant: str, *, limit: int = 20, after: str = "") -> AgentPage:
-        """A tenant's agents `after` an id or what `next` of another page says; InvalidRequest for anything else."""
-        return list_agents(self._agents.registry, tenant, limit, after, self._pending.now())
+    def page(
+        self,
+        tenant: str,
+        *,
+        limit: int = 20,
+        after: str = "",
+        passed_over: Callable[[str, Mapping[str, str]], object] = lambda id, metadata: False,
+    ) -> AgentPage:
+        """A tenant's agents `after` an id or what `next` of another page says; InvalidRequest for anything else. Those
+        are left out that are to be `passed_over` by id and metadata."""
+        registry, now = self._agents.registry, self._pending.now()
+        agents = [one for one in registry.of(tenant) if not passed_over(one.id, one.record.metadata)]
+        return list_agents(agents, registry, tenant, limit, after, now)
 
     # What these tell is read from the log: Unavailable where the disk gives out nothing, Damaged where it is damaged,
     # and NotFound where the agent is deleted meanwhile.
@@ -176,6 +194,12 @@ class Agents:
         with self._agents.reading(tenant, id) as agent:
             (root,) = await self._archive.contents([agent.root])
         return root.began.messages, [_shown(tool, root.began.strict) for tool in root.began.tools]
+
+    async def last(self, tenant: str, id: str) -> Content:
+        """What the agent's last turn holds; it is only to be read."""
+        with self._agents.reading(tenant, id) as agent:
+            (found,) = await self._archive.contents([agent.head])
+        return found
 
     async def context(self, tenant: str, id: str) -> tuple[int, ...]:
         """The ids of the agent's context for the model that is served; none before its first turn with it."""
@@ -200,6 +224,14 @@ class Agents:
     def savings(self, tenant: str) -> Savings:
         """The sum over a tenant's agents and requests, also those that are gone."""
         return self._agents.registry.savings.totals.get(tenant, Savings())
+
+    def savings_by_day(self, tenant: str) -> dict[int, Savings]:
+        """The same by the day on which an answer ended, in days since 1970 (UTC), the oldest first."""
+        return dict(sorted(self._agents.registry.savings.days.get(tenant, {}).items()))
+
+    def overview(self, tenant: str) -> Overview:
+        """For those who follow what changes: what is different since they last looked."""
+        return Overview(self._agents.registry, self.writer, tenant, self._pending.now)
 
     # ---------------------------------------------------------------------------------------------------- its KV
 
@@ -269,6 +301,14 @@ class Agents:
             self.writer.append(record)
             self._replays.add(record, now, key)
 
+    async def kept(self) -> None:
+        """Wait, a moment at most, until what `keep` was told would outlive this process.
+
+        A client that has an answer sends it back, and what was sampled for it must then be known, or the prompt is
+        another split into tokens, and so may the next answer be.
+        """
+        await self.writer.written(KEPT_SECONDS)
+
     def add_request_context(self, agent: Agent, ids: Sequence[int], identity: bytes = b"") -> None:
         """An ordinary request in the agent's name is over, and this is its context: its KV goes with the agent."""
         whose = identity or self.services.first.spec.identity
@@ -285,7 +325,7 @@ class Agents:
         if agent is not None:
             self.add_request_context(agent, ids, identity)
         if agent is None or agent not in self._agents.registry:
-            self._agents.registry.savings.count(tenant, done)
+            self._agents.registry.savings.count(tenant, done, self._pending.now())
             return
         agent.used = self._pending.now()
         with contextlib.suppress(Unavailable):
@@ -421,6 +461,28 @@ class Agents:
                 wanted=wanted,
             )
 
+    async def aside(
+        self,
+        tenant: str,
+        id: str,
+        messages: Sequence[dict[str, Any]],
+        options: SamplingOptions = PLAIN,
+        *,
+        request: int,
+        share: str = "",
+        template_args: Mapping[str, Any] | None = None,
+        wanted: Wanted = ANYTHING,
+    ) -> Stream:
+        """The answer to a question that the agent will not remember: its context is extended for this request alone.
+
+        Nothing of it goes to the disk. Conflict while a turn runs or one was interrupted.
+        """
+        with self._agents.reading(tenant, id) as agent:
+            service = self.services.of(agent.head.identity) or self.services.first
+            return await self._turns.aside(
+                service, agent, messages, options, request, template_args, share=share, wanted=wanted
+            )
+
     async def resume(self, tenant: str, id: str, *, request: int, share: str = "") -> RunningTurn:
         """Go on with the interrupted turn at the head: what it said before comes again, and then the rest.
 
@@ -436,9 +498,11 @@ def _shown(tool: Mapping[str, Any], strict: Sequence[str]) -> Mapping[str, Any]:
     return {**tool, "function": function | {"strict": True}} if function["name"] in strict else tool
 
 
-def list_agents(registry: AgentRegistry, tenant: str, limit: int, after: str, now: float) -> AgentPage:
+def list_agents(
+    given: Iterable[Agent], registry: AgentRegistry, tenant: str, limit: int, after: str, now: float
+) -> AgentPage:
     """Those whose time is not over, `after` an id or what `next` of another page says; InvalidRequest for all else."""
-    agents = [agent for agent in registry.of(tenant) if not agent.over(now)]
+    agents = [agent for agent in given if not agent.over(now)]
     if after:
         last = _named(registry, tenant, after)
         agents = [agent for agent in agents if _place(agent) > last]

@@ -89,6 +89,41 @@ class Turns:
     ) -> RunningTurn:
         check(messages, "messages")
         prompt, prefix, told = await self._prompt(service, agent, messages, template_args, share, wanted)
+        request = self._request(service, agent, prompt, options, number, share)
+        began = self._record(service, agent, messages, prefix, request)
+        # What cannot be served is refused here, so nothing is written of it. The answer is computed while the message
+        # is being synced, and nobody sees any of it before.
+        stream = service.generate(request, told)
+        try:
+            turn = await self._agents.begin(agent, began)
+        except BaseException:
+            stream.close()
+            raise
+        return self._run(service, agent, turn, request, stream, [])
+
+    async def aside(
+        self,
+        service: Service,
+        agent: Agent,
+        messages: Sequence[dict[str, Any]],
+        options: SamplingOptions,
+        number: int,
+        template_args: Mapping[str, Any] | None,
+        *,
+        share: str,
+        wanted: Wanted,
+    ) -> Stream:
+        """The answer to messages after the agent's context, which stays as it is. Conflict where its head is not
+        free."""
+        if agent.busy or agent.head.state != "finished":
+            raise conflict(agent)
+        prompt, _, told = await self._prompt(service, agent, messages, template_args, share, wanted)
+        request = self._request(service, agent, prompt, options, number, share)
+        return service.generate(msgspec.structs.replace(request, durable=False, stored=False), told)
+
+    def _request(
+        self, service: Service, agent: Agent, prompt: Prompt, options: SamplingOptions, number: int, share: str
+    ) -> Request:
         (request,) = requests(
             service.spec,
             prompt.tokens,
@@ -105,17 +140,7 @@ class Turns:
             share=share,
             timeout=self._config.request_timeout,
         )
-        request = msgspec.structs.replace(request, durable=True)
-        began = self._record(service, agent, messages, prefix, request)
-        # What cannot be served is refused here, so nothing is written of it. The answer is computed while the message
-        # is being synced, and nobody sees any of it before.
-        stream = service.generate(request, told)
-        try:
-            turn = await self._agents.begin(agent, began)
-        except BaseException:
-            stream.close()
-            raise
-        return self._run(service, agent, turn, request, stream, [])
+        return msgspec.structs.replace(request, durable=True)
 
     async def _prompt(
         self,

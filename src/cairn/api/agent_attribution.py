@@ -128,6 +128,10 @@ class Attribution:
             done = msgspec.structs.replace(done, cache=CacheReport(), timing=Timing())
         self._agents.account(self._tenant, self._agent, [*request.prompt, *tokens], done, self._identity)
 
+    async def kept(self) -> None:
+        """Wait, a moment at most, until what `done` has kept outlives a killed server."""
+        await self._agents.kept()
+
 
 def session_names(call: Call, metadata: Mapping[str, str], prompt_cache_key: str | None) -> list[str]:
     """What a request calls its session, the most explicit first; names that are no agent's are passed over."""

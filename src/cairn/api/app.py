@@ -16,8 +16,11 @@ Routes (POST bodies are JSON):
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
     GET  /v1/requests/{id}/events                            resumable.py
     /v1/agents and below                                     agents.py
+    /v1/teams and below, /v1/workflows and below             teams.py, workflows.py
     GET  /v1/cache              POST /v1/cache/flush|scrub|prune    admin.py
     GET  /health and below      GET  /version                health.py
+    GET  /  GET /web/{file}     GET  /docs  /openapi.json    page.py, openapi.py
+    GET  /v1/events             GET  /v1/savings             changes.py
     GET  /props                                              admin.py
     GET  /metrics
 
@@ -42,6 +45,7 @@ from cairn.api.anthropic import Anthropic
 from cairn.api.auth import Access, has_tenants, preflight
 from cairn.api.body_budget import BodyBudget
 from cairn.api.call_table import CallTable
+from cairn.api.changes import ChangeFeeds, SavingsRoutes
 from cairn.api.embeddings import Embeddings
 from cairn.api.exchange import Exchanges
 from cairn.api.folders import agents_folder, named
@@ -51,13 +55,16 @@ from cairn.api.ollama import Ollama
 from cairn.api.ollama_embeddings import OllamaEmbeddings
 from cairn.api.ollama_models import OllamaModels
 from cairn.api.openai import OpenAI
+from cairn.api.page import Page
 from cairn.api.rate_limits import RateLimits
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
 from cairn.api.responses import Responses
 from cairn.api.resumable import EventLogs
 from cairn.api.routing import Router
+from cairn.api.teams import TeamRoutes
 from cairn.api.tokens import Tokens
 from cairn.api.unserved import body_of, canonical, no_route
+from cairn.api.workflows import WorkflowRoutes
 from cairn.config import Config
 from cairn.errors import CairnError, MethodNotAllowed, Unavailable, trace
 from cairn.seams import Rng
@@ -102,8 +109,10 @@ class App:
         self._rates = RateLimits(config, SystemClock())
         self._model_admin = ModelAdmin(config)
         self._responses = Responses(config, exchanges, logs, self.attribution)
-        self._health = health.routes()
+        self._health = health.routes() | Page(config, self.described).routes()
         self._agent_routes = AgentRoutes(config, exchanges, self.attribution, agents_folder(config, os.environ))
+        self._team_routes = TeamRoutes(config, logs, self.attribution)
+        self._workflow_routes = WorkflowRoutes(config, logs, self.attribution)
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
@@ -115,6 +124,8 @@ class App:
             **OllamaEmbeddings(config).routes(),
             **self._ollama_models.routes(),
             "/v1/models": {"GET": admin.models},
+            "/v1/events": {"GET": self._changes().follow},
+            "/v1/savings": {"GET": SavingsRoutes(self.attribution).show},
             "/tokenize": {"POST": tokens.tokenize},
             "/detokenize": {"POST": tokens.detokenize},
             "/props": {"GET": Props(config).show},
@@ -190,13 +201,35 @@ class App:
             async with self._router.chosen(call) as service:
                 await endpoint(call, service)
 
+    def _changes(self) -> ChangeFeeds:
+        return ChangeFeeds(
+            self.config,
+            self._access,
+            self.attribution,
+            self._rng,
+            lambda: list(self.models.services) if self.models is not None else [],
+            lambda: self.draining,
+        )
+
+    def described(self, path: str) -> dict[str, str]:
+        """What each method of a route does, as its docstring says; nothing for what is no route."""
+        if path in self._health:
+            return {"GET": self._health[path].__doc__ or ""}
+        return {method: endpoint.__doc__ or "" for method, endpoint in (self._methods(path) or {}).items()}
+
+    @property
+    def fixed_paths(self) -> list[str]:
+        """Every route without an id in its path."""
+        return [*self._health, *self._exact]
+
     def _methods(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of a route, or None for what is none."""
         return self._exact.get(path) or self._admin.routes(path) or self._more(path)
 
     def _more(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of routes that have an id in their path."""
-        return self._agent_routes.routes(path) or self._responses.routes(path)
+        rooms = (self._agent_routes, self._team_routes, self._workflow_routes, self._responses)
+        return next((found for room in rooms if (found := room.routes(path)) is not None), None)
 
     def _served(self, path: str) -> bool:
         return path in self._health or self._methods(path) is not None

@@ -54,7 +54,7 @@ def routes() -> dict[str, Answering]:
 
 
 async def root(call: Call, state: State) -> None:
-    """GET /: what clients of Ollama know a server by. A browser finds no page."""
+    """GET /: what clients of Ollama know a server by. A browser finds nothing: the page is switched off."""
     if b"text/html" in (call.header(b"accept") or b""):
         host = (call.header(b"host") or b"").decode("latin-1")
         raise no_route(call.path, host, lambda path: False)

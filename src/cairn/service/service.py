@@ -22,7 +22,8 @@ from cairn.models.tokenizer_files import check_fits
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.admission import check_tokens
-from cairn.service.flight import PLAIN, Flight, RequestStatus
+from cairn.service.flight import PLAIN, Flight, InFlight, RequestStatus
+from cairn.service.last_hour import LastHour
 from cairn.service.launch import First, launch_first
 from cairn.service.link import Patience
 from cairn.service.recent import Told
@@ -107,6 +108,7 @@ class Service:
         self._trouble = ""
         self._logged: dict[str, str] = {}
         """The trouble of each store as the log has it."""
+        self.hour = LastHour()
         self._loaded = False
         self._draining = False
         self._closed = False
@@ -210,6 +212,11 @@ class Service:
         if flight is not None:
             return flight.status()
         return self._history.get(id)
+
+    def in_flight(self, salt: bytes) -> list[InFlight]:
+        """A tenant's requests that have not ended, the oldest first."""
+        now = self._clock.now()
+        return [flight.figures(now) for flight in self._flights.values() if flight.request.salt == salt]
 
     def stats(self) -> ServiceStats:
         """The numbers of this moment."""
@@ -399,5 +406,7 @@ class Service:
             try:
                 self._supervisor.look()
                 self._traffic.end_late()
+                if self._loaded:
+                    self.hour.note(self._clock, self.metrics)
             except Exception as error:
                 log.error("the periodic check failed: %s", trace(error))
