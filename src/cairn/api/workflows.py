@@ -84,7 +84,7 @@ class WorkflowRoutes:
         workflow = workflow_of(body.workflow)
         state = await runs.create(call.tenant, workflow, body.inputs or {}, seed=body.seed)
         call.headers.append((b"x-cairn-run", state.run.id.encode()))
-        await self._work(call, runs, state.run.id, stream=bool(body.stream))
+        await self._work(call, service, runs, state.run.id, stream=bool(body.stream))
 
     async def resume(self, call: Call, service: Service) -> None:
         """POST /v1/workflows/runs/{id}/resume: a run that was cut off goes on, and what failed is tried again."""
@@ -92,13 +92,13 @@ class WorkflowRoutes:
         body = parse(RunResumeBody, await read_nothing(call, self._config), self._config, call)
         service.check_generates()
         runs.check_open(call.tenant, id)
-        await self._work(call, runs, id, stream=bool(body.stream))
+        await self._work(call, service, runs, id, stream=bool(body.stream))
 
-    async def _work(self, call: Call, runs: Runs, id: str, *, stream: bool) -> None:
+    async def _work(self, call: Call, service: Service, runs: Runs, id: str, *, stream: bool) -> None:
         asker = Asker(tenant=call.tenant, salt=call.salt, share=call.share)
 
         async def work(emit: Emit) -> None:
-            await runs.work(asker, id, emit)
+            await runs.work(asker, id, emit, ServiceAnswerer(service, self._config))
 
         await answer(
             call,

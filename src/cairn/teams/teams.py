@@ -120,8 +120,9 @@ class Teams:
 
     # ---------------------------------------------------------------------------------------------------- to change
 
-    async def create(self, tenant: str, team: Team) -> TeamState:
-        """A new team. Conflict if its id, or an agent's that it needs, is taken."""
+    async def create(self, tenant: str, team: Team, model: str = "") -> TeamState:
+        """A new team, whose members the model of this name answers for where there are several. Conflict if its id, or
+        an agent's that it needs, is taken."""
         if not team.id:
             team = msgspec.structs.replace(team, id=f"team-{self._journals.seed():016x}")
         if not team.seed:
@@ -131,18 +132,18 @@ class Teams:
         journal = await self._journals.create(ROOM, tenant, team.id, team)
         try:
             async with self._at_work(journal):
-                await self._make_agents(tenant, team)
+                await self._make_agents(tenant, team, model)
         except BaseException:
             await self._drop(tenant, journal)
             raise
         return self._state(journal)
 
-    async def _make_agents(self, tenant: str, team: Team) -> None:
+    async def _make_agents(self, tenant: str, team: Team, model: str = "") -> None:
         """Make those of the team's agents that are not there: the beginning, and a fork of it for each member."""
         if not self._there(tenant, team.shared_agent, team):
             metadata = {"object": "team.beginning", "team": team.id}
             messages = prompts.beginning(team)
-            await self._agents.create(tenant, id=team.shared_agent, messages=messages, metadata=metadata)
+            await self._agents.create(tenant, id=team.shared_agent, messages=messages, metadata=metadata, model=model)
         missing = [name for name in team.names if not self._there(tenant, team.agent(name), team)]
         made = await asyncio.gather(
             *(

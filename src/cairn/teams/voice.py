@@ -16,7 +16,7 @@ import msgspec
 from cairn.agents.agents import Agents
 from cairn.agents.info import TurnInfo
 from cairn.agents.running import RunningTurn
-from cairn.errors import Conflict, GenerationFailed, NotFound, Overloaded
+from cairn.errors import Conflict, GenerationFailed, NotFound, NotLoaded, Overloaded
 from cairn.service.requests import SamplingOptions
 from cairn.text.grammar import Wanted
 from cairn.text.said import Said
@@ -111,7 +111,7 @@ class AgentVoice:
                 options,
                 request=self._agents.services.first.next_id(),
                 share=caller.share,
-                template_args=self._args(options),
+                template_args=self._args(caller, agent, options),
                 wanted=wanted,
             )
 
@@ -137,7 +137,7 @@ class AgentVoice:
                 options,
                 request=self._agents.services.first.next_id(),
                 share=caller.share,
-                template_args=self._args(options),
+                template_args=self._args(caller, agent, options),
                 wanted=wanted,
             )
             said, done = Said(), None
@@ -151,9 +151,10 @@ class AgentVoice:
 
         return await _patiently(begin)
 
-    def _args(self, options: SamplingOptions) -> Mapping[str, Any] | None:
+    def _args(self, caller: Caller, agent: str, options: SamplingOptions) -> Mapping[str, Any] | None:
         """Where nothing is to be thought of, the template does not ask for it, if it can do without."""
-        without = options.reasoning_budget == 0 and self._agents.services.first.chat.knows("enable_thinking")
+        service = self._agents.service_of(caller.tenant, agent)
+        without = options.reasoning_budget == 0 and service.chat.knows("enable_thinking")
         return {"enable_thinking": False} if without else None
 
     async def _head(self, tenant: str, agent: str, before: int) -> TurnInfo | None:
@@ -223,10 +224,10 @@ def _told(turn: TurnInfo, heard: Heard) -> Spoken:
 
 
 async def _patiently(begin: Callable[[], Awaitable[T]]) -> T:
-    """Try again while the queue is full: a team may be larger than it."""
+    """Try again while the queue is full, since a team may be larger than it, and while its model is loaded."""
     for _ in range(PATIENCE - 1):
         try:
             return await begin()
-        except Overloaded as error:
+        except (NotLoaded, Overloaded) as error:
             await asyncio.sleep(min(error.retry_after or 1.0, 5.0))
     return await begin()

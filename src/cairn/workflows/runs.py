@@ -67,14 +67,15 @@ class Runs:
         if state in ("running", "finished"):
             raise Conflict(f"run {id} is {state}")
 
-    async def work(self, asker: Asker, id: str, emit: Emit) -> RunEnded:
-        """Run to the end what is not over. A run that failed tries what failed once more."""
+    async def work(self, asker: Asker, id: str, emit: Emit, answerer: Answerer | None = None) -> RunEnded:
+        """Run to the end what is not over. A run that failed tries what failed once more. `answerer`: where
+        it is another than for most."""
         self.check_open(asker.tenant, id)
         journal = self._find(asker.tenant, id)
         async with self._at_work(journal):
             await self._forget_failures(journal)
             run = msgspec.msgpack.decode(journal.record.body, type=Run)
-            return await WorkflowRun(run, self._journals, journal, self._answerer, asker, emit).work()
+            return await WorkflowRun(run, self._journals, journal, answerer or self._answerer, asker, emit).work()
 
     async def _forget_failures(self, journal: Journal) -> None:
         """What failed, what was skipped for it and the end of the run count no more."""
