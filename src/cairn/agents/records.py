@@ -118,14 +118,17 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class SavingsRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of savings: an agent's under its key, a tenant's total under a key of its own, and one for the bytes of
-    all of them."""
+    """A line of savings: an agent's under its key, a tenant's total and each of its days under keys of their own, and
+    one for the bytes of all of them."""
 
     savings: Savings
     tenant: str = ""
     read: int = 0
     """Bytes of KV that came from the disk, of the whole server."""
     written: int = 0
+    day: int = 0
+    """The day of a line that is a day's, in days since 1970; then `day_of` is its tenant, and `tenant` is empty."""
+    day_of: str = ""
 
 
 class UnpinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -144,6 +147,8 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tenant: str
     id: str
     created: float
+    model: str = ""
+    """The name of the model that it was made with."""
     body: bytes
     """What that room keeps of it, in MessagePack."""
 

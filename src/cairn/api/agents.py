@@ -234,7 +234,7 @@ class AgentRoutes:
                 async with self._reading:  # a file takes several times its size while it is read
                     data = await asyncio.to_thread(file.read)
                     info = await agents.import_agent(
-                        call.tenant, data, id, lambda read: check_portable(read, self._config)
+                        call.tenant, data, id, lambda read: check_portable(read, self._config), service
                     )
         finally:
             self._importing[call.tenant] -= 1
