@@ -155,8 +155,8 @@ class Journals:
         *,
         model: str = "",
     ) -> Journal:
-        """A new journal, made with a `model`, with entries that keep their numbers. Conflict if the id is taken, Overloaded
-        if there are too many."""
+        """A new journal, made with a `model`, with entries that keep their numbers. Conflict if the id is taken,
+        Overloaded if there are too many."""
         if len(self.of(room, tenant)) >= MAX_JOURNALS:
             raise Overloaded(f"there are {MAX_JOURNALS} {room}s, the limit; delete some", retry_after=60.0)
         id = f"{room}-{self._rng.bits64():016x}" if id is None else id

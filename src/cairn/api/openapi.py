@@ -17,6 +17,7 @@ from cairn import __version__
 from cairn.api.agent_schemas import CreateBody, EvictBody, ForkBody, NoBody, ResumeBody, RollbackBody, TurnBody
 from cairn.api.anthropic_schemas import MessagesBody
 from cairn.api.auth import ADMIN, OPEN
+from cairn.api.collection_schemas import AskCollectionBody, CollectionBody, CollectionDocumentBody, SearchBody
 from cairn.api.conversations import ConversationBody, ItemsBody
 from cairn.api.llama_schemas import InfillBody, LlamaCompletionBody
 from cairn.api.ollama_schemas import (
@@ -96,6 +97,12 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/v1/workflows/runs/{id}/resume": RunResumeBody,
     "/v1/workflows/runs/{id}/interrupt": NoBody,
     "/v1/workflows/runs/{id}/graph": None,
+    "/v1/collections": CollectionBody,
+    "/v1/collections/{id}": None,
+    "/v1/collections/{id}/documents": CollectionDocumentBody,
+    "/v1/collections/{id}/documents/{document}": None,
+    "/v1/collections/{id}/search": SearchBody,
+    "/v1/collections/{id}/ask": AskCollectionBody,
     "/v1/requests/{id}": None,
     "/v1/requests/{id}/cancel": NoBody,
     "/v1/requests/{id}/events": None,
@@ -143,6 +150,8 @@ QUERIES: Mapping[str, tuple[str, ...]] = {
     "/v1/agents/import": ("id",),
     "/v1/agents/{id}/turns": ("limit", "after"),
     "/v1/requests/{id}/events": ("after",),
+    "/v1/collections": ("limit", "after"),
+    "/v1/collections/{id}/documents": ("limit", "after"),
     "/v1/teams": ("limit", "after"),
     "/v1/teams/{id}/transcript": ("format", "member"),
     "/v1/workflows/runs": ("limit", "after"),

@@ -124,8 +124,8 @@ class Teams:
     # ---------------------------------------------------------------------------------------------------- to change
 
     async def create(self, tenant: str, team: Team, model: str = "") -> TeamState:
-        """A new team, which `model` answers unless a call names another. Conflict if its id, or an agent's that it needs,
-        is taken."""
+        """A new team, which `model` answers unless a call names another. Conflict if its id, or an agent's that it
+        needs, is taken."""
         if not team.id:
             team = msgspec.structs.replace(team, id=f"team-{self._journals.seed():016x}")
         if not team.seed:
