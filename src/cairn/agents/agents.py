@@ -482,15 +482,16 @@ class Agents:
         share: str = "",
         template_args: Mapping[str, Any] | None = None,
         wanted: Wanted = ANYTHING,
+        service: Service | None = None,
     ) -> Stream:
         """The answer to a question that the agent will not remember: its context is extended for this request alone.
 
         Nothing of it goes to the disk. Conflict while a turn runs or one was interrupted.
         """
         with self._agents.reading(tenant, id) as agent:
-            service = self._service_of(agent)
+            answering = service or self._service_of(agent)
             return await self._turns.aside(
-                service, agent, messages, options, request, template_args, share=share, wanted=wanted
+                answering, agent, messages, options, request, template_args, share=share, wanted=wanted
             )
 
     async def resume(self, tenant: str, id: str, *, request: int, share: str = "") -> RunningTurn:

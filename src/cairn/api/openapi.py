@@ -17,6 +17,7 @@ from cairn import __version__
 from cairn.api.agent_schemas import CreateBody, EvictBody, ForkBody, NoBody, ResumeBody, RollbackBody, TurnBody
 from cairn.api.anthropic_schemas import MessagesBody
 from cairn.api.auth import ADMIN, OPEN
+from cairn.api.collection_schemas import AskCollectionBody, CollectionBody, CollectionDocumentBody, SearchBody
 from cairn.api.conversations import ConversationBody, ItemsBody
 from cairn.api.llama_schemas import InfillBody, LlamaCompletionBody
 from cairn.api.ollama_schemas import (
@@ -39,6 +40,8 @@ from cairn.api.schemas import (
     TextsBody,
     TokenizeBody,
 )
+from cairn.api.team_schemas import PostBody, RoundsBody, TeamBody, TeamForkBody, TeamRollbackBody, VoteBody
+from cairn.api.workflow_schemas import RunResumeBody, WorkflowBody, WorkflowRunBody
 
 REF = "#/components/schemas/{model}"
 FILE = "application/octet-stream"
@@ -79,6 +82,27 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/v1/agents/{id}/prefetch": NoBody,
     "/v1/agents/{id}/evict": EvictBody,
     "/v1/agents/{id}/export": None,
+    "/v1/teams": TeamBody,
+    "/v1/teams/{id}": None,
+    "/v1/teams/{id}/rounds": RoundsBody,
+    "/v1/teams/{id}/messages": PostBody,
+    "/v1/teams/{id}/votes": VoteBody,
+    "/v1/teams/{id}/interrupt": NoBody,
+    "/v1/teams/{id}/transcript": None,
+    "/v1/teams/{id}/fork": TeamForkBody,
+    "/v1/teams/{id}/rollback": TeamRollbackBody,
+    "/v1/workflows/check": WorkflowBody,
+    "/v1/workflows/runs": WorkflowRunBody,
+    "/v1/workflows/runs/{id}": None,
+    "/v1/workflows/runs/{id}/resume": RunResumeBody,
+    "/v1/workflows/runs/{id}/interrupt": NoBody,
+    "/v1/workflows/runs/{id}/graph": None,
+    "/v1/collections": CollectionBody,
+    "/v1/collections/{id}": None,
+    "/v1/collections/{id}/documents": CollectionDocumentBody,
+    "/v1/collections/{id}/documents/{document}": None,
+    "/v1/collections/{id}/search": SearchBody,
+    "/v1/collections/{id}/ask": AskCollectionBody,
     "/v1/requests/{id}": None,
     "/v1/requests/{id}/cancel": NoBody,
     "/v1/requests/{id}/events": None,
@@ -126,6 +150,12 @@ QUERIES: Mapping[str, tuple[str, ...]] = {
     "/v1/agents/import": ("id",),
     "/v1/agents/{id}/turns": ("limit", "after"),
     "/v1/requests/{id}/events": ("after",),
+    "/v1/collections": ("limit", "after"),
+    "/v1/collections/{id}/documents": ("limit", "after"),
+    "/v1/teams": ("limit", "after"),
+    "/v1/teams/{id}/transcript": ("format", "member"),
+    "/v1/workflows/runs": ("limit", "after"),
+    "/v1/workflows/runs/{id}/graph": ("format",),
     "/v1/responses/{id}": ("stream", "starting_after", "include"),
     "/v1/responses/{id}/input_items": ("limit", "order", "after"),
     "/v1/conversations/{id}/items": ("limit", "order", "after"),
