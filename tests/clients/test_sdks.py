@@ -44,7 +44,7 @@ def weather(city: str) -> str:
 @pytest.fixture(scope="module")
 def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prompter]:
     answers = [calling("weather", {"city": "Oslo"}), [SAID]]
-    with stage(tmp_path_factory.mktemp("sdks"), answers, [json.dumps(FACTS)]) as found:
+    with stage(tmp_path_factory.mktemp("sdks"), answers, [json.dumps(FACTS)], natural=True) as found:
         yield found
 
 
