@@ -235,4 +235,6 @@ def stage(
 
 def found(program: str) -> str | None:
     """Where a program of an agent is: on the path, or where npm put those of this project."""
-    return shutil.which(program) or shutil.which(program, path=str(Path(__file__).parents[2] / "node_modules/.bin"))
+    return shutil.which(program) or shutil.which(
+        program, path=str(Path(__file__).parents[2] / ".venv/npm/node_modules/.bin")
+    )
