@@ -87,18 +87,21 @@ check: .venv/.test  ## format, lint, types, import direction
 	$(PIP) llama-cpp-python matplotlib
 	@touch $@
 
-# Python's clients into .venv/clients, which has Cairn and all else from .venv; agents and the AI SDK into .venv/npm. The
-# npm of today runs no script of a package unasked, and two programs are put in place by one.
+# Python's clients into .venv/clients, which has Cairn and all else from .venv, and two that want another openai than
+# the rest into a folder of their own; agents and the AI SDK into .venv/npm. The npm of today runs no script of a package
+# unasked, and two programs are put in place by one.
 NPM := .venv/npm/node_modules
 AGENTS := @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10
 PLACED := $(NPM)/@anthropic-ai/claude-code/install.cjs $(NPM)/opencode-ai/postinstall.mjs
-EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["clients"])
+EXTRA := import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]])
 BESIDE := import sysconfig; print(sysconfig.get_path("purelib"))
+PIP_CLIENTS := .venv/clients/bin/pip install --quiet --no-compile --disable-pip-version-check
 clients: .venv/.test  ## other makers' clients, 1.5 GB with the agents: their tests run where they are installed
 	$(PYTHON) -m venv .venv/clients
-	.venv/clients/bin/pip install --quiet $(filter-out -c constraints.txt,$(INSTALL)) $$($(BIN)/python -c '$(EXTRA)')
 	printf '%s\n' $(CURDIR)/src "$$($(BIN)/python -c '$(BESIDE)')" \
 	  > "$$(.venv/clients/bin/python -c '$(BESIDE)')/cairn.pth"
+	$(PIP_CLIENTS) $$($(BIN)/python -c '$(EXTRA)' clients)
+	$(PIP_CLIENTS) --target .venv/older $$($(BIN)/python -c '$(EXTRA)' clients-older)
 	@command -v npm >/dev/null || { echo "There is no npm here: coding agents are not tried." >&2; exit 0; }; \
 	npm install --prefix .venv/npm --no-fund --no-audit $(AGENTS) ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 && \
 	for script in $(PLACED); do node $$script; done
@@ -108,6 +111,8 @@ prove: .venv/.bench  ## the full figures of docs/reliability.md, at most an hour
 	$(PYTEST) --prove
 	if [ -x .venv/clients/bin/python ]; then OMP_NUM_THREADS=1 .venv/clients/bin/python -m pytest --prove \
 	  tests/clients tests/api/test_anthropic.py tests/api/test_ollama.py; fi
+	if [ -d .venv/older ]; then PYTHONPATH=.venv/older OMP_NUM_THREADS=1 .venv/clients/bin/python -m pytest \
+	  tests/clients -k "llama_index or instructor"; fi
 
 bench: .venv/.test  ## speed; prints tables
 	$(BIN)/python benchmarks/server_overhead.py --profile
