@@ -101,7 +101,7 @@ class Contexts {
     const chip = h("span", { class: `chip ${className}` }, word);
     if (row.kind === "agent") {
       node.append(indent, h("span", { class: "twisty", "aria-hidden": "true" }, row.open ? "▾" : "▸"), chip,
-        h("span", { class: "name" }, titleOf(agent)),
+        h("span", { class: "name" }, titleOf(agent)), agent.origin ? h("span", { class: "soft opt" }, agent.id) : "",
         agent.pinned ? h("span", { class: "tag" }, "pinned") : "", agent.state !== "idle" ? h("span", { class: `tag ${agent.state}` }, agent.state) : "",
         h("span", { class: "grow" }),
         h("span", { class: "cell" }, several(agent.turns, "turn")), h("span", { class: "cell" }, `${short(agent.tokens)} tokens`),
