@@ -10,7 +10,13 @@ from tests.web.browser import Home, Visit, chromium, missing
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 SIZE = (900, 560)
-TASKS = ("Sort the mail of today", "Plan the trip to Porto", "Read the log of Tuesday", "Name the new room", "Review the patch")
+TASKS = (
+    "Sort the mail of today",
+    "Plan the trip to Porto",
+    "Read the log of Tuesday",
+    "Name the new room",
+    "Review the patch",
+)
 
 
 def fill(url: str) -> None:
