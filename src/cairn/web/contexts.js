@@ -34,9 +34,8 @@ class Contexts {
     this.build();
     this.redraw = framed(() => this.refresh());
     this.ends = [on("agents", this.redraw), on("link", this.redraw)];
-    if (id) this.expand(id);
+    this.asked = id; // opened as soon as it is known
     this.refresh();
-    if (id) this.select(id, true);
   }
 
   end() {
@@ -73,6 +72,14 @@ class Contexts {
 
   refresh() {
     if (this.ended) return;
+    if (this.asked && store.agents.has(this.asked)) {
+      const id = this.asked;
+      this.asked = "";
+      this.expand(id);
+      this.refresh();
+      this.select(id, true);
+      return;
+    }
     for (const id of this.open) {
       const agent = store.agents.get(id);
       if (!agent) this.open.delete(id);
