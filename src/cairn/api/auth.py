@@ -22,7 +22,7 @@ OPEN = frozenset({"/", "/docs", "/v1/health", "/health", "/health/live", "/healt
 """Routes that need no key."""
 OPEN_FILES = "/web/"
 """Below it lie the files of the page, the same everywhere: what it shows needs the key."""
-ADMIN = ("/metrics", "/v1/cache", "/api/pull", "/api/delete")
+ADMIN = ("/metrics", "/v1/admin", "/v1/cache", "/v1/models/load", "/v1/models/unload", "/api/pull", "/api/delete")
 """Routes that need the admin key on a server with keys, with all below them."""
 AGENT = b"x-cairn-agent"
 ADMIN_KEY = b"x-cairn-admin-key"

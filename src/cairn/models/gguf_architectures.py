@@ -8,6 +8,7 @@ from typing import Literal
 
 from cairn.errors import ModelError
 from cairn.models.files import Fields
+from cairn.models.gguf_recurrent import DELTA, Rule
 from cairn.models.mixture_spec import MAX_EXPERTS, checked
 from cairn.types import Experts
 
@@ -73,6 +74,16 @@ class Architecture:
     """What is understood beside what all files may say."""
     untruncated: bool = False
     """Whether yarn's ramp begins and ends between whole dimensions."""
+    rotary: bool = False
+    """Whether less than a head may be turned."""
+    recurrence: Rule = ""
+    """How the file says which layers keep a state in the place of attention."""
+    tiled: bool = False
+    """Whether neighbouring heads of these have keys of different heads."""
+    output_gate: bool = False
+    """As `families.Family.output_gate`."""
+    ignored: tuple[str, ...] = ()
+    """Keys that say nothing where there is text alone."""
 
 
 _MLP_NORM = {"post_attention_norm": "post_attention_layernorm"}
@@ -82,6 +93,17 @@ _GEMMA_NORMS = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 
 _GEMMA_3 = Architecture(
     "Gemma3ForCausalLM", qk_norm=True, gemma=True, names=_GEMMA_NORMS, period=6, local_rope=True, by_width=62
+)
+
+_QWEN_3_5 = Architecture(
+    "Qwen3_5ForCausalLM",
+    qk_norm=True,
+    names=_MLP_NORM | DELTA,
+    rotary=True,
+    recurrence="delta",
+    tiled=True,
+    output_gate=True,
+    ignored=("rope.dimension_sections",),
 )
 
 ARCHITECTURES = {
@@ -116,6 +138,7 @@ ARCHITECTURES = {
         names=_POST_NORMS,
         window_period=4,
     ),
+    "qwen35": _QWEN_3_5,
     "seed_oss": Architecture("SeedOssForCausalLM", names=_MLP_NORM),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM", qk_norm=True),

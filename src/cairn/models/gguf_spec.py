@@ -21,7 +21,10 @@ from cairn.models.gguf import Gguf
 from cairn.models.gguf_architectures import ARCHITECTURES, EXPERT_KEYS, Architecture, experts
 from cairn.models.gguf_purpose import ENCODERS, purpose
 from cairn.models.gguf_purpose import KEYS as PURPOSE
+from cairn.models.gguf_recurrent import KEYS as RECURRENT
+from cairn.models.gguf_recurrent import recurrence
 from cairn.models.hub import model_name
+from cairn.models.recurrent_spec import with_state
 from cairn.types import (
     MAX_CONTEXT,
     MAX_HEAD_DIM,
@@ -100,13 +103,15 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     keys = _keys(gguf, family)
     hidden = keys.integer("embedding_length", 1, 1 << 20)
     heads = keys.integer("attention.head_count", 1, 1 << 14)
-    layers = keys.integer("block_count", 1, 1 << 12)
+    layers = trunk(keys)
     head_dim = keys.integer("attention.key_length", 2, MAX_HEAD_DIM, hidden // heads)
     rope, context = _rope(keys, gguf, head_dim, truncate=not family.untruncated)
     if family.local_rope:
         context = keys.integer("context_length", 2, MAX_CONTEXT)  # which states the scaled length
     vocab = vocab_rows(gguf, hidden)
     mixture = experts(keys, family, layers)
+    kept = recurrence(keys, family.recurrence, layers, tiled=family.tiled)
+    turned = keys.integer("rope.dimension_count", 2, head_dim, head_dim) if family.rotary else head_dim
     spec = ModelSpec(
         name=model_name(gguf.paths[0]),
         architecture=family.mixture_name or family.name if mixture else family.name,
@@ -128,11 +133,14 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         unturned=tuple(layer for layer in range(layers) if family.unturned and not (layer + 1) % family.unturned),
         sinks=family.sinks,
         experts=mixture,
-        qkv_bias="blk.0.attn_q.bias" in gguf.tensors,
-        out_bias="blk.0.attn_output.bias" in gguf.tensors,
+        qkv_bias=any(f"blk.{layer}.attn_q.bias" in gguf.tensors for layer in range(layers)),
+        out_bias=any(f"blk.{layer}.attn_output.bias" in gguf.tensors for layer in range(layers)),
         mlp_bias="blk.0.ffn_down.bias" in gguf.tensors,
         tied="output.weight" not in gguf.tensors,
-        groups=_groups(keys, family, layers, context, rope),
+        groups=with_state(_groups(keys, family, layers, context, rope), kept),
+        recurrence=kept,
+        rotary=turned if turned != head_dim else None,
+        output_gate=family.output_gate,
         eos_ids=_ends(gguf, vocab),
         bos_id=next(iter(named_ids(gguf, "bos", vocab, absent=True)), None),
         defaults=_defaults(gguf.fields),
@@ -143,10 +151,16 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         raise keys.error("attention.head_count_kv", f"a divisor of the head count ({heads})")
     if spec.head_dim % 2:
         raise keys.error("attention.key_length", "an even number, because rotary positions turn pairs")
-    for name, expected in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim)):
+    for name, expected in (("attention.value_length", head_dim), ("rope.dimension_count", turned)):
         if keys.integer(name, 0, 1 << 20, expected) != expected:
             raise ModelError(f"{keys.path}: {keys.prefix}{name} other than the head size {expected} is not supported")
     return spec
+
+
+def trunk(keys: Fields) -> int:
+    """Layers without those behind the last, which guess further tokens."""
+    layers = keys.integer("block_count", 1, 1 << 12)
+    return layers - keys.integer("nextn_predict_layers", 0, layers - 1, 0)
 
 
 def _keys(gguf: Gguf, family: Architecture) -> Fields:
@@ -161,7 +175,13 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
         name, plain = key.removeprefix(prefix), value
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             plain = value[0].item()
-        if name in _KEYS | EXPERT_KEYS or name in family.keys or (family.gemma and name in _GEMMA_KEYS):
+        if name in family.ignored:
+            continue
+        if (
+            name in _KEYS | EXPERT_KEYS
+            or name in (*family.keys, *RECURRENT[family.recurrence])
+            or (family.gemma and name in _GEMMA_KEYS)
+        ):
             found[name] = plain
         else:
             others[name] = key, plain

@@ -18,14 +18,17 @@ from numpy.typing import NDArray
 from cairn.errors import ModelFileError
 from cairn.kernels.base import Quantized
 from cairn.models.dequant import Kind, dequantize
+from cairn.models.families import AHEAD, FAMILIES
 from cairn.models.gguf import Gguf, Tensor
 from cairn.models.gguf_encoder import encoder_name, is_encoder
 from cairn.models.gguf_purpose import DENSE, JUDGE
+from cairn.models.gguf_recurrent import WHOLE, Change, Part, parts
 from cairn.models.gguf_spec import FACTORS, architecture
 from cairn.models.mixture_spec import MAX_EXPERTS
 from cairn.models.outline import Outline, codes
 from cairn.models.outline import blocks as super_blocks
 from cairn.models.quantize import unpack
+from cairn.types import ModelSpec
 
 _WHOLE = {
     "token_embd": "model.embed_tokens",
@@ -58,7 +61,7 @@ _WITHOUT_END = {"attn_sinks": "self_attn.sinks"}
 """Tensors whose names here have no `.weight`."""
 _BEHIND = {JUDGE: "judge.weight"} | {f"{name}.weight": f"{name}.weight" for name in DENSE}
 """What a pooled state goes through."""
-_NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)\.(weight|bias)")
+_NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)(?:\.(weight|bias))?")
 _HARMLESS = re.compile(re.escape(FACTORS) + r"|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
 """Constants of the rotary positions; the spec holds those that matter."""
 _TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.(weight|bias)")
@@ -76,7 +79,11 @@ def hub_name(name: str, others: Mapping[str, str] | None = None) -> str | None:
         return None
     layer, part, end = match.groups()
     if layer is None:
-        return f"{_WHOLE[part]}.{end}" if part in _WHOLE else None
+        return f"{_WHOLE[part]}.{end}" if part in _WHOLE and end else None
+    if (whole := f"{part}.{end}" if end else part) in WHOLE:
+        return f"model.layers.{int(layer)}.{WHOLE[whole]}"
+    if not end:
+        return None
     names = {**_LAYER, **(others or {})}
     if part in _WITHOUT_END:
         return f"model.layers.{int(layer)}.{_WITHOUT_END[part]}"
@@ -90,6 +97,8 @@ class _Part:
     tensor: Tensor
     shape: tuple[int, ...]
     number: int = 0
+    change: Change | None = None
+    """What makes ours of an array in the tensor's own shape."""
 
     @property
     def name(self) -> str:
@@ -100,6 +109,8 @@ class _Part:
         return self.tensor.kind
 
     def blocks(self, gguf: Gguf) -> NDArray[np.uint8]:
+        if self.change is not None:
+            return gguf.blocks(self.name)
         count = math.prod(self.shape) // self.kind.values
         return gguf.blocks(self.name)[self.number * count : (self.number + 1) * count]
 
@@ -107,9 +118,9 @@ class _Part:
 class GgufWeights(Mapping[str, NDArray[Any]]):
     """`weights.open_weights` for GGUF. An array that was asked for is not kept: ask once."""
 
-    def __init__(self, gguf: Gguf, expected: Mapping[str, tuple[int, ...]], head_dim: int) -> None:
+    def __init__(self, gguf: Gguf, expected: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> None:
         """Check that the file holds exactly the `expected` tensors with their shapes; `ModelFileError` otherwise."""
-        self._gguf, self._head_dim = gguf, head_dim
+        self._gguf, self._spec, self._head_dim = gguf, spec, spec.head_dim
         own = None if is_encoder(gguf) else architecture(gguf)
         self._interleaved = own is not None and own.interleaved
         self._found: dict[str, _Part] = {}
@@ -119,8 +130,14 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
                 if own is None
                 else hub_name(tensor.name, own.names)
             )
-            if name is not None and name.format(0) in expected:
+            changed = list(parts(name, spec.recurrence, spec.hidden)) if name and spec.recurrence else []
+            if changed:
+                for one in changed:
+                    self._change(one, tensor, expected)
+            elif name is not None and name.format(0) in expected:
                 self._put(name, tensor, expected)
+            elif _behind(tensor.name, spec):
+                continue
             elif not _HARMLESS.fullmatch(tensor.name):
                 family = gguf.metadata["general.architecture"]
                 raise ModelFileError(f"{tensor.path}: the tensor {tensor.name[:120]!r} is not part of a {family}")
@@ -135,23 +152,33 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         if "{}" in name:
             numbers = list(range(sum(name.format(number) in expected for number in range(MAX_EXPERTS))))
             shape = (len(numbers), *shape)
-        if tensor.shape != shape and (1, *tensor.shape) != shape:
-            raise ModelFileError(
-                f"{tensor.path}: the tensor {tensor.name} has the shape {list(tensor.shape)}, "
-                f"expected {list(shape)} from the metadata"
-            )
+        self._fits(tensor, shape)
         for number in numbers:
             own = name.format(number)
             if own in self._found:
                 raise ModelFileError(f"{tensor.path}: the tensors {self._found[own].name} and {tensor.name} are one")
             self._found[own] = _Part(tensor, expected[own], number)
 
+    @staticmethod
+    def _fits(tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if tensor.shape != shape and (1, *tensor.shape) != shape:
+            raise ModelFileError(
+                f"{tensor.path}: the tensor {tensor.name} has the shape {list(tensor.shape)}, "
+                f"expected {list(shape)} from the metadata"
+            )
+
+    def _change(self, part: Part, tensor: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
+        self._fits(tensor, part.stored)
+        self._found[part.name] = _Part(tensor, expected[part.name], change=part.change)
+
     def __getitem__(self, name: str) -> NDArray[Any]:
         tensor = self._found[name]
         blocks = tensor.blocks(self._gguf)
         kind = tensor.kind
         flat = blocks.view(kind.dtype) if kind.dtype is not None else dequantize(kind, blocks)
-        array = flat.reshape(tensor.shape)
+        array = (
+            flat.reshape(tensor.shape) if tensor.change is None else tensor.change(flat.reshape(tensor.tensor.shape))
+        )
         if self._turned(name):
             array = turn_back(array, self._head_dim)
         array.flags.writeable = False
@@ -162,13 +189,14 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         tensor = self._found[name]
         dtype = tensor.kind.dtype if tensor.kind.dtype is not None else np.dtype(np.float32)
         size = math.prod(tensor.shape) * dtype.itemsize
-        return Outline(tensor.shape, str(dtype), size * ((tensor.kind.dtype is None) + self._turned(name)))
+        made = (tensor.kind.dtype is None) + self._turned(name) + (tensor.change is not None)
+        return Outline(tensor.shape, str(dtype), size * made)
 
     def packed_outline(self, name: str) -> Outline | None:
         """What `packed` gives; None for a vector, and for a tensor of single numbers."""
         tensor = self._found[name]
         kind = tensor.kind
-        if kind.dtype is not None or len(tensor.shape) != 2:
+        if kind.dtype is not None or len(tensor.shape) != 2 or tensor.change is not None:
             return None
         if kind.blocks and kind.bits != 8:
             found = super_blocks(tensor.shape, kind.bits)
@@ -201,6 +229,13 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
 
     def __len__(self) -> int:
         return len(self._found)
+
+
+def _behind(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor is of a layer behind the last, which guesses further tokens."""
+    match = re.match(r"blk\.(\d{1,5})\.", name)
+    ahead = FAMILIES[spec.architecture].ahead if spec.encoder is None else False
+    return ahead and match is not None and spec.layers <= int(match[1]) < spec.layers + AHEAD
 
 
 def turn_back(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:

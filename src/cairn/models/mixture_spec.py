@@ -31,7 +31,9 @@ class Mixture:
     """How many layers before have none."""
     grouped: bool = False
     """Whether `n_group`, `topk_group` and `routed_scaling_factor` count."""
-    correction: bool = False
+    correction: bool | str = False
+    optional: bool = False
+    """Whether there may be none, and the shared one alone is the MLP then."""
     bias: bool = False
     shared: str = ""
     """Width of the shared expert."""
@@ -52,6 +54,29 @@ MIXTURES = {
     "mixtral": Mixture(count="num_local_experts", ffn="intermediate_size", normed=True),
     "olmo": Mixture(count="num_experts", ffn="intermediate_size"),
     "gpt-oss": Mixture(count="num_local_experts", ffn="intermediate_size", scores="chosen", normed=False, bias=True),
+    "qwen3.5": Mixture(
+        count="num_experts",
+        ffn="moe_intermediate_size",
+        normed=True,
+        shared="shared_expert_intermediate_size",
+        shared_gate=True,
+    ),
+    "lfm2": Mixture(
+        count="num_experts",
+        ffn="moe_intermediate_size",
+        scores="sigmoid",
+        first="num_dense_layers",
+        grouped=True,
+        correction="use_expert_bias",
+    ),
+    "granite": Mixture(
+        count="num_local_experts",
+        ffn="intermediate_size",
+        scores="chosen",
+        normed=False,
+        shared="shared_intermediate_size",
+        optional=True,
+    ),
     "glm4": Mixture(
         count="n_routed_experts",
         ffn="moe_intermediate_size",
@@ -72,7 +97,9 @@ def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
         return None
     row = MIXTURES[family.mixture]
     named = row.count if config.has(row.count) else _OTHER_NAMES.get(row.count, row.count)
-    count = config.integer(named, 1, MAX_EXPERTS)
+    count = config.integer(named, 0 if row.optional else 1, MAX_EXPERTS)
+    if not count:
+        return None
     ffn = config.integer(row.ffn, 1, 1 << 22)
     shared = config.integer(row.shared, 0, 1 << 22) if row.shared else 0
     if row.shared_count:
@@ -89,7 +116,7 @@ def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
             scale=config.number("routed_scaling_factor", 1e-6, 1e6, 1.0) if row.grouped else 1.0,
             groups=config.integer("n_group", 1, count, 1) if row.grouped else 1,
             chosen_groups=config.integer("topk_group", 1, count, 1) if row.grouped else 1,
-            correction=row.correction,
+            correction=config.flag(row.correction, True) if isinstance(row.correction, str) else row.correction,
             bias=row.bias,
             shared=shared,
             shared_gate=row.shared_gate and shared > 0,

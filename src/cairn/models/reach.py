@@ -32,8 +32,9 @@ def reach(spec: ModelSpec, weights: Mapping[str, NDArray[Any]]) -> float:
     with np.errstate(all="ignore"):
         ropes = [spec.rope(group) for group in range(len(spec.groups))]
         turned = max(abs(frequencies(spec.turned, rope.theta, rope.scaling).factor) for rope in ropes)
-        bounds = [_layer(spec, weights, f"model.layers.{layer}.", turned) for layer in range(spec.layers)]
-    return float(ROUNDING * np.max(bounds))  # not Python's, which loses NaN
+        layers = sorted(layer for group in spec.groups if group.kind != "state" for layer in group.layers)
+        bounds = [_layer(spec, weights, f"model.layers.{layer}.", turned) for layer in layers]
+    return float(ROUNDING * np.max(bounds, initial=0.0))  # not Python's, which loses NaN
 
 
 def fits_half(reached: float) -> bool:

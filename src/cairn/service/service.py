@@ -27,6 +27,7 @@ from cairn.service.last_hour import LastHour
 from cairn.service.launch import First, launch_first
 from cairn.service.link import Patience
 from cairn.service.recent import Told
+from cairn.service.services import RequestIds
 from cairn.service.stream import Stream
 from cairn.service.supervisor import Supervisor
 from cairn.service.traffic import Traffic
@@ -80,9 +81,17 @@ class Service:
     strict: bool
     """Whether they may call it nothing else."""
 
-    def __init__(self, config: Config, *, patience: Patience | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        patience: Patience | None = None,
+        clock: Clock | None = None,
+        ids: RequestIds | None = None,
+    ) -> None:
         self._config = config
         self._clock = clock or SystemClock()
+        self._ids = ids or RequestIds(self._clock)
         self._supervisor = Supervisor(
             patience=patience or Patience(),
             clock=self._clock,
@@ -100,7 +109,6 @@ class Service:
         self._logged: dict[str, str] = {}
         """The trouble of each store as the log has it."""
         self.hour = LastHour()
-        self._last_id = 0
         self._loaded = False
         self._draining = False
         self._closed = False
@@ -115,13 +123,15 @@ class Service:
         in_process: bool = False,
         patience: Patience | None = None,
         clock: Clock | None = None,
+        ids: RequestIds | None = None,
     ) -> Service:
         """Load the model in a worker process (`in_process`: on a thread) and serve it.
 
-        `first`: a worker that was started with this configuration before. Raises ModelError (or what else the model's
+        `first`: a worker that was started with this configuration before. `ids`: where other services of the server
+        draw theirs, too. Raises ModelError (or what else the model's
         files deserve) with nothing left running.
         """
-        service = cls(config, patience=patience, clock=clock)
+        service = cls(config, patience=patience, clock=clock, ids=ids)
         if first is None:
             first = launch_first(config, in_process, await asyncio.to_thread(locate, config.model))
         try:
@@ -161,9 +171,8 @@ class Service:
     # ---------------------------------------------------------------------------------------------- for callers
 
     def next_id(self) -> int:
-        """A request id: strictly increasing, below 2**63, and beyond those of earlier runs (it follows the clock)."""
-        self._last_id = max(self._last_id + 1, self._clock.time_ns())
-        return self._last_id
+        """A request id: see `RequestIds`."""
+        return self._ids.draw()
 
     def check_generates(self) -> None:
         """InvalidRequest for a model that was not made to answer."""
@@ -218,6 +227,11 @@ class Service:
             worker_pid=self._supervisor.pid,
             worker_restarts=self._supervisor.restarts,
         )
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has requests."""
+        return bool(self._flights)
 
     def unready(self) -> list[str]:
         """Why new requests would not be served well now; empty when they would."""
