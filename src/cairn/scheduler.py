@@ -72,7 +72,7 @@ class Scheduler:
         self._pace = Pace(limits.step_seconds, limits.least_tokens)
         self._longest = min(cache.info.context, cache.longest)
         self._sequences: dict[int, Sequence] = {}
-        self._waiting = WaitingQueue(limits.max_queue, limits.max_queue_tokens)
+        self._waiting = WaitingQueue(limits.max_queue, limits.max_queue_tokens, limits.weights)
         self._running: list[Sequence] = []
         self._planned: Plan | None = None
         self._next_deadline = math.inf

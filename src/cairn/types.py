@@ -127,6 +127,8 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     reasoning: bool = False
     """Text between `<think>` and `</think>` is reasoning, not content."""
+    thoughts: str = ""
+    """So is text in a further form, by its name in `text.thoughts`."""
     reasoning_open: bool = False
     """The prompt already ends inside `<think>`."""
     tools: bool = False

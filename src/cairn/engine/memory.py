@@ -243,6 +243,11 @@ def check_memory(
         )
 
 
+def beside_weights(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> tuple[int, int]:
+    """Bytes of pools of so many blocks, and of the buffers that steps are computed in."""
+    return _bytes(spec, config, blocks), _buffers(spec, config)
+
+
 def _blocks_for(group: CacheGroup, context: int, config: Config) -> int:
     """Blocks of a group that one sequence of `context` tokens holds at once."""
     if group.kind == "state":

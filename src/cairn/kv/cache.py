@@ -45,6 +45,9 @@ class Cache:
         self._windows = any(group.kind == "window" for group in info.groups)
         self._states = tuple(number for number, group in enumerate(info.groups) if group.kind == "state")
         self._lead = lead(info.groups)
+        full = (number for number, group in enumerate(info.groups) if group.kind == "full")
+        self._skipping = tuple(full) if self._states else ()
+        """Groups of which a load does not read what their pools have: hits end before that for want of a state."""
         self._spacing = spacing
         self._block_tokens = info.block_tokens
         self._identity = info.identity
@@ -167,16 +170,24 @@ class Cache:
         context.loading = True
         return True
 
-    def extend(self, context: SequenceKV, end: int, groups: Sequence[int]) -> bool:
+    def extend(self, context: SequenceKV, tokens: Sequence[int], end: int, groups: Sequence[int]) -> bool:
         """Take blocks up to block `end` in the tables of `groups` and none in the others: all of it, or False.
 
-        Of a state group it is the last block alone, which is a snapshot then.
+        Of a state group it is the last block alone, which is a snapshot then. Where a load skips what the pool has
+        (`has`), that is held.
         """
-        more = end - len(context.tables[0])
+        begin = len(context.tables[0])
+        more = end - begin
+        skipped = [number for number in self._skipping if number not in groups]
+        if not all(self.has(context, number, range(begin, end), tokens) for number in skipped):
+            return False
         counts = [1 if number in self._states else more for number in range(len(self.pools))]
         if any(counts[number] > self.pools[number].available for number in groups):
             return False
         for number, table in enumerate(context.tables):
+            if number in skipped:
+                self._hold_found(context, number, range(begin, end), tokens)
+                continue
             count = counts[number] if number in groups else 0
             table.extend([NO_BLOCK] * (more - count) + self.pools[number].take(count))
         context.snapshots.want(end)
@@ -309,6 +320,10 @@ class Cache:
         key = context.chains[number].key
         return next((i for i in range(hit, last) if key(i, tokens) not in self._seen), last)
 
+    def has(self, context: SequenceKV, number: int, indices: range, tokens: Sequence[int]) -> bool:
+        """Whether the pool of a group has all of these blocks."""
+        return all(self._find(context, number, index, tokens) is not None for index in indices)
+
     def _find(self, context: SequenceKV, number: int, index: int, tokens: Sequence[int]) -> int | None:
         key = context.chains[number].key(index, tokens)
         return self.pools[number].find(key, tokens[index * self._block_tokens : (index + 1) * self._block_tokens])
@@ -393,15 +408,20 @@ class Cache:
         return None
 
     def _hold_prefix(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> None:
-        for number, (group, pool, table) in enumerate(zip(self._groups, self.pools, context.tables, strict=True)):
+        for number, (group, table) in enumerate(zip(self._groups, context.tables, strict=True)):
             first = first_read(group, hit * self._block_tokens, self._block_tokens)
             table.extend([NO_BLOCK] * first)
-            for index in range(first, hit):
-                block = self._find(context, number, index, tokens)
-                assert block is not None, "a block that _hit saw is gone"
-                pool.hold(block)
-                table.append(block)
-            context.published[number] = hit
+            self._hold_found(context, number, range(first, hit), tokens)
+
+    def _hold_found(self, context: SequenceKV, number: int, indices: range, tokens: Sequence[int]) -> None:
+        """Put blocks that were just found into a group's table, after which all of it is published."""
+        pool, table = self.pools[number], context.tables[number]
+        for index in indices:
+            block = self._find(context, number, index, tokens)
+            assert block is not None, "a block that was found is gone"
+            pool.hold(block)
+            table.append(block)
+        context.published[number] = len(table)
 
     def _copy_last(self, context: SequenceKV, tokens: Sequence[int], last: int) -> bool:
         """Have the block that ends `tokens` copied into the tables, if every group has it and room; else False."""

@@ -49,7 +49,9 @@ class ChunkLookup:
         for index in range(first, stop):
             part = tuple(tokens[index * self.chunk_tokens : (index + 1) * self.chunk_tokens])
             groups = [
-                number for number in range(len(self._groups)) if index >= self._begin(number, tokens, first, stop)
+                number
+                for number in range(len(self._groups))
+                if index >= self._begin(number, tokens, first, stop) and not self._skips(context, number, index, tokens)
             ]
             parts.append(
                 tuple(Want(number, self.keys(context, number, tokens, index, index + 1)[0], part) for number in groups)
@@ -135,6 +137,12 @@ class ChunkLookup:
                 if found < stop:
                     return found
         return None
+
+    def _skips(self, context: SequenceKV, number: int, index: int, tokens: Sequence[int]) -> bool:
+        """Whether a chunk need not be read, since the pool has it: with states hits may end before it all the same."""
+        blocks = range(index * CHUNK_BLOCKS, (index + 1) * CHUNK_BLOCKS)
+        skippable = bool(self._states) and self._groups[number].kind == "full"
+        return skippable and self._cache.has(context, number, blocks, tokens)
 
     def _begin(self, number: int, tokens: Sequence[int], first: int, stop: int) -> int:
         """The first chunk of a group that the token after `stop` chunks (or the last one) still reads."""

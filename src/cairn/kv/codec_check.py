@@ -190,11 +190,13 @@ def _read_piece(engine: Engine, codec: Codec, tokens: Sequence[int]) -> list[Tok
     info, last = engine.info, len(tokens) - 1
     size = CHUNK_BLOCKS * info.block_tokens
     scores: list[TokenLogprob] = []
+    state = 0
     for start in range(0, last, size):
         end = min(last, start + size)
         for low in range(start, end, info.max_tokens):
             high = min(end, low + info.max_tokens)
-            row = Row(tokens, low, high, _tables(info, low, high), low, len(tokens), _SCORED, 0)
+            row = Row(tokens, low, high, _tables(info, low, high, state), low, len(tokens), _SCORED, 0)
+            state = _left(info, low, high, state)
             (result,) = engine.prefill([row]).wait()
             if result.error:
                 raise ModelError(f"the model cannot read the text with {codec.name}: {result.error}")
@@ -219,14 +221,23 @@ def _store(engine: Engine, codec: Codec, first: int) -> None:
         engine.write_blocks(group, ids, views).wait()
 
 
-def _tables(info: EngineInfo, low: int, high: int) -> tuple[list[int], ...]:
-    """Blocks in the order of their numbers; a window goes round in its pool. A state has one block for ever."""
+def _left(info: EngineInfo, low: int, high: int, state: int) -> int:
+    """The block in which a row leaves its state, that found it in this one."""
+    begun = (low - 1) // info.block_tokens if low else 0
+    return state if begun == (high - 1) // info.block_tokens else 1 - state
+
+
+def _tables(info: EngineInfo, low: int, high: int, state: int) -> tuple[list[int], ...]:
+    """Blocks in the order of their numbers; a window goes round in its pool, a state in two blocks: rows that are no
+    longer than a chunk begin and end in one block, or in two of which the one is `state`."""
     tables = []
     for group, pool in zip(info.groups, info.blocks, strict=True):
         count = -(-high // info.block_tokens)
         if group.kind == "state":
-            read = [0 if low and index == (low - 1) // info.block_tokens else NO_BLOCK for index in range(count - 1)]
-            tables.append([*read, 0])
+            table = [NO_BLOCK] * count
+            table[(low - 1) // info.block_tokens if low else 0] = state % pool
+            table[-1] = _left(info, low, high, state) % pool
+            tables.append(table)
             continue
         first = max(0, low - group.window + 1) // info.block_tokens if group.kind == "window" else 0
         tables.append([NO_BLOCK] * first + [place % pool for place in range(first, count)])

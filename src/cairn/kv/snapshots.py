@@ -3,7 +3,8 @@
 A state takes as much room as the KV of thousands of tokens, so few are kept. One that is, is a *snapshot*. Each stands
 at a *boundary*: the end of a chunk, which is where stores can keep it. Wanted are
 
-- the last boundary before a prompt's end, where its next turn begins;
+- the last boundary before a prompt's end, where its next turn begins; and where that is within `TAIL` blocks of the
+  end, the one before it, since the next turn may leave out what opens an answer;
 - the branch point: where the KV that is cached ends, if that is beyond the last snapshot. Two prompts with the same
   beginning leave a snapshot at its end, and the third begins there, without anyone saying where it is;
 - what another context that waits for the same beginning asks for (`want`);
@@ -22,6 +23,7 @@ BOUNDARY = CHUNK_BLOCKS
 SPACING = 256
 """Blocks from one snapshot of a long prompt to the next: 4,096 tokens."""
 NEAR = 2
+TAIL = 1
 _NEVER = 1 << 62
 
 
@@ -54,7 +56,7 @@ class Snapshots:
     def begin(self, whole: int, reach: int) -> None:
         """A prompt of which `whole` blocks lie before its last token, and the KV of the first `reach` is cached."""
         self._end = whole // BOUNDARY * BOUNDARY
-        self._marks |= {self._end, min(reach, whole) // BOUNDARY * BOUNDARY}
+        self._marks |= {end // BOUNDARY * BOUNDARY for end in (whole, max(0, whole - TAIL), min(reach, whole))}
 
     def want(self, boundary: int) -> None:
         """Somebody else needs this one."""

@@ -190,7 +190,8 @@ class Tiers:
         views = [memoryview(chunk.pages).cast("B") for chunk in arrival.chunks]
         if any(len(view) != self._sizes[chunk.group] for view, chunk in zip(views, arrival.chunks, strict=True)):
             return False
-        if not self._cache.extend(context, end, [chunk.group for chunk in arrival.chunks]):
+        groups = [chunk.group for chunk in arrival.chunks]
+        if not self._cache.extend(context, tokens, end, groups):
             return False
         for view, chunk in zip(views, arrival.chunks, strict=True):
             page = self._cache.info.block_bytes[chunk.group]
@@ -198,14 +199,20 @@ class Tiers:
             blocks = [block for block in context.tables[chunk.group][begin:] if block != NO_BLOCK]
             self._engine.write_blocks(chunk.group, blocks, pages[len(pages) - len(blocks) :]).wait()
         self._cache.publish(context, tokens, end * size)
-        context.bring(begin * size, end * size, arrival.tier)
+        if self._brings(groups):
+            context.bring(begin * size, end * size, arrival.tier)
+            self._loaded += (end - begin) * size
         if arrival.copies:
             self._stores["ram"].keep(arrival.copies)
         load.landed += 1
         load.heard = self._clock.now()
         context.load_seconds = load.heard - load.started
-        self._loaded += (end - begin) * size
         return True
+
+    def _brings(self, groups: Sequence[int]) -> bool:
+        """Whether chunks of these groups are all that a stretch needed, and its KV was not in the pool already."""
+        full = {number for number, group in enumerate(self._cache.info.groups) if group.kind == "full"}
+        return not full or not full.isdisjoint(groups)
 
     # ------------------------------------------------------------------------------------------- what is asked for
 
