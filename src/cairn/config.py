@@ -261,9 +261,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         bool,
         Meta(
             description="Where the chat template shows no tools: tell the model of them in the first message, and of "
-            "calls as JSON in <tool_call> tags."
+            "calls as JSON in <tool_call> tags. Off, tools are refused there."
         ),
-    ] = False
+    ] = True
     chat_template: Annotated[
         str | None,
         Meta(

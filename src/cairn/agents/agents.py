@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from cairn.agents import portable
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.agent_service import AgentService, conflict, create_agent, import_agent
 from cairn.agents.archive import Archive, Unreadable
+from cairn.agents.content import Content
 from cairn.agents.disk_threads import on_disk_thread
 from cairn.agents.index import Kind
 from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo
@@ -167,9 +168,19 @@ class Agents:
         """What callers are told of one agent."""
         return self._find(tenant, id).info()
 
-    def page(self, tenant: str, *, limit: int = 20, after: str = "") -> AgentPage:
-        """A tenant's agents `after` an id or what `next` of another page says; InvalidRequest for anything else."""
-        return list_agents(self._agents.registry, tenant, limit, after, self._pending.now())
+    def page(
+        self,
+        tenant: str,
+        *,
+        limit: int = 20,
+        after: str = "",
+        passed_over: Callable[[str, Mapping[str, str]], object] = lambda id, metadata: False,
+    ) -> AgentPage:
+        """A tenant's agents `after` an id or what `next` of another page says; InvalidRequest for anything else. Those
+        are left out that are to be `passed_over` by id and metadata."""
+        registry, now = self._agents.registry, self._pending.now()
+        agents = [one for one in registry.of(tenant) if not passed_over(one.id, one.record.metadata)]
+        return list_agents(agents, registry, tenant, limit, after, now)
 
     # What these tell is read from the log: Unavailable where the disk gives out nothing, Damaged where it is damaged,
     # and NotFound where the agent is deleted meanwhile.
@@ -184,19 +195,33 @@ class Agents:
             (root,) = await self._archive.contents([agent.root])
         return root.began.messages, [_shown(tool, root.began.strict) for tool in root.began.tools]
 
+    async def last(self, tenant: str, id: str) -> Content:
+        """What the agent's last turn holds; it is only to be read."""
+        with self._agents.reading(tenant, id) as agent:
+            (found,) = await self._archive.contents([agent.head])
+        return found
+
     async def context(self, tenant: str, id: str) -> tuple[int, ...]:
         """The ids of the agent's context for the model that is served; none before its first turn with it."""
         with self._agents.reading(tenant, id) as agent:
             return tuple(await self.kv.ids(agent.head))
 
-    def model_of(self, tenant: str, id: str) -> bytes:
-        """The identity of the model that answered at the agent's head; empty before its first turn, or where no such
-        agent is."""
+    def model_of(self, tenant: str, id: str) -> tuple[bytes, str]:
+        """The identity of the model that answered at the agent's head, and the name of the one that it was made for, or
+        that answered last; empty where there is none, or no such agent."""
         try:
-            head = self._find(tenant, id).head
+            agent = self._find(tenant, id)
         except (NotFound, InvalidRequest):
-            return b""
-        return head.identity if head.number else b""
+            return b"", ""
+        return agent.head.identity if agent.head.number else b"", agent.record.model
+
+    def service_of(self, tenant: str, id: str) -> Service:
+        """The service that answers a turn of the agent which names no model. NotLoaded where that is being loaded."""
+        return self._service_of(self._find(tenant, id))
+
+    def _service_of(self, agent: Agent) -> Service:
+        found = self.services.of(agent.head.identity) if agent.head.number else None
+        return found or self.services.named(agent.record.model) or self.services.first
 
     def figures(self) -> AgentFigures:
         """All tenants together, for the metrics."""
@@ -329,13 +354,15 @@ class Agents:
         metadata: dict[str, str] | None = None,
         ttl: float | None = None,
         pinned: bool = False,
+        model: str = "",
     ) -> AgentInfo:
         """A new agent whose context begins with `messages`; calls of its `strict` tools fit their schema in every turn.
+        `model`: the name of the one that is to answer where a turn names none.
 
         Conflict if the id is taken. Durable when it returns.
         """
-        given = metadata or {}
-        return (await create_agent(self._agents, tenant, id, messages, tools, strict, given, ttl, pinned)).info()
+        given, whose = metadata or {}, model if self.services.several else ""
+        return (await create_agent(self._agents, tenant, id, messages, tools, strict, given, ttl, pinned, whose)).info()
 
     async def describe(self, tenant: str, id: str, metadata: dict[str, str]) -> AgentInfo:
         """Give an agent other metadata. Durable when it returns; on Unavailable nothing has changed."""
@@ -434,7 +461,7 @@ class Agents:
         """
         with self._agents.reading(tenant, id) as agent:
             return await self._turns.start(
-                service or self.services.first,
+                service or self._service_of(agent),
                 agent,
                 messages,
                 options,
@@ -465,7 +492,7 @@ class Agents:
         Nothing of it goes to the disk. Conflict while a turn runs or one was interrupted.
         """
         with self._agents.reading(tenant, id) as agent:
-            answering = service or self.services.first
+            answering = service or self._service_of(agent)
             return await self._turns.aside(
                 answering, agent, messages, options, request, template_args, share=share, wanted=wanted, gate=gate
             )
@@ -485,9 +512,11 @@ def _shown(tool: Mapping[str, Any], strict: Sequence[str]) -> Mapping[str, Any]:
     return {**tool, "function": function | {"strict": True}} if function["name"] in strict else tool
 
 
-def list_agents(registry: AgentRegistry, tenant: str, limit: int, after: str, now: float) -> AgentPage:
+def list_agents(
+    given: Iterable[Agent], registry: AgentRegistry, tenant: str, limit: int, after: str, now: float
+) -> AgentPage:
     """Those whose time is not over, `after` an id or what `next` of another page says; InvalidRequest for all else."""
-    agents = [agent for agent in registry.of(tenant) if not agent.over(now)]
+    agents = [agent for agent in given if not agent.over(now)]
     if after:
         last = _named(registry, tenant, after)
         agents = [agent for agent in agents if _place(agent) > last]

@@ -43,6 +43,8 @@ class AgentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     time from then."""
     moved: float = 0.0
     """When it was taken in, for the branches that it had then; in old records, when its head was last moved."""
+    model: str = ""
+    """The name of the model that it was made for, or that answered last, on a server with several."""
 
 
 class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -87,6 +89,14 @@ class TokensRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reasoning: str = ""
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """What an answer failed of: the code and the sentence of an error."""
+
+    code: str
+    message: str
+    status: int = 500
+
+
 class EndRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A turn's end: the whole answer. The newest with its key counts."""
 
@@ -97,6 +107,10 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How many of `ids` the next turn's context holds, followed by `more`; -1 where that cannot be told."""
     more: bytes = b""
     reason: str = ""
+    failure: Failure | None = None
+    """Of an answer that was cut by an error, and by nobody's will."""
+    reasoning: int = 0
+    """How many of the tokens are of reasoning, its tags among them."""
     cache: CacheReport = CacheReport()
     ended: float = 0.0
 

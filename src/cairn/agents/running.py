@@ -11,16 +11,16 @@ import msgspec
 
 from cairn.agents.content import shared
 from cairn.agents.index import Kind
-from cairn.agents.records import EndRecord, TokensRecord, pack
+from cairn.agents.records import EndRecord, Failure, TokensRecord, pack
 from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.writer import Writer
-from cairn.errors import GenerationFailed, Unavailable
+from cairn.errors import CairnError, Cancelled, GenerationFailed, Unavailable
 from cairn.figures import CacheReport
 from cairn.seams import Clock
 from cairn.service.service import Service
 from cairn.service.stream import Stream, merge
-from cairn.text.said import Said
+from cairn.text.said import ReasoningCount, Said
 from cairn.text.stream import TextStream
 from cairn.types import Delta, Done, Event, FinishReason, Request, Usage
 
@@ -76,6 +76,8 @@ class RunningTurn:
         self._keeper, self._service, self._stream, self._first = keeper, service, stream, first
         self._content = turn.held
         self._said = Said()
+        self._reasoning = ReasoningCount(request.output)
+        self._failure: Failure | None = None
         self._pending: list[Delta] = []
         self._since = 0.0
 
@@ -118,6 +120,10 @@ class RunningTurn:
                         await self._end(done)
                     if events or beats:
                         yield events
+        except CairnError as error:
+            if not isinstance(error, Cancelled) and self._failure is None:
+                self._failure = Failure(error.code, str(error), error.status)
+            raise
         finally:
             if not self.over.is_set():
                 await self._end(None)
@@ -126,6 +132,7 @@ class RunningTurn:
         for event in self._first:
             if isinstance(event, Delta):
                 self._said.add(event)
+                self._reasoning.add(event)
         if self._first:
             yield list(self._first)
         stream = self._stream
@@ -143,6 +150,7 @@ class RunningTurn:
             usage = msgspec.structs.replace(event.usage, completion_tokens=len(self._content.tokens))
             return msgspec.structs.replace(event, usage=usage)
         self._said.add(event)
+        self._reasoning.add(event)
         if not self._pending:
             self._since = self._keeper.clock.now()
         self._pending.append(event)
@@ -198,6 +206,8 @@ class RunningTurn:
             ids=pack(self._content.tokens),
             message=message,
             reason=done.reason.value if done is not None else "",
+            failure=None if good else self._failure,
+            reasoning=self._reasoning.tokens,
             cache=_logged(done.cache) if done is not None else CacheReport(),
             ended=self._keeper.now(),
             **self._kept(message if good else None),

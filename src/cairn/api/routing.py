@@ -112,9 +112,11 @@ class Router:
     def _of_agent(self, call: Call, id: str, named: _Named) -> ServedModel:
         """The model that a turn names, else the one that answered the agent's last."""
         if (name := _text(named.model)) is None and self._attribution.agents is not None:
-            found = self._models.by_identity(self._attribution.agents.model_of(call.tenant, id))
-            if found is not None:
+            identity, made_for = self._attribution.agents.model_of(call.tenant, id)
+            if (found := self._models.by_identity(identity)) is not None:
                 return found
+            if self._models.has(made_for):
+                return self._models.find(made_for)
         return self._models.find(name)
 
     def _of_work(self, call: Call, route: str, id: str, named: _Named) -> ServedModel:
@@ -131,7 +133,7 @@ class Router:
             return None if number is None else self._models.with_request(number)
         agent = AGENTS.fullmatch(call.path)
         if agent is not None and self._attribution.agents is not None:
-            identity = self._attribution.agents.model_of(call.tenant, agent[1])
+            identity, _ = self._attribution.agents.model_of(call.tenant, agent[1])
             return self._models.services.of(identity)
         return None
 

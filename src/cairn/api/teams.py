@@ -80,7 +80,8 @@ class TeamRoutes:
         check_model(body.model, service)
         service.check_generates()
         await check_length(call, service, body.texts(), "documents")
-        await call.json(team_object(await teams.create(call.tenant, body.team(), service.name)), 201)
+        made = await teams.create(call.tenant, body.team(), service.name)
+        await call.json(team_object(made), 201)
 
     async def list(self, call: Call, service: Service) -> None:
         """GET /v1/teams, most recently created first."""

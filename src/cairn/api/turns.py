@@ -16,7 +16,7 @@ import msgspec
 from cairn.agents.info import TurnInfo
 from cairn.agents.running import RunningTurn
 from cairn.api.agent_attribution import HEADER, AgentAttribution
-from cairn.api.agent_schemas import ResumeBody, TurnBody, check_account, check_turn, id_of, page_of
+from cairn.api.agent_schemas import ResumeBody, TurnBody, check_account, check_own, check_turn, id_of, page_of
 from cairn.api.answers import ChatAnswer
 from cairn.api.exchange import Adapter, Batches, Choice, Exchange, Exchanges, spelled
 from cairn.api.generation import check_length, check_model
@@ -56,7 +56,7 @@ class TurnRoutes:
         """POST /v1/agents/{id}/turns: new messages in, the answer out as of /v1/chat/completions."""
         agents, id = self._attribution.open(), id_of(call)
         body = parse(TurnBody, await read_json(call, self._config), self._config, call)
-        agents.get(call.tenant, id)
+        check_own(agents.get(call.tenant, id))
         check_turn(body, self._config)
         header = call.header(HEADER)
         check_account(body, None if header is None else header.decode("latin-1"), id)
@@ -85,6 +85,7 @@ class TurnRoutes:
         """
         agents, id = self._attribution.open(), id_of(call)
         body = parse(ResumeBody, await read_nothing(call, self._config), self._config, call)
+        check_own(agents.get(call.tenant, id))
         running = await agents.resume(call.tenant, id, request=call.number, share=call.share)
         await self._answer(call, service, running, body, True)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from cairn.config import Config
 from cairn.engine.base import EngineInfo
 from cairn.errors import ConfigError, Conflict
-from cairn.kv.codec import Codec, open_codec
+from cairn.kv.codec import Codec, open_codec, state_groups
 from cairn.kv.codec_check import recall
 from cairn.kv.disk import DiskStore
 from cairn.kv.prefix import numerics
@@ -114,7 +114,7 @@ def _places(folder: Path, spec: ModelSpec, part: float) -> list[Path]:
 
 def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem, folder: Path) -> Codec:
     try:
-        codec = open_codec(config.kv_codec, info.block_bytes, spec.head_dim, info.kv_dtype)
+        codec = open_codec(config.kv_codec, info.block_bytes, spec.head_dims, info.kv_dtype, state_groups(info.groups))
     except ValueError as error:
         raise ConfigError(f"kv_codec: q8 cannot hold the KV of {spec.name}: {error}", field="kv_codec") from error
     if codec.lossless:

@@ -135,18 +135,18 @@ class Teams:
         journal = await self._journals.create(ROOM, tenant, team.id, team, model=model)
         try:
             async with self._at_work(journal):
-                await self._make_agents(tenant, team)
+                await self._make_agents(tenant, team, model)
         except BaseException:
             await self._drop(tenant, journal)
             raise
         return self._state(journal)
 
-    async def _make_agents(self, tenant: str, team: Team) -> None:
+    async def _make_agents(self, tenant: str, team: Team, model: str = "") -> None:
         """Make those of the team's agents that are not there: the beginning, and a fork of it for each member."""
         if not self._there(tenant, team.shared_agent, team):
             metadata = {"object": "team.beginning", "team": team.id}
             messages = prompts.beginning(team)
-            await self._agents.create(tenant, id=team.shared_agent, messages=messages, metadata=metadata)
+            await self._agents.create(tenant, id=team.shared_agent, messages=messages, metadata=metadata, model=model)
         missing = [name for name in team.names if not self._there(tenant, team.agent(name), team)]
         made = await asyncio.gather(
             *(
@@ -205,7 +205,7 @@ class Teams:
         if _cut_off(journal.read(Item)):
             raise Conflict(f"a round of team {id} was cut off; let it go on, or roll back, before the team votes")
         async with self._at_work(journal):
-            await self._make_agents(caller.tenant, _team(journal))
+            await self._make_agents(caller.tenant, _team(journal), journal.record.model)
             return await self._round(journal, caller, _rounds(journal.read(Item)), emit).hold_beside(ask)
 
     async def rounds(
@@ -215,7 +215,7 @@ class Teams:
         journal = self._idle(caller.tenant, id)
         self.check_rounds(caller.tenant, id, many)
         async with self._at_work(journal):
-            await self._make_agents(caller.tenant, _team(journal))
+            await self._make_agents(caller.tenant, _team(journal), journal.record.model)
             for _ in range(many):
                 number = 1 + _rounds(journal.read(Item))
                 decision = await self._round(journal, caller, number, emit).run(vote)

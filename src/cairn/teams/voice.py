@@ -17,7 +17,7 @@ from cairn.agents.agents import Agents
 from cairn.agents.info import TurnInfo
 from cairn.agents.running import RunningTurn
 from cairn.agents.turns import Gate
-from cairn.errors import Conflict, GenerationFailed, NotFound, Overloaded
+from cairn.errors import Conflict, GenerationFailed, NotFound, NotLoaded, Overloaded
 from cairn.service.requests import SamplingOptions
 from cairn.service.service import Service
 from cairn.text.grammar import Wanted
@@ -240,10 +240,10 @@ def _told(turn: TurnInfo, heard: Heard) -> Spoken:
 
 
 async def _patiently(begin: Callable[[], Awaitable[T]]) -> T:
-    """Try again while the queue is full: a team may be larger than it."""
+    """Try again while the queue is full, since a team may be larger than it, and while its model is loaded."""
     for _ in range(PATIENCE - 1):
         try:
             return await begin()
-        except Overloaded as error:
+        except (NotLoaded, Overloaded) as error:
             await asyncio.sleep(min(error.retry_after or 1.0, 5.0))
     return await begin()
