@@ -17,6 +17,7 @@ from cairn import __version__
 from cairn.api.agent_schemas import CreateBody, EvictBody, ForkBody, NoBody, ResumeBody, RollbackBody, TurnBody
 from cairn.api.anthropic_schemas import MessagesBody
 from cairn.api.auth import ADMIN, OPEN
+from cairn.api.collection_schemas import AskCollectionBody, CollectionBody, CollectionDocumentBody, SearchBody
 from cairn.api.conversations import ConversationBody, ItemsBody
 from cairn.api.llama_schemas import InfillBody, LlamaCompletionBody
 from cairn.api.model_admin import DrainBody, LoadBody, SwapBody, UnloadBody
@@ -97,6 +98,12 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/v1/workflows/runs/{id}/resume": RunResumeBody,
     "/v1/workflows/runs/{id}/interrupt": NoBody,
     "/v1/workflows/runs/{id}/graph": None,
+    "/v1/collections": CollectionBody,
+    "/v1/collections/{id}": None,
+    "/v1/collections/{id}/documents": CollectionDocumentBody,
+    "/v1/collections/{id}/documents/{document}": None,
+    "/v1/collections/{id}/search": SearchBody,
+    "/v1/collections/{id}/ask": AskCollectionBody,
     "/v1/requests/{id}": None,
     "/v1/requests/{id}/cancel": NoBody,
     "/v1/requests/{id}/events": None,
@@ -150,11 +157,13 @@ QUERIES: Mapping[str, tuple[str, ...]] = {
     "/v1/agents": ("limit", "after"),
     "/v1/agents/import": ("id",),
     "/v1/agents/{id}/turns": ("limit", "after"),
+    "/v1/requests/{id}/events": ("after",),
+    "/v1/collections": ("limit", "after"),
+    "/v1/collections/{id}/documents": ("limit", "after"),
     "/v1/teams": ("limit", "after"),
     "/v1/teams/{id}/transcript": ("format", "member"),
     "/v1/workflows/runs": ("limit", "after"),
     "/v1/workflows/runs/{id}/graph": ("format",),
-    "/v1/requests/{id}/events": ("after",),
     "/v1/responses/{id}": ("stream", "starting_after", "include"),
     "/v1/responses/{id}/input_items": ("limit", "order", "after"),
     "/v1/conversations/{id}/items": ("limit", "order", "after"),
@@ -211,6 +220,16 @@ SUMMARIES: Mapping[str, str] = {
     "POST /v1/workflows/runs/{id}/resume": "A run that was cut off goes on.",
     "POST /v1/workflows/runs/{id}/interrupt": "Cut off a run.",
     "GET /v1/workflows/runs/{id}/graph": "The graph of a run, coloured by how far each node is.",
+    "POST /v1/collections": "A new collection of documents.",
+    "GET /v1/collections": "The collections, most recently created first.",
+    "GET /v1/collections/{id}": "One collection.",
+    "DELETE /v1/collections/{id}": "Delete a collection, with its text.",
+    "POST /v1/collections/{id}/documents": "Add a document.",
+    "GET /v1/collections/{id}/documents": "The documents, in the order in which they were added.",
+    "GET /v1/collections/{id}/documents/{document}": "One document.",
+    "DELETE /v1/collections/{id}/documents/{document}": "Delete a document, with its text.",
+    "POST /v1/collections/{id}/search": "The passages that fit a query best.",
+    "POST /v1/collections/{id}/ask": "An answer from the passages that fit a question best.",
     "GET /v1/admin/models": "All models, what they take and what is left.",
     "POST /v1/admin/models/load": "Load a model.",
     "POST /v1/admin/models/unload": "Unload a model.",
@@ -363,6 +382,7 @@ _TAGS = {
     "agents": "agents",
     "teams": "teams",
     "workflows": "workflows",
+    "collections": "collections",
     "admin": "administration",
     "requests": "requests",
     "events": "requests",
