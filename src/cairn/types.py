@@ -374,6 +374,22 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True):
     """Of the norms of latents."""
 
 
+class Uneven(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that are not alike (Gemma 4). Their heads differ by group; values are normed without a weight, and what a
+    layer gives is multiplied by a number of its own."""
+
+    kv_from: tuple[int, ...] = ()
+    """Of each of the last layers, which have no keys and values, the layer whose they read."""
+    keys_as_values: tuple[int, ...] = ()
+    """Layers whose values are their keys, as they are before they are normed."""
+    wide: tuple[int, ...] = ()
+    """Layers whose MLP is twice as wide."""
+    inputs: int = 0
+    """Numbers that each layer gets of a token, beside what the layer before it gives; 0: nothing."""
+    input_rows: int = 0
+    """Rows of the table of these."""
+
+
 Kind = Literal["chat", "embed", "rerank"]
 Pooling = Literal["cls", "mean", "last"]
 
@@ -519,6 +535,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of a decoder that judges pairs of texts."""
     latent: Latent | None = None
     """Of a decoder that keeps latents; its `head_dim` is that of queries."""
+    uneven: Uneven | None = None
+    """Of a decoder whose layers are not alike; its `head_dim` and `kv_heads` are those of layers with a window."""
 
     @property
     def whole(self) -> bool:
@@ -535,6 +553,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def turned(self) -> int:
         """How many numbers of a head are turned."""
         return self.head_dim if self.rotary is None else self.rotary
+
+    def group_of(self, layer: int) -> int:
+        """The group whose cache a layer reads."""
+        return next(number for number, group in enumerate(self.groups) if self.kv_layer(layer) in group.layers)
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer that writes the keys and values which a layer reads."""
+        sources = self.uneven.kv_from if self.uneven is not None else ()
+        at = layer - (self.layers - len(sources))
+        return sources[at] if at >= 0 and sources else layer
+
+    def turned_in(self, group: int) -> int:
+        """How many numbers of a head of a group are turned."""
+        return self.rotary or self.groups[group].head_dim or self.head_dim
 
     def page(self, group: int) -> tuple[int, int, int, int]:
         """The shape of what one layer of a group keeps of a block: keys and values, or what both are made of."""

@@ -36,6 +36,20 @@ from cairn.models.mixture import (
     mixture_numbers,
     run_mixture,
 )
+from cairn.models.uneven import (
+    GroupAttention,
+    Inputs,
+    LayerInput,
+    UnevenBuffers,
+    allocate_uneven,
+    build_attention,
+    build_input,
+    build_inputs,
+    run_attention,
+    run_input,
+    run_inputs,
+    uneven_numbers,
+)
 from cairn.types import BLOCK_TOKENS, ModelSpec
 
 LOGITS_ROWS = 32
@@ -48,6 +62,8 @@ class Mlp:
 
     gate_up: Matrix
     down: Matrix
+    wide: bool = False
+    """Whether it has buffers of its own, being wider than others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +88,15 @@ class Layer:
     index: int
     """Place among the layers of its group."""
     attention_norm: Array | None
-    attention: Attention | LatentAttention
+    attention: Attention | LatentAttention | GroupAttention
     attention_post_norm: Array | None
     mlp_norm: Array | None
     mlp: Mlp | Mixture
     mlp_post_norm: Array | None
+    input: LayerInput | None
+    """What it gets beside what the layer before it gives."""
+    scalar: Array | None
+    """What is multiplied with what it gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +119,7 @@ class Decoder:
     residual_scale: float
     query_scaling: tuple[float, float] | None
     late_norms: bool
+    inputs: Inputs | None
     both: bool
     """Whether tokens see what follows them too."""
 
@@ -133,6 +154,7 @@ class Buffers:
     """float32 [R, V]"""
     mixture: MixtureBuffers
     latent: LatentBuffers
+    uneven: UnevenBuffers
 
 
 _PASSING = frozenset(("normed", "projected", "gates", "gated"))
@@ -147,11 +169,12 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
     """
     head = kernels.matrix([weights["model.embed_tokens.weight" if spec.tied else "lm_head.weight"]], [None])
     ropes = [spec.rope(group) for group in range(len(spec.groups))]
-    made = {rope: kernels.rope(spec.turned, rope.theta, rope.scaling) for rope in dict.fromkeys(ropes)}
+    turns = [(rope, spec.turned_in(group)) for group, rope in enumerate(ropes)]
+    made = {(rope, size): kernels.rope(size, rope.theta, rope.scaling) for rope, size in dict.fromkeys(turns)}
     return Decoder(
         embedding=head if spec.tied else kernels.table(weights["model.embed_tokens.weight"]),
         embedding_scale=spec.embedding_scale,
-        ropes=tuple(made[rope] for rope in ropes),
+        ropes=tuple(made[turn] for turn in turns),
         layers=tuple(_layer(kernels, spec, weights, layer) for layer in range(spec.layers)),
         norm=kernels.vector(weights["model.norm.weight"]),
         head=head,
@@ -164,13 +187,14 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
         residual_scale=spec.residual_scale,
         query_scaling=spec.query_scaling,
         late_norms=spec.late_norms,
+        inputs=build_inputs(kernels, spec, weights),
         both=spec.both,
     )
 
 
 def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer: int) -> Layer:
     prefix = f"model.layers.{layer}."
-    group = next(number for number, group in enumerate(spec.groups) if layer in group.layers)
+    group = spec.group_of(layer)
 
     def matrix(*names: str) -> Matrix:
         found = [weights[f"{prefix}{name}.weight"] for name in names]
@@ -186,9 +210,12 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
     def mlp() -> Mlp | Mixture:
         if spec.experts is not None and layer in spec.experts.layers:
             return build_mixture(matrix, vector, spec.experts)
-        return Mlp(gate_up=matrix("mlp.gate_proj", "mlp.up_proj"), down=matrix("mlp.down_proj"))
+        wide = spec.uneven is not None and layer in spec.uneven.wide
+        return Mlp(gate_up=matrix("mlp.gate_proj", "mlp.up_proj"), down=matrix("mlp.down_proj"), wide=wide)
 
-    def attention() -> Attention | LatentAttention:
+    def attention() -> Attention | LatentAttention | GroupAttention:
+        if spec.uneven is not None:
+            return build_attention(matrix, norm, spec, layer)
         if spec.latent is not None:
             return build_latent(matrix, vector, spec, spec.latent)
         return Attention(
@@ -204,13 +231,15 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
     pre, post = spec.pre_norms, spec.post_norms
     return Layer(
         group=group,
-        index=spec.groups[group].layers.index(layer),
+        index=spec.groups[group].layers.index(spec.kv_layer(layer)),
         attention_norm=norm("input_layernorm"),
         attention=attention(),
         attention_post_norm=norm("post_attention_layernorm", post),
         mlp_norm=norm("pre_feedforward_layernorm" if post else "post_attention_layernorm", pre),
         mlp=mlp(),
         mlp_post_norm=norm("post_feedforward_layernorm", post),
+        input=build_input(matrix, vector, spec.uneven, layer),
+        scalar=vector("layer_scalar") if spec.uneven is not None else None,
     )
 
 
@@ -218,9 +247,10 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
     """Buffers for steps of at most `tokens` tokens and `rows` rows with contexts of at most `context` tokens."""
     width, groups = -(-context // BLOCK_TOKENS), range(len(spec.groups))
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    own = 0 if spec.latent else 1  # latents have other buffers
+    own = 0 if spec.latent or spec.uneven else 1  # these have buffers of their own
     ropes = [spec.rope(group) for group in groups]
-    angles = {rope: kernels.allocate((tokens, 2, spec.turned // 2), "float32") for rope in dict.fromkeys(ropes)}
+    turns = [(rope, spec.turned_in(group)) for group, rope in enumerate(ropes)]
+    angles = {turn: kernels.allocate((tokens, 2, turn[1] // 2), "float32") for turn in dict.fromkeys(turns)}
     return Buffers(
         tokens=kernels.allocate((tokens,), "int32"),
         positions=kernels.allocate((tokens,), "int32"),
@@ -229,7 +259,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         slots=tuple(kernels.allocate((tokens,), "int32") for _ in groups),
         wanted=kernels.allocate((LOGITS_ROWS,), "int32"),
         hidden=kernels.allocate((tokens, spec.hidden), "float32"),
-        angles=tuple(angles[rope] for rope in ropes),
+        angles=tuple(angles[turn] for turn in turns),
         normed=kernels.allocate((tokens, spec.hidden), "float32"),
         qkv=kernels.allocate((tokens, own * (query + 2 * kv)), "float32"),
         query=kernels.allocate((tokens, own * spec.heads, spec.head_dim), "float32"),
@@ -240,6 +270,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         logits=kernels.allocate((LOGITS_ROWS, spec.vocab), "float32"),
         mixture=allocate_mixture(kernels, spec.experts, spec.hidden, tokens),
         latent=allocate_latent(kernels, spec, tokens),
+        uneven=allocate_uneven(kernels, spec, tokens),
     )
 
 
@@ -249,7 +280,7 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, score
     `scores`: whether they hold those of a whole context at once, as the reference kernels do.
     """
     wide = spec.hidden + 3 * spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim + 4 * spec.ffn
-    wide += mixture_numbers(spec.experts, spec.hidden) + latent_numbers(spec)
+    wide += mixture_numbers(spec.experts, spec.hidden) + latent_numbers(spec) + uneven_numbers(spec)
     tables = len(spec.groups) * rows * context // BLOCK_TOKENS
     held = 3 * spec.heads * context * min(tokens, 8) if scores else 0
     return 4 * (2 * tokens * wide + 3 * LOGITS_ROWS * spec.vocab + tables + held)
@@ -264,6 +295,8 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
         id(angles): (rope, angles) for rope, angles in zip(decoder.ropes, b.angles, strict=True)
     }.values():
         k.rope_angles(rope, b.positions, angles)
+    if decoder.inputs is not None:
+        run_inputs(k, decoder.inputs, b.tokens, b.hidden, decoder.eps, b.uneven)
     for layer in decoder.layers:
         g = layer.group
         x = _normed(k, decoder, layer.attention_norm, b)
@@ -271,6 +304,10 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
         if isinstance(layer.attention, LatentAttention):
             places = (b.angles[g], kv[g], layer.index, b.slots[g], b.rows, b.tables[g])
             run_latent(k, layer.attention, x, *places, decoder.scale, b.latent, b.projected)
+        elif isinstance(layer.attention, GroupAttention):
+            own = (b.angles[g], kv[g], b.slots[g], b.rows, b.tables[g])
+            how = (decoder.eps, decoder.scale)
+            run_attention(k, layer.attention, x, g, layer.index, own, how, b.uneven, b.projected)
         else:
             _attend(k, decoder, layer, layer.attention, kv, x, b)
         _add(k, decoder, layer.attention_post_norm, b)
@@ -278,10 +315,15 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
         if isinstance(layer.mlp, Mixture):
             run_mixture(k, layer.mlp, decoder.activation, x, b.mixture, b.projected)
         else:
-            k.project(x, layer.mlp.gate_up, b.gates)
-            k.gate(b.gates, decoder.activation, b.gated)
-            k.project(b.gated, layer.mlp.down, b.projected)
+            gates, gated = (b.uneven.gates, b.uneven.gated) if layer.mlp.wide else (b.gates, b.gated)
+            k.project(x, layer.mlp.gate_up, gates)
+            k.gate(gates, decoder.activation, gated)
+            k.project(gated, layer.mlp.down, b.projected)
         _add(k, decoder, layer.mlp_post_norm, b)
+        if layer.input is not None:
+            run_input(k, layer.input, decoder.activation, decoder.eps, b.hidden, b.uneven, b.normed, b.projected)
+        if layer.scalar is not None:
+            k.scale_by(b.hidden, layer.scalar)
 
 
 def _attend(
@@ -340,7 +382,7 @@ def with_slots(buffers: Buffers) -> Buffers:
 
     def symbol(name: str) -> Any:
         value, size = getattr(buffers, name), sizes.get(name, "tokens")
-        if isinstance(value, MixtureBuffers | LatentBuffers):
+        if isinstance(value, MixtureBuffers | LatentBuffers | UnevenBuffers):
             return value.map(lambda array: Slot("tokens", array))
         if not isinstance(value, tuple):
             return Slot(size, value, name in _PASSING)
@@ -359,7 +401,7 @@ def cut(kernels: Kernels, buffers: Buffers, sizes: Mapping[Size, int]) -> Buffer
     def view(slot: Any) -> Any:
         if isinstance(slot, tuple):
             return tuple(map(view, slot))
-        if isinstance(slot, MixtureBuffers | LatentBuffers):
+        if isinstance(slot, MixtureBuffers | LatentBuffers | UnevenBuffers):
             return slot.map(view)
         if id(slot) not in made:
             made[id(slot)] = kernels.first(slot.array, sizes[slot.size])

@@ -30,8 +30,8 @@ def reach(spec: ModelSpec, weights: Mapping[str, NDArray[Any]]) -> float:
     `weights` are those of `open_weights`, before they are rounded for the kernels; that is in `ROUNDING`.
     """
     with np.errstate(all="ignore"):
-        ropes = [spec.rope(group) for group in range(len(spec.groups))]
-        turned = max(abs(frequencies(spec.turned, rope.theta, rope.scaling).factor) for rope in ropes)
+        ropes = [(spec.turned_in(group), spec.rope(group)) for group in range(len(spec.groups))]
+        turned = max(abs(frequencies(size, rope.theta, rope.scaling).factor) for size, rope in ropes)
         bounds = [_layer(spec, weights, f"model.layers.{layer}.", turned) for layer in range(spec.layers)]
     return float(ROUNDING * np.max(bounds))  # not Python's, which loses NaN
 
@@ -42,7 +42,7 @@ def fits_half(reached: float) -> bool:
 
 
 def _layer(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], prefix: str, turned: float) -> float:
-    if not spec.pre_norms:
+    if not spec.pre_norms or spec.uneven is not None:
         return math.inf  # nothing bounds what attention takes
     norm = _wide(weights[f"{prefix}input_layernorm.weight"])
     if spec.latent is not None:
