@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
+from tests import gguf_recurrent
 
 from cairn.models.spec import load_spec
 from cairn.models.weights import open_weights
@@ -23,9 +24,10 @@ NAMES |= {"Qwen2MoeForCausalLM": "qwen2moe", "Qwen3MoeForCausalLM": "qwen3moe", 
 NAMES |= {"OlmoeForCausalLM": "olmoe", "GptOssForCausalLM": "gpt-oss", "GraniteForCausalLM": "granite"}
 NAMES |= {"SmolLM3ForCausalLM": "smollm3", "Olmo2ForCausalLM": "olmo2", "Olmo3ForCausalLM": "olmo2"}
 NAMES |= {"SeedOssForCausalLM": "seed_oss", "Phi3ForCausalLM": "phi3", "Glm4MoeForCausalLM": "glm4moe"}
-NAMES |= {"HunYuanDenseV1ForCausalLM": "hunyuan-dense"}
+NAMES |= {"HunYuanDenseV1ForCausalLM": "hunyuan-dense", "Qwen3_5ForCausalLM": "qwen35"}
 NAMES |= {"Ministral3ForCausalLM": "mistral3", "DeepseekV2ForCausalLM": "deepseek2"}
 NAMES |= {"DeepseekV3ForCausalLM": "deepseek2", "Glm4MoeLiteForCausalLM": "deepseek2"}
+CENTRED = ("gemma2", "gemma3", "qwen35")
 INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
 PLAIN = 1
 
@@ -133,7 +135,8 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     if arch == "gemma3":
         found["rope.freq_base_swa"] = config["rope_local_base_freq"]
         found["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
-    return {f"{arch}.{key}": value for key, value in (found | others(config, arch)).items()}
+    found |= others(config, arch) | gguf_recurrent.keys(config, arch)
+    return {f"{arch}.{key}": value for key, value in found.items()}
 
 
 def others(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
@@ -219,11 +222,14 @@ def hub_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray
     names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
     found = {}
     for name, array in tensors_of(folder, config).items():
+        if (one := gguf_recurrent.tensor(config, arch, name, array)) is not None:
+            found[one[0]] = one[1]
+            continue
         if arch in INTERLEAVED and ".q_proj." in name:
             array = permuted(array, config["num_attention_heads"])
         if arch in INTERLEAVED and ".k_proj." in name:
             array = permuted(array, config["num_key_value_heads"])
-        if arch in ("gemma2", "gemma3") and array.ndim == 1:
+        if arch in CENTRED and name.endswith("norm.weight"):
             array = array + 1
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         found[names.get_name(name, (".weight", ".bias")) + (".weight" if name.endswith("sinks") else "")] = array

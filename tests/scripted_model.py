@@ -7,6 +7,9 @@ So what text does (control tokens, reasoning, calls, characters cut in two) is t
              a neuron for each place of the script fires if the last tokens are those before that place
     head     the token whose code is in the last part; where no neuron fires, the first piece
 
+Of several answers each begins behind a control token of its own, `<|answer_0|>` and so on, which a template writes
+where that one is to come.
+
 A code is the token's id in bits of +1 and -1. Any piece that the script holds but a prompt does not is a token of its
 own, so a prompt never stands within the script by chance.
 """
@@ -51,24 +54,31 @@ def write_scripted(
     context: int = 4096,
     extra: Mapping[str, Any] | None = None,
     without: Sequence[str] = (),
+    answers: Sequence[Sequence[str]] = (),
+    merges: Sequence[tuple[str, str]] = (),
 ) -> Path:
     """Write the model that says `pieces` and then `end`; with none it begins again.
 
     A piece is a control token (a key of `kinds`, or one of CONTROLS) or text, or bytes of it; each is sampled as one
     token. `kinds`: further tokens by their text, with their kind in the file, or CONTROLS with another. `extra` are
-    metadata of the file, `without` keys left out.
+    metadata of the file, `without` keys left out. `answers`: what it says behind each `<|answer_N|>`; `merges`: what
+    its tokenizer puts together, as the alphabet of bytes spells it.
     """
-    named = dict.fromkeys(CONTROLS, CONTROL) | dict(kinds or {})
-    merged = SPELT[0] * 2  # a file has at least one merge
-    said = [_spelt(piece, named) for piece in pieces]
-    tokens = list(dict.fromkeys([*SPELT.values(), merged, *(piece for piece in said if piece not in named), *named]))
+    keys = [f"<|answer_{number}|>" for number in range(len(answers))]
+    named = dict.fromkeys((*CONTROLS, *keys), CONTROL) | dict(kinds or {})
+    pairs = [*merges, (SPELT[0], SPELT[0])]  # a file has at least one
+    said = [[_spelt(piece, named) for piece in one] for one in (pieces, *answers)]
+    own = [piece for one in said for piece in one if piece not in named]
+    tokens = list(dict.fromkeys([*SPELT.values(), *map("".join, pairs), *own, *named]))
     numbers = {token: number for number, token in enumerate(tokens)}
-    script = [numbers[piece] for piece in said] + ([] if end is None else [numbers[end]])
+    last = [] if end is None else [numbers[end]]
+    script, *more = [[numbers[piece] for piece in one] + last for one in said]
+    scripts = [script, *([numbers[key], *one] for key, one in zip(keys, more, strict=True))]
     found: dict[str, Any] = {
         "qwen2.block_count": 1,
         "qwen2.context_length": context,
         "qwen2.embedding_length": HIDDEN,
-        "qwen2.feed_forward_length": (ffn := -(-max(len(script), 1) // 32) * 32),
+        "qwen2.feed_forward_length": (ffn := -(-max(sum(map(len, scripts)), 1) // 32) * 32),
         "qwen2.attention.head_count": HEADS,
         "qwen2.attention.head_count_kv": HEADS,
         "qwen2.attention.layer_norm_rms_epsilon": 1e-6,
@@ -79,14 +89,14 @@ def write_scripted(
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [named.get(token, PLAIN) for token in tokens],
-        "tokenizer.ggml.merges": [f"{SPELT[0]} {SPELT[0]}"],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in pairs],
         "tokenizer.ggml.eos_token_id": numbers["<|im_end|>"],
     }
     if template is not None:
         found["tokenizer.chat_template"] = template
     writer = gguf.GGUFWriter(path, "qwen2")
     put(writer, {key: value for key, value in (found | dict(extra or {})).items() if key not in without})
-    for name, array in _weights(len(tokens), script, ffn).items():
+    for name, array in _weights(len(tokens), scripts, ffn).items():
         writer.add_tensor(name, array.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -101,20 +111,24 @@ def _spelt(piece: str | bytes, named: Mapping[str, int]) -> str:
     return "".join(SPELT[byte] for byte in (piece.encode() if isinstance(piece, str) else piece))
 
 
-def _weights(vocab: int, script: Sequence[int], ffn: int) -> dict[str, np.ndarray]:
+def _weights(vocab: int, scripts: Sequence[Sequence[int]], ffn: int) -> dict[str, np.ndarray]:
     codes = np.where(np.arange(vocab)[:, None] >> np.arange(BITS) & 1, 1.0, -1.0)
     embedding, head = np.zeros((vocab, HIDDEN)), np.zeros((vocab, HIDDEN))
     embedding[:, :BITS], embedding[:, ONE] = codes, 1
     head[:, OUT : OUT + BITS] = 20 * codes
     gate, up, down = np.zeros((ffn, HIDDEN)), np.zeros((ffn, HIDDEN)), np.zeros((HIDDEN, ffn))
     seen: dict[tuple[int, ...], int] = {}
-    for place, token in enumerate(script[1:], 1):
-        before = tuple(script[max(0, place - HEADS - 1) : place][::-1])
+    windows = [
+        (tuple(script[max(0, place - HEADS - 1) : place][::-1]), script[place])
+        for script in scripts
+        for place in range(1, len(script))
+    ]
+    for place, (before, token) in enumerate(windows):
         if before in seen and seen[before] == token:
             continue  # its neuron is there
         if seen.setdefault(before, token) != token:
             raise ValueError(
-                f"the {len(before)} tokens before place {place} of the script were followed by another one"
+                f"the {len(before)} tokens before place {place + 1} of the script were followed by another one"
             )
         for slot, one in enumerate(before):
             gate[place, slot * WIDTH : slot * WIDTH + BITS] = SHARP * codes[one]
@@ -122,7 +136,7 @@ def _weights(vocab: int, script: Sequence[int], ffn: int) -> dict[str, np.ndarra
         up[place, ONE] = 1
         # What is told by more tokens counts more than all that is told by fewer.
         down[OUT : OUT + BITS, place] = 4.0 ** len(before) * codes[token]
-    default = script[0] if script else 0
+    default = scripts[0][0] if scripts[0] else 0
     embedding[:, OUT : OUT + BITS] = codes[default]
     size = BITS + 1 + BITS  # of a token's own part and the default, in squares
     return {

@@ -17,6 +17,7 @@ CairnError                 500  our own fault, or unforeseen
 |- UnsupportedMedia        415  a body that is not application/json
 |- HeadersTooLarge         431
 |- Overloaded              429  the queue is full; `retry_after` is seconds
+|  |- RateLimited          429  code rate_limit_exceeded: a tenant asked for more than it may
 |- Unavailable             503  starting, draining, or the worker is being replaced; `retry_after`
 |- DeadlineExceeded        504
 |- Cancelled               499  ended by its owner
@@ -155,6 +156,10 @@ class HeadersTooLarge(CairnError):
 class Overloaded(CairnError):
     status = 429
     code = "overloaded"
+
+
+class RateLimited(Overloaded):
+    code = "rate_limit_exceeded"
 
 
 class Unavailable(CairnError):

@@ -127,6 +127,8 @@ class OutputFormat(msgspec.Struct, frozen=True, kw_only=True):
 
     reasoning: bool = False
     """Text between `<think>` and `</think>` is reasoning, not content."""
+    thoughts: str = ""
+    """So is text in a further form, by its name in `text.thoughts`."""
     reasoning_open: bool = False
     """The prompt already ends inside `<think>`."""
     tools: bool = False
@@ -311,7 +313,7 @@ class RotaryPositions(msgspec.Struct, frozen=True, kw_only=True):
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that keep the same kind of cache and therefore share one block table."""
 
-    kind: Literal["full", "window"]
+    kind: Literal["full", "window", "state"]
     layers: tuple[int, ...]
     window: int = 0
     """Tokens a position may attend to, itself included. 0 for full attention."""
@@ -322,6 +324,8 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Where these layers have heads of their own; None: the model's."""
     once: bool = False
     """Whether what is kept of a token is kept once: its values are a part of its key."""
+    numbers: int = 0
+    """Of a state group: float32 numbers that each of its layers keeps for a sequence."""
 
 
 MAX_CONTEXT = 1 << 24
@@ -388,6 +392,54 @@ class Uneven(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers that each layer gets of a token, beside what the layer before it gives; 0: nothing."""
     input_rows: int = 0
     """Rows of the table of these."""
+
+
+class Recurrence(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that keep a state of one size for a sequence, however long it is, in the place of keys and values.
+
+    `delta`: gated delta net. `mamba2`: Mamba 2. `conv`: LFM2's gated short convolution, which keeps nothing else.
+    """
+
+    kind: Literal["delta", "mamba2", "conv"]
+    layers: tuple[int, ...]
+    reach: int
+    """Tokens that the convolution sees, the present one included."""
+    heads: int = 1
+    value_size: int
+    """Numbers of a head's value: of `conv`, the width of all."""
+    key_heads: int = 0
+    """How many heads have keys and queries of their own (Mamba 2: groups of B and C)."""
+    key_size: int = 0
+    """Numbers of a key and of a query (Mamba 2: of B and of C)."""
+    tiled: bool = False
+    """Whether neighbouring heads have keys of different heads, and not of one."""
+    conv_bias: bool = False
+    bias: bool = False
+    """Whether what goes in and comes out is projected with a bias."""
+    step_limits: tuple[float, float] | None = None
+    """Of Mamba 2: the least and the greatest step."""
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that are convolved."""
+        return self.heads * self.value_size + 2 * self.key_heads * self.key_size
+
+    @property
+    def inner(self) -> int:
+        """Numbers of a token's values."""
+        return self.heads * self.value_size
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a layer's state: the convolution's window, and a matrix for each head."""
+        return (self.reach - 1) * self.channels + self.heads * self.key_size * self.value_size
+
+    @property
+    def projected(self) -> int:
+        """Numbers of a token that come out of the projections before the convolution."""
+        if self.kind == "conv":
+            return 3 * self.channels
+        return self.channels + self.inner + self.heads * (2 if self.kind == "delta" else 1)
 
 
 Kind = Literal["chat", "embed", "rerank"]
@@ -537,6 +589,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of a decoder that keeps latents; its `head_dim` is that of queries."""
     uneven: Uneven | None = None
     """Of a decoder whose layers are not alike; its `head_dim` and `kv_heads` are those of layers with a window."""
+    recurrence: Recurrence | None = None
+    """Of layers without attention."""
+    output_gate: bool = False
+    """Whether each head's query has a gate behind it, through which what attention gives goes."""
 
     @property
     def whole(self) -> bool:
@@ -568,15 +624,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """How many numbers of a head of a group are turned."""
         return self.rotary or self.groups[group].head_dim or self.head_dim
 
-    def page(self, group: int) -> tuple[int, int, int, int]:
-        """The shape of what one layer of a group keeps of a block: keys and values, or what both are made of."""
+    def page(self, group: int) -> tuple[int, ...]:
+        """The shape of what one layer of a group keeps of a block: keys and values [2, K, tokens, D], what both are
+        made of [1, 1, tokens, D], or a state."""
         own = self.groups[group]
+        if own.kind == "state":
+            return (own.numbers,)
         return 1 if own.once else 2, own.kv_heads or self.kv_heads, BLOCK_TOKENS, own.head_dim or self.head_dim
 
     @property
     def head_dims(self) -> tuple[int, ...]:
         """Numbers in a row of a page, of each group."""
-        return tuple(self.page(group)[3] for group in range(len(self.groups)))
+        return tuple(self.page(group)[-1] for group in range(len(self.groups)))
 
     @property
     def longest_text(self) -> int:

@@ -162,6 +162,7 @@ class ScriptedService:
         self.output = OutputFormat()
         self.template = "enable_thinking"
         self.thinks = self.calls_tools = True
+        self.tells_tools = False
         self._ids = itertools.count(1)
 
     def next_id(self) -> int:

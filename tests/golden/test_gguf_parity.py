@@ -63,6 +63,8 @@ def test_every_family_equals_its_safetensors_form(name: str, tmp_path: Path, mon
     if "llama 3" in name or name in ("hunyuan", "phi 4 mini"):
         assert "llama 3" not in name or len(load_spec(path).rope_scaling.factors) == load_spec(path).head_dim // 2
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+    elif load_spec(path).recurrence != load_spec(folder).recurrence:  # whose heads have another order in the file
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
     else:
         np.testing.assert_array_equal(got, want)
 

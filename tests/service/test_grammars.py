@@ -6,18 +6,22 @@ import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from tests.service import tiny
 from tests.test_scheduler import Rig
+from tests.text import text_models
 from tests.text.walks import END, byte_vocabulary
 
 from cairn.errors import InvalidRequest
 from cairn.sequence import Matcher
-from cairn.service.grammars import GrammarMatcher, Grammars, Ready, Vocabulary, read_vocabulary
+from cairn.service.grammars import GrammarMatcher, Grammars, Ready, Vocabulary, compile_grammar, read_vocabulary
 from cairn.system import SystemClock
+from cairn.text.call_formats import BY_NAME
+from cairn.text.call_grammar import Offered, lark_of_calls
 from cairn.text.grammar import Shape, Structure, checked
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import FinishReason, Request, SamplingParams
@@ -232,3 +236,17 @@ def test_random_company_changes_no_mask(site: Site) -> None:
                 token = b"b" if len(said[number]) % 2 else b"a"
                 matchers[number].consume(token[0])
                 said[number] += token
+
+
+def test_a_mark_that_is_a_token_of_the_model_is_forced_as_that(tmp_path: Path) -> None:
+    """In letters it would be nothing that the model has learnt."""
+    folder = text_models.write_model(tmp_path / "m", text_models.byte_level(), text_models.QWEN_CONFIG)
+    tokenizer = Tokenizer.load(folder)
+    vocabulary = read_vocabulary(folder, None, tokenizer.largest_id + 1, sorted(tokenizer.end_ids))
+    tools = [Offered("f", {"type": "object", "properties": {}, "additionalProperties": False})]
+    calls = lark_of_calls(BY_NAME["hermes"], tools, required=True, parallel=False)
+    matcher = compile_grammar(vocabulary, checked(Shape(calls=calls)))
+    mask = matcher.compute_bitmask()
+    allowed = [token for token in range(tokenizer.largest_id + 1) if mask[token >> 3] >> (token & 7) & 1]
+    assert allowed == [tokenizer.token_id("<tool_call>")]
+    assert tokenizer.decode(matcher.compute_ff_tokens(), skip_special=False).startswith('<tool_call>\n{"name": "f"')

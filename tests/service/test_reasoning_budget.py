@@ -31,7 +31,8 @@ THINKS = OutputFormat(reasoning=True, reasoning_open=True)
 
 
 def budget(tokens: int, *, opened: bool = True, inner: Matcher | None = None) -> BudgetMatcher:
-    return BudgetMatcher(inner, byte_vocabulary()._replace(close=tuple(TAG)), tokens, opened=opened)
+    output = OutputFormat(reasoning=True, reasoning_open=opened)
+    return BudgetMatcher(inner, byte_vocabulary()._replace(closes={"": tuple(TAG)}), tokens, output)
 
 
 def forced(matcher: Matcher) -> int | None:
@@ -112,14 +113,14 @@ def test_a_grammar_goes_on_behind_the_tag(reasoning: Any) -> None:
 
 def test_preemption_changes_nothing() -> None:
     """Blocks for one sequence only: the others are preempted, and each says what it says alone."""
-    vocabulary = letters()._replace(close=(9, 1, 8))
+    vocabulary = letters()._replace(closes={"": (9, 1, 8)})
 
     def answers(blocks: int, ids: Sequence[int], most: int | None) -> tuple[dict[int, list[int]], int]:
         rig = Rig(blocks=blocks)
         for id in ids:
             sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=id)
             made = Request(id=id, prompt=tuple(range(3, 23)), sampling=sampling, reasoning_budget=most, output=THINKS)
-            matcher = None if most is None else BudgetMatcher(None, vocabulary, most, opened=True)
+            matcher = None if most is None else BudgetMatcher(None, vocabulary, most, THINKS)
             rig.scheduler.add(made, matcher)
         rig.run()
         assert all(rig.finish(id) is FinishReason.LENGTH for id in ids)
@@ -213,7 +214,7 @@ async def test_a_turn_that_is_resumed_keeps_its_budget(tmp_path: Path) -> None:
 )
 def test_what_could_never_come_is_refused(close: tuple[int, ...], field: str | None, extras: dict[str, Any]) -> None:
     sampling = SamplingParams(max_tokens=9, extras=SamplingExtras(**extras))
-    vocabulary = byte_vocabulary()._replace(close=close)
+    vocabulary = byte_vocabulary()._replace(closes={"": close})
     grammars = Grammars(lambda: vocabulary, lambda: None, SystemClock())
     grammars.add(Request(id=1, prompt=(1,), sampling=sampling, reasoning_budget=3, output=THINKS))
     found: list[Ready] = []

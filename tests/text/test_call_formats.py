@@ -12,7 +12,7 @@ from tests.text.walks import accepts, walk
 from cairn.text.call_formats import BY_NAME, FORMATS, CallFormat, format_of
 from cairn.text.call_grammar import callable_tools, lark_of_calls
 from cairn.text.grammar import Shape, checked
-from cairn.text.split import Splitter
+from cairn.text.split import splitter
 from cairn.text.tools import offered_tools
 from cairn.types import OutputFormat, ToolCallDelta
 
@@ -22,18 +22,19 @@ def output_of(form: CallFormat, tools: list[dict[str, Any]]) -> OutputFormat:
         tools=True,
         xml=form.name == "qwen_xml",
         calls="" if form.plain else form.name,
+        thoughts="harmony" if form.name == "harmony" else "",
         offered=offered_tools(tools, xml=form.kind == "tagged"),
     )
 
 
 def read(text: str, output: OutputFormat, rng: random.Random | None = None) -> tuple[str, list[tuple[str, Any]]]:
     """Content and calls of an answer that the model ended, read in random pieces."""
-    splitter, at, pieces = Splitter(output, 1, 0), 0, []
+    reader, at, pieces = splitter(output, 1, 0), 0, []
     while at < len(text):
         size = len(text) if rng is None else rng.choice([1, 1, 2, 7, 50])
-        pieces += splitter.push(text[at : at + size])
+        pieces += reader.push(text[at : at + size])
         at += size
-    pieces += splitter.finish(by_model=True)
+    pieces += reader.finish(by_model=True)
     content = "".join(piece[1] for piece in pieces if not isinstance(piece, ToolCallDelta))
     calls = [(piece.name, json.loads(piece.arguments)) for piece in pieces if isinstance(piece, ToolCallDelta)]
     return content, calls
@@ -102,7 +103,8 @@ def test_text_may_stand_before_calls_that_are_held_to_their_schema(form: CallFor
         text = walk(grammar, random.Random(seed))
         if text is not None and (made := read(text, output_of(form, tools))[1]):
             assert all(name == "f" and isinstance(arguments["n"], int) for name, arguments in made)
-    assert accepts(grammar, "Hello, how are you?") and accepts(grammar, "")
+    before = "<|channel|>final<|message|>" if form.name == "harmony" else ""
+    assert accepts(grammar, before + "Hello, how are you?") and accepts(grammar, before)
 
 
 def _deepseek(call: str, joint: str) -> str:
@@ -112,6 +114,11 @@ def _deepseek(call: str, joint: str) -> str:
 
 
 CALLS = {
+    "gemma": "<|tool_call>call:f{a:1}<tool_call|><|tool_call>call:f{}<tool_call|>",
+    "function_gemma": "<start_function_call>call:f{a:1}<end_function_call>\n"
+    "<start_function_call>call:f{}<end_function_call>",
+    "cohere": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}},\n'
+    '    {"tool_call_id": "1", "tool_name": "f", "parameters": {}}\n]<|END_ACTION|>',
     "kimi": '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
     "<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
     "<|tool_calls_section_end|>",
@@ -163,6 +170,25 @@ def test_a_call_that_is_broken_anywhere_is_text(name: str) -> None:
 def test_a_template_shows_its_form(name: str) -> None:
     text = CALLS.get(name, '{"name": "f", "parameters": {}}')
     assert format_of("{% for tool in tools %}{{ tool }}{% endfor %}" + text) is BY_NAME[name]
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ('{city:<|"|>Oslo, {1}<|"|>,days:[1,2.5,-3],deep:{x:true,y:None,z:null}}',
+         {"city": "Oslo, {1}", "days": [1, 2.5, -3], "deep": {"x": True, "y": None, "z": None}}),
+        ('{ <|"|>a b<|"|> : "it\'s" , list : [ ] , none : { } }', {"a b": "it's", "list": [], "none": {}}),
+        ('{text:<|"|>line\n"quoted" \\ <|tool_call> <tool_call|><|"|>}',
+         {"text": 'line\n"quoted" \\ <|tool_call> <tool_call|>'}),
+        ("{a:1,a:2}", None), ("{a 1}", None), ("{a:}", None), ("{a:1} more", None), ("{a:[1,}", None),
+        ("{a:Oslo}", None),
+        ("{a:" + "[" * 70 + "]" * 70 + "}", None), ('{a:<|"|>open}', None),
+    ],
+)  # fmt: skip
+def test_values_in_braces(written: str, meant: Any) -> None:
+    content, calls = read(f"<|tool_call>call:f{written}<tool_call|>", output_of(BY_NAME["gemma"], F), random.Random(1))
+    assert calls == ([] if meant is None else [("f", meant)])
+    assert bool(content) == (meant is None)
 
 
 def test_a_template_without_calls_has_no_form() -> None:

@@ -10,6 +10,7 @@ from tests.text import text_models
 
 from cairn.text.sampled import opener, visible_ids
 from cairn.text.stream import TextStream
+from cairn.text.thoughts import THINK
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import FinishReason, OutputFormat, Request, SamplingParams
 
@@ -150,13 +151,13 @@ def test_what_the_template_opened_for_the_turn_is_told_from_the_rest(qwen: Token
     head = qwen.encode_rendered("<|im_start|>assistant\n")
     for text in ("<think>\n", "<think>", "<think>\n\n</think>\n\n", "<think></think>"):
         ids = qwen.encode_rendered(text)
-        assert opener(qwen, head + ids) == len(ids)
+        assert opener(qwen, head + ids, THINK) == len(ids)
     for text in ("", "<think>\nso", "<think>x</think>", "</think>", "<think>" + "\n\n\n\n x" * 9):
-        assert opener(qwen, head + qwen.encode_rendered(text)) == 0
+        assert opener(qwen, head + qwen.encode_rendered(text), THINK) == 0
 
 
 def test_no_opener_without_the_token(tmp_path: Path) -> None:
     made = Tokenizer.load(
         text_models.write_model(tmp_path, text_models.byte_level("llama3"), text_models.LLAMA3_CONFIG)
     )
-    assert opener(made, made.encode("<think>\n")) == 0
+    assert opener(made, made.encode("<think>\n"), THINK) == 0

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from cairn.text.split import MOST_LEAD, Piece, Splitter
+from cairn.text.pieces import Piece
+from cairn.text.split import MOST_LEAD, Splitter
 from cairn.types import OfferedTool, OutputFormat, ToolCallDelta
 
 BOTH = OutputFormat(reasoning=True, tools=True, offered=(OfferedTool("f"), OfferedTool("g")))

@@ -99,12 +99,12 @@ async def test_a_model_without_a_template_has_grammars(tmp_path: Path) -> None:
         await chat.close()
 
 
-async def test_a_template_without_tools_has_them_told_where_that_is_asked_for(tmp_path: Path) -> None:
-    plain = await started(tmp_path / "a", PLAIN)
-    with pytest.raises(Unsupported, match="--tool-instructions"):
+async def test_a_template_without_tools_has_them_told_unless_that_is_forbidden(tmp_path: Path) -> None:
+    plain = await started(tmp_path / "a", PLAIN, tool_instructions=False)
+    with pytest.raises(Unsupported, match="--no-tool-instructions"):
         await plain.prompt(ASKED, TOOLS)
     await plain.close()
-    chat = await started(tmp_path / "b", PLAIN, tool_instructions=True)
+    chat = await started(tmp_path / "b", PLAIN)
     try:
         for messages in (ASKED, [{"role": "system", "content": "Be brief."}, *ASKED]):
             prompt = await chat.prompt(messages, TOOLS, wanted=MUST)

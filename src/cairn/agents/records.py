@@ -87,6 +87,14 @@ class TokensRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reasoning: str = ""
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """What an answer failed of: the code and the sentence of an error."""
+
+    code: str
+    message: str
+    status: int = 500
+
+
 class EndRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A turn's end: the whole answer. The newest with its key counts."""
 
@@ -97,6 +105,10 @@ class EndRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How many of `ids` the next turn's context holds, followed by `more`; -1 where that cannot be told."""
     more: bytes = b""
     reason: str = ""
+    failure: Failure | None = None
+    """Of an answer that was cut by an error, and by nobody's will."""
+    reasoning: int = 0
+    """How many of the tokens are of reasoning, its tags among them."""
     cache: CacheReport = CacheReport()
     ended: float = 0.0
 
@@ -118,14 +130,17 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class SavingsRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of savings: an agent's under its key, a tenant's total under a key of its own, and one for the bytes of
-    all of them."""
+    """A line of savings: an agent's under its key, a tenant's total and each of its days under keys of their own, and
+    one for the bytes of all of them."""
 
     savings: Savings
     tenant: str = ""
     read: int = 0
     """Bytes of KV that came from the disk, of the whole server."""
     written: int = 0
+    day: int = 0
+    """The day of a line that is a day's, in days since 1970; then `day_of` is its tenant, and `tenant` is empty."""
+    day_of: str = ""
 
 
 class UnpinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -134,6 +149,28 @@ class UnpinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     owners: tuple[str, ...] = ()
     """The owners as the stores know them: digests, which tell nothing of the agent."""
+
+
+class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A journal's head: what it is about. The newest with its key counts."""
+
+    room: str
+    """Who reads it: `team` or `run`."""
+    tenant: str
+    id: str
+    created: float
+    body: bytes
+    """What that room keeps of it, in MessagePack."""
+
+
+class EntryRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An entry of a journal."""
+
+    journal: int
+    """The key of its head."""
+    number: int
+    """Its place among the journal's entries."""
+    body: bytes
 
 
 P = TypeVar("P", bound=msgspec.Struct)

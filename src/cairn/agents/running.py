@@ -11,16 +11,16 @@ import msgspec
 
 from cairn.agents.content import shared
 from cairn.agents.index import Kind
-from cairn.agents.records import EndRecord, TokensRecord, pack
+from cairn.agents.records import EndRecord, Failure, TokensRecord, pack
 from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Agent, Turn
 from cairn.agents.writer import Writer
-from cairn.errors import GenerationFailed, Unavailable
+from cairn.errors import CairnError, Cancelled, GenerationFailed, Unavailable
 from cairn.figures import CacheReport
 from cairn.seams import Clock
 from cairn.service.service import Service
 from cairn.service.stream import Stream, merge
-from cairn.text.said import Said
+from cairn.text.said import ReasoningCount, Said
 from cairn.text.stream import TextStream
 from cairn.types import Delta, Done, Event, FinishReason, Request, Usage
 
@@ -35,7 +35,6 @@ GOOD = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALL
 class Keeper(Protocol):
     """What a turn that runs needs of the agents."""
 
-    service: Service
     writer: Writer
     clock: Clock
 
@@ -60,16 +59,25 @@ class RunningTurn:
     """A turn from its start to its end. Whoever got it reads `batches` to the end, or calls `close`."""
 
     def __init__(
-        self, keeper: Keeper, agent: Agent, turn: Turn, request: Request, stream: Stream | None, first: Sequence[Event]
+        self,
+        keeper: Keeper,
+        service: Service,
+        agent: Agent,
+        turn: Turn,
+        request: Request,
+        stream: Stream | None,
+        first: Sequence[Event],
     ) -> None:
         """`first`: what an earlier run of the turn said; without a stream, all that there is to say."""
         self.agent, self.turn, self.request = agent, turn, request
         self.over = asyncio.Event()
         self.discarded = False
         """The agent is being deleted: nothing more is written."""
-        self._keeper, self._stream, self._first = keeper, stream, first
+        self._keeper, self._service, self._stream, self._first = keeper, service, stream, first
         self._content = turn.held
         self._said = Said()
+        self._reasoning = ReasoningCount(request.output)
+        self._failure: Failure | None = None
         self._pending: list[Delta] = []
         self._since = 0.0
 
@@ -80,7 +88,7 @@ class RunningTurn:
 
     def cancel(self) -> None:
         """End it as interrupted; its reader gets `Cancelled`, then `over` is set."""
-        self._keeper.service.abort(self.request.id)
+        self._service.abort(self.request.id)
 
     async def stop(self) -> None:
         """Cancel it, and wait until it is over, or has taken too long."""
@@ -112,6 +120,10 @@ class RunningTurn:
                         await self._end(done)
                     if events or beats:
                         yield events
+        except CairnError as error:
+            if not isinstance(error, Cancelled) and self._failure is None:
+                self._failure = Failure(error.code, str(error), error.status)
+            raise
         finally:
             if not self.over.is_set():
                 await self._end(None)
@@ -120,6 +132,7 @@ class RunningTurn:
         for event in self._first:
             if isinstance(event, Delta):
                 self._said.add(event)
+                self._reasoning.add(event)
         if self._first:
             yield list(self._first)
         stream = self._stream
@@ -137,6 +150,7 @@ class RunningTurn:
             usage = msgspec.structs.replace(event.usage, completion_tokens=len(self._content.tokens))
             return msgspec.structs.replace(event, usage=usage)
         self._said.add(event)
+        self._reasoning.add(event)
         if not self._pending:
             self._since = self._keeper.clock.now()
         self._pending.append(event)
@@ -192,6 +206,8 @@ class RunningTurn:
             ids=pack(self._content.tokens),
             message=message,
             reason=done.reason.value if done is not None else "",
+            failure=None if good else self._failure,
+            reasoning=self._reasoning.tokens,
             cache=_logged(done.cache) if done is not None else CacheReport(),
             ended=self._keeper.now(),
             **self._kept(message if good else None),
@@ -203,7 +219,7 @@ class RunningTurn:
         if message is None:
             return {}
         tokens = list(self._content.tokens)
-        sampled = self._keeper.service.chat.remember(self.agent.tenant, self.request.prompt, tokens, message)
+        sampled = self._service.chat.remember(self.agent.tenant, self.request.prompt, tokens, message)
         if sampled is None:
             return {}
         ids = list(sampled.ids[sampled.opened :])

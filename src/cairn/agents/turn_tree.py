@@ -107,6 +107,7 @@ class Turn:
             prompt_tokens=began.prefix + len(began.ids) // 4,
             completion_tokens=len(content.tokens),
             cached_tokens=cache.cached,
+            cache=cache,
             began=began.began,
             request=f"{began.request:016x}",
         )

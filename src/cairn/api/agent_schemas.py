@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import ClassVar
 from urllib.parse import parse_qsl
 
+from cairn.agents.info import AgentInfo
 from cairn.agents.portable import Portable
 from cairn.api.checks import check_generation, check_messages
 from cairn.api.parse import parse
 from cairn.api.reply import Call, shown
 from cairn.api.schemas import Body, ChatGeneration, ChatMessage, Count, Number, Several, Tool
 from cairn.config import Config
-from cairn.errors import InvalidRequest
+from cairn.errors import Conflict, InvalidRequest
 
 PATH = "/v1/agents"
 MOST_LISTED = 100
@@ -117,6 +118,19 @@ def check_metadata(given: Mapping[str, str] | None, most: int = MAX_METADATA_VAL
         if len(name) > MAX_METADATA_VALUE or len(value) > most:
             field = f"metadata.{shown(name)}"
             raise InvalidRequest(f"{field} is longer than {most} characters, the limit", field=field)
+
+
+def kept_for(id: str, metadata: Mapping[str, str]) -> str:
+    """What an agent is that belongs to another API: a response or a conversation; "" for all others."""
+    kind = metadata.get("object", "")
+    prefix, part = {"response": ("resp_", "head"), "conversation": ("conv_", "state")}.get(kind, ("", ""))
+    return kind if prefix and id.startswith(prefix) and part in metadata else ""
+
+
+def check_own(info: AgentInfo) -> None:
+    """Conflict for an agent that only the API it belongs to may go on with: it would no longer be what that says."""
+    if kind := kept_for(info.id, info.metadata):
+        raise Conflict(f"{info.id} is a {kind}: it is gone on with at /v1/responses, and not as an agent")
 
 
 def check_turn(body: TurnBody, config: Config) -> None:

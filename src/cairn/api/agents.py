@@ -34,14 +34,16 @@ from cairn.api.agent_schemas import (
     NoBody,
     RollbackBody,
     beginning,
+    check_own,
     check_portable,
     id_of,
+    kept_for,
     page_of,
     query,
 )
 from cairn.api.body_budget import RETRY, spool
 from cairn.api.exchange import Exchanges
-from cairn.api.generation import check_length, check_model
+from cairn.api.generation import check_length, check_model, warn_of_tools
 from cairn.api.limits import read_json, read_nothing
 from cairn.api.parse import parse
 from cairn.api.reply import Call, shown
@@ -104,6 +106,7 @@ class AgentRoutes:
         check_model(body.model, service)
         messages = beginning(body, self._config)
         tools = plain_tools(body.tools) or []
+        warn_of_tools(call, service, tools)
         strict = tuple(tool.function.name for tool in body.tools or () if tool.function.strict)
         await check_length(call, service, contents(messages, tools), "messages")
         plain = plain_messages(messages)
@@ -127,11 +130,13 @@ class AgentRoutes:
     async def list(self, call: Call, service: Service) -> None:
         """GET /v1/agents, most recently created first; `savings` is the sum over all the tenant's requests.
 
+        Responses and conversations, which are agents underneath, are left out.
+
         `after` is the `next` of the page before, which also holds when agents are deleted meanwhile, or an agent's id.
         """
         limit, after = page_of(call, "an id or a page's next")
         agents = self._open()
-        page = agents.page(call.tenant, limit=limit or LISTED, after=after)
+        page = agents.page(call.tenant, limit=limit or LISTED, after=after, passed_over=kept_for)
         data = [agent_object(info, service) for info in page.agents]
         savings = msgspec.to_builtins(agents.savings(call.tenant))
         await call.json({"object": "list", "data": data, "has_more": page.more, "next": page.next, "savings": savings})
@@ -193,6 +198,7 @@ class AgentRoutes:
         """POST /v1/agents/{id}/fork: {"turn", "id"}, both optional."""
         agents, id = self._open(), id_of(call)
         body = parse(ForkBody, await read_nothing(call, self._config), self._config)
+        check_own(agents.get(call.tenant, id))
         info = await agents.fork(call.tenant, id, turn=body.turn, new_id=body.id)
         await call.json(agent_object(info, service), 201)
 
@@ -200,6 +206,7 @@ class AgentRoutes:
         """POST /v1/agents/{id}/rollback: {"turn"}."""
         agents, id = self._open(), id_of(call)
         body = parse(RollbackBody, await read_json(call, self._config), self._config)
+        check_own(agents.get(call.tenant, id))
         await call.json(agent_object(await agents.rollback(call.tenant, id, turn=body.turn), service))
 
     async def export(self, call: Call, service: Service) -> None:
@@ -234,7 +241,7 @@ class AgentRoutes:
                 async with self._reading:  # a file takes several times its size while it is read
                     data = await asyncio.to_thread(file.read)
                     info = await agents.import_agent(
-                        call.tenant, data, id, lambda read: check_portable(read, self._config)
+                        call.tenant, data, id, lambda read: check_portable(read, self._config), service
                     )
         finally:
             self._importing[call.tenant] -= 1

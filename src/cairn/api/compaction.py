@@ -13,7 +13,7 @@ from typing import Any
 from cairn.api.exchange import Choice
 from cairn.api.reasoning_text import pack
 from cairn.api.response_answer import completed
-from cairn.api.responses_schemas import items_of
+from cairn.api.responses_items import items_of
 from cairn.errors import CairnError
 from cairn.types import Delta, Done
 

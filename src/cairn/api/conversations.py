@@ -25,7 +25,7 @@ from cairn.api.limits import read_json, read_nothing
 from cairn.api.lists import page, page_of_items
 from cairn.api.parse import parse
 from cairn.api.reply import Call
-from cairn.api.responses_schemas import items_of, messages_of
+from cairn.api.responses_items import items_of, messages_of
 from cairn.api.schemas import Body, ChatBody, Several, plain_messages
 from cairn.api.stored_responses import TTL, StoredResponses, find_kept
 from cairn.config import Config

@@ -30,7 +30,7 @@ from cairn.errors import (
 from cairn.service.recent import Told
 from cairn.service.service import Service
 from cairn.service.stream import Stream, merge
-from cairn.text.said import Said
+from cairn.text.said import ReasoningCount, Said
 from cairn.types import Delta, Done, Event, FinishReason, Request, TokenLogprob
 
 Batches = AsyncGenerator[Sequence[tuple[int, Event]], None]
@@ -79,11 +79,10 @@ class Choice:
     """What one choice has said so far."""
 
     __slots__ = (
-        "_thinking",
         "done",
         "logprobs",
         "prompt_logprobs",
-        "reasoning_tokens",
+        "reasoning",
         "request",
         "said",
         "stream",
@@ -99,9 +98,12 @@ class Choice:
         self.done: Done | None = None
         self.stream: Stream | None = None
         """Where it comes from, once it was started."""
-        self.reasoning_tokens = 0
+        self.reasoning = ReasoningCount(request.output)
+
+    @property
+    def reasoning_tokens(self) -> int:
         """How many of the tokens are of reasoning, its tags among them."""
-        self._thinking = request.output.reasoning_open
+        return self.reasoning.tokens
 
     @property
     def computed(self) -> Sequence[int]:
@@ -130,11 +132,7 @@ class Choice:
             self.logprobs += delta.logprobs
         self.said.add(delta)
         self.tokens += delta.tokens
-        said = bool(delta.text or delta.tool_calls)
-        self._thinking = bool(delta.reasoning) or (self._thinking and not said)
-        if self._thinking:
-            self.reasoning_tokens += len(delta.tokens)
-            self._thinking = not said
+        self.reasoning.add(delta)
         self.prompt_logprobs += delta.prompt_logprobs
 
     def end(self, done: Done) -> str:
@@ -190,6 +188,8 @@ class Exchange:
                 try:
                     async for batch in found:
                         data += self._say(batch, say, keep_logprobs=not stream) if batch else self.adapter.heartbeat()
+                        if self.over and self.attribution is not None:
+                            await self.attribution.kept()
                         if say and self.over:
                             data += self.adapter.end()
                         if data and say:

@@ -138,6 +138,7 @@ async def chat_prompt(call: Call, service: Service, config: Config, body: ChatBo
     check_model(body.model, service)
     service.check_generates()
     tools = shown_tools(body)
+    warn_of_tools(call, service, tools)
     await check_length(call, service, contents(body.messages, tools), "messages")
     return await service.chat.prompt(
         plain_messages(body.messages),
@@ -152,6 +153,15 @@ async def chat_prompt(call: Call, service: Service, config: Config, body: ChatBo
 def shown_tools(body: ChatBody) -> list[dict[str, Any]] | None:
     """The tools that the model is told of."""
     return plain_tools(body.tools) if choice_of(body) != "none" else None
+
+
+def warn_of_tools(call: Call, service: Service, tools: Sequence[Any] | None) -> None:
+    """Tell where the model learns of tools otherwise than by its template."""
+    if tools and service.chat.tells_tools:
+        call.warn(
+            "the model's chat template shows no tools: it is told of them in its first message, and how well it calls "
+            "them depends on the model"
+        )
 
 
 def chat_keeper(service: Service, tenant: str, tied: Attribution | None) -> Callable[[Choice], None]:

@@ -15,7 +15,8 @@ from cairn.api.cache_diagnosis import Parting, response_diagnostics
 from cairn.api.exchange import Choice
 from cairn.api.reasoning_text import pack
 from cairn.api.reply import encode
-from cairn.api.responses_schemas import Called, ResponseBody, call_item, free_text
+from cairn.api.responses_items import Called, call_item, free_text
+from cairn.api.responses_schemas import ResponseBody
 from cairn.api.sse import Vocabulary, cache_object, chat_logprobs
 from cairn.errors import CairnError, ContextTooLong
 from cairn.text.said import Said
@@ -294,14 +295,15 @@ def completed(
     reasoning_tokens: int,
     *,
     cut: bool,
+    at: float | None = None,
 ) -> dict[str, Any]:
-    """A response that has ended well, or is `cut` after the last token it might have."""
+    """A response that has ended well, or is `cut` after the last token it might have. `at`: when; None: now."""
     prompt, cached = usage.prompt_tokens, usage.cached_tokens
     written = max(prompt // BLOCK_TOKENS * BLOCK_TOKENS - cached, 0)
     return {
         **head,
         "status": "incomplete" if cut else "completed",
-        "completed_at": None if cut else int(time.time()),
+        "completed_at": None if cut else int(time.time() if at is None else at),
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "output": output,
         "usage": {
@@ -316,11 +318,19 @@ def completed(
 
 def failed(head: Mapping[str, Any], error: CairnError, output: Sequence[Any] = ()) -> dict[str, Any]:
     """A response that failed, with the code that clients know. Of a full server they read when to try again."""
-    text, code = str(error), CODES.get(error.code, error.code)
+    text = str(error)
     if isinstance(error, ContextTooLong):
-        code = "context_length_exceeded"
-    elif error.status >= 500 and error.code not in CODES:
-        code = "server_error"
-    elif error.retry_after is not None:
+        return failed_with(head, "context_length_exceeded", text, output)
+    if error.retry_after is not None and (error.status < 500 or error.code in CODES):
         text = f"{text}; try again in {max(error.retry_after, 1.0):.0f} s"
+    return failed_with(head, code_of(error.code, error.status), text, output)
+
+
+def code_of(code: str, status: int) -> str:
+    """What clients know an error as."""
+    return CODES.get(code, "server_error" if status >= 500 else code)
+
+
+def failed_with(head: Mapping[str, Any], code: str, text: str, output: Sequence[Any]) -> dict[str, Any]:
+    """A response that failed."""
     return {**head, "status": "failed", "error": {"code": code, "message": text}, "output": list(output)}

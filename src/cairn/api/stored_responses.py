@@ -24,11 +24,13 @@ from cairn.api.agent_attribution import AgentAttribution
 from cairn.api.agent_schemas import MAX_OWN_METADATA
 from cairn.api.checks import check_chat
 from cairn.api.exchange import Choice
-from cairn.api.generation import check_length, check_model, shown_tools
+from cairn.api.generation import check_length, check_model, shown_tools, warn_of_tools
 from cairn.api.reply import Call
-from cairn.api.response_answer import ResponseAnswer, completed
-from cairn.api.responses_schemas import Called, instructed, items_of
+from cairn.api.response_answer import ResponseAnswer, code_of, completed, failed_with
+from cairn.api.responses_items import Called, items_of
+from cairn.api.responses_schemas import instructed, tools_of
 from cairn.api.schemas import ChatBody, contents, plain_messages
+from cairn.api.sse import cache_object
 from cairn.config import Config
 from cairn.errors import Conflict, InvalidRequest, NotFound, Overloaded, UnknownResponse
 from cairn.service.service import Service
@@ -81,6 +83,7 @@ class StoredResponses:
         service.check_generates()
         first = instructed(head["instructions"])
         tools = shown_tools(chat) or []
+        warn_of_tools(call, service, tools)
         new = plain_messages(chat.messages)[len(first) :]
         if not new:
             raise InvalidRequest("input is empty; it must hold at least one item", field="input")
@@ -110,6 +113,7 @@ class StoredResponses:
                 share=call.share,
                 template_args=chat.template_args(service.chat.knows),
                 wanted=chat.wanted(),
+                service=service,
             )
         except BaseException:
             await agents.delete(call.tenant, id)
@@ -123,7 +127,7 @@ class StoredResponses:
         def keep(choice: Choice) -> None:
             sampled = service.chat.sampled(choice.request.prompt, choice.tokens, choice.said.message())
             if sampled is not None:
-                agents.keep(tenant, sampled, agent)
+                agents.keep(tenant, sampled, agent, service.spec.identity)
 
         return keep
 
@@ -214,13 +218,13 @@ class StoredResponses:
         """A response as it is now."""
         agents = self._attribution.open()
         info = self._find(agents, tenant, id)
-        turn = await self._turn(agents, tenant, info)
+        turn, content = await self._turn(agents, tenant, info), await agents.last(tenant, id)
         head: dict[str, Any] = json.loads(info.metadata["head"])
         del head["instructed"]
         head["id"] = id  # it may have been imported under another
         _, tools = await agents.beginning(tenant, id)
         head |= {
-            "tools": [{"type": "function", "strict": False} | tool["function"] for tool in tools],
+            "tools": tools_of([tool["function"] for tool in tools], _called(info)),
             "instructions": await self._instructions(agents, tenant, info),
             "output": [],
         }
@@ -229,15 +233,25 @@ class StoredResponses:
         output = answer.items(said)
         if turn.state == "running":
             return {**head, "status": "in_progress"}
-        if turn.state != "finished":
-            return {**head, "status": "cancelled", "output": output}
-        reasoning = len(service.tokenizer.encode(said.reasoning)) if said.reasoning else 0
+        if (sampling := content.began.sampling) is not None:
+            head |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        end = content.ended
+        if turn.state != "finished" or end is None:
+            if end is None:  # nobody was left to write it
+                return failed_with(head, "server_error", "the server ended before the answer was whole", output)
+            if end.failure is None:
+                return {**head, "status": "cancelled", "output": output}
+            code = code_of(end.failure.code, end.failure.status)
+            return failed_with(head, code, end.failure.message, output)
         usage = Usage(
             prompt_tokens=turn.prompt_tokens,
             completion_tokens=turn.completion_tokens,
             cached_tokens=turn.cached_tokens,
         )
-        return completed(head, output, usage, reasoning, cut=turn.finish_reason == "length")
+        cut = turn.finish_reason == "length"
+        found = completed(head, output, usage, end.reasoning, cut=cut, at=end.ended)
+        found["usage"]["cairn"] = cache_object(end.cache)
+        return found
 
     async def input_items(self, tenant: str, id: str) -> list[dict[str, Any]]:
         """What a response was told, as items."""

@@ -16,7 +16,7 @@ import msgspec
 from cairn.agents.info import TurnInfo
 from cairn.agents.running import RunningTurn
 from cairn.api.agent_attribution import HEADER, AgentAttribution
-from cairn.api.agent_schemas import ResumeBody, TurnBody, check_account, check_turn, id_of, page_of
+from cairn.api.agent_schemas import ResumeBody, TurnBody, check_account, check_own, check_turn, id_of, page_of
 from cairn.api.answers import ChatAnswer
 from cairn.api.exchange import Adapter, Batches, Choice, Exchange, Exchanges, spelled
 from cairn.api.generation import check_length, check_model
@@ -26,6 +26,7 @@ from cairn.api.pace import Pace
 from cairn.api.parse import parse
 from cairn.api.reply import Call
 from cairn.api.schemas import contents, plain_messages
+from cairn.api.sse import cache_object
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 from cairn.service.service import Service
@@ -55,7 +56,7 @@ class TurnRoutes:
         """POST /v1/agents/{id}/turns: new messages in, the answer out as of /v1/chat/completions."""
         agents, id = self._attribution.open(), id_of(call)
         body = parse(TurnBody, await read_json(call, self._config), self._config, call)
-        agents.get(call.tenant, id)
+        check_own(agents.get(call.tenant, id))
         check_turn(body, self._config)
         header = call.header(HEADER)
         check_account(body, None if header is None else header.decode("latin-1"), id)
@@ -73,6 +74,7 @@ class TurnRoutes:
                 fork_on_conflict=bool(body.fork_on_conflict),
                 template_args=body.template_args(service.chat.knows),
                 wanted=body.wanted(),
+                service=service,
             )
         await self._answer(call, service, running, body, body.include_usage)
 
@@ -83,6 +85,7 @@ class TurnRoutes:
         """
         agents, id = self._attribution.open(), id_of(call)
         body = parse(ResumeBody, await read_nothing(call, self._config), self._config, call)
+        check_own(agents.get(call.tenant, id))
         running = await agents.resume(call.tenant, id, request=call.number, share=call.share)
         await self._answer(call, service, running, body, True)
 
@@ -154,5 +157,7 @@ async def _batches(running: RunningTurn, heartbeat: float | None) -> Batches:
 
 
 def turn_object(turn: TurnInfo) -> dict[str, Any]:
-    """A turn on the wire."""
-    return {"object": "agent.turn", **msgspec.to_builtins(turn)}
+    """A turn on the wire; `cairn` as in the usage of an answer."""
+    found: dict[str, Any] = msgspec.to_builtins(turn)
+    del found["cache"]
+    return {"object": "agent.turn", **found, "cairn": cache_object(turn.cache)}

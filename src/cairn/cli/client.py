@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import httpx
 
-from cairn.cli.http_stream import HttpStream, why
+from cairn.cli.http_stream import HttpStream, read_events, why
 from cairn.config import Config
 from cairn.errors import CairnError, ConfigError, InvalidRequest, Unavailable, by_code
 from cairn.resolve import Resolved
@@ -124,6 +124,11 @@ class Client:
     def resume(self, agent: str) -> HttpStream:
         """The whole answer of an agent's interrupted turn, as it comes."""
         return self._open(f"/v1/agents/{quote(agent, safe='')}/resume", {"stream": True})
+
+    def events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """POST JSON, and what is told of the work as it goes."""
+        with closing(self._begin("POST", path, body, patient=True)) as response:
+            yield from read_events(response, self.url)
 
     def model(self) -> str:
         """The name of the model to ask."""

@@ -239,6 +239,69 @@ class NativeKernels:
         arguments = (query, kv, layer, rows, tables, window, scale, out, softcap, both, sinks)
         self._run("attention", arguments, tokens=len(query), rows=len(rows))
 
+    def gate_heads(self, x: Any, qkv: Any, size: int) -> None:
+        self._run("gate_heads", (x, qkv, size), tokens=len(x))
+
+    def convolve(
+        self,
+        x: Any,
+        first: int,
+        weight: Any,
+        bias: Any,
+        silu: bool,
+        gated: bool,
+        states: Any,
+        layer: int,
+        rows: Any,
+        tables: Any,
+        out: Any,
+    ) -> None:
+        arguments = (x, first, weight, bias, silu, gated, states, layer, rows, tables, out)
+        self._run("convolve", arguments, tokens=len(x), rows=len(rows))
+
+    def delta(
+        self,
+        x: Any,
+        gates: Any,
+        first: int,
+        decay: Any,
+        time_bias: Any,
+        key_heads: int,
+        tiled: bool,
+        states: Any,
+        layer: int,
+        rows: Any,
+        tables: Any,
+        out: Any,
+    ) -> None:
+        arguments = (x, gates, first, decay, time_bias, key_heads, tiled, states, layer, rows, tables, out)
+        self._run("delta", arguments, tokens=len(x), rows=len(rows))
+
+    def mamba2(
+        self,
+        x: Any,
+        gates: Any,
+        first: int,
+        decay: Any,
+        time_bias: Any,
+        skip: Any,
+        low: float,
+        high: float,
+        groups: int,
+        states: Any,
+        layer: int,
+        rows: Any,
+        tables: Any,
+        out: Any,
+    ) -> None:
+        arguments = (x, gates, first, decay, time_bias, skip, low, high, groups, states, layer, rows, tables, out)
+        self._run("mamba2", arguments, tokens=len(x), rows=len(rows))
+
+    def gated_norm(
+        self, x: Any, gates: Any, first: int, weight: Any, size: int, eps: float, gate_first: bool, out: Any
+    ) -> None:
+        self._run("gated_norm", (x, gates, first, weight, size, eps, gate_first, out), tokens=len(x))
+
     def project_add(self, x: Any, matrix: Any, hidden: Any) -> None:
         self._run("project_add", (x, matrix, hidden), tokens=len(hidden))
 

@@ -4,6 +4,7 @@ How the law of the same answer is kept:
 
     matrices    `kernels.blas`: zero-padded tiles of 8 rows; `kernels.quantized` rounds activations row by row
     attention   `kernels.paged`: spans of positions at fixed places
+    states      `kernels.recurrent`: token by token
     the rest    elementwise, or a sum along one contiguous row
 """
 
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 
-from cairn.kernels import latent
+from cairn.kernels import latent, recurrent
 from cairn.kernels.base import Quantized
 from cairn.kernels.blas import TILE, one_blas_thread, project
 from cairn.kernels.fusion import fuse
@@ -183,7 +184,8 @@ class ReferenceKernels:
         _, heads, size = query.shape
         kv_heads, block_tokens = kv.shape[3], kv.shape[4]
         split = qkv.reshape(len(qkv), -1, size)
-        q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
+        wide = split.shape[1] - 2 * kv_heads
+        q, k, v = split[:, : wide : wide // heads], split[:, wide : wide + kv_heads], split[:, wide + kv_heads :]
         keys = np.empty((len(qkv), kv_heads, size), np.float32)
         for x, norm, turned in ((q, q_norm, query), (k, k_norm, keys)):
             if late:
@@ -210,6 +212,67 @@ class ReferenceKernels:
         sinks: Floats | None = None,
     ) -> None:
         attend(query, kv, layer, rows, tables, window, scale, out, softcap, both, sinks)
+
+    def gate_heads(self, x: Floats, qkv: Floats, size: int) -> None:
+        recurrent.gate_heads(x, qkv, size)
+
+    def convolve(
+        self,
+        x: Floats,
+        first: int,
+        weight: Floats,
+        bias: Floats | None,
+        silu: bool,
+        gated: bool,
+        states: Floats,
+        layer: int,
+        rows: Ints,
+        tables: Ints,
+        out: Floats,
+    ) -> None:
+        recurrent.convolve(x, first, weight, bias, silu, gated, states, layer, rows, tables, out)
+
+    def delta(
+        self,
+        x: Floats,
+        gates: Floats,
+        first: int,
+        decay: Floats,
+        time_bias: Floats,
+        key_heads: int,
+        tiled: bool,
+        states: Floats,
+        layer: int,
+        rows: Ints,
+        tables: Ints,
+        out: Floats,
+    ) -> None:
+        recurrent.delta(x, gates, first, decay, time_bias, key_heads, tiled, states, layer, rows, tables, out)
+
+    def mamba2(
+        self,
+        x: Floats,
+        gates: Floats,
+        first: int,
+        decay: Floats,
+        time_bias: Floats,
+        skip: Floats,
+        low: float,
+        high: float,
+        groups: int,
+        states: Floats,
+        layer: int,
+        rows: Ints,
+        tables: Ints,
+        out: Floats,
+    ) -> None:
+        places = (states, layer, rows, tables)
+        recurrent.mamba2(x, gates, first, decay, time_bias, skip, low, high, groups, *places, out)
+
+    def gated_norm(
+        self, x: Floats, gates: Floats, first: int, weight: Floats, size: int, eps: float, gate_first: bool, out: Floats
+    ) -> None:
+        recurrent.gated_norm(x, gates, first, weight, size, eps, gate_first, out)
 
     def project_add(self, x: Floats, matrix: Segments, hidden: Floats) -> None:
         hidden += self._project(x, matrix)

@@ -1,14 +1,15 @@
 """The forward pass, written once over kernels whose arrays are opaque, and recorded once into a program.
 
     tokens -> embed -> scale -> layers:
-        norm -> project to q, k, v -> rope and KV write -> attention -> project -> norm -> add
+        norm -> project to q, k, v -> rope and KV write -> attention -> gate -> project -> norm -> add
         norm -> project to gates -> gate -> project -> norm -> add
     hidden[wanted] -> norm and head -> softcap -> logits
 
 Families differ by data: which weights exist (a norm without one is left out), which group a layer's cache belongs to,
-which positions a group has. The kernels fuse neighbours of the list when it is recorded (`kernels.fusion`). `body` and
-`head` may not branch on values, so that what was recorded at load is what every step replays. Programs are
-symbolic in three sizes: M tokens, B rows and R logits rows of a step; every buffer is allocated once at its maximum.
+which positions a group has, which layers keep a state in the place of attention (`models.recurrent`). The kernels fuse
+neighbours of the list when it is recorded (`kernels.fusion`). `body` and `head` may not branch on values, so that what
+was recorded at load is what every step replays. Programs are symbolic in three sizes: M tokens, B rows and R logits
+rows of a step; every buffer is allocated once at its maximum.
 """
 
 from __future__ import annotations
@@ -35,6 +36,14 @@ from cairn.models.mixture import (
     build_mixture,
     mixture_numbers,
     run_mixture,
+)
+from cairn.models.recurrent import (
+    Recurrent,
+    RecurrentBuffers,
+    allocate_recurrent,
+    build_recurrent,
+    recurrent_numbers,
+    run_recurrent,
 )
 from cairn.models.uneven import (
     GroupAttention,
@@ -74,6 +83,7 @@ class Attention:
     turned: bool
     """Whether it knows positions."""
     qkv: Matrix
+    """Where what it gives goes through a gate, each query head has that behind it."""
     q_norm: Array | None
     k_norm: Array | None
     out: Matrix
@@ -82,13 +92,13 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's weights as the kernels packed them, and where its KV lives."""
+    """One layer's weights as the kernels packed them, and where its KV or its state lives."""
 
     group: int
     index: int
     """Place among the layers of its group."""
     attention_norm: Array | None
-    attention: Attention | LatentAttention | GroupAttention
+    attention: Attention | Recurrent | LatentAttention | GroupAttention
     attention_post_norm: Array | None
     mlp_norm: Array | None
     mlp: Mlp | Mixture
@@ -122,6 +132,8 @@ class Decoder:
     inputs: Inputs | None
     both: bool
     """Whether tokens see what follows them too."""
+    gated: int
+    """Numbers of a head whose result goes through a gate of its own; 0: there are no gates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +167,11 @@ class Buffers:
     mixture: MixtureBuffers
     latent: LatentBuffers
     uneven: UnevenBuffers
+    recurrent: RecurrentBuffers
 
 
+_OWN = (MixtureBuffers, RecurrentBuffers, LatentBuffers, UnevenBuffers)
+"""Buffers that one kind of layers has to itself."""
 _PASSING = frozenset(("normed", "projected", "gates", "gated"))
 """Buffers that nothing reads outside the program that writes them: kernels that fuse leave them out."""
 
@@ -189,6 +204,7 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
         late_norms=spec.late_norms,
         inputs=build_inputs(kernels, spec, weights),
         both=spec.both,
+        gated=spec.head_dim if spec.output_gate else 0,
     )
 
 
@@ -213,11 +229,13 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
         wide = spec.uneven is not None and layer in spec.uneven.wide
         return Mlp(gate_up=matrix("mlp.gate_proj", "mlp.up_proj"), down=matrix("mlp.down_proj"), wide=wide)
 
-    def attention() -> Attention | LatentAttention | GroupAttention:
+    def attention() -> Attention | Recurrent | LatentAttention | GroupAttention:
         if spec.uneven is not None:
             return build_attention(matrix, norm, spec, layer)
         if spec.latent is not None:
             return build_latent(matrix, vector, spec, spec.latent)
+        if spec.recurrence is not None and layer in spec.recurrence.layers:
+            return build_recurrent(matrix, vector, spec.recurrence)
         return Attention(
             window=spec.groups[group].window,
             turned=layer not in spec.unturned,
@@ -248,6 +266,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
     width, groups = -(-context // BLOCK_TOKENS), range(len(spec.groups))
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     own = 0 if spec.latent or spec.uneven else 1  # these have buffers of their own
+    asked = 2 * query if spec.output_gate else query
     ropes = [spec.rope(group) for group in groups]
     turns = [(rope, spec.turned_in(group)) for group, rope in enumerate(ropes)]
     angles = {turn: kernels.allocate((tokens, 2, turn[1] // 2), "float32") for turn in dict.fromkeys(turns)}
@@ -261,7 +280,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         hidden=kernels.allocate((tokens, spec.hidden), "float32"),
         angles=tuple(angles[turn] for turn in turns),
         normed=kernels.allocate((tokens, spec.hidden), "float32"),
-        qkv=kernels.allocate((tokens, own * (query + 2 * kv)), "float32"),
+        qkv=kernels.allocate((tokens, own * (asked + 2 * kv)), "float32"),
         query=kernels.allocate((tokens, own * spec.heads, spec.head_dim), "float32"),
         attended=kernels.allocate((tokens, own * query), "float32"),
         gates=kernels.allocate((tokens, 2 * spec.ffn), "float32"),
@@ -271,6 +290,7 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         mixture=allocate_mixture(kernels, spec.experts, spec.hidden, tokens),
         latent=allocate_latent(kernels, spec, tokens),
         uneven=allocate_uneven(kernels, spec, tokens),
+        recurrent=allocate_recurrent(kernels, spec.recurrence, tokens),
     )
 
 
@@ -280,7 +300,9 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, score
     `scores`: whether they hold those of a whole context at once, as the reference kernels do.
     """
     wide = spec.hidden + 3 * spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim + 4 * spec.ffn
-    wide += mixture_numbers(spec.experts, spec.hidden) + latent_numbers(spec) + uneven_numbers(spec)
+    wide += mixture_numbers(spec.experts, spec.hidden) + recurrent_numbers(spec.recurrence)
+    wide += latent_numbers(spec) + uneven_numbers(spec)
+    wide += spec.heads * spec.head_dim if spec.output_gate else 0
     tables = len(spec.groups) * rows * context // BLOCK_TOKENS
     held = 3 * spec.heads * context * min(tokens, 8) if scores else 0
     return 4 * (2 * tokens * wide + 3 * LOGITS_ROWS * spec.vocab + tables + held)
@@ -300,10 +322,12 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
     for layer in decoder.layers:
         g = layer.group
         x = _normed(k, decoder, layer.attention_norm, b)
-        g = layer.group
-        if isinstance(layer.attention, LatentAttention):
-            places = (b.angles[g], kv[g], layer.index, b.slots[g], b.rows, b.tables[g])
-            run_latent(k, layer.attention, x, *places, decoder.scale, b.latent, b.projected)
+        if isinstance(layer.attention, Recurrent):
+            places = (kv[g], layer.index, b.rows, b.tables[g])
+            run_recurrent(k, layer.attention, x, decoder.eps, places, b.recurrent, b.projected)
+        elif isinstance(layer.attention, LatentAttention):
+            latents = (b.angles[g], kv[g], layer.index, b.slots[g], b.rows, b.tables[g])
+            run_latent(k, layer.attention, x, *latents, decoder.scale, b.latent, b.projected)
         elif isinstance(layer.attention, GroupAttention):
             own = (b.angles[g], kv[g], b.slots[g], b.rows, b.tables[g])
             how = (decoder.eps, decoder.scale)
@@ -340,6 +364,8 @@ def _attend(
     places = (kv[g], layer.index, b.rows, b.tables[g], own.window)
     how = (decoder.scale, b.attended, decoder.softcap, decoder.both, own.sinks)
     k.attention(b.query, *places, *how)
+    if decoder.gated:
+        k.gate_heads(b.attended, b.qkv, decoder.gated)
     k.project(b.attended, own.out, b.projected)
 
 
@@ -382,7 +408,7 @@ def with_slots(buffers: Buffers) -> Buffers:
 
     def symbol(name: str) -> Any:
         value, size = getattr(buffers, name), sizes.get(name, "tokens")
-        if isinstance(value, MixtureBuffers | LatentBuffers | UnevenBuffers):
+        if isinstance(value, _OWN):
             return value.map(lambda array: Slot("tokens", array))
         if not isinstance(value, tuple):
             return Slot(size, value, name in _PASSING)
@@ -401,7 +427,7 @@ def cut(kernels: Kernels, buffers: Buffers, sizes: Mapping[Size, int]) -> Buffer
     def view(slot: Any) -> Any:
         if isinstance(slot, tuple):
             return tuple(map(view, slot))
-        if isinstance(slot, MixtureBuffers | LatentBuffers | UnevenBuffers):
+        if isinstance(slot, _OWN):
             return slot.map(view)
         if id(slot) not in made:
             made[id(slot)] = kernels.first(slot.array, sizes[slot.size])

@@ -68,6 +68,16 @@ class Family:
     """Whether its safetensors may hold experts in MXFP4."""
     ahead: bool = False
     """Whether there may be layers behind the last, which guess further tokens: they are set aside."""
+    recurrence: str = ""
+    """The rule of `recurrent_spec` that says which layers keep a state in the place of attention; "": none."""
+    output_gate: bool = False
+    """Whether each head's query has a gate behind it, through which what attention gives goes."""
+    centred: bool = False
+    """Whether norms multiply by 1 + w, but those of layers that keep a state."""
+    positions: str = ""
+    """The field that says whether layers have rotary positions: none but for "rope"."""
+    sections: bool = False
+    """Whether positions may have sections for images, which say nothing where there is text alone."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Of fields that a config may leave out."""
 
@@ -130,6 +140,23 @@ _OLMO_2 = Family(
     post_norms=True,
     defaults={"rms_norm_eps": 1e-5},
 )
+_QWEN_3_5 = Family(
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+    head_dim=256,
+    kv_heads=4,
+    rotary=True,
+    ahead=True,
+    recurrence="delta",
+    output_gate=True,
+    centred=True,
+    sections=True,
+    defaults={"partial_rotary_factor": 0.25},
+)
+_QWEN_3_5_MOE = replace(_QWEN_3_5, kv_heads=2, mixture="qwen3.5")
+_LFM: dict[str, Any] = {"norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
+_LFM_2 = Family(qk_norm=True, kv_heads=8, recurrence="conv", defaults=_LFM)
 _ALWAYS_FULL: dict[str, Any] = {"sliding_window": None}
 """Where a config that says no window means none."""
 
@@ -237,12 +264,36 @@ FAMILIES = {
     "Ministral3ForCausalLM": Family(kv_heads=8, window="all", query_scaling=True, defaults=_ALWAYS_FULL),
     "Gemma4ForCausalLM": _GEMMA_4,
     "Gemma4ForConditionalGeneration": replace(_GEMMA_4, nested=True),
+    "Qwen3_5ForCausalLM": _QWEN_3_5,
+    "Qwen3_5ForConditionalGeneration": replace(_QWEN_3_5, nested=True),
+    "Qwen3_5MoeForCausalLM": _QWEN_3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": replace(_QWEN_3_5_MOE, nested=True),
+    "Qwen3NextForCausalLM": replace(
+        _QWEN_3_5,
+        kv_heads=2,
+        mixture="qwen2",
+        defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True},
+    ),
+    "Lfm2ForCausalLM": _LFM_2,
+    "Lfm2MoeForCausalLM": replace(
+        _LFM_2, mixture="lfm2", defaults=_LFM | {"norm_topk_prob": True, "num_dense_layers": 2}
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        mixture="granite",
+        multipliers=True,
+        recurrence="mamba2",
+        positions="position_embedding_type",
+    ),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA_3, nested=True),
 }
 
 
+AHEAD = 8
+"""How many layers behind the last may guess further tokens."""
 MODULES = "modules.json"
 """The file by which a folder says that its model makes embeddings."""
 ENCODERS = (

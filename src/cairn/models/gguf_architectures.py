@@ -8,6 +8,7 @@ from typing import Literal
 
 from cairn.errors import ModelError
 from cairn.models.files import Fields
+from cairn.models.gguf_recurrent import DELTA, Rule
 from cairn.models.latent_spec import KEYS, VALUES
 from cairn.models.mixture_spec import MAX_EXPERTS, checked
 from cairn.types import Experts
@@ -21,11 +22,8 @@ EXPERT_KEYS = frozenset(
 """What files say of experts, below their architecture's name."""
 
 
-MANY = (
-    *("expert_shared_count", "expert_gating_func", "expert_group_count", "expert_group_used_count"),
-    "nextn_predict_layers",
-)
-"""What files of models with shared experts, groups of experts and guesses of further tokens say."""
+MANY = (*("expert_shared_count", "expert_gating_func", "expert_group_count", "expert_group_used_count"),)
+"""What files of models with shared experts and groups of experts say."""
 _GATES: dict[int, Literal["softmax", "sigmoid", "chosen"]] = {1: "softmax", 2: "sigmoid", 3: "chosen"}
 """`expert_gating_func` -> `Experts.scores`."""
 
@@ -89,20 +87,26 @@ class Architecture:
     """Whether attention is over latents: see `latent_spec`."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Tensors of a layer whose rows are those of several of ours, in order."""
-    ahead: bool = False
-    """Whether there may be layers behind the last, which guess further tokens: they are set aside."""
     query_scaling: bool = False
     """Whether the file may scale queries by their positions."""
     log_multiplier: float = 0.0
     """With what the file's multiplier of yarn's logarithm becomes `mscale_all_dim`; 0: it has none."""
-    rotary: bool = False
-    """Whether `rope.dimension_count` may be less than the head."""
     long_rope: bool = False
     """Whether two tensors of factors may scale the positions, one of them those of long contexts."""
     keys: tuple[str, ...] = ()
     """What is understood beside what all files may say."""
     untruncated: bool = False
     """Whether yarn's ramp begins and ends between whole dimensions."""
+    rotary: bool = False
+    """Whether less than a head may be turned."""
+    recurrence: Rule = ""
+    """How the file says which layers keep a state in the place of attention."""
+    tiled: bool = False
+    """Whether neighbouring heads of these have keys of different heads."""
+    output_gate: bool = False
+    """As `families.Family.output_gate`."""
+    ignored: tuple[str, ...] = ()
+    """Keys that say nothing where there is text alone."""
 
 
 _MLP_NORM = {"post_attention_norm": "post_attention_layernorm"}
@@ -112,6 +116,17 @@ _GEMMA_NORMS = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 
 _GEMMA_3 = Architecture(
     "Gemma3ForCausalLM", qk_norm=True, gemma=True, names=_GEMMA_NORMS, period=6, local_rope=True, by_width=62
+)
+
+_QWEN_3_5 = Architecture(
+    "Qwen3_5ForCausalLM",
+    qk_norm=True,
+    names=_MLP_NORM | DELTA,
+    rotary=True,
+    recurrence="delta",
+    tiled=True,
+    output_gate=True,
+    ignored=("rope.dimension_sections",),
 )
 
 ARCHITECTURES = {
@@ -159,7 +174,6 @@ ARCHITECTURES = {
         "Glm4MoeForCausalLM",
         qk_norm=None,
         rotary=True,
-        ahead=True,
         names=_MLP_NORM,
         mixture=Router(scores="sigmoid", normed=True, many=True),
         keys=MANY,
@@ -168,7 +182,6 @@ ARCHITECTURES = {
         "DeepseekV2ForCausalLM",
         latent=True,
         rotary=True,
-        ahead=True,
         log_multiplier=10.0,
         names={
             "attn_q_a": "self_attn.q_a_proj",
@@ -194,6 +207,7 @@ ARCHITECTURES = {
         log_multiplier=1.0,
         keys=("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
     ),
+    "qwen35": _QWEN_3_5,
     "seed_oss": Architecture("SeedOssForCausalLM", names=_MLP_NORM),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM", qk_norm=True),
@@ -204,12 +218,6 @@ ARCHITECTURES = {
     "gemma-embedding": replace(_GEMMA_3, both=True),
 }
 """`general.architecture` -> what it means. Mistral's models call themselves llama."""
-
-
-def layers(keys: Fields, family: Architecture) -> int:
-    """How many layers compute the next token."""
-    count = keys.integer("block_count", 1, 1 << 12)
-    return count - (keys.integer("nextn_predict_layers", 0, count - 1, 0) if family.ahead else 0)
 
 
 def experts(keys: Fields, family: Architecture, layers: int, corrected: bool) -> Experts | None:

@@ -20,12 +20,14 @@ from cairn.models.ends import ENDS, is_spelt_as_control, known_ends
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
 from cairn.models.gguf_architectures import ARCHITECTURES, EXPERT_KEYS, Architecture, experts
-from cairn.models.gguf_architectures import layers as layers_of
 from cairn.models.gguf_positions import factors, long_rope
 from cairn.models.gguf_purpose import ENCODERS, purpose
 from cairn.models.gguf_purpose import KEYS as PURPOSE
+from cairn.models.gguf_recurrent import KEYS as RECURRENT
+from cairn.models.gguf_recurrent import recurrence
 from cairn.models.hub import model_name
 from cairn.models.latent_spec import spec_fields
+from cairn.models.recurrent_spec import with_state
 from cairn.types import (
     MAX_CONTEXT,
     MAX_HEAD_DIM,
@@ -101,7 +103,7 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     keys = _keys(gguf, family)
     hidden = keys.integer("embedding_length", 1, 1 << 20)
     heads = keys.integer("attention.head_count", 1, 1 << 14)
-    layers = layers_of(keys, family)
+    layers = trunk(keys)
     length = "attention.key_length_mla" if family.latent else "attention.key_length"
     head_dim = keys.integer(length, 2, MAX_HEAD_DIM, None if family.latent else hidden // heads)
     turned = keys.integer("rope.dimension_count", 2, head_dim, head_dim) if family.rotary else head_dim
@@ -115,6 +117,7 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     vocab = vocab_rows(gguf, hidden)
     corrected = any(name.endswith(".exp_probs_b.bias") for name in gguf.tensors)
     mixture = experts(keys, family, layers, corrected)
+    kept = recurrence(keys, family.recurrence, layers, tiled=family.tiled)
     spec = ModelSpec(
         name=model_name(gguf.paths[0]),
         architecture=family.mixture_name or family.name if mixture else family.name,
@@ -138,11 +141,13 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         unturned=tuple(layer for layer in range(layers) if family.unturned and not (layer + 1) % family.unturned),
         sinks=family.sinks,
         experts=mixture,
-        qkv_bias="blk.0.attn_q.bias" in gguf.tensors,
-        out_bias="blk.0.attn_output.bias" in gguf.tensors,
+        qkv_bias=any(f"blk.{layer}.attn_q.bias" in gguf.tensors for layer in range(layers)),
+        out_bias=any(f"blk.{layer}.attn_output.bias" in gguf.tensors for layer in range(layers)),
         mlp_bias="blk.0.ffn_down.bias" in gguf.tensors,
         tied="output.weight" not in gguf.tensors,
-        groups=_groups(keys, family, layers, context, rope),
+        groups=with_state(_groups(keys, family, layers, context, rope), kept),
+        recurrence=kept,
+        output_gate=family.output_gate,
         eos_ids=_ends(gguf, vocab),
         bos_id=next(iter(named_ids(gguf, "bos", vocab, absent=True)), None),
         defaults=_defaults(gguf.fields),
@@ -176,6 +181,12 @@ def _with_latents(keys: Fields, spec: ModelSpec, turned: int) -> ModelSpec:
     return msgspec.structs.replace(spec, architecture=name, **own)
 
 
+def trunk(keys: Fields) -> int:
+    """Layers without those behind the last, which guess further tokens."""
+    layers = keys.integer("block_count", 1, 1 << 12)
+    return layers - keys.integer("nextn_predict_layers", 0, layers - 1, 0)
+
+
 def _keys(gguf: Gguf, family: Architecture) -> Fields:
     """The keys below the architecture's name. A list with one value for every layer is that value."""
     done = _NEUTRAL | {"tensor_data_layout": "Meta AI original pth" if family.interleaved else "reference"}
@@ -188,7 +199,13 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
         name, plain = key.removeprefix(prefix), value
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             plain = value[0].item()
-        if name in _KEYS | EXPERT_KEYS or name in family.keys or (family.gemma and name in _GEMMA_KEYS):
+        if name in family.ignored:
+            continue
+        if (
+            name in _KEYS | EXPERT_KEYS
+            or name in (*family.keys, *RECURRENT[family.recurrence])
+            or (family.gemma and name in _GEMMA_KEYS)
+        ):
             found[name] = plain
         else:
             others[name] = key, plain

@@ -18,16 +18,19 @@ from numpy.typing import NDArray
 from cairn.errors import ModelFileError
 from cairn.kernels.base import Quantized
 from cairn.models.dequant import Kind, dequantize
+from cairn.models.families import AHEAD, FAMILIES
 from cairn.models.gguf import Gguf, Tensor
-from cairn.models.gguf_architectures import Architecture, layers
+from cairn.models.gguf_architectures import Architecture
 from cairn.models.gguf_encoder import encoder_name, is_encoder
 from cairn.models.gguf_positions import FACTORS, LONG, SHORT
 from cairn.models.gguf_purpose import DENSE, JUDGE
+from cairn.models.gguf_recurrent import WHOLE, Change, Part, parts
 from cairn.models.gguf_spec import architecture
 from cairn.models.mixture_spec import CORRECTION, MAX_EXPERTS
 from cairn.models.outline import Outline, codes
 from cairn.models.outline import blocks as super_blocks
 from cairn.models.quantize import unpack
+from cairn.types import ModelSpec
 
 _WHOLE = {
     "token_embd": "model.embed_tokens",
@@ -60,10 +63,9 @@ _WITHOUT_END = {"attn_sinks": "self_attn.sinks", "exp_probs_b": CORRECTION}
 """Tensors whose names here have no `.weight`."""
 _BEHIND = {JUDGE: "judge.weight"} | {f"{name}.weight": f"{name}.weight" for name in DENSE}
 """What a pooled state goes through."""
-_NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)\.(weight|bias)")
+_NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)(?:\.(weight|bias))?")
 _HARMLESS = re.compile("|".join((*map(re.escape, (FACTORS, SHORT, LONG)), r"blk\.\d+\.attn_rot_embd\.weight")))
 """Constants of the rotary positions; the spec holds those that matter."""
-_LAYER_OF = re.compile(r"blk\.(\d{1,5})\.")
 _TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.(weight|bias)")
 
 
@@ -79,7 +81,11 @@ def hub_name(name: str, others: Mapping[str, str] | None = None) -> str | None:
         return None
     layer, part, end = match.groups()
     if layer is None:
-        return f"{_WHOLE[part]}.{end}" if part in _WHOLE else None
+        return f"{_WHOLE[part]}.{end}" if part in _WHOLE and end else None
+    if (whole := f"{part}.{end}" if end else part) in WHOLE:
+        return f"model.layers.{int(layer)}.{WHOLE[whole]}"
+    if not end:
+        return None
     names = {**_LAYER, **(others or {})}
     if part in _WITHOUT_END:
         return f"model.layers.{int(layer)}.{_WITHOUT_END[part]}"
@@ -103,6 +109,8 @@ class _Part:
     shape: tuple[int, ...]
     start: int = 0
     """Numbers before it."""
+    change: Change | None = None
+    """What makes ours of an array in the tensor's own shape."""
 
     @property
     def name(self) -> str:
@@ -113,6 +121,8 @@ class _Part:
         return self.tensor.kind
 
     def blocks(self, gguf: Gguf) -> NDArray[np.uint8]:
+        if self.change is not None:
+            return gguf.blocks(self.name)
         first, count = self.start // self.kind.values, math.prod(self.shape) // self.kind.values
         return gguf.blocks(self.name)[first : first + count]
 
@@ -120,23 +130,23 @@ class _Part:
 class GgufWeights(Mapping[str, NDArray[Any]]):
     """`weights.open_weights` for GGUF. An array that was asked for is not kept: ask once."""
 
-    def __init__(self, gguf: Gguf, expected: Mapping[str, tuple[int, ...]], head_dim: int) -> None:
+    def __init__(self, gguf: Gguf, expected: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> None:
         """Check that the file holds exactly the `expected` tensors with their shapes; `ModelFileError` otherwise."""
-        self._gguf, self._head_dim = gguf, head_dim
+        self._gguf, self._spec, self._head_dim = gguf, spec, spec.head_dim
         own = None if is_encoder(gguf) else architecture(gguf)
         self._interleaved = own is not None and own.interleaved
-        behind = layers(gguf.own_fields, own) if own is not None and own.ahead else 0
         self._found: dict[str, _Part] = {}
         for tensor in gguf.tensors.values():
-            names: tuple[str, ...]
-            if own is None:
-                one = encoder_name(gguf.metadata["general.architecture"], tensor.name)
-                names = () if one is None else (one,)
-            else:
-                names = hub_names(tensor.name, own)
-            if names and all(name.format(0) in expected for name in names):
+            names = self._names(tensor.name, own)
+            changed = list(parts(names[0], spec.recurrence, spec.hidden)) if names and spec.recurrence else []
+            if changed:
+                for one in changed:
+                    self._change(one, tensor, expected)
+            elif names and all(name.format(0) in expected for name in names):
                 self._put(names, tensor, expected)
-            elif not (_HARMLESS.fullmatch(tensor.name) or (behind and _set_aside(tensor.name, behind))):
+            elif _behind(tensor.name, spec):
+                continue
+            elif not _HARMLESS.fullmatch(tensor.name):
                 family = gguf.metadata["general.architecture"]
                 raise ModelFileError(f"{tensor.path}: the tensor {tensor.name[:120]!r} is not part of a {family}")
         missing = next((name for name in expected if name not in self._found), None)
@@ -144,6 +154,13 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
             raise ModelFileError(
                 f"{gguf.paths[0]}: the tensor for {missing} of shape {list(expected[missing])} is missing"
             )
+
+    def _names(self, stored: str, own: Architecture | None) -> tuple[str, ...]:
+        """The names of all of ours that a tensor holds."""
+        if own is not None:
+            return hub_names(stored, own)
+        name = encoder_name(self._gguf.metadata["general.architecture"], stored)
+        return () if name is None else (name,)
 
     def _put(self, names: Sequence[str], tensor: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
         every, shape = list(names), expected[names[0].format(0)]
@@ -153,11 +170,7 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
             shape = (len(every), *shape)
         elif len(names) > 1:
             shape = (sum(expected[name][0] for name in names), *shape[1:])
-        if tensor.shape != shape and (1, *tensor.shape) != shape:
-            raise ModelFileError(
-                f"{tensor.path}: the tensor {tensor.name} has the shape {list(tensor.shape)}, "
-                f"expected {list(shape)} from the metadata"
-            )
+        self._fits(tensor, shape)
         start = 0
         for own in every:
             if own in self._found:
@@ -165,12 +178,26 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
             self._found[own] = _Part(tensor, expected[own], start)
             start += math.prod(expected[own])
 
+    @staticmethod
+    def _fits(tensor: Tensor, shape: tuple[int, ...]) -> None:
+        if tensor.shape != shape and (1, *tensor.shape) != shape:
+            raise ModelFileError(
+                f"{tensor.path}: the tensor {tensor.name} has the shape {list(tensor.shape)}, "
+                f"expected {list(shape)} from the metadata"
+            )
+
+    def _change(self, part: Part, tensor: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
+        self._fits(tensor, part.stored)
+        self._found[part.name] = _Part(tensor, expected[part.name], change=part.change)
+
     def __getitem__(self, name: str) -> NDArray[Any]:
         tensor = self._found[name]
         blocks = tensor.blocks(self._gguf)
         kind = tensor.kind
         flat = blocks.view(kind.dtype) if kind.dtype is not None else dequantize(kind, blocks)
-        array = flat.reshape(tensor.shape)
+        array = (
+            flat.reshape(tensor.shape) if tensor.change is None else tensor.change(flat.reshape(tensor.tensor.shape))
+        )
         if self._turned(name):
             array = turn_back(array, self._head_dim)
         array.flags.writeable = False
@@ -181,13 +208,14 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         tensor = self._found[name]
         dtype = tensor.kind.dtype if tensor.kind.dtype is not None else np.dtype(np.float32)
         size = math.prod(tensor.shape) * dtype.itemsize
-        return Outline(tensor.shape, str(dtype), size * ((tensor.kind.dtype is None) + self._turned(name)))
+        made = (tensor.kind.dtype is None) + self._turned(name) + (tensor.change is not None)
+        return Outline(tensor.shape, str(dtype), size * made)
 
     def packed_outline(self, name: str) -> Outline | None:
         """What `packed` gives; None for a vector, and for a tensor of single numbers."""
         tensor = self._found[name]
         kind = tensor.kind
-        if kind.dtype is not None or len(tensor.shape) != 2:
+        if kind.dtype is not None or len(tensor.shape) != 2 or tensor.change is not None:
             return None
         if kind.blocks and kind.bits != 8:
             found = super_blocks(tensor.shape, kind.bits)
@@ -222,10 +250,11 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         return len(self._found)
 
 
-def _set_aside(name: str, layers: int) -> bool:
+def _behind(name: str, spec: ModelSpec) -> bool:
     """Whether a tensor is of a layer behind the last, which guesses further tokens."""
-    match = _LAYER_OF.match(name)
-    return match is not None and int(match[1]) >= layers
+    match = re.match(r"blk\.(\d{1,5})\.", name)
+    ahead = FAMILIES[spec.architecture].ahead if spec.encoder is None else False
+    return ahead and match is not None and spec.layers <= int(match[1]) < spec.layers + AHEAD
 
 
 def turn_back(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:

@@ -37,7 +37,9 @@ class Mixture:
     """Whether `mlp_layer_types` may say which layers have one."""
     known: tuple[tuple[str, str | int | bool], ...] = ()
     """Fields that may say this alone."""
-    correction: bool = False
+    correction: bool | str = False
+    optional: bool = False
+    """Whether there may be none, and the shared one alone is the MLP then."""
     bias: bool = False
     shared: str = ""
     """Width of the shared expert."""
@@ -60,6 +62,30 @@ MIXTURES = {
     "mixtral": Mixture(count="num_local_experts", ffn="intermediate_size", normed=True),
     "olmo": Mixture(count="num_experts", ffn="intermediate_size"),
     "gpt-oss": Mixture(count="num_local_experts", ffn="intermediate_size", scores="chosen", normed=False, bias=True),
+    "qwen3.5": Mixture(
+        count="num_experts",
+        ffn="moe_intermediate_size",
+        normed=True,
+        shared="shared_expert_intermediate_size",
+        shared_gate=True,
+    ),
+    "lfm2": Mixture(
+        count="num_experts",
+        ffn="moe_intermediate_size",
+        scores="sigmoid",
+        first="num_dense_layers",
+        scaled=True,
+        grouped=True,
+        correction="use_expert_bias",
+    ),
+    "granite": Mixture(
+        count="num_local_experts",
+        ffn="intermediate_size",
+        scores="chosen",
+        normed=False,
+        shared="shared_intermediate_size",
+        optional=True,
+    ),
     "glm4": Mixture(
         count="n_routed_experts",
         ffn="moe_intermediate_size",
@@ -96,7 +122,9 @@ def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
         if config.has(name) and config.values[name] != value:
             raise ModelError(f"{config.path}: {config.prefix}{name} other than {value} is not supported")
     named = row.count if config.has(row.count) else _OTHER_NAMES.get(row.count, row.count)
-    count = config.integer(named, 1, MAX_EXPERTS)
+    count = config.integer(named, 0 if row.optional else 1, MAX_EXPERTS)
+    if not count:
+        return None
     ffn = config.integer(row.ffn, 1, 1 << 22)
     shared = config.integer(row.shared, 0, 1 << 22) if row.shared else 0
     if row.shared_count:
@@ -113,7 +141,7 @@ def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
             scale=config.number("routed_scaling_factor", 1e-6, 1e6, 1.0) if row.scaled else 1.0,
             groups=config.integer("n_group", 1, count, 1) if row.grouped else 1,
             chosen_groups=config.integer("topk_group", 1, count, 1) if row.grouped else 1,
-            correction=row.correction,
+            correction=config.flag(row.correction, True) if isinstance(row.correction, str) else row.correction,
             bias=row.bias,
             shared=shared,
             shared_gate=row.shared_gate and shared > 0,

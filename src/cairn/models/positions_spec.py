@@ -137,7 +137,7 @@ def rope_scaling(config: Fields, family: Family) -> tuple[RopeScaling, float, in
     if new.values and old.values and new.values != old.values:
         raise ModelError(f"{config.path}: rope_scaling and rope_parameters say different things; keep one of them")
     for key, value in rope.values.items():
-        known = family.query_scaling and key == "llama_4_scaling_beta"
+        known = family.query_scaling if key == "llama_4_scaling_beta" else family.sections
         if isinstance(value, dict) or (key in UNKNOWN_ROPE and not known):
             raise ModelError(f"{config.path}: {key[:80]} in its rotary settings is not supported")
     theta = (rope if rope.has("rope_theta") else config).number("rope_theta", 1.0, 1e15, 10000.0)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.models import stored_recurrent
 from cairn.models.latent_spec import KEYS, VALUES
 from cairn.types import ModelSpec
 
@@ -34,7 +35,7 @@ def own_tensors(spec: ModelSpec, ahead: int, name: str, array: NDArray[Any]) -> 
     """
     match = _LAYER.fullmatch(name)
     if match is None:
-        yield name, array
+        yield _OTHERS.get(spec.architecture, {}).get(name, name), array
         return
     prefix, layer, rest = match.groups()
     if spec.layers <= int(layer) < spec.layers + ahead:
@@ -44,8 +45,12 @@ def own_tensors(spec: ModelSpec, ahead: int, name: str, array: NDArray[Any]) -> 
     if behind and _UNREAD.fullmatch(rest):
         yield "", array
         return
-    for own, part in _RULES.get(spec.architecture, _as_it_is)(rest, array, spec):
-        yield prefix + own, part
+    states = spec.recurrence
+    for one, whole in [(rest, array)] if states is None else stored_recurrent.own(states, rest, array):
+        for own, part in _RULES.get(spec.architecture, _as_it_is)(one, whole, spec):
+            # A shared expert is the MLP of a model without others.
+            named = own.replace("shared.", "mlp.shared_expert." if spec.experts else "mlp.", 1)
+            yield prefix + (named if own.startswith("shared.") else own), part
 
 
 def _as_it_is(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
@@ -118,11 +123,79 @@ def _phi(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
         at += rows
 
 
+def _fused(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
+    """Experts that may be in one tensor [E, out, in], gates above what they let through."""
+    match = re.fullmatch(r"mlp\.experts\.(gate_up_proj|down_proj)", rest)
+    if match is None or array.ndim != 3:
+        yield rest, array
+        return
+    for number, one in enumerate(array):
+        at = f"mlp.experts.{number}."
+        if match[1] == "down_proj":
+            yield f"{at}down_proj.weight", one
+        else:
+            half = len(one) // 2
+            yield f"{at}gate_proj.weight", one[:half]
+            yield f"{at}up_proj.weight", one[half:]
+
+
+_LFM_NAMES = {
+    "operator_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "self_attn.out_proj.weight": "self_attn.o_proj.weight",
+    "self_attn.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attn.k_layernorm.weight": "self_attn.k_norm.weight",
+    "feed_forward.expert_bias": "mlp.gate.e_score_correction_bias",
+}
+
+
+def _lfm(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
+    match = re.fullmatch(r"feed_forward\.(gate|(?:experts\.\d+\.)?(w[123]))\.weight", rest)
+    if match is None:
+        yield _LFM_NAMES.get(rest, rest), array
+    elif match[2] is None:
+        yield "mlp.gate.weight", array
+    else:
+        yield f"mlp.{match[1].removesuffix(match[2])}{_MIXTRAL[match[2]]}.weight", array
+
+
+def _granite(rest: str, array: NDArray[Any], spec: ModelSpec) -> Iterator[Tensor]:
+    """The shared expert, which is the MLP of a model without others, and those in one tensor."""
+    part, _, name = rest.partition(".")
+    if part == "shared_mlp" and name in ("input_linear.weight", "output_linear.weight"):
+        if name == "output_linear.weight":
+            yield "shared.down_proj.weight", array
+        else:
+            half = len(array) // 2
+            yield "shared.gate_proj.weight", array[:half]
+            yield "shared.up_proj.weight", array[half:]
+    elif part == "block_sparse_moe":
+        yield from _fused(_GRANITE_NAMES.get(name, rest), array, spec)
+    else:
+        yield rest, array
+
+
+_GRANITE_NAMES = {
+    "router.layer.weight": "mlp.gate.weight",
+    "input_linear.weight": "mlp.experts.gate_up_proj",
+    "output_linear.weight": "mlp.experts.down_proj",
+}
+_OTHERS = {
+    name: {"model.embedding_norm.weight": "model.norm.weight"} for name in ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM")
+}
+"""Tensors beside the layers that have another name."""
+
 _RULES: dict[str, Callable[[str, NDArray[Any], ModelSpec], Iterator[Tensor]]] = {
-    "MixtralForCausalLM": _mixtral,
-    "Glm4MoeForCausalLM": _glm,
-    "GptOssForCausalLM": _oss,
     "HunYuanDenseV1ForCausalLM": _hunyuan,
     "Phi3ForCausalLM": _phi,
     **dict.fromkeys(("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"), _deepseek),
+    "MixtralForCausalLM": _mixtral,
+    "Glm4MoeForCausalLM": _glm,
+    "GptOssForCausalLM": _oss,
+    "Qwen3_5MoeForCausalLM": _fused,
+    "Qwen3_5MoeForConditionalGeneration": _fused,
+    "Qwen3NextForCausalLM": _fused,
+    "Lfm2ForCausalLM": _lfm,
+    "Lfm2MoeForCausalLM": _lfm,
+    "GraniteMoeHybridForCausalLM": _granite,
 }

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from cairn.errors import ModelFileError
 from cairn.models.encoder_spec import encoder_tensors
 from cairn.models.encoder_spec import own_name as encoder_name
-from cairn.models.families import FAMILIES
+from cairn.models.families import AHEAD, FAMILIES, Family
 from cairn.models.files import (
     INDEX,
     MAX_NAME_BYTES,
@@ -39,6 +39,7 @@ from cairn.models.gguf_weights import GgufWeights
 from cairn.models.latent_spec import latent_tensors
 from cairn.models.mixture_spec import mixture_tensors
 from cairn.models.mxfp4 import PARTS, joined
+from cairn.models.recurrent_spec import MIXER, recurrent_tensors
 from cairn.models.stored import own_tensors
 from cairn.models.uneven_spec import uneven_tensors
 from cairn.types import ModelSpec
@@ -63,8 +64,12 @@ _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.self_attn\.(bias|masked
 """Buffers that old checkpoints carry beside the weights and that the config determines."""
 
 _PART = re.compile(r"(?:model\.language_model\.|language_model\.model\.|language_model\.(?=lm_head\.))(.*)")
-_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\.")
+_OTHER_PARTS = re.compile(
+    r"(model\.)?(vision_tower|visual|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
+)
 """Of a model that also sees or hears: only texts are served."""
+_AHEAD = re.compile(r"mtp\..*")
+"""What guesses further tokens where that stands beside the layers."""
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -85,7 +90,7 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
     attention = {
-        "self_attn.q_proj": (query, spec.hidden, spec.qkv_bias),
+        "self_attn.q_proj": (2 * query if spec.output_gate else query, spec.hidden, spec.qkv_bias),
         "self_attn.k_proj": (kv, spec.hidden, spec.qkv_bias),
         "self_attn.v_proj": (kv, spec.hidden, spec.qkv_bias),
         "self_attn.o_proj": (spec.hidden, query, spec.out_bias),
@@ -99,13 +104,17 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         return shapes | uneven_tensors(spec, spec.uneven)
     latent = {} if spec.latent is None else latent_tensors(spec, spec.latent)
     norms = _norms(spec)
+    heads = {name: size for name, size in norms.items() if name.startswith("self_attn.")}
     mixture = {} if spec.experts is None else mixture_tensors(spec, spec.experts)
+    recurrent = {} if spec.recurrence is None else recurrent_tensors(spec, spec.recurrence)
     for layer in range(spec.layers):
         prefix = f"model.layers.{layer}."
         sparse = spec.experts is not None and layer in spec.experts.layers
-        matrices = ({} if latent else attention) | ({} if sparse else mlp)
+        attends = spec.recurrence is None or layer not in spec.recurrence.layers
+        matrices = (attention if attends and not latent else {}) | ({} if sparse else mlp)
         shapes |= {prefix + name: shape for name, shape in latent.items()}
         shapes |= {prefix + name: shape for name, shape in mixture.items() if sparse}
+        shapes |= {prefix + name: shape for name, shape in recurrent.items() if not attends}
         if spec.sinks:
             shapes[f"{prefix}self_attn.sinks"] = (spec.heads,)
         for name, (rows, columns, bias) in matrices.items():
@@ -113,7 +122,8 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
             if bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
         for name, size in norms.items():
-            shapes[f"{prefix}{name}.weight"] = (size,)
+            if attends or name not in heads:
+                shapes[f"{prefix}{name}.weight"] = (size,)
     return shapes
 
 
@@ -176,13 +186,13 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
     folder without safetensors are a `ModelFileError`, raised before anything is returned.
     """
     if is_gguf(folder):
-        return GgufWeights(read_gguf(folder), expected_tensors(spec), spec.head_dim)
+        return GgufWeights(read_gguf(folder), expected_tensors(spec), spec)
     files = weight_files(folder)
     if not files:
         raise _no_weights(folder)
     homes = _weight_map(folder) if files != [folder / WEIGHTS] else None
     expected = expected_tensors(spec)
-    gemma = spec.encoder is None and FAMILIES[spec.architecture].gemma
+    family = None if spec.encoder is not None else FAMILIES[spec.architecture]
     found: dict[str, NDArray[Any]] = {}
     halves: dict[str, NDArray[Any]] = {}
     for path in files:
@@ -195,7 +205,7 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
                     raise ModelFileError(f"{path}: the tensor {name[:120]!r} is there under two names")
                 if name in expected:
                     _check(path, name, part, expected[name])
-                    found[name] = 1 + part.astype(np.float32) if gemma and len(part.shape) == 1 else part
+                    found[name] = 1 + part.astype(np.float32) if family and _moved(family, name) else part
                 elif name.endswith(PARTS) and name.rpartition(".")[0] in expected and name not in halves:
                     halves[name] = part
                 elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight") or not name):
@@ -214,7 +224,12 @@ def _parts(spec: ModelSpec, stored: str, array: NDArray[Any]) -> Iterator[tuple[
     name = own_name(stored, spec)
     if spec.encoder is not None:
         return iter([(name, array)])
-    return own_tensors(spec, bool(FAMILIES[spec.architecture].ahead) * 8, name, array)
+    return own_tensors(spec, bool(FAMILIES[spec.architecture].ahead) * AHEAD, name, array)
+
+
+def _moved(family: Family, name: str) -> bool:
+    """Whether a tensor is a norm's that multiplies by 1 + w."""
+    return (family.gemma or (family.centred and MIXER not in name)) and name.endswith("norm.weight")
 
 
 def _check(path: Path, name: str, array: NDArray[Any], shape: tuple[int, ...]) -> None:
@@ -237,7 +252,10 @@ def own_name(name: str, spec: ModelSpec) -> str:
     """The name of `expected_tensors` of a stored tensor; "" for one that is not used, its own for an unknown one."""
     if spec.encoder is not None:
         return encoder_name(spec, name)
-    if FAMILIES[spec.architecture].nested:
+    family = FAMILIES[spec.architecture]
+    if family.ahead and _AHEAD.fullmatch(name):
+        return ""
+    if family.nested:
         return _text_name(name)
     bare = spec.kind == "embed" and not name.startswith(("model.", "lm_head."))
     return f"model.{name}" if bare else name

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,8 +36,8 @@ class Vocabulary(NamedTuple):
 
     tokenizer: Any
     controls: frozenset[int]
-    close: tuple[int, ...] = ()
-    """The tag that ends reasoning."""
+    closes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    """The tag that ends reasoning, by the form of it (`text.thoughts`)."""
 
 
 class Ready(NamedTuple):
@@ -131,8 +133,8 @@ def _budgeted(follower: Matcher | None, vocabulary: Vocabulary, request: Request
     if request.reasoning_budget is None:
         assert follower is not None, "a request waits for a grammar or a budget"
         return follower
-    _check_close(vocabulary.close, request.sampling.extras)
-    return BudgetMatcher(follower, vocabulary, request.reasoning_budget, opened=request.output.reasoning_open)
+    _check_close(vocabulary.closes.get(request.output.thoughts, ()), request.sampling.extras)
+    return BudgetMatcher(follower, vocabulary, request.reasoning_budget, request.output)
 
 
 def _check_close(close: Sequence[int], extras: SamplingExtras | None) -> None:
@@ -255,11 +257,12 @@ def read_vocabulary(folder: Path, given: str | None, vocab: int, ends: Sequence[
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    from cairn.text.split import END_THINK, MARKERS
+    from cairn.text.split import all_markers
     from cairn.text.templates import load_text
+    from cairn.text.thoughts import THOUGHTS
 
     tokenizer, _ = load_text(folder, given)
-    shown = {tokenizer.token_id(marker) for marker in MARKERS}
+    shown = {tokenizer.token_id(marker) for marker in all_markers(tokenizer.token_id)}
     controls = (tokenizer.special_ids | tokenizer.control_ids | tokenizer.end_ids) - shown
     largest = tokenizer.largest_id
     tokens = [tokenizer.token_bytes(i) if i <= largest else b"" for i in range(vocab)]
@@ -271,7 +274,11 @@ def read_vocabulary(folder: Path, given: str | None, vocab: int, ends: Sequence[
     if eos == [vocab]:  # nothing ends an answer but its grammar
         tokens.append(b"\xff<|end|>")
         known |= {vocab}
-    wrapper = TokenizerWrapper(Tokens(tokens, sorted(known), eos[0], tokenizer.encode))
-    single = tokenizer.token_id(END_THINK)
-    close = tokenizer.encode(END_THINK) if single is None else [single]
-    return Vocabulary(LLTokenizer(wrapper, eos_token=eos), known, tuple(close))
+    # A mark that is a token of the model is written as that: `<tool_call>` in letters is not what the model learnt.
+    encode = partial(tokenizer.encode, special=True)
+    wrapper = TokenizerWrapper(Tokens(tokens, sorted(known), eos[0], encode))
+    closes = {}
+    for form in THOUGHTS:
+        single = tokenizer.token_id(form.close)
+        closes[form.name] = tuple(tokenizer.encode(form.close, special=True) if single is None else [single])
+    return Vocabulary(LLTokenizer(wrapper, eos_token=eos), known, closes)

@@ -15,7 +15,9 @@ from typing import Literal
 from cairn.engine.base import Pending
 from cairn.sequence import Matcher
 from cairn.service.grammars import Vocabulary
-from cairn.text.split import END_THINK, MOST_LEAD, THINK
+from cairn.text.split import MOST_LEAD
+from cairn.text.thoughts import thoughts
+from cairn.types import OutputFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +34,14 @@ class Known:
 class BudgetMatcher:
     """`sequence.Matcher` of an answer with a budget, beside the grammar that it may have."""
 
-    def __init__(self, inner: Matcher | None, vocabulary: Vocabulary, budget: int, *, opened: bool) -> None:
-        """`inner` follows the grammar. `budget`: tokens of reasoning, its tags not counted; `opened`: the prompt ends
-        within reasoning."""
+    def __init__(self, inner: Matcher | None, vocabulary: Vocabulary, budget: int, output: OutputFormat) -> None:
+        """`inner` follows the grammar. `budget`: tokens of reasoning, its tags not counted; `output`: how the answer is
+        read."""
+        form = thoughts(output)
+        self._open, self._until = form.open, form.until or form.close
+        self._tag = vocabulary.closes[form.name]
         self._inner, self._vocabulary, self._left = inner, vocabulary, budget
-        self._state: Literal["before", "within", "closing", "over"] = "within" if opened else "before"
+        self._state: Literal["before", "within", "closing", "over"] = "within" if output.reasoning_open else "before"
         self._text = ""
         """Before reasoning what the answer begins with; within it what may be the beginning of the tag."""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -81,20 +86,25 @@ class BudgetMatcher:
         """Find out whether the answer begins with reasoning."""
         self._text += text
         begin = self._text.lstrip()
-        if len(self._text) - len(begin) > MOST_LEAD or not (begin.startswith(THINK) or THINK.startswith(begin)):
+        if len(self._text) - len(begin) > MOST_LEAD or not _agree(begin, self._open):
             self._state = "over"
-        elif begin.startswith(THINK):
+        elif begin.startswith(self._open):
             self._state, self._text = "within", ""
-            self._look(begin[len(THINK) :])
+            self._look(begin[len(self._open) :])
 
     def _look(self, text: str) -> None:
         """Find out whether reasoning has ended by itself."""
         self._text += text
-        if END_THINK in self._text:
+        if self._until in self._text:
             self._state = "over"
-        self._text = self._text[1 - len(END_THINK) :]
+        self._text = self._text[1 - len(self._until) :]
 
     def _close(self) -> None:
         """End reasoning where its budget is used up, and not within a character."""
         if self._state == "within" and self._left <= 0 and not self._decoder.getstate()[0]:
-            self._state, self._forced = "closing", self._vocabulary.close
+            self._state, self._forced = "closing", self._tag
+
+
+def _agree(one: str, other: str) -> bool:
+    """Whether one of two texts begins with the other."""
+    return one.startswith(other) or other.startswith(one)

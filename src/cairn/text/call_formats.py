@@ -1,15 +1,17 @@
 """How models write calls of tools: one record a form, from which its parser and its grammar are made.
 
 A section of calls stands between `begin` and `end`; a call between `open`, which holds the tool's name, and `close`.
-What stands between those two is of one of four kinds:
+What stands between those two is of one of six kinds:
 
     object    {"name": "f", "arguments": {"x": 1}}, perhaps several in a list
     named     the arguments alone, as JSON
     tagged    each argument between tags, a text as it is and anything else as JSON
     python    f(x=1, y="a")
+    braces    {x:1,y:<|"|>a<|"|>}, with marks around texts
+    channel   the arguments alone, in a message on a channel (`harmony`)
 
 Which form a model uses is seen in its chat template. `hermes`, `qwen_xml` and `llama` are read by `tools`, whatever the
-template; the others by `call_section`, where the template shows them.
+template, `harmony` by the module of its name; the others by `call_section`, where the template shows them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["object", "named", "tagged", "python"]
+Kind = Literal["object", "named", "tagged", "python", "braces", "channel"]
 
 _CONTROL = re.compile(r"<[^<>\s=\"]+>|\[[A-Z_]+\]")
 """What in a form may be one token of the model."""
@@ -42,16 +44,20 @@ class CallFormat:
     close: str = ""
     joint: str = ""
     """Between two calls."""
+    apart: str = "\n"
+    """Between two sections."""
     listed: bool = False
     """Objects stand in a list."""
     single: bool = False
     """A section holds one call, and several stand one behind the other."""
+    head: str = '"name": '
+    """What an object holds before the name of its tool, with {index} for a number."""
     arguments: str = "arguments"
     """What an object calls its arguments."""
     key: tuple[str, str] = ("", "")
     """Before and behind the name of an argument in tags."""
     value_end: str = ""
-    """Behind its value."""
+    """Behind its value; in braces what stands around a text."""
     plain: bool = False
     """`tools` reads it."""
 
@@ -59,10 +65,43 @@ class CallFormat:
     def markers(self) -> tuple[str, ...]:
         """Parts of it that may be control tokens of a model, and must be read as text."""
         parts = (self.begin, self.end, self.open, self.close, self.joint, *self.key, self.value_end)
-        return tuple(dict.fromkeys(found for part in parts for found in _CONTROL.findall(part)))
+        found = [one for part in parts for one in _CONTROL.findall(part)]
+        return tuple(dict.fromkeys([*found, self.value_end] if self.kind == "braces" else found))
 
 
 FORMATS: tuple[CallFormat, ...] = (
+    CallFormat(name="harmony", signs=("<|channel|>", "<|message|>"), kind="channel", single=True),
+    CallFormat(
+        name="gemma",
+        signs=("<|tool_call>", "<tool_call|>"),
+        kind="braces",
+        begin="<|tool_call>",
+        end="<tool_call|>",
+        value_end='<|"|>',
+        apart="",
+        single=True,
+    ),
+    CallFormat(
+        name="function_gemma",
+        signs=("<start_function_call>",),
+        kind="braces",
+        begin="<start_function_call>",
+        end="<end_function_call>",
+        value_end="<escape>",
+        apart="",
+        single=True,
+    ),
+    CallFormat(
+        name="cohere",
+        signs=("<|START_ACTION|>",),
+        kind="object",
+        begin="<|START_ACTION|>",
+        end="<|END_ACTION|>",
+        joint=",\n",
+        head='"tool_call_id": "{index}", "tool_name": ',
+        arguments="parameters",
+        listed=True,
+    ),
     CallFormat(
         name="kimi",
         signs=("<|tool_calls_section_begin|>",),

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cairn.text.call_formats import CallFormat
-from cairn.text.grammar import GrammarError, literal, with_blanks
+from cairn.text.grammar import HARMONY_FINAL, GrammarError, literal, with_blanks
 from cairn.text.tools import is_text
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -52,11 +52,15 @@ def lark_of_calls(form: CallFormat, tools: Sequence[Offered], *, required: bool,
     """Answers that call these tools: at least one where `required`, else text may stand alone or before the calls."""
     made = _Grammar(form)
     made.rule("call", " | ".join([made.call(tool) for tool in tools]))
+    if form.kind == "channel":
+        made.rule("start", "call" if required else f"call | {_literal(HARMONY_FINAL)} ANY")
+        made.rule("ANY", "/(.|\\n)*/")
+        return made.text()
     several = parallel and bool(form.begin)
     more = f" ({_literal(form.joint)} call)*" if several and not form.single else ""
     opened, closed = ("[", "]") if form.listed or form.kind == "python" else ("", "")
     made.rule("rest", f"{_literal(opened)} call{more} {_literal(closed + form.end)}")
-    again = f' ("\\n" {_literal(form.begin)} rest)*' if several and form.single else ""
+    again = f" ({_literal(form.apart + form.begin)} rest)*" if several and form.single else ""
     if required:
         made.rule("start", f"{_literal(form.begin)} rest{again}")
         return made.text()
@@ -90,13 +94,19 @@ class _Grammar:
         """The rule of a call of this tool."""
         form, name = self._form, self._new("f")
         if form.kind == "object":
-            start = f'{{"name": {json.dumps(tool.name)}, "{form.arguments}": '
-            self.rule(name, f"{_literal(start)} {_json(tool.schema)} {_literal('}')}")
+            start = f'{{{form.head}{json.dumps(tool.name)}, "{form.arguments}": '
+            self.rule(name, f"{_numbered(start)} {_json(tool.schema)} {_literal('}')}")
         elif form.kind == "python":
-            self.rule(name, f"{_literal(tool.name + '(')} {self._python(tool.schema)} {_literal(')')}")
+            given = self._keywords(tool.schema, "=", ", ", _json)
+            self.rule(name, f"{_literal(tool.name + '(')} {given} {_literal(')')}")
+        elif form.kind == "braces":
+            given = self._keywords(tool.schema, ":", ",", self._braced)
+            self.rule(name, f"{_literal(f'call:{tool.name}{{')} {given} {_literal('}')}")
+        elif form.kind == "channel":
+            header = f"<|channel|>commentary to=functions.{tool.name} <|constrain|>json<|message|>"
+            self.rule(name, f"{_literal(header)} {_json(tool.schema)}")
         else:
-            before, index, behind = form.open.replace("{name}", tool.name).partition("{index}")
-            opened = f"{_literal(before)} /[0-9]{{1,3}}/ {_literal(behind)}" if index else _literal(before)
+            opened = _numbered(form.open.replace("{name}", tool.name))
             arguments = _json(tool.schema) if form.kind == "named" else self._tagged(tool.schema)
             self.rule(name, f"{opened} {arguments} {_literal(form.close)}")
         return name
@@ -140,19 +150,69 @@ class _Grammar:
             self.rule("FREE", rf"/(.|\n)*/ & ~/(.|\n)*({stops})(.|\n)*/")
         return "FREE"
 
-    def _python(self, schema: Mapping[str, Any]) -> str:
+    def _keywords(self, schema: Mapping[str, Any], is_: str, joint: str, value: Callable[[Any], str]) -> str:
         """Keyword arguments: those that must be there, then any of the others."""
-        given = [(f"{_literal(key + '=')} {_json(value)}", required) for key, value, required in _arguments(schema)]
+        given = [(f"{_literal(key + is_)} {value(one)}", required) for key, one, required in _arguments(schema)]
+        apart = _literal(joint)
         needed = [self._named("p", one) for one, required in given if required]
         others = [self._named("p", one) for one, required in given if not required]
         if needed:
-            return ' ", " '.join(needed) + "".join(f' (", " {one})?' for one in others)
+            return f" {apart} ".join(needed) + "".join(f" ({apart} {one})?" for one in others)
         if not others:
             return ""
         starts = [
-            one + "".join(f' (", " {later})?' for later in others[number + 1 :]) for number, one in enumerate(others)
+            one + "".join(f" ({apart} {later})?" for later in others[number + 1 :]) for number, one in enumerate(others)
         ]
         return f"({' | '.join(starts)})?"
+
+    def _braced(self, schema: Any) -> str:
+        """A value in braces. Lengths and patterns of texts and lists are not held to."""
+        if not isinstance(schema, Mapping):
+            return self._any()
+        if isinstance(values := schema.get("enum"), list) and values:
+            return f"({' | '.join(_literal(self._written(one)) for one in values)})"
+        choices = [one for key in ("anyOf", "oneOf") for one in schema.get(key) or ()]
+        choices = choices or [{**schema, "type": one} for one in _kinds(schema.get("type"))]
+        if choices:
+            return f"({' | '.join(map(self._braced, choices))})"
+        kind = schema.get("type")
+        if kind == "string":
+            return self._marked()
+        if kind == "array":
+            item = self._braced(schema.get("items"))
+            return f'"[" ({item} ("," {item})*)? "]"'
+        if kind == "object" and isinstance(schema.get("properties"), Mapping):
+            return f'"{{" {self._keywords(schema, ":", ",", self._braced)} "}}"'
+        return _json(schema) if kind in ("integer", "number", "boolean", "null") else self._any()
+
+    def _marked(self) -> str:
+        """A text between marks."""
+        if not any(one.startswith("marked[lazy]:") for one in self._rules):
+            mark = _literal(self._form.value_end)
+            self.rule("marked[lazy]", f"{mark} {self._free()} {mark}")
+        return "marked"
+
+    def _any(self) -> str:
+        """Any value in braces."""
+        if not any(one.startswith("any:") for one in self._rules):
+            self.rule("any", "marked | scalar | object | list")
+            self.rule("scalar", f"{_json({'type': ['number', 'boolean', 'null']})}")
+            self.rule("object", '"{" (pair ("," pair)*)? "}"')
+            self.rule("pair", '/[A-Za-z_][A-Za-z0-9_]{0,63}/ ":" any')
+            self.rule("list", '"[" (any ("," any)*)? "]"')
+            self._marked()
+        return "any"
+
+    def _written(self, value: Any) -> str:
+        """A value of an enum as it is written in braces."""
+        mark = self._form.value_end
+        if isinstance(value, str):
+            if mark in value or self._form.end in value:
+                raise GrammarError(f"{value[:64]!r} cannot be written in this model's calls")
+            return f"{mark}{value}{mark}"
+        if isinstance(value, Mapping):
+            return "{" + ",".join(f"{self._written(key)}:{self._written(one)}" for key, one in value.items()) + "}"
+        return "[" + ",".join(map(self._written, value)) + "]" if isinstance(value, list) else json.dumps(value)
 
     def _named(self, kind: str, body: str) -> str:
         name = self._new(kind)
@@ -189,6 +249,17 @@ def _fits_tags(values: Any, stops: Sequence[str]) -> bool:
 
 def _json(schema: Any) -> str:
     return f"%json {json.dumps(with_blanks(schema), ensure_ascii=False)}"
+
+
+def _kinds(kind: Any) -> list[str]:
+    """The types of a schema that has several."""
+    return kind if isinstance(kind, list) else []
+
+
+def _numbered(text: str) -> str:
+    """A text with {index} for a number, at most once."""
+    before, index, behind = text.partition("{index}")
+    return f"{_literal(before)} /[0-9]{{1,3}}/ {_literal(behind)}" if index else _literal(before)
 
 
 def _literal(text: str) -> str:

@@ -13,6 +13,7 @@ import re
 import warnings
 from typing import ClassVar
 
+from cairn.text.brace_calls import brace_call
 from cairn.text.call_formats import CallFormat
 from cairn.text.json_scan import JsonScanner
 from cairn.text.tokenizer import valid_text
@@ -149,7 +150,7 @@ class SectionReader:
 
     def _section(self) -> None:
         form = self._form
-        if form.kind == "python":
+        if form.kind in ("python", "braces"):
             self._searched, self._at = self._next, _At.PYTHON
             return
         self._in_list = form.listed and self._take("[")  # some write one object without its list
@@ -263,7 +264,7 @@ class SectionReader:
             self._at = _At.OPEN
 
     def _find_end(self) -> None:
-        """Python's calls are read where they end."""
+        """Python's calls, and those in braces, are read where they end."""
         end = self._text.find(self._form.end, self._searched)
         if end < 0:
             self._searched = max(self._next, len(self._text) - len(self._form.end) + 1)
@@ -278,7 +279,12 @@ class SectionReader:
             self._fail()
 
     def _python(self, end: int) -> bool:
-        calls = python_calls(self._text[self._next : end])
+        text = self._text[self._next : end]
+        if self._form.kind == "braces":
+            call = brace_call(text, self._form.value_end)
+            calls = None if call is None else [call]
+        else:
+            calls = python_calls(text)
         self._calls += calls or []
         if calls:
             self._start = end

@@ -32,8 +32,8 @@ from cairn.text.renderer import Renderer, launch
 from cairn.text.replay import Answer, Prefix, ReplayTable, answer_of, assemble
 from cairn.text.sampled import offered_by, opener, visible_ids
 from cairn.text.shared_time import LongTexts
-from cairn.text.split import END_THINK, THINK
 from cairn.text.templates import ANSWERED, defaults, given_template, load_text, turn_ends, unusable
+from cairn.text.thoughts import HARMONY, thinks, thoughts_of
 from cairn.text.tokenizer import INLINE, Tokenizer, valid_text
 from cairn.text.told_tools import with_tools_told
 from cairn.text.tools import FUNCTION, offered_tools
@@ -47,7 +47,6 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 
 _NAMED = re.compile(r"""\.([^\W\d]\w*)|(['"])([\w-]+)\2""")
 """A field that a template looks up, or a word that it compares with."""
-_OPEN_THOUGHT = re.compile(r"<think>\s*\Z")
 NO_TEMPLATE = "this model has no chat template"
 ELSE = "use /v1/completions, or start the server with --chat-template NAME or FILE"
 """What can be done without one."""
@@ -106,7 +105,9 @@ class Chat:
         self._named = {match[1] or match[3] for text in templates.values() for match in _NAMED.finditer(text)}
         self._forms = {name: format_of(text) for name, text in templates.items()}
         """How each template shows calls."""
-        self._thinks = any(tag in text for tag in (THINK, END_THINK) for text in templates.values())
+        self._thought = thoughts_of(templates.values())
+        """How the model sets what it thinks apart."""
+        self._thinks = thinks(self._thought, templates.values())
         self._keep_reasoning = config.reasoning_history == "keep"
         self._tells_tools = config.tool_instructions
         self._table = ReplayTable()
@@ -183,7 +184,7 @@ class Chat:
             text = await render("default", in_parts(ANSWERED, plain.parts), given)
         except CairnError:
             text = None
-        if text is not None:
+        if text is not None and self._thought is not HARMONY:  # there messages end, and answers go on
             self.tokenizer.end_ids |= turn_ends(text, self.tokenizer)
         await renderer.settled()
 
@@ -201,6 +202,11 @@ class Chat:
     def calls_tools(self) -> bool:
         """Whether a template shows tools, and calls of them are read."""
         return any(self._teaches(name) for name in self._templates)
+
+    @property
+    def tells_tools(self) -> bool:
+        """Whether tools are told of in the first message, because no template shows them."""
+        return self._tells_tools and not self.calls_tools
 
     async def prompt(
         self,
@@ -258,6 +264,8 @@ class Chat:
         Only what the new messages add is encoded. None where the template does not tell what that is: `prompt` then
         renders and encodes the conversation as a whole. Raises as `prompt` does.
         """
+        if self._thought.framed:
+            return None
         chat = await self._read_apart(share, [*messages, *new], tools, template_args)
         answer = f"{chat.edge}0{chat.edge}"
         shown = list(chat.plain)
@@ -315,8 +323,8 @@ class Chat:
         form = self._forms[name] if self._teaches(name) else BY_NAME["hermes"] if self._tells_tools else None
         if tools and form is None:
             raise Unsupported(
-                "this model's chat template does not show tools, or not how to call them in a form that is read here; "
-                "--tool-instructions tells the model of them in its first message",
+                "this model's chat template does not show tools, or not how to call them in a form that is read here, "
+                "and --no-tool-instructions keeps the model from being told of them in its first message",
                 field="tools",
             )
         arguments = self._arguments(template_args or {})
@@ -326,13 +334,21 @@ class Chat:
             broken = partial(self._broken, mark=mark)
             shown = tools if self._teaches(name) else None
             told = clean if not tools or shown else with_tools_told(clean, tools)
-            plain = [with_message_texts(message, broken) for message in told]
+            plain = [self._with_thinking(with_message_texts(message, broken)) for message in told]
             offered = with_texts(shown or None, broken)
             given = {valid_text(name): with_texts(value, broken) for name, value in arguments.items()}
         except RecursionError:
             raise InvalidRequest("messages or tools are nested too deeply", field="messages") from None
         known = offered_tools(tools or (), xml=form is not None and form.kind == "tagged")
         return _Read(name, clean, plain, traits, known, offered, given, mark, edge, form if tools else None)
+
+    def _with_thinking(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message with its reasoning by the name that the templates of gpt-oss know it by; they refuse it beside a
+        content and calls."""
+        said = message.get("reasoning_content")
+        if self._thought is not HARMONY or not said or (message["content"] and message.get("tool_calls")):
+            return message
+        return {**message, "thinking": said}
 
     def _teaches(self, name: str) -> bool:
         """Whether a template shows tools and a form of calls that `split` reads."""
@@ -377,11 +393,12 @@ class Chat:
 
     def _prompt(self, chat: _Read, text: str, tokens: Sequence[int]) -> Prompt:
         """`text`: what was rendered, or its end."""
-        thought = _OPEN_THOUGHT.search(text, max(len(text) - 64, 0)) is not None
+        thought = text[-64:].rstrip().endswith(self._thought.open)
         return Prompt(
             tuple(tokens),
             OutputFormat(
                 reasoning=self._thinks,
+                thoughts=self._thought.name,
                 reasoning_open=thought and self._thinks,
                 tools=chat.form is not None,
                 xml=chat.form is not None and FUNCTION in self._templates[chat.template],
@@ -410,20 +427,21 @@ class Chat:
         self, prompt_tokens: Sequence[int], generated_tokens: Sequence[int], message: Mapping[str, Any]
     ) -> Sampled | None:
         """What stands in the context for `message` when the conversation goes on; None if that cannot be told."""
-        if self._renderer is None:
+        if self._renderer is None or self._thought.framed:
             return None
         seen = plain_message(message, 0, thinks=False)
         answer = answer_of(plain_message(message, 0, thinks=self._thinks))
-        size = opener(self.tokenizer, prompt_tokens)
+        size = opener(self.tokenizer, prompt_tokens, self._thought)
         before = list(prompt_tokens[: len(prompt_tokens) - size])
         opened = list(prompt_tokens[len(before) :])
         if answer is None or (not self._keep_reasoning and (opened or answer.reasoning)):
             return None
-        thought = bool(opened) and END_THINK.encode() not in b"".join(map(self.tokenizer.token_bytes, opened))
+        thought = bool(opened) and self._thought.close.encode() not in b"".join(map(self.tokenizer.token_bytes, opened))
         called = offered_by(seen)
         for tools, one_call in ((True, False), (True, True), (False, False)):
             output = OutputFormat(
                 reasoning=self._thinks,
+                thoughts=self._thought.name,
                 reasoning_open=thought,
                 tools=tools,
                 xml=tools and any(FUNCTION in text for text in self._templates.values()),

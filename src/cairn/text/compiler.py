@@ -83,7 +83,12 @@ class Compiler:
         self, calls: str, structure: Structure | None, output: OutputFormat, field: str, share: str
     ) -> str:
         lead: Literal["", "may", "open"] = "may" if output.reasoning else ""
-        shape = Shape(structure=structure, calls=calls, reasoning="open" if output.reasoning_open else lead)
+        shape = Shape(
+            structure=structure,
+            calls=calls,
+            reasoning="open" if output.reasoning_open else lead,
+            thoughts=output.thoughts,
+        )
         if (known := self._known.get(shape)) is None:
             known = self._known[shape] = await self._process().compile(shape, field, share)
             if len(self._known) > KEPT:

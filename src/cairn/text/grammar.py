@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from cairn.text.thoughts import FORMS, HARMONY
+
 MAX_TEXT = 1 << 18
 """Characters of what a client sends, and four times as many of what is made of it."""
 MAX_CHOICES = 4096
@@ -30,12 +32,9 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 """What compiling, and following, may take: llguidance's own, with fewer states, each of which takes up to 2 kB."""
-_BREAKS = r"BREAKS: /\n{0,4}/"
-_LEADS = {
-    "": "start: {answer}\n",
-    "may": 'start: ( think BREAKS )? {answer}\nthink[lazy]: "<think>" /(.|\\n)*/ "</think>"\n' + _BREAKS,
-    "open": 'start: think BREAKS {answer}\nthink[lazy]: /(.|\\n)*/ "</think>"\n' + _BREAKS,
-}
+HARMONY_FINAL = "<|channel|>final<|message|>"
+"""Before an answer that is said to the user, where each message has a header."""
+_LEADS = {"": "", "may": "( think BREAKS )?", "open": "think BREAKS"}
 _REPEATS = "an object may name a key twice, so how many it has cannot be held to"
 
 Kind = Literal["json", "regex", "choice", "lark", "gbnf", "grammar"]
@@ -86,6 +85,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """A Lark grammar of answers that call tools."""
     reasoning: Literal["", "may", "open"] = ""
     """Whether reasoning may stand before it, or stands there because the prompt has opened it."""
+    thoughts: str = ""
+    """In which form (`text.thoughts`)."""
 
 
 def limits() -> Any:
@@ -115,8 +116,14 @@ def grammar_of(shape: Shape) -> str:
         parts.append({"name": "calls", "lark_grammar": shape.calls})
     if shape.structure is not None:
         parts.append({"name": "answer", **_part(shape.structure)})
-    answer = " | ".join(f"@{part['name']}" for part in parts)
-    start = _LEADS[shape.reasoning].replace("{answer}", f"( {answer} )" if len(parts) > 1 else answer)
+    form, harmony = FORMS[shape.thoughts], shape.thoughts == HARMONY.name
+    said = literal(HARMONY_FINAL) + " @answer" if harmony else "@answer"
+    answer = " | ".join(said if part["name"] == "answer" else f"@{part['name']}" for part in parts)
+    start = f"start: {_LEADS[shape.reasoning]} ( {answer} )\n"
+    if shape.reasoning:
+        opened = "" if shape.reasoning == "open" else literal(form.open)
+        start += f"think[lazy]: {opened} /(.|\\n)*/ {literal(form.until or form.close)}\n"
+        start += f"BREAKS: {literal('<|start|>assistant')}" if harmony else r"BREAKS: /\n{0,4}/"
     return json.dumps({"grammars": [{"name": "start", "lark_grammar": start}, *parts]}, ensure_ascii=False)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import struct
 import threading
 from array import array
@@ -25,12 +24,12 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from cairn.text.thoughts import EMPTY
+
 ENTRY_COST = 64
 """Tokens that an entry counts in the bound beside its own ids: keys and objects."""
 MAX_MISSES = 8
 """Remembered answers that may fail to fit before the rest of a conversation is left to the template."""
-
-_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 
 
 class Answer(NamedTuple):
@@ -216,7 +215,7 @@ def _between(plain: str, marked: str, marks: list[str]) -> list[tuple[str, str]]
         before, found, marked = marked.partition(mark)
         if not found:
             return None
-        texts.append(_EMPTY_THOUGHT.sub("", before))
+        texts.append(EMPTY.sub("", before))
     if not plain.startswith(texts[0]) or not plain.endswith(marked):
         return None
     parts = []

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from cairn.types import Delta
+from cairn.types import Delta, OutputFormat
 
 
 class Said:
@@ -48,6 +48,22 @@ class Said:
     def message(self) -> dict[str, Any]:
         """The message as OpenAI's API has it."""
         return message_of(self.text, self.reasoning, self.calls)
+
+
+class ReasoningCount:
+    """How many of an answer's tokens are of reasoning, its tags among them."""
+
+    def __init__(self, output: OutputFormat) -> None:
+        self.tokens = 0
+        self._thinking = output.reasoning_open
+
+    def add(self, delta: Delta) -> None:
+        """The next piece."""
+        said = bool(delta.text or delta.tool_calls)
+        self._thinking = bool(delta.reasoning) or (self._thinking and not said)
+        if self._thinking:
+            self.tokens += len(delta.tokens)
+            self._thinking = not said
 
 
 def message_of(text: str, reasoning: str, calls: Sequence[tuple[str, str, str]]) -> dict[str, Any]:

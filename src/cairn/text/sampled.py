@@ -7,25 +7,26 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cairn.text.split import TAGS, THINK, Splitter, markers
+from cairn.text.split import markers, splitter
+from cairn.text.thoughts import ThoughtFormat, thoughts
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import OfferedTool, OutputFormat, ToolCallDelta
 
-_OPENER = re.compile(r"<think>\s*(?:</think>\s*)?")
 _OPENER_TOKENS = 8
 _TAIL = 64  # tokens looked at one by one at first: what is cut off is short
 
 
-def opener(tokenizer: Tokenizer, prompt: Sequence[int]) -> int:
+def opener(tokenizer: Tokenizer, prompt: Sequence[int], form: ThoughtFormat) -> int:
     """How many ids at the end of a prompt open (or open and close) the reasoning: a template writes them for the
     turn to come, and not in front of an answer of old."""
-    think = tokenizer.token_id(THINK)
+    think = tokenizer.token_id(form.markers[0])
     tail = list(prompt[-_OPENER_TOKENS:])
     if think is None or think not in tail:
         return 0
     size = tail[::-1].index(think) + 1
     text = b"".join(tokenizer.token_bytes(i) for i in tail[-size:]).decode("utf-8", "replace")
-    return size if _OPENER.fullmatch(text) else 0
+    opened = rf"{re.escape(form.open)}\s*(?:{re.escape(form.close)}\s*)?"
+    return size if re.fullmatch(opened, text) else 0
 
 
 def visible_ids(
@@ -37,7 +38,7 @@ def visible_ids(
     visible it is dropped whole, and the visible text that it began is encoded again.
     """
     skip = (tokenizer.special_ids | (tokenizer.end_ids & tokenizer.control_ids)) - {
-        i for tag in (*TAGS, *markers(output)) if (i := tokenizer.token_id(tag)) is not None
+        i for tag in {*markers(output), *thoughts(output).markers} if (i := tokenizer.token_id(tag)) is not None
     }
     ids = list(generated)
     while ids and ids[-1] in skip:
@@ -73,10 +74,10 @@ def offered_by(message: Mapping[str, Any]) -> tuple[OfferedTool, ...]:
 
 def _parse(text: str, output: OutputFormat, *, by_model: bool) -> tuple[str, str, list[tuple[str, str]]]:
     """Content, reasoning and tool calls (name, arguments) of a whole text."""
-    splitter = Splitter(output, 0, 0)
+    reader = splitter(output, 0, 0)
     texts = {"text": "", "reasoning": ""}
     calls: list[tuple[str, str]] = []
-    for piece in splitter.push(text) + splitter.finish(by_model=by_model):
+    for piece in reader.push(text) + reader.finish(by_model=by_model):
         if isinstance(piece, ToolCallDelta):
             calls.append((piece.name, piece.arguments))
         else:

@@ -1,29 +1,34 @@
 """The model's text -> content, reasoning and tool calls, each character to exactly one of them.
 
-An answer that begins with `<think>`, perhaps behind white space, begins with reasoning, and so does one whose prompt
-ends with it. Reasoning ends at `</think>` or not at all. Behind it, and behind the first content, such tags are content
-like any other text. `<tool_call>` in content opens a tool call if it is one, and so is an answer a call that is nothing
-but one (`cairn.text.tools`); all else is content. Line breaks that only set a tag apart belong to the tag: one before
-`</think>` and `<tool_call>`, all behind `<think>`, `</think>` and `</tool_call>`. What comes out does not depend on how
-the text was cut into pieces.
+An answer that begins with `<think>`, or what the model has in its place (`cairn.text.thoughts`), perhaps behind white
+space, begins with reasoning, and so does one whose prompt ends with it. Reasoning ends at `</think>` or not at
+all. Behind it, and behind the first content, such tags are content like any other text. `<tool_call>` in content opens
+a tool call if it is one, and so is an answer a call that is nothing but one (`cairn.text.tools`); all else is
+content. Line breaks that only set a tag apart belong to the tag: one before `</think>` and `<tool_call>`, all behind
+`<think>`, `</think>` and `</tool_call>`. What comes out does not depend on how the text was cut into pieces.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 
 from cairn.text.call_formats import BY_NAME, FORMATS, markers_of
 from cairn.text.call_section import SectionReader
+from cairn.text.harmony import HarmonySplitter
+from cairn.text.pieces import Piece
+from cairn.text.thoughts import HARMONY, own_markers, thoughts
 from cairn.text.tools import OPEN, BareReader, Call, CallReader, call_id
 from cairn.types import OutputFormat, ToolCallDelta
 
-THINK = "<think>"
-END_THINK = "</think>"
-TAGS = (THINK, END_THINK, OPEN, "</tool_call>")
+TAGS = (OPEN, "</tool_call>")
 """What the tokens of a model may spell as one: they must reach the splitter as text."""
-MARKERS = tuple(dict.fromkeys((*TAGS, *markers_of(FORMATS))))
-"""The same of every form of calls."""
+
+
+def all_markers(find: Callable[[str], int | None]) -> tuple[str, ...]:
+    """The same of every form of calls and of reasoning, where the model's tokens, which `find` finds, may be one."""
+    return tuple(dict.fromkeys((*TAGS, *own_markers(find), *markers_of(FORMATS))))
 
 
 def markers(output: OutputFormat) -> tuple[str, ...]:
@@ -31,15 +36,18 @@ def markers(output: OutputFormat) -> tuple[str, ...]:
     if not (output.reasoning or output.tools):
         return ()
     form = BY_NAME.get(output.calls)
-    return TAGS if form is None else (*TAGS, *form.markers)
+    found = (*TAGS, *thoughts(output).markers)
+    return found if form is None else (*found, *form.markers)
 
 
 MOST_LEAD = 16
 """White space before `<think>` or a call without tags; behind more it is content."""
 
-Content = tuple[str, str]
-"""("text" or "reasoning", characters)."""
-Piece = Content | ToolCallDelta
+
+def splitter(output: OutputFormat, request: int, choice: int) -> Splitter | HarmonySplitter:
+    """What splits an answer. `request` and `choice` make the ids of tool calls."""
+    made = HarmonySplitter if output.thoughts == HARMONY.name else Splitter
+    return made(output, request, choice)
 
 
 class Splitter:
@@ -49,6 +57,7 @@ class Splitter:
         """`request` and `choice` make the ids of tool calls."""
         self._output = output
         self._source = (request, choice)
+        self._thought = thoughts(output)
         self._kind = "reasoning" if output.reasoning and output.reasoning_open else "text"
         self._trim = self._kind == "reasoning"
         self._thinks = output.reasoning and not output.reasoning_open
@@ -58,7 +67,7 @@ class Splitter:
         self._form = BY_NAME.get(output.calls) if output.tools else None
         self._sign = self._form.begin.strip() if self._form is not None else ""
         marks = dict.fromkeys([OPEN, self._sign] if self._sign else [OPEN])
-        self._tags = {"text": list(marks) if output.tools else [], "reasoning": [END_THINK]}
+        self._tags = {"text": list(marks) if output.tools else [], "reasoning": [self._thought.close]}
         self._patterns = {
             kind: re.compile("|".join("\n?" + re.escape(tag) for tag in tags)) if tags else None
             for kind, tags in self._tags.items()
@@ -163,15 +172,16 @@ class Splitter:
         first = at
         while first < len(text) and first - at <= MOST_LEAD and text[first].isspace():
             first += 1
-        begin = text[first : first + len(THINK)] if first - at <= MOST_LEAD else "no tag"
-        if not begin or (self._thinks and begin != THINK and THINK.startswith(begin)):
+        think = self._thought.open
+        begin = text[first : first + len(think)] if first - at <= MOST_LEAD else "no tag"
+        if not begin or (self._thinks and begin != think and think.startswith(begin)):
             self._held = text[at:]
             return len(text)
-        thinks, self._thinks = self._thinks and begin == THINK, False
+        thinks, self._thinks = self._thinks and begin == think, False
         if thinks:
             self._kind = "reasoning"
             self._trim = True
-            return first + len(THINK)
+            return first + len(think)
         self._lead = False
         if self._output.offered and begin[0] in "{`":
             self._bare = BareReader(text[at:first], self._output)

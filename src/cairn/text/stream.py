@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
-from cairn.text.split import MARKERS, Piece, Splitter, markers
+from cairn.text.pieces import Piece
+from cairn.text.split import all_markers, markers, splitter
 from cairn.text.tokenizer import Tokenizer
 from cairn.types import Delta, FinishReason, Request, ToolCallDelta
 
@@ -81,8 +82,8 @@ _ORDER = {"reasoning": 0, "text": 1}
 
 def hidden_controls(tokenizer: Tokenizer) -> dict[str, int]:
     """Text -> id of the control tokens that are never shown, so that as a stop text each is a stop token too."""
-    hidden = tokenizer.special_ids | tokenizer.end_ids
-    return {text: i for text, i in tokenizer.controls.ids.items() if i in hidden and text not in MARKERS}
+    hidden, shown = tokenizer.special_ids | tokenizer.end_ids, all_markers(tokenizer.token_id)
+    return {text: i for text, i in tokenizer.controls.ids.items() if i in hidden and text not in shown}
 
 
 class TextStream:
@@ -91,12 +92,12 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         output = request.output
         formats = output.reasoning or output.tools
-        spelt = MARKERS if request.grammar else markers(output)
+        spelt = all_markers(tokenizer.token_id) if request.grammar else markers(output)
         kept = {i for tag in spelt if (i := tokenizer.token_id(tag)) is not None}
         ends = tokenizer.control_ids.intersection(request.sampling.stop_token_ids)
         skip = (tokenizer.special_ids | ends) - kept
         self._detokenizer = tokenizer.detokenizer(skip=skip, after=request.prompt if output.continues else ())
-        self._splitter = Splitter(output, request.id, request.choice) if formats else None
+        self._splitter = splitter(output, request.id, request.choice) if formats else None
         self._stops = StopScanner(request.stop) if request.stop else None
         self._stop_tokens = {
             i: text

@@ -56,6 +56,11 @@ _FENCE_SO_FAR = re.compile(r"`{1,2}|```[a-z_]{0,16}\s{0,16}")
 _AFTER_FENCED = re.compile(r"\s{0,16}(?:`{1,2}|```\s{0,16})?")
 _AFTER_BARE = re.compile(r"\s{0,16}")
 
+_EITHER = ({"arguments", "parameters"}, {"name", "tool_name"})
+"""Members of a call of which there may be one."""
+_WITHOUT = frozenset({"name", "id", "type", "tool_name", "tool_call_id"})
+"""Members of a call without arguments."""
+
 
 class Call(NamedTuple):
     """A call as it is passed on; `arguments` is the JSON text of an object."""
@@ -102,26 +107,26 @@ def is_text(schema: Any) -> bool:
 def call_of(members: Sequence[tuple[str, str]]) -> Call | None:
     """The call that an object's members (key, JSON) say; None where they say none, or not which."""
     given = dict(members)
-    telling = [key for key, _ in members if key in ("name", "arguments", "parameters", "function")]
-    if len(telling) != len(set(telling)) or {"arguments", "parameters"} <= set(telling):
+    telling = [key for key, _ in members if key in ("name", "tool_name", "arguments", "parameters", "function")]
+    if len(telling) != len(set(telling)) or any(pair <= set(telling) for pair in _EITHER):
         return None  # one of them twice
     if "name" not in given and given.get("function", "").startswith("{"):
         inner = JsonScanner()
         inner.feed(given["function"])
         return call_of(inner.members)
-    name = json.loads(given.get("name", "null"))
+    name = json.loads(given.get("name", given.get("tool_name", "null")))
     if not isinstance(name, str) or not name:
         return None
     arguments = given.get("arguments", given.get("parameters"))
     if arguments is None:
-        return Call(valid_text(name), "{}") if given.keys() <= {"name", "id", "type"} else None
+        return Call(valid_text(name), "{}") if given.keys() <= _WITHOUT else None
     if arguments.startswith('"'):
-        arguments = _whole(valid_text(json.loads(arguments)).strip() or "null")
+        arguments = whole_json(valid_text(json.loads(arguments)).strip() or "null")
     arguments = "{}" if arguments == "null" else arguments
     return Call(valid_text(name), arguments) if arguments is not None and arguments.startswith("{") else None
 
 
-def _whole(text: str) -> str | None:
+def whole_json(text: str) -> str | None:
     """One JSON value and nothing else, as strict JSON."""
     scanner = JsonScanner()
     end = scanner.feed(text + " ")
@@ -153,7 +158,7 @@ def calls_in_xml(text: str, offered: Iterable[OfferedTool]) -> list[Call] | None
 def _xml_value(text: str, *, is_text: bool) -> str:
     """A parameter's value as JSON. What should be JSON and is none stays a text."""
     text = text.removeprefix("\n").removesuffix("\n")
-    return (None if is_text else _whole(text.strip())) or json.dumps(text, ensure_ascii=False)
+    return (None if is_text else whole_json(text.strip())) or json.dumps(text, ensure_ascii=False)
 
 
 class _At(enum.Enum):

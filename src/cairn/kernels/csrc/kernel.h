@@ -195,6 +195,31 @@ struct RopeWrite {
     Index turned;           // numbers of a head that are turned, from the first on
     bool q_whole, k_whole;  // whether a norm is over all heads together
     bool late;              // whether norms come after turning
+    bool gated;             // whether a gate stands behind each query head
+};
+
+constexpr Index MOST_REACH = 16;  // tokens that a convolution sees at most
+
+// The convolution of one token: inputs, the oldest first, each times another where there is one; null ones are zero.
+struct Convolve {
+    const float *seen[MOST_REACH], *times[MOST_REACH];
+    const float *weight, *bias;  // [reach, channels], [channels]; a null bias is none
+    const float* gate;           // what the sum is multiplied by; or null
+    Index reach, channels;
+    bool silu;
+    float* out;
+};
+
+// One token of one head: to[keys, values] = decay * from + key (x) change, out = query @ to + skip * value, where change
+// is share * value. A corrected one is share * (value - decay * key @ from), with key and query divided by their lengths,
+// and query by the root of its size. `to` may be `from`.
+struct ScanStep {
+    const float *key, *query, *value;
+    float decay, share, skip;
+    bool corrected;
+    Index keys, values;
+    const float* from;
+    float *to, *out;
 };
 
 // Queries of one row that are computed together, for one key-value head.
@@ -260,6 +285,11 @@ struct Variant {
     void (*latent_write)(const LatentWrite&, Index token);
     void (*turn_pairs)(const float* x, const float* cos, const float* sin, Index size, bool neighbours, float* out);
     void (*latent_attend)(const LatentAttend&);
+    void (*convolve)(const Convolve&);
+    void (*scan)(const ScanStep&);
+    void (*gated_norm)(const float* x, const float* gate, const float* weight, Index size, float eps, bool gate_first,
+                       float* out);
+    void (*gate_row)(const float* gate, Index size, float* out);
     // For the roofline: see probe.h. `chains` of 16 multiply-adds make one turn.
     float (*read_all)(const float* from, Index count);
     float (*multiply_add)(Index turns, float factor);

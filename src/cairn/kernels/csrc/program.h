@@ -43,6 +43,10 @@ struct Routing {
 // Calls are added with buffers of their largest size (`most`: tokens, or logits rows for `logits`), which must outlive
 // the program, as weights must. See kernels/base.py for what each computes.
 struct Buckets;  // experts.h
+// recurrent.h
+struct Convolution;
+struct Scan;
+struct GatedNorm;
 
 class Program {
   public:
@@ -98,6 +102,11 @@ class Program {
                  const std::vector<MatrixView>& gate_up, Activation activation, const std::vector<MatrixView>& down,
                  float* out, Index most);
     void add_gated(const float* x, const float* gate, Index size, float* hidden);
+    void convolve(const Convolution& job, Index most);
+    void scan(const Scan& job);
+    void gated_norm(const GatedNorm& job);
+    // x[M, numbers] through gates behind the heads of a row of qkv, `width` numbers long.
+    void gate_heads(float* x, const float* qkv, Index width, Index numbers, Index size);
 
     // Not safe from two threads at once.
     void run(const Sizes& sizes);

@@ -10,6 +10,7 @@
 #include "latent_module.h"
 #include "matrix.h"
 #include "program.h"
+#include "recurrent_module.h"
 #include "team.h"
 
 namespace nb = nanobind;
@@ -121,8 +122,9 @@ void rope_write(Program& program, const ConstFloats& qkv, const std::optional<Co
                 const Pool& kv, int layer, const Ints& slots, const Floats& query, bool late) {
     const Pages pages = pages_of(kv, layer);
     const Index heads = heads_of(query, pages);
-    check(qkv.ndim() == 2 && static_cast<Index>(qkv.shape(1)) == (heads + 2 * pages.heads) * pages.size,
-          "qkv is [M, (Q + 2K) D]");
+    const bool gated = qkv.ndim() == 2 && static_cast<Index>(qkv.shape(1)) == 2 * (heads + pages.heads) * pages.size;
+    check(gated || (qkv.ndim() == 2 && static_cast<Index>(qkv.shape(1)) == (heads + 2 * pages.heads) * pages.size),
+          "qkv is [M, (Q + 2K) D], or [M, (2Q + 2K) D] with gates");
     check(!angles || (angles->ndim() == 3 && static_cast<Index>(angles->shape(2)) * 2 <= pages.size),
           "angles are [M, 2, D / 2] or less");
     const auto whole = [&](const std::optional<ConstFloats>& norm, Index count) {
@@ -130,10 +132,11 @@ void rope_write(Program& program, const ConstFloats& qkv, const std::optional<Co
         check(size == pages.size || size == count * pages.size, "a norm has the size of a head or of all heads");
         return size != pages.size;
     };
+    check(!gated || !whole(q_norm, heads), "a norm of all heads together has no gates between them");
     program.rope_write({qkv.data(), angles ? angles->data() : nullptr, q_norm ? q_norm->data() : nullptr,
                         k_norm ? k_norm->data() : nullptr, static_cast<float>(eps), pages, slots.data(), query.data(),
                         heads, angles ? static_cast<Index>(angles->shape(2)) * 2 : 0, whole(q_norm, heads),
-                        whole(k_norm, pages.heads), late});
+                        whole(k_norm, pages.heads), late, gated});
 }
 
 void attention(Program& program, const ConstFloats& query, const Pool& kv, int layer, const Ints& rows,
@@ -251,9 +254,11 @@ void bind_program(nb::module_& module, const Variant& (*find)(const std::string&
     const auto array = nb::arg().noconvert();
     const auto maybe = nb::arg().noconvert().none();
     nb::class_<Program> program(module, "Program");
+    bind_recurrent(program);
     bind_latent(program);
     bind_heads(program);
-    program.def("__init__", [find](Program* self, const std::string& variant,
+    program
+        .def("__init__", [find](Program* self, const std::string& variant,
                             std::shared_ptr<Team> team) { new (self) Program(find(variant), std::move(team)); })
         .def("embed", &embed, array, nb::arg(), array, array)
         .def("embed", &look_up, nb::arg(), array, array)

@@ -162,7 +162,8 @@ inline void turn(const float* x, const float* all, float scale, const float* cos
 
 inline void rope_write(const RopeWrite& job, Index token, Index kv_head) {
     const Index size = job.kv.size, kv_heads = job.kv.heads, fan = job.heads / kv_heads;
-    const float* x = job.qkv + token * (job.heads + 2 * kv_heads) * size;
+    const Index each = job.gated ? 2 * size : size;  // from one query head to the next
+    const float* x = job.qkv + token * (job.heads * each + 2 * kv_heads * size);
     const float *cos = job.turned ? job.angles + token * job.turned : nullptr, *sin = cos + job.turned / 2;
     // Of one head, or of all heads whatever head it is.
     const auto scale = [&](const float* weight, bool whole, const float* head, const float* all, Index heads) {
@@ -170,12 +171,12 @@ inline void rope_write(const RopeWrite& job, Index token, Index kv_head) {
     };
     for (Index head = kv_head * fan; head < (kv_head + 1) * fan; head++) {
         const float* weight = job.q_whole ? job.q_norm + head * size : job.q_norm;
-        turn(x + head * size, weight, scale(job.q_norm, job.q_whole, x + head * size, x, job.heads), cos, sin, job.turned,
+        turn(x + head * each, weight, scale(job.q_norm, job.q_whole, x + head * each, x, job.heads), cos, sin, job.turned,
              size, job.late, job.query + (token * job.heads + head) * size);
     }
-    const float* keys = x + job.heads * size;
+    const float* keys = x + job.heads * each;
     const Index block = job.slots[token] / BLOCK_TOKENS, place = job.slots[token] % BLOCK_TOKENS;
-    x += (job.heads + kv_head) * size;
+    x = keys + kv_head * size;
     with_form(job.kv.dtype, [&](auto form) {
         float key[MAX_HEAD];
         turn(x, job.k_whole ? job.k_norm + kv_head * size : job.k_norm, scale(job.k_norm, job.k_whole, x, keys, kv_heads),

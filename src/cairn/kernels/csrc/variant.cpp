@@ -6,6 +6,7 @@
 #include "probe.h"
 #include "product.h"
 #include "rows.h"
+#include "states.h"
 #include "vocabulary.h"
 
 #define CAIRN_NAME_OF(x) #x
@@ -46,6 +47,8 @@ void all_parts(const Product& job, Index first, Index last) {
 
 extern const Variant variant;
 const Variant variant = {CAIRN_NAME(CAIRN_VARIANT), all_parts, SixteenBits::PREPARED ? pair_rows : nullptr, GROUP_ROWS,
-                         prepare, norm, layer_norm, activate_row, gate, softcap, embed, rope_write, attend, latent_write, turn_pairs, latent_attend, read_all, multiply_add, CHAINS, &PASSES};
+                         prepare, norm, layer_norm, activate_row, gate, softcap, embed, rope_write, attend, latent_write,
+                         turn_pairs, latent_attend, convolve, scan, gated_norm, gate_row, read_all, multiply_add, CHAINS,
+                         &PASSES};
 
 }  // namespace cairn::CAIRN_VARIANT

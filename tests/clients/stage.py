@@ -1,0 +1,212 @@
+"""A stage for real clients: a model that plays a part, its server as a process, and a prompter between the two.
+
+The part is a list of answers. Which one comes is told by how many results of tools the conversation has, so an agent
+that calls a tool a turn is led through all of them; where no tools are offered another one comes, always the same.
+The prompter passes everything on, notes what the server said of its cache, and may kill the server between two answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import http.server
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.api.process import Served
+from tests.scripted_model import write_scripted
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+PARTS = """\
+{%- set results = namespace(n=0) %}
+{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' ~ (tool | tojson) }}
+    {%- endfor %}
+    {{- '\\n</tools>\\n\\nCall with <tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- set part = [results.n, LAST] | min %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n<|answer_' ~ (part if tools else ALONE) ~ '|>' ~ message.content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '<tool_call>\\n{"name": "' ~ call.function.name ~ '", "arguments": ' }}
+            {{- (call.function.arguments | tojson) ~ '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {%- set results.n = results.n + 1 %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' ~ message.content ~ '\\n</tool_response><|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n<|answer_' ~ ([results.n, LAST] | min if tools else ALONE) ~ '|>' }}
+{%- endif %}
+"""
+PAGES = Path(__file__).parents[2] / "docs"
+
+
+def calling(name: str, arguments: dict[str, Any]) -> list[str]:
+    """An answer that calls a tool."""
+    call = json.dumps({"name": name, "arguments": arguments})
+    return ["<tool_call>", f"\n{call}\n", "</tool_call>"]
+
+
+def write_part(path: Path, answers: Sequence[Sequence[str]], alone: Sequence[str], *, context: int = 65_536) -> Path:
+    """A model that says these answers, and `alone` where there are no tools. Its tokenizer has words: agents' prompts
+    are long."""
+    learnt = Tokenizer(models.BPE())
+    learnt.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    learnt.train([str(page) for page in sorted(PAGES.glob("*.md"))], trainer)
+    merges = [tuple(pair) for pair in json.loads(learnt.to_str())["model"]["merges"]]
+    template = PARTS.replace("LAST", str(len(answers) - 1)).replace("ALONE", str(len(answers)))
+    tags = dict.fromkeys(("<tool_call>", "</tool_call>"), 4)
+    both = [*answers, alone]
+    return write_scripted(path, [], template=template, kinds=tags, context=context, answers=both, merges=merges)
+
+
+class Prompter:
+    """Passes requests on to a server, whichever process that is, and notes what came back."""
+
+    def __init__(self, start: Callable[[], Served], kill_before: int = -1) -> None:
+        """The server is killed, and another started, before the answer of this number, of those that generate."""
+        self.server = start()
+        self.server.wait_ready()
+        self.asked: list[dict[str, Any]] = []
+        """Bodies of requests that generate and have tools."""
+        self.answered: list[str] = []
+        """What was answered to them."""
+        self.others: list[str] = []
+        """Other requests: method, path and status."""
+        self.killed = 0
+        self._start, self._kill_before = start, kill_before
+        self._lock = threading.Lock()
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def _pass(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length") or 0))
+                outer._pass(self, body)
+
+            do_GET = do_POST = do_HEAD = do_DELETE = _pass
+
+        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.daemon_threads = True
+        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._http.server_address[1]}"
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+        self.server.end()
+
+    def cached(self) -> list[tuple[int, int]]:
+        """(tokens of the prompt, those that were not computed again) of each answer."""
+        return [usage_of(text) for text in self.answered]
+
+    def _pass(self, handler: http.server.BaseHTTPRequestHandler, body: bytes) -> None:
+        asked = json.loads(body) if body.startswith(b"{") else {}
+        counts = handler.command == "POST" and bool(asked.get("tools")) and "count_tokens" not in handler.path
+        with self._lock:
+            if counts and len(self.asked) == self._kill_before and not self.killed:
+                self.server.process.kill()
+                self.server.end()
+                self.server = self._start()
+                self.server.wait_ready()
+                self.killed += 1
+            if counts:
+                self.asked.append(asked)
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=120)
+        try:
+            self._forward(handler, body, connection, counts=counts)
+        except (ConnectionError, http.client.HTTPException):
+            handler.close_connection = True  # one of both is gone
+        finally:
+            connection.close()
+
+    def _forward(
+        self,
+        handler: http.server.BaseHTTPRequestHandler,
+        body: bytes,
+        connection: http.client.HTTPConnection,
+        *,
+        counts: bool,
+    ) -> None:
+        headers = {name: value for name, value in handler.headers.items() if name.lower() != "host"}
+        connection.request(handler.command, handler.path, body or None, headers)
+        answer = connection.getresponse()
+        handler.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "content-length"):
+                handler.send_header(name, value)
+        handler.send_header("Connection", "close")
+        handler.end_headers()
+        handler.close_connection = True
+        pieces = []
+        while piece := answer.read1(65536):
+            pieces.append(piece)
+            handler.wfile.write(piece)
+            handler.wfile.flush()
+        text = b"".join(pieces).decode("utf-8", "replace")
+        if counts:
+            self.answered.append(text)
+        if not counts or answer.status != 200:
+            self.others.append(f"{handler.command} {handler.path} {answer.status} {text[:300]}")
+
+
+def usage_of(text: str) -> tuple[int, int]:
+    """What an answer in any dialect says of its prompt and its cache."""
+
+    def largest(name: str) -> int:
+        return max((int(found) for found in re.findall(rf'"{name}":\s*(\d+)', text)), default=0)
+
+    if '"cache_read_input_tokens"' in text:  # Anthropic's do not overlap
+        parts = [largest(f"{name}input_tokens") for name in ("cache_read_", "cache_creation_", "")]
+        return sum(parts), parts[0]
+    return max(largest("prompt_tokens"), largest("input_tokens")), largest("cached_tokens")
+
+
+@contextlib.contextmanager
+def stage(
+    tmp_path: Path,
+    answers: Sequence[Sequence[str]],
+    alone: Sequence[str] = ("Hello.",),
+    *,
+    kill_before: int = -1,
+    **options: Any,
+) -> Iterator[Prompter]:
+    """A server whose model says `answers`, behind a prompter."""
+    path = write_part(tmp_path / "part.gguf", answers, alone)
+    settings = {"engine": "cpu", "kv_gb": 1.0, "served_name": "part", "agents_dir": str(tmp_path / "agents")}
+    settings |= {"kv_dir": str(tmp_path / "kv")}
+    prompter = Prompter(lambda: Served(**(settings | {"model": str(path)} | options)), kill_before)
+    try:
+        yield prompter
+    finally:
+        prompter.close()
+
+
+def found(program: str) -> str | None:
+    """Where a program of an agent is: on the path, or where npm put those of this project."""
+    return shutil.which(program) or shutil.which(program, path=str(Path(__file__).parents[2] / "node_modules/.bin"))

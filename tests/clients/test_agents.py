@@ -1,0 +1,103 @@
+"""Real coding agents, each led through ten turns with a tool, the server killed between the fifth and the sixth.
+
+They are programs of npm, here or anywhere on the path; where one is not, its test is skipped:
+
+    npm install --prefix . @anthropic-ai/claude-code @openai/codex opencode-ai @qwen-code/qwen-code
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tests.clients.stage import Prompter, calling, found, stage
+
+from cairn.cli.launch import Place, start
+from cairn.cli.launch_table import AGENTS
+
+TURNS = 10
+KILLED = 5
+ASKED = "Read the notes, one after another."
+LAST = "All notes are read."
+
+
+class Part(NamedTuple):
+    """How an agent is led."""
+
+    arguments: tuple[str, ...]
+    tool: str
+    """The tool that it calls each turn."""
+    given: dict[str, Any]
+    """What the tool is given; {n} is the turn, {folder} where the agent works."""
+
+
+PARTS = {
+    "claude": Part(
+        ("-p", ASKED, "--allowedTools", "Read", "--output-format", "text"),
+        "Read",
+        {"file_path": "{folder}/note{n}.txt"},
+    ),
+    "codex": Part(
+        ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", ASKED),
+        "exec_command",
+        {"cmd": "cat {folder}/note{n}.txt"},
+    ),
+    "opencode": Part(("run", ASKED), "read", {"filePath": "{folder}/note{n}.txt"}),
+    "qwen": Part(("--yolo", "-p", ASKED), "read_file", {"file_path": "{folder}/note{n}.txt"}),
+}
+
+
+def answers(part: Part, folder: Path) -> list[list[str]]:
+    def filled(turn: int) -> dict[str, Any]:
+        text = json.dumps(part.given).replace("{n}", str(turn)).replace("{folder}", str(folder))
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    return [calling(part.tool, filled(turn)) for turn in range(TURNS)] + [[LAST]]
+
+
+def run(name: str, at: Prompter, folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
+    program = found(AGENTS[name].program)
+    assert program is not None
+    begun = start(AGENTS[name], Place(at.url, "part", "none", 65_536), home, PARTS[name].arguments)
+    for path, text in begun.files.items():
+        path.write_text(text)
+    kept = {key: os.environ[key] for key in ("PATH", "LANG", "TERM") if key in os.environ}
+    kept["PATH"] = f"{Path(program).parent}:{kept.get('PATH', '')}"
+    environment = kept | {"HOME": str(home), "NO_COLOR": "1", "CI": "1"} | begun.env
+    return subprocess.run(
+        begun.command,
+        executable=program,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_ten_turns_with_a_tool_and_a_kill(name: str, tmp_path: Path, prove: bool) -> None:
+    if found(AGENTS[name].program) is None:
+        pytest.skip(f"{AGENTS[name].title} is not installed: {AGENTS[name].install}")
+    if not prove:
+        pytest.skip("takes a minute or two: make prove")
+    folder, home = tmp_path / "work", tmp_path / "home"
+    folder.mkdir()
+    home.mkdir()
+    for turn in range(TURNS):
+        (folder / f"note{turn}.txt").write_text(f"This is note number {turn}.\n" * 20)
+    # codex says `store: false` unasked: what it asks is kept where the server's owner wants it kept.
+    with stage(tmp_path, answers(PARTS[name], folder), kill_before=KILLED, store_kv="always") as at:
+        done = run(name, at, folder, home)
+        told = f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}\n{at.others}"
+        assert done.returncode == 0 and LAST in done.stdout, told
+        assert len(at.answered) == TURNS + 1 and at.killed == 1, told
+        for turn, (prompt, cached) in enumerate(at.cached()[1:], 2):
+            assert cached >= 0.95 * prompt, f"turn {turn}: {cached} of {prompt}: {at.cached()}"

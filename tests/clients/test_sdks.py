@@ -1,0 +1,243 @@
+"""Real client libraries, each at what people do with it: a chat, a tool, a structure. Where one is not installed (the
+extra `clients`) its test is skipped.
+
+The model calls `weather` where it is offered tools, then says SAID; without tools it answers in JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import pytest
+from pydantic import BaseModel
+from tests.clients.stage import Prompter, calling, stage
+
+SAID = "It is 7 degrees in Oslo."
+FACTS = {"city": "Oslo", "degrees": 7}
+ASKED = "How warm is it in Oslo?"
+NODE = Path(__file__).parents[2] / "node_modules"
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA}}
+
+
+class Weather(BaseModel):
+    """What the weather is."""
+
+    city: Literal["Oslo", "Bergen"]
+    degrees: Literal[7, 8]
+
+
+def weather(city: str) -> str:
+    """The weather of a city."""
+    return f"7 degrees in {city}"
+
+
+@pytest.fixture(scope="module")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prompter]:
+    answers = [calling("weather", {"city": "Oslo"}), [SAID]]
+    with stage(tmp_path_factory.mktemp("sdks"), answers, [json.dumps(FACTS)]) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What libraries warn of is theirs; and none of them is to look for a proxy, or to tell anybody anything."""
+    for name, value in (("OPENAI_API_KEY", "none"), ("LITELLM_LOCAL_MODEL_COST_MAP", "True"), ("NO_PROXY", "*")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def needs(*names: str) -> list[Any]:
+    """The modules of a client; the test is skipped where one is not installed."""
+    return [pytest.importorskip(name, reason=f"{name} is not installed: pip install -e '.[clients]'") for name in names]
+
+
+def test_openai(at: Prompter) -> None:
+    (openai,) = needs("openai")
+    client = openai.OpenAI(base_url=at.url + "/v1", api_key="none", max_retries=0)
+    asked = [{"role": "user", "content": ASKED}]
+    first = client.chat.completions.create(model="any", messages=asked, tools=[TOOL])
+    (call,) = first.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
+    told = [*asked, first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
+    with client.chat.completions.stream(model="any", messages=told, tools=[TOOL]) as stream:
+        assert stream.get_final_completion().choices[0].message.content == SAID
+    parsed = client.chat.completions.parse(model="any", messages=asked, response_format=Weather)
+    assert parsed.choices[0].message.parsed == Weather(**FACTS)
+    response = client.responses.create(model="any", input=ASKED, instructions="Be brief.")
+    assert json.loads(response.output_text) == FACTS
+    again = client.responses.create(model="any", input="And now?", previous_response_id=response.id)
+    assert again.usage.input_tokens_details.cached_tokens >= 0 and again.previous_response_id == response.id
+    assert client.responses.retrieve(response.id).output_text == response.output_text
+    parsed = client.responses.parse(model="any", input=ASKED, text_format=Weather)
+    assert parsed.output_parsed == Weather(**FACTS)
+    vectors = client.embeddings.create(model="any", input=["one", "two"])
+    assert len(vectors.data) == 2 and len(vectors.data[0].embedding) == len(vectors.data[1].embedding) > 0
+
+
+def test_openai_agents(at: Prompter) -> None:
+    openai, _ = needs("openai", "agents.run")  # a folder of our own tests is named agents, and has no run
+    agents = importlib.import_module("agents")
+    agents.set_tracing_disabled(True)
+
+    async def said(kind: Any) -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=at.url + "/v1", api_key="none", max_retries=0) as client:
+            model = kind(model="any", openai_client=client)
+            tool = agents.function_tool(weather)
+            caller = agents.Agent(name="a", instructions="Be brief.", model=model, tools=[tool])
+            plain = agents.Agent(name="b", model=model, output_type=Weather)
+            return [(await agents.Runner.run(agent, ASKED)).final_output for agent in (caller, plain)]
+
+    for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
+        assert asyncio.run(said(kind)) == [SAID, Weather(**FACTS)]
+
+
+def test_anthropic(at: Prompter) -> None:
+    (anthropic,) = needs("anthropic")
+    client = anthropic.Anthropic(base_url=at.url, api_key="none", max_retries=0)
+    tools = [{"name": "weather", "description": "The weather.", "input_schema": SCHEMA}]
+    asked = [{"role": "user", "content": ASKED}]
+    first = client.messages.create(model="any", max_tokens=500, messages=asked, tools=tools)
+    (use,) = [block for block in first.content if block.type == "tool_use"]
+    assert (use.name, use.input, first.stop_reason) == ("weather", {"city": "Oslo"}, "tool_use")
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "7"}
+    told = [*asked, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    with client.messages.stream(model="any", max_tokens=500, messages=told, tools=tools) as stream:
+        assert stream.get_final_text() == SAID
+    counted = client.messages.count_tokens(model="any", messages=asked, tools=tools)
+    assert counted.input_tokens == sum(
+        (first.usage.input_tokens, first.usage.cache_read_input_tokens, first.usage.cache_creation_input_tokens)
+    )
+
+
+def test_langchain(at: Prompter) -> None:
+    chat, tools, messages = needs("langchain_openai", "langchain_core.tools", "langchain_core.messages")
+    model = chat.ChatOpenAI(base_url=at.url + "/v1", api_key="none", model="any", max_retries=0)
+    bound = model.bind_tools([tools.tool(weather)])
+    first = bound.invoke(ASKED)
+    (call,) = first.tool_calls
+    assert (call["name"], call["args"]) == ("weather", {"city": "Oslo"})
+    told = [messages.HumanMessage(ASKED), first, messages.ToolMessage("7", tool_call_id=call["id"])]
+    pieces = list(bound.stream(told))
+    assert "".join(piece.content for piece in pieces) == SAID
+    assert model.with_structured_output(Weather).invoke(ASKED) == Weather(**FACTS)
+    vectors = chat.OpenAIEmbeddings(
+        base_url=at.url + "/v1", api_key="none", model="any", check_embedding_ctx_length=False
+    )
+    assert len(vectors.embed_query("one")) > 0
+
+
+def test_llama_index(at: Prompter) -> None:
+    likes, llms, tools = needs("llama_index.llms.openai_like", "llama_index.core.llms", "llama_index.core.tools")
+    model = likes.OpenAILike(
+        api_base=at.url + "/v1", api_key="none", model="any", is_chat_model=True, is_function_calling_model=True
+    )
+    found = model.chat_with_tools([tools.FunctionTool.from_defaults(weather)], user_msg=ASKED)
+    (call,) = model.get_tool_calls_from_response(found)
+    assert (call.tool_name, call.tool_kwargs) == ("weather", {"city": "Oslo"})
+    said = [piece.delta or "" for piece in model.stream_chat([llms.ChatMessage(role="user", content=ASKED)])]
+    assert json.loads("".join(said)) == FACTS
+
+
+def test_pydantic_ai(at: Prompter) -> None:
+    ai, models, providers = needs("pydantic_ai", "pydantic_ai.models.openai", "pydantic_ai.providers.openai")
+    provider = providers.OpenAIProvider(base_url=at.url + "/v1", api_key="none")
+    for kind in (models.OpenAIChatModel, models.OpenAIResponsesModel):
+        agent = ai.Agent(kind("any", provider=provider), tools=[weather])
+        assert agent.run_sync(ASKED).output == SAID
+        plain = ai.Agent(kind("any", provider=provider), output_type=ai.NativeOutput(Weather))
+        assert plain.run_sync(ASKED).output == Weather(**FACTS)
+
+
+def test_instructor(at: Prompter) -> None:
+    instructor, openai = needs("instructor", "openai")
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+        client = instructor.from_openai(openai.OpenAI(base_url=at.url + "/v1", api_key="none"), mode=mode)
+        asked = [{"role": "user", "content": ASKED}]
+        found = client.chat.completions.create(model="any", messages=asked, response_model=Weather, max_retries=0)
+        assert isinstance(found, Weather)
+
+
+def test_litellm(at: Prompter) -> None:
+    (litellm,) = needs("litellm")
+    asked = [{"role": "user", "content": ASKED}]
+    for name, base in (("openai/any", at.url + "/v1"), ("anthropic/any", at.url), ("ollama_chat/any", at.url)):
+        found = litellm.completion(model=name, api_base=base, api_key="none", messages=asked, tools=[TOOL])
+        (call,) = found.choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"}), name
+        pieces = litellm.completion(model=name, api_base=base, api_key="none", messages=asked, stream=True)
+        assert json.loads("".join(piece.choices[0].delta.content or "" for piece in pieces)) == FACTS, name
+
+
+def test_ollama(at: Prompter) -> None:
+    (ollama,) = needs("ollama")
+    client = ollama.Client(host=at.url)
+    asked = [{"role": "user", "content": ASKED}]
+    first = client.chat(model="any", messages=asked, tools=[weather])
+    (call,) = first.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", {"city": "Oslo"})
+    told = [*asked, first.message, {"role": "tool", "content": "7", "tool_name": "weather"}]
+    pieces = list(client.chat(model="any", messages=told, tools=[weather], stream=True))
+    assert "".join(piece.message.content or "" for piece in pieces) == SAID
+    found = client.chat(model="any", messages=asked, format=Weather.model_json_schema())
+    assert Weather.model_validate_json(found.message.content) == Weather(**FACTS)
+    assert len(client.embed(model="any", input=["one", "two"]).embeddings) == 2
+    assert client.list().models and client.ps().models
+
+
+SCRIPT = """
+import { generateText, streamText, tool, stepCountIs, jsonSchema, Output } from 'ai';
+import { createOpenAICompatible } from '@ai-sdk/openai-compatible';
+const cairn = createOpenAICompatible({ name: 'cairn', baseURL: process.argv[2], apiKey: 'none',
+  supportsStructuredOutputs: true });
+const weather = tool({ description: 'The weather.', inputSchema: jsonSchema(JSON.parse(process.argv[3])),
+  execute: async ({ city }) => `7 degrees in ${city}` });
+const prompt = 'How warm is it in Oslo?';
+const told = await generateText({ model: cairn('any'), tools: { weather }, stopWhen: stepCountIs(3), prompt });
+const stream = streamText({ model: cairn('any'), prompt });
+let text = '';
+for await (const piece of stream.textStream) text += piece;
+console.log(JSON.stringify({ said: told.text, steps: told.steps.length, streamed: JSON.parse(text) }));
+"""
+
+
+def test_vercels_ai_sdk(at: Prompter, tmp_path: Path) -> None:
+    node = shutil.which("node")
+    if node is None or not (NODE / "ai").is_dir() or not (NODE / "@ai-sdk/openai-compatible").is_dir():
+        pytest.skip("the AI SDK is not installed: npm install --prefix . ai @ai-sdk/openai-compatible")
+    script = NODE / ".cairn-test.mjs"
+    script.write_text(SCRIPT)
+    try:
+        done = subprocess.run(
+            [node, str(script), at.url + "/v1", json.dumps(SCHEMA)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    finally:
+        script.unlink()
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == {"said": SAID, "steps": 2, "streamed": FACTS}
+
+
+def test_the_server_says_what_it_is(at: Prompter) -> None:
+    """Without any of them: the stage stands."""
+    body = {"messages": [{"role": "user", "content": ASKED}]}
+    with httpx.Client(base_url=at.url, trust_env=False) as http:
+        found = http.post("/v1/chat/completions", json=body).json()
+        assert json.loads(found["choices"][0]["message"]["content"]) == FACTS
+        called = http.post("/v1/chat/completions", json=body | {"tools": [TOOL]}).json()
+        assert called["choices"][0]["finish_reason"] == "tool_calls"
