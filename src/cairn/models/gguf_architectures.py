@@ -22,8 +22,11 @@ EXPERT_KEYS = frozenset(
 """What files say of experts, below their architecture's name."""
 
 
-MANY = (*("expert_shared_count", "expert_gating_func", "expert_group_count", "expert_group_used_count"),)
-"""What files of models with shared experts and groups of experts say."""
+MANY = (
+    *("expert_shared_count", "expert_gating_func", "expert_group_count", "expert_group_used_count"),
+    "nextn_predict_layers",
+)
+"""What files of models with shared experts, groups of experts and guesses of further tokens say."""
 _GATES: dict[int, Literal["softmax", "sigmoid", "chosen"]] = {1: "softmax", 2: "sigmoid", 3: "chosen"}
 """`expert_gating_func` -> `Experts.scores`."""
 
