@@ -24,11 +24,12 @@ NAMES |= {"Qwen2MoeForCausalLM": "qwen2moe", "Qwen3MoeForCausalLM": "qwen3moe", 
 NAMES |= {"OlmoeForCausalLM": "olmoe", "GptOssForCausalLM": "gpt-oss", "GraniteForCausalLM": "granite"}
 NAMES |= {"SmolLM3ForCausalLM": "smollm3", "Olmo2ForCausalLM": "olmo2", "Olmo3ForCausalLM": "olmo2"}
 NAMES |= {"SeedOssForCausalLM": "seed_oss", "Phi3ForCausalLM": "phi3", "Glm4MoeForCausalLM": "glm4moe"}
-NAMES |= {"HunYuanDenseV1ForCausalLM": "hunyuan-dense", "Qwen3_5ForCausalLM": "qwen35"}
+NAMES |= {"HunYuanDenseV1ForCausalLM": "hunyuan-dense"}
 NAMES |= {"Ministral3ForCausalLM": "mistral3", "DeepseekV2ForCausalLM": "deepseek2"}
 NAMES |= {"DeepseekV3ForCausalLM": "deepseek2", "Glm4MoeLiteForCausalLM": "deepseek2"}
-CENTRED = ("gemma2", "gemma3", "qwen35")
 INTERLEAVED = ("llama", "granite", "smollm3", "mistral3")
+NAMES |= {"Qwen3_5ForCausalLM": "qwen35"}
+CENTRED = ("gemma2", "gemma3", "qwen35")
 PLAIN = 1
 
 Choose = Callable[[str, np.ndarray], Type]

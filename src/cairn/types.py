@@ -319,13 +319,13 @@ class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens a position may attend to, itself included. 0 for full attention."""
     rope: RotaryPositions | None = None
     """Where these layers have positions of their own; None: the model's."""
+    numbers: int = 0
+    """Of a state group: float32 numbers that each of its layers keeps for a sequence."""
     kv_heads: int | None = None
     head_dim: int | None = None
     """Where these layers have heads of their own; None: the model's."""
     once: bool = False
     """Whether what is kept of a token is kept once: its values are a part of its key."""
-    numbers: int = 0
-    """Of a state group: float32 numbers that each of its layers keeps for a sequence."""
 
 
 MAX_CONTEXT = 1 << 24
@@ -354,28 +354,11 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a bias is added to the parts for the choice alone."""
     bias: bool = False
     """Whether the router and the experts have biases."""
+    gated: bool = True
+    """Whether what an expert lets through goes through a gate, and not through the activation itself."""
     shared: int = 0
     """Width of an expert that every token goes through; 0: none."""
     shared_gate: bool = False
-
-
-class Latent(msgspec.Struct, frozen=True, kw_only=True):
-    """Attention over latents (MLA): of a token one vector is kept, of which all heads' keys and values are products."""
-
-    rank: int
-    """Width of the latent; as many numbers as are turned are kept beside it."""
-    query_rank: int = 0
-    """Width of what queries are products of; 0: of the hidden state itself."""
-    plain: int
-    """Numbers of a head's query and key that are not turned."""
-    value: int
-    """Numbers of a head's value."""
-    neighbours: bool = True
-    """Whether neighbours are turned as a pair, not numbers half of them apart."""
-    bias: bool = False
-    """Whether what makes latents has a bias."""
-    eps: float = 1e-6
-    """Of the norms of latents."""
 
 
 class Uneven(msgspec.Struct, frozen=True, kw_only=True):
@@ -440,6 +423,25 @@ class Recurrence(msgspec.Struct, frozen=True, kw_only=True):
         if self.kind == "conv":
             return 3 * self.channels
         return self.channels + self.inner + self.heads * (2 if self.kind == "delta" else 1)
+
+
+class Latent(msgspec.Struct, frozen=True, kw_only=True):
+    """Attention over latents (MLA): of a token one vector is kept, of which all heads' keys and values are products."""
+
+    rank: int
+    """Width of the latent; as many numbers as are turned are kept beside it."""
+    query_rank: int = 0
+    """Width of what queries are products of; 0: of the hidden state itself."""
+    plain: int
+    """Numbers of a head's query and key that are not turned."""
+    value: int
+    """Numbers of a head's value."""
+    neighbours: bool = True
+    """Whether neighbours are turned as a pair, not numbers half of them apart."""
+    bias: bool = False
+    """Whether what makes latents has a bias."""
+    eps: float = 1e-6
+    """Of the norms of latents."""
 
 
 Kind = Literal["chat", "embed", "rerank"]
@@ -535,7 +537,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What takes its place where contexts longer than its `original_context` are served."""
     long: bool = False
     """Whether they are: see `served`."""
-    activation: Literal["silu", "gelu_tanh", "gelu", "clamped_silu"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "gelu", "clamped_silu", "relu2"] = "silu"
     """The activation of the MLP."""
     qk_norm: bool = False
     qkv_bias: bool = False
@@ -591,6 +593,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Of a decoder whose layers are not alike; its `head_dim` and `kv_heads` are those of layers with a window."""
     recurrence: Recurrence | None = None
     """Of layers without attention."""
+    mlp_layers: tuple[int, ...] | None = None
+    """Where a layer is either what mixes tokens or an MLP: those that are an MLP. None: every layer is both."""
+    mlp_gated: bool = True
+    """Whether what the MLP lets through goes through a gate, and not through the activation itself."""
     output_gate: bool = False
     """Whether each head's query has a gate behind it, through which what attention gives goes."""
 
@@ -599,6 +605,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Whether texts are computed whole, in one step each, and nothing is kept: an encoder's, and a decoder's whose
         vectors are made of more than the last token's state."""
         return self.encoder is not None or self.both or (self.kind == "embed" and self.embedding.pooling != "last")
+
+    def keeps_state(self, layer: int) -> bool:
+        """Whether a layer keeps a state in the place of attention."""
+        return self.recurrence is not None and layer in self.recurrence.layers
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP, or experts."""
+        return self.mlp_layers is None or layer in self.mlp_layers
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        return not self.keeps_state(layer) and (self.mlp_layers is None or layer not in self.mlp_layers)
 
     @property
     def width(self) -> int:
@@ -611,8 +629,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.head_dim if self.rotary is None else self.rotary
 
     def group_of(self, layer: int) -> int:
-        """The group whose cache a layer reads."""
-        return next(number for number, group in enumerate(self.groups) if self.kv_layer(layer) in group.layers)
+        """The group whose cache a layer reads; -1 where it reads none."""
+        source = self.kv_layer(layer)
+        return next((number for number, group in enumerate(self.groups) if source in group.layers), -1)
 
     def kv_layer(self, layer: int) -> int:
         """The layer that writes the keys and values which a layer reads."""

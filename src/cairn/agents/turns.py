@@ -88,6 +88,8 @@ class Turns:
         wanted: Wanted,
     ) -> RunningTurn:
         check(messages, "messages")
+        if self._services.several and agent.record.model != service.name:
+            agent.record = msgspec.structs.replace(agent.record, model=service.name)  # written with the turn's end
         prompt, prefix, told = await self._prompt(service, agent, messages, template_args, share, wanted)
         request = self._request(service, agent, prompt, options, number, share)
         began = self._record(service, agent, messages, prefix, request)

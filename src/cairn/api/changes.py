@@ -53,6 +53,8 @@ MOST_REQUESTS = 200
 """Requests that are listed; all are counted."""
 MOST_READERS = 32
 """Of one tenant."""
+MOST_SILENCE = 15.0
+"""Seconds after which something is sent, if only a comment: the page takes a longer silence for a lost connection."""
 GRACE = 60.0
 """Seconds that changes are followed after the last reader left, so that it can come back."""
 
@@ -195,7 +197,7 @@ class ChangeFeeds:
         services: Callable[[], Sequence[Service]],
         ending: Callable[[], bool],
     ) -> None:
-        self._heartbeat = config.heartbeat
+        self._heartbeat = min(config.heartbeat, MOST_SILENCE)
         self._access, self._attribution, self._rng = access, attribution, rng
         self._services, self._ending = services, ending
         self._feeds: dict[str, ChangeFeed] = {}

@@ -177,8 +177,8 @@ class Kernels(Protocol):
         ...
 
     def activate(self, x: Array, activation: str, out: Array) -> None:
-        """out[M, F] = act(x[M, F]): silu, tanh, gelu_tanh, or gelu, which is x times the normal distribution's Phi(x)
-        with an error below 2e-7; `out` may be `x`."""
+        """out[M, F] = act(x[M, F]): silu, tanh, relu2, which is max(x, 0)^2, gelu_tanh, or gelu, which is x times the
+        normal distribution's Phi(x) with an error below 2e-7; `out` may be `x`."""
         ...
 
     def gate(self, gates: Array, activation: str, out: Array) -> None:
@@ -453,7 +453,8 @@ class Kernels(Protocol):
         out: Array,
     ) -> None:
         """out[M, H] = sum over chosen[M, T], in that order from zero, of shares[M, T] * (act(g) * u) @ down[expert]
-        with g[F] beside u[F] = x[M, H] @ gate_up[expert], biases added. Experts ascend along T. Weights stay packed:
+        with g[F] beside u[F] = x[M, H] @ gate_up[expert], biases added; where there is no u, act(g) alone. Experts
+        ascend along T. Weights stay packed:
         each expert multiplies the rows that chose it as one matrix."""
         ...
 

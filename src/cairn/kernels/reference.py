@@ -53,6 +53,11 @@ def _gelu_tanh(x: Floats) -> Floats:
     return out
 
 
+def _relu2(x: Floats) -> Floats:
+    out: Floats = np.square(np.maximum(x, np.float32(0)))
+    return out
+
+
 _GELU: tuple[float, ...] = (
     *(0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807),
     *(-0.18628806, 0.09678418, 0.37409196, 1.00002368, -1.26551223),
@@ -76,6 +81,7 @@ ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "gelu_tanh": _gelu_tanh,
     "gelu": _gelu,
     "tanh": np.tanh,
+    "relu2": _relu2,
 }
 
 
@@ -391,7 +397,9 @@ class ReferenceKernels:
         for expert in np.unique(chosen):
             rows, places = np.nonzero(chosen == expert)
             gates = self._project(x[rows], gate_up[expert])
-            out[rows] += shares[rows, places, None] * self._project(gated(gates, activation), down[expert])
+            both = gates.shape[1] == 2 * down[expert].inner
+            passed = gated(gates, activation) if both else ACTIVATIONS[activation](gates)
+            out[rows] += shares[rows, places, None] * self._project(passed, down[expert])
 
     def add_gated(self, x: Floats, gate: Floats, hidden: Floats) -> None:
         hidden += 1 / (1 + np.exp(-gate)) * x

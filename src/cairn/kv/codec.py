@@ -40,6 +40,11 @@ class Codec(Protocol):
         """Whether `decode` gives back the very bits."""
         ...
 
+    @property
+    def state_sizes(self) -> frozenset[int]:
+        """Bytes of chunks of states as they are written down."""
+        ...
+
     def size(self, group: int) -> int:
         """Bytes of a chunk of the group as it is written down."""
         ...
@@ -63,6 +68,7 @@ class Raw:
         """`block_bytes`: of one block of each group, as `EngineInfo` says. `states`: numbers of those groups of whose
         blocks a chunk has one."""
         self._sizes = tuple((1 if at in states else CHUNK_BLOCKS) * size for at, size in enumerate(block_bytes))
+        self.state_sizes = frozenset(self._sizes[at] for at in states)
 
     def size(self, group: int) -> int:
         """Four pages, or one."""
@@ -95,17 +101,19 @@ class Q8:
         dtype: str = "float32",
         states: Collection[int] = (),
     ) -> None:
-        """`block_bytes` and `states` as for `Raw`; the pages of all other groups are rows of `head_dim` numbers, said
-        of each group or of all: float32, bfloat16 or float16."""
+        """`block_bytes` and `states` as for `Raw`; the pages of all other groups are rows of `head_dim` numbers, of
+        each group or of all: float32, bfloat16 or float16."""
         self._dtype = _DTYPES[dtype]
         self._states, self._raw = frozenset(states), Raw(block_bytes, states)
-        self._head_dims = tuple([head_dim] * len(block_bytes) if isinstance(head_dim, int) else head_dim)
-        rows = [self._dtype.itemsize * one for one in self._head_dims]
-        for at, (row, size) in enumerate(zip(rows, block_bytes, strict=True)):
-            if size % row and at not in self._states:
-                one = self._head_dims[at]
+        self.state_sizes = self._raw.state_sizes
+        sizes = [head_dim] * len(block_bytes) if isinstance(head_dim, int) else head_dim
+        for at, (one, size) in enumerate(zip(sizes, block_bytes, strict=True)):
+            if size % (self._dtype.itemsize * one) and at not in self._states:
                 raise ValueError(f"pages of {tuple(block_bytes)} bytes are not rows of {one} {dtype} numbers")
-        self._rows = tuple(CHUNK_BLOCKS * size // row for row, size in zip(rows, block_bytes, strict=True))
+        self._head_dims = tuple(sizes)
+        self._rows = tuple(
+            CHUNK_BLOCKS * size // (self._dtype.itemsize * one) for one, size in zip(sizes, block_bytes, strict=True)
+        )
 
     def size(self, group: int) -> int:
         """`head_dim` + 4 bytes a row."""

@@ -70,6 +70,7 @@ class Mlp:
     """A layer's plain MLP."""
 
     gate_up: Matrix
+    """Without gates where there are none: what it gives goes through the activation itself."""
     down: Matrix
     wide: bool = False
     """Whether it has buffers of its own, being wider than others."""
@@ -98,10 +99,12 @@ class Layer:
     index: int
     """Place among the layers of its group."""
     attention_norm: Array | None
-    attention: Attention | Recurrent | LatentAttention | GroupAttention
+    attention: Attention | LatentAttention | GroupAttention | Recurrent | None
+    """None where the layer is an MLP alone."""
     attention_post_norm: Array | None
     mlp_norm: Array | None
-    mlp: Mlp | Mixture
+    mlp: Mlp | Mixture | None
+    """None where the layer is what stands before it alone."""
     mlp_post_norm: Array | None
     input: LayerInput | None
     """What it gets beside what the layer before it gives."""
@@ -132,6 +135,7 @@ class Decoder:
     inputs: Inputs | None
     both: bool
     """Whether tokens see what follows them too."""
+    mlp_gated: bool
     gated: int
     """Numbers of a head whose result goes through a gate of its own; 0: there are no gates."""
 
@@ -204,6 +208,7 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
         late_norms=spec.late_norms,
         inputs=build_inputs(kernels, spec, weights),
         both=spec.both,
+        mlp_gated=spec.mlp_gated,
         gated=spec.head_dim if spec.output_gate else 0,
     )
 
@@ -223,19 +228,24 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
     def vector(name: str) -> Array:
         return kernels.vector(weights[f"{prefix}{name}"])
 
-    def mlp() -> Mlp | Mixture:
+    def mlp() -> Mlp | Mixture | None:
+        if not spec.has_mlp(layer):
+            return None
         if spec.experts is not None and layer in spec.experts.layers:
             return build_mixture(matrix, vector, spec.experts)
+        gate_up = matrix("mlp.gate_proj", "mlp.up_proj") if spec.mlp_gated else matrix("mlp.up_proj")
         wide = spec.uneven is not None and layer in spec.uneven.wide
-        return Mlp(gate_up=matrix("mlp.gate_proj", "mlp.up_proj"), down=matrix("mlp.down_proj"), wide=wide)
+        return Mlp(gate_up=gate_up, down=matrix("mlp.down_proj"), wide=wide)
 
-    def attention() -> Attention | Recurrent | LatentAttention | GroupAttention:
+    def attention() -> Attention | LatentAttention | GroupAttention | Recurrent | None:
+        if group < 0:
+            return None
+        if spec.recurrence is not None and spec.keeps_state(layer):
+            return build_recurrent(matrix, vector, spec.recurrence)
         if spec.uneven is not None:
             return build_attention(matrix, norm, spec, layer)
         if spec.latent is not None:
             return build_latent(matrix, vector, spec, spec.latent)
-        if spec.recurrence is not None and layer in spec.recurrence.layers:
-            return build_recurrent(matrix, vector, spec.recurrence)
         return Attention(
             window=spec.groups[group].window,
             turned=layer not in spec.unturned,
@@ -247,13 +257,14 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
         )
 
     pre, post = spec.pre_norms, spec.post_norms
+    before = "pre_feedforward_layernorm" if post else "post_attention_layernorm"
     return Layer(
         group=group,
-        index=spec.groups[group].layers.index(spec.kv_layer(layer)),
+        index=spec.groups[group].layers.index(spec.kv_layer(layer)) if group >= 0 else 0,
         attention_norm=norm("input_layernorm"),
         attention=attention(),
         attention_post_norm=norm("post_attention_layernorm", post),
-        mlp_norm=norm("pre_feedforward_layernorm" if post else "post_attention_layernorm", pre),
+        mlp_norm=norm("input_layernorm" if spec.mlp_layers is not None else before, pre),
         mlp=mlp(),
         mlp_post_norm=norm("post_feedforward_layernorm", post),
         input=build_input(matrix, vector, spec.uneven, layer),
@@ -265,8 +276,8 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
     """Buffers for steps of at most `tokens` tokens and `rows` rows with contexts of at most `context` tokens."""
     width, groups = -(-context // BLOCK_TOKENS), range(len(spec.groups))
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    own = 0 if spec.latent or spec.uneven else 1  # these have buffers of their own
     asked = 2 * query if spec.output_gate else query
+    own = 0 if spec.latent or spec.uneven else 1  # these have buffers of their own
     ropes = [spec.rope(group) for group in groups]
     turns = [(rope, spec.turned_in(group)) for group, rope in enumerate(ropes)]
     angles = {turn: kernels.allocate((tokens, 2, turn[1] // 2), "float32") for turn in dict.fromkeys(turns)}
@@ -320,34 +331,56 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
     if decoder.inputs is not None:
         run_inputs(k, decoder.inputs, b.tokens, b.hidden, decoder.eps, b.uneven)
     for layer in decoder.layers:
-        g = layer.group
-        x = _normed(k, decoder, layer.attention_norm, b)
-        if isinstance(layer.attention, Recurrent):
-            places = (kv[g], layer.index, b.rows, b.tables[g])
-            run_recurrent(k, layer.attention, x, decoder.eps, places, b.recurrent, b.projected)
-        elif isinstance(layer.attention, LatentAttention):
-            latents = (b.angles[g], kv[g], layer.index, b.slots[g], b.rows, b.tables[g])
-            run_latent(k, layer.attention, x, *latents, decoder.scale, b.latent, b.projected)
-        elif isinstance(layer.attention, GroupAttention):
-            own = (b.angles[g], kv[g], b.slots[g], b.rows, b.tables[g])
-            how = (decoder.eps, decoder.scale)
-            run_attention(k, layer.attention, x, g, layer.index, own, how, b.uneven, b.projected)
-        else:
-            _attend(k, decoder, layer, layer.attention, kv, x, b)
-        _add(k, decoder, layer.attention_post_norm, b)
-        x = _normed(k, decoder, layer.mlp_norm, b)
-        if isinstance(layer.mlp, Mixture):
-            run_mixture(k, layer.mlp, decoder.activation, x, b.mixture, b.projected)
-        else:
-            gates, gated = (b.uneven.gates, b.uneven.gated) if layer.mlp.wide else (b.gates, b.gated)
-            k.project(x, layer.mlp.gate_up, gates)
-            k.gate(gates, decoder.activation, gated)
-            k.project(gated, layer.mlp.down, b.projected)
-        _add(k, decoder, layer.mlp_post_norm, b)
+        if layer.attention is not None:
+            _mix(k, decoder, layer, layer.attention, kv, b)
+        if layer.mlp is not None:
+            _transform(k, decoder, layer, layer.mlp, b)
         if layer.input is not None:
             run_input(k, layer.input, decoder.activation, decoder.eps, b.hidden, b.uneven, b.normed, b.projected)
         if layer.scalar is not None:
             k.scale_by(b.hidden, layer.scalar)
+
+
+def _mix(
+    k: Kernels,
+    decoder: Decoder,
+    layer: Layer,
+    own: Attention | LatentAttention | GroupAttention | Recurrent,
+    kv: Sequence[Array],
+    b: Buffers,
+) -> None:
+    """The half of a layer in which tokens see each other."""
+    g = layer.group
+    x = _normed(k, decoder, layer.attention_norm, b)
+    if isinstance(own, Recurrent):
+        states = (kv[g], layer.index, b.rows, b.tables[g])
+        run_recurrent(k, own, x, decoder.eps, states, b.recurrent, b.projected)
+    elif isinstance(own, LatentAttention):
+        places = (b.angles[g], kv[g], layer.index, b.slots[g], b.rows, b.tables[g])
+        run_latent(k, own, x, *places, decoder.scale, b.latent, b.projected)
+    elif isinstance(own, GroupAttention):
+        where = (b.angles[g], kv[g], b.slots[g], b.rows, b.tables[g])
+        run_attention(k, own, x, g, layer.index, where, (decoder.eps, decoder.scale), b.uneven, b.projected)
+    else:
+        _attend(k, decoder, layer, own, kv, x, b)
+    _add(k, decoder, layer.attention_post_norm, b)
+
+
+def _transform(k: Kernels, decoder: Decoder, layer: Layer, own: Mlp | Mixture, b: Buffers) -> None:
+    """The half of a layer in which each token is alone."""
+    x = _normed(k, decoder, layer.mlp_norm, b)
+    if isinstance(own, Mixture):
+        run_mixture(k, own, decoder.activation, x, b.mixture, b.projected)
+    elif decoder.mlp_gated:
+        gates, gated = (b.uneven.gates, b.uneven.gated) if own.wide else (b.gates, b.gated)
+        k.project(x, own.gate_up, gates)
+        k.gate(gates, decoder.activation, gated)
+        k.project(gated, own.down, b.projected)
+    else:
+        k.project(x, own.gate_up, b.gated)
+        k.activate(b.gated, decoder.activation, b.gated)
+        k.project(b.gated, own.down, b.projected)
+    _add(k, decoder, layer.mlp_post_norm, b)
 
 
 def _attend(

@@ -44,7 +44,7 @@ class Family:
     multipliers: bool = False
     """Whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` count."""
     sinks: bool = False
-    activation: Literal["clamped_silu"] | None = None
+    activation: Literal["clamped_silu", "relu2"] | None = None
     """The MLP's, where no config says it."""
     rotary: bool = False
     """Whether `partial_rotary_factor` counts."""
@@ -70,6 +70,9 @@ class Family:
     """Whether there may be layers behind the last, which guess further tokens: they are set aside."""
     recurrence: str = ""
     """The rule of `recurrent_spec` that says which layers keep a state in the place of attention; "": none."""
+    alone: bool = False
+    """Whether a layer is either what mixes tokens or an MLP."""
+    mlp_gated: bool = True
     output_gate: bool = False
     """Whether each head's query has a gate behind it, through which what attention gives goes."""
     centred: bool = False
@@ -285,6 +288,19 @@ FAMILIES = {
         multipliers=True,
         recurrence="mamba2",
         positions="position_embedding_type",
+    ),
+    "NemotronHForCausalLM": Family(
+        head_dim=128,
+        kv_heads=8,
+        mixture="nemotron",
+        recurrence="nemotron",
+        positions="position_embedding_type",
+        alone=True,
+        mlp_gated=False,
+        activation="relu2",
+        mlp_bias="mlp_bias",
+        ahead=True,
+        defaults={"layer_norm_epsilon": 1e-5, "norm_topk_prob": True},
     ),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,

@@ -90,18 +90,20 @@ class Architecture:
     """Whether attention is over latents: see `latent_spec`."""
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Tensors of a layer whose rows are those of several of ours, in order."""
+    ahead: bool = False
+    """Whether there may be layers behind the last, which guess further tokens: they are set aside."""
     query_scaling: bool = False
     """Whether the file may scale queries by their positions."""
     log_multiplier: float = 0.0
     """With what the file's multiplier of yarn's logarithm becomes `mscale_all_dim`; 0: it has none."""
+    rotary: bool = False
+    """Whether `rope.dimension_count` may be less than the head."""
     long_rope: bool = False
     """Whether two tensors of factors may scale the positions, one of them those of long contexts."""
     keys: tuple[str, ...] = ()
     """What is understood beside what all files may say."""
     untruncated: bool = False
     """Whether yarn's ramp begins and ends between whole dimensions."""
-    rotary: bool = False
-    """Whether less than a head may be turned."""
     recurrence: Rule = ""
     """How the file says which layers keep a state in the place of attention."""
     tiled: bool = False
@@ -126,6 +128,7 @@ _QWEN_3_5 = Architecture(
     qk_norm=True,
     names=_MLP_NORM | DELTA,
     rotary=True,
+    ahead=True,
     recurrence="delta",
     tiled=True,
     output_gate=True,
@@ -164,6 +167,7 @@ ARCHITECTURES = {
         names=_POST_NORMS,
         window_period=4,
     ),
+    "qwen35": _QWEN_3_5,
     "phi3": Architecture(
         "Phi3ForCausalLM",
         rotary=True,
@@ -177,6 +181,7 @@ ARCHITECTURES = {
         "Glm4MoeForCausalLM",
         qk_norm=None,
         rotary=True,
+        ahead=True,
         names=_MLP_NORM,
         mixture=Router(scores="sigmoid", normed=True, many=True),
         keys=MANY,
@@ -185,6 +190,7 @@ ARCHITECTURES = {
         "DeepseekV2ForCausalLM",
         latent=True,
         rotary=True,
+        ahead=True,
         log_multiplier=10.0,
         names={
             "attn_q_a": "self_attn.q_a_proj",
@@ -210,7 +216,6 @@ ARCHITECTURES = {
         log_multiplier=1.0,
         keys=("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
     ),
-    "qwen35": _QWEN_3_5,
     "seed_oss": Architecture("SeedOssForCausalLM", names=_MLP_NORM),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM", qk_norm=True),
@@ -221,6 +226,12 @@ ARCHITECTURES = {
     "gemma-embedding": replace(_GEMMA_3, both=True),
 }
 """`general.architecture` -> what it means. Mistral's models call themselves llama."""
+
+
+def layers(keys: Fields, family: Architecture) -> int:
+    """How many layers compute the next token."""
+    count = keys.integer("block_count", 1, 1 << 12)
+    return count - (keys.integer("nextn_predict_layers", 0, count - 1, 0) if family.ahead else 0)
 
 
 def experts(keys: Fields, family: Architecture, layers: int, corrected: bool) -> Experts | None:

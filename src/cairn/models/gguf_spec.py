@@ -20,6 +20,7 @@ from cairn.models.ends import ENDS, is_spelt_as_control, known_ends
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
 from cairn.models.gguf_architectures import ARCHITECTURES, EXPERT_KEYS, Architecture, experts
+from cairn.models.gguf_architectures import layers as layers_of
 from cairn.models.gguf_positions import factors, long_rope
 from cairn.models.gguf_purpose import ENCODERS, purpose
 from cairn.models.gguf_purpose import KEYS as PURPOSE
@@ -103,7 +104,7 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     keys = _keys(gguf, family)
     hidden = keys.integer("embedding_length", 1, 1 << 20)
     heads = keys.integer("attention.head_count", 1, 1 << 14)
-    layers = trunk(keys)
+    layers = layers_of(keys, family)
     length = "attention.key_length_mla" if family.latent else "attention.key_length"
     head_dim = keys.integer(length, 2, MAX_HEAD_DIM, None if family.latent else hidden // heads)
     turned = keys.integer("rope.dimension_count", 2, head_dim, head_dim) if family.rotary else head_dim
@@ -179,12 +180,6 @@ def _with_latents(keys: Fields, spec: ModelSpec, turned: int) -> ModelSpec:
     name = "DeepseekV3ForCausalLM" if corrected else spec.architecture
     own = spec_fields(keys, latent, turned, spec.layers, spec.rope_scaling)
     return msgspec.structs.replace(spec, architecture=name, **own)
-
-
-def trunk(keys: Fields) -> int:
-    """Layers without those behind the last, which guess further tokens."""
-    layers = keys.integer("block_count", 1, 1 << 12)
-    return layers - keys.integer("nextn_predict_layers", 0, layers - 1, 0)
 
 
 def _keys(gguf: Gguf, family: Architecture) -> Fields:

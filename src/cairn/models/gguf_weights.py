@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from cairn.errors import ModelFileError
 from cairn.kernels.base import Quantized
 from cairn.models.dequant import Kind, dequantize
-from cairn.models.families import AHEAD, FAMILIES
 from cairn.models.gguf import Gguf, Tensor
-from cairn.models.gguf_architectures import Architecture
+from cairn.models.gguf_architectures import Architecture, layers
 from cairn.models.gguf_encoder import encoder_name, is_encoder
 from cairn.models.gguf_positions import FACTORS, LONG, SHORT
 from cairn.models.gguf_purpose import DENSE, JUDGE
@@ -66,6 +65,7 @@ _BEHIND = {JUDGE: "judge.weight"} | {f"{name}.weight": f"{name}.weight" for name
 _NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)(?:\.(weight|bias))?")
 _HARMLESS = re.compile("|".join((*map(re.escape, (FACTORS, SHORT, LONG)), r"blk\.\d+\.attn_rot_embd\.weight")))
 """Constants of the rotary positions; the spec holds those that matter."""
+_LAYER_OF = re.compile(r"blk\.(\d{1,5})\.")
 _TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.(weight|bias)")
 
 
@@ -95,7 +95,7 @@ def hub_name(name: str, others: Mapping[str, str] | None = None) -> str | None:
 def hub_names(name: str, own: Architecture) -> tuple[str, ...]:
     """The names of all of ours that a tensor holds; as `hub_name` each."""
     match = _NAME.fullmatch(name)
-    if match is not None and match[1] is not None and match[2] in own.fused:
+    if match is not None and match[1] is not None and match[3] and match[2] in own.fused:
         return tuple(f"model.layers.{int(match[1])}.{one}.{match[3]}" for one in own.fused[match[2]])
     found = hub_name(name, own.names)
     return () if found is None else (found,)
@@ -135,18 +135,22 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         self._gguf, self._spec, self._head_dim = gguf, spec, spec.head_dim
         own = None if is_encoder(gguf) else architecture(gguf)
         self._interleaved = own is not None and own.interleaved
+        behind = layers(gguf.own_fields, own) if own is not None and own.ahead else 0
         self._found: dict[str, _Part] = {}
         for tensor in gguf.tensors.values():
-            names = self._names(tensor.name, own)
+            names: tuple[str, ...]
+            if own is None:
+                one = encoder_name(gguf.metadata["general.architecture"], tensor.name)
+                names = () if one is None else (one,)
+            else:
+                names = hub_names(tensor.name, own)
             changed = list(parts(names[0], spec.recurrence, spec.hidden)) if names and spec.recurrence else []
             if changed:
-                for one in changed:
-                    self._change(one, tensor, expected)
+                for part in changed:
+                    self._change(part, tensor, expected)
             elif names and all(name.format(0) in expected for name in names):
                 self._put(names, tensor, expected)
-            elif _behind(tensor.name, spec):
-                continue
-            elif not _HARMLESS.fullmatch(tensor.name):
+            elif not (_HARMLESS.fullmatch(tensor.name) or (behind and _set_aside(tensor.name, behind))):
                 family = gguf.metadata["general.architecture"]
                 raise ModelFileError(f"{tensor.path}: the tensor {tensor.name[:120]!r} is not part of a {family}")
         missing = next((name for name in expected if name not in self._found), None)
@@ -154,13 +158,6 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
             raise ModelFileError(
                 f"{gguf.paths[0]}: the tensor for {missing} of shape {list(expected[missing])} is missing"
             )
-
-    def _names(self, stored: str, own: Architecture | None) -> tuple[str, ...]:
-        """The names of all of ours that a tensor holds."""
-        if own is not None:
-            return hub_names(stored, own)
-        name = encoder_name(self._gguf.metadata["general.architecture"], stored)
-        return () if name is None else (name,)
 
     def _put(self, names: Sequence[str], tensor: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
         every, shape = list(names), expected[names[0].format(0)]
@@ -250,11 +247,10 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         return len(self._found)
 
 
-def _behind(name: str, spec: ModelSpec) -> bool:
+def _set_aside(name: str, layers: int) -> bool:
     """Whether a tensor is of a layer behind the last, which guesses further tokens."""
-    match = re.match(r"blk\.(\d{1,5})\.", name)
-    ahead = FAMILIES[spec.architecture].ahead if spec.encoder is None else False
-    return ahead and match is not None and spec.layers <= int(match[1]) < spec.layers + AHEAD
+    match = _LAYER_OF.match(name)
+    return match is not None and int(match[1]) >= layers
 
 
 def turn_back(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:

@@ -70,9 +70,9 @@ function showLink() {
   if (store.link === "live") fetchModels().catch(() => {});
 }
 
-async function begin() {
-  await connect();
-  if (shown) route();
+function begin() {
+  connect();
+  route();
 }
 
 // ----------------------------------------------------------------------------------------------------- light and dark

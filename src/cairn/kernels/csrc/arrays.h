@@ -34,7 +34,8 @@ inline Activation activation_of(const std::string& name) {
     if (name == "gelu") return Activation::gelu;
     if (name == "tanh") return Activation::tanh;
     if (name == "clamped_silu") return Activation::clamped_silu;
-    check(name == "gelu_tanh", "the activation is silu, gelu, gelu_tanh, tanh or clamped_silu");
+    if (name == "relu2") return Activation::relu2;
+    check(name == "gelu_tanh", "the activation is silu, gelu, gelu_tanh, tanh, clamped_silu or relu2");
     return Activation::gelu_tanh;
 }
 

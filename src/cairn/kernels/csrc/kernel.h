@@ -21,7 +21,7 @@ constexpr Index SPAN = 64;          // positions of one softmax step, aligned at
 constexpr Index SEGMENT = 1024;     // positions whose softmax is computed by itself, aligned likewise
 
 enum class Dtype : int { f32, f16, bf16 };
-enum class Activation : int { silu, gelu_tanh, gelu, tanh, clamped_silu };
+enum class Activation : int { silu, gelu_tanh, gelu, tanh, clamped_silu, relu2 };
 
 // How a part of a matrix is stored; see Segment.
 enum class Form : int { f32, f16, bf16, int4, int8, q4_k, q5_k, q6_k };
@@ -282,14 +282,14 @@ struct Variant {
     void (*embed)(const void* row, Dtype dtype, Index size, float* out);
     void (*rope_write)(const RopeWrite&, Index token, Index kv_head);
     void (*attend)(const Attend&);
-    void (*latent_write)(const LatentWrite&, Index token);
-    void (*turn_pairs)(const float* x, const float* cos, const float* sin, Index size, bool neighbours, float* out);
-    void (*latent_attend)(const LatentAttend&);
     void (*convolve)(const Convolve&);
     void (*scan)(const ScanStep&);
     void (*gated_norm)(const float* x, const float* gate, const float* weight, Index size, float eps, bool gate_first,
                        float* out);
     void (*gate_row)(const float* gate, Index size, float* out);
+    void (*latent_write)(const LatentWrite&, Index token);
+    void (*turn_pairs)(const float* x, const float* cos, const float* sin, Index size, bool neighbours, float* out);
+    void (*latent_attend)(const LatentAttend&);
     // For the roofline: see probe.h. `chains` of 16 multiply-adds make one turn.
     float (*read_all)(const float* from, Index count);
     float (*multiply_add)(Index turns, float factor);

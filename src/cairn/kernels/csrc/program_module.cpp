@@ -224,7 +224,7 @@ std::vector<MatrixView> views(const std::vector<const Matrix*>& matrices, Index 
     std::vector<MatrixView> found;
     for (const Matrix* one : matrices) {
         found.push_back(one->view());
-        check(found.back().out == out && found.back().inner == inner, "gate_up are [2F, H] and down [H, F], all alike");
+        check(found.back().out == out && found.back().inner == inner, "gate_up are [2F, H] or [F, H] and down [H, F], all alike");
     }
     return found;
 }
@@ -237,7 +237,7 @@ void experts(Program& program, const ConstFloats& x, const Ints& chosen, const C
     check(chosen.ndim() == 2 && shares.ndim() == 2 && chosen.shape(1) == shares.shape(1), "a share for each choice");
     const auto size = static_cast<Index>(x.shape(1)), width = down[0]->view().inner;
     program.experts(x.data(), chosen.data(), shares.data(), static_cast<Index>(chosen.shape(1)),
-                    views(gate_up, 2 * width, size), activation_of(activation), views(down, size, width), out.data(),
+                    views(gate_up, gate_up[0]->view().out == width ? width : 2 * width, size), activation_of(activation), views(down, size, width), out.data(),
                     static_cast<Index>(x.shape(0)));
 }
 

@@ -51,6 +51,11 @@ inline void layer_norm(const float* x, const float* weight, const float* bias, I
 
 inline Vec silu(const Vec& x) { return x / (set(1.0f) + exp(set(0.0f) - x)); }
 
+inline Vec relu2(const Vec& x) {
+    const Vec positive = larger(x, set(0.0f));
+    return positive * positive;
+}
+
 inline Vec gelu_tanh(const Vec& x) {
     const Vec inner = set(0.7978845608f) * (x + set(0.044715f) * (x * x * x));
     return set(0.5f) * x * (set(1.0f) + tanh(inner));
@@ -74,6 +79,7 @@ inline Vec activate(const Vec& x, Activation activation) {
         case Activation::silu: return silu(x);
         case Activation::gelu: return gelu(x);
         case Activation::tanh: return tanh(x);
+        case Activation::relu2: return relu2(x);
         case Activation::clamped_silu:  // a gate's alone
         case Activation::gelu_tanh: break;
     }
