@@ -158,3 +158,15 @@ def test_an_agents_context_survives_its_models_absence(server: Served) -> None:
     cache, prompt = again["usage"]["cairn"], again["usage"]["prompt_tokens"]
     assert cache["disk"] >= first.json()["usage"]["prompt_tokens"] - 64, cache
     assert cache["computed"] + cache["disk"] + cache["pool"] == prompt and cache["computed"] < 160
+
+
+def test_teams_and_workflows_are_answered_by_the_model_that_they_name(server: Served) -> None:
+    team = {"id": "crew", "model": "beta", "members": [{"name": "ann"}, {"name": "ben"}]}
+    made = post(server, "/v1/teams", **team)
+    assert made.status_code == 201, made.text
+    done = post(server, "/v1/teams/crew/rounds", content="Begin.")
+    assert done.status_code == 200, done.text
+    turns = get(server, "/v1/agents/crew.ann/turns")["data"]
+    assert turns, turns
+    found = get(server, "/v1/agents/crew.ann")
+    assert found["model"] == "beta", found

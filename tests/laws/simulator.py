@@ -188,6 +188,9 @@ class World:
             max_queue=64 if self.calm else chance.randint(2, 16),
             max_queue_tokens=4000 if self.calm else chance.randint(30, 300),
         )
+        unequal = random.Random(seed + (1 << 43)) if seed % 4 == 3 else None
+        if unequal is not None:
+            self.limits = dataclasses.replace(self.limits, weights={unequal.choice("abc"): unequal.choice((0.5, 2, 3))})
         self.machine = Machine(random.Random(seed + (1 << 41))) if seed % 5 in (0, 2) else None
         """One that is measured, or (None) one that takes no time."""
         if self.machine is not None:
@@ -207,6 +210,8 @@ class World:
         self.orders = self.turns = 0
         self.ring: list[str] = []
         """Tenants of whom something waits that never ran, in the order of their turns."""
+        self.had: dict[str, int] = {}
+        """How many turns of its round a tenant, which waits, has had."""
         self.passes: dict[str, Counter[str]] = {}
         """How many requests of each other tenant began since this one, which waits, had its turn."""
         self.shared_turns = 0
@@ -312,7 +317,7 @@ class World:
             self.storage.start()
         self.max_rows = min(limits.max_running, limits.step_tokens)
         self.queue_limits = limits
-        self.ring, self.passes, self.turns = [], {}, 0
+        self.ring, self.passes, self.turns, self.had = [], {}, 0, {}
 
     # ------------------------------------------------------------------------------------------------- actions
 
@@ -479,22 +484,35 @@ class World:
         left = {client.share for client in self.waiting(new=True)}
         self.ring = [share for share in self.ring if share in left]
         self.passes = {share: passes for share, passes in self.passes.items() if share in left}
+        self.had = {share: had for share, had in self.had.items() if share in left}
+
+    def turns_of(self, share: str) -> int:
+        """How many turns a tenant has in a round."""
+        weights = self.limits.weights
+        return round(weights.get(share, 1) / min(1, *weights.values())) if weights else 1
 
     def line(self) -> list[Client]:
         """In which order the requests that wait have their turns: those that ran before, then one of each tenant, a
-        second of each, and so on; of its own, a tenant's priority and their age say which."""
+        second of each, and so on, or as many at a time as a tenant's weight says; of its own, a tenant's priority and
+        their age say which."""
         waits = self.waiting()
         line = sorted((client for client in waits if client.turn), key=lambda client: client.turn)
         lines = [
-            sorted((c for c in waits if not c.turn and c.share == share), key=lambda client: client.rank)
+            (
+                self.turns_of(share),
+                self.had.get(share, 0),
+                sorted((c for c in waits if not c.turn and c.share == share), key=lambda client: client.rank),
+            )
             for share in self.ring
         ]
-        for place in range(len(waits)):
-            line += [own[place] for own in lines if place < len(own)]
+        for around in range(len(waits)):
+            for turns, had, own in lines:
+                line += own[max(0, around * turns - had) : (around + 1) * turns - had]
         return line
 
     def took_turns(self, plan: Plan, barred: set[str]) -> None:
-        """Between two requests of one tenant that begin, every other that waits and is not `barred` has one."""
+        """Between two requests of one tenant that begin, every other that waits and is not `barred` has one; with a
+        weight a tenant has as many, and no more."""
         for id in plan.started:
             client = self.live[id]
             self.turns += 1
@@ -506,9 +524,12 @@ class World:
             for other in waits:
                 passes = self.passes.setdefault(other, Counter())
                 passes[share] += 1
-                law(passes[share] <= 1, "a tenant had two turns while another waited")
-            self.ring.remove(share)
-            self.ring.append(share)
+                law(passes[share] <= self.turns_of(share), "a tenant had two turns while another waited")
+            self.had[share] = self.had.get(share, 0) + 1
+            if self.had[share] >= self.turns_of(share):
+                self.had[share] = 0
+                self.ring.remove(share)
+                self.ring.append(share)
         self.leave_ring()
 
     def after_plan(

@@ -178,6 +178,36 @@ async def test_a_swap_moves_the_names_and_what_runs_goes_on(tmp_path: Path) -> N
             await models.swap(alpha, "gamma", 1.0)
 
 
+@pytest.mark.parametrize("after", [False, True], ids=["beside", "after"])
+async def test_a_swap_under_fifty_streams_loses_none_and_mixes_none(tmp_path: Path, after: bool) -> None:
+    async with several(tmp_path, "alpha beta", max_loaded=1 if after else 8, kv_gb=0.1) as models:
+        await until(lambda: models.models[1].spec)
+        alone: dict[str, str] = {}
+        identities: list[bytes] = []
+
+        async def ask(number: int) -> None:
+            async with models.using(models.find("alpha")) as service:
+                identities.append(service.spec.identity)
+                text = (await collect(service.generate(request(service, f"question {number % 5}", 40)))).text
+            who = f"{service.spec.identity.hex()} {number % 5}"
+            assert text and alone.setdefault(who, text) == text
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(50):
+                group.create_task(ask(number))
+            await until(lambda: models.requests >= 50)
+            swapping = group.create_task(models.swap(models.find("alpha"), "beta", 60.0))
+            await asyncio.sleep(0)
+            if after:  # calls that come meanwhile wait for the new one
+                await until(lambda: models.models[0].state != "loaded")
+                group.create_task(ask(50))
+            await swapping
+            for number in range(51, 61):
+                group.create_task(ask(number))
+        old, new = dict.fromkeys(identities)
+        assert identities.count(old) == 50 and identities.count(new) == (11 if after else 10)
+
+
 class Planted(Exception):
     """Nothing that anybody foresaw."""
 

@@ -33,7 +33,7 @@ from cairn.agents.pending_writes import PendingWrites
 from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running import RunningTurn
 from cairn.agents.turn_tree import Agent
-from cairn.agents.turns import Turns
+from cairn.agents.turns import Gate, Turns
 from cairn.agents.writer import Writer
 from cairn.config import Config
 from cairn.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
@@ -206,14 +206,22 @@ class Agents:
         with self._agents.reading(tenant, id) as agent:
             return tuple(await self.kv.ids(agent.head))
 
-    def model_of(self, tenant: str, id: str) -> bytes:
-        """The identity of the model that answered at the agent's head; empty before its first turn, or where no such
-        agent is."""
+    def model_of(self, tenant: str, id: str) -> tuple[bytes, str]:
+        """The identity of the model that answered at the agent's head, and the name of the one that it was made for, or
+        that answered last; empty where there is none, or no such agent."""
         try:
-            head = self._find(tenant, id).head
+            agent = self._find(tenant, id)
         except (NotFound, InvalidRequest):
-            return b""
-        return head.identity if head.number else b""
+            return b"", ""
+        return agent.head.identity if agent.head.number else b"", agent.record.model
+
+    def service_of(self, tenant: str, id: str) -> Service:
+        """The service that answers a turn of the agent which names no model. NotLoaded where that is being loaded."""
+        return self._service_of(self._find(tenant, id))
+
+    def _service_of(self, agent: Agent) -> Service:
+        found = self.services.of(agent.head.identity) if agent.head.number else None
+        return found or self.services.named(agent.record.model) or self.services.first
 
     def figures(self) -> AgentFigures:
         """All tenants together, for the metrics."""
@@ -346,13 +354,15 @@ class Agents:
         metadata: dict[str, str] | None = None,
         ttl: float | None = None,
         pinned: bool = False,
+        model: str = "",
     ) -> AgentInfo:
         """A new agent whose context begins with `messages`; calls of its `strict` tools fit their schema in every turn.
+        `model`: the name of the one that is to answer where a turn names none.
 
         Conflict if the id is taken. Durable when it returns.
         """
-        given = metadata or {}
-        return (await create_agent(self._agents, tenant, id, messages, tools, strict, given, ttl, pinned)).info()
+        given, whose = metadata or {}, model if self.services.several else ""
+        return (await create_agent(self._agents, tenant, id, messages, tools, strict, given, ttl, pinned, whose)).info()
 
     async def describe(self, tenant: str, id: str, metadata: dict[str, str]) -> AgentInfo:
         """Give an agent other metadata. Durable when it returns; on Unavailable nothing has changed."""
@@ -441,16 +451,17 @@ class Agents:
         template_args: Mapping[str, Any] | None = None,
         wanted: Wanted = ANYTHING,
         service: Service | None = None,
+        gate: Gate | None = None,
     ) -> RunningTurn:
         """Begin a turn with new messages only; read its `batches`. `service`: of the model that is to answer, where
-        there are several.
+        there are several. `gate` is waited for once the prompt is there.
 
         Conflict while another turn runs or one was interrupted, unless `fork_on_conflict`: then it is the turn of a
         new agent. ContextTooLong with the figures, Overloaded and Unavailable as for any request.
         """
         with self._agents.reading(tenant, id) as agent:
             return await self._turns.start(
-                service or self.services.first,
+                service or self._service_of(agent),
                 agent,
                 messages,
                 options,
@@ -459,6 +470,7 @@ class Agents:
                 share=share,
                 fork_on_conflict=fork_on_conflict,
                 wanted=wanted,
+                gate=gate,
             )
 
     async def aside(
@@ -472,15 +484,17 @@ class Agents:
         share: str = "",
         template_args: Mapping[str, Any] | None = None,
         wanted: Wanted = ANYTHING,
+        service: Service | None = None,
+        gate: Gate | None = None,
     ) -> Stream:
         """The answer to a question that the agent will not remember: its context is extended for this request alone.
 
         Nothing of it goes to the disk. Conflict while a turn runs or one was interrupted.
         """
         with self._agents.reading(tenant, id) as agent:
-            service = self.services.of(agent.head.identity) or self.services.first
+            answering = service or self._service_of(agent)
             return await self._turns.aside(
-                service, agent, messages, options, request, template_args, share=share, wanted=wanted
+                answering, agent, messages, options, request, template_args, share=share, wanted=wanted, gate=gate
             )
 
     async def resume(self, tenant: str, id: str, *, request: int, share: str = "") -> RunningTurn:

@@ -81,6 +81,8 @@ class AgentInfo(msgspec.Struct, frozen=True, kw_only=True):
     origin_turn: int
     metadata: dict[str, str]
     savings: Savings
+    model: str = ""
+    """The name of the model that answers it, on a server with several."""
 
 
 class AgentPage(msgspec.Struct, frozen=True, kw_only=True):

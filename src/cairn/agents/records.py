@@ -43,6 +43,8 @@ class AgentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     time from then."""
     moved: float = 0.0
     """When it was taken in, for the branches that it had then; in old records, when its head was last moved."""
+    model: str = ""
+    """The name of the model that it was made for, or that answered last, on a server with several."""
 
 
 class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -159,6 +161,8 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tenant: str
     id: str
     created: float
+    model: str = ""
+    """The name of the model that it was made with."""
     body: bytes
     """What that room keeps of it, in MessagePack."""
 

@@ -238,4 +238,5 @@ class Agent:
             origin_turn=self.base.number if record.origin else 0,
             metadata=record.metadata,
             savings=self.savings,
+            model=record.model,
         )

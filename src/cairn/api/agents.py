@@ -124,6 +124,7 @@ class AgentRoutes:
             metadata=body.metadata,
             ttl=body.ttl,
             pinned=bool(body.pin),
+            model=service.name if body.model is not None else "",
         )
         await call.json(agent_object(info, service), 201)
 
@@ -255,4 +256,4 @@ class AgentRoutes:
 
 def agent_object(info: AgentInfo, service: Service) -> dict[str, Any]:
     """An agent on the wire."""
-    return {"object": "agent", "model": service.name, **msgspec.to_builtins(info)}
+    return {"object": "agent", **msgspec.to_builtins(info), "model": info.model or service.name}

@@ -220,6 +220,13 @@ class Models:
         finally:
             model.waiting -= 1
 
+    def _want(self, name: str) -> bool:
+        """Begin to load a model for work that no call waits for; whether there is one of this name."""
+        model = self._by_name.get(name)
+        if model is not None and not (model.failure and self._clock.now() - model.failed_at < FAILED_SECONDS):
+            self._loading(model)
+        return model is not None
+
     def _loading(self, model: ServedModel) -> asyncio.Task[None]:
         if model.loading is None:
             model.loading = self._later(self._load_quietly(model))
@@ -326,6 +333,8 @@ class Models:
             self._by_name.setdefault(name, model)
         if not hasattr(self, "services"):
             self.services = Services(service)
+            if self.several:
+                self.services.want = self._want
             return
         self.services.add(service)
         if before is self.services.first:

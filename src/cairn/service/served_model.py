@@ -58,6 +58,8 @@ class ServedModel:
         """`config`: of the server. `found`: in the folder of models, not named by an option."""
         self.config = config_of(config, options)
         """What it is loaded with."""
+        self.own = frozenset(options.options)
+        """The options that are of this model alone."""
         self.reference = options.model
         self.pinned, self.at_start, self.found = options.pin, options.load and not found, found
         self.ttl = (config.model_ttl if options.ttl is None else options.ttl) or math.inf
@@ -113,6 +115,8 @@ class ServedModel:
 
         self.place = place = hub.locate(self.config.model)
         self.spec = with_judge(load_spec(place, identify=False), place, self.config.kind)
+        if "context" not in self.own and (self.config.context or 0) > self.spec.context:
+            self.config = msgspec.structs.replace(self.config, context=None)  # of all models the longest
 
 
 def ends_of(reference: str) -> set[str]:

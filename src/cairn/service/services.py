@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
+from cairn.errors import NotLoaded
+
 if TYPE_CHECKING:
     from cairn.seams import Clock
     from cairn.service.service import Service
@@ -35,6 +37,8 @@ class Services:
         self._ended = (0, 0)
         """Bytes read from and written to the disk by services that are gone."""
         self._watchers: list[Callable[[Service], None]] = []
+        self.want: Callable[[str], bool] | None = None
+        """Has a model of this name loaded, where there are several; False where there is none."""
 
     def __iter__(self) -> Iterator[Service]:
         return iter(tuple(self._loaded))
@@ -47,6 +51,23 @@ class Services:
     def of(self, identity: bytes) -> Service | None:
         """A service of this model, where it is loaded."""
         return next((one for one in self._loaded if one.spec.identity == identity), None)
+
+    @property
+    def several(self) -> bool:
+        """Whether the server has several models."""
+        return self.want is not None
+
+    def named(self, name: str) -> Service | None:
+        """The service of the model with this name; None where the server has no such model, or one for all.
+
+        NotLoaded where it is not loaded now: from here on it is being loaded.
+        """
+        if self.want is None or not name:
+            return None
+        found = next((one for one in self._loaded if one.name == name), None)
+        if found is None and self.want(name):
+            raise NotLoaded(f"{name} is being loaded; ask again shortly", retry_after=1.0)
+        return found
 
     def known(self, identity: bytes) -> bool:
         """Whether this server has, or has had, the model loaded: its KV may be on the disk, and it may come back."""
