@@ -19,6 +19,7 @@ from cairn.api.anthropic_schemas import MessagesBody
 from cairn.api.auth import ADMIN, OPEN
 from cairn.api.conversations import ConversationBody, ItemsBody
 from cairn.api.llama_schemas import InfillBody, LlamaCompletionBody
+from cairn.api.model_admin import DrainBody, LoadBody, SwapBody, UnloadBody
 from cairn.api.ollama_schemas import (
     CopyBody,
     NameBody,
@@ -84,6 +85,13 @@ ROUTES: Mapping[str, type[Body] | None] = {
     "/v1/requests/{id}/events": None,
     "/v1/events": None,
     "/v1/savings": None,
+    "/v1/admin/models": None,
+    "/v1/admin/models/load": LoadBody,
+    "/v1/admin/models/unload": UnloadBody,
+    "/v1/admin/models/swap": SwapBody,
+    "/v1/admin/drain": DrainBody,
+    "/v1/models/load": LoadBody,
+    "/v1/models/unload": UnloadBody,
     "/v1/cache": None,
     "/v1/cache/flush": NoBody,
     "/v1/cache/scrub": NoBody,
