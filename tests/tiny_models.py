@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
+from tests.recurrent_models import RECURRENT, as_stored
 
 import cairn.engine.cpu
 from cairn.config import Config
@@ -22,7 +23,7 @@ from cairn.kernels import native
 from cairn.kernels.vocabulary import Sampler
 from cairn.models.spec import load_spec
 from cairn.models.weights import expected_tensors
-from cairn.types import ModelSpec, Recurrence, SamplingParams
+from cairn.types import ModelSpec, SamplingParams
 
 PLAIN: dict[str, Any] = {
     "hidden_size": 48,
@@ -183,6 +184,38 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"first_k_dense_replace": 1, "num_hidden_layers": 3, "partial_rotary_factor": 0.5, "use_qk_norm": True},
         "attention_bias": True,
     },
+    "deepseek 2 lite": {
+        "architecture": "DeepseekV2ForCausalLM",
+        **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2},
+        **{
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.3,
+        },
+        **{"first_k_dense_replace": 1, "num_hidden_layers": 3, "num_key_value_heads": 4},
+        **{"q_lora_rank": None, "kv_lora_rank": 40, "qk_rope_head_dim": 8, "qk_nope_head_dim": 18, "v_head_dim": 14},
+        "rope_scaling": {
+            **{"type": "yarn", "factor": 8.0, "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.7},
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "deepseek 3": {
+        "architecture": "DeepseekV3ForCausalLM",
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1},
+        **{"n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "norm_topk_prob": True},
+        **{"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "num_attention_heads": 10},
+        **{"num_key_value_heads": 10, "q_lora_rank": 24, "kv_lora_rank": 64, "qk_rope_head_dim": 16},
+        **{"qk_nope_head_dim": 16, "v_head_dim": 20, "attention_bias": True},
+    },
+    "glm 4.7 flash": {
+        "architecture": "Glm4MoeLiteForCausalLM",
+        **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1},
+        **{"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8},
+        **{"mlp_layer_types": ["dense", "sparse", "dense"], "num_hidden_layers": 3, "num_key_value_heads": 4},
+        **{"q_lora_rank": 20, "kv_lora_rank": 33, "qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 32},
+    },
     "granite": {
         "architecture": "GraniteForCausalLM",
         **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.5},
@@ -209,6 +242,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_out_bias": False,
         "head_dim": 20,
     },
+    "hunyuan": {
+        "architecture": "HunYuanDenseV1ForCausalLM",
+        **{"head_dim": 20, "tie_word_embeddings": True},
+        "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1},
+    },
+    "phi 3 with a window": {"architecture": "Phi3ForCausalLM", "sliding_window": 24, "num_key_value_heads": 4},
+    "phi 4": {"architecture": "Phi3ForCausalLM", "rope_theta": 250000.0},
+    "phi 4 mini": {
+        "architecture": "Phi3ForCausalLM",
+        **{"partial_rotary_factor": 0.5, "tie_word_embeddings": True, "original_max_position_embeddings": 32},
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.2, 3.0, 9.0]},
+    },
     "ministral 3": {
         "architecture": "Ministral3ForCausalLM",
         "head_dim": 20,
@@ -218,72 +263,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "rope_theta": 1e4,
         },
     },
-    "qwen 3.5": {
-        "architecture": "Qwen3_5ForCausalLM",
-        **{"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "rms_norm_eps": 1e-6},
-        **{"linear_key_head_dim": 12, "linear_value_head_dim": 20, "full_attention_interval": 4},
-        "rope_parameters": {
-            **{"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            **{"mrope_section": [2, 1, 1], "mrope_interleaved": True},
-        },
-    },
-    "qwen 3.5, one head of keys": {
-        "architecture": "Qwen3_5ForCausalLM",
-        **{"num_hidden_layers": 3, "linear_num_key_heads": 1, "linear_num_value_heads": 3, "tie_word_embeddings": True},
-        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_conv_kernel_dim": 3, "head_dim": 20},
-        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
-        **{"attention_bias": True, "partial_rotary_factor": 0.4},
-    },
-    "qwen 3.5 moe": {
-        "architecture": "Qwen3_5MoeForCausalLM",
-        **{
-            "num_hidden_layers": 4,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "full_attention_interval": 2,
-        },
-        **{"linear_key_head_dim": 16, "linear_value_head_dim": 24, "partial_rotary_factor": 0.5},
-        **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-        "shared_expert_intermediate_size": 40,
-    },
-    "qwen 3 next": {
-        "architecture": "Qwen3NextForCausalLM",
-        **{"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "mlp_only_layers": [2]},
-        **{"linear_key_head_dim": 16, "linear_value_head_dim": 12, "partial_rotary_factor": 0.25},
-        **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-        "shared_expert_intermediate_size": 40,
-    },
-    "lfm 2": {
-        "architecture": "Lfm2ForCausalLM",
-        **{"num_hidden_layers": 4, "conv_L_cache": 3, "block_multiple_of": 8, "block_ff_dim": 100, "norm_eps": 1e-5},
-        "layer_types": ["conv", "full_attention", "conv", "conv"],
-        "tie_word_embeddings": True,
-    },
-    "lfm 2, biases": {
-        "architecture": "Lfm2ForCausalLM",
-        **{"num_hidden_layers": 3, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False, "full_attn_idxs": [0]},
-        **{"conv_bias": True, "tie_word_embeddings": True},
-    },
-    "lfm 2 moe": {
-        "architecture": "Lfm2MoeForCausalLM",
-        **{"num_hidden_layers": 4, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-        **{"num_dense_layers": 1, "routed_scaling_factor": 1.2, "tie_word_embeddings": True},
-        "layer_types": ["conv", "full_attention", "conv", "conv"],
-    },
-    "granite 4 hybrid": {
-        "architecture": "GraniteMoeHybridForCausalLM",
-        **{"num_hidden_layers": 4, "num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 56},
-        **{"intermediate_size": 24, "mamba_n_heads": 8, "mamba_d_state": 12, "mamba_n_groups": 2},
-        **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.5},
-        **{"layer_types": ["mamba", "mamba", "attention", "mamba"], "position_embedding_type": "nope"},
-    },
-    "granite 4 hybrid, dense": {
-        "architecture": "GraniteMoeHybridForCausalLM",
-        **{"num_hidden_layers": 3, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 56},
-        **{"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_d_conv": 3, "mamba_proj_bias": True},
-        **{"layer_types": ["mamba", "attention", "mamba"], "position_embedding_type": "rope"},
-        "time_step_limit": [0.001, 0.8],
-    },
+    **RECURRENT,
 }
 """Every family, and every odd shape that its arithmetic could get wrong."""
 
@@ -301,6 +281,12 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
         "Ministral3": "ministral3",
         **{"Qwen3_5": "qwen3_5_text", "Qwen3_5Moe": "qwen3_5_moe_text", "Qwen3Next": "qwen3_next"},
         **{"Lfm2": "lfm2", "Lfm2Moe": "lfm2_moe", "GraniteMoeHybrid": "granitemoehybrid"},
+        "NemotronH": "nemotron_h",
+        "Phi3": "phi3",
+        "HunYuanDenseV1": "hunyuan_v1_dense",
+        "DeepseekV2": "deepseek_v2",
+        "DeepseekV3": "deepseek_v3",
+        "Glm4MoeLite": "glm4_moe_lite",
     }
     config = {**PLAIN, "architectures": [architecture], "model_type": kinds[architecture.removesuffix("ForCausalLM")]}
     if architecture.startswith("Gemma"):
@@ -356,101 +342,49 @@ def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
         parts = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2.", ".mlp.": ".block_sparse_moe."}
         for ours, theirs in parts.items():
             tensors = {name.replace(ours, theirs): array for name, array in tensors.items()}
-    if spec.architecture == "Glm4MoeForCausalLM":
+    if spec.architecture == "HunYuanDenseV1ForCausalLM":
+        names = {".q_norm.": ".query_layernorm.", ".k_norm.": ".key_layernorm."}
+        for ours, theirs in names.items():
+            tensors = {name.replace(ours, theirs): array for name, array in tensors.items()}
+    if spec.latent is not None:
+        tensors = joined_latents(spec, tensors)
+    if spec.architecture == "Glm4MoeForCausalLM" or spec.latent is not None:
         tensors = {name.replace(".shared_expert.", ".shared_experts."): array for name, array in tensors.items()}
+    if spec.architecture == "Phi3ForCausalLM":
+        tensors = fused_rows(
+            fused_rows(tensors, "self_attn.qkv_proj", ("q", "k", "v")), "mlp.gate_up_proj", ("gate", "up")
+        )
     if spec.architecture == "GptOssForCausalLM":
         tensors = fused_experts(spec, tensors)
-    if spec.recurrence is not None:
-        tensors = dict(recurrent(spec.recurrence, name, array) for name, array in tensors.items())
-    if spec.architecture == "Qwen3NextForCausalLM":
-        tensors = joined_projections(spec, tensors)
-    if spec.architecture.startswith("Lfm2"):
-        tensors = {liquid(name): array for name, array in tensors.items()}
-    if spec.architecture == "GraniteMoeHybridForCausalLM":
-        tensors = granite_experts(spec, tensors)
-    return tensors
+    return as_stored(spec, tensors) if spec.recurrence is not None else tensors
 
 
-def joined_projections(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Qwen3-Next's projections of each head of keys beside each other."""
-    assert spec.recurrence is not None
-    heads, keys = spec.recurrence.key_heads, spec.recurrence.key_heads * spec.recurrence.key_size
-    found = {}
-
-    def woven(*parts: np.ndarray) -> np.ndarray:
-        return np.concatenate([part.reshape(heads, -1, spec.hidden) for part in parts], axis=1).reshape(-1, spec.hidden)
-
-    for name, array in tensors.items():
-        stem = name.rpartition("in_proj_")[0]
-        if name.endswith("in_proj_qkv.weight"):
-            gates = tensors[f"{stem}in_proj_z.weight"]
-            found[f"{stem}in_proj_qkvz.weight"] = woven(array[:keys], array[keys : 2 * keys], array[2 * keys :], gates)
-        elif name.endswith("in_proj_b.weight"):
-            found[f"{stem}in_proj_ba.weight"] = woven(array, tensors[f"{stem}in_proj_a.weight"])
-        elif not name.endswith(("in_proj_z.weight", "in_proj_a.weight")):
-            found[name] = array
+def joined_latents(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What makes keys and values of latents as one matrix, head by head."""
+    found = {name: array for name, array in tensors.items() if "_b_proj." not in name or ".q_b_proj." in name}
+    for layer in range(spec.layers):
+        prefix = f"model.layers.{layer}.self_attn."
+        parts = [
+            np.concatenate([tensors[f"{prefix}k_b_proj.{head}.weight"].T, tensors[f"{prefix}v_b_proj.{head}.weight"]])
+            for head in range(spec.heads)
+        ]
+        found[f"{prefix}kv_b_proj.weight"] = np.ascontiguousarray(np.concatenate(parts))
     return found
 
 
-LIQUID = {
-    ".input_layernorm.": ".operator_norm.",
-    ".post_attention_layernorm.": ".ffn_norm.",
-    ".o_proj.": ".out_proj.",
-    ".q_norm.": ".q_layernorm.",
-    ".k_norm.": ".k_layernorm.",
-    ".mlp.gate.e_score_correction_bias": ".feed_forward.expert_bias",
-    ".mlp.": ".feed_forward.",
-    ".gate_proj.": ".w1.",
-    ".up_proj.": ".w3.",
-    ".down_proj.": ".w2.",
-    "model.norm.": "model.embedding_norm.",
-}
-
-
-def liquid(name: str) -> str:
-    """LFM2's name of a tensor."""
-    for ours, theirs in LIQUID.items():
-        name = name.replace(ours, theirs)
-    return name
-
-
-def granite_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Granite's experts in one tensor, and the one for all, or the MLP, in two."""
-    found, parts = {}, "mlp.shared_expert." if spec.experts else "mlp."
-    for name, array in tensors.items():
-        layer = name[: name.find(parts)] if parts in name else ""
-        if layer and name.endswith(f"{parts}gate_proj.weight"):
-            found[f"{layer}shared_mlp.input_linear.weight"] = np.concatenate(
-                [array, tensors[name.replace("gate", "up")]]
+def fused_rows(tensors: dict[str, np.ndarray], name: str, parts: Sequence[str]) -> dict[str, np.ndarray]:
+    """Matrices of a layer that begin with `parts` as one, which is called `name`."""
+    place = name.partition(".")[0]
+    found: dict[str, np.ndarray] = {}
+    for key, array in tensors.items():
+        layer, _, own = key.partition(f".{place}.")
+        if own.removesuffix("_proj.weight") not in parts:
+            found[key] = array
+        elif own == f"{parts[0]}_proj.weight":
+            found[f"{layer}.{name}.weight"] = np.concatenate(
+                [tensors[f"{layer}.{place}.{one}_proj.weight"] for one in parts]
             )
-        elif layer and name.endswith(f"{parts}down_proj.weight"):
-            found[f"{layer}shared_mlp.output_linear.weight"] = array
-        elif name.endswith("mlp.gate.weight"):
-            layer, every = name.removesuffix("mlp.gate.weight"), range(spec.experts.count)  # type: ignore[union-attr]
-            moe, own = f"{layer}block_sparse_moe.", f"{layer}mlp.experts."
-            found[f"{moe}router.layer.weight"] = array
-            up = [[tensors[f"{own}{one}.{half}_proj.weight"] for half in ("gate", "up")] for one in every]
-            found[f"{moe}input_linear.weight"] = np.stack([np.concatenate(both) for both in up])
-            found[f"{moe}output_linear.weight"] = np.stack([tensors[f"{own}{one}.down_proj.weight"] for one in every])
-        elif ".mlp." not in name:
-            found[name] = array
     return found
-
-
-MIXERS = {"delta": "linear_attn.", "mamba2": "mamba.", "conv": "conv."}
-
-
-def recurrent(facts: Recurrence, name: str, array: np.ndarray) -> tuple[str, np.ndarray]:
-    """A tensor of a layer that keeps a state as files have it."""
-    before, mixer, rest = name.partition(".mixer.")
-    if not mixer:
-        return name, array
-    if rest == "decay":
-        rest, array = "A_log", np.log(-array)
-    if rest == "conv.weight":
-        array = np.ascontiguousarray(array.reshape(facts.reach, 1, facts.channels).transpose(2, 1, 0))
-    rest = rest if facts.kind == "conv" else rest.replace("conv.", "conv1d.")
-    return f"{before}.{MIXERS[facts.kind]}{rest}", array
 
 
 def fused_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -38,9 +38,11 @@ def test_it_names_every_route_and_no_other(app: App, described: dict[str, Any]) 
 
 def test_it_names_every_route_that_a_module_says_it_has(described: dict[str, Any]) -> None:
     """Those with an id in their path stand in the docstrings of the modules that serve them."""
-    from cairn.api import agents, app, conversations, responses
+    from cairn.api import agents, app, collections, conversations, responses, teams, workflows
 
-    said = " ".join(str(module.__doc__) for module in (agents, app, conversations, responses))
+    said = " ".join(
+        str(module.__doc__) for module in (agents, app, collections, conversations, responses, teams, workflows)
+    )
     named = set(re.findall(r"(/v1/[a-z_]+(?:/(?:{\w+}|[a-z_]+))+)", said))
     assert len(named) > 15 and {canonical(path) for path in named} <= set(described["paths"])
 

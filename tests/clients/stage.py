@@ -22,6 +22,8 @@ from tests.api.process import Served
 from tests.scripted_model import write_scripted
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
+from cairn.text.detokenizer import _BYTES
+
 PARTS = """\
 {%- set results = namespace(n=0) %}
 {%- if tools %}
@@ -60,20 +62,43 @@ def calling(name: str, arguments: dict[str, Any]) -> list[str]:
     return ["<tool_call>", f"\n{call}\n", "</tool_call>"]
 
 
-def write_part(path: Path, answers: Sequence[Sequence[str]], alone: Sequence[str], *, context: int = 65_536) -> Path:
+def write_part(
+    path: Path,
+    answers: Sequence[Sequence[str]],
+    alone: Sequence[str],
+    *,
+    natural: bool = False,
+    context: int = 65_536,
+) -> Path:
     """A model that says these answers, and `alone` where there are no tools. Its tokenizer has words: agents' prompts
-    are long."""
+    are long.
+
+    Answers are single tokens, which no grammar forces; `natural`: they are cut as the tokenizer cuts them.
+    """
+    learnt = learn()
+    merges = [tuple(pair) for pair in json.loads(learnt.to_str())["model"]["merges"]]
+    template = PARTS.replace("LAST", str(len(answers) - 1)).replace("ALONE", str(len(answers)))
+    tags = dict.fromkeys(("<tool_call>", "</tool_call>"), 4)
+    both: Sequence[Sequence[str | bytes]] = [*answers, alone]
+    if natural:
+        both = [[part for piece in one for part in ([piece] if piece in tags else cut(learnt, piece))] for one in both]
+    return write_scripted(path, [], template=template, kinds=tags, context=context, answers=both, merges=merges)
+
+
+def learn() -> Tokenizer:
+    """A tokenizer of English."""
     learnt = Tokenizer(models.BPE())
     learnt.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=4096, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
     learnt.train([str(page) for page in sorted(PAGES.glob("*.md"))], trainer)
-    merges = [tuple(pair) for pair in json.loads(learnt.to_str())["model"]["merges"]]
-    template = PARTS.replace("LAST", str(len(answers) - 1)).replace("ALONE", str(len(answers)))
-    tags = dict.fromkeys(("<tool_call>", "</tool_call>"), 4)
-    both = [*answers, alone]
-    return write_scripted(path, [], template=template, kinds=tags, context=context, answers=both, merges=merges)
+    return learnt
+
+
+def cut(learnt: Tokenizer, text: str) -> list[bytes]:
+    """A text in the tokens in which it would be read."""
+    return [bytes(_BYTES[char] for char in token) for token in learnt.encode(text).tokens]
 
 
 class Prompter:
@@ -194,12 +219,13 @@ def stage(
     alone: Sequence[str] = ("Hello.",),
     *,
     kill_before: int = -1,
+    natural: bool = False,
     **options: Any,
 ) -> Iterator[Prompter]:
     """A server whose model says `answers`, behind a prompter."""
-    path = write_part(tmp_path / "part.gguf", answers, alone)
+    path = write_part(tmp_path / "part.gguf", answers, alone, natural=natural)
     settings = {"engine": "cpu", "kv_gb": 1.0, "served_name": "part", "agents_dir": str(tmp_path / "agents")}
-    settings |= {"kv_dir": str(tmp_path / "kv")}
+    settings |= {"kv_dir": str(tmp_path / "kv"), "request_timeout": 60.0}
     prompter = Prompter(lambda: Served(**(settings | {"model": str(path)} | options)), kill_before)
     try:
         yield prompter
@@ -209,4 +235,6 @@ def stage(
 
 def found(program: str) -> str | None:
     """Where a program of an agent is: on the path, or where npm put those of this project."""
-    return shutil.which(program) or shutil.which(program, path=str(Path(__file__).parents[2] / "node_modules/.bin"))
+    return shutil.which(program) or shutil.which(
+        program, path=str(Path(__file__).parents[2] / ".venv/npm/node_modules/.bin")
+    )

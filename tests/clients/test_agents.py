@@ -1,8 +1,6 @@
 """Real coding agents, each led through ten turns with a tool, the server killed between the fifth and the sixth.
 
-They are programs of npm, here or anywhere on the path; where one is not, its test is skipped:
-
-    npm install --prefix . @anthropic-ai/claude-code @openai/codex opencode-ai @qwen-code/qwen-code
+They are programs of npm (`make clients`), there or anywhere on the path; where one is not, its test is skipped.
 """
 
 from __future__ import annotations

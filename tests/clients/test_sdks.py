@@ -1,5 +1,5 @@
-"""Real client libraries, each at what people do with it: a chat, a tool, a structure. Where one is not installed (the
-extra `clients`) its test is skipped.
+"""Real client libraries, each at what people do with it: a chat, a tool, a structure. Where one is not installed
+(`make clients`) its test is skipped.
 
 The model calls `weather` where it is offered tools, then says SAID; without tools it answers in JSON.
 """
@@ -24,7 +24,7 @@ from tests.clients.stage import Prompter, calling, stage
 SAID = "It is 7 degrees in Oslo."
 FACTS = {"city": "Oslo", "degrees": 7}
 ASKED = "How warm is it in Oslo?"
-NODE = Path(__file__).parents[2] / "node_modules"
+NODE = Path(__file__).parents[2] / ".venv/npm/node_modules"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA}}
 
@@ -44,7 +44,7 @@ def weather(city: str) -> str:
 @pytest.fixture(scope="module")
 def at(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prompter]:
     answers = [calling("weather", {"city": "Oslo"}), [SAID]]
-    with stage(tmp_path_factory.mktemp("sdks"), answers, [json.dumps(FACTS)]) as found:
+    with stage(tmp_path_factory.mktemp("sdks"), answers, [json.dumps(FACTS)], natural=True) as found:
         yield found
 
 
@@ -61,7 +61,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def needs(*names: str) -> list[Any]:
     """The modules of a client; the test is skipped where one is not installed."""
-    return [pytest.importorskip(name, reason=f"{name} is not installed: pip install -e '.[clients]'") for name in names]
+    return [pytest.importorskip(name, reason=f"{name} is not installed: make clients") for name in names]
 
 
 def test_openai(at: Prompter) -> None:
@@ -216,7 +216,7 @@ console.log(JSON.stringify({ said: told.text, steps: told.steps.length, streamed
 def test_vercels_ai_sdk(at: Prompter, tmp_path: Path) -> None:
     node = shutil.which("node")
     if node is None or not (NODE / "ai").is_dir() or not (NODE / "@ai-sdk/openai-compatible").is_dir():
-        pytest.skip("the AI SDK is not installed: npm install --prefix . ai @ai-sdk/openai-compatible")
+        pytest.skip("the AI SDK is not installed: make clients")
     script = NODE / ".cairn-test.mjs"
     script.write_text(SCRIPT)
     try:

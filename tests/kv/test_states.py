@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ from cairn.figures import Miss
 from cairn.kv.cache import Cache
 from cairn.kv.codec import Raw, state_groups
 from cairn.kv.disk import DiskStore
+from cairn.kv.disk_index import DOUBLE_SECONDS
 from cairn.kv.ram import RamStore
 from cairn.kv.write_behind import WriteLimits
 from cairn.plan import Limits
@@ -271,25 +273,25 @@ def test_sequences_that_run_need_two_states_each_and_no_more(windows: tuple[int,
 def test_sixty_tools_under_eviction_pressure_give_the_answers_of_an_empty_cache() -> None:
     """A system part of sixty tools before each of many conversations, pools and stores that hold a few of them."""
     chance = random.Random(60)
-    tools = [token for number in range(60) for token in tokens(24, 1000 + number)]
+    tools = [token for number in range(60) for token in tokens(12, 1000 + number)]
     files = CrashFiles()
-    store = disk(files, budget=450 * 4096)
+    store = disk(files, budget=250 * 4096)
     rig: Rig | None = None
     contexts = [[*tools, *tokens(chance.randint(5, 90), seed)] for seed in range(8)]
     computed = whole = loaded = 0
     for turn in range(60):
         if rig is None or turn % 20 == 0:
-            ram = RamStore(150_000)
-            rig = Rig({"ram": ram, "disk": store}, windows=HYBRID, blocks=(520, 12), context=4096)
+            ram = RamStore(80_000)
+            rig = Rig({"ram": ram, "disk": store}, windows=HYBRID, blocks=(320, 12), context=4096)
         at = chance.randrange(len(contexts))
-        prompt, count = contexts[at], chance.randint(2, 40)
+        prompt, count = contexts[at], chance.randint(2, 20)
         report = rig.ask(prompt, count=count)  # compares with what a cache that is empty gives
         computed, whole, loaded = computed + report.computed, whole + len(prompt), loaded + report.ram + report.disk
         contexts[at] = [*prompt, *answer(rig, prompt, count), *tokens(chance.randint(1, 30), turn)]
         if chance.random() < 0.1:  # tools change: nothing after them is of use
-            contexts[at] = [*tools[:600], *tokens(40, turn), *tools[600:], *contexts[at][-30:]]
+            contexts[at] = [*tools[:300], *tokens(40, turn), *tools[300:], *contexts[at][-30:]]
         if chance.random() < 0.2:  # a rollback
-            contexts[at] = contexts[at][: chance.randint(1440, len(contexts[at]))]
+            contexts[at] = contexts[at][: chance.randint(720, len(contexts[at]))]
     assert store.stats().evicted > 0 and loaded > whole / 20
     assert computed < whole / 3, "most of it was cached"
 
@@ -324,3 +326,23 @@ def test_what_is_asked_for_ahead_comes_with_its_state() -> None:
     rig.settle()
     assert done and rig.cache.found(rig.cache.context(b""), prompt) == 96
     assert rig.ask(prompt).pool == 96
+
+
+def test_a_state_goes_when_its_kv_does_and_not_days_before() -> None:
+    """On the disk, with sizes in the proportion that models have: a state as large as the KV of thousands of tokens."""
+    time, files = stored.Time(), CrashFiles()
+    codec = Raw((1 << 14, 50 << 16), (1,))
+
+    def open_it(budget: int) -> DiskStore:
+        return stored.open_store(files, time, codec=codec, budget=budget)
+
+    store = open_it(1 << 30)
+    old = stored.chain(20, size=1 << 16)
+    (state,) = stored.chain(1, salt=b"state", size=50 << 16, after=old[-1])
+    state = dataclasses.replace(state, tokens=old[-1].tokens, group=1)
+    assert store.keep([*old, state]) == 21
+    for _ in range(2):  # as it was written, and as a start finds it
+        worth = {one.name.key: one.worth - one.used for one in store._state.index.live()}
+        assert abs(worth[state.key] - worth[old[-1].key]) <= DOUBLE_SECONDS
+        store.close()
+        store = open_it(1 << 30)

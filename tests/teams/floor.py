@@ -50,7 +50,7 @@ class Floor:
         assert log is not None
         self.writer = Writer(log)
         registry, clock = AgentRegistry(), Time()
-        pending = PendingWrites(registry, self.writer, clock, ReplayRecords(b"model"))
+        pending = PendingWrites(registry, self.writer, clock, ReplayRecords())
         self.journals = Journals(self.writer, pending, Draw(), log.recovered)
 
     @property

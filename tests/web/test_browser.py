@@ -497,7 +497,7 @@ def test_thousands_of_agents_open_within_a_second(browser: Any, models: Path, tm
         page.keyboard.press("ArrowRight")
         page.locator(".node.turn").first.wait_for()
         page.keyboard.press("End")
-        page.locator(f".node.turn[aria-posinset='{TURNS}'][aria-selected=true]").wait_for()
+        page.locator(f".node.turn[aria-selected=true] .number:has-text('{TURNS}')").wait_for()
         frames = page.evaluate(
             """async () => {
               const box = document.querySelector("[role=tree]");

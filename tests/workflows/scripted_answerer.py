@@ -76,7 +76,7 @@ class Bench:
         log = Log.open(self.files, FOLDER, Draw())
         assert log is not None
         self.writer = Writer(log)
-        pending = PendingWrites(AgentRegistry(), self.writer, Time(), ReplayRecords(b"model"))
+        pending = PendingWrites(AgentRegistry(), self.writer, Time(), ReplayRecords())
         self.runs = Runs(Journals(self.writer, pending, Draw(), log.recovered), self.answerer)
 
     async def begin(self, workflow: dict[str, Any], **inputs: Any) -> None:

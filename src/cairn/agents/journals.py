@@ -135,22 +135,42 @@ class Journals:
             raise NotFound(f"there is no {room} {id}", field="id")
         return journal
 
+    def model_of(self, room: str, tenant: str, id: str) -> str | None:
+        """The model that a journal was made with; None where there is none, or no such journal."""
+        journal = self._journals.get((room, tenant, id))
+        return None if journal is None else journal.record.model or None
+
     def of(self, room: str, tenant: str) -> list[Journal]:
         """A tenant's journals of a room, most recently created first."""
         found = [one for (where, whose, _), one in self._journals.items() if (where, whose) == (room, tenant)]
         return sorted(found, key=lambda one: (-one.record.created, one.id))
 
     async def create(
-        self, room: str, tenant: str, id: str | None, body: msgspec.Struct, entries: Sequence[Entry] = ()
+        self,
+        room: str,
+        tenant: str,
+        id: str | None,
+        body: msgspec.Struct,
+        entries: Sequence[Entry] = (),
+        *,
+        model: str = "",
     ) -> Journal:
-        """A new journal, with entries that keep their numbers. Conflict if the id is taken, Overloaded if too many."""
+        """A new journal, made with a `model`, with entries that keep their numbers. Conflict if the id is taken,
+        Overloaded if there are too many."""
         if len(self.of(room, tenant)) >= MAX_JOURNALS:
             raise Overloaded(f"there are {MAX_JOURNALS} {room}s, the limit; delete some", retry_after=60.0)
         id = f"{room}-{self._rng.bits64():016x}" if id is None else id
         if (room, tenant, id) in self._journals:
             raise Conflict(f"there is a {room} {id} already", field="id")
         check(msgspec.to_builtins(body), room)
-        head = JournalRecord(room=room, tenant=tenant, id=id, created=self.now(), body=msgspec.msgpack.encode(body))
+        head = JournalRecord(
+            room=room,
+            tenant=tenant,
+            id=id,
+            created=self.now(),
+            model=model,
+            body=msgspec.msgpack.encode(body),
+        )
         record = self._writer.record(Kind.JOURNAL, head)
         journal = Journal(record.key, head)
         self._journals[room, tenant, id] = journal

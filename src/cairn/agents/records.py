@@ -161,6 +161,8 @@ class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tenant: str
     id: str
     created: float
+    model: str = ""
+    """The name of the model that it was made with."""
     body: bytes
     """What that room keeps of it, in MessagePack."""
 

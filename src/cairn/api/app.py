@@ -17,6 +17,7 @@ Routes (POST bodies are JSON):
     GET  /v1/requests/{id}/events                            resumable.py
     /v1/agents and below                                     agents.py
     /v1/teams and below, /v1/workflows and below             teams.py, workflows.py
+    /v1/collections and below                                collections.py
     GET  /v1/cache              POST /v1/cache/flush|scrub|prune    admin.py
     GET  /health and below      GET  /version                health.py
     GET  /  GET /web/{file}     GET  /docs  /openapi.json    page.py, openapi.py
@@ -46,6 +47,7 @@ from cairn.api.auth import Access, has_tenants, preflight
 from cairn.api.body_budget import BodyBudget
 from cairn.api.call_table import CallTable
 from cairn.api.changes import ChangeFeeds, SavingsRoutes
+from cairn.api.collections import CollectionRoutes
 from cairn.api.embeddings import Embeddings
 from cairn.api.exchange import Exchanges
 from cairn.api.folders import agents_folder, named
@@ -113,6 +115,7 @@ class App:
         self._agent_routes = AgentRoutes(config, exchanges, self.attribution, agents_folder(config, os.environ))
         self._team_routes = TeamRoutes(config, logs, self.attribution)
         self._workflow_routes = WorkflowRoutes(config, logs, self.attribution)
+        self._collections = CollectionRoutes(config, logs, self.attribution, agents_folder(config, os.environ))
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
@@ -140,7 +143,8 @@ class App:
     def open(self, models: Models) -> None:
         """From now on requests are served, by these."""
         self.models, self._router = models, Router(models, self.attribution)
-        for routes in (self._admin, self._model_admin, self._ollama_models, self._stored):
+        every = (self._admin, self._model_admin, self._ollama_models, self._stored, self._collections)
+        for routes in every:
             routes.registry = models
 
     @property
@@ -228,7 +232,7 @@ class App:
 
     def _more(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of routes that have an id in their path."""
-        rooms = (self._agent_routes, self._team_routes, self._workflow_routes, self._responses)
+        rooms = (self._agent_routes, self._team_routes, self._workflow_routes, self._collections, self._responses)
         return next((found for room in rooms if (found := room.routes(path)) is not None), None)
 
     def _served(self, path: str) -> bool:

@@ -202,6 +202,8 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
     _say(f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it.")
     if others:
         _say(f"From other machines: {', '.join(f'{other}/v1' for other in others)}")
+    if config.page:
+        _say(f"In a browser, to chat and to see what is kept: [bold]{url}/[/bold]")
     if service.spec.kind == "chat":
         _say(f"Sampling where a request says nothing: {sentence(sampling_defaults(service.spec))}. Try:")
     else:

@@ -36,11 +36,19 @@ KINDS = {
 """Which kind of model a route is for, where its body names none; all others are for chats."""
 TURNS = re.compile(r"/v1/agents/([^/]+)/(turns|resume|prefetch)")
 """Routes of an agent that need its model to be loaded."""
+WORK = re.compile(r"/v1/(teams|workflows/runs)/([^/]+)/(rounds|votes|resume)")
+"""Routes that need the model of a team or a run to be loaded."""
+BESIDE = re.compile(
+    r"/v1/(?:teams/[^/]+/(?:messages|fork|rollback|interrupt)|workflows/(?:check|runs/[^/]+/interrupt))"
+)
+"""Routes of them that need none."""
 AGENTS = re.compile(r"/v1/agents/([^/]+)(?:/[a-z]+)?")
 REQUESTS = re.compile(r"/v1/(?:requests|responses)/([^/]+)(?:/[a-z_]+)?")
 UNNAMED = ("/v1/models", "/v1/admin", "/v1/cache", "/metrics", "/api/tags", "/api/ps", "/api/version", "/api/pull")
 UNNAMED_TOO = ("/api/delete", "/api/copy", "/api/show", "/v1/conversations", "/v1/agents")
 """Routes, with all below them, that are about no one model, or find it themselves."""
+FOLLOWED = "/v1/events"
+"""A route whose calls last for hours: no model is kept loaded for them, nor waits with its end for theirs."""
 DURATION = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)(ns|us|ms|s|m|h)?")
 UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -69,7 +77,9 @@ class Router:
         """
         model: ServedModel | None
         keep: float | None = None
-        if not self._models.several and self._models.models[0].state == "loaded":
+        if call.path == FOLLOWED:
+            model = None
+        elif not self._models.several and self._models.models[0].state == "loaded":
             model = self._models.models[0]
         else:
             model, keep = await self._choose(call)
@@ -92,7 +102,9 @@ class Router:
         if (turn := TURNS.fullmatch(path)) is not None and method == "POST":
             named = await self._named(call)
             return self._of_agent(call, turn[1], named), None
-        if method != "POST" or _is_below(path, UNNAMED) or _is_below(path, UNNAMED_TOO) or REQUESTS.fullmatch(path):
+        if (work := WORK.fullmatch(path)) is not None and method == "POST":
+            return self._of_work(call, work[1], work[2], await self._named(call)), None
+        if method != "POST" or _is_below(path, (*UNNAMED, *UNNAMED_TOO)) or _is_beside(path):
             if path in ("/props", "/slots"):
                 return self._models.find(_asked(call)), None
             return None, None
@@ -109,6 +121,13 @@ class Router:
                 return found
             if self._models.has(made_for):
                 return self._models.find(made_for)
+        return self._models.find(name)
+
+    def _of_work(self, call: Call, route: str, id: str, named: _Named) -> ServedModel:
+        """The model that a round, a vote or a run names, else the one that the team or run was made with."""
+        if (name := _text(named.model)) is None and self._attribution.agents is not None:
+            room = "team" if route == "teams" else "run"
+            name = self._attribution.agents.journals.model_of(room, call.tenant, id)
         return self._models.find(name)
 
     def _about(self, call: Call) -> Service | None:
@@ -150,6 +169,10 @@ def _text(name: Any) -> str | None:
 
 def _asked(call: Call) -> str | None:
     return next((value for name, value in query(call) if name == "model" and value), None)
+
+
+def _is_beside(path: str) -> bool:
+    return REQUESTS.fullmatch(path) is not None or BESIDE.fullmatch(path) is not None
 
 
 def _is_below(path: str, routes: tuple[str, ...]) -> bool:

@@ -153,6 +153,7 @@ class AskBody(Body):
 class VoteBody(AskBody):
     """POST /v1/teams/{id}/votes."""
 
+    model: str | None = None
     stream: bool | None = None
 
 
@@ -161,6 +162,8 @@ class RoundsBody(Body):
 
     within: ClassVar[dict[str, type[Body]]] = {"vote": AskBody}
 
+    model: str | None = None
+    """Another than the team was made with."""
     rounds: Count = None
     content: str | None = None
     """A message to all before the first of them."""

@@ -81,7 +81,7 @@ class TeamRoutes:
         service.check_generates()
         await check_length(call, service, body.texts(), "documents")
         made = await teams.create(call.tenant, body.team(), service.name)
-        await call.json(team_object(made, service), 201)
+        await call.json(team_object(made), 201)
 
     async def list(self, call: Call, service: Service) -> None:
         """GET /v1/teams, most recently created first."""
@@ -89,13 +89,13 @@ class TeamRoutes:
         limit = asked.get("limit", str(LISTED))
         if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_LISTED):
             raise InvalidRequest(f"limit must be 1 to {MOST_LISTED}", field="limit")
-        data = [team_object(state, service) for state in self._teams().list(call.tenant)]
+        data = [team_object(state) for state in self._teams().list(call.tenant)]
         await call.json(page(data, int(limit), asked.get("after")))
 
     async def show(self, call: Call, service: Service) -> None:
         """GET /v1/teams/{id}. `report.shared_tokens`: how many leading tokens all members' contexts share."""
         teams, id = self._teams(), team_of(call)
-        found = team_object(teams.get(call.tenant, id), service)
+        found = team_object(teams.get(call.tenant, id))
         found["report"]["shared_tokens"] = await teams.shared_tokens(call.tenant, id)
         await call.json(found)
 
@@ -109,6 +109,7 @@ class TeamRoutes:
         """POST /v1/teams/{id}/rounds: {"rounds", "content", "vote", "stop_at", "stream"}, all optional."""
         teams, id = self._teams(), team_of(call)
         body = parse(RoundsBody, await read_nothing(call, self._config), self._config, call)
+        check_model(body.model, service)
         service.check_generates()
         state = teams.get(call.tenant, id)
         vote = None if body.vote is None else body.vote.ask(state.team)
@@ -119,7 +120,7 @@ class TeamRoutes:
         teams.check_rounds(call.tenant, id, many)
         if body.content is not None:
             await teams.post(call.tenant, id, body.content)
-        caller = Caller(tenant=call.tenant, share=call.share)
+        caller = Caller(call.tenant, call.share, service)
 
         async def work(emit: Emit) -> None:
             await teams.rounds(caller, id, many, emit, vote=vote, stop_at=body.stop_at or "")
@@ -130,15 +131,15 @@ class TeamRoutes:
             self._config,
             work,
             stream=bool(body.stream),
-            whole=lambda: self._done(call, service, state.rounds),
+            whole=lambda: self._done(call, state.rounds),
         )
 
-    def _done(self, call: Call, service: Service, before: int) -> dict[str, Any]:
+    def _done(self, call: Call, before: int) -> dict[str, Any]:
         """The team after its rounds, and what was said in them."""
         teams, id = self._teams(), team_of(call)
         team, entries = teams.entries(call.tenant, id)
         said = [one for one in listed(team, entries) if one["round"] > before]
-        return team_object(teams.get(call.tenant, id), service) | {"entries": said}
+        return team_object(teams.get(call.tenant, id)) | {"entries": said}
 
     async def post(self, call: Call, service: Service) -> None:
         """POST /v1/teams/{id}/messages: {"content", "to", "sender"}; with `to` a whisper."""
@@ -152,10 +153,11 @@ class TeamRoutes:
         """POST /v1/teams/{id}/votes: {"question", "options", "rule", "coordinator", "voters", "stream"}."""
         teams, id = self._teams(), team_of(call)
         body = parse(VoteBody, await read_json(call, self._config), self._config, call)
+        check_model(body.model, service)
         service.check_generates()
         ask = body.ask(teams.get(call.tenant, id).team)
         teams.check_vote(call.tenant, id, ask)
-        caller = Caller(tenant=call.tenant, share=call.share)
+        caller = Caller(call.tenant, call.share, service)
         voted: list[Voted] = []
 
         async def work(emit: Emit) -> None:
@@ -193,13 +195,13 @@ class TeamRoutes:
         """POST /v1/teams/{id}/fork: {"id", "round"}, both optional."""
         teams, id = self._teams(), team_of(call)
         body = parse(TeamForkBody, await read_nothing(call, self._config), self._config, call)
-        await call.json(team_object(await teams.fork(call.tenant, id, body.id, body.round), service), 201)
+        await call.json(team_object(await teams.fork(call.tenant, id, body.id, body.round)), 201)
 
     async def rollback(self, call: Call, service: Service) -> None:
         """POST /v1/teams/{id}/rollback: {"round"}, 0 for the beginning."""
         teams, id = self._teams(), team_of(call)
         body = parse(TeamRollbackBody, await read_json(call, self._config), self._config, call)
-        await call.json(team_object(await teams.rollback(call.tenant, id, body.round), service))
+        await call.json(team_object(await teams.rollback(call.tenant, id, body.round)))
 
     def _teams(self) -> Teams:
         """The teams of the agents that are open now."""
@@ -209,11 +211,11 @@ class TeamRoutes:
         return self._opened[1]
 
 
-def team_object(state: TeamState, service: Service) -> dict[str, Any]:
+def team_object(state: TeamState) -> dict[str, Any]:
     """A team on the wire."""
     return {
         "object": "team",
-        "model": service.name,
+        "model": state.model,
         **without_texts(state.team),
         "created": state.created,
         "rounds": state.rounds,

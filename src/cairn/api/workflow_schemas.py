@@ -33,6 +33,8 @@ class WorkflowRunBody(Body):
 class RunResumeBody(Body):
     """POST /v1/workflows/runs/{id}/resume."""
 
+    model: str | None = None
+    """Another than the run was begun with."""
     stream: bool | None = None
 
 
@@ -53,6 +55,7 @@ def run_object(state: RunState, *, whole: bool = True) -> dict[str, Any]:
         "id": state.run.id,
         "object": "workflow.run",
         "name": state.run.workflow.name,
+        "model": state.model,
         "created": state.created,
         "state": state.state,
         "report": state.report,

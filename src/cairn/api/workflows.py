@@ -76,29 +76,30 @@ class WorkflowRoutes:
 
     async def run(self, call: Call, service: Service) -> None:
         """POST /v1/workflows/runs: {"workflow", "inputs", "seed", "stream"}."""
-        runs = self._runs(service)
+        runs = self._runs()
         body = parse(WorkflowRunBody, await read_json(call, self._config), self._config, call)
         body.check()
         check_model(body.model, service)
         service.check_generates()
         workflow = workflow_of(body.workflow)
-        state = await runs.create(call.tenant, workflow, body.inputs or {}, seed=body.seed)
+        state = await runs.create(call.tenant, workflow, body.inputs or {}, seed=body.seed, model=service.name)
         call.headers.append((b"x-cairn-run", state.run.id.encode()))
         await self._work(call, service, runs, state.run.id, stream=bool(body.stream))
 
     async def resume(self, call: Call, service: Service) -> None:
         """POST /v1/workflows/runs/{id}/resume: a run that was cut off goes on, and what failed is tried again."""
-        runs, id = self._runs(service), run_of(call)
+        runs, id = self._runs(), run_of(call)
         body = parse(RunResumeBody, await read_nothing(call, self._config), self._config, call)
+        check_model(body.model, service)
         service.check_generates()
         runs.check_open(call.tenant, id)
         await self._work(call, service, runs, id, stream=bool(body.stream))
 
     async def _work(self, call: Call, service: Service, runs: Runs, id: str, *, stream: bool) -> None:
-        asker = Asker(tenant=call.tenant, salt=call.salt, share=call.share)
+        asker = Asker(call.tenant, call.salt, call.share, service)
 
         async def work(emit: Emit) -> None:
-            await runs.work(asker, id, emit, ServiceAnswerer(service, self._config))
+            await runs.work(asker, id, emit)
 
         await answer(
             call,
@@ -115,22 +116,22 @@ class WorkflowRoutes:
         limit = asked.get("limit", str(LISTED))
         if not (limit.isascii() and limit.isdigit() and len(limit) <= 3 and 1 <= int(limit) <= MOST_LISTED):
             raise InvalidRequest(f"limit must be 1 to {MOST_LISTED}", field="limit")
-        data = [run_object(state, whole=False) for state in self._runs(service).list(call.tenant)]
+        data = [run_object(state, whole=False) for state in self._runs().list(call.tenant)]
         await call.json(page(data, int(limit), asked.get("after")))
 
     async def show(self, call: Call, service: Service) -> None:
         """GET /v1/workflows/runs/{id}."""
-        await call.json(run_object(self._runs(service).get(call.tenant, run_of(call))))
+        await call.json(run_object(self._runs().get(call.tenant, run_of(call))))
 
     async def delete(self, call: Call, service: Service) -> None:
         """DELETE /v1/workflows/runs/{id}: answered when its text is gone from the disk."""
         id = run_of(call)
-        await self._runs(service).delete(call.tenant, id)
+        await self._runs().delete(call.tenant, id)
         await call.json({"id": id, "object": "workflow.run.deleted", "deleted": True})
 
     async def interrupt(self, call: Call, service: Service) -> None:
         """POST /v1/workflows/runs/{id}/interrupt: what runs is cut off, and goes on when it is resumed."""
-        runs, id = self._runs(service), run_of(call)
+        runs, id = self._runs(), run_of(call)
         parse(NoBody, await read_nothing(call, self._config), self._config)
         await call.json(
             {"id": id, "object": "workflow.run.interrupted", "interrupted": runs.interrupt(call.tenant, id)}
@@ -138,7 +139,7 @@ class WorkflowRoutes:
 
     async def graph(self, call: Call, service: Service) -> None:
         """GET /v1/workflows/runs/{id}/graph: `format` mermaid or svg."""
-        state = self._runs(service).get(call.tenant, run_of(call))
+        state = self._runs().get(call.tenant, run_of(call))
         form = one_of(parameters(call, ("format",)), "format", ("mermaid", "svg"))
         workflow = state.run.workflow
         states = states_of(workflow, state.nodes, running=state.state == "running")
@@ -146,9 +147,9 @@ class WorkflowRoutes:
         text = svg(workflow, states) if form == "svg" else mermaid(workflow, states)
         await call.respond(200, text.encode(), [(b"content-type", kind)])
 
-    def _runs(self, service: Service) -> Runs:
+    def _runs(self) -> Runs:
         """The runs in the token log that is open now."""
         agents = self._attribution.open()
         if self._opened is None or self._opened[0] is not agents:
-            self._opened = agents, Runs(agents.journals, ServiceAnswerer(service, self._config))
+            self._opened = agents, Runs(agents.journals, ServiceAnswerer(self._config))
         return self._opened[1]

@@ -157,7 +157,8 @@ class Bench:
         if spec.experts is not None:
             one = 3 * spec.hidden * spec.experts.ffn * len(spec.experts.layers)
             inside -= one * (spec.experts.count - spec.experts.chosen)
-        attention = 4 * spec.heads * spec.head_dim * context
+        pair = 4 * spec.head_dim if spec.latent is None else 2 * (2 * spec.latent.rank + spec.turned)
+        attention = spec.heads * pair * context
         operations = 2 * inside * work.tokens + 2 * table * work.logits + attention + _scanned(spec) * work.tokens
         return Figure(
             work=work.name,

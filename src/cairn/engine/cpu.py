@@ -1,8 +1,8 @@
 """The engine that runs everywhere: the recorded decoder over the CPU's kernels, KV in main memory.
 
-KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32, bfloat16 or float16, and
-that of a state group is [blocks, layers, numbers] of float32: a block is contiguous over its group's layers, so a page
-is a view. The engine holds weights, pools and step buffers, and
+KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32, bfloat16 or float16, with 1
+in the place of 2 where layers keep latents, and that of a state group is [blocks, layers, numbers] of float32: a block
+is contiguous over its group's layers, so a page is a view. The engine holds weights, pools and step buffers, and
 nothing about requests.
 """
 
@@ -86,13 +86,14 @@ class CpuEngine:
         state that is wanted goes through.
         """
         context = min(spec.context, config.context or spec.context)
+        spec = spec.served(context)
         max_rows = running_rows(spec, config, blocks)
         self._kernels = load_kernels(config.kernels, config.threads or cpu_count())
         self._buffers = decoder.allocate(self._kernels, spec, config.step_tokens, max_rows, context)
         dtype = kv_dtype(spec, config)
         self._kv: list[NDArray[Any]] = [
-            self._kernels.allocate((count, len(group.layers), *_page(spec, group)), _number(group, dtype))
-            for count, group in zip(blocks, spec.groups, strict=True)
+            self._kernels.allocate((count, len(group.layers), *spec.page(number)), _number(group, dtype))
+            for number, (count, group) in enumerate(zip(blocks, spec.groups, strict=True))
         ]
         with taken(self._kv, expected):
             built = build(self._kernels, spec, weights)
@@ -293,11 +294,6 @@ class CpuEngine:
             results[row] = result if results[row] is NOTHING else _joined(results[row], result)
 
 
-def _page(spec: ModelSpec, group: CacheGroup) -> tuple[int, ...]:
-    """The shape of what one layer keeps in a block."""
-    return (group.numbers,) if group.kind == "state" else (2, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
-
-
 def _number(group: CacheGroup, dtype: str) -> str:
     """numpy's name of the type of what a group keeps, where KV has `dtype`."""
     return "float32" if group.kind == "state" else dtype
@@ -352,7 +348,8 @@ def identity(spec: ModelSpec, kernels: Kernels, form: str, kv_dtype: str) -> byt
     """Root of the KV keys: the model, the form of its weights, the KV's type and layout, and all about these kernels
     that can move a bit."""
     facts = (LAYOUT, kv_dtype, BLOCK_TOKENS, kernels.numerics, quantize.VERSION, form)
-    return hashlib.sha256(spec.identity + repr(facts).encode()).digest()
+    own = repr(facts) + ("long rope" if spec.long else "")
+    return hashlib.sha256(spec.identity + own.encode()).digest()
 
 
 PAGE = 4096

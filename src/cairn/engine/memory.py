@@ -45,10 +45,9 @@ def kv_dtype(spec: ModelSpec, config: Config) -> str:
 def block_bytes(spec: ModelSpec, dtype: str) -> tuple[int, ...]:
     """Bytes of one block of each group: keys and values of BLOCK_TOKENS tokens over the group's layers, or one state of
     them."""
-    token = 2 * spec.kv_heads * spec.head_dim * _WIDTHS[dtype]
     return tuple(
-        len(group.layers) * (4 * group.numbers if group.kind == "state" else BLOCK_TOKENS * token)
-        for group in spec.groups
+        len(group.layers) * math.prod(spec.page(number)) * (4 if group.kind == "state" else _WIDTHS[dtype])
+        for number, group in enumerate(spec.groups)
     )
 
 

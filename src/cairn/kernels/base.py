@@ -177,8 +177,8 @@ class Kernels(Protocol):
         ...
 
     def activate(self, x: Array, activation: str, out: Array) -> None:
-        """out[M, F] = act(x[M, F]): silu, tanh, gelu_tanh, or gelu, which is x times the normal distribution's Phi(x)
-        with an error below 2e-7; `out` may be `x`."""
+        """out[M, F] = act(x[M, F]): silu, tanh, relu2, which is max(x, 0)^2, gelu_tanh, or gelu, which is x times the
+        normal distribution's Phi(x) with an error below 2e-7; `out` may be `x`."""
         ...
 
     def gate(self, gates: Array, activation: str, out: Array) -> None:
@@ -208,6 +208,7 @@ class Kernels(Protocol):
         layer: int,
         slots: Array,
         query: Array,
+        late: bool = False,
     ) -> None:
         """Split qkv[M, (Q + 2K) D], or [M, (2Q + 2K) D] with a gate behind each query head (`gate_heads`), norm heads
         of q and k where there is a weight [D], rotate them, write q to
@@ -216,7 +217,7 @@ class Kernels(Protocol):
         K. The order within a block and head is the kernels' own.
 
         angles[M, 2, r / 2] turn the first r numbers of a head, in pairs (i, i + r / 2); None turns nothing. A weight
-        [Q D] or [K D] norms all heads of a token together."""
+        [Q D] or [K D] norms all heads of a token together. `late`: heads are turned first and normed then."""
         ...
 
     def attention(
@@ -369,6 +370,56 @@ class Kernels(Protocol):
         """query[M, Q, D] *= 1 + beta log(1 + floor(position / original)) of its positions[M]."""
         ...
 
+    def norm_heads(self, x: Array, first: int, heads: int, weight: Array, eps: float) -> None:
+        """Norm heads of the size D of weight[D] in x[M, W], in place: so many, from head `first` on."""
+        ...
+
+    def turn_heads(self, x: Array, angles: Array, query: Array) -> None:
+        """query[M, Q, D] = x[M, Q D], whose heads are turned by angles[M, 2, r / 2] as in `rope_write`."""
+        ...
+
+    def scale_by(self, hidden: Array, factor: Array) -> None:
+        """hidden[M, H] *= factor[1]."""
+        ...
+
+    def gate_with(self, x: Array, activation: str, by: Array, first: int, out: Array) -> None:
+        """out[M, P] = act(x[M, P]) * by[M, first : first + P]; `out` may be `x`."""
+        ...
+
+    def latent_write(
+        self,
+        x: Array,
+        angles: Array,
+        neighbours: bool,
+        norm: Array,
+        eps: float,
+        kv: Array,
+        layer: int,
+        slots: Array,
+    ) -> None:
+        """Norm the first numbers of x[M, L + r], as many as norm[L] has, turn the others by angles[M, 2, r / 2], and
+        write both into the pool kv[blocks, layers, 1, 1, block_tokens, L + r] at slots[M], rounded to the pool's type.
+
+        Turned are the pairs (2i, 2i + 1) of `neighbours`, or else (i, i + r / 2).
+        """
+        ...
+
+    def latent_queries(self, x: Array, keys: Sequence[Matrix], angles: Array, neighbours: bool, query: Array) -> None:
+        """query[M, Q, L + r] of x[M, Q (N + r)]: the first N numbers of a head @ keys[head], and behind that the
+        others, turned as in `latent_write`. Each of the keys is a matrix [L, N]."""
+        ...
+
+    def latent_attention(
+        self, query: Array, kv: Array, layer: int, rows: Array, tables: Array, scale: float, out: Array
+    ) -> None:
+        """out[M, Q, L] = `attention` of query[M, Q, L + r] over what `latent_write` wrote, which is the key of every
+        head; the value is its first L numbers. Arithmetic is in float32, whatever the pool's type."""
+        ...
+
+    def latent_values(self, x: Array, values: Sequence[Matrix], out: Array) -> None:
+        """out[M, Q V] = x[M, Q, L] @ values[head], head by head. Each of the values is a matrix [V, L]."""
+        ...
+
     def route(
         self,
         scores: Array,
@@ -402,7 +453,8 @@ class Kernels(Protocol):
         out: Array,
     ) -> None:
         """out[M, H] = sum over chosen[M, T], in that order from zero, of shares[M, T] * (act(g) * u) @ down[expert]
-        with g[F] beside u[F] = x[M, H] @ gate_up[expert], biases added. Experts ascend along T. Weights stay packed:
+        with g[F] beside u[F] = x[M, H] @ gate_up[expert], biases added; where there is no u, act(g) alone. Experts
+        ascend along T. Weights stay packed:
         each expert multiplies the rows that chose it as one matrix."""
         ...
 

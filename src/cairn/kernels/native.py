@@ -215,10 +215,11 @@ class NativeKernels:
         layer: int,
         slots: Any,
         query: Any,
+        late: bool = False,
     ) -> None:
         """As in `kernels.base`, but keys of a block and head are laid out [D, block_tokens]; bfloat16 in pairs: keys
         [D / 2, block_tokens, 2], values [block_tokens / 2, D, 2]."""
-        arguments = (qkv, angles, q_norm, k_norm, eps, kv, layer, slots, query)
+        arguments = (qkv, angles, q_norm, k_norm, eps, kv, layer, slots, query, late)
         self._run("rope_write", arguments, tokens=len(qkv))
 
     def attention(
@@ -326,6 +327,32 @@ class NativeKernels:
 
     def scale_queries(self, query: Any, positions: Any, beta: float, original: float) -> None:
         self._run("scale_queries", (query, positions, beta, original), tokens=len(query))
+
+    def norm_heads(self, x: Any, first: int, heads: int, weight: Any, eps: float) -> None:
+        self._run("norm_heads", (x, first, heads, weight, eps), tokens=len(x))
+
+    def turn_heads(self, x: Any, angles: Any, query: Any) -> None:
+        self._run("turn_heads", (x, angles, query), tokens=len(x))
+
+    def scale_by(self, hidden: Any, factor: Any) -> None:
+        self._run("scale_by", (hidden, factor), tokens=len(hidden))
+
+    def gate_with(self, x: Any, activation: str, by: Any, first: int, out: Any) -> None:
+        self._run("gate_with", (x, activation, by, first, out), tokens=len(x))
+
+    def latent_write(
+        self, x: Any, angles: Any, neighbours: bool, norm: Any, eps: float, kv: Any, layer: int, slots: Any
+    ) -> None:
+        self._run("latent_write", (x, angles, neighbours, norm, eps, kv, layer, slots), tokens=len(x))
+
+    def latent_queries(self, x: Any, keys: Sequence[Any], angles: Any, neighbours: bool, query: Any) -> None:
+        self._run("latent_queries", (x, keys, angles, neighbours, query), tokens=len(x))
+
+    def latent_attention(self, query: Any, kv: Any, layer: int, rows: Any, tables: Any, scale: float, out: Any) -> None:
+        self._run("latent_attention", (query, kv, layer, rows, tables, scale, out), tokens=len(query), rows=len(rows))
+
+    def latent_values(self, x: Any, values: Sequence[Any], out: Any) -> None:
+        self._run("latent_values", (x, values, out), tokens=len(x))
 
     def route(
         self,

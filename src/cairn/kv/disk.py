@@ -71,7 +71,7 @@ class DiskStore:
         self._files, self._codec, self._identity = files, codec, identity
         self._tag = chunk_file.model_tag(identity, codec.name)
         self._budget, self._share, self._ttl = budget, share, ttl
-        self._state = DiskState(StoreFolder(files, folder), clock, reserve)
+        self._state = DiskState(StoreFolder(files, folder), clock, reserve, self._tag, codec.state_sizes)
         self._writer = DiskWriter(self._state, identity=identity, model=model, codec=codec)
         self._pins = Pins(self._state.folder)
         self._chores = threading.Lock()

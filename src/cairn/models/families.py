@@ -44,7 +44,7 @@ class Family:
     multipliers: bool = False
     """Whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` count."""
     sinks: bool = False
-    activation: Literal["clamped_silu"] | None = None
+    activation: Literal["clamped_silu", "relu2"] | None = None
     """The MLP's, where no config says it."""
     rotary: bool = False
     """Whether `partial_rotary_factor` counts."""
@@ -54,12 +54,23 @@ class Family:
     """Whether layers with a window turn their heads without the scaling of the others."""
     query_scaling: bool = False
     """Whether `llama_4_scaling_beta` counts."""
+    late_norms: bool = False
+    """Whether queries and keys are turned before they are normed."""
+    stretched: bool = False
+    """Whether the rotary positions' `alpha` stretches their theta, which the config calls dynamic."""
+    long_rope: bool = False
+    """Whether rotary positions may be scaled by lists of factors, of which one is for long contexts."""
+    latent: bool = False
+    """Whether attention is over latents: see `latent_spec`."""
     packed: bool = False
     """Whether its safetensors may hold experts in MXFP4."""
     ahead: bool = False
     """Whether there may be layers behind the last, which guess further tokens: they are set aside."""
     recurrence: str = ""
     """The rule of `recurrent_spec` that says which layers keep a state in the place of attention; "": none."""
+    alone: bool = False
+    """Whether a layer is either what mixes tokens or an MLP."""
+    mlp_gated: bool = True
     output_gate: bool = False
     """Whether each head's query has a gate behind it, through which what attention gives goes."""
     centred: bool = False
@@ -129,6 +140,14 @@ _LFM_2 = Family(qk_norm=True, kv_heads=8, recurrence="conv", defaults=_LFM)
 _ALWAYS_FULL: dict[str, Any] = {"sliding_window": None}
 """Where a config that says no window means none."""
 
+_DEEPSEEK_3 = Family(
+    latent=True,
+    mixture="deepseek3",
+    out_bias="attention_bias",
+    ahead=True,
+    defaults={"norm_topk_prob": True, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1},
+)
+
 FAMILIES = {
     "LlamaForCausalLM": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
     "MistralForCausalLM": Family(kv_heads=8, window="all"),
@@ -179,6 +198,13 @@ FAMILIES = {
             **{"rms_norm_eps": 1e-5},
         },
     ),
+    "DeepseekV2ForCausalLM": Family(
+        latent=True, mixture="deepseek2", out_bias="attention_bias", defaults={"norm_topk_prob": False}
+    ),
+    "DeepseekV3ForCausalLM": _DEEPSEEK_3,
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK_3, mixture="glm4 lite", defaults={"norm_topk_prob": True, "rms_norm_eps": 1e-5, "n_shared_experts": 1}
+    ),
     "GraniteForCausalLM": Family(
         qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", multipliers=True
     ),
@@ -200,6 +226,20 @@ FAMILIES = {
     ),
     "SeedOssForCausalLM": Family(
         qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias", defaults={"attention_bias": True}
+    ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        late_norms=True,
+        stretched=True,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "Phi3ForCausalLM": Family(
+        window="all",
+        rotary=True,
+        long_rope=True,
+        defaults=_ALWAYS_FULL | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     ),
     "Ministral3ForCausalLM": Family(kv_heads=8, window="all", query_scaling=True, defaults=_ALWAYS_FULL),
     "Qwen3_5ForCausalLM": _QWEN_3_5,
@@ -223,6 +263,19 @@ FAMILIES = {
         multipliers=True,
         recurrence="mamba2",
         positions="position_embedding_type",
+    ),
+    "NemotronHForCausalLM": Family(
+        head_dim=128,
+        kv_heads=8,
+        mixture="nemotron",
+        recurrence="nemotron",
+        positions="position_embedding_type",
+        alone=True,
+        mlp_gated=False,
+        activation="relu2",
+        mlp_bias="mlp_bias",
+        ahead=True,
+        defaults={"layer_norm_epsilon": 1e-5, "norm_topk_prob": True},
     ),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from cairn.errors import ModelFileError
 from cairn.kernels.base import Quantized
 from cairn.models.dequant import Kind, dequantize
-from cairn.models.families import AHEAD, FAMILIES
 from cairn.models.gguf import Gguf, Tensor
+from cairn.models.gguf_architectures import Architecture, layers
 from cairn.models.gguf_encoder import encoder_name, is_encoder
+from cairn.models.gguf_positions import FACTORS, LONG, SHORT
 from cairn.models.gguf_purpose import DENSE, JUDGE
 from cairn.models.gguf_recurrent import WHOLE, Change, Part, parts
-from cairn.models.gguf_spec import FACTORS, architecture
-from cairn.models.mixture_spec import MAX_EXPERTS
+from cairn.models.gguf_spec import architecture
+from cairn.models.mixture_spec import CORRECTION, MAX_EXPERTS
 from cairn.models.outline import Outline, codes
 from cairn.models.outline import blocks as super_blocks
 from cairn.models.quantize import unpack
@@ -33,6 +34,7 @@ from cairn.types import ModelSpec
 _WHOLE = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
+    "token_embd_norm": "model.norm",
     "output": "lm_head",
 }
 _LAYER = {
@@ -57,13 +59,14 @@ _LAYER = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 """Of a layer; {} stands for the number of an expert, all of which are one tensor."""
-_WITHOUT_END = {"attn_sinks": "self_attn.sinks"}
+_WITHOUT_END = {"attn_sinks": "self_attn.sinks", "exp_probs_b": CORRECTION}
 """Tensors whose names here have no `.weight`."""
 _BEHIND = {JUDGE: "judge.weight"} | {f"{name}.weight": f"{name}.weight" for name in DENSE}
 """What a pooled state goes through."""
-_NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)(?:\.(weight|bias))?")
-_HARMLESS = re.compile(re.escape(FACTORS) + r"|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
+_NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?([\w.]+?)(?:\.(weight|bias))?")
+_HARMLESS = re.compile("|".join((*map(re.escape, (FACTORS, SHORT, LONG)), r"blk\.\d+\.attn_rot_embd\.weight")))
 """Constants of the rotary positions; the spec holds those that matter."""
+_LAYER_OF = re.compile(r"blk\.(\d{1,5})\.")
 _TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.(weight|bias)")
 
 
@@ -90,13 +93,23 @@ def hub_name(name: str, others: Mapping[str, str] | None = None) -> str | None:
     return f"model.layers.{int(layer)}.{names[part]}.{end}" if part in names else None
 
 
+def hub_names(name: str, own: Architecture) -> tuple[str, ...]:
+    """The names of all of ours that a tensor holds; as `hub_name` each."""
+    match = _NAME.fullmatch(name)
+    if match is not None and match[1] is not None and match[3] and match[2] in own.fused:
+        return tuple(f"model.layers.{int(match[1])}.{one}.{match[3]}" for one in own.fused[match[2]])
+    found = hub_name(name, own.names)
+    return () if found is None else (found,)
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of ours in a tensor of the file: the whole of it, or one expert's share."""
+    """One of ours in a tensor of the file: the whole of it, or some of its rows."""
 
     tensor: Tensor
     shape: tuple[int, ...]
-    number: int = 0
+    start: int = 0
+    """Numbers before it."""
     change: Change | None = None
     """What makes ours of an array in the tensor's own shape."""
 
@@ -111,8 +124,8 @@ class _Part:
     def blocks(self, gguf: Gguf) -> NDArray[np.uint8]:
         if self.change is not None:
             return gguf.blocks(self.name)
-        count = math.prod(self.shape) // self.kind.values
-        return gguf.blocks(self.name)[self.number * count : (self.number + 1) * count]
+        first, count = self.start // self.kind.values, math.prod(self.shape) // self.kind.values
+        return gguf.blocks(self.name)[first : first + count]
 
 
 class GgufWeights(Mapping[str, NDArray[Any]]):
@@ -123,22 +136,22 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         self._gguf, self._spec, self._head_dim = gguf, spec, spec.head_dim
         own = None if is_encoder(gguf) else architecture(gguf)
         self._interleaved = own is not None and own.interleaved
+        behind = layers(gguf.own_fields, own) if own is not None and own.ahead else 0
         self._found: dict[str, _Part] = {}
         for tensor in gguf.tensors.values():
-            name = (
-                encoder_name(gguf.metadata["general.architecture"], tensor.name)
-                if own is None
-                else hub_name(tensor.name, own.names)
-            )
-            changed = list(parts(name, spec.recurrence, spec.hidden)) if name and spec.recurrence else []
+            names: tuple[str, ...]
+            if own is None:
+                one = encoder_name(gguf.metadata["general.architecture"], tensor.name)
+                names = () if one is None else (one,)
+            else:
+                names = hub_names(tensor.name, own)
+            changed = list(parts(names[0], spec.recurrence, spec.hidden)) if names and spec.recurrence else []
             if changed:
-                for one in changed:
-                    self._change(one, tensor, expected)
-            elif name is not None and name.format(0) in expected:
-                self._put(name, tensor, expected)
-            elif _behind(tensor.name, spec):
-                continue
-            elif not _HARMLESS.fullmatch(tensor.name):
+                for part in changed:
+                    self._change(part, tensor, expected)
+            elif names and all(name.format(0) in expected for name in names):
+                self._put(names, tensor, expected)
+            elif not (_HARMLESS.fullmatch(tensor.name) or (behind and _set_aside(tensor.name, behind))):
                 family = gguf.metadata["general.architecture"]
                 raise ModelFileError(f"{tensor.path}: the tensor {tensor.name[:120]!r} is not part of a {family}")
         missing = next((name for name in expected if name not in self._found), None)
@@ -147,17 +160,21 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
                 f"{gguf.paths[0]}: the tensor for {missing} of shape {list(expected[missing])} is missing"
             )
 
-    def _put(self, name: str, tensor: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
-        shape, numbers = expected[name.format(0)], [0]
-        if "{}" in name:
-            numbers = list(range(sum(name.format(number) in expected for number in range(MAX_EXPERTS))))
-            shape = (len(numbers), *shape)
+    def _put(self, names: Sequence[str], tensor: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
+        every, shape = list(names), expected[names[0].format(0)]
+        if "{}" in names[0]:
+            numbered = (names[0].format(number) for number in range(MAX_EXPERTS))
+            every = [name for name in numbered if name in expected]
+            shape = (len(every), *shape)
+        elif len(names) > 1:
+            shape = (sum(expected[name][0] for name in names), *shape[1:])
         self._fits(tensor, shape)
-        for number in numbers:
-            own = name.format(number)
+        start = 0
+        for own in every:
             if own in self._found:
                 raise ModelFileError(f"{tensor.path}: the tensors {self._found[own].name} and {tensor.name} are one")
-            self._found[own] = _Part(tensor, expected[own], number)
+            self._found[own] = _Part(tensor, expected[own], start)
+            start += math.prod(expected[own])
 
     @staticmethod
     def _fits(tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -231,11 +248,10 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         return len(self._found)
 
 
-def _behind(name: str, spec: ModelSpec) -> bool:
+def _set_aside(name: str, layers: int) -> bool:
     """Whether a tensor is of a layer behind the last, which guesses further tokens."""
-    match = re.match(r"blk\.(\d{1,5})\.", name)
-    ahead = FAMILIES[spec.architecture].ahead if spec.encoder is None else False
-    return ahead and match is not None and spec.layers <= int(match[1]) < spec.layers + AHEAD
+    match = _LAYER_OF.match(name)
+    return match is not None and int(match[1]) >= layers
 
 
 def turn_back(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.rope import Floats, frequencies
-from cairn.types import ModelSpec
+from cairn.types import Latent, ModelSpec
 
 HALF = 65_504.0
 """The largest float16."""
@@ -46,6 +46,8 @@ def _layer(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], prefix: str, tu
     if not spec.pre_norms:
         return math.inf  # nothing bounds what attention takes
     norm = _wide(weights[f"{prefix}input_layernorm.weight"])
+    if spec.latent is not None:
+        return _latent(spec, spec.latent, weights, prefix, norm, turned)
     if spec.qk_norm:
         size = spec.head_dim * (spec.kv_heads if spec.qk_norm_whole else 1)
         keys = np.float32(math.sqrt(size)) * np.abs(_wide(weights[f"{prefix}self_attn.k_norm.weight"]))
@@ -57,6 +59,19 @@ def _layer(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], prefix: str, tu
         pairs = np.float32(math.sqrt(2)) * keys
     values = _products(spec, weights, f"{prefix}self_attn.v_proj", norm)
     return float(np.max([values.max(), turned * pairs.max()]))
+
+
+def _latent(
+    spec: ModelSpec, latent: Latent, weights: Mapping[str, NDArray[Any]], prefix: str, norm: Floats, turned: float
+) -> float:
+    """Of what is kept of a token: a normalised latent, and products that are turned in pairs."""
+    kept = np.float32(math.sqrt(latent.rank)) * np.abs(_wide(weights[f"{prefix}self_attn.kv_a_layernorm.weight"]))
+    name = f"{prefix}self_attn.kv_a_proj_with_mqa"
+    rows = _wide(weights[f"{name}.weight"])[latent.rank :] * norm
+    found: Floats = np.float32(math.sqrt(spec.hidden)) * np.sqrt(np.einsum("oi,oi->o", rows, rows))
+    if latent.bias:
+        found = found + np.abs(_wide(weights[f"{name}.bias"])[latent.rank :])
+    return float(np.max([kept.max(), turned * math.sqrt(2) * found.max()]))
 
 
 def _products(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], name: str, norm: Floats) -> Floats:

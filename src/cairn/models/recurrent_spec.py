@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import msgspec
+
 from cairn.errors import ModelError
 from cairn.models.families import Family
 from cairn.models.files import Fields
+from cairn.models.mixture_spec import layer_kinds
 from cairn.types import MAX_HEAD_DIM, CacheGroup, ModelSpec, Recurrence
 
 MOST_REACH = 16
@@ -84,6 +87,33 @@ def _mamba2(config: Fields, layers: int, hidden: int) -> Recurrence | None:
     )
 
 
+def _nemotron(config: Fields, layers: int, hidden: int) -> Recurrence | None:
+    limited = [layer for layer, kind in enumerate(layer_kinds(config, layers)) if kind == "mamba"]
+    if not limited:
+        return None
+    bias = config.flag("mamba_proj_bias", False)
+    if config.flag("use_bias", False) != bias:
+        raise ModelError(f"{config.path}: use_bias other than mamba_proj_bias is not supported")
+    heads = config.integer("mamba_num_heads", 1, MAX_HEADS, 128)
+    return Recurrence(
+        kind="mamba2",
+        layers=tuple(limited),
+        reach=config.integer("conv_kernel", 2, MOST_REACH, 4),
+        heads=heads,
+        value_size=config.integer("mamba_head_dim", 1, MAX_HEAD_DIM, 64),
+        key_heads=config.integer("n_groups", 1, heads, 8),
+        key_size=config.integer("ssm_state_size", 1, MAX_HEAD_DIM, 128),
+        conv_bias=config.flag("use_conv_bias", True),
+        bias=bias,
+        step_limits=_limits(config),
+    )
+
+
+def mlp_layers(config: Fields, layers: int) -> tuple[int, ...]:
+    """The layers that are an MLP, where a layer is one thing."""
+    return tuple(layer for layer, kind in enumerate(layer_kinds(config, layers)) if kind in ("mlp", "moe"))
+
+
 def _limits(config: Fields) -> tuple[float, float] | None:
     """The least and the greatest step; None where nothing is bound."""
     found = config.values.get("time_step_limit")
@@ -113,21 +143,26 @@ _RULES: dict[str, Callable[[Fields, int, int], Recurrence | None]] = {
     "delta": _delta,
     "mamba2": _mamba2,
     "conv": _conv,
+    "nemotron": _nemotron,
 }
 """`Family.recurrence` -> what reads its config."""
 
 
-def with_state(groups: tuple[CacheGroup, ...], found: Recurrence | None) -> tuple[CacheGroup, ...]:
-    """The groups of all layers without those that keep a state, and the group of these."""
-    if found is None:
+def with_state(
+    groups: tuple[CacheGroup, ...], found: Recurrence | None, idle: tuple[int, ...] = ()
+) -> tuple[CacheGroup, ...]:
+    """The groups of all layers without those that keep a state, and the group of these. `idle` keep nothing."""
+    if found is None and not idle:
         return groups
-    apart = set(found.layers)
+    apart = {*idle, *(found.layers if found else ())}
     kept = []
     for group in groups:
         layers = tuple(layer for layer in group.layers if layer not in apart)
         if layers:
-            kept.append(CacheGroup(kind=group.kind, layers=layers, window=group.window, rope=group.rope))
-    return (*kept, CacheGroup(kind="state", layers=found.layers, numbers=found.numbers))
+            kept.append(msgspec.structs.replace(group, layers=layers))
+    if found is not None:
+        kept.append(CacheGroup(kind="state", layers=found.layers, numbers=found.numbers))
+    return tuple(kept)
 
 
 def recurrent_tensors(spec: ModelSpec, found: Recurrence) -> dict[str, tuple[int, ...]]:

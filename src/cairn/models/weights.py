@@ -36,6 +36,7 @@ from cairn.models.files import (
 )
 from cairn.models.gguf import read_gguf
 from cairn.models.gguf_weights import GgufWeights
+from cairn.models.latent_spec import latent_tensors
 from cairn.models.mixture_spec import mixture_tensors
 from cairn.models.mxfp4 import PARTS, joined
 from cairn.models.recurrent_spec import MIXER, recurrent_tensors
@@ -92,37 +93,45 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         "self_attn.o_proj": (spec.hidden, query, spec.out_bias),
     }
     mlp = {
-        "mlp.gate_proj": (spec.ffn, spec.hidden, spec.mlp_bias),
+        **({"mlp.gate_proj": (spec.ffn, spec.hidden, spec.mlp_bias)} if spec.mlp_gated else {}),
         "mlp.up_proj": (spec.ffn, spec.hidden, spec.mlp_bias),
         "mlp.down_proj": (spec.hidden, spec.ffn, spec.mlp_bias),
     }
+    latent = {} if spec.latent is None else latent_tensors(spec, spec.latent)
     norms = _norms(spec)
     heads = {name: size for name, size in norms.items() if name.startswith("self_attn.")}
     mixture = {} if spec.experts is None else mixture_tensors(spec, spec.experts)
     recurrent = {} if spec.recurrence is None else recurrent_tensors(spec, spec.recurrence)
     for layer in range(spec.layers):
         prefix = f"model.layers.{layer}."
+        attends, has_mlp = spec.attends(layer), spec.has_mlp(layer)
         sparse = spec.experts is not None and layer in spec.experts.layers
-        attends = spec.recurrence is None or layer not in spec.recurrence.layers
-        matrices = (attention if attends else {}) | ({} if sparse else mlp)
-        shapes |= {prefix + name: shape for name, shape in mixture.items() if sparse}
-        shapes |= {prefix + name: shape for name, shape in recurrent.items() if not attends}
-        if spec.sinks:
-            shapes[f"{prefix}self_attn.sinks"] = (spec.heads,)
-        for name, (rows, columns, bias) in matrices.items():
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-        for name, size in norms.items():
-            if attends or name not in heads:
-                shapes[f"{prefix}{name}.weight"] = (size,)
+        plain = (attention if attends and not latent else {}) | (mlp if has_mlp and not sparse else {})
+        own: list[tuple[Mapping[str, tuple[int, ...]], bool]] = [
+            *((latent, attends), (mixture, sparse), (recurrent, spec.keeps_state(layer))),
+            ({"self_attn.sinks": (spec.heads,)}, spec.sinks and attends),
+            (_with_biases(plain), True),
+            ({f"{name}.weight": (size,) for name, size in norms.items() if attends or name not in heads}, True),
+        ]
+        shapes |= {prefix + name: shape for part, there in own if there for name, shape in part.items()}
     return shapes
+
+
+def _with_biases(matrices: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
+    """The tensors of matrices (out, in, whether there is a bias)."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns, bias) in matrices.items():
+        found[f"{name}.weight"] = (rows, columns)
+        if bias:
+            found[f"{name}.bias"] = (rows,)
+    return found
 
 
 def _norms(spec: ModelSpec) -> dict[str, int]:
     """Name and size of a layer's norms."""
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    norms = {"post_attention_layernorm": spec.hidden}
+    # A layer that is one thing has one norm.
+    norms = {"post_attention_layernorm": spec.hidden} if spec.mlp_layers is None else {}
     if spec.pre_norms:
         norms["input_layernorm"] = spec.hidden
     if spec.post_norms:

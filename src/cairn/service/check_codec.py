@@ -92,7 +92,7 @@ def _load(config: Config, folder: Path) -> tuple[ModelSpec, Engine]:
 
 def _codec(spec: ModelSpec, engine: Engine) -> Q8:
     try:
-        return Q8(engine.info.block_bytes, spec.head_dim, engine.info.kv_dtype, state_groups(engine.info.groups))
+        return Q8(engine.info.block_bytes, spec.head_dims, engine.info.kv_dtype, state_groups(engine.info.groups))
     except ValueError as error:
         raise ConfigError(f"q8 cannot hold the KV of {spec.name}: {error}", field="kv_codec") from error
 

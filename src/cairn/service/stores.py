@@ -114,7 +114,7 @@ def _places(folder: Path, spec: ModelSpec, part: float) -> list[Path]:
 
 def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem, folder: Path) -> Codec:
     try:
-        codec = open_codec(config.kv_codec, info.block_bytes, spec.head_dim, info.kv_dtype, state_groups(info.groups))
+        codec = open_codec(config.kv_codec, info.block_bytes, spec.head_dims, info.kv_dtype, state_groups(info.groups))
     except ValueError as error:
         raise ConfigError(f"kv_codec: q8 cannot hold the KV of {spec.name}: {error}", field="kv_codec") from error
     if codec.lossless:

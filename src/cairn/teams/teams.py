@@ -43,6 +43,8 @@ class TeamState(msgspec.Struct, frozen=True, kw_only=True):
 
     team: Team
     created: float
+    model: str
+    """The name of the model that it was made with."""
     rounds: int
     """Rounds that are done."""
     state: str
@@ -103,6 +105,7 @@ class Teams:
         return TeamState(
             team=_team(journal),
             created=journal.record.created,
+            model=journal.record.model,
             rounds=_rounds(entries),
             state=state,
             decision=decided[-1] if decided else None,
@@ -121,15 +124,15 @@ class Teams:
     # ---------------------------------------------------------------------------------------------------- to change
 
     async def create(self, tenant: str, team: Team, model: str = "") -> TeamState:
-        """A new team, whose members the model of this name answers for where there are several. Conflict if its id, or
-        an agent's that it needs, is taken."""
+        """A new team, which `model` answers unless a call names another. Conflict if its id, or an agent's that it
+        needs, is taken."""
         if not team.id:
             team = msgspec.structs.replace(team, id=f"team-{self._journals.seed():016x}")
         if not team.seed:
             team = msgspec.structs.replace(team, seed=self._journals.seed() >> 11)  # JSON's numbers hold 53 bits
         check_team(team)
         check(team.metadata, "metadata")
-        journal = await self._journals.create(ROOM, tenant, team.id, team)
+        journal = await self._journals.create(ROOM, tenant, team.id, team, model=model)
         try:
             async with self._at_work(journal):
                 await self._make_agents(tenant, team, model)
@@ -202,7 +205,7 @@ class Teams:
         if _cut_off(journal.read(Item)):
             raise Conflict(f"a round of team {id} was cut off; let it go on, or roll back, before the team votes")
         async with self._at_work(journal):
-            await self._make_agents(caller.tenant, _team(journal))
+            await self._make_agents(caller.tenant, _team(journal), journal.record.model)
             return await self._round(journal, caller, _rounds(journal.read(Item)), emit).hold_beside(ask)
 
     async def rounds(
@@ -212,7 +215,7 @@ class Teams:
         journal = self._idle(caller.tenant, id)
         self.check_rounds(caller.tenant, id, many)
         async with self._at_work(journal):
-            await self._make_agents(caller.tenant, _team(journal))
+            await self._make_agents(caller.tenant, _team(journal), journal.record.model)
             for _ in range(many):
                 number = 1 + _rounds(journal.read(Item))
                 decision = await self._round(journal, caller, number, emit).run(vote)
@@ -264,7 +267,7 @@ class Teams:
         team = msgspec.structs.replace(old, id=new_id, origin=old.id, origin_round=at)
         check_team(team)
         async with self._at_work(journal):
-            made = await self._journals.create(ROOM, tenant, team.id, team, kept)
+            made = await self._journals.create(ROOM, tenant, team.id, team, kept, model=journal.record.model)
             try:
                 pairs = [(name, old.agent(name), last_turn(kept, name)) for name in old.names]
                 for name, source, turn in [("", old.shared_agent, 0), *pairs]:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from cairn.agents.agents import Agents
 from cairn.agents.info import TurnInfo
 from cairn.agents.running import RunningTurn
+from cairn.agents.turns import Gate
 from cairn.errors import Conflict, GenerationFailed, NotFound, NotLoaded, Overloaded
 from cairn.service.requests import SamplingOptions
+from cairn.service.service import Service
 from cairn.text.grammar import Wanted
 from cairn.text.said import Said
 from cairn.types import Delta, Done
@@ -40,12 +42,14 @@ class Spoken(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int = 0
 
 
-class Caller(msgspec.Struct, frozen=True, kw_only=True):
+class Caller(NamedTuple):
     """Who asked for what is generated."""
 
     tenant: str
     share: str = ""
     """Whose share of the server it takes."""
+    service: Service | None = None
+    """Of the model that answers; None: the first that is loaded."""
 
 
 class Voice(Protocol):
@@ -59,9 +63,11 @@ class Voice(Protocol):
         messages: Sequence[dict[str, Any]],
         options: SamplingOptions,
         wanted: Wanted,
+        gate: Gate,
         heard: Heard,
     ) -> Spoken:
-        """The next turn of an agent, whose last that counts is number `before`. `heard` gets it as it comes."""
+        """The next turn of an agent, whose last that counts is number `before`. `heard` gets it as it comes; `gate` is
+        waited for before it begins."""
         ...
 
     async def ask(
@@ -72,6 +78,7 @@ class Voice(Protocol):
         messages: Sequence[dict[str, Any]],
         options: SamplingOptions,
         wanted: Wanted,
+        gate: Gate,
     ) -> Spoken:
         """The answer to a question that the agent will not remember."""
         ...
@@ -91,6 +98,7 @@ class AgentVoice:
         messages: Sequence[dict[str, Any]],
         options: SamplingOptions,
         wanted: Wanted,
+        gate: Gate,
         heard: Heard,
     ) -> Spoken:
         """As `Voice.speak`."""
@@ -99,6 +107,7 @@ class AgentVoice:
             if head.state == "finished":
                 return _told(head, heard)
             if head.state == "interrupted":
+                await gate()
                 with contextlib.suppress(Conflict):  # another model, or no room: it is said anew
                     return await self._hear(await self._resume(caller, agent), heard)
         await self._stand_at(caller.tenant, agent, before)
@@ -109,10 +118,12 @@ class AgentVoice:
                 agent,
                 messages,
                 options,
-                request=self._agents.services.first.next_id(),
+                request=self._service(caller).next_id(),
                 share=caller.share,
-                template_args=self._args(caller, agent, options),
+                template_args=self._args(caller, options),
                 wanted=wanted,
+                service=caller.service,
+                gate=gate,
             )
 
         return await self._hear(await _patiently(begin), heard)
@@ -125,6 +136,7 @@ class AgentVoice:
         messages: Sequence[dict[str, Any]],
         options: SamplingOptions,
         wanted: Wanted,
+        gate: Gate,
     ) -> Spoken:
         """As `Voice.ask`."""
         await self._stand_at(caller.tenant, agent, before)
@@ -135,10 +147,12 @@ class AgentVoice:
                 agent,
                 messages,
                 options,
-                request=self._agents.services.first.next_id(),
+                request=self._service(caller).next_id(),
                 share=caller.share,
-                template_args=self._args(caller, agent, options),
+                template_args=self._args(caller, options),
                 wanted=wanted,
+                service=caller.service,
+                gate=gate,
             )
             said, done = Said(), None
             async with contextlib.aclosing(stream):
@@ -151,10 +165,12 @@ class AgentVoice:
 
         return await _patiently(begin)
 
-    def _args(self, caller: Caller, agent: str, options: SamplingOptions) -> Mapping[str, Any] | None:
+    def _service(self, caller: Caller) -> Service:
+        return caller.service or self._agents.services.first
+
+    def _args(self, caller: Caller, options: SamplingOptions) -> Mapping[str, Any] | None:
         """Where nothing is to be thought of, the template does not ask for it, if it can do without."""
-        service = self._agents.service_of(caller.tenant, agent)
-        without = options.reasoning_budget == 0 and service.chat.knows("enable_thinking")
+        without = options.reasoning_budget == 0 and self._service(caller).chat.knows("enable_thinking")
         return {"enable_thinking": False} if without else None
 
     async def _head(self, tenant: str, agent: str, before: int) -> TurnInfo | None:
@@ -178,7 +194,7 @@ class AgentVoice:
 
     async def _resume(self, caller: Caller, agent: str) -> RunningTurn:
         async def begin() -> RunningTurn:
-            request = self._agents.services.first.next_id()
+            request = self._service(caller).next_id()
             return await self._agents.resume(caller.tenant, agent, request=request, share=caller.share)
 
         return await _patiently(begin)

@@ -92,7 +92,7 @@ class Chat {
 
   models() {
     const before = this.model.value;
-    put(this.model, store.models.map((one) => h("option", { value: one.id }, one.state && one.state !== "ready" ? `${one.id} (${one.state})` : one.id)));
+    put(this.model, store.models.map((one) => h("option", { value: one.id }, one.state && one.state !== "loaded" ? `${one.id} (${one.state})` : one.id)));
     if (before) this.model.value = before;
     this.model.hidden = !store.models.length;
   }

@@ -34,9 +34,8 @@ class Contexts {
     this.build();
     this.redraw = framed(() => this.refresh());
     this.ends = [on("agents", this.redraw), on("link", this.redraw)];
-    if (id) this.expand(id);
+    this.asked = id; // opened as soon as it is known
     this.refresh();
-    if (id) this.select(id, true);
   }
 
   end() {
@@ -73,6 +72,14 @@ class Contexts {
 
   refresh() {
     if (this.ended) return;
+    if (this.asked && store.agents.has(this.asked)) {
+      const id = this.asked;
+      this.asked = "";
+      this.expand(id);
+      this.refresh();
+      this.select(id, true);
+      return;
+    }
     for (const id of this.open) {
       const agent = store.agents.get(id);
       if (!agent) this.open.delete(id);
@@ -101,7 +108,7 @@ class Contexts {
     const chip = h("span", { class: `chip ${className}` }, word);
     if (row.kind === "agent") {
       node.append(indent, h("span", { class: "twisty", "aria-hidden": "true" }, row.open ? "▾" : "▸"), chip,
-        h("span", { class: "name" }, titleOf(agent)),
+        h("span", { class: "name" }, titleOf(agent)), agent.origin ? h("span", { class: "soft opt" }, agent.id) : "",
         agent.pinned ? h("span", { class: "tag" }, "pinned") : "", agent.state !== "idle" ? h("span", { class: `tag ${agent.state}` }, agent.state) : "",
         h("span", { class: "grow" }),
         h("span", { class: "cell" }, several(agent.turns, "turn")), h("span", { class: "cell" }, `${short(agent.tokens)} tokens`),

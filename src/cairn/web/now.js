@@ -2,7 +2,7 @@
 
 import { get, post } from "/web/api.js";
 import { columns } from "/web/chart.js";
-import { button, complain, framed, h, put } from "/web/dom.js";
+import { button, complain, dialog, field, framed, h, put } from "/web/dom.js";
 import { bytes, count, percent, seconds, several } from "/web/format.js";
 import { on, store, tell } from "/web/store.js";
 import { titleOf } from "/web/titles.js";
@@ -15,7 +15,13 @@ export function nowView() {
   const drawRequests = framed(() => put(requests, h("h2", { id: "h-requests" }, "Requests"), requestTable()));
   const drawModels = framed(() => put(models, h("h2", { id: "h-models" }, "Models"), modelTable()));
   const drawServer = framed(() => put(server, figures()));
-  const ends = [on("requests", drawRequests), on("agents", drawRequests), on("models", drawModels), on("server", drawServer), on("hello", drawServer)];
+  let loaded = "";
+  const look = () => { // a model was loaded or unloaded
+    const names = (store.server?.models ?? []).map((one) => one.model).join("\n");
+    if (names !== loaded) fetchModels().catch(() => {});
+    loaded = names;
+  };
+  const ends = [on("server", look), on("requests", drawRequests), on("agents", drawRequests), on("models", drawModels), on("server", drawServer), on("hello", drawServer)];
   drawRequests();
   drawModels();
   drawServer();
@@ -54,19 +60,39 @@ export async function fetchModels() {
 
 function modelTable() {
   const canChange = Boolean(store.hello?.server);
-  const change = (one, what) => button(what === "load" ? "Load" : "Unload", async () => {
-    try {
-      await post(`/v1/admin/models/${encodeURIComponent(one.id)}/${what}`, {}, { admin: true });
-      await fetchModels();
-    } catch (error) {
-      complain(error);
-    }
-  }, { class: "small", "aria-label": `${what} ${one.id}` });
   const states = store.models.some((one) => one.state !== undefined);
   return table(["Model", "Kind", "Context", ...(states ? ["State", ""] : [])], store.models.map((one) => [
     one.id, one.kind ?? "", one.max_model_len ? `${count(one.max_model_len)} tokens` : "",
-    ...(states ? [one.state ?? "", canChange && one.state ? change(one, ["ready", "loaded"].includes(one.state) ? "unload" : "load") : ""] : []),
+    ...(states ? [one.state ?? "", canChange && one.state ? modelActions(one) : ""] : []),
   ]));
+}
+
+function modelActions(one) {
+  const order = async (what, body) => {
+    try {
+      const done = post(`/v1/admin/models/${what}`, { model: one.id, ...body }, { admin: true });
+      setTimeout(() => fetchModels().catch(() => {}), 300); // it takes its time: the state says so
+      await done;
+    } catch (error) {
+      complain(error);
+    }
+    await fetchModels().catch(() => {});
+  };
+  const act = (text, f) => button(text, f, { class: "small", "aria-label": `${text} ${one.id}` });
+  if (one.state === "loaded") return [act("Unload", () => order("unload")), " ", act("Swap", () => swap(one, order))];
+  return one.state === "loading" || one.state === "unloading" ? "" : act("Load", () => order("load"));
+}
+
+function swap(one, order) {
+  const to = h("input", { type: "text" });
+  dialog("Swap", (close) => h("form", { onsubmit: (event) => {
+    event.preventDefault();
+    close();
+    order("swap", { to: to.value.trim() });
+  } },
+  h("p", null, `Another model answers in the name of ${one.id}, once it is loaded.`), field("Folder, file or name of the other", to),
+  h("div", { class: "row end" }, button("Cancel", close), h("button", { type: "submit", class: "primary" }, "Swap"))));
+  to.focus();
 }
 
 // ------------------------------------------------------------------------------------------------- the whole server

@@ -52,7 +52,7 @@ let control = null;
 let coming = null;
 let wait = 0;
 let hiddenTimer = 0;
-let wanted = true;
+let generation = 0;
 
 function link(state, why = "") {
   if (store.link === state && store.why === why) return;
@@ -108,47 +108,53 @@ async function follow() {
   }
 }
 
-async function run() {
-  while (wanted) {
+/** Follow what changes until another generation does. */
+async function run(mine) {
+  while (mine === generation) {
     try {
       await follow();
-      if (wanted) link("lost", "the server ended the connection");
+      if (mine === generation) link("lost", "the server ended the connection");
     } catch (error) {
-      if (!wanted) return;
-      if (error instanceof ApiError && (error.status === 401 || error.status === 403)) {
+      if (mine !== generation) return;
+      const status = error instanceof ApiError ? error.status : 0;
+      if (status === 401 || status === 403) {
         link("key", error.message);
         return;
       }
-      if (error instanceof ApiError && error.status === 503) link("loading", error.message);
-      else link("lost", error.message);
+      link(status === 503 ? "loading" : "lost", error.message);
     }
     wait = Math.min(8, wait ? 2 * wait : 0.5);
     await new Promise((done) => setTimeout(done, 1000 * wait));
   }
 }
 
-let running = null;
+function stop() {
+  generation++;
+  control?.abort();
+}
+
+function start() {
+  wait = 0;
+  run(generation);
+}
 
 /** Follow what changes, anew: with other keys, say. */
-export async function connect() {
-  wanted = false;
-  control?.abort();
-  await running;
-  wanted = true;
+export function connect() {
+  stop();
   seen = "";
   coming = null;
   link("connecting");
-  running = run();
+  start();
 }
 
 // A page that is not looked at costs nothing: the connection is given up, and what was missed comes with the next.
+let away = false;
 document.addEventListener("visibilitychange", () => {
   clearTimeout(hiddenTimer);
   if (document.hidden) {
-    hiddenTimer = setTimeout(() => { wanted = false; control?.abort(); }, 1000 * HIDDEN_SECONDS);
-  } else if (!wanted && store.link !== "key") {
-    wanted = true;
-    wait = 0;
-    running = run();
+    hiddenTimer = setTimeout(() => { away = true; stop(); }, 1000 * HIDDEN_SECONDS);
+  } else if (away) {
+    away = false;
+    if (store.link !== "key") start();
   }
 });

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -34,13 +34,15 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int = 0
 
 
-class Asker(msgspec.Struct, frozen=True, kw_only=True):
+class Asker(NamedTuple):
     """Who asked for the run."""
 
     tenant: str
     salt: bytes = b""
     share: str = ""
     """Whose share of the server it takes."""
+    service: Service | None = None
+    """Of the model that answers."""
 
 
 class Answerer(Protocol):
@@ -59,10 +61,10 @@ class Answerer(Protocol):
 
 
 class ServiceAnswerer:
-    """The model of a service. Nothing of a node's chat is kept but its answer, in the run's journal."""
+    """The asker's model. Nothing of a node's chat is kept but its answer, in the run's journal."""
 
-    def __init__(self, service: Service, config: Config) -> None:
-        self._service, self._config = service, config
+    def __init__(self, config: Config) -> None:
+        self._config = config
 
     async def answer(
         self,
@@ -90,7 +92,9 @@ class ServiceAnswerer:
         wanted: Wanted,
         heard: Heard,
     ) -> Answered:
-        service, chat = self._service, self._service.chat
+        service = asker.service
+        assert service is not None
+        chat = service.chat
         plain = options.reasoning_budget == 0 and chat.knows("enable_thinking")
         prompt = await chat.prompt(
             list(messages),

@@ -25,6 +25,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     run: Run
     created: float
+    model: str
+    """The name of the model that it was begun with."""
     state: RunStatus
     nodes: dict[str, NodeEnded]
     """What is over, by key."""
@@ -42,7 +44,14 @@ class Runs:
         """The task of what a run does now, by its journal's key."""
 
     async def create(
-        self, tenant: str, workflow: Workflow, inputs: dict[str, Any], *, id: str | None = None, seed: int | None = None
+        self,
+        tenant: str,
+        workflow: Workflow,
+        inputs: dict[str, Any],
+        *,
+        id: str | None = None,
+        seed: int | None = None,
+        model: str = "",
     ) -> RunState:
         """A run that has not begun; InvalidRequest where the workflow cannot run, or an input is missing."""
         check_workflow(workflow)
@@ -51,7 +60,7 @@ class Runs:
             seed = self._journals.seed() >> 11  # JSON's numbers hold 53 bits
         id = f"run-{self._journals.seed():016x}" if id is None else id
         run = Run(id=id, workflow=workflow, inputs=given, seed=seed)
-        return self._state(await self._journals.create(ROOM, tenant, id, run))
+        return self._state(await self._journals.create(ROOM, tenant, id, run, model=model))
 
     def get(self, tenant: str, id: str) -> RunState:
         """One run as it is now."""
@@ -67,15 +76,14 @@ class Runs:
         if state in ("running", "finished"):
             raise Conflict(f"run {id} is {state}")
 
-    async def work(self, asker: Asker, id: str, emit: Emit, answerer: Answerer | None = None) -> RunEnded:
-        """Run to the end what is not over. A run that failed tries what failed once more. `answerer`: where
-        it is another than for most."""
+    async def work(self, asker: Asker, id: str, emit: Emit) -> RunEnded:
+        """Run to the end what is not over. A run that failed tries what failed once more."""
         self.check_open(asker.tenant, id)
         journal = self._find(asker.tenant, id)
         async with self._at_work(journal):
             await self._forget_failures(journal)
             run = msgspec.msgpack.decode(journal.record.body, type=Run)
-            return await WorkflowRun(run, self._journals, journal, answerer or self._answerer, asker, emit).work()
+            return await WorkflowRun(run, self._journals, journal, self._answerer, asker, emit).work()
 
     async def _forget_failures(self, journal: Journal) -> None:
         """What failed, what was skipped for it and the end of the run count no more."""
@@ -114,6 +122,7 @@ class Runs:
         return RunState(
             run=msgspec.msgpack.decode(journal.record.body, type=Run),
             created=journal.record.created,
+            model=journal.record.model,
             state=state,
             nodes=nodes,
             ended=ended,
