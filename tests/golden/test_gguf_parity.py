@@ -35,6 +35,13 @@ FAMILIES["glm 4.7 flash"] = FAMILIES["glm 4.7 flash"] | {"mlp_layer_types": ["de
 for _name in ("mixtral", "olmo 3", "gpt-oss", "smollm 3"):  # whose usual positions a config need not say
     FAMILIES[_name] = FAMILIES[_name] | {"rope_theta": 5e5}
 FAMILIES["smollm 3"] = FAMILIES["smollm 3"] | {"no_rope_layer_interval": 4}
+for _name in ("lfm 2, biases", "nemotron h", "nemotron h moe"):
+    del FAMILIES[_name]
+FAMILIES["lfm 2 moe"] = FAMILIES["lfm 2 moe"] | {"routed_scaling_factor": 1.0}
+FAMILIES["qwen 3 next"] = FAMILIES["qwen 3 next"] | {"mlp_only_layers": []}
+FAMILIES["granite 4 hybrid, dense"] = FAMILIES["granite 4 hybrid, dense"] | {
+    **{"mamba_proj_bias": False, "time_step_limit": None, "intermediate_size": 56}
+}
 for _name in ("gemma 2", "gemma 3"):  # whose files do not say how scores are scaled
     FAMILIES[_name] = FAMILIES[_name] | {"query_pre_attn_scalar": FAMILIES[_name]["head_dim"]}
 

@@ -93,8 +93,6 @@ class Turns:
         gate: Gate | None,
     ) -> RunningTurn:
         check(messages, "messages")
-        if self._services.several and agent.record.model != service.name:
-            agent.record = msgspec.structs.replace(agent.record, model=service.name)  # written with the turn's end
         prompt, prefix, told = await self._prompt(service, agent, messages, template_args, share, wanted)
         request = self._request(service, agent, prompt, options, number, share)
         if gate is not None:
@@ -108,6 +106,9 @@ class Turns:
         except BaseException:
             stream.close()
             raise
+        if self._services.several and agent.record.model != service.name:
+            agent.record = msgspec.structs.replace(agent.record, model=service.name)
+            self.write_later(self._agents.pending.note(agent))
         return self._run(service, agent, turn, request, stream, [])
 
     async def aside(

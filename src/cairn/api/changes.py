@@ -68,14 +68,17 @@ class _Event(NamedTuple):
 class ChangeFeed:
     """What changes for one tenant, followed from the first reader on until the last has been away for `GRACE`."""
 
-    def __init__(self, salt: bytes, tenant: str, epoch: str, services: Callable[[], Sequence[Service]]) -> None:
+    def __init__(
+        self, salt: bytes, tenant: str, epoch: str, services: Callable[[], Sequence[Service]], first: Service
+    ) -> None:
+        """`services`: those that are loaded now; `first`: whose name agents have that no model has answered yet."""
         self.epoch = epoch
         """No other feed has it: the numbers of another mean nothing here."""
         self.readers: dict[Waker, bool] = {}
         """Who listens, and whether they may see the server's figures."""
         self.over = False
         self.last = 0
-        self._salt, self._tenant, self._services = salt, tenant, services
+        self._salt, self._tenant, self._services, self._first = salt, tenant, services, first
         self._events: deque[_Event] = deque()
         self._bytes = 0
         self._agents: Agents | None = None
@@ -105,10 +108,10 @@ class ChangeFeed:
             self._agents = attribution.agents
             self._overview = None if self._agents is None else self._agents.overview(self._tenant)
         services = self._services()
-        if self._overview is not None and services:
+        if self._overview is not None:
             changed, gone = self._overview.look()
             for at in range(0, max(len(changed), bool(gone)), PIECE):
-                data = [agent_object(info, services[0]) for info in changed[at : at + PIECE]]
+                data = [agent_object(info, self._first) for info in changed[at : at + PIECE]]
                 self._add("agents", {"changed": data, "gone": gone if at == 0 else []})
         self._say("requests", self._requests(services))
         if self._agents is not None:
@@ -170,10 +173,10 @@ class ChangeFeed:
         """The state of all, so that the events after number `first` can be read on top of it, whatever happens
         meanwhile: each says how something is, not how it differs."""
         yield _event("hello", {"version": __version__, "agents": self._agents is not None, "server": admin})
-        services, piece, begin = self._services(), [], True
-        everyone = self._overview.all() if self._overview is not None and services else iter(())
+        piece, begin = [], True
+        everyone = self._overview.all() if self._overview is not None else iter(())
         for info in everyone:
-            piece.append(agent_object(info, services[0]))
+            piece.append(agent_object(info, self._first))
             if len(piece) == PIECE:
                 yield _event("snapshot", {"begin": begin, "end": False, "agents": piece})
                 piece, begin = [], False
@@ -206,7 +209,7 @@ class ChangeFeeds:
     async def follow(self, call: Call, service: Service) -> None:
         """GET /v1/events: what changes, from now on or from where Last-Event-ID says."""
         admin = self._access.may_administer(call)
-        feed = self._feed(call.tenant, call.salt)
+        feed = self._feed(call.tenant, call.salt, service)
         if len(feed.readers) >= MOST_READERS:
             raise Overloaded(f"{MOST_READERS} connections follow the changes already, the limit", retry_after=10.0)
         waker = Waker()
@@ -241,11 +244,11 @@ class ChangeFeeds:
             elif not await waker.sleep(self._heartbeat):
                 await call.write(HEARTBEAT)
 
-    def _feed(self, tenant: str, salt: bytes) -> ChangeFeed:
+    def _feed(self, tenant: str, salt: bytes, service: Service) -> ChangeFeed:
         feed = self._feeds.get(tenant)
         if feed is None or feed.over:
             epoch = f"{self._rng.bits64():016x}"
-            feed = self._feeds[tenant] = ChangeFeed(salt, tenant, epoch, self._services)
+            feed = self._feeds[tenant] = ChangeFeed(salt, tenant, epoch, self._services, service)
             task = asyncio.create_task(self._follow(tenant, feed))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)

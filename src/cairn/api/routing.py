@@ -47,6 +47,8 @@ REQUESTS = re.compile(r"/v1/(?:requests|responses)/([^/]+)(?:/[a-z_]+)?")
 UNNAMED = ("/v1/models", "/v1/admin", "/v1/cache", "/metrics", "/api/tags", "/api/ps", "/api/version", "/api/pull")
 UNNAMED_TOO = ("/api/delete", "/api/copy", "/api/show", "/v1/conversations", "/v1/agents")
 """Routes, with all below them, that are about no one model, or find it themselves."""
+FOLLOWED = "/v1/events"
+"""A route whose calls last for hours: no model is kept loaded for them, nor waits with its end for theirs."""
 DURATION = re.compile(r"(-?[0-9]+(?:\.[0-9]+)?)(ns|us|ms|s|m|h)?")
 UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -75,7 +77,9 @@ class Router:
         """
         model: ServedModel | None
         keep: float | None = None
-        if not self._models.several and self._models.models[0].state == "loaded":
+        if call.path == FOLLOWED:
+            model = None
+        elif not self._models.several and self._models.models[0].state == "loaded":
             model = self._models.models[0]
         else:
             model, keep = await self._choose(call)

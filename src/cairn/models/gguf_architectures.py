@@ -8,7 +8,7 @@ from typing import Literal
 
 from cairn.errors import ModelError
 from cairn.models.files import Fields
-from cairn.models.gguf_recurrent import DELTA, Rule
+from cairn.models.gguf_recurrent import CONV, DELTA, MAMBA2, Rule
 from cairn.models.latent_spec import KEYS, VALUES
 from cairn.models.mixture_spec import MAX_EXPERTS, checked
 from cairn.types import Experts
@@ -39,6 +39,8 @@ class Router:
     normed: bool = False
     bias: bool = False
     shared_gate: bool = False
+    shared: bool = False
+    """Whether the file says how wide the shared expert is, which has no gate."""
     many: bool = False
     """Whether the file says how many shared experts there are, how scores are made and which groups are chosen of, and
     may have a bias for the choice."""
@@ -168,6 +170,29 @@ ARCHITECTURES = {
         window_period=4,
     ),
     "qwen35": _QWEN_3_5,
+    "qwen35moe": replace(_QWEN_3_5, name="Qwen3_5MoeForCausalLM", mixture=Router(normed=True, shared_gate=True)),
+    "qwen3next": replace(
+        _QWEN_3_5, name="Qwen3NextForCausalLM", mixture=Router(normed=True, shared_gate=True), tiled=False
+    ),
+    "lfm2": Architecture("Lfm2ForCausalLM", qk_norm=True, names=CONV, recurrence="conv"),
+    "lfm2moe": Architecture(
+        "Lfm2MoeForCausalLM",
+        qk_norm=True,
+        names=CONV,
+        recurrence="conv",
+        mixture=Router(scores="sigmoid", normed=True, many=True),
+        keys=MANY,
+    ),
+    "granitehybrid": Architecture(
+        "GraniteMoeHybridForCausalLM",
+        interleaved=True,
+        multipliers=True,
+        names=MAMBA2,
+        recurrence="mamba2",
+        mixture=Router(scores="chosen", shared=True),
+        mixture_name="GraniteMoeHybridForCausalLM",
+        keys=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
+    ),
     "phi3": Architecture(
         "Phi3ForCausalLM",
         rotary=True,
@@ -248,6 +273,8 @@ def experts(keys: Fields, family: Architecture, layers: int, corrected: bool) ->
     shared = keys.integer("expert_shared_feed_forward_length", 0, 1 << 22, ffn) if router.shared_gate else 0
     own = keys.integer("expert_feed_forward_length", 1, 1 << 22, ffn)
     scores = router.scores
+    if router.shared:
+        shared = keys.integer("expert_shared_feed_forward_length", 0, 1 << 22, 0)
     if router.many:
         shared = own * keys.integer("expert_shared_count", 0, 1 << 10, 0)
         gate = keys.integer("expert_gating_func", 0, 3, 0)

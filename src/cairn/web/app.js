@@ -7,8 +7,9 @@ import { button, dialog, field, h, put } from "/web/dom.js";
 import { fetchModels, nowView } from "/web/now.js";
 import { savingsView } from "/web/savings.js";
 import { connect, on, store } from "/web/store.js";
+import { teamsView } from "/web/teams.js";
 
-const VIEWS = { chat: chatView, contexts: contextsView, now: nowView, savings: savingsView };
+const VIEWS = { chat: chatView, contexts: contextsView, teams: teamsView, now: nowView, savings: savingsView };
 const THEMES = ["", "light", "dark"];
 const main = document.getElementById("main");
 let shown = null;

@@ -15,7 +15,13 @@ export function nowView() {
   const drawRequests = framed(() => put(requests, h("h2", { id: "h-requests" }, "Requests"), requestTable()));
   const drawModels = framed(() => put(models, h("h2", { id: "h-models" }, "Models"), modelTable()));
   const drawServer = framed(() => put(server, figures()));
-  const ends = [on("requests", drawRequests), on("agents", drawRequests), on("models", drawModels), on("server", drawServer), on("hello", drawServer)];
+  let loaded = "";
+  const look = () => { // a model was loaded or unloaded
+    const names = (store.server?.models ?? []).map((one) => one.model).join("\n");
+    if (names !== loaded) fetchModels().catch(() => {});
+    loaded = names;
+  };
+  const ends = [on("server", look), on("requests", drawRequests), on("agents", drawRequests), on("models", drawModels), on("server", drawServer), on("hello", drawServer)];
   drawRequests();
   drawModels();
   drawServer();
