@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import load_file
+from tests import gguf_recurrent
 
 from cairn.models.spec import load_spec
 from cairn.models.weights import open_weights
@@ -22,8 +23,13 @@ NAMES |= {"Qwen3ForCausalLM": "qwen3", "Gemma2ForCausalLM": "gemma2", "Gemma3For
 NAMES |= {"Qwen2MoeForCausalLM": "qwen2moe", "Qwen3MoeForCausalLM": "qwen3moe", "MixtralForCausalLM": "llama"}
 NAMES |= {"OlmoeForCausalLM": "olmoe", "GptOssForCausalLM": "gpt-oss", "GraniteForCausalLM": "granite"}
 NAMES |= {"SmolLM3ForCausalLM": "smollm3", "Olmo2ForCausalLM": "olmo2", "Olmo3ForCausalLM": "olmo2"}
-NAMES |= {"SeedOssForCausalLM": "seed_oss"}
-INTERLEAVED = ("llama", "granite", "smollm3")
+NAMES |= {"SeedOssForCausalLM": "seed_oss", "Phi3ForCausalLM": "phi3", "Glm4MoeForCausalLM": "glm4moe"}
+NAMES |= {"HunYuanDenseV1ForCausalLM": "hunyuan-dense"}
+NAMES |= {"Ministral3ForCausalLM": "mistral3", "DeepseekV2ForCausalLM": "deepseek2"}
+NAMES |= {"DeepseekV3ForCausalLM": "deepseek2", "Glm4MoeLiteForCausalLM": "deepseek2"}
+INTERLEAVED = ("llama", "granite", "granitehybrid", "smollm3", "mistral3")
+NAMES |= {"Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe", "Qwen3NextForCausalLM": "qwen3next"}
+NAMES |= {"Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2moe", "GraniteMoeHybridForCausalLM": "granitehybrid"}
 PLAIN = 1
 
 Choose = Callable[[str, np.ndarray], Type]
@@ -53,7 +59,8 @@ def write_gguf(
     arch = arch or own
     per_part = -(-len(tensors := hub_tensors(folder, config) | dict(more or {})) // parts)
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=per_part if parts > 1 else 0)
-    known = {key.replace(f"{own}.", f"{arch}.", 1): value for key, value in metadata(config).items()}
+    kept = {f"{own}.{key}": value for key, value in gguf_recurrent.keys(config, load_spec(folder), own).items()}
+    known = {key.replace(f"{own}.", f"{arch}.", 1): value for key, value in (metadata(config) | kept).items()}
     found = known | (tokenizer(folder, config, pre) if (folder / "tokenizer.json").exists() else {})
     put(writer, {key: value for key, value in (found | dict(extra or {})).items() if key not in without})
     for name, array in tensors.items():
@@ -112,7 +119,7 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "attention.key_length": size,
         "attention.value_length": size,
-        "rope.dimension_count": size,
+        "rope.dimension_count": int(size * config.get("partial_rotary_factor", 1.0)),
         "rope.freq_base": theta(config),
         "vocab_size": config["vocab_size"],
     }
@@ -122,7 +129,7 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
     if kind == "yarn":
         found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-    if arch in ("llama", "gemma2", "gemma3") and config.get("sliding_window"):
+    if arch in ("llama", "gemma2", "gemma3", "phi3") and config.get("sliding_window"):
         found["attention.sliding_window"] = config["sliding_window"]
     if arch == "gemma2":
         found["attn_logit_softcapping"] = config["attn_logit_softcapping"]
@@ -130,7 +137,8 @@ def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     if arch == "gemma3":
         found["rope.freq_base_swa"] = config["rope_local_base_freq"]
         found["attention.sliding_window_pattern"] = config["sliding_window_pattern"]
-    return {f"{arch}.{key}": value for key, value in (found | others(config, arch)).items()}
+    found |= others(config, arch)
+    return {f"{arch}.{key}": value for key, value in found.items()}
 
 
 def others(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
@@ -145,7 +153,18 @@ def others(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
             "residual_scale": config["residual_multiplier"],
             "logit_scale": config["logits_scaling"],
         }
-    count = config.get("num_experts") or config.get("num_local_experts")
+    found |= positions(config, arch)
+    count = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
+    if config.get("n_routed_experts"):
+        found |= {
+            "expert_gating_func": 1 if config["architectures"] == ["DeepseekV2ForCausalLM"] else 2,
+            "expert_shared_count": config["n_shared_experts"],
+            "expert_weights_scale": config["routed_scaling_factor"],
+            "expert_weights_norm": config["norm_topk_prob"],
+            "expert_group_count": config["n_group"],
+            "expert_group_used_count": config["topk_group"],
+            "leading_dense_block_count": config.get("first_k_dense_replace", 1),
+        }
     if count:
         found |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
         found["expert_feed_forward_length"] = config.get("moe_intermediate_size") or config["intermediate_size"]
@@ -154,12 +173,42 @@ def others(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
     return found
 
 
+def positions(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
+    """What turns queries in other ways than in most models."""
+    rope, found = scaling(config), dict[str, Any]()
+    if arch == "mistral3":
+        found["rope.scaling.yarn_log_multiplier"] = rope["mscale_all_dim"]
+        found["attention.temperature_scale"] = rope["llama_4_scaling_beta"]
+    if arch == "deepseek2":
+        turned = config["qk_rope_head_dim"]
+        found |= {
+            "attention.head_count_kv": 1,
+            "attention.q_lora_rank": config["q_lora_rank"] or 0,
+            "attention.kv_lora_rank": config["kv_lora_rank"],
+            "attention.key_length": config["kv_lora_rank"] + turned,
+            "attention.value_length": config["kv_lora_rank"],
+            "attention.key_length_mla": config["qk_nope_head_dim"] + turned,
+            "attention.value_length_mla": config["v_head_dim"],
+            "rope.dimension_count": turned,
+        }
+        if rope.get("mscale_all_dim"):
+            found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    if "long_factor" in rope:
+        old = config["original_max_position_embeddings"]
+        spread = np.log(config["max_position_embeddings"] / old) / np.log(old)
+        found["rope.scaling.original_context_length"] = old
+        found["rope.scaling.attn_factor"] = float(np.sqrt(1 + spread))
+    return found
+
+
 def scaling(config: Mapping[str, Any]) -> dict[str, Any]:
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
 def theta(config: Mapping[str, Any]) -> float:
-    return float(scaling(config).get("rope_theta", config.get("rope_theta", 10000.0)))
+    base, size = float(scaling(config).get("rope_theta", config.get("rope_theta", 10000.0))), config.get("head_dim", 0)
+    alpha = scaling(config).get("alpha", 1.0)
+    return base if alpha == 1.0 else float(base * alpha ** (size / (size - 2)))
 
 
 def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -173,29 +222,40 @@ def hub_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray
     arch = NAMES[config["architectures"][0]]
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
-    found = {}
-    for name, array in tensors_of(folder, config).items():
+    found, spec = {}, load_spec(folder)
+    every = tensors_of(folder, config, own=spec.recurrence is not None)
+    for name, array in every.items():
+        if ".mixer." in name:
+            found |= gguf_recurrent.tensor(spec, arch, name, every)
+            continue
         if arch in INTERLEAVED and ".q_proj." in name:
             array = permuted(array, config["num_attention_heads"])
         if arch in INTERLEAVED and ".k_proj." in name:
             array = permuted(array, config["num_key_value_heads"])
-        if arch in ("gemma2", "gemma3") and array.ndim == 1:
+        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        if arch.startswith("lfm2"):
+            name = name.replace("model.norm.", "model.embedding_norm.")
         found[names.get_name(name, (".weight", ".bias")) + (".weight" if name.endswith("sinks") else "")] = array
     rope = scaling(config)
     if rope.get("rope_type") == "llama3":
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         found["rope_freqs.weight"] = rope_factors(rope, size, theta(config))
+    for kind in ("short", "long"):
+        if f"{kind}_factor" in rope:
+            found[f"rope_factors_{kind}.weight"] = np.array(rope[f"{kind}_factor"], np.float32)
     return found
 
 
-def tensors_of(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The folder's tensors; all experts of a layer are one, as in GGUF."""
-    if not (config.get("num_experts") or config.get("num_local_experts")):
+def tensors_of(folder: Path, config: Mapping[str, Any], *, own: bool = False) -> dict[str, np.ndarray]:
+    """The folder's tensors, where there are experts or with `own` under our names; all experts of a layer are one, as
+    in GGUF."""
+    if not own and not (config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")):
         return load_file(folder / "model.safetensors")
     found: dict[str, Any] = {}
     for name, array in open_weights(folder, load_spec(folder)).items():
-        merged = re.sub(r"\.experts\.\d+\.", ".experts.", name)
+        merged = re.sub(r"\.(experts|k_b_proj|v_b_proj)\.\d+\.", r".\1.", name)
         if merged != name:
             found.setdefault(merged, []).append(array)
         else:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.config import Config, Secret, TenantKeys
+from cairn.config import Config, ModelOptions, Secret, TenantKeys, TenantLimits
 from cairn.errors import ConfigError
 from cairn.option import options
 from cairn.resolve import resolve
@@ -40,6 +40,8 @@ def sample(option):
         return Secret("k1"), "k1"
     if option.kind == "tenant":
         return TenantKeys("t1", (Secret("k1"),)), "t1=k1"
+    if option.kind == "model":
+        return ModelOptions(model="m1"), "m1"
     if option.kind == "choice":
         value = next(choice for choice in option.choices if choice != option.default)
         return value, value
@@ -59,7 +61,7 @@ def test_each_option_is_read_from_flag_variable_and_file(option, elsewhere):
     for resolved, origin in (
         (
             resolve({option.name: [text] if option.many else text}, {}),
-            "MODEL" if option.name == "model" else option.flag,
+            "MODEL" if option.name in ("model", "models") else option.flag,
         ),
         (resolve({}, {option.variable: text}), option.variable),
         (resolve({}, {}, write(elsewhere, option, value)), option.name + " in"),
@@ -76,6 +78,10 @@ def write(folder: Path, option, value) -> Path:
     if isinstance(value, TenantKeys):
         path = folder / f"{option.name}.toml"
         path.write_text(f"[{option.name}.{value.name}]\napi_key = '{value.keys[0].reveal()}'\n")
+        return path
+    if isinstance(value, ModelOptions):
+        path = folder / f"{option.name}.toml"
+        path.write_text(f"[[{option.name}]]\nmodel = '{value.model}'\n")
         return path
     shown = value.reveal() if isinstance(value, Secret) else value
     text = str(shown).lower() if isinstance(shown, bool) else repr(shown)
@@ -389,3 +395,59 @@ def test_import_is_cheap():
     heavy = "('numpy', 'asyncio', 'httpx', 'typer')"
     code = f"import sys, cairn, cairn.resolve; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_models_of_a_file_have_options_of_their_own(elsewhere):
+    Path("cairn.toml").write_text(
+        "context = 512\n"
+        "[[models]]\nmodel = 'demo'\nname = 'small'\naliases = ['gpt-4o', 'x']\ncontext = 64\nkv_share = 0.25\n"
+        "pin = true\nttl = 60\nload = false\n"
+        "[[models]]\nmodel = 'org/big'\nweights = 'int8'\n"
+    )
+    small, big = resolve({}, {}).config.models
+    assert (small.name, small.aliases, small.kv_share, small.pin, small.ttl, small.load) == (
+        "small",
+        ("gpt-4o", "x"),
+        0.25,
+        True,
+        60.0,
+        False,
+    )
+    assert small.options == {"context": 64} and big.options == {"weights": "int8"}
+    assert resolve({"model": "other"}, {}).config.models == ()
+    assert [one.model for one in resolve({"models": ["a", "b"]}, {}).config.models] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model = 'a'\nmodle = 'b'", "unknown key 'modle'; did you mean model?"),
+        ("name = 'a'", "needs model"),
+        ("model = 'a'\nport = 1", "unknown key 'port'"),
+        ("model = 'a'\ncontext = 'x'", "context is 'x' but must be a whole number"),
+        ("model = 'a'\nkv_share = 2", "kv_share is 2 but must be more than 0 and at most 1"),
+        ("model = 'a'\npin = 'yes'", "pin is 'yes' but must be true or false"),
+        ("model = 'a'\nname = 'n'\n[[models]]\nmodel = 'b'\naliases = ['n']", "two models are called n"),
+    ],
+)
+def test_what_a_table_of_a_model_may_not_say(elsewhere, text, said):
+    Path("cairn.toml").write_text(f"[[models]]\n{text}\n")
+    with pytest.raises(ConfigError, match=said.replace("?", "[?]")):
+        resolve({}, {})
+
+
+def test_one_model_and_several_are_not_given_together(elsewhere):
+    Path("cairn.toml").write_text("model = 'a'\n[[models]]\nmodel = 'b'\n")
+    with pytest.raises(ConfigError, match="give one of them"):
+        resolve({}, {})
+
+
+def test_a_tenants_limits_stand_beside_its_keys(elsewhere):
+    Path("cairn.toml").write_text(
+        "[tenants.ada]\napi_key = 'k1'\nrequests_per_minute = 5\nweight = 2\n[tenants.bob]\napi_key = 'k2'\n"
+    )
+    ada, bob = resolve({}, {}).config.tenants
+    assert ada.limits == TenantLimits(requests_per_minute=5, weight=2.0) and bob.limits == TenantLimits()
+    Path("cairn.toml").write_text("[tenants.ada]\napi_key = 'k1'\nweight = 0\n")
+    with pytest.raises(ConfigError, match=r"weight is 0 but must be a number from 0\.01 to 100"):
+        resolve({}, {})

@@ -49,3 +49,34 @@ def test_one_request_of_a_tenant_does_not_wait_behind_another_tenants_hundred() 
 def test_priority_orders_a_tenants_own_requests_and_takes_nothing_from_others() -> None:
     order = begun([("b", 0)] * 3 + [("a", -100), ("a", 100), ("a", 50)])
     assert order == ["b", "a 4", "b", "a 5", "b", "a 3"]
+
+
+def test_a_tenant_with_more_weight_has_more_turns_of_a_round() -> None:
+    rounds: Rounds[str] = Rounds({"a": 2.0, "c": 0.5})
+    for item in ("a1", "a2", "a3", "a4", "a5", "b1", "b2", "b3", "c1", "c2"):
+        rounds.add(item[0], item)
+    order = []
+    while waiting := list(rounds):
+        order.append(waiting[0])
+        rounds.remove(waiting[0][0], waiting[0])
+        rounds.served(waiting[0][0])
+    assert order == ["a1", "a2", "a3", "a4", "b1", "b2", "c1", "a5", "b3", "c2"]
+    rounds.add("b", "b4")
+    rounds.add("a", "a6")
+    assert list(rounds) == ["b4", "a6"]
+
+
+def test_what_waits_is_told_in_the_order_in_which_it_is_served() -> None:
+    """Whatever was served before: the first of the iteration is who is next, and weights change nobody's own order."""
+    rounds: Rounds[tuple[str, int]] = Rounds({"a": 3.0})
+    for number in range(6):
+        for tenant in "ab":
+            rounds.add(tenant, (tenant, number))
+    told = list(rounds)
+    served = []
+    while line := list(rounds):
+        assert line == [one for one in told if one in line]
+        served.append(line[0])
+        rounds.remove(line[0][0], line[0])
+        rounds.served(line[0][0])
+    assert served == told

@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
+from tests.recurrent_models import RECURRENT, as_stored
 
 import cairn.engine.cpu
 from cairn.config import Config
@@ -183,6 +184,38 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"first_k_dense_replace": 1, "num_hidden_layers": 3, "partial_rotary_factor": 0.5, "use_qk_norm": True},
         "attention_bias": True,
     },
+    "deepseek 2 lite": {
+        "architecture": "DeepseekV2ForCausalLM",
+        **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2},
+        **{
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.3,
+        },
+        **{"first_k_dense_replace": 1, "num_hidden_layers": 3, "num_key_value_heads": 4},
+        **{"q_lora_rank": None, "kv_lora_rank": 40, "qk_rope_head_dim": 8, "qk_nope_head_dim": 18, "v_head_dim": 14},
+        "rope_scaling": {
+            **{"type": "yarn", "factor": 8.0, "beta_fast": 32, "beta_slow": 1, "mscale": 0.7, "mscale_all_dim": 0.7},
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "deepseek 3": {
+        "architecture": "DeepseekV3ForCausalLM",
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1},
+        **{"n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "norm_topk_prob": True},
+        **{"routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "num_attention_heads": 10},
+        **{"num_key_value_heads": 10, "q_lora_rank": 24, "kv_lora_rank": 64, "qk_rope_head_dim": 16},
+        **{"qk_nope_head_dim": 16, "v_head_dim": 20, "attention_bias": True},
+    },
+    "glm 4.7 flash": {
+        "architecture": "Glm4MoeLiteForCausalLM",
+        **{"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1},
+        **{"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.8},
+        **{"mlp_layer_types": ["dense", "sparse", "dense"], "num_hidden_layers": 3, "num_key_value_heads": 4},
+        **{"q_lora_rank": 20, "kv_lora_rank": 33, "qk_rope_head_dim": 8, "qk_nope_head_dim": 24, "v_head_dim": 32},
+    },
     "granite": {
         "architecture": "GraniteForCausalLM",
         **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.5},
@@ -209,6 +242,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_out_bias": False,
         "head_dim": 20,
     },
+    "hunyuan": {
+        "architecture": "HunYuanDenseV1ForCausalLM",
+        **{"head_dim": 20, "tie_word_embeddings": True},
+        "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1},
+    },
+    "phi 3 with a window": {"architecture": "Phi3ForCausalLM", "sliding_window": 24, "num_key_value_heads": 4},
+    "phi 4": {"architecture": "Phi3ForCausalLM", "rope_theta": 250000.0},
+    "phi 4 mini": {
+        "architecture": "Phi3ForCausalLM",
+        **{"partial_rotary_factor": 0.5, "tie_word_embeddings": True, "original_max_position_embeddings": 32},
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.2, 3.0, 9.0]},
+    },
     "ministral 3": {
         "architecture": "Ministral3ForCausalLM",
         "head_dim": 20,
@@ -218,6 +263,7 @@ MODELS: dict[str, dict[str, Any]] = {
             "rope_theta": 1e4,
         },
     },
+    **RECURRENT,
 }
 """Every family, and every odd shape that its arithmetic could get wrong."""
 
@@ -233,6 +279,14 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
         "Olmo3": "olmo3",
         "SeedOss": "seed_oss",
         "Ministral3": "ministral3",
+        **{"Qwen3_5": "qwen3_5_text", "Qwen3_5Moe": "qwen3_5_moe_text", "Qwen3Next": "qwen3_next"},
+        **{"Lfm2": "lfm2", "Lfm2Moe": "lfm2_moe", "GraniteMoeHybrid": "granitemoehybrid"},
+        "NemotronH": "nemotron_h",
+        "Phi3": "phi3",
+        "HunYuanDenseV1": "hunyuan_v1_dense",
+        "DeepseekV2": "deepseek_v2",
+        "DeepseekV3": "deepseek_v3",
+        "Glm4MoeLite": "glm4_moe_lite",
     }
     config = {**PLAIN, "architectures": [architecture], "model_type": kinds[architecture.removesuffix("ForCausalLM")]}
     if architecture.startswith("Gemma"):
@@ -240,6 +294,8 @@ def write_config(folder: Path, architecture: str = "Qwen3ForCausalLM", **fields:
         config |= {"head_dim": 16, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
     config |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     if architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM", "Glm4MoeForCausalLM"):
+        config["head_dim"] = 16
+    if architecture.startswith(("Qwen3_5", "Qwen3Next")):
         config["head_dim"] = 16
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | fields))
@@ -251,13 +307,19 @@ def random_tensors(folder: Path, seed: int = 0, dtype: Any = np.float32) -> dict
     rng = np.random.default_rng(seed)
     tensors = {}
     spec = load_spec(folder)
-    gemma = spec.architecture.startswith("Gemma")  # whose norms multiply by 1 + w
+    gemma = spec.architecture.startswith(("Gemma", "Qwen3_5", "Qwen3Next"))  # whose norms multiply by 1 + w
     for name, shape in expected_tensors(spec).items():
         values = rng.standard_normal(shape)
         if name.endswith("correction_bias"):
             values = 0.3 * values
         elif "norm" in name:
-            values = (0 if gemma else 1) + 0.3 * values
+            values = (0 if gemma and ".mixer." not in name else 1) + 0.3 * values
+        elif name.endswith(".decay"):
+            values = -np.exp(values - 1)
+        elif name.endswith((".D", "dt_bias")):
+            values = 0.5 * values
+        elif name.endswith("conv.weight"):
+            values = 0.6 * values
         elif name.endswith("bias"):
             values = 0.3 * values
         else:
@@ -280,11 +342,49 @@ def stored(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndar
         parts = {".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2.", ".mlp.": ".block_sparse_moe."}
         for ours, theirs in parts.items():
             tensors = {name.replace(ours, theirs): array for name, array in tensors.items()}
-    if spec.architecture == "Glm4MoeForCausalLM":
+    if spec.architecture == "HunYuanDenseV1ForCausalLM":
+        names = {".q_norm.": ".query_layernorm.", ".k_norm.": ".key_layernorm."}
+        for ours, theirs in names.items():
+            tensors = {name.replace(ours, theirs): array for name, array in tensors.items()}
+    if spec.latent is not None:
+        tensors = joined_latents(spec, tensors)
+    if spec.architecture == "Glm4MoeForCausalLM" or spec.latent is not None:
         tensors = {name.replace(".shared_expert.", ".shared_experts."): array for name, array in tensors.items()}
+    if spec.architecture == "Phi3ForCausalLM":
+        tensors = fused_rows(
+            fused_rows(tensors, "self_attn.qkv_proj", ("q", "k", "v")), "mlp.gate_up_proj", ("gate", "up")
+        )
     if spec.architecture == "GptOssForCausalLM":
         tensors = fused_experts(spec, tensors)
-    return tensors
+    return as_stored(spec, tensors) if spec.recurrence is not None else tensors
+
+
+def joined_latents(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What makes keys and values of latents as one matrix, head by head."""
+    found = {name: array for name, array in tensors.items() if "_b_proj." not in name or ".q_b_proj." in name}
+    for layer in range(spec.layers):
+        prefix = f"model.layers.{layer}.self_attn."
+        parts = [
+            np.concatenate([tensors[f"{prefix}k_b_proj.{head}.weight"].T, tensors[f"{prefix}v_b_proj.{head}.weight"]])
+            for head in range(spec.heads)
+        ]
+        found[f"{prefix}kv_b_proj.weight"] = np.ascontiguousarray(np.concatenate(parts))
+    return found
+
+
+def fused_rows(tensors: dict[str, np.ndarray], name: str, parts: Sequence[str]) -> dict[str, np.ndarray]:
+    """Matrices of a layer that begin with `parts` as one, which is called `name`."""
+    place = name.partition(".")[0]
+    found: dict[str, np.ndarray] = {}
+    for key, array in tensors.items():
+        layer, _, own = key.partition(f".{place}.")
+        if own.removesuffix("_proj.weight") not in parts:
+            found[key] = array
+        elif own == f"{parts[0]}_proj.weight":
+            found[f"{layer}.{name}.weight"] = np.concatenate(
+                [tensors[f"{layer}.{place}.{one}_proj.weight"] for one in parts]
+            )
+    return found
 
 
 def fused_experts(spec: ModelSpec, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -349,6 +449,11 @@ class Driver:
         count = -(-tokens // self.engine.info.block_tokens)
         made = []
         for group, at in enumerate(self._next):
+            if self.engine.info.groups[group].kind == "state":  # two, in turns: where it is and where it goes
+                assert at + 2 <= self.engine.info.blocks[group], "the test's pool is too small"
+                made.append([at + place % 2 for place in range(count)])
+                self._next[group] = at + 2
+                continue
             assert at + count <= self.engine.info.blocks[group], "the test's pool is too small"
             made.append([at + (place * 7) % count if count % 7 else at + place for place in range(count)])
             self._next[group] = at + count

@@ -8,7 +8,7 @@ after.
 from __future__ import annotations
 
 import hmac
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -50,14 +50,47 @@ class Secret:
         return hash(self._value)
 
 
+class TenantLimits(msgspec.Struct, frozen=True):
+    """What one tenant may ask for; None: what the server's options say."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_concurrent: int | None = None
+    weight: float = 1.0
+    """Its turns in the scheduler, against those of others that wait."""
+
+
 class TenantKeys(msgspec.Struct, frozen=True):
     """A tenant named in the configuration, and the API keys that are its own."""
 
     name: str
     keys: tuple[Secret, ...]
+    limits: TenantLimits = TenantLimits()
 
     def __str__(self) -> str:
         return f"{self.name} ({len(self.keys)} key{'s' if len(self.keys) != 1 else ''})"
+
+
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the models of a server: a table of [[models]] in cairn.toml, or a MODEL of the command line."""
+
+    model: str
+    name: str | None = None
+    """What clients call it; None: its own name."""
+    aliases: tuple[str, ...] = ()
+    kv_share: float | None = None
+    """Its part of `kv_disk_gb`; None: as much as others that say nothing."""
+    pin: bool = False
+    """It is loaded at the start, and makes room for no other."""
+    ttl: float | None = None
+    """Seconds without requests after which it is unloaded; None: the server's `model_ttl`."""
+    load: bool = True
+    """It is loaded at the start, where there is room."""
+    options: dict[str, Any] = {}
+    """Fields of `Config` that differ from the server's."""
+
+    def __str__(self) -> str:
+        return self.name or self.model
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -254,6 +287,45 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             'stay on the disk, give --no-kv-disk as well, or send "store": false.'
         ),
     ] = True
+    # several models
+    models: Annotated[
+        tuple[ModelOptions, ...],
+        Meta(
+            description="The models of a server that has several: repeat MODEL. In cairn.toml: [[models]] with model, "
+            "name, aliases, kv_share, pin, ttl, load, and options of the model alone such as weights and context."
+        ),
+    ] = ()
+    models_dir: Annotated[
+        str | None,
+        Meta(
+            description="Folder whose models (folders and .gguf files) can be asked for by name; each is loaded by the "
+            "first request that names it."
+        ),
+    ] = None
+    max_loaded: Annotated[
+        int,
+        Meta(ge=1, le=64, description="Most models loaded at once; the one that was not used for longest makes room."),
+    ] = 8
+    memory_gb: Annotated[
+        Annotated[float, Meta(gt=0, le=1 << 16)] | None,
+        Meta(
+            description="GB of memory for all loaded models: weights, KV pools and buffers; default: what is free when "
+            "a model is loaded."
+        ),
+    ] = None
+    load_timeout: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description="Seconds that a request waits while its model is loaded; beyond that it is a 503 with "
+            "Retry-After.",
+        ),
+    ] = 60.0
+    model_ttl: Annotated[
+        float,
+        Meta(ge=0, description="Seconds without requests after which a model is unloaded, of several; 0 is never."),
+    ] = 0.0
     # server
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 picks a free one.")] = 8000
@@ -283,6 +355,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "http://localhost stands for all its ports, '*' for every page."
         ),
     ] = ()
+    page: Annotated[
+        bool,
+        Meta(description="Answer browsers at / with a page: chat, the tree of contexts, what goes on, what was saved."),
+    ] = True
+    docs: Annotated[bool, Meta(description="Describe the API at /openapi.json and for people at /docs.")] = True
     metrics_prefix: Annotated[Literal["cairn", "vllm"], Meta(description="Prefix of the metric names.")] = "cairn"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="How much to log on stderr.")
@@ -297,6 +374,26 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_resumable_mib: Annotated[
         int, Meta(ge=1, description="Most MiB kept of resumable answers; the oldest are given up first.")
     ] = 64
+    tls_cert: Annotated[
+        str | None, Meta(description="File with the certificate chain (PEM) for HTTPS; with tls_key.")
+    ] = None
+    tls_key: Annotated[str | None, Meta(description="File with the certificate's private key (PEM).")] = None
+    # what one tenant may ask for
+    requests_per_minute: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 31)] | None,
+        Meta(
+            description="Most requests a minute of one tenant, without keys of one client; more are a 429. In "
+            "cairn.toml [tenants.NAME] can say otherwise, and give a weight."
+        ),
+    ] = None
+    tokens_per_minute: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 40)] | None,
+        Meta(description="Most tokens a minute of one tenant, of prompts and answers together; more are a 429."),
+    ] = None
+    max_concurrent: Annotated[
+        Annotated[int, Meta(ge=1, le=1 << 20)] | None,
+        Meta(description="Most requests of one tenant at once; more are a 429."),
+    ] = None
     # limits on what a client may send
     lenient: Annotated[
         bool,

@@ -17,7 +17,9 @@ CairnError                 500  our own fault, or unforeseen
 |- UnsupportedMedia        415  a body that is not application/json
 |- HeadersTooLarge         431
 |- Overloaded              429  the queue is full; `retry_after` is seconds
+|  |- RateLimited          429  code rate_limit_exceeded: a tenant asked for more than it may
 |- Unavailable             503  starting, draining, or the worker is being replaced; `retry_after`
+|  |- NotLoaded            503  code model_not_loaded: the model is on the disk, and on its way
 |- DeadlineExceeded        504
 |- Cancelled               499  ended by its owner
 |- GenerationFailed        500  this request failed (non-finite logits, a worker that dies again and again)
@@ -157,9 +159,17 @@ class Overloaded(CairnError):
     code = "overloaded"
 
 
+class RateLimited(Overloaded):
+    code = "rate_limit_exceeded"
+
+
 class Unavailable(CairnError):
     status = 503
     code = "unavailable"
+
+
+class NotLoaded(Unavailable):
+    code = "model_not_loaded"
 
 
 class DeadlineExceeded(CairnError):

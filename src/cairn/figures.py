@@ -15,13 +15,15 @@ MissReason = Literal[
     "template",
     "evicted",
     "not stored yet",
+    "no snapshot",
     "model changed",
     "never seen",
     "faster to compute",
 ]
-"""Why a block of a prompt had to be computed. A worker says `evicted`, `not stored yet`, `never seen` or `faster to
-compute`; the front, which knows the tenant's other contexts, may say it more exactly with one of the others. None of
-them speaks of other tenants: what those have asked is not to be told."""
+"""Why a block of a prompt had to be computed. A worker says `evicted`, `not stored yet`, `no snapshot` (the KV is
+there, but the model has recurrent states, of which only some are kept), `never seen` or `faster to compute`; the front,
+which knows the tenant's other contexts, may say it more exactly with one of the others. None of them speaks of other
+tenants: what those have asked is not to be told."""
 
 
 class Differs(msgspec.Struct, frozen=True, kw_only=True):

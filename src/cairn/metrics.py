@@ -10,7 +10,7 @@ of a step, not one locked update for each.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
 import msgspec
@@ -179,6 +179,16 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus-client for each scrape."""
+        yield from self._plain()
+        yield from self._agent_families(self.agents())
+        yield from self._histograms()
+
+    def of_model(self) -> Iterator[Metric]:
+        """The same without what is counted once for the whole server."""
+        yield from self._plain()
+        yield from self._histograms()
+
+    def _plain(self) -> Iterator[Metric]:
         for name, text, value in self._gauges():
             gauge = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name",))
             gauge.add_metric((self._model,), value)
@@ -203,7 +213,8 @@ class Metrics:
         for why, count in self.misses.items():
             misses.add_metric((self._model, why), count)
         yield misses
-        yield from self._agent_families(self.agents())
+
+    def _histograms(self) -> Iterator[Metric]:
         for name, text, tally in self._tallies():
             histogram = HistogramMetricFamily(f"{self._prefix}:{name}", text, labels=("model_name",))
             histogram.add_metric((self._model,), tally.buckets(), tally.sum)
@@ -298,3 +309,40 @@ class Metrics:
         yield "request_generation_tokens", "Generated tokens of a request.", self.generation_length
         yield "request_params_max_tokens", "max_tokens of a request.", self.max_tokens
         yield "iteration_tokens_total", "Tokens generated in a step, all requests together.", self.step_tokens
+
+
+class ServerMetrics:
+    """The instruments of all models of a server as one text: each family once, with the samples of every model."""
+
+    def __init__(
+        self,
+        prefix: str,
+        models: Callable[[], Sequence[Metrics]],
+        more: Callable[[], Iterable[tuple[str, str, str, list[tuple[str, float]]]]],
+    ) -> None:
+        """`models` are those that are loaded, the first of which tells of agents, too; `more`: of what belongs to no
+        worker kind, name, help, and pairs of a model's name and a value."""
+        self._prefix, self._models, self._more = prefix, models, more
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """All of it in Prometheus' text format, with content type `CONTENT_TYPE`."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus-client for each scrape."""
+        found: dict[str, Metric] = {}
+        for number, model in enumerate(self._models()):
+            for family in model.collect() if not number else model.of_model():
+                if family.name in found:
+                    found[family.name].samples += family.samples
+                else:
+                    found[family.name] = family
+        yield from found.values()
+        for kind, name, text, values in self._more():
+            made = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+            one = made(f"{self._prefix}:{name}", text, labels=("model_name",))
+            for model_name, value in values:
+                one.add_metric((model_name,), value)
+            yield one

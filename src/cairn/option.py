@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cairn.config import PREFIX, Config, Secret, TenantKeys
+from cairn.config import PREFIX, Config, ModelOptions, Secret, TenantKeys
 
 PANELS = (
     ("Model and engine", "model"),
@@ -17,7 +17,9 @@ PANELS = (
     ("Stored KV", "kv_dir"),
     ("Text", "sampler_order"),
     ("Agents", "agents_dir"),
+    ("Several models", "models"),
     ("Server", "host"),
+    ("Limits on what one tenant may ask for", "requests_per_minute"),
     ("Limits on what a client may send", "lenient"),
 )
 """Groups of options in the help: each begins at the named field of `Config`."""
@@ -25,7 +27,7 @@ PANELS = (
 _LOCAL_PANELS = ("Model and engine", "Scheduling", "Stored KV", "Text")
 _SERVED_ONLY = ("served_name", "alias", "strict_model", "store_kv")
 
-Kind = Literal["int", "float", "str", "bool", "choice", "secret", "tenant"]
+Kind = Literal["int", "float", "str", "bool", "choice", "secret", "tenant", "model"]
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +109,8 @@ def _option(field: msgspec.inspect.Field, panel: str) -> Option:
         name = "secret"
     elif isinstance(kind, inspect.StructType) and kind.cls is TenantKeys:
         name = "tenant"
+    elif isinstance(kind, inspect.StructType) and kind.cls is ModelOptions:
+        name = "model"
     elif isinstance(kind, inspect.StrType):
         name = "str"
     else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cairn.engine.base import Engine, Row, RowResult
@@ -31,6 +32,8 @@ class Limits:
     step_seconds: float = math.inf
     least_tokens: int = 4
     """Tokens of prompts that a step may have however long they take."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """How many turns tenants have against others that wait; 1 where nothing is said."""
 
 
 class Room:

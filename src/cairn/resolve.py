@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.config import KEY, PREFIX, Config, Secret, TenantKeys, is_key
+from cairn.config import KEY, PREFIX, Config, ModelOptions, Secret, TenantKeys, TenantLimits, is_key
 from cairn.errors import ConfigError
 from cairn.option import Option, closest, options
 from cairn.paths import expanded, home
@@ -57,6 +57,13 @@ def resolve(
     """
     env = os.environ if env is None else env
     raw = _from_file(env, file) | _from_env(env) | _from_flags(flags or {}, keywords)
+    if "models" in raw and "model" in raw:
+        if raw["models"].text == raw["model"].text:
+            raise ConfigError(
+                f"{raw['model'].source} and {raw['models'].source} both say what to serve; give one of them",
+                field="model",
+            )
+        del raw["model" if raw["models"].text else "models"]  # the command line and the environment go before a file
     known = {option.name: option for option in options()}
     values = {name: _value(known[name], given) for name, given in raw.items()}
     return Resolved(Config(**values), {name: given.source for name, given in raw.items()})
@@ -78,7 +85,7 @@ def _from_flags(flags: Mapping[str, object], keywords: bool) -> dict[str, _Given
         if name not in known:
             raise ConfigError(f"unknown option {name!r}{closest(name, known)}", field=name)
         if value is not None and not (known[name].many and not value):
-            flag = "MODEL" if name == "model" else known[name].flag  # an argument of the command line, not a flag
+            flag = "MODEL" if name in ("model", "models") else known[name].flag  # arguments, not flags
             found[name] = _Given(value, name if keywords else flag, True)
     return found
 
@@ -151,6 +158,8 @@ def _value(option: Option, given: _Given) -> Any:
     written = given.value
     if option.kind == "tenant":
         return _tenants(option, given, written)
+    if option.kind == "model":
+        return _models(given, written)
     if not isinstance(written, list | tuple):
         written = [written]
     if option.kind != "secret":
@@ -179,8 +188,8 @@ def _one(option: Option, given: _Given, value: object) -> Any:
             return _bool(option, given, value)
         case "int" | "float":
             return _number(option, given, value)
-        case "tenant":
-            raise AssertionError("tenants are read by _tenants")
+        case "tenant" | "model":
+            raise AssertionError("tenants and models are read by _tenants and _models")
 
 
 def _secret(option: Option, given: _Given, key: object) -> Secret:
@@ -209,7 +218,92 @@ def _tenants(option: Option, given: _Given, written: object) -> tuple[TenantKeys
         if not keys or not all(isinstance(key, str) and is_key(key) for key in keys):
             raise ConfigError(f"{given.source}: the tenant {name} needs a key: {KEY}", field=option.name)
         found.setdefault(name, []).extend(map(Secret, keys))
-    return tuple(TenantKeys(name, tuple(dict.fromkeys(keys))) for name, keys in found.items())
+    limits = _limits(given, written)
+    return tuple(
+        TenantKeys(name, tuple(dict.fromkeys(keys)), limits.get(name, TenantLimits())) for name, keys in found.items()
+    )
+
+
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent")
+
+
+def _limits(given: _Given, written: object) -> dict[str, TenantLimits]:
+    """What a file's tables say of tenants beside their keys."""
+    known = {option.name: option for option in options()}
+    found = {}
+    for name, table in written.items() if isinstance(written, dict) else ():
+        where = f"{given.source}: [tenants.{name}]"
+        more = {
+            one: _one(known[one], _Given(table[one], f"{where} {one}", False), table[one])
+            for one in _LIMITS
+            if one in table
+        }
+        if (weight := table.get("weight")) is not None:
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.01 <= weight <= 100:
+                raise ConfigError(
+                    f"{where} weight is {weight!r} but must be a number from 0.01 to 100", field="tenants"
+                )
+            more["weight"] = float(weight)
+        found[name] = TenantLimits(**more)
+    return found
+
+
+OF_A_MODEL = (
+    "tokenizer", "kind", "engine", "kernels", "weights", "keep_packed", "threads", "context", "kv_gb", "kv_dtype",
+    "max_running", "step_tokens", "kv_disk", "kv_codec", "kv_load", "reasoning_history", "tool_instructions",
+    "chat_template",
+)  # fmt: skip
+"""The options that a table of [[models]] may give otherwise than the server's."""
+_OWN = ("model", "name", "aliases", "kv_share", "pin", "ttl", "load")
+MOST_MODELS = 64
+
+
+def _models(given: _Given, written: object) -> tuple[ModelOptions, ...]:
+    """Places of models, or a file's tables. ConfigError for two models of one name."""
+    items = written if isinstance(written, list | tuple) else [written]
+    if len(items) > MOST_MODELS:
+        raise ConfigError(f"{given.source} has {len(items)} models; the limit is {MOST_MODELS}", field="models")
+    found = []
+    for number, item in enumerate(items, 1):
+        if isinstance(item, str) and item:
+            found.append(ModelOptions(model=item))
+        elif isinstance(item, dict) and not given.text:
+            found.append(_model(given.source, number, item))
+        else:
+            wanted = "the places of models" if given.text else "tables: [[models]] with model"
+            raise ConfigError(f"{given.source} must be {wanted}", field="models")
+    names = [name for one in found for name in {*one.aliases, *((one.name,) if one.name else ())}]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{given.source}: two models are called {twice}", field="models")
+    return tuple(found)
+
+
+def _model(source: str, number: int, table: dict[str, Any]) -> ModelOptions:
+    known = {option.name: option for option in options()}
+    where = f"{source}, model {number}"
+    own: dict[str, Any] = {}
+    more: dict[str, Any] = {}
+    for key, value in table.items():
+        at = _Given(value, f"{where}: {key}", False)
+        if key in OF_A_MODEL:
+            more[key] = _value(known[key], at)
+        elif key in ("model", "name"):
+            own[key] = _one(known["model"], at, value)
+        elif key == "aliases":
+            own[key] = _value(known["alias"], at)
+        elif key in ("pin", "load"):
+            own[key] = _bool(known["lenient"], at, value)
+        elif key == "ttl":
+            own[key] = float(_number(known["model_ttl"], at, value))
+        elif key == "kv_share":
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+                raise ConfigError(f"{at.source} is {value!r} but must be more than 0 and at most 1", field="models")
+            own[key] = float(value)
+        else:
+            raise ConfigError(f"{where}: unknown key {key!r}{closest(key, (*_OWN, *OF_A_MODEL))}", field="models")
+    if "model" not in own:
+        raise ConfigError(f"{where} needs model: a folder, a .gguf file, a hub id or a known name", field="models")
+    return ModelOptions(**own, options=more)
 
 
 def _named(given: _Given, written: object) -> list[tuple[str, Any]]:
@@ -218,10 +312,10 @@ def _named(given: _Given, written: object) -> list[tuple[str, Any]]:
         pairs = []
         for name, table in written.items():
             for key in table if isinstance(table, dict) else ():
-                if key != "api_key":
-                    near = closest(key, ("api_key",))
+                if key not in (known := ("api_key", "weight", *_LIMITS)):
+                    near = closest(key, known)
                     raise ConfigError(f"{given.source}: unknown key {key!r} in [tenants.{name}]{near}", field="tenants")
-            if not isinstance(table, dict) or not table:
+            if not isinstance(table, dict) or "api_key" not in table:
                 raise ConfigError(f"{given.source}: [tenants.{name}] needs api_key", field="tenants")
             pairs.append((name, table["api_key"]))
         return pairs

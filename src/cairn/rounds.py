@@ -2,13 +2,14 @@
 
 A tenant is known here while something of it waits. It joins behind the others, and steps behind them again when one of
 its own was served: so between two of one tenant every other has one, and nobody is passed by tenants that come later.
+Where weights are given, a tenant steps behind only once it was served as often as its weight says.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterator
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice, zip_longest
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -17,18 +18,46 @@ T = TypeVar("T")
 class Rounds(Generic[T]):
     """What waits, in a line for each tenant."""
 
-    __slots__ = ("_lines",)
+    __slots__ = ("_had", "_lines", "_turns")
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        """`weights`: of tenants, 1 where nothing is said; only what they are to each other counts."""
+        least = min((1.0, *weights.values())) if weights else 1.0
+        self._turns = {tenant: max(1, round(weight / least)) for tenant, weight in {"": 1.0, **(weights or {})}.items()}
+        """How many turns a round has for a tenant; for those that are not named as many as for ""."""
+        self._had: dict[str, int] = {}
+        """How many of them a tenant, which waits, has had in this round."""
         self._lines: dict[str, list[T]] = {}
         """The next tenant's first. None is empty."""
 
     def __iter__(self) -> Iterator[T]:
         """One of each tenant, then a second of each, and so on. What waits may change meanwhile; this does not."""
+        if len(self._turns) > 1:
+            return self._weighted()
         lines = [tuple(line) for line in self._lines.values()]
         if len(lines) == 1:
             return iter(lines[0])
         return (item for around in zip_longest(*lines) for item in around if item is not None)
+
+    def _of_round(self, tenant: str) -> int:
+        return self._turns.get(tenant, self._turns[""])
+
+    def _weighted(self) -> Iterator[T]:
+        """What the first of all has left of its round, then what the others have, and so on."""
+        lines = [
+            (iter(tuple(line)), self._of_round(tenant), self._had.get(tenant, 0))
+            for tenant, line in self._lines.items()
+        ]
+        found: list[T] = []
+        while lines:
+            left = []
+            for line, turns, had in lines:
+                some = list(islice(line, turns - had))
+                found += some
+                if len(some) == turns - had:
+                    left.append((line, turns, 0))
+            lines = left
+        return iter(found)
 
     def tagged(self) -> Iterator[tuple[str, T]]:
         """The same, each with its tenant."""
@@ -53,8 +82,14 @@ class Rounds(Generic[T]):
         line.remove(item)
         if not line:
             del self._lines[tenant]
+            self._had.pop(tenant, None)
 
     def served(self, tenant: str) -> None:
         """The tenant has had its turn."""
+        had = self._had.get(tenant, 0) + 1
+        if tenant in self._lines and had < self._of_round(tenant):
+            self._had[tenant] = had
+            return
+        self._had.pop(tenant, None)
         if line := self._lines.pop(tenant, None):
             self._lines[tenant] = line

@@ -72,7 +72,7 @@ class Scheduler:
         self._pace = Pace(limits.step_seconds, limits.least_tokens)
         self._longest = min(cache.info.context, cache.longest)
         self._sequences: dict[int, Sequence] = {}
-        self._waiting = WaitingQueue(limits.max_queue, limits.max_queue_tokens)
+        self._waiting = WaitingQueue(limits.max_queue, limits.max_queue_tokens, limits.weights)
         self._running: list[Sequence] = []
         self._planned: Plan | None = None
         self._next_deadline = math.inf
@@ -267,7 +267,7 @@ class Scheduler:
         """Give a waiting sequence blocks, what is cached among them, if it may run now."""
         if (known := self._known(sequence, room, passed)) is not None:
             return known
-        kv, kept, spare = sequence.kv, room.kept, len(self._running)
+        kv, kept, spare, ahead = sequence.kv, room.kept, len(self._running), 0
         reuse = sequence.scored >= sequence.to_score
         sequence.long_beside = 0
         match = Match(0, len(sequence.tokens))
@@ -282,9 +282,10 @@ class Scheduler:
                 return Turn.PASSES
             if not room.short(missing):
                 return Turn.STOPS
-            spare += passed.needs(self._cache.info.block_tokens)
-        covered = self._cache.open(kv, sequence.tokens, match, reuse=reuse, spare=spare)
+            ahead = passed.needs(self._cache.info.block_tokens)
+        covered = self._cache.open(kv, sequence.tokens, match, reuse=reuse, spare=spare, ahead=ahead)
         if covered is None:
+            sequence.ahead = ahead
             sequence.spare = spare
             return Turn.STOPS
         sequence.computed = covered
@@ -297,9 +298,10 @@ class Scheduler:
             return None
         beside = kept > 0 and not sequence.kv.tried
         if isinstance(match.blocked_on, BlockPool):
-            spare = len(self._running) + (passed.needs(self._cache.info.block_tokens) if beside else 0)
+            spare, ahead = len(self._running), passed.needs(self._cache.info.block_tokens) if beside else 0
             short = not beside or sequence.target - match.covered <= kept
-            return Turn.STOPS if self._running and short and spare >= sequence.spare else None
+            fewer = spare >= sequence.spare and ahead >= sequence.ahead
+            return Turn.STOPS if self._running and short and fewer else None
         return None if match.blocked_on is None else Turn.PASSES
 
     def _start(self, sequence: Sequence, now: float, started: list[int]) -> None:
@@ -321,7 +323,7 @@ class Scheduler:
         if result.error:
             return self._fail(sequence, now, FinishReason.ERROR, result.error)
         end = sequence.computed = row.end
-        if end - row.start > 1 or end % self._cache.info.block_tokens == 0:
+        if end - row.start > 1 or end % self._cache.info.block_tokens in self._cache.turns:
             self._cache.publish(sequence.kv, sequence.tokens, end)
         sequence.scored += len(result.prompt_logprobs)
         if end < sequence.target:

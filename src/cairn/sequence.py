@@ -60,6 +60,7 @@ class Sequence:
 
     __slots__ = (
         "admitted",
+        "ahead",
         "arrival",
         "computed",
         "deadline",
@@ -113,8 +114,9 @@ class Sequence:
         """Where its prompt's KV came from, once it has run."""
         self.long_beside = 0
         """As long as `kv.match` holds: with how many tokens kept for short prompts it was a long one."""
-        self.spare = 0
-        """As long as `kv.match` is blocked on a pool: how many blocks were to be left there."""
+        self.spare = self.ahead = 0
+        """As long as `kv.match` is blocked on a pool: how many blocks were to be left there, for those that run and for
+        one that was passed."""
         self.stalled = 0
         """Steps since it had a part of one, while it runs."""
         self.scored = 0

@@ -38,7 +38,7 @@ class TextQueue:
         self._clock = clock
         self._step_tokens = min(limits.step_tokens, info.max_tokens)
         self._max_rows = min(limits.max_running, info.max_rows)
-        self._waiting: Rounds[_Text] = Rounds()
+        self._waiting: Rounds[_Text] = Rounds(limits.weights)
         self._texts: dict[int, _Text] = {}
         self._planned: tuple[Plan, list[_Text], float] | None = None
         self._pace = Pace(math.inf, limits.least_tokens)

@@ -313,12 +313,19 @@ class RotaryPositions(msgspec.Struct, frozen=True, kw_only=True):
 class CacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that keep the same kind of cache and therefore share one block table."""
 
-    kind: Literal["full", "window"]
+    kind: Literal["full", "window", "state"]
     layers: tuple[int, ...]
     window: int = 0
     """Tokens a position may attend to, itself included. 0 for full attention."""
     rope: RotaryPositions | None = None
     """Where these layers have positions of their own; None: the model's."""
+    numbers: int = 0
+    """Of a state group: float32 numbers that each of its layers keeps for a sequence."""
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    """Where these layers have heads of their own; None: the model's."""
+    once: bool = False
+    """Whether what is kept of a token is kept once: its values are a part of its key."""
 
 
 MAX_CONTEXT = 1 << 24
@@ -347,9 +354,78 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a bias is added to the parts for the choice alone."""
     bias: bool = False
     """Whether the router and the experts have biases."""
+    gated: bool = True
+    """Whether what an expert lets through goes through a gate, and not through the activation itself."""
     shared: int = 0
     """Width of an expert that every token goes through; 0: none."""
     shared_gate: bool = False
+
+
+class Recurrence(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that keep a state of one size for a sequence, however long it is, in the place of keys and values.
+
+    `delta`: gated delta net. `mamba2`: Mamba 2. `conv`: LFM2's gated short convolution, which keeps nothing else.
+    """
+
+    kind: Literal["delta", "mamba2", "conv"]
+    layers: tuple[int, ...]
+    reach: int
+    """Tokens that the convolution sees, the present one included."""
+    heads: int = 1
+    value_size: int
+    """Numbers of a head's value: of `conv`, the width of all."""
+    key_heads: int = 0
+    """How many heads have keys and queries of their own (Mamba 2: groups of B and C)."""
+    key_size: int = 0
+    """Numbers of a key and of a query (Mamba 2: of B and of C)."""
+    tiled: bool = False
+    """Whether neighbouring heads have keys of different heads, and not of one."""
+    conv_bias: bool = False
+    bias: bool = False
+    """Whether what goes in and comes out is projected with a bias."""
+    step_limits: tuple[float, float] | None = None
+    """Of Mamba 2: the least and the greatest step."""
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that are convolved."""
+        return self.heads * self.value_size + 2 * self.key_heads * self.key_size
+
+    @property
+    def inner(self) -> int:
+        """Numbers of a token's values."""
+        return self.heads * self.value_size
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a layer's state: the convolution's window, and a matrix for each head."""
+        return (self.reach - 1) * self.channels + self.heads * self.key_size * self.value_size
+
+    @property
+    def projected(self) -> int:
+        """Numbers of a token that come out of the projections before the convolution."""
+        if self.kind == "conv":
+            return 3 * self.channels
+        return self.channels + self.inner + self.heads * (2 if self.kind == "delta" else 1)
+
+
+class Latent(msgspec.Struct, frozen=True, kw_only=True):
+    """Attention over latents (MLA): of a token one vector is kept, of which all heads' keys and values are products."""
+
+    rank: int
+    """Width of the latent; as many numbers as are turned are kept beside it."""
+    query_rank: int = 0
+    """Width of what queries are products of; 0: of the hidden state itself."""
+    plain: int
+    """Numbers of a head's query and key that are not turned."""
+    value: int
+    """Numbers of a head's value."""
+    neighbours: bool = True
+    """Whether neighbours are turned as a pair, not numbers half of them apart."""
+    bias: bool = False
+    """Whether what makes latents has a bias."""
+    eps: float = 1e-6
+    """Of the norms of latents."""
 
 
 Kind = Literal["chat", "embed", "rerank"]
@@ -441,7 +517,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling = RopeScaling()
-    activation: Literal["silu", "gelu_tanh", "gelu", "clamped_silu"] = "silu"
+    long_rope: RopeScaling | None = None
+    """What takes its place where contexts longer than its `original_context` are served."""
+    long: bool = False
+    """Whether they are: see `served`."""
+    activation: Literal["silu", "gelu_tanh", "gelu", "clamped_silu", "relu2"] = "silu"
     """The activation of the MLP."""
     qk_norm: bool = False
     qkv_bias: bool = False
@@ -460,6 +540,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether what attention and the MLP take is normed."""
     qk_norm_whole: bool = False
     """Whether `qk_norm` is over all heads together."""
+    late_norms: bool = False
+    """Whether queries and keys are turned first and normed then."""
     rotary: int | None = None
     """How many numbers of a head are turned, from the first on; None: all."""
     unturned: tuple[int, ...] = ()
@@ -489,12 +571,34 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a decoder's tokens see what follows them too."""
     judge: Judge | None = None
     """Of a decoder that judges pairs of texts."""
+    latent: Latent | None = None
+    """Of a decoder that keeps latents; its `head_dim` is that of queries."""
+    recurrence: Recurrence | None = None
+    """Of layers without attention."""
+    mlp_layers: tuple[int, ...] | None = None
+    """Where a layer is either what mixes tokens or an MLP: those that are an MLP. None: every layer is both."""
+    mlp_gated: bool = True
+    """Whether what the MLP lets through goes through a gate, and not through the activation itself."""
+    output_gate: bool = False
+    """Whether each head's query has a gate behind it, through which what attention gives goes."""
 
     @property
     def whole(self) -> bool:
         """Whether texts are computed whole, in one step each, and nothing is kept: an encoder's, and a decoder's whose
         vectors are made of more than the last token's state."""
         return self.encoder is not None or self.both or (self.kind == "embed" and self.embedding.pooling != "last")
+
+    def keeps_state(self, layer: int) -> bool:
+        """Whether a layer keeps a state in the place of attention."""
+        return self.recurrence is not None and layer in self.recurrence.layers
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has an MLP, or experts."""
+        return self.mlp_layers is None or layer in self.mlp_layers
+
+    def attends(self, layer: int) -> bool:
+        """Whether a layer has attention."""
+        return not self.keeps_state(layer) and (self.mlp_layers is None or layer not in self.mlp_layers)
 
     @property
     def width(self) -> int:
@@ -506,11 +610,34 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """How many numbers of a head are turned."""
         return self.head_dim if self.rotary is None else self.rotary
 
+    def page(self, group: int) -> tuple[int, ...]:
+        """The shape of what one layer of a group keeps of a block: keys and values, or what both are made of; or its
+        state."""
+        own = self.groups[group]
+        if own.kind == "state":
+            return (own.numbers,)
+        return 1 if own.once else 2, own.kv_heads or self.kv_heads, BLOCK_TOKENS, own.head_dim or self.head_dim
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """Numbers in a row of a page, of each group."""
+        return tuple(self.page(group)[-1] for group in range(len(self.groups)))
+
     @property
     def longest_text(self) -> int:
         """Tokens of the longest text whose embedding the model was made for."""
         return min(self.context, self.embedding.max_tokens or self.context)
 
+    def served(self, context: int) -> ModelSpec:
+        """The spec with which contexts of at most so many tokens are computed.
+
+        Which rotary positions a model has may depend on that, and never on a text: keys that were turned in one way
+        cannot be read in the other, and a cached prefix has to be as good as a computed one.
+        """
+        long = self.long_rope is not None and context > self.long_rope.original_context
+        return msgspec.structs.replace(self, long=long)
+
     def rope(self, group: int) -> RotaryPositions:
         """The positions of a group's layers."""
-        return self.groups[group].rope or RotaryPositions(theta=self.rope_theta, scaling=self.rope_scaling)
+        usual = self.long_rope if self.long and self.long_rope is not None else self.rope_scaling
+        return self.groups[group].rope or RotaryPositions(theta=self.rope_theta, scaling=usual)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 
 from cairn.errors import Overloaded
@@ -14,12 +14,12 @@ from cairn.sequence import Sequence
 class WaitingQueue:
     """At most `max_requests` requests and `max_tokens` tokens; a request alone may exceed the tokens."""
 
-    def __init__(self, max_requests: int, max_tokens: int) -> None:
+    def __init__(self, max_requests: int, max_tokens: int, weights: Mapping[str, float] | None = None) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._back: list[Sequence] = []
         """Those that ran before and were preempted."""
-        self._rounds: Rounds[Sequence] = Rounds()
+        self._rounds: Rounds[Sequence] = Rounds(weights)
         """All others."""
         self._count = 0
         self.tokens = 0

@@ -80,7 +80,7 @@ class Desk:
     def open(self) -> None:
         log = Log.open(self.files, FOLDER, Draw())
         assert log is not None
-        registry, self.replays, kv = AgentRegistry(), ReplayRecords(b"model"), cast("AgentKv", NoKv())
+        registry, self.replays, kv = AgentRegistry(), ReplayRecords(), cast("AgentKv", NoKv())
         orphans = registry.load(log.recovered)
         self.replays.load(log.recovered)
         self.writer = Writer(log)
@@ -129,7 +129,7 @@ class Desk:
         record = TurnRecord(agent=agent.key, number=number, parent=agent.head.key, began=began)
         turn = await self.book.begin(agent, record)
         request = Request(id=number, prompt=(1, 2, 3), sampling=SamplingParams(max_tokens=9))
-        return self.turns._run(agent, turn, request, None, ())
+        return self.turns._run(cast("Any", None), agent, turn, request, None, ())
 
     async def say(self, id: str) -> None:
         """A turn from its beginning to its end."""
@@ -143,7 +143,7 @@ class Desk:
     async def keep(self) -> None:
         """An answer for exact replay."""
         sampled, now = Sampled(b"b" * 32, Answer(b"v" * 32, "because"), [1, 2, 3], 1), self.book.pending.now()
-        record = self.writer.record(Kind.REPLAY, self.replays.payload("me", sampled, now))
+        record = self.writer.record(Kind.REPLAY, self.replays.payload("me", sampled, b"model", now))
         self.replays.add(record, now)
         await self.writer.sync(record)
 

@@ -677,7 +677,7 @@ def test_contexts_of_requests_are_remembered_within_a_bound_over_all_agents(monk
     assert kept._size == 1000
     kept.add(other, [8] * 250)  # two of the first agent's go
     kept.add(one, [9] * 300)  # the older of the other's goes
-    assert [[ids[0] for ids in kept.take(agent)] for agent in (one, other, one)] == [[2, 9], [8], []]
+    assert [[one.ids[0] for one in kept.take(agent)] for agent in (one, other, one)] == [[2, 9], [8], []]
     assert kept._size == 0
 
 
@@ -689,6 +689,6 @@ def test_what_is_pinned_and_the_newest_context_are_remembered_whatever_the_bound
     kept.add(pinned, [1] * 90)
     kept.add(pinned, [2] * 90)
     kept.add(other, [3] * 500)
-    assert [ids[0] for ids in kept.take(pinned)] == [2]
+    assert [one.ids[0] for one in kept.take(pinned)] == [2]
     kept.add(named(3), [4] * 5)
     assert kept.take(other) == [] and kept._size == 5

@@ -91,7 +91,7 @@ async def test_what_is_a_week_old_is_erased(folder: Path) -> None:
 
 
 def filled(count: int) -> ReplayRecords:
-    kept = ReplayRecords(b"model")
+    kept = ReplayRecords()
     for n in range(count):
         kept.add(Record(n + 1, Kind.REPLAY, n + 1, b"x" * 1000), float(n))
     return kept
@@ -109,13 +109,15 @@ def test_another_models_answers_wait_and_damage_is_left_out() -> None:
     """Known failures 28 and 30: other tokens are never put into a prompt, and a payload that is none stops nothing."""
     import msgspec
 
-    kept = ReplayRecords(b"model")
-    payload = kept.payload("ada", SAMPLED, 5.0)
-    other = ReplayRecords(b"other").payload("ada", SAMPLED, 5.0)
+    kept = ReplayRecords()
+    payload = kept.payload("ada", SAMPLED, b"model", 5.0)
+    other = kept.payload("ada", SAMPLED, b"other", 5.0)
     odd = msgspec.structs.replace(payload, ids=b"123")
     records = [
         Record(n, Kind.REPLAY, n, msgspec.msgpack.encode(value)) for n, value in enumerate((payload, other, odd), 1)
     ]
     records += [Record(4, Kind.REPLAY, 4, b"\xc1garbage"), Record(5, Kind.TURN, 5, b"")]
-    ((tenant, sampled),) = kept.load(records)
+    found = kept.load(records)
+    assert {model: len(ones) for model, ones in found.items()} == {b"model": 1, b"other": 1}
+    ((tenant, sampled),) = found[b"model"]
     assert tenant == "ada" and sampled._replace(ids=list(sampled.ids), opened=1) == SAMPLED

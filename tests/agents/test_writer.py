@@ -70,6 +70,32 @@ async def test_turns_that_end_together_share_a_sync() -> None:
     assert sorted(texts(files)) == sorted(["begin", *map(str, range(50))])
 
 
+async def test_what_was_written_outlives_the_process_without_a_sync() -> None:
+    files = CrashFiles()
+    writer = start(files)
+    await writer.sync()
+    changes: list[str] = []
+    files.after_change = changes.append
+    writer.append(writer.record(Kind.TURN, Note("sampled")))
+    await writer.written(60)
+    assert any(b"sampled" in data for data in files.files().values())
+    assert changes[-1] == "append", "the file is new; its records are not synced"
+    await writer.close()
+
+
+async def test_nobody_waits_long_for_a_disk_that_hangs() -> None:
+    files = CrashFiles()
+    writer = start(files)
+    goes_on = threading.Event()
+    files.after_change = lambda kind: goes_on.wait(60) and None
+    writer.append(writer.record(Kind.TURN, Note("stuck")))
+    await writer.written(0.05)
+    goes_on.set()
+    await writer.close()
+    await writer.written(60)
+    assert texts(files) == ["stuck"]
+
+
 async def test_the_event_loop_never_waits_for_the_disk() -> None:
     """Known failure 35: the thread syncs, and nobody else is held up."""
     files = CrashFiles()

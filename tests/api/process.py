@@ -27,11 +27,14 @@ atexit.register(shutil.rmtree, FOLDERS, ignore_errors=True)
 _numbers = itertools.count()
 MAIN = """
 import json, sys
+from pathlib import Path
 from cairn.api.server import serve
 from cairn.resolve import resolve
 from cairn.errors import CairnError
 try:
-    serve(resolve(json.loads(sys.argv[1]), {}).config)
+    options = json.loads(sys.argv[1])
+    file = options.pop("config_file", None)
+    serve(resolve(options, {}, None if file is None else Path(file)).config)
 except CairnError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
@@ -45,7 +48,7 @@ def free_port() -> int:
 
 
 class Served:
-    """A server process. `options` are fields of Config."""
+    """A server process. `options` are fields of Config, and `config_file` a file of more."""
 
     def __init__(self, **options: Any) -> None:
         self.port = options.setdefault("port", free_port())

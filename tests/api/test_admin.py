@@ -301,8 +301,6 @@ async def test_routes_of_other_servers_get_a_sentence() -> None:
         ):
             message = (await http.post(path, json={})).json()["error"]["message"]
             assert message.startswith(f"there is no route {path}: ") and said in message, message
-        page = await http.get("/", headers={"accept": "text/html"})
-        assert page.status_code == 404 and f"{at.url}/v1" in page.json()["error"]["message"]
         assert (await http.get("/v1/nothing")).json()["error"]["message"] == "there is no route /v1/nothing"
 
 

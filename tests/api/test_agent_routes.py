@@ -571,7 +571,7 @@ async def test_a_request_that_ended_early_belongs_to_its_agent_all_the_same(fold
             async with asyncio.timeout(10):
                 while not (left := kv._request_contexts.take(agent)):
                     await asyncio.sleep(0.01)
-            assert [len(ids) > 60 for ids in left] == [True]
+            assert [len(one.ids) > 60 for one in left] == [True]
 
 
 async def test_all_that_was_computed_for_a_client_that_does_not_read_goes_with_the_agent(

@@ -54,4 +54,7 @@ def test_the_start_says_where_and_how_the_model_is_sampled(capsys: pytest.Captur
         "(Cairn's defaults). Try:\n" in said
     )
     _announce("http://127.0.0.1:80", [], service, Config())
-    assert "From other machines" not in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "From other machines" not in said and "In a browser" in said and "http://127.0.0.1:80/\n" in said
+    _announce("http://127.0.0.1:80", [], service, Config(page=False))
+    assert "In a browser" not in capsys.readouterr().err

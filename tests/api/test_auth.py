@@ -55,6 +55,7 @@ async def test_every_route_needs_a_key(headers: dict[str, str]) -> None:
         routes = [
             *every_route(at.app),
             ("GET", "/version"),
+            ("GET", "/openapi.json"),
             ("POST", "/chat/completions"),
             ("GET", "/models/x"),
             ("DELETE", "/v1/models"),
@@ -71,8 +72,8 @@ async def test_every_route_needs_a_key(headers: dict[str, str]) -> None:
             assert response.headers["www-authenticate"] == "Bearer" and response.headers["x-request-id"]
 
 
-async def test_only_health_is_open() -> None:
-    assert {"/", "/v1/health", "/health", "/health/live", "/health/ready", "/health/startup"} == OPEN
+async def test_only_health_and_the_files_of_the_page_are_open() -> None:
+    assert {"/", "/docs", "/v1/health", "/health", "/health/live", "/health/ready", "/health/startup"} == OPEN
     async with site(ScriptedService(), ONE) as at:
         for path in OPEN:
             assert (await call(at, path)).status_code == 200

@@ -281,11 +281,12 @@ async def test_a_strict_server_knows_the_tag_that_clients_add() -> None:
 
 
 async def test_the_front_door() -> None:
-    async with site(service(), Config(api_key=(Secret("k"),))) as at, at.http() as http:
+    async with site(service(), Config(api_key=(Secret("k"),), page=False)) as at, at.http() as http:
         assert (await http.get("/")).text == "Ollama is running"
         assert (await http.head("/")).status_code == 200
         page = await http.get("/", headers={"accept": "text/html,*/*"})
         assert page.status_code == 404 and "Cairn listens here" in page.json()["error"]["message"]
+        assert f"{at.url}/v1" in page.json()["error"]["message"]
 
 
 @pytest.fixture

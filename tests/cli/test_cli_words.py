@@ -197,15 +197,29 @@ def test_a_cut_answer_is_told_on_stderr_and_a_whole_one_is_not(running):
 
 def test_ps_shows_the_servers_model_and_its_load(running):
     done = run("ps")
-    assert done.stdout == f"m\t64\t2\t1\thttp://127.0.0.1:{running.port}\n"
+    assert done.stdout == f"m\tloaded\t-\t64\t2\t1\t-\thttp://127.0.0.1:{running.port}\n"
     running.answers["/metrics"] = [(401, '{"error": {"message": "no"}}')]
-    assert run("ps").stdout.startswith("m\t64\t-\t-\t")
+    assert run("ps").stdout.startswith("m\tloaded\t-\t64\t-\t-\t")
     assert "no server answers" in sentence(run("ps", "--host", "127.0.0.1:1"), 1)
 
 
 def test_stop_says_how_a_server_is_ended(running):
     assert "keeps m for as long as it runs; end it with Ctrl-C" in sentence(run("stop", "m"))
     assert "no server answers" in sentence(run("stop", "--host", "127.0.0.1:1"), 1)
+
+
+def test_models_of_a_server_are_changed_by_name(running):
+    said = {"id": "m", "state": "loaded", "model": "/models/m", "load_seconds": 1.25, "success": True}
+    for what in ("load", "unload", "swap"):
+        running.answers[f"/v1/admin/models/{what}"] = [(200, json.dumps(said))]
+    assert run("load", "m").stdout.splitlines() == [
+        "model\tm",
+        "state\tloaded",
+        "is\t/models/m",
+        "loaded in\t1.2 s",
+    ]
+    assert "loaded in" not in run("unload", "m", "--grace", "5").stdout
+    assert run("swap", "m", "org/other").returncode == 0
 
 
 @pytest.mark.parametrize("word", ["list", "ls", "models"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cairn.engine.base import NO_BLOCK, Row
-from cairn.engine.fake import FakeEngine, fake_spec
+from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.sampling import sample
 from cairn.types import SamplingParams
 
@@ -31,7 +31,7 @@ def next_token(fake: FakeEngine, it: Row) -> int | None:
     return fake.prefill([it]).wait()[0].token
 
 
-@pytest.mark.parametrize("windows", [(0,), (0, 6), (5, 0, 9), (4,)])
+@pytest.mark.parametrize("windows", [(0,), (0, 6), (5, 0, 9), (4,), (STATE,), (0, STATE), (STATE, 7, 0)])
 @pytest.mark.parametrize("chunk", [1, 3, 4, 7, 100])
 def test_any_chunking_gives_what_the_oracle_says(windows: tuple[int, ...], chunk: int) -> None:
     fake = engine(windows)
@@ -184,3 +184,53 @@ def test_another_model_has_another_identity() -> None:
     identities = {FakeEngine(fake_spec(vocab, 100, windows), blocks=4).info.identity for vocab, windows in
                   ((64, (0,)), (65, (0,)), (64, (0, 6)), (64, (0, 7)))}  # fmt: skip
     assert len(identities) == 4
+
+
+def states(*blocks: int) -> tuple[list[int]]:
+    return (list(blocks),)
+
+
+def test_a_state_is_left_at_the_end_of_a_row_and_wherever_the_table_has_a_block() -> None:
+    fake = engine((STATE,))
+    no = NO_BLOCK
+    fake.prefill([row(PROMPT, 0, 22, states(no, 7, no, no, 8, 9), None)])
+    others = {number: engine((STATE,)) for number in (8, 20, 22)}
+    for end, other in others.items():  # blocks of 4: those after 8, 20 and 22 tokens
+        other.prefill([row(PROMPT, 0, end, states(*[no] * ((end - 1) // 4), 3), None)])
+    for block, end in ((7, 8), (8, 20), (9, 22)):
+        assert fake._kv[0][block] == others[end]._kv[0][3]
+    truth = fake.oracle(PROMPT, GREEDY, 1)[0]
+    for start, table in ((8, (no, 7, no, no, no, 11)), (20, (no, no, no, no, 8, 12)), (22, (no, no, no, no, no, 9))):
+        assert next_token(fake, row(PROMPT, start, 23, states(*table))) == truth
+
+
+def test_another_state_changes_the_answer() -> None:
+    fake = engine((STATE,))
+    fake.prefill([row(PROMPT, 0, 22, states(-1, -1, -1, 4, 5, 6), None)])
+    truth = fake.oracle(PROMPT, GREEDY, 1)[0]
+    assert [next_token(fake, row(PROMPT, 20, 23, states(-1, -1, -1, -1, at, 7))) == truth for at in (5, 4)] == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("start", "table", "why"),
+    [
+        (20, (-1, -1, -1, -1, -1, 3), "lacks the state"),
+        (20, (-1, -1, -1, -1, 3, -1), "lacks the state"),
+        (22, (-1, -1, -1, -1, 3, -1), "lacks the state"),
+        (0, (3, 3, 3, 3, 3), "lacks the state"),
+        (20, (-1, -1, -1, -1, 3, 3), "writes over a state that is read"),
+    ],
+)
+def test_a_table_without_the_states_that_a_row_needs_is_refused(start: int, table: tuple[int, ...], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        engine((STATE,)).prefill([row(PROMPT, start, 23, states(*table))])
+
+
+def test_a_state_that_one_row_reads_is_written_by_no_other() -> None:
+    fake = engine((STATE,))
+    reads, writes = row(PROMPT, 20, 23, states(-1, -1, -1, -1, 3, 4)), row(PROMPT[::-1], 0, 3, states(3))
+    with pytest.raises(ValueError, match="writes over a state that is read"):
+        fake.prefill([reads, writes])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 from tests.gguf_files import write_gguf
-from tests.tiny_models import BFLOAT16, KERNELS, random_tensors, write_config, write_model
+from tests.tiny_models import BFLOAT16, KERNELS, MODELS, random_tensors, write_config, write_model
 
 from cairn.config import Config
 from cairn.engine import memory
@@ -21,6 +21,7 @@ from cairn.engine.memory import (
     check_memory,
     kv_dtype,
     pool_blocks,
+    running_rows,
     weight_bytes,
     weight_memory,
 )
@@ -63,6 +64,42 @@ def test_a_given_size_is_kept(spec: ModelSpec) -> None:
     size = block_bytes(spec, "float32")[0]
     assert size == 2 * 16 * 2 * 2 * 16 * 4
     assert pool_blocks(spec, Config(kv_gb=0.01), 0) == (int(0.01 * 10**9) // size,)
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> ModelSpec:
+    """A full group of one layer, and a state group of three."""
+    return load_spec(write_config(tmp_path / "hybrid", **MODELS["qwen 3.5"]))
+
+
+def test_states_take_no_more_than_half(hybrid: ModelSpec) -> None:
+    kv, size = block_bytes(hybrid, "float32")
+    assert size == 3 * 4 * hybrid.groups[1].numbers
+    for budget in (0.001, 0.002, 0.004):
+        config = Config(kv_gb=budget, max_running=256)
+        full, states = pool_blocks(hybrid, config, 0)
+        assert 0.45 * budget * 1e9 < states * size <= budget * 1e9 / 2
+        assert 0.98 * budget * 1e9 < pool_bytes(hybrid, (full, states)) <= budget * 1e9
+        # Each of those that run needs two; two are left for contexts to come back to.
+        assert running_rows(hybrid, config, (full, states)) == (states - 2) // 2 < 256
+    config = Config(kv_gb=0.5, max_running=8)
+    full, states = pool_blocks(hybrid, config, 0)
+    assert states - (2 * 8 + 2) == pytest.approx(full * 16 / memory.SNAPSHOT_TOKENS, rel=0.01)
+    assert running_rows(hybrid, config, (full, states)) == 8
+    assert 0.49e9 < full * kv + states * size <= 0.5e9
+
+
+def test_one_sequence_has_its_states_whatever_they_take(hybrid: ModelSpec) -> None:
+    wide = msgspec.structs.replace(hybrid.groups[1], numbers=10**7)
+    spec = msgspec.structs.replace(hybrid, groups=(hybrid.groups[0], wide))
+    size = 3 * 4 * 10**7
+    assert pool_blocks(spec, Config(max_running=4), 1 << 30)[1] == memory.LEAST_STATES
+    blocks = pool_blocks(spec, Config(kv_gb=0.6, max_running=4), 0)
+    assert blocks[1] == memory.LEAST_STATES and running_rows(spec, Config(max_running=4), blocks) == 1
+    with pytest.raises(ModelError, match=r"kv_gb is 0.4, but 512 tokens of context need 0\.48"):
+        pool_blocks(spec, Config(kv_gb=0.4), 0)
+    with pytest.raises(ModelError, match=r"0\.48 GB KV pool"):
+        check_memory(spec, Config(max_running=4), pool_blocks(spec, Config(max_running=4), 0), size)
 
 
 def test_kv_of_16_bits_takes_half_the_room(spec: ModelSpec) -> None:

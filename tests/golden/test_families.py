@@ -68,6 +68,24 @@ def test_long_contexts_with_scaled_rope(kernels: str, tmp_path: Path, monkeypatc
     check(write_model(tmp_path, **MODELS["llama 3 rope"]), monkeypatch, length=420, kernels=kernels)
 
 
+@pytest.mark.parametrize("kernels", [KERNELS[0], "reference"])
+def test_short_contexts_are_turned_by_the_short_factors(
+    kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is served decides, not the text: 32 tokens are what this model was first trained for."""
+    folder = write_model(tmp_path, **MODELS["phi 4 mini"])
+    tokens, identities = prompt(32), set()
+    want = answers(folder, tokens)
+    for context, close in ((32, True), (33, False)):
+        engine = load(folder, kernels=kernels, context=context)
+        driver = Driver(engine, monkeypatch)
+        found = driver.logits(tokens, [32], driver.tables(32))
+        assert (float(np.abs(found - want).max()) < CLOSE) == close
+        identities.add(engine.info.identity)
+        engine.close()
+    assert len(identities) == 2  # neither reads the other's KV
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", [np.float16, BFLOAT16])
 def test_half_precision_weights(dtype: Any, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,8 @@ def mixed_batch(driver: Driver, rng: np.random.Generator, lengths: list[int]) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen 3, eight heads a group", "qwen 2 with windows", "llama 2", "mistral", "qwen 3 moe", "gpt-oss"]
+    "name",
+    ["qwen 3, eight heads a group", "qwen 2 with windows", "llama 2", "mistral", "qwen 3 moe", "gpt-oss", "deepseek 3"],
 )
 def test_any_batch_gives_the_same_bits(load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Known failure 9: sequences that share steps share nothing else."""
@@ -82,7 +83,7 @@ def test_any_batch_gives_the_same_bits(load: Any, name: str, tmp_path: Path, mon
             assert same_bits(together[one], want), (seed, lengths[one])
 
 
-@pytest.mark.parametrize("name", ["qwen 3, head size of its own", "qwen 3 with window layers"])
+@pytest.mark.parametrize("name", ["qwen 3, head size of its own", "qwen 3 with window layers", "glm 4.7 flash"])
 def test_cached_blocks_give_the_same_bits(
     load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +125,7 @@ def test_blocks_that_a_window_passed_are_not_read(load: Any, tmp_path: Path, mon
     assert same_bits(np.concatenate([logits for _, logits in driver.seen]), whole)
 
 
-@pytest.mark.parametrize("name", ["llama 2", "mistral", "qwen 2 with windows"])
+@pytest.mark.parametrize("name", ["llama 2", "mistral", "qwen 2 with windows", "deepseek 2 lite"])
 def test_what_an_earlier_owner_left_in_a_block_is_not_read(
     load: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -344,10 +344,10 @@ def test_what_a_window_lacks_may_come_with_the_end_of_a_load() -> None:
     """A load brings only the blocks of a window that its end needs: nothing of it is of use before."""
     kv = cache((40, 0), (40, 6))
     load, waiting, tokens = kv.context(b""), kv.context(b""), TOKENS[:33]
-    assert kv.prepare(load, tokens, 0, 8, 0) and kv.extend(load, 4, [0])
+    assert kv.prepare(load, tokens, 0, 8, 0) and kv.extend(load, tokens, 4, [0])
     kv.publish(load, tokens, 16)
     assert kv.match(waiting, tokens) == (0, 33, None)
-    assert kv.extend(load, 8, [0, 1])
+    assert kv.extend(load, tokens, 8, [0, 1])
     kv.publish(load, tokens, 32)
     assert not waiting.match and kv.match(waiting, tokens) == (32, 1, None)
 
@@ -369,7 +369,7 @@ def test_who_finds_no_room_is_woken_when_there_may_be_some(change: str) -> None:
     elif change == "published":
         fourth = kv.context(b"")
         kv.prepare(fourth, wanted, 2, 3, 0)
-        assert kv.open(third, wanted) is None and kv.extend(fourth, 3, [0])
+        assert kv.open(third, wanted) is None and kv.extend(fourth, wanted, 3, [0])
         kv.publish(fourth, wanted, 12)
     assert (third.match is None) == (change != "none")
 

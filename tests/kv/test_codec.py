@@ -77,3 +77,15 @@ def test_q8_keeps_zeros_and_refuses_what_is_not_finite() -> None:
         assert bytes(small.decode(0, memoryview(bytes(small.encode(0, bytes(256)))))) == bytes(256)
         with pytest.raises(ValueError, match="not finite"):
             small.encode(0, b"\xff" * 256)
+
+
+@pytest.mark.parametrize("name", ["raw", "q8"])
+def test_states_are_left_as_they_are_and_a_chunk_has_one(name: str) -> None:
+    """Whatever their numbers are: a state of numbers that are not finite is its sequence's own affair."""
+    codec = open_codec("q8" if name == "q8" else "raw", (256, 44, 512), 16, states=(1,))
+    state = np.array([1e30, -1e-42, np.nan, np.inf, *range(7)], "<f4").tobytes()
+    assert codec.size(1) == len(codec.encode(1, state)) == 44
+    assert bytes(codec.decode(1, memoryview(bytes(codec.encode(1, state))))) == state
+    with pytest.raises(ValueError, match="bytes where a chunk has"):
+        codec.encode(1, 4 * state)
+    assert codec.size(2) == (2048 if name == "raw" else 4 * 8 * 20)

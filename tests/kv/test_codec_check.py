@@ -14,8 +14,9 @@ from tests.laws import codecs
 from tests.tiny_models import MODELS, load, prompt, write_model
 
 from cairn.engine.base import Row
+from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.errors import ModelError
-from cairn.kv.codec import Q8, Raw, open_codec
+from cairn.kv.codec import Q8, Raw, open_codec, state_groups
 from cairn.kv.codec_check import Comparison, compare, recall, remember
 from cairn.types import SamplingParams
 
@@ -195,3 +196,16 @@ def test_a_verdict_of_an_older_rule_is_asked_for_again() -> None:
     (path,) = [path for path in files.files(FOLDER) if path.name.startswith("checked-")]
     files.put(path, b"cairn kv check 1" + files.files(FOLDER)[path][16:])
     assert recall(files, FOLDER, b"model", "q8") is None
+
+
+@pytest.mark.parametrize("windows", [(0, STATE), (STATE,), (STATE, 0, 24)])
+@pytest.mark.parametrize("most", [7, 16, 40, 64, 1000])
+def test_a_model_with_states_reads_the_same_in_steps_of_any_length(windows: tuple[int, ...], most: int) -> None:
+    engine = FakeEngine(fake_spec(64, 300, windows), blocks=24, max_tokens=most)
+    tokens = [(7 * at) % 61 for at in range(280)]
+    found = compare(engine, Raw(engine.info.block_bytes, state_groups(engine.info.groups)), tokens)
+    scores = engine.oracle_logits(tokens[:-1]).astype(np.float64)
+    logs = scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
+    perplexity = np.exp(-logs[np.arange(len(tokens) - 1), tokens[1:]].mean())
+    assert found.agreement == 1 and found.divergence == 0
+    assert found.perplexity == pytest.approx(perplexity, rel=1e-4)

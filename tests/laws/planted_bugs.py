@@ -127,6 +127,7 @@ BLOCKS = "kv/blocks.py"
 PREFIX = "kv/prefix.py"
 CACHE = "kv/cache.py"
 ATTENTION_WINDOW = "kv/attention_window.py"
+SNAPSHOTS = "kv/snapshots.py"
 SEQUENCE_KV = "kv/sequence_kv.py"
 WAITERS = "kv/waiters.py"
 TIERS = "kv/tiers.py"
@@ -202,13 +203,22 @@ BUGS = (
     Bug("an open that finds no room keeps what it held", CACHE, "Cache._hold_with_room", "self.close(context, tokens)", "pass"),
     Bug("room is counted before the hit is held", CACHE, "Cache._hold_with_room", "self._hold_prefix(context, tokens, hit)", "pass"),
     Bug("the table keeps the block that was released for its twin", CACHE, "Cache.publish", "table[done] = block", "pass"),
-    Bug("a hit is published again", CACHE, "Cache._hold_prefix", "context.published[number] = hit", "pass"),
+    Bug("a hit is published again", CACHE, "Cache._hold_found", "context.published[number] = len(table)", "pass"),
     Bug("capacity is that of the longest table", CACHE, "Cache._measure", "min((len(table) for table in context.tables))", "max((len(table) for table in context.tables))"),
     Bug("a closed context still claims to compute", CACHE, "Cache.close", "self._unclaim(context, tokens, context.claimed.stop)", "pass"),
     Bug("published blocks are still claimed", CACHE, "Cache.publish", "self._unclaim(context, tokens, context.published[0])", "pass"),
     Bug("equal prompts do not wait for each other", CACHE, "Cache._on_its_way", "owner is None", "True"),
     Bug("a window needs one block less than it does", ATTENTION_WINDOW, "window_blocks", "-(-(group.window - 1) // block_tokens) + 1", "-(-(group.window - 1) // block_tokens)"),
     Bug("a window hit counts its held blocks twice", CACHE, "Cache._hold_with_room", "span - held", "span"),
+    # ------------------------------------------------------------------------------------------------------ states
+    Bug("a hit is taken without a state", CACHE, "Cache._gap", "not self._has_snapshot(context, number, hit, tokens)", "False"),
+    Bug("a snapshot is published before its step", CACHE, "Cache._publish_states", "range(context.published[number], full)", "range(context.published[number], len(table))"),
+    Bug("a state is given back before the row that reads it", CACHE, "Cache.publish", "first_read(group, computed, self._block_tokens)", "full"),
+    Bug("a state that no position reads is held", CACHE, "Cache._give_back_states", "max(0, done - 1)", "done"),
+    Bug("a snapshot is published within a chunk", SNAPSHOTS, "Snapshots.wanted", "boundary % BOUNDARY", "False"),
+    Bug("a state is read one position too late", ATTENTION_WINDOW, "first_read", "max(0, position - 1) // block_tokens", "position // block_tokens"),
+    Bug("the row's last state is left nowhere", CACHE, "Cache._grow_with_states", "sorted({*context.snapshots.places(len(table), blocks), blocks - 1})", "context.snapshots.places(len(table), blocks)"),
+    Bug("the pages of a state are another one's", TIERS, "Tiers._bring", "block != NO_BLOCK", "block != NO_BLOCK or chunk.group > 0"),
     # -------------------------------------------------------------------------------------------------- scheduler
     Bug("a preempted sequence believes in its old progress", SCHEDULER, "Scheduler._fit", "victim.computed = 0", "pass"),
     Bug("a preempted sequence keeps its blocks", SCHEDULER, "Scheduler._fit", "self._cache.close(victim.kv, victim.tokens)", "pass"),
@@ -253,6 +263,9 @@ BUGS = (
     Bug("whose turn it is, is not kept", ROUNDS, "Rounds.served", "self._lines[tenant] = line", "self._lines = {tenant: line, **self._lines}"),
     Bug("a tenant that was served stays in front", WAITING, "WaitingQueue.start", "self._rounds.served(sequence.request.share)", "pass"),
     Bug("tenants take no turns", ROUNDS, "Rounds.__iter__", "(item for around in zip_longest(*lines) for item in around if item is not None)", "iter(sorted((item for line in lines for item in line), key=lambda one: one.rank))"),
+    Bug("a tenant's weight gives it nothing", ROUNDS, "Rounds.served", "had < self._of_round(tenant)", "False"),
+    Bug("a tenant of less weight takes nothing from it", ROUNDS, "Rounds._of_round", "self._turns.get(tenant, self._turns[''])", "self._turns.get(tenant, 1)"),
+    Bug("requests of tenants with weights begin as they came", ROUNDS, "Rounds._weighted", "iter(found)", "iter(sorted(found, key=lambda one: one.rank))"),
     Bug("a tenant that has more in line goes first", ROUNDS, "Rounds.__iter__", "[tuple(line) for line in self._lines.values()]", "sorted(map(tuple, self._lines.values()), key=len, reverse=True)"),
     Bug("a tenant's second waits behind all of another's", ROUNDS, "Rounds.__iter__", "(item for around in zip_longest(*lines) for item in around if item is not None)", "(item for line in lines for item in line)"),
     Bug("one that was preempted stands behind those that never ran", WAITING, "WaitingQueue.__iter__", "chain(tuple(self._back), self._rounds)", "chain(self._rounds, tuple(self._back))"),
@@ -277,10 +290,10 @@ BUGS = (
     Bug("the digest before is read one slot off", FAKE, "FakeEngine._write", "(row.start - 1) % size", "row.start % size"),
     Bug("attention reads past the window", FAKE, "FakeEngine._states", "if group.window:\n    values[starts] &= self._since[[max(0, position - group.window + 1) % size for _, position in wanted]]", "if False:\n    values[starts] &= self._since[[max(0, position - group.window + 1) % size for _, position in wanted]]"),
     Bug("attention reads past the position", FAKE, "FakeEngine._states", "values[ends] &= self._until[[position % size for _, position in wanted]]", "pass"),
-    Bug("positions restart at every chunk", FAKE, "FakeEngine._write_rest", "self._salt[first:row.end]", "self._salt[first - row.start:row.end - row.start]"),
+    Bug("positions restart at every chunk", FAKE, "FakeEngine._parts", "self._salt[first:row.end]", "self._salt[first - row.start:row.end - row.start]"),
     # ------------------------------------------------------------------------------------------------------- tiers
-    Bug("a loaded page is not written", TIERS, "Tiers._bring", "self._engine.write_blocks(chunk.group, blocks, pages[CHUNK_BLOCKS - len(blocks):]).wait()", "pass"),
-    Bug("a load that begins inside a chunk takes its first pages", TIERS, "Tiers._bring", "pages[CHUNK_BLOCKS - len(blocks):]", "pages[:len(blocks)]"),
+    Bug("a loaded page is not written", TIERS, "Tiers._bring", "self._engine.write_blocks(chunk.group, blocks, pages[len(pages) - len(blocks):]).wait()", "pass"),
+    Bug("a load that begins inside a chunk takes its first pages", TIERS, "Tiers._bring", "pages[len(pages) - len(blocks):]", "pages[:len(blocks)]"),
     Bug("a load that ended keeps its blocks", TIERS, "Tiers._land", "self._cache.close(context, tokens)", "self._cache.close(context, tokens) if not load.landed else self._loads.pop(context)"),
     Bug("a load is never late", TIERS, "Tiers._land", "load.landed == before and self.load_policy.late(load, self.reader.alive) and (not load.over)", "False"),
     Bug("a buffer is read into while its chunk waits", STORE_READER, "StoreReader._fetch", "self._load_policy.read(size, self._clock.now() - began)", "self._load_policy.read(size, self._clock.now() - began)\nself._buffers += buffers"),
@@ -289,12 +302,12 @@ BUGS = (
     Bug("nobody hears that a load has ended", TIERS, "Tiers.stop", "self._answers += load.done", "pass"),
     Bug("a load goes on for a sequence that has ended", CACHE, "Cache.close", "self.below.stop(context)", "pass"),
     Bug("a sequence runs while it is loaded", CACHE, "Cache.match", "'load' if context.tried else None", "None"),
-    Bug("a load takes blocks that are not there", CACHE, "Cache.extend", "if any((more > self.pools[number].available for number in groups)):\n    return False", "pass"),
-    Bug("blocks that a load skips are taken all the same", CACHE, "Cache.extend", "self.pools[number].take(more) if number in groups else [NO_BLOCK] * more", "self.pools[number].take(more)"),
+    Bug("a load takes blocks that are not there", CACHE, "Cache.extend", "if any((counts[number] > self.pools[number].available for number in groups)):\n    return False", "pass"),
+    Bug("blocks that a load skips are taken all the same", CACHE, "Cache.extend", "counts[number] if number in groups else 0", "counts[number]"),
     Bug("a lost chunk is read over", STORE_READER, "StoreReader.work", "if arrival is None or load.fetched == len(load.wants):\n    load.over = True", "load.fetched += arrival is None\nif load.fetched >= len(load.wants):\n    load.over = True"),
     Bug("the report counts what was loaded twice", SEQUENCE_KV, "SequenceKV.bring", "min(last, begin)", "last"),
     Bug("the report counts what was loaded beyond the prompt", SEQUENCE_KV, "SequenceKV.origin", "max(0, min(end, covered) - begin)", "end - begin"),
-    Bug("a chunk is written under the key of the next", WRITE_BEHIND, "WriteBehind._note", "Chunk(key, parent, part, index * width, b'', number)", "Chunk(chain.key(last - 1, tokens), parent, part, index * width, b'', number)"),
+    Bug("a chunk is written under the key of the next", WRITE_BEHIND, "WriteBehind._note", "Chunk(key, parent, part, depth, b'', number)", "Chunk(chain.key(last - 1, tokens), parent, part, depth, b'', number)"),
     Bug("a chunk of another group is read", WRITE_BEHIND, "WriteBehind._copy", "chunk.group", "0"),
     Bug("a chunk is written with the pages that are left of it", WRITE_BEHIND, "WriteBehind._find", "found if len(found) == len(blocks) else None", "found or None"),
     Bug("the queue has no bound", WRITE_BEHIND, "WriteBehind._fits", "self.bytes + size <= self._limits.queue_bytes or (not self.bytes and len(line) == 1)", "True"),
@@ -417,7 +430,7 @@ BUGS = (
     Bug("chunks that another agent has go with a deleted one", AGENT_KV, "AgentKv._shared", "[length * CHUNK_TOKENS for length in longest]", "[0] * len(longest)"),
     Bug("chunks of requests in another agent's name go with a deleted one", AGENT_KV, "AgentKv._shared", "(common_chunks(one, other) for other in tied if other[:DIGEST_BYTES] == one[:DIGEST_BYTES])", "(common_chunks(one, other) for other in tied[:0])"),
     Bug("chunks of the default tenant go with an agent of none", AGENT_REGISTRY, "AgentRegistry.add", "self._salts.get(agent.tenant, NOBODY)", "self._salts.get(agent.tenant, b'')"),
-    Bug("chunks of a deleted agent stay", AGENT_KV, "AgentKv._evict_all", "self._service.evict(ids, agent.salt, keep=keep, disk=True)", "self._service.evict(ids, agent.salt, keep=keep, disk=False)"),
+    Bug("chunks of a deleted agent stay", AGENT_KV, "AgentKv._evict_all", "self._service(one.identity).evict(one.ids, agent.salt, keep=keep, disk=True)", "self._service(one.identity).evict(one.ids, agent.salt, keep=keep, disk=False)"),
     Bug("chunks of a deleted agent's abandoned branches stay", AGENT_KV, "AgentKv.drop", "[*agent.turns(), *agent.head.path()]", "[*agent.head.path()]"),
     # ---------------------------------------------------------------------------------------------------- sampling
     Bug("what a mask forbids may come", VOCABULARY, "_choose", "values[forbidden(mask, vocab)] = -np.inf", "pass"),

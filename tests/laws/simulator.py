@@ -18,11 +18,14 @@ import numpy as np
 from tests.laws.storage_world import Broken, Storage, law
 
 from cairn.engine.base import NO_BLOCK, Row, RowResult
-from cairn.engine.fake import FakeEngine, fake_spec
+from cairn.engine.fake import STATE, FakeEngine, fake_spec
 from cairn.errors import ContextTooLong, InvalidRequest, Overloaded
 from cairn.kv import prefix
+from cairn.kv.attention_window import first_read, window_blocks
 from cairn.kv.blocks import BlockPool
 from cairn.kv.cache import Cache
+from cairn.kv.snapshots import SPACING
+from cairn.kv.store import CHUNK_BLOCKS
 from cairn.plan import Limits, Pace, Plan
 from cairn.sampling import sample
 from cairn.scheduler import Scheduler
@@ -31,6 +34,8 @@ from cairn.types import FinishReason, Output, Request, SamplingParams, TokenLogp
 
 VOCAB = 24
 WINDOWS = ((0,), (0,), (0,), (0, 5), (0, 8), (0, 3), (7, 0, 4), (6,))
+STATES = ((0, STATE), (STATE, 0), (STATE,), (0, 5, STATE), (STATE, 0, STATE))
+"""Groups with recurrent states, of which every fourth schedule has some."""
 
 
 class VirtualClock:
@@ -107,7 +112,8 @@ class FaultyEngine:
         size = self.inner.info.block_tokens
         for kv, table in zip(self.inner._kv, row.tables, strict=True):
             for position in range(row.start, row.end):
-                kv[table[position // size], position % size] = self.chance.getrandbits(64)
+                if table[position // size] != NO_BLOCK:
+                    kv[table[position // size], position % size % kv.shape[1]] = self.chance.getrandbits(64)
 
 
 @dataclass
@@ -158,11 +164,18 @@ class World:
         self.context = chance.randint(16, 48)
         if self.tiered:
             self.size, self.context = chance.choice((1, 2, 2, 3)), chance.randint(24, 72)
+        self.spacing = SPACING
+        if seed % 8 in (1, 3):
+            states = random.Random(seed + (1 << 43))
+            self.windows, self.size = states.choice(STATES), states.choice((1, 1, 2, 3))
+            self.spacing = CHUNK_BLOCKS * states.choice((1, 2, 1000))
+            self.context = states.randint(24, 96)
         self.talkative = not self.calm and chance.random() < 0.5
         """Short prompts, long answers, small pools: preemption."""
         full = 400 if self.calm else chance.choice((chance.randint(3, 8), chance.randint(8, 24), 60))
         full = chance.randint(6, 14) if self.talkative else full
-        spans = [-(-(window - 1) // self.size) + 1 if window else 0 for window in self.windows]
+        self.groups = fake_spec(windows=self.windows).groups
+        spans = [window_blocks(group, self.size) for group in self.groups]
         self.blocks = tuple(
             400 if self.calm else chance.randint(max(2, span - 1), span * 3 + 4) if span else full for span in spans
         )
@@ -175,6 +188,9 @@ class World:
             max_queue=64 if self.calm else chance.randint(2, 16),
             max_queue_tokens=4000 if self.calm else chance.randint(30, 300),
         )
+        unequal = random.Random(seed + (1 << 43)) if seed % 4 == 3 else None
+        if unequal is not None:
+            self.limits = dataclasses.replace(self.limits, weights={unequal.choice("abc"): unequal.choice((0.5, 2, 3))})
         self.machine = Machine(random.Random(seed + (1 << 41))) if seed % 5 in (0, 2) else None
         """One that is measured, or (None) one that takes no time."""
         if self.machine is not None:
@@ -194,6 +210,8 @@ class World:
         self.orders = self.turns = 0
         self.ring: list[str] = []
         """Tenants of whom something waits that never ran, in the order of their turns."""
+        self.had: dict[str, int] = {}
+        """How many turns of its round a tenant, which waits, has had."""
         self.passes: dict[str, Counter[str]] = {}
         """How many requests of each other tenant began since this one, which waits, had its turn."""
         self.shared_turns = 0
@@ -290,7 +308,7 @@ class World:
         faults = (self.engine.raising, self.engine.failing) if hasattr(self, "engine") else (0.0, 0.0)
         self.engine = FaultyEngine(inner, self.chance)
         self.engine.raising, self.engine.failing = faults
-        self.cache = Cache(inner.info)
+        self.cache = Cache(inner.info, self.spacing)
         self.scheduler = Scheduler(self.cache, limits, self.clock)
         self.pace = self.scheduler._pace = Recorded(limits.step_seconds, limits.least_tokens)
         if self.machine is not None:
@@ -299,7 +317,7 @@ class World:
             self.storage.start()
         self.max_rows = min(limits.max_running, limits.step_tokens)
         self.queue_limits = limits
-        self.ring, self.passes, self.turns = [], {}, 0
+        self.ring, self.passes, self.turns, self.had = [], {}, 0, {}
 
     # ------------------------------------------------------------------------------------------------- actions
 
@@ -466,22 +484,35 @@ class World:
         left = {client.share for client in self.waiting(new=True)}
         self.ring = [share for share in self.ring if share in left]
         self.passes = {share: passes for share, passes in self.passes.items() if share in left}
+        self.had = {share: had for share, had in self.had.items() if share in left}
+
+    def turns_of(self, share: str) -> int:
+        """How many turns a tenant has in a round."""
+        weights = self.limits.weights
+        return round(weights.get(share, 1) / min(1, *weights.values())) if weights else 1
 
     def line(self) -> list[Client]:
         """In which order the requests that wait have their turns: those that ran before, then one of each tenant, a
-        second of each, and so on; of its own, a tenant's priority and their age say which."""
+        second of each, and so on, or as many at a time as a tenant's weight says; of its own, a tenant's priority and
+        their age say which."""
         waits = self.waiting()
         line = sorted((client for client in waits if client.turn), key=lambda client: client.turn)
         lines = [
-            sorted((c for c in waits if not c.turn and c.share == share), key=lambda client: client.rank)
+            (
+                self.turns_of(share),
+                self.had.get(share, 0),
+                sorted((c for c in waits if not c.turn and c.share == share), key=lambda client: client.rank),
+            )
             for share in self.ring
         ]
-        for place in range(len(waits)):
-            line += [own[place] for own in lines if place < len(own)]
+        for around in range(len(waits)):
+            for turns, had, own in lines:
+                line += own[max(0, around * turns - had) : (around + 1) * turns - had]
         return line
 
     def took_turns(self, plan: Plan, barred: set[str]) -> None:
-        """Between two requests of one tenant that begin, every other that waits and is not `barred` has one."""
+        """Between two requests of one tenant that begin, every other that waits and is not `barred` has one; with a
+        weight a tenant has as many, and no more."""
         for id in plan.started:
             client = self.live[id]
             self.turns += 1
@@ -493,9 +524,12 @@ class World:
             for other in waits:
                 passes = self.passes.setdefault(other, Counter())
                 passes[share] += 1
-                law(passes[share] <= 1, "a tenant had two turns while another waited")
-            self.ring.remove(share)
-            self.ring.append(share)
+                law(passes[share] <= self.turns_of(share), "a tenant had two turns while another waited")
+            self.had[share] = self.had.get(share, 0) + 1
+            if self.had[share] >= self.turns_of(share):
+                self.had[share] = 0
+                self.ring.remove(share)
+                self.ring.append(share)
         self.leave_ring()
 
     def after_plan(
@@ -589,7 +623,7 @@ class World:
             if awaiting or is_long or outranked:
                 kept = kept or self.need(client)
             elif short and long and room and running + (place > 0) < self.max_rows and not self.shared(plan):
-                law(not self.fits(client, running + kept), "a short prompt waits for a long one")
+                law(not self.fits(client, running, kept), "a short prompt waits for a long one")
                 short = False
             else:
                 short = False
@@ -598,9 +632,11 @@ class World:
             law(not self.fits(head, running), "a request waits although there is room")
         return barred
 
-    def fits(self, client: Client, running: int) -> bool:
-        """Whether the pools have room for all of a request."""
-        return all(pool.available >= self.need(client) + running for pool in self.cache.pools)
+    def fits(self, client: Client, running: int, kept: int = 0) -> bool:
+        """Whether the pools have room for all of a request: of a window or a state, for what a position needs."""
+        need, spans = self.need(client), (window_blocks(group, self.size) for group in self.groups)
+        wanted = (min(need, span) + min(kept, span) if span else need + kept for span in spans)
+        return all(pool.available >= count + running for pool, count in zip(self.cache.pools, wanted, strict=True))
 
     def need(self, client: Client) -> int:
         """Blocks that all of a request takes."""
@@ -750,6 +786,8 @@ class World:
             law(all(pool.published(block) is None for block in free), "a free block has a key")
             law(all(pool.published(b) is not None for b, users in named.items() if users > 1), "a private block shared")
             law(len(pool._index) == sum(pool.published(b) is not None for b in range(pool.size)), "an index of its own")
+            if self.windows[number] == STATE:
+                law(all(len(self.tokens_of(key)) % (CHUNK_BLOCKS * self.size) == 0 for key in pool._index), "boundary")
             # To evict a context on demand may leave what another one has beyond their common prefix.
             if not self.windows[number] and not (self.storage is not None and self.storage.evicted):
                 law(all(self.parents[key][0] in pool._index or self.first(key) for key in pool._index), "orphan block")
@@ -800,12 +838,12 @@ class World:
     def window_blocks(self) -> None:
         """A window group keeps at most one window, and everything that is still read."""
         for sequence in self.scheduler._running:
-            for window, table in zip(self.windows, sequence.kv.tables, strict=True):
-                first = max(0, sequence.computed - window + 1) // self.size if window else 0
+            for group, table in zip(self.groups, sequence.kv.tables, strict=True):
+                first = first_read(group, sequence.computed, self.size)
                 ends = -(-sequence.computed // self.size)
                 law(NO_BLOCK not in table[first:ends], "a block that is still read was given back")
                 boundary = sequence.computed // self.size * self.size
-                passed = max(0, boundary - window + 1) // self.size if window else 0
+                passed = first_read(group, boundary, self.size)
                 law(all(b == NO_BLOCK for b in table[:passed]), "a block that the window has passed is held")
 
     def at_rest(self) -> None:
@@ -821,7 +859,7 @@ class World:
             law(pool.held == 0, "blocks are held at the end")
             for key, block in pool._index.items():
                 tokens = self.tokens_of(key)
-                digests = self.digests(number, tokens)[-self.size :]
+                digests = self.digests(number, tokens)[-1 if self.windows[number] == STATE else -self.size :]
                 law(list(tokens[-self.size :]) == list(pool.published(block).tokens), "a key over other tokens")
                 stored = self.engine.inner._kv[number][block].tolist()
                 law(stored == digests, "a published block does not hold what its key says")

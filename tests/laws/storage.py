@@ -24,8 +24,9 @@ from cairn.kv.disk import DiskStore
 from cairn.kv.store import Chunk
 from cairn.kv.store_folder import PINS
 
-SIZES = (64, 5000)
-"""Bytes of a chunk of each group: one block of the disk, and two."""
+SIZES = (64, 5000, 5000)
+"""Bytes of a chunk of each group: one block of the disk, and two. The last group's are states, of one page."""
+STATE = 2
 BUDGET = 22 * BLOCK
 STEPS = 25
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT)
@@ -34,7 +35,7 @@ TTL = 100_000.0
 
 def start(files: CrashFiles, time: Time, budget: int = BUDGET) -> DiskStore:
     """A store as after a start of the server."""
-    codec = Raw([size // 4 for size in SIZES])
+    codec = Raw([size if group == STATE else size // 4 for group, size in enumerate(SIZES)], (STATE,))
     return open_store(files, time, codec=codec, budget=budget, ttl=TTL)
 
 
@@ -100,6 +101,9 @@ class Work:
             Chunk(one.key, one.parent, one.tokens, one.depth, one.pages, group)
             for one in chain(rng.randrange(1, 5), salt=rng.randbytes(4), size=SIZES[group], after=after)
         ]
+        if group != STATE and rng.random() < 0.3:
+            [state] = chain(1, salt=b"state", size=SIZES[STATE], after=chunks[-1])
+            chunks.append(Chunk(state.key, state.parent, chunks[-1].tokens, state.depth, state.pages, STATE))
         if after:
             chunks = [after, *chunks]
         for chunk in chunks:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cairn.kv.attention_window import lead
 from cairn.kv.ram import RamStore
-from cairn.kv.sequence_kv import TierName
-from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store
+from cairn.kv.sequence_kv import SequenceKV, TierName
+from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store, chunk_pages
 from cairn.kv.tiers import Tiers
 from cairn.kv.write_behind import WriteLimits
 
@@ -111,15 +112,27 @@ class Storage:
         width = CHUNK_BLOCKS * world.size
         for base in world.bases:
             context = world.cache.context(self.chance.choice((b"", b"", b"tenant")))
-            for number, chain in enumerate(context.chains):
+            for number in sorted(range(len(context.chains)), key=lambda one: world.groups[one].kind == "state"):
+                chain = context.chains[number]
                 keys = [chain.key(i, base) for i in range(len(base) // world.size)][CHUNK_BLOCKS - 1 :: CHUNK_BLOCKS]
                 truth = np.array(world.digests(number, tuple(base)), dtype=np.uint64)
-                parents = [b"", *keys]
+                state = world.groups[number].kind == "state"
+                parents = self.parents(context, base, keys) if state else [b"", *keys]
                 for index in range(self.chance.choice((0, len(keys) // 2, len(keys), len(keys)))):
                     part = slice(index * width, (index + 1) * width)
-                    pages = truth[part].tobytes()
-                    chunk = Chunk(keys[index], parents[index], tuple(base[part]), index * width, pages, number)
-                    RamStore.keep(self.disk, [chunk])
+                    pages = truth[part][-1 if state else 0 :].tobytes()
+                    depth = (index + state) * width
+                    chunk = Chunk(keys[index], parents[index], tuple(base[part]), depth, pages, number)
+                    if not state or self.chance.random() < 0.4:
+                        RamStore.keep(self.disk, [chunk])
+
+    def parents(self, context: SequenceKV, base: Sequence[int], keys: Sequence[bytes]) -> list[bytes]:
+        """What states extend: the KV of the same tokens, or nothing where there is none."""
+        number = lead(self.world.groups)
+        if self.world.groups[number].kind == "state":
+            return [b""] * len(keys)
+        chain = context.chains[number]
+        return [chain.key((index + 1) * CHUNK_BLOCKS - 1, base) for index in range(len(keys))]
 
     def pass_time(self, seconds: float) -> None:
         self.world.clock.time += seconds
@@ -201,7 +214,9 @@ class Storage:
         used = sorted((block, key) for key, noted in behind._noted.items() for block in noted.blocks)
         law(used == sorted((block, key) for block, keys in behind._users.items() for key in keys), "blocks of nobody")
         counts = [sum(n.chunk.group == g for n in behind._noted.values()) for g in range(len(behind._noted_blocks))]
-        law([CHUNK_BLOCKS * count for count in counts] == behind._noted_blocks, "noted blocks are miscounted")
+        pages = [chunk_pages(group) for group in self.world.groups]
+        counts = [page * count for page, count in zip(pages, counts, strict=True)]
+        law(counts == behind._noted_blocks, "noted blocks are miscounted")
         law(set(self.tiers._loads) == {c for c in self.tiers._loads if c.loading}, "a load that its context denies")
         law(self.disk.stats().bytes <= self.disk.stats().budget, "the store is larger than its budget")
         for key, chunk in self.disk._chunks.items():
@@ -227,8 +242,9 @@ class Storage:
                 tokens = world.tokens_of(key)
                 width = CHUNK_BLOCKS * world.size
                 law(tuple(tokens[-width:]) == chunk.tokens, "a chunk with other tokens than its key's")
-                law(chunk.depth == len(tokens) - width, "a chunk says a wrong depth")
-                truth = world.digests(chunk.group, tokens)[-width:]
+                state = world.groups[chunk.group].kind == "state"
+                law(chunk.depth == len(tokens) - (0 if state else width), "a chunk says a wrong depth")
+                truth = world.digests(chunk.group, tokens)[-1 if state else -width :]
                 words = [word for page in [memoryview(chunk.pages)] for word in page.cast("B").cast("Q").tolist()]
                 law(words == truth, "a stored chunk does not hold what its key says")
         self.loaded += self.tiers.stats().loaded

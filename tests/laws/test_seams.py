@@ -10,6 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "cairn"
 HEART = ["scheduler.py", "text_queue.py", "plan.py", "rounds.py", "sequence.py", "waiting.py"]
 HEART += ["kv/blocks.py", "kv/prefix.py", "kv/attention_window.py", "kv/cache.py", "kv/sequence_kv.py", "kv/waiters.py"]
+HEART += ["kv/snapshots.py"]
 OUTSIDE = {"asyncio", "datetime", "io", "os", "pathlib", "random", "secrets", "socket", "subprocess", "sys"}
 OUTSIDE |= {"tempfile", "threading", "time", "uuid", "numpy", "torch"}
 ALLOWED = {
@@ -23,7 +24,17 @@ ALLOWED = {
     "kv.attention_window",
     "kv.cache",
 }
-ALLOWED |= {"kv.sequence_kv", "kv.waiters", "plan", "rounds", "sequence", "text_queue", "waiting"}
+ALLOWED |= {
+    "kv.sequence_kv",
+    "kv.snapshots",
+    "kv.store",
+    "kv.waiters",
+    "plan",
+    "rounds",
+    "sequence",
+    "text_queue",
+    "waiting",
+}
 
 
 def imports(path: Path) -> set[str]:

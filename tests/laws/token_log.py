@@ -421,7 +421,7 @@ def read_format_1() -> None:
     law(context == [*range(10, 90), 1, 2, 3, 4, 5], "a turn's context")
     law(content.answer == {"role": "assistant", "content": "Hello, Ada."}, "a turn's answer")
     law(began.sampling is not None and began.sampling.max_tokens == 12, "how a turn was sampled")
-    (kept,) = ReplayRecords(b"i" * 32).load(log.recovered)
+    (kept,) = ReplayRecords().load(log.recovered)[b"i" * 32]
     law(kept[0] == "default" and list(kept[1].ids) == [1, 2, 3], "what was sampled for a request")
     log.close()
 

@@ -20,7 +20,7 @@ from cairn.kernels.choose import load_kernels
 from cairn.kernels.quantized import dequantized
 from cairn.kernels.reference import ReferenceKernels, gated
 from cairn.models import packed_file
-from cairn.models.decoder import build
+from cairn.models.decoder import Attention, build
 from cairn.models.gguf_writer import write_gguf as write_again
 from cairn.models.held import HeldWeights
 from cairn.models.mixture import Mixture
@@ -114,7 +114,8 @@ def test_the_memory_of_experts_is_counted_and_a_token_streams_those_it_chooses(
     (layer,) = built.layers
     assert isinstance(layer.mlp, Mixture)
     experts = sum(one.nbytes for one in (*layer.mlp.gate_up, *layer.mlp.down))
-    others = layer.qkv.nbytes + layer.out.nbytes + layer.mlp.router.nbytes
+    assert isinstance(layer.attention, Attention)
+    others = layer.attention.qkv.nbytes + layer.attention.out.nbytes + layer.mlp.router.nbytes
     if kernels != "reference":  # whose products are in float32
         assert (told.streamed, told.experts) == (others, experts)
         assert told.read(1) == others + round(experts / 3)  # two of six

@@ -196,12 +196,14 @@ class AgentRegistry:
         return sorted((began.keys() - needed - self._leave(began, needed, agents.keys())) | stray)
 
     def _line(self, record: Record, lines: dict[int, SavingsRecord]) -> None:
-        """Take a line of savings: an agent's own, a tenant's total, or the bytes of the stores."""
+        """Take a line of savings: an agent's own, a tenant's total or one of its days, or the bytes of the stores."""
         if (line := decode(record.payload, SavingsRecord)) is None:
             return
         lines[record.key] = line
         if line.tenant:
             self.savings.load(line.tenant, line.savings)
+        elif line.day_of:
+            self.savings.load_day(line.day_of, line.day, line.savings)
         elif record.key == BYTES_KEY:
             self.savings.load_bytes(line.read, line.written)
 

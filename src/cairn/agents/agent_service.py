@@ -337,6 +337,7 @@ async def create_agent(
     metadata: Mapping[str, str],
     ttl: float | None,
     pinned: bool,
+    model: str = "",
 ) -> Agent:
     """A new agent whose context begins with `messages`; calls of its `strict` tools fit their schema.
 
@@ -362,6 +363,7 @@ async def create_agent(
         pinned=pinned,
         ttl=ttl,
         metadata=dict(metadata),
+        model=model,
     )
     return await agents.add(Agent(agents.writer.key(), record, beginning, beginning), root)
 

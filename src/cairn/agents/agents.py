@@ -1,4 +1,4 @@
-"""Agents: named contexts with history, on one `Service` and one token log.
+"""Agents: named contexts with history, on the models of one server and one token log.
 
 A turn is answered by an ordinary request whose prompt is the exact ids of the agent's context and what the new message
 adds. Its message is in the log before anything of the answer is given out, its tokens follow as they come, and its end
@@ -24,14 +24,16 @@ from cairn.agents.content import Content
 from cairn.agents.disk_threads import on_disk_thread
 from cairn.agents.index import Kind
 from cairn.agents.info import AgentInfo, AgentPage, Savings, TurnInfo
+from cairn.agents.journals import Journals
 from cairn.agents.kv import AgentKv
 from cairn.agents.log import Log
 from cairn.agents.maintenance import Maintenance
+from cairn.agents.overview import Overview
 from cairn.agents.pending_writes import PendingWrites
-from cairn.agents.replay_records import ReplayRecords
+from cairn.agents.replay_records import ReplayRecords, newest
 from cairn.agents.running import RunningTurn
 from cairn.agents.turn_tree import Agent
-from cairn.agents.turns import Turns
+from cairn.agents.turns import Gate, Turns
 from cairn.agents.writer import Writer
 from cairn.config import Config
 from cairn.errors import ConfigError, Conflict, InvalidRequest, NotFound, Unavailable
@@ -40,10 +42,14 @@ from cairn.metrics import AgentFigures
 from cairn.seams import Clock, FileSystem, Rng
 from cairn.service.requests import PLAIN, SamplingOptions
 from cairn.service.service import Service
+from cairn.service.services import Services
+from cairn.service.stream import Stream
 from cairn.text.chat import Sampled
 from cairn.text.grammar import ANYTHING, Wanted
 from cairn.types import Done
 
+KEPT_SECONDS = 0.25
+"""How long the end of an answer waits for a disk to take what was sampled for it."""
 LOCK_SECONDS = 5.0
 """How long a start waits for a process that still holds the folder."""
 
@@ -51,33 +57,47 @@ LOCK_SECONDS = 5.0
 class Agents:
     """All agents of one server. Make them with `await Agents.open(...)`; end them with `await close()`.
 
-    Every method runs on the event loop of its service. Where an agent is named: InvalidRequest for what is no id,
+    Every method runs on the event loop of the services. Where an agent is named: InvalidRequest for what is no id,
     NotFound for an agent that is not there or is another tenant's. What the disk refuses is Unavailable, and nothing
     has changed then, except that what was deleted stays so.
     """
 
     def __init__(
-        self, service: Service, log: Log, clock: Clock, rng: Rng, config: Config, salts: Mapping[str, bytes]
+        self,
+        services: Services,
+        log: Log,
+        clock: Clock,
+        rng: Rng,
+        config: Config,
+        salts: Mapping[str, bytes],
+        *,
+        several: bool = False,
     ) -> None:
-        self.service, self._config = service, config
+        self.services, self._config = services, config
         registry = AgentRegistry(salts)
         orphans = registry.load(log.recovered)
-        registry.savings.watch(lambda: service.metrics.disk_bytes)
-        self._replays = ReplayRecords(service.spec.identity)
-        for tenant, sampled in self._replays.load(log.recovered):
-            service.chat.recall(tenant, sampled)
+        registry.savings.watch(lambda: services.disk_bytes)
+        self._replays = ReplayRecords()
+        self._sampled = self._replays.load(log.recovered)
+        """What models sampled that are not loaded yet, by their identity."""
         left = [record for record in log.recovered if record.kind == Kind.UNPIN]
+        journals = [record for record in log.recovered if record.kind in (Kind.JOURNAL, Kind.ENTRY)]
         log.recovered = []
         self._archive = Archive(log)
-        self.kv = AgentKv(service, registry, self._archive)
+        self.kv = AgentKv(services, registry, self._archive)
         self.writer = Writer(log)
         self._pending = PendingWrites(registry, self.writer, clock, self._replays)
+        self.journals = Journals(self.writer, self._pending, rng, journals)
         self._agents = AgentService(registry, self.writer, self._pending, self.kv, rng, self._replays)
         self._agents.resume_pins(left)
-        self._turns = Turns(service, self._agents, self._archive, clock, config)
+        self._turns = Turns(services, self._agents, self._archive, clock, config)
         self._maintenance = Maintenance(self._agents, self._replays, orphans)
         self._find = self._agents.find
-        service.metrics.agents = self.figures
+        for service in services:
+            self._serve(service)
+        services.watch(self._serve)
+        # Where there is one model, another's answers wait for its return in the log alone.
+        self._sampled = {model: newest(found) for model, found in self._sampled.items() if several}
 
     @classmethod
     async def open(
@@ -89,8 +109,10 @@ class Agents:
         rng: Rng,
         config: Config,
         salts: Mapping[str, bytes],
+        services: Services | None = None,
     ) -> Agents:
-        """Lock the folder and read the log. `salts`: of the tenants that may call, by name.
+        """Lock the folder and read the log. `salts`: of the tenants that may call, by name. `services`: all that there
+        are, where the server has several models; `service` is one of them.
 
         Raises ConfigError for a folder that another process holds, that is not ours or of a newer format, or that the
         disk does not let us use.
@@ -102,12 +124,19 @@ class Agents:
             except OSError as error:
                 raise ConfigError(f"{folder}: the token log cannot be read: {error.strerror or error}") from error
             if opened is not None:
-                return cls(service, opened, clock, rng, config, salts)
+                every = services or Services(service)
+                return cls(every, opened, clock, rng, config, salts, several=services is not None)
             if clock.now() >= end:
                 raise ConfigError(
                     f"{folder}: another process holds the token log; end it, or name another folder with --agents-dir"
                 )
             await asyncio.sleep(0.1)
+
+    def _serve(self, service: Service) -> None:
+        """A model was loaded: what it sampled in earlier runs is known again."""
+        service.metrics.agents = self.figures
+        for tenant, sampled in self._sampled.pop(service.spec.identity, ()):
+            service.chat.recall(tenant, sampled)
 
     async def close(self) -> None:
         """Interrupt what runs, write what is left, and let others have the folder. May be called again."""
@@ -177,6 +206,23 @@ class Agents:
         with self._agents.reading(tenant, id) as agent:
             return tuple(await self.kv.ids(agent.head))
 
+    def model_of(self, tenant: str, id: str) -> tuple[bytes, str]:
+        """The identity of the model that answered at the agent's head, and the name of the one that it was made for, or
+        that answered last; empty where there is none, or no such agent."""
+        try:
+            agent = self._find(tenant, id)
+        except (NotFound, InvalidRequest):
+            return b"", ""
+        return agent.head.identity if agent.head.number else b"", agent.record.model
+
+    def service_of(self, tenant: str, id: str) -> Service:
+        """The service that answers a turn of the agent which names no model. NotLoaded where that is being loaded."""
+        return self._service_of(self._find(tenant, id))
+
+    def _service_of(self, agent: Agent) -> Service:
+        found = self.services.of(agent.head.identity) if agent.head.number else None
+        return found or self.services.named(agent.record.model) or self.services.first
+
     def figures(self) -> AgentFigures:
         """All tenants together, for the metrics."""
         return msgspec.structs.replace(
@@ -186,6 +232,14 @@ class Agents:
     def savings(self, tenant: str) -> Savings:
         """The sum over a tenant's agents and requests, also those that are gone."""
         return self._agents.registry.savings.totals.get(tenant, Savings())
+
+    def savings_by_day(self, tenant: str) -> dict[int, Savings]:
+        """The same by the day on which an answer ended, in days since 1970 (UTC), the oldest first."""
+        return dict(sorted(self._agents.registry.savings.days.get(tenant, {}).items()))
+
+    def overview(self, tenant: str) -> Overview:
+        """For those who follow what changes: what is different since they last looked."""
+        return Overview(self._agents.registry, self.writer, tenant, self._pending.now)
 
     # ---------------------------------------------------------------------------------------------------- its KV
 
@@ -242,38 +296,50 @@ class Agents:
             agent.open_requests -= 1
             agent.used = self._pending.now()
 
-    def keep(self, tenant: str, sampled: Sampled, agent: Agent | None = None) -> None:
+    # `identity` is that of the model which answers; the first one's where nothing is said.
+
+    def keep(self, tenant: str, sampled: Sampled, agent: Agent | None = None, identity: bytes = b"") -> None:
         """Keep what was sampled for an ordinary request in the log, where that is wanted."""
         if not self._config.log or (agent is not None and agent not in self._agents.registry):
             return
         now, key = self._pending.now(), agent.key if agent is not None else 0
-        record = self.writer.record(Kind.REPLAY, self._replays.payload(tenant, sampled, now, key))
+        whose = identity or self.services.first.spec.identity
+        record = self.writer.record(Kind.REPLAY, self._replays.payload(tenant, sampled, whose, now, key))
         with contextlib.suppress(Unavailable):  # the log is closed
             self.writer.append(record)
             self._replays.add(record, now, key)
 
-    def add_request_context(self, agent: Agent, ids: Sequence[int]) -> None:
-        """An ordinary request in the agent's name is over, and this is its context: its KV goes with the agent."""
-        if agent in self._agents.registry:
-            self.kv.add_request_context(agent, ids)
-        else:
-            self.kv.drop_later(agent, ids)
+    async def kept(self) -> None:
+        """Wait, a moment at most, until what `keep` was told would outlive this process.
 
-    def account(self, tenant: str, agent: Agent | None, ids: Sequence[int], done: Done) -> None:
+        A client that has an answer sends it back, and what was sampled for it must then be known, or the prompt is
+        another split into tokens, and so may the next answer be.
+        """
+        await self.writer.written(KEPT_SECONDS)
+
+    def add_request_context(self, agent: Agent, ids: Sequence[int], identity: bytes = b"") -> None:
+        """An ordinary request in the agent's name is over, and this is its context: its KV goes with the agent."""
+        whose = identity or self.services.first.spec.identity
+        if agent in self._agents.registry:
+            self.kv.add_request_context(agent, ids, whose)
+        else:
+            self.kv.drop_later(agent, ids, whose)
+
+    def account(self, tenant: str, agent: Agent | None, ids: Sequence[int], done: Done, identity: bytes = b"") -> None:
         """Count an ordinary request on its tenant's account, and on an agent's.
 
         `ids`: prompt and answer, whose KV is then pinned if the agent is, and given up if it is deleted.
         """
         if agent is not None:
-            self.add_request_context(agent, ids)
+            self.add_request_context(agent, ids, identity)
         if agent is None or agent not in self._agents.registry:
-            self._agents.registry.savings.count(tenant, done)
+            self._agents.registry.savings.count(tenant, done, self._pending.now())
             return
         agent.used = self._pending.now()
         with contextlib.suppress(Unavailable):
             self.writer.append(*self._pending.count(agent, done), self._pending.note(agent))
         if agent.record.pinned:
-            self.kv.pin_later(agent, ids)
+            self.kv.pin_later(agent, ids, identity or self.services.first.spec.identity)
 
     # ------------------------------------------------------------------------------------------------------ to change
 
@@ -288,13 +354,15 @@ class Agents:
         metadata: dict[str, str] | None = None,
         ttl: float | None = None,
         pinned: bool = False,
+        model: str = "",
     ) -> AgentInfo:
         """A new agent whose context begins with `messages`; calls of its `strict` tools fit their schema in every turn.
+        `model`: the name of the one that is to answer where a turn names none.
 
         Conflict if the id is taken. Durable when it returns.
         """
-        given = metadata or {}
-        return (await create_agent(self._agents, tenant, id, messages, tools, strict, given, ttl, pinned)).info()
+        given, whose = metadata or {}, model if self.services.several else ""
+        return (await create_agent(self._agents, tenant, id, messages, tools, strict, given, ttl, pinned, whose)).info()
 
     async def describe(self, tenant: str, id: str, metadata: dict[str, str]) -> AgentInfo:
         """Give an agent other metadata. Durable when it returns; on Unavailable nothing has changed."""
@@ -346,13 +414,20 @@ class Agents:
         return portable.export(self._agents.idle(tenant, id), self._agents.registry, self._archive, self._agents.rng)
 
     async def import_agent(
-        self, tenant: str, data: bytes, id: str | None = None, check: Callable[[portable.Portable], None] | None = None
+        self,
+        tenant: str,
+        data: bytes,
+        id: str | None = None,
+        check: Callable[[portable.Portable], None] | None = None,
+        service: Service | None = None,
     ) -> AgentInfo:
         """Make an agent of an exported file, under its own id or another. `check` raises for what may not come in.
+        `service`: of the model that is to have it, where there are several.
 
         InvalidRequest for a file that is damaged or none of ours, Conflict if the id is taken.
         """
-        return (await import_agent(self._agents, self.service.spec, tenant, data, id, check)).info()
+        spec = (service or self.services.first).spec
+        return (await import_agent(self._agents, spec, tenant, data, id, check)).info()
 
     async def rollback(self, tenant: str, id: str, *, turn: int) -> AgentInfo:
         """Make another turn the head, 0 for the beginning. What followed it stays listed until it is collected."""
@@ -375,14 +450,18 @@ class Agents:
         fork_on_conflict: bool = False,
         template_args: Mapping[str, Any] | None = None,
         wanted: Wanted = ANYTHING,
+        service: Service | None = None,
+        gate: Gate | None = None,
     ) -> RunningTurn:
-        """Begin a turn with new messages only; read its `batches`.
+        """Begin a turn with new messages only; read its `batches`. `service`: of the model that is to answer, where
+        there are several. `gate` is waited for once the prompt is there.
 
         Conflict while another turn runs or one was interrupted, unless `fork_on_conflict`: then it is the turn of a
         new agent. ContextTooLong with the figures, Overloaded and Unavailable as for any request.
         """
         with self._agents.reading(tenant, id) as agent:
             return await self._turns.start(
+                service or self._service_of(agent),
                 agent,
                 messages,
                 options,
@@ -391,6 +470,31 @@ class Agents:
                 share=share,
                 fork_on_conflict=fork_on_conflict,
                 wanted=wanted,
+                gate=gate,
+            )
+
+    async def aside(
+        self,
+        tenant: str,
+        id: str,
+        messages: Sequence[dict[str, Any]],
+        options: SamplingOptions = PLAIN,
+        *,
+        request: int,
+        share: str = "",
+        template_args: Mapping[str, Any] | None = None,
+        wanted: Wanted = ANYTHING,
+        service: Service | None = None,
+        gate: Gate | None = None,
+    ) -> Stream:
+        """The answer to a question that the agent will not remember: its context is extended for this request alone.
+
+        Nothing of it goes to the disk. Conflict while a turn runs or one was interrupted.
+        """
+        with self._agents.reading(tenant, id) as agent:
+            answering = service or self._service_of(agent)
+            return await self._turns.aside(
+                answering, agent, messages, options, request, template_args, share=share, wanted=wanted, gate=gate
             )
 
     async def resume(self, tenant: str, id: str, *, request: int, share: str = "") -> RunningTurn:

@@ -77,7 +77,7 @@ class OffsetTable:
 
 
 class Kind(enum.IntEnum):
-    """What a record says. Of AGENT, END and SAVINGS only the newest with its key counts."""
+    """What a record says. Of AGENT, END, SAVINGS and JOURNAL only the newest with its key counts."""
 
     AGENT = 1
     TURN = 2
@@ -90,9 +90,13 @@ class Kind(enum.IntEnum):
     SAVINGS = 7
     UNPIN = 8
     """Pins in the stores that are to be given up: the agent that had them is erased."""
+    JOURNAL = 9
+    """What several agents or requests work on together, as it is now."""
+    ENTRY = 10
+    """One entry of a journal; its key is its own."""
 
 
-NEWEST = frozenset({Kind.AGENT, Kind.END, Kind.SAVINGS})
+NEWEST = frozenset({Kind.AGENT, Kind.END, Kind.SAVINGS, Kind.JOURNAL})
 FOUND = NEWEST | {Kind.TURN}
 """What is looked up by kind and key."""
 TIDY = 64

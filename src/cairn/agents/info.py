@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from cairn.figures import CacheReport
+
 TurnState = Literal["running", "finished", "interrupted"]
 """`interrupted`: a crash, a shutdown or a cancel cut the answer, or it failed."""
 
@@ -49,6 +51,8 @@ class TurnInfo(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    cache: CacheReport
+    """Where the KV of the prompt came from; nothing of a turn that did not end well."""
     began: float
     """Seconds since 1970."""
     request: str
@@ -77,6 +81,8 @@ class AgentInfo(msgspec.Struct, frozen=True, kw_only=True):
     origin_turn: int
     metadata: dict[str, str]
     savings: Savings
+    model: str = ""
+    """The name of the model that answers it, on a server with several."""
 
 
 class AgentPage(msgspec.Struct, frozen=True, kw_only=True):

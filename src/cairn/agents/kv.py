@@ -8,18 +8,35 @@ import hashlib
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from cairn.agents.agent_registry import AgentRegistry
 from cairn.agents.archive import Archive, Unreadable
 from cairn.agents.records import pack
-from cairn.agents.request_contexts import DIGEST_BYTES, HeadDigests, RequestContexts, common_chunks, prefix_digests
+from cairn.agents.request_contexts import (
+    DIGEST_BYTES,
+    HeadDigests,
+    RequestContext,
+    RequestContexts,
+    common_chunks,
+    prefix_digests,
+)
 from cairn.agents.turn_tree import CHUNK_TOKENS, NOBODY, Agent, Turn
 from cairn.errors import Conflict, Unavailable
 from cairn.figures import Placed
 from cairn.service.service import Service
+from cairn.service.services import Services
 
-Context = tuple[Sequence[int], Turn | None]
-"""Ids, and whose they are: None for an ordinary request's."""
+
+class Context(NamedTuple):
+    """Ids whose KV is meant, of the model with this identity."""
+
+    ids: Sequence[int]
+    turn: Turn | None
+    """Whose they are; None for an ordinary request's."""
+    identity: bytes
+
+
 RETRY_SECONDS = 1.0
 MOST_RETRY_SECONDS = 30.0
 """Between two attempts at what the worker could not do: twice as long each time."""
@@ -28,10 +45,11 @@ BATCH = 32
 
 
 class AgentKv:
-    """The KV of all agents. What the worker cannot do while it is being replaced is Unavailable."""
+    """The KV of all agents. What a worker cannot do while it is being replaced, or its model is not loaded, is
+    Unavailable."""
 
-    def __init__(self, service: Service, registry: AgentRegistry, archive: Archive) -> None:
-        self._service, self._registry, self._archive = service, registry, archive
+    def __init__(self, services: Services, registry: AgentRegistry, archive: Archive) -> None:
+        self._services, self._registry, self._archive = services, registry, archive
         self._tasks: set[asyncio.Task[None]] = set()
         self._pinning: dict[str, asyncio.Task[None]] = {}
         """The last pin of each owner that was begun."""
@@ -39,17 +57,30 @@ class AgentKv:
         self._head_digests = HeadDigests()
 
     async def ids(self, turn: Turn) -> Sequence[int]:
-        """The context behind a turn, for the model that is served; none where another model answered it.
+        """The context behind a turn, for the model that answered it; none where this server has it not.
 
         Unavailable where the log cannot be read.
         """
-        if not turn.number or turn.identity != self._service.spec.identity:
+        if not turn.number or not self._services.known(turn.identity):
             return ()
-        return (await self._archive.branch(turn)).known(self._service.spec.context)  # there is no KV beyond it
+        most = self._services.context(turn.identity)
+        return (await self._archive.branch(turn)).known(most)  # there is no KV beyond it
+
+    def _service(self, identity: bytes) -> Service:
+        """The service of a model. Unavailable where it is not loaded now."""
+        if (found := self._services.of(identity)) is None:
+            raise Unavailable("the model that made this context is not loaded", retry_after=RETRY_SECONDS)
+        return found
+
+    def _at_head(self, agent: Agent) -> Service:
+        """The service of the model that answered at the agent's head. Of a model that is none of this server's there is
+        no KV: any service says so."""
+        known = agent.head.number and self._services.known(agent.head.identity)
+        return self._service(agent.head.identity) if known else self._services.first
 
     async def where(self, agent: Agent) -> Placed:
         """How many leading tokens each tier has."""
-        return await self._service.where(await self.ids(agent.head), agent.salt)
+        return await self._at_head(agent).where(await self.ids(agent.head), agent.salt)
 
     async def pin(self, agent: Agent) -> None:
         """Tell the stores what is pinned now."""
@@ -57,20 +88,26 @@ class AgentKv:
             return await self._unpin(agent)
         while agent.record.pinned and agent in self._registry:  # it may be unpinned or deleted while its head is read
             head = agent.head
-            if head.number and head.identity != self._service.spec.identity:
+            if head.number and not self._services.known(head.identity):
                 return None  # another model's: what is pinned of its KV stays pinned
             ids = await self.ids(head)
             if agent.head is head and agent.record.pinned and agent in self._registry:
-                return await self._service.pin(owners(agent)[0], ids, agent.salt)
+                return await self._at_head(agent).pin(owners(agent)[0], ids, agent.salt)
 
-    def add_request_context(self, agent: Agent, ids: Sequence[int]) -> None:
+    def add_request_context(self, agent: Agent, ids: Sequence[int], identity: bytes) -> None:
         """An ordinary request in the agent's name is over, and this is its context: its KV goes with the agent."""
-        self._request_contexts.add(agent, ids)
+        self._request_contexts.add(agent, ids, identity)
 
     def pin_later(
-        self, agent: Agent, ids: Sequence[int] | None = None, *, done: Callable[[], None] | None = None
+        self,
+        agent: Agent,
+        ids: Sequence[int] | None = None,
+        identity: bytes = b"",
+        *,
+        done: Callable[[], None] | None = None,
     ) -> None:
-        """Pin the agent's context, or beside it that of the last request in its name; nobody waits for it. `done` is
+        """Pin the agent's context, or beside it that of the last request in its name, which the model with this
+        identity answered; nobody waits for it. `done` is
         called once the stores were told, unless another pin takes the place of this one before."""
         owner = owners(agent)[ids is not None]
         if (before := self._pinning.pop(owner, None)) is not None:
@@ -81,34 +118,38 @@ class AgentKv:
                 del self._pinning[owner]
 
         async def work() -> None:
-            await (self.pin(agent) if ids is None else self._pin_request_context(agent, ids))
+            await (self.pin(agent) if ids is None else self._pin_request_context(agent, ids, identity))
             if done is not None:
                 done()
 
         self._pinning[owner] = self._later(work)
         self._pinning[owner].add_done_callback(over)
 
-    async def _pin_request_context(self, agent: Agent, ids: Sequence[int]) -> None:
+    async def _pin_request_context(self, agent: Agent, ids: Sequence[int], identity: bytes) -> None:
         if agent.record.pinned and agent in self._registry:
-            await self._service.pin(owners(agent)[1], ids, agent.salt)
+            await self._service(identity).pin(owners(agent)[1], ids, agent.salt)
 
-    def drop_later(self, agent: Agent, ids: Sequence[int]) -> None:
+    def drop_later(self, agent: Agent, ids: Sequence[int], identity: bytes) -> None:
         """An ordinary request in the name of an agent that is deleted is over: give up what only it needs."""
-        self._service.recent.forget(agent.salt)  # its end has put its text there
-        self._later(partial(self._evict_rest, agent, [(array("I", ids), None)]))
+        self._forget_texts(agent)  # its end has put its text there
+        self._later(partial(self._evict_rest, agent, [Context(array("I", ids), None, identity)]))
+
+    def _forget_texts(self, agent: Agent) -> None:
+        for service in self._services:
+            service.recent.forget(agent.salt)
 
     async def prefetch(self, agent: Agent) -> Placed:
         """Bring the context up into the pool; where it is then."""
-        return await self._service.prefetch(await self.ids(agent.head), agent.salt)
+        return await self._at_head(agent).prefetch(await self.ids(agent.head), agent.salt)
 
     async def evict(self, agent: Agent, *, disk: bool) -> Placed:
         """Give up the context, except what other agents of the tenant share; where it is then. Conflict where it is
         pinned and was to go from the disk too."""
-        ids = await self.ids(agent.head)
-        [keep] = await self._shared(agent, [(ids, agent.head)])
+        service, ids = self._at_head(agent), await self.ids(agent.head)
+        [keep] = await self._shared(agent, [Context(ids, agent.head, agent.head.identity)])
         if disk and agent.record.pinned:  # now, for it may have been pinned meanwhile
             raise Conflict(f"agent {agent.id} is pinned; unpin it first")
-        return await self._service.evict(ids, agent.salt, keep=keep, disk=disk)
+        return await service.evict(ids, agent.salt, keep=keep, disk=disk)
 
     async def drop(self, agent: Agent) -> bool:
         """Give up what only this agent needs; whether its pins are given up too. If not, call `unpin_later`.
@@ -119,15 +160,15 @@ class AgentKv:
         """
         tied = self._request_contexts.take(agent)
         self._head_digests.forget(agent)
-        self._service.recent.forget(agent.salt)  # its text is shown to nobody any more
+        self._forget_texts(agent)  # its text is shown to nobody any more
         await asyncio.sleep(0)  # a pin that was asked for before comes before
         unpinned = False
         with contextlib.suppress(Unavailable):
-            await self._unpin(agent)
+            await self._unpin(agent, tied)
             unpinned = True
         if agent.salt == NOBODY:
             return unpinned
-        rest = await self._evict_all(agent, [(ids, None) for ids in tied])
+        rest = await self._evict_all(agent, [Context(one.ids, None, one.identity) for one in tied])
         rest += await self._evict_turns(agent, [*agent.turns(), *agent.head.path()])
         if rest:
             self._later(partial(self._evict_rest, agent, rest))
@@ -136,9 +177,16 @@ class AgentKv:
     def unpin_later(self, owners: Sequence[str], done: Callable[[], None]) -> None:
         """Give up the pins of an agent that is gone once the worker can, and call `done`."""
 
+        told: set[bytes] = set()
+
         async def unpin() -> None:
-            for owner in owners:
-                await self._service.unpin(owner)
+            for service in self._services:
+                if service.spec.identity not in told:
+                    for owner in owners:
+                        await service.unpin(owner)
+                    told.add(service.spec.identity)
+            if self._services.away(told):
+                raise Unavailable("a model that may have the pins is not loaded")
             done()
 
         self._later(unpin)
@@ -153,13 +201,16 @@ class AgentKv:
         await self._evict_turns(agent, turns, own=True)
 
     async def _evict_turns(self, agent: Agent, turns: Sequence[Turn], *, own: bool = False) -> list[Context]:
-        """Give up the contexts of those that the served model answered; see `_evict_all`. Of what the log does not give
-        back only age takes the KV."""
-        spec, rest = self._service.spec, list[Context]()
-        mine = [turn for turn in turns if turn.number and turn.identity == spec.identity]
-        async with contextlib.aclosing(self._archive.contexts(mine, spec.context)) as found:
-            async for contexts in found:  # all of them together may be gigabytes
-                rest += await self._evict_all(agent, contexts, own=own)
+        """Give up the contexts of those that models of this server answered; see `_evict_all`. Of what the log does not
+        give back only age takes the KV."""
+        rest = list[Context]()
+        for identity in dict.fromkeys(turn.identity for turn in turns if turn.number):
+            if not self._services.known(identity):
+                continue
+            mine = [turn for turn in turns if turn.number and turn.identity == identity]
+            async with contextlib.aclosing(self._archive.contexts(mine, self._services.context(identity))) as found:
+                async for contexts in found:  # all of them together may be gigabytes
+                    rest += await self._evict_all(agent, [Context(*one, identity) for one in contexts], own=own)
         return rest
 
     async def _evict_all(self, agent: Agent, contexts: Sequence[Context], *, own: bool = False) -> list[Context]:
@@ -167,16 +218,18 @@ class AgentKv:
         if not contexts:  # what others share is looked for among all agents of the tenant
             return []
         rest: list[Context] = []
-        for (ids, turn), keep in zip(contexts, await self._shared(agent, contexts, own=own), strict=True):
+        for one, keep in zip(contexts, await self._shared(agent, contexts, own=own), strict=True):
             try:
-                await self._service.evict(ids, agent.salt, keep=keep, disk=True)
-            except Unavailable:
-                rest.append((array("I", ids), turn))  # the ids themselves: soon the log has them no more
+                await self._service(one.identity).evict(one.ids, agent.salt, keep=keep, disk=True)
+            except Unavailable:  # the ids themselves: soon the log has them no more
+                rest.append(one._replace(ids=array("I", one.ids)))
         return rest
 
     async def _evict_rest(self, agent: Agent, rest: list[Context]) -> None:
         """Try it again with those. Unavailable where one does not go; the others do."""
-        await self._service.where((), agent.salt)  # what is shared is much to find out where there is no worker
+        await self._service(rest[0].identity).where(
+            (), agent.salt
+        )  # what is shared is much to find out where there is no worker
         rest[:] = await self._evict_all(agent, rest)
         if rest:
             raise Unavailable(f"{len(rest)} contexts of agent {agent.id} do not go")
@@ -192,22 +245,28 @@ class AgentKv:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _unpin(self, agent: Agent) -> None:
-        for owner in owners(agent):
-            await self._service.unpin(owner)
+    async def _unpin(self, agent: Agent, contexts: Sequence[RequestContext] = ()) -> None:
+        """Unavailable where a model that may have pins of the agent, or of these contexts of it, is not loaded."""
+        for service in self._services:
+            for owner in owners(agent):
+                await service.unpin(owner)
+        turns = (*agent.turns(), *agent.head.path())
+        theirs = {*(turn.identity for turn in turns if turn.number), *(one.identity for one in contexts)}
+        if theirs and theirs & self._services.away():
+            raise Unavailable("a model that has pins of the agent is not loaded", retry_after=RETRY_SECONDS)
 
     async def _shared(self, agent: Agent, contexts: Sequence[Context], *, own: bool = False) -> list[int]:
         """How many leading tokens of each other agents of the tenant have too, in whole chunks.
 
         `own`: what the agent's own head and ordinary requests have counts as well.
         """
-        found = [prefix_digests(ids) for ids, _ in contexts]
+        found = [prefix_digests(one.ids) for one in contexts]
         tied = self._request_contexts.prefix_digests(agent, own=own)
         longest = [
             max((common_chunks(one, other) for other in tied if other[:DIGEST_BYTES] == one[:DIGEST_BYTES]), default=0)
             for one in found
         ]
-        firsts = [turn.first if turn is not None else hash(pack(ids[:CHUNK_TOKENS])) for ids, turn in contexts]
+        firsts = [one.turn.first if one.turn is not None else hash(pack(one.ids[:CHUNK_TOKENS])) for one in contexts]
         for looked, other in enumerate(self._registry.of(agent.tenant), 1):
             if looked % BATCH == 0:
                 await asyncio.sleep(0)
@@ -226,7 +285,7 @@ class AgentKv:
     async def _digests_at_head(self, agent: Agent) -> bytes:
         """The digests of the context at the agent's head."""
         head = agent.head
-        if head.identity != self._service.spec.identity:
+        if not self._services.known(head.identity):
             return b""
         if (known := self._head_digests.get(agent)) is not None:
             return known

@@ -13,7 +13,7 @@ from cairn.agents.info import Savings
 from cairn.agents.kv import BATCH
 from cairn.agents.records import SavingsRecord
 from cairn.agents.replay_records import ReplayRecords
-from cairn.agents.savings import BYTES_KEY, LINES, counted, total_key
+from cairn.agents.savings import BYTES_KEY, LINES, counted, day_key, total_key
 from cairn.agents.segment import Record
 from cairn.agents.turn_tree import Agent
 from cairn.agents.writer import Writer
@@ -69,7 +69,7 @@ class PendingWrites:
 
     def count(self, agent: Agent, done: Done) -> Sequence[Record]:
         """Add an answer to the agent's line and its tenant's; what is to be written of it."""
-        speed = self._registry.savings.count(agent.tenant, done)
+        speed = self._registry.savings.count(agent.tenant, done, self.now())
         agent.savings = counted(agent.savings, done, speed)
         return [self._line(agent), *self._totals()]
 
@@ -77,11 +77,15 @@ class PendingWrites:
         return self._writer.record(Kind.SAVINGS, SavingsRecord(savings=agent.savings), agent.key)
 
     def _totals(self) -> list[Record]:
-        """The tenants' totals that are not written yet, and the bytes."""
+        """The tenants' totals and days that are not written yet, and the bytes."""
         savings = self._registry.savings
         lines = [(name, SavingsRecord(savings=savings.totals[name], tenant=name)) for name in sorted(savings.dirty)]
         savings.dirty.clear()
         records = [self._writer.record(Kind.SAVINGS, line, total_key(name)) for name, line in lines]
+        for name, day in sorted(savings.dirty_days):
+            of_day = SavingsRecord(savings=savings.days[name][day], day_of=name, day=day)
+            records.append(self._writer.record(Kind.SAVINGS, of_day, day_key(name, day)))
+        savings.dirty_days.clear()
         if savings.bytes != self._bytes:
             self._bytes = read, written = savings.bytes
             line = SavingsRecord(savings=Savings(), read=read, written=written)
@@ -123,12 +127,13 @@ class PendingWrites:
             key = self._lost.pop()
             agent = self._registry.keyed(key)
             if key >= LINES:
-                self._registry.savings.dirty.update(self._registry.savings.totals)
+                self._registry.savings.mark_dirty()
             elif agent is not None and not agent.new:
                 self.write_later(self.note(agent), self._line(agent))
             looked += 1
             if looked % BATCH == 0:
                 await asyncio.sleep(0)
+        self.erase_later(self._registry.savings.forget_days(self.now()))
         self.write_later(*self._totals())
         if self._owed:
             await self.sync()

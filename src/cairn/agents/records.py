@@ -43,6 +43,8 @@ class AgentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     time from then."""
     moved: float = 0.0
     """When it was taken in, for the branches that it had then; in old records, when its head was last moved."""
+    model: str = ""
+    """The name of the model that it was made for, or that answered last, on a server with several."""
 
 
 class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -130,14 +132,17 @@ class ReplayRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class SavingsRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of savings: an agent's under its key, a tenant's total under a key of its own, and one for the bytes of
-    all of them."""
+    """A line of savings: an agent's under its key, a tenant's total and each of its days under keys of their own, and
+    one for the bytes of all of them."""
 
     savings: Savings
     tenant: str = ""
     read: int = 0
     """Bytes of KV that came from the disk, of the whole server."""
     written: int = 0
+    day: int = 0
+    """The day of a line that is a day's, in days since 1970; then `day_of` is its tenant, and `tenant` is empty."""
+    day_of: str = ""
 
 
 class UnpinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -146,6 +151,30 @@ class UnpinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     owners: tuple[str, ...] = ()
     """The owners as the stores know them: digests, which tell nothing of the agent."""
+
+
+class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A journal's head: what it is about. The newest with its key counts."""
+
+    room: str
+    """Who reads it: `team` or `run`."""
+    tenant: str
+    id: str
+    created: float
+    model: str = ""
+    """The name of the model that it was made with."""
+    body: bytes
+    """What that room keeps of it, in MessagePack."""
+
+
+class EntryRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An entry of a journal."""
+
+    journal: int
+    """The key of its head."""
+    number: int
+    """Its place among the journal's entries."""
+    body: bytes
 
 
 P = TypeVar("P", bound=msgspec.Struct)

@@ -17,6 +17,8 @@ log = logging.getLogger(__name__)
 
 KEEP_SECONDS = 7 * 86_400.0
 KEEP_BYTES = 1_000_000_000
+WAITING_IDS = 1 << 22
+"""How many ids are kept in memory of what models sampled that are not loaded: the newest, of each model."""
 ERASE_SECONDS = 3600.0
 """What is over is erased together, this often: the segments that hold it are written anew for that."""
 
@@ -30,18 +32,17 @@ class _Kept(NamedTuple):
 class ReplayRecords:
     """Which records of exact replay the log holds, the oldest first."""
 
-    def __init__(self, identity: bytes) -> None:
-        """`identity`: of the model that is served; what another sampled waits for its return."""
-        self._identity = identity
+    def __init__(self) -> None:
         self._kept: OrderedDict[int, _Kept] = OrderedDict()
         self._of: dict[int, set[int]] = {}
         """Keys of what was sampled in the name of an agent, by the agent's."""
         self._bytes = 0
         self._erased_at = 0.0
 
-    def load(self, records: Iterable[Record]) -> list[tuple[str, Sampled]]:
-        """Take the log's records; what is to be put back into the table, with the tenant whose it is."""
-        found = []
+    def load(self, records: Iterable[Record]) -> dict[bytes, list[tuple[str, Sampled]]]:
+        """Take the log's records; what is to be put back into the tables, by the model's identity, with the tenant
+        whose it is."""
+        found: dict[bytes, list[tuple[str, Sampled]]] = {}
         for record in records:
             if record.kind != Kind.REPLAY:
                 continue
@@ -54,15 +55,16 @@ class ReplayRecords:
             except ValueError:
                 log.warning("a record of exact replay holds no whole number of tokens; left out")
                 continue
-            if kept.identity == self._identity:
-                found.append((kept.tenant, Sampled(kept.before, Answer(kept.visible, kept.reasoning), ids, 0)))
+            sampled = Sampled(kept.before, Answer(kept.visible, kept.reasoning), ids, 0)
+            found.setdefault(kept.identity, []).append((kept.tenant, sampled))
         return found
 
-    def payload(self, tenant: str, sampled: Sampled, now: float, agent: int = 0) -> ReplayRecord:
-        """What the log is to hold of an answer; `agent`: key of the one in whose name it was asked for."""
+    def payload(self, tenant: str, sampled: Sampled, identity: bytes, now: float, agent: int = 0) -> ReplayRecord:
+        """What the log is to hold of an answer of the model with this identity; `agent`: key of the one in whose name
+        it was asked for."""
         return ReplayRecord(
             tenant=tenant,
-            identity=self._identity,
+            identity=identity,
             before=sampled.before,
             visible=sampled.answer.visible,
             reasoning=sampled.answer.reasoning,
@@ -112,3 +114,13 @@ class ReplayRecords:
             gone.append(key)
         self._erased_at = now
         return gone
+
+
+def newest(sampled: list[tuple[str, Sampled]]) -> list[tuple[str, Sampled]]:
+    """The last of these that have `WAITING_IDS` together, the oldest first."""
+    size = 0
+    for at in range(len(sampled) - 1, -1, -1):
+        size += len(sampled[at][1].ids)
+        if size > WAITING_IDS:
+            return sampled[at + 1 :]
+    return sampled

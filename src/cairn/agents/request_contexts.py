@@ -78,9 +78,12 @@ MOST_IDS = 1 << 24
 much."""
 
 
-class _Context(NamedTuple):
+class RequestContext(NamedTuple):
+    """One of them, and the identity of the model whose KV it is."""
+
     ids: array[int]
     prefix_digests: bytes
+    identity: bytes
 
 
 class RequestContexts:
@@ -88,16 +91,16 @@ class RequestContexts:
     takes the KV."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[Agent, list[_Context]]] = {}
+        self._of: dict[int, tuple[Agent, list[RequestContext]]] = {}
         """Each agent's contexts by its key, the oldest first; none that another of the agent begins with."""
         self._size = 0
 
-    def add(self, agent: Agent, ids: Sequence[int]) -> None:
+    def add(self, agent: Agent, ids: Sequence[int], identity: bytes = b"") -> None:
         """One more context. Where it is one too many, others are forgotten: never the last of a pinned agent, which
         has its KV pinned too."""
         new = array("I", ids)
-        kept = [one for one in self._take(agent) if new[: len(one.ids)] != one.ids]
-        after = [*kept, _Context(new, prefix_digests(new))][-MOST_CONTEXTS:]
+        kept = [one for one in self.take(agent) if one.identity != identity or new[: len(one.ids)] != one.ids]
+        after = [*kept, RequestContext(new, prefix_digests(new), identity)][-MOST_CONTEXTS:]
         self._of[agent.key] = agent, after
         self._size += sum(len(one.ids) for one in after)
         if self._size > MOST_IDS:
@@ -113,11 +116,8 @@ class RequestContexts:
             if self._size <= MOST_IDS:
                 return
 
-    def take(self, agent: Agent) -> list[array[int]]:
+    def take(self, agent: Agent) -> list[RequestContext]:
         """An agent's contexts, which are forgotten here."""
-        return [one.ids for one in self._take(agent)]
-
-    def _take(self, agent: Agent) -> list[_Context]:
         _, contexts = self._of.pop(agent.key, (agent, []))
         self._size -= sum(len(one.ids) for one in contexts)
         return contexts

@@ -35,7 +35,6 @@ GOOD = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.TOOL_CALL
 class Keeper(Protocol):
     """What a turn that runs needs of the agents."""
 
-    service: Service
     writer: Writer
     clock: Clock
 
@@ -60,14 +59,21 @@ class RunningTurn:
     """A turn from its start to its end. Whoever got it reads `batches` to the end, or calls `close`."""
 
     def __init__(
-        self, keeper: Keeper, agent: Agent, turn: Turn, request: Request, stream: Stream | None, first: Sequence[Event]
+        self,
+        keeper: Keeper,
+        service: Service,
+        agent: Agent,
+        turn: Turn,
+        request: Request,
+        stream: Stream | None,
+        first: Sequence[Event],
     ) -> None:
         """`first`: what an earlier run of the turn said; without a stream, all that there is to say."""
         self.agent, self.turn, self.request = agent, turn, request
         self.over = asyncio.Event()
         self.discarded = False
         """The agent is being deleted: nothing more is written."""
-        self._keeper, self._stream, self._first = keeper, stream, first
+        self._keeper, self._service, self._stream, self._first = keeper, service, stream, first
         self._content = turn.held
         self._said = Said()
         self._reasoning = ReasoningCount(request.output)
@@ -82,7 +88,7 @@ class RunningTurn:
 
     def cancel(self) -> None:
         """End it as interrupted; its reader gets `Cancelled`, then `over` is set."""
-        self._keeper.service.abort(self.request.id)
+        self._service.abort(self.request.id)
 
     async def stop(self) -> None:
         """Cancel it, and wait until it is over, or has taken too long."""
@@ -213,7 +219,7 @@ class RunningTurn:
         if message is None:
             return {}
         tokens = list(self._content.tokens)
-        sampled = self._keeper.service.chat.remember(self.agent.tenant, self.request.prompt, tokens, message)
+        sampled = self._service.chat.remember(self.agent.tenant, self.request.prompt, tokens, message)
         if sampled is None:
             return {}
         ids = list(sampled.ids[sampled.opened :])

@@ -1,4 +1,4 @@
-"""What caching saved, in tokens and seconds: a line for each agent, and one for each tenant."""
+"""What caching saved, in tokens and seconds: of each agent, of each tenant, and of each of its days."""
 
 from __future__ import annotations
 
@@ -41,6 +41,9 @@ class SavingsTotals:
         self.totals: dict[str, Savings] = {}
         self.dirty: set[str] = set()
         """Tenants whose total is not written yet."""
+        self.days: dict[str, dict[int, Savings]] = {}
+        """What each tenant saved on a day, by the number of days since 1970 (UTC)."""
+        self.dirty_days: set[tuple[str, int]] = set()
         self._traffic: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._before = 0, 0
 
@@ -63,12 +66,34 @@ class SavingsTotals:
         """A total that the log held."""
         self.totals[tenant] = savings
 
-    def count(self, tenant: str, done: Done) -> float:
-        """Add an answer to its tenant's total; the speed it was valued at, in seconds a token."""
-        speed = self.speed
+    def load_day(self, tenant: str, day: int, savings: Savings) -> None:
+        """A tenant's day that the log held."""
+        self.days.setdefault(tenant, {})[day] = savings
+
+    def count(self, tenant: str, done: Done, now: float) -> float:
+        """Add an answer, which ended `now`, to its tenant's total and day; the speed it was valued at, in seconds a
+        token."""
+        speed, day = self.speed, int(now // DAY_SECONDS)
         self.totals[tenant] = counted(self.totals.get(tenant, Savings()), done, speed)
+        days = self.days.setdefault(tenant, {})
+        days[day] = counted(days.get(day, Savings()), done, speed)
         self.dirty.add(tenant)
+        self.dirty_days.add((tenant, day))
         return speed
+
+    def forget_days(self, now: float) -> list[int]:
+        """Forget the days that are too long ago; the keys of their lines."""
+        oldest = int(now // DAY_SECONDS) - KEEP_DAYS
+        gone = [(tenant, day) for tenant, days in self.days.items() for day in days if day < oldest]
+        for tenant, day in gone:
+            del self.days[tenant][day]
+            self.dirty_days.discard((tenant, day))
+        return [day_key(tenant, day) for tenant, day in gone]
+
+    def mark_dirty(self) -> None:
+        """Every line is to be written again."""
+        self.dirty.update(self.totals)
+        self.dirty_days.update((tenant, day) for tenant, days in self.days.items() for day in days)
 
     @property
     def total(self) -> Savings:
@@ -90,8 +115,18 @@ LINES = 1 << 63
 """Keys from here on are those of totals."""
 BYTES_KEY = LINES | 1 << 62
 """The key of the line of bytes, beside those of the totals."""
+DAY_LINES = LINES | 1 << 61
+"""Keys of days have these bits; those of totals have none of them but the first."""
+DAY_SECONDS = 86_400
+KEEP_DAYS = 400
+"""Days whose lines are kept."""
 
 
 def total_key(tenant: str) -> int:
     """The key of a tenant's total in the log: never that of an agent or a turn, which count from 1."""
     return LINES | int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:7], "little")
+
+
+def day_key(tenant: str, day: int) -> int:
+    """The key of a tenant's day in the log."""
+    return DAY_LINES | int.from_bytes(hashlib.sha256(f"{day} {tenant}".encode()).digest()[:7], "little")

@@ -107,6 +107,7 @@ class Turn:
             prompt_tokens=began.prefix + len(began.ids) // 4,
             completion_tokens=len(content.tokens),
             cached_tokens=cache.cached,
+            cache=cache,
             began=began.began,
             request=f"{began.request:016x}",
         )
@@ -237,4 +238,5 @@ class Agent:
             origin_turn=self.base.number if record.origin else 0,
             metadata=record.metadata,
             savings=self.savings,
+            model=record.model,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,22 +24,29 @@ from cairn.seams import Clock
 from cairn.service.recent import Told, told_of
 from cairn.service.requests import SamplingOptions, requests
 from cairn.service.service import Service
+from cairn.service.services import Services
 from cairn.service.stream import Stream
 from cairn.text.chat import Prompt
 from cairn.text.grammar import ANYTHING, Wanted
 from cairn.types import Done, Event, Request
 
+Gate = Callable[[], Awaitable[None]]
+"""What is waited for between a prompt and its answer, so that several begin in one step."""
+
 
 class Turns:
     """Begins turns, and is told of their end."""
 
-    def __init__(self, service: Service, agents: AgentService, archive: Archive, clock: Clock, config: Config) -> None:
-        self.service, self.writer, self.clock = service, agents.writer, clock
+    def __init__(
+        self, services: Services, agents: AgentService, archive: Archive, clock: Clock, config: Config
+    ) -> None:
+        self._services, self.writer, self.clock = services, agents.writer, clock
         self.write_later, self.sync, self.now = agents.pending.write_later, agents.pending.sync, agents.pending.now
         self._agents, self._archive, self._config = agents, archive, config
 
     async def start(
         self,
+        service: Service,
         agent: Agent,
         messages: Sequence[dict[str, Any]],
         options: SamplingOptions,
@@ -49,8 +56,10 @@ class Turns:
         share: str,
         fork_on_conflict: bool,
         wanted: Wanted = ANYTHING,
+        gate: Gate | None = None,
     ) -> RunningTurn:
-        """Begin a turn with new messages; `number`: its request's id, `share`: whose share of the server it takes.
+        """Begin a turn with new messages, which `service` answers; `number`: its request's id, `share`: whose share of
+        the server it takes. `gate` is waited for once its prompt is there.
 
         Conflict where the head is not free.
         """
@@ -62,7 +71,7 @@ class Turns:
             agent, forked = await self._agents.fork(agent, whole, None), True
         agent.starting = True
         try:
-            return await self._begin(agent, messages, options, number, template_args, share, wanted)
+            return await self._begin(service, agent, messages, options, number, template_args, share, wanted, gate)
         except BaseException:
             if forked:
                 with contextlib.suppress(Unavailable):
@@ -73,6 +82,7 @@ class Turns:
 
     async def _begin(
         self,
+        service: Service,
         agent: Agent,
         messages: Sequence[dict[str, Any]],
         options: SamplingOptions,
@@ -80,10 +90,53 @@ class Turns:
         template_args: Mapping[str, Any] | None,
         share: str,
         wanted: Wanted,
+        gate: Gate | None,
     ) -> RunningTurn:
-        service = self.service
         check(messages, "messages")
-        prompt, prefix, told = await self._prompt(agent, messages, template_args, share, wanted)
+        prompt, prefix, told = await self._prompt(service, agent, messages, template_args, share, wanted)
+        request = self._request(service, agent, prompt, options, number, share)
+        if gate is not None:
+            await gate()
+        began = self._record(service, agent, messages, prefix, request)
+        # What cannot be served is refused here, so nothing is written of it. The answer is computed while the message
+        # is being synced, and nobody sees any of it before.
+        stream = service.generate(request, told)
+        try:
+            turn = await self._agents.begin(agent, began)
+        except BaseException:
+            stream.close()
+            raise
+        if self._services.several and agent.record.model != service.name:
+            agent.record = msgspec.structs.replace(agent.record, model=service.name)
+            self.write_later(self._agents.pending.note(agent))
+        return self._run(service, agent, turn, request, stream, [])
+
+    async def aside(
+        self,
+        service: Service,
+        agent: Agent,
+        messages: Sequence[dict[str, Any]],
+        options: SamplingOptions,
+        number: int,
+        template_args: Mapping[str, Any] | None,
+        *,
+        share: str,
+        wanted: Wanted,
+        gate: Gate | None = None,
+    ) -> Stream:
+        """The answer to messages after the agent's context, which stays as it is. Conflict where its head is not
+        free."""
+        if agent.busy or agent.head.state != "finished":
+            raise conflict(agent)
+        prompt, _, told = await self._prompt(service, agent, messages, template_args, share, wanted)
+        request = self._request(service, agent, prompt, options, number, share)
+        if gate is not None:
+            await gate()
+        return service.generate(msgspec.structs.replace(request, durable=False, stored=False), told)
+
+    def _request(
+        self, service: Service, agent: Agent, prompt: Prompt, options: SamplingOptions, number: int, share: str
+    ) -> Request:
         (request,) = requests(
             service.spec,
             prompt.tokens,
@@ -100,20 +153,11 @@ class Turns:
             share=share,
             timeout=self._config.request_timeout,
         )
-        request = msgspec.structs.replace(request, durable=True)
-        began = self._record(agent, messages, prefix, request)
-        # What cannot be served is refused here, so nothing is written of it. The answer is computed while the message
-        # is being synced, and nobody sees any of it before.
-        stream = service.generate(request, told)
-        try:
-            turn = await self._agents.begin(agent, began)
-        except BaseException:
-            stream.close()
-            raise
-        return self._run(agent, turn, request, stream, [])
+        return msgspec.structs.replace(request, durable=True)
 
     async def _prompt(
         self,
+        service: Service,
         agent: Agent,
         messages: Sequence[dict[str, Any]],
         template_args: Mapping[str, Any] | None,
@@ -122,40 +166,42 @@ class Turns:
     ) -> tuple[Prompt, int, Told]:
         """The prompt of the next turn, how many of its ids are the context of the head, and what helps to say why a
         part of its KV is missing."""
-        chat, head = self.service.chat, agent.head
+        chat, head = service.chat, agent.head
         branch = await self._archive.branch(head)
         history, tools = branch.messages(), list(branch.beginning.tools) or None
         wanted = _with_strict(wanted, branch.beginning.strict)
         whole = [*history, *messages]
-        changed = bool(head.number) and head.identity != self.service.spec.identity
+        changed = bool(head.number) and head.identity != service.spec.identity
         told = told_of(whole, why="model changed" if changed else None)
         before = branch.context() if head.number and not changed else None
         if before is not None:
             # What came from elsewhere, or from other kernels, was not computed here: its KV cannot have been evicted.
-            if branch.last.began.engine == self.service.info.identity:
-                self.service.recent.note(agent.salt, before, len(before), told.messages[: len(history)])
+            if branch.last.began.engine == service.info.identity:
+                service.recent.note(agent.salt, before, len(before), told.messages[: len(history)])
             extended = await chat.extend(
                 before, history, messages, tools, share=share, template_args=template_args, wanted=wanted
             )
             if extended is not None:
                 return extended, len(before), told
         elif not changed:
-            await self._recall(agent, branch)
+            await self._recall(service, agent, branch)
         prompt = await chat.prompt(
             whole, tools, tenant=agent.tenant, share=share, template_args=template_args, wanted=wanted
         )
         return prompt, 0, told
 
-    async def _recall(self, agent: Agent, branch: Branch) -> None:
+    async def _recall(self, service: Service, agent: Agent, branch: Branch) -> None:
         """Let the answers of a branch be put back as they were sampled although the last cannot: the whole is rendered
         again."""
         for looked, (content, prompt) in enumerate(branch.prompts(), 1):
             if content.ended is not None and content.ended.keep >= 0 and content.answer is not None:
-                self.service.chat.remember(agent.tenant, prompt, content.tokens, content.answer)
+                service.chat.remember(agent.tenant, prompt, content.tokens, content.answer)
             if looked % BATCH == 0:
                 await asyncio.sleep(0)
 
-    def _record(self, agent: Agent, messages: Sequence[dict[str, Any]], prefix: int, request: Request) -> TurnRecord:
+    def _record(
+        self, service: Service, agent: Agent, messages: Sequence[dict[str, Any]], prefix: int, request: Request
+    ) -> TurnRecord:
         """All that is needed to go on with the turn after a restart."""
         return TurnRecord(
             agent=agent.key,
@@ -165,8 +211,8 @@ class Turns:
             prefix=prefix,
             ids=pack(request.prompt[prefix:]),
             digest=digest(request.prompt),
-            identity=self.service.spec.identity,
-            engine=self.service.info.identity,
+            identity=service.spec.identity,
+            engine=service.info.identity,
             sampling=request.sampling,
             stop=request.stop,
             output=request.output,
@@ -183,19 +229,20 @@ class Turns:
         """
         if agent.busy:
             raise conflict(agent)
+        service = self._services.of(agent.head.identity) or self._services.first
         agent.starting = True
         try:
             async with self._cut(agent) as branch:
-                request = self._again(agent, branch, number, share)
+                request = self._again(service, agent, branch, number, share)
         finally:
             agent.starting = False
         turn = agent.head
         tokens = tuple(turn.held.tokens)
-        first, reason = said_before(self.service, request, tokens)
+        first, reason = said_before(service, request, tokens)
         stream = None
         if reason is None:
-            stream = self.service.generate(msgspec.structs.replace(request, generated=tokens))
-        return self._run(agent, turn, request, stream, first)
+            stream = service.generate(msgspec.structs.replace(request, generated=tokens))
+        return self._run(service, agent, turn, request, stream, first)
 
     @contextlib.asynccontextmanager
     async def _cut(self, agent: Agent) -> AsyncIterator[Branch]:
@@ -223,7 +270,7 @@ class Turns:
             turn.state, turn.content = "finished", None
             raise
 
-    def _again(self, agent: Agent, branch: Branch, number: int, share: str) -> Request:
+    def _again(self, service: Service, agent: Agent, branch: Branch, number: int, share: str) -> Request:
         """What was asked at the head when it began, as much of it as this server has room for.
 
         No log-probabilities where something was said: the log has none, and a part of them would be read as
@@ -237,16 +284,16 @@ class Turns:
         if began.sampling is None:
             raise Conflict(f"{named} came from a file, which does not say how to go on with it; {back}")
         prompt = branch.prompt()
-        if began.identity != self.service.spec.identity:
+        if began.identity != service.spec.identity:
             raise Conflict(f"{named} was begun with another model; {back}")
-        if began.engine not in (b"", self.service.info.identity):
+        if began.engine not in (b"", service.info.identity):
             raise Conflict(
                 f"{named} was begun with other kernels, weights, kv_dtype or kv_codec, which may answer otherwise; "
                 f"{back}"
             )
         if digest(prompt) != began.digest:
             raise Conflict(f"damage to the log cost what came before {named}; {back}")
-        holds = min(self.service.info.context, self.service.info.pool_tokens)
+        holds = min(service.info.context, service.info.pool_tokens)
         least = len(prompt) + max(1, len(branch.last.tokens))
         if least > holds:
             raise Conflict(
@@ -271,10 +318,16 @@ class Turns:
         )
 
     def _run(
-        self, agent: Agent, turn: Turn, request: Request, stream: Stream | None, first: Sequence[Event]
+        self,
+        service: Service,
+        agent: Agent,
+        turn: Turn,
+        request: Request,
+        stream: Stream | None,
+        first: Sequence[Event],
     ) -> RunningTurn:
         turn.state = "running"
-        agent.running = RunningTurn(self, agent, turn, request, stream, first)
+        agent.running = RunningTurn(self, service, agent, turn, request, stream, first)
         return agent.running
 
     def ended(self, agent: Agent, done: Done | None, end: EndRecord) -> Sequence[Record]:

@@ -33,6 +33,8 @@ class _Job(NamedTuple):
     """To be erased after the records are written."""
     done: asyncio.Future[None] | None
     """None: nobody waits, and no sync is needed."""
+    sync: bool = True
+    """Whether who waits wants more than that the operating system has the records."""
 
 
 class Writer:
@@ -42,6 +44,8 @@ class Writer:
         self._log = log
         self._loop = asyncio.get_running_loop()
         self._jobs: deque[_Job] = deque()
+        self.given = 0
+        """Jobs so far: while this stays as it is, nothing that the log knows has changed."""
         self._waiting = 0
         """How many bytes wait in `_jobs`."""
         self._closing = False
@@ -102,6 +106,14 @@ class Writer:
         """Return when these, and all before them, are durable. Raises Unavailable: then they do not count."""
         await self._wait(records, ())
 
+    async def written(self, seconds: float) -> None:
+        """Return when the operating system has all that was given so far: what a killed process does not lose, a power
+        cut may. After so many `seconds` in any case, and at once where the disk refuses."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        with contextlib.suppress(OSError, Unavailable, TimeoutError):
+            self._give(_Job((), (), done, sync=False))
+            await asyncio.wait_for(done, seconds)
+
     async def erase(self, keys: Iterable[int], *records: Record) -> None:
         """Write the records, then return when every byte under these keys is gone from the disk.
 
@@ -124,6 +136,7 @@ class Writer:
             if self._closing:
                 raise Unavailable("the token log is closed")
             self._jobs.append(job)
+            self.given += 1
             self._waiting += sum(record.size for record in job.records)
             self._change.notify()
 
@@ -166,7 +179,7 @@ class Writer:
         records = [record for job in jobs for record in job.records]
         waited = [job for job in jobs if job.done is not None]
         try:
-            self._log.write(records, sync=bool(waited))
+            self._log.write(records, sync=any(job.sync for job in waited))
         except OSError as error:
             self._lose(jobs)
             self._tell(waited, error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,10 +20,12 @@ from cairn.api.resumable import EventLogs, parse_after
 from cairn.config import Config
 from cairn.errors import NotFound
 from cairn.figures import Swept
-from cairn.metrics import CONTENT_TYPE
+from cairn.metrics import CONTENT_TYPE, ServerMetrics
 from cairn.service.flight import RequestStatus
+from cairn.service.models import Models
 from cairn.service.requests import sampling_defaults, sampling_params
 from cairn.service.sampler_order import ORDERS
+from cairn.service.served_model import ServedModel
 from cairn.service.service import Service
 
 ANTHROPIC = b"anthropic-version"
@@ -39,6 +41,8 @@ class Admin:
         self._calls = calls
         self._logs = logs
         self._started = int(time.time())
+        self.registry: Models
+        """Set before the first call."""
 
     def routes(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of a path with a name in it, or None."""
@@ -57,17 +61,20 @@ class Admin:
 
     async def models(self, call: Call, service: Service) -> None:
         """GET /v1/models."""
-        if call.header(ANTHROPIC) is not None:
-            data = [self._anthropic_model(service)]
-            await call.json({"data": data, "has_more": False, "first_id": service.name, "last_id": service.name})
+        anthropic = call.header(ANTHROPIC) is not None
+        data = [self._shown(model, anthropic) for model in self.registry.models]
+        if anthropic:
+            ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+            await call.json({"data": data, "has_more": False, **ends})
             return
-        await call.json({"object": "list", "data": [self._model(service)]})
+        await call.json({"object": "list", "data": data})
 
     async def model(self, call: Call, service: Service) -> None:
         """GET /v1/models/{id}; an id may hold slashes."""
-        check_model(call.path.removeprefix("/v1/models/"), service, strict=True)
-        anthropic = call.header(ANTHROPIC) is not None
-        await call.json(self._anthropic_model(service) if anthropic else self._model(service))
+        name = call.path.removeprefix("/v1/models/")
+        if not self.registry.several:
+            check_model(name, service, strict=True)
+        await call.json(self._shown(self.registry.find(name), call.header(ANTHROPIC) is not None))
 
     async def request(self, call: Call, service: Service) -> None:
         """GET /v1/requests/{id}: the state, and of each choice the tokens and the text so far."""
@@ -79,7 +86,7 @@ class Admin:
         parse(NoBody, await read_nothing(call, self._config), self._config)
         number = self._number(call, call.path.removeprefix("/v1/requests/").removesuffix("/cancel"))
         self._known(call, service, number)
-        ended = [service.abort(id) for id in self._calls.ids(number)]
+        ended = [(self.registry.with_request(id) or service).abort(id) for id in self._calls.ids(number)]
         report = self._report(number, self._known(call, service, number))
         await call.json(report | {"cancelled": any(ended)})
 
@@ -92,27 +99,36 @@ class Admin:
 
     async def metrics(self, call: Call, service: Service) -> None:
         """GET /metrics, in Prometheus' text format."""
-        await call.respond(200, service.metrics.render(), [(b"content-type", CONTENT_TYPE.encode())])
+        every = [loaded.service.metrics for _, loaded in self.registry.loaded()]
+        text = ServerMetrics(self._config.metrics_prefix, lambda: every, self.registry.metrics).render()
+        await call.respond(200, text, [(b"content-type", CONTENT_TYPE.encode())])
 
-    def _model(self, service: Service) -> dict[str, Any]:
+    def _shown(self, model: ServedModel, anthropic: bool) -> dict[str, Any]:
+        """A model as the list has it. What is not known of one that was never loaded is left out, or null."""
+        context = context_of(model)
+        if anthropic:
+            return {
+                "type": "model",
+                "id": model.name,
+                "display_name": model.name,
+                "created_at": datetime.datetime.fromtimestamp(self._started, datetime.UTC).isoformat(),
+                "lifecycle": "active",
+                "max_input_tokens": context,
+                "max_tokens": context,
+            }
+        longest = model.spec.longest_text if model.spec is not None else None
         return {
-            "id": service.name,
+            "id": model.name,
             "object": "model",
             "created": self._started,
             "owned_by": "cairn",
-            "max_model_len": min(service.info.context, service.spec.longest_text),
-            "kind": service.spec.kind,
-        }
-
-    def _anthropic_model(self, service: Service) -> dict[str, Any]:
-        return {
-            "type": "model",
-            "id": service.name,
-            "display_name": service.name,
-            "created_at": datetime.datetime.fromtimestamp(self._started, datetime.UTC).isoformat(),
-            "lifecycle": "active",
-            "max_input_tokens": service.info.context,
-            "max_tokens": service.info.context,
+            "max_model_len": None if context is None else min(context, longest or context),
+            "kind": model.kind or None,
+            "state": model.state,
+            "status": {"value": _STATUS[model.state]},
+            **({"aliases": list(model.config.alias)} if model.config.alias else {}),
+            **({"memory_bytes": model.held} if model.held else {}),
+            **({"error": model.failure} if model.state == "failed" else {}),
         }
 
     def _number(self, call: Call, text: str) -> int:
@@ -123,7 +139,8 @@ class Admin:
 
     def _known(self, call: Call, service: Service, number: int) -> dict[int, RequestStatus]:
         """The status of each choice that is remembered, by its index; NotFound also for another tenant's request."""
-        found = enumerate(service.status(id) for id in self._calls.ids(number))
+        ids = self._calls.ids(number)
+        found = enumerate((self.registry.with_request(id) or service).status(id) for id in ids)
         known = {at: status for at, status in found if status is not None and status.salt == call.salt}
         if not known:
             raise _unknown()
@@ -156,6 +173,23 @@ class Admin:
 
 def _unknown() -> NotFound:
     return NotFound("there is no such request, or it ended more than ten minutes ago", field="id")
+
+
+_STATUS = {
+    "loaded": "loaded",
+    "loading": "loading",
+    "unloading": "loading",
+    "on disk": "unloaded",
+    "failed": "failed",
+}
+"""What llama-server calls a model's state."""
+
+
+def context_of(model: ServedModel) -> int | None:
+    """The longest context that a model serves, or would; None where its files were not read yet."""
+    if model.loaded is not None:
+        return model.loaded.service.info.context
+    return None if model.spec is None else min(model.spec.context, model.config.context or model.spec.context)
 
 
 class Props:
@@ -214,11 +248,13 @@ class Props:
 class StoredRoutes:
     """Stored KV: what there is of it, and orders to the stores, which take no body, or an empty object.
 
-    They are admin routes: they are about all tenants at once.
+    They are admin routes: they are about all tenants at once, and all models that are loaded.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self.registry: Models
+        """Set before the first call."""
 
     def routes(self) -> dict[str, dict[str, Endpoint]]:
         """Every route, by path and method."""
@@ -230,30 +266,43 @@ class StoredRoutes:
         }
 
     async def stats(self, call: Call, service: Service) -> None:
-        """GET /v1/cache: the stores below the pool, at most about a second old; null where there is no such store."""
-        body: dict[str, Any] = msgspec.to_builtins(service.kv())
-        await call.json({"object": "cache", "model": service.name} | body)
+        """GET /v1/cache: the stores below the pool, at most about a second old; null where there is no such store. Of
+        several models each has its own in `models`."""
+        body: dict[str, Any] = {"object": "cache", "model": service.name, **msgspec.to_builtins(service.kv())}
+        if self.registry.several:
+            body["models"] = {one.name: msgspec.to_builtins(one.kv()) for one in self.registry.services}
+        await call.json(body)
 
     async def flush(self, call: Call, service: Service) -> None:
         """POST /v1/cache/flush: answers when all KV that was to be stored is durable; 503 if a part was given up."""
         await self._nothing(call)
-        await service.flush()
+        for one in self._every(service):
+            await one.flush()
         await self.stats(call, service)
 
     async def scrub(self, call: Call, service: Service) -> None:
         """POST /v1/cache/scrub: read and check every stored chunk; damaged ones go."""
         await self._nothing(call)
-        await call.json(_swept("scrub", await service.scrub()))
+        await call.json(_swept("scrub", [await one.scrub() for one in self._every(service)]))
 
     async def prune(self, call: Call, service: Service) -> None:
         """POST /v1/cache/prune: remove what nobody used for the time to live."""
         await self._nothing(call)
-        await call.json(_swept("prune", await service.prune()))
+        await call.json(_swept("prune", [await one.prune() for one in self._every(service)]))
+
+    def _every(self, service: Service) -> list[Service]:
+        """The models that keep KV; the one there is says itself that it keeps none."""
+        return [one for one in self.registry.services if one.spec.kind == "chat"] or [service]
 
     async def _nothing(self, call: Call) -> None:
         parse(NoBody, await read_nothing(call, self._config), self._config)
 
 
-def _swept(what: str, found: Swept) -> dict[str, Any]:
-    figures = {"checked": found.checked, "removed": found.removed, "removed_bytes": found.bytes}
-    return {"object": what} | figures | {"unreadable": found.unreadable}
+def _swept(what: str, found: Sequence[Swept]) -> dict[str, Any]:
+    return {
+        "object": what,
+        "checked": sum(one.checked for one in found),
+        "removed": sum(one.removed for one in found),
+        "removed_bytes": sum(one.bytes for one in found),
+        "unreadable": sum(one.unreadable for one in found),
+    }

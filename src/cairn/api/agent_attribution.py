@@ -86,7 +86,7 @@ class AgentAttribution:
         else:
             names = session_names(call, body.metadata or {}, body.prompt_cache_key)
             agent = await self._account(self.agents, call.tenant, names, new=store)
-        return Attribution(self.agents, call.tenant, agent, store)
+        return Attribution(self.agents, call.tenant, agent, store, call.identity)
 
     async def _account(self, agents: Agents, tenant: str, names: Sequence[str], *, new: bool) -> Agent | None:
         """The agent of the first of these names that is known; where there is none a `new` one, or None."""
@@ -104,8 +104,10 @@ class AgentAttribution:
 class Attribution:
     """One request's. The agent is the one of its beginning: another may have its name by the end."""
 
-    def __init__(self, agents: Agents, tenant: str, agent: Agent | None, store: bool) -> None:
+    def __init__(self, agents: Agents, tenant: str, agent: Agent | None, store: bool, identity: bytes = b"") -> None:
+        """`identity`: of the model that answers."""
         self._agents, self._tenant, self._agent, self._store = agents, tenant, agent, store
+        self._identity = identity
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
@@ -116,15 +118,19 @@ class Attribution:
     def cut(self, request: Request, tokens: Sequence[int]) -> None:
         """A choice has ended before its end, after these tokens."""
         if self._agent is not None:
-            self._agents.add_request_context(self._agent, [*request.prompt, *tokens])
+            self._agents.add_request_context(self._agent, [*request.prompt, *tokens], self._identity)
 
     def done(self, request: Request, tokens: list[int], done: Done, sampled: Sampled | None) -> None:
         """A choice has ended. `sampled`: what exact replay needs of it, None where nothing is known."""
         if sampled is not None and self._store:
-            self._agents.keep(self._tenant, sampled, self._agent)
+            self._agents.keep(self._tenant, sampled, self._agent, self._identity)
         if request.choice:  # the prompt is on the first choice's account
             done = msgspec.structs.replace(done, cache=CacheReport(), timing=Timing())
-        self._agents.account(self._tenant, self._agent, [*request.prompt, *tokens], done)
+        self._agents.account(self._tenant, self._agent, [*request.prompt, *tokens], done, self._identity)
+
+    async def kept(self) -> None:
+        """Wait, a moment at most, until what `done` has kept outlives a killed server."""
+        await self._agents.kept()
 
 
 def session_names(call: Call, metadata: Mapping[str, str], prompt_cache_key: str | None) -> list[str]:

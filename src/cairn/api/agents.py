@@ -124,6 +124,7 @@ class AgentRoutes:
             metadata=body.metadata,
             ttl=body.ttl,
             pinned=bool(body.pin),
+            model=service.name if body.model is not None else "",
         )
         await call.json(agent_object(info, service), 201)
 
@@ -241,7 +242,7 @@ class AgentRoutes:
                 async with self._reading:  # a file takes several times its size while it is read
                     data = await asyncio.to_thread(file.read)
                     info = await agents.import_agent(
-                        call.tenant, data, id, lambda read: check_portable(read, self._config)
+                        call.tenant, data, id, lambda read: check_portable(read, self._config), service
                     )
         finally:
             self._importing[call.tenant] -= 1
@@ -255,4 +256,4 @@ class AgentRoutes:
 
 def agent_object(info: AgentInfo, service: Service) -> dict[str, Any]:
     """An agent on the wire."""
-    return {"object": "agent", "model": service.name, **msgspec.to_builtins(info)}
+    return {"object": "agent", **msgspec.to_builtins(info), "model": info.model or service.name}

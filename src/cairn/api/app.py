@@ -9,16 +9,24 @@ Routes (POST bodies are JSON):
     POST /api/embed             POST /api/embeddings         ollama_embeddings.py
     /api/tags, show, ps, version, pull, delete, copy         ollama_models.py
     GET  /v1/models             GET  /v1/models/{id}         admin.py
+    /v1/admin and below, POST /v1/models/load, unload        model_admin.py
     POST /v1/embeddings|rerank|score    POST /embed          embeddings.py; the first three also without /v1
     POST /tokenize              POST /detokenize             tokens.py
     POST /completion, /infill, /apply-template, GET /slots, /lora-adapters   llama.py; and a chat's input_tokens
     GET  /v1/requests/{id}      POST /v1/requests/{id}/cancel
     GET  /v1/requests/{id}/events                            resumable.py
     /v1/agents and below                                     agents.py
+    /v1/teams and below, /v1/workflows and below             teams.py, workflows.py
+    /v1/collections and below                                collections.py
     GET  /v1/cache              POST /v1/cache/flush|scrub|prune    admin.py
     GET  /health and below      GET  /version                health.py
+    GET  /  GET /web/{file}     GET  /docs  /openapi.json    page.py, openapi.py
+    GET  /v1/events             GET  /v1/savings             changes.py
     GET  /props                                              admin.py
     GET  /metrics
+
+Of several models `routing.py` chooses the one that answers a call, before its route sees it; `rate_limits.py` says
+whether the tenant may ask at all.
 
 Whether a path is a route is told before a key is asked for, and by its form alone; any other is a 404 (unserved.py).
 """
@@ -38,22 +46,31 @@ from cairn.api.anthropic import Anthropic
 from cairn.api.auth import Access, has_tenants, preflight
 from cairn.api.body_budget import BodyBudget
 from cairn.api.call_table import CallTable
+from cairn.api.changes import ChangeFeeds, SavingsRoutes
+from cairn.api.collections import CollectionRoutes
 from cairn.api.embeddings import Embeddings
 from cairn.api.exchange import Exchanges
 from cairn.api.folders import agents_folder, named
 from cairn.api.llama import Llama
+from cairn.api.model_admin import ModelAdmin
 from cairn.api.ollama import Ollama
 from cairn.api.ollama_embeddings import OllamaEmbeddings
 from cairn.api.ollama_models import OllamaModels
 from cairn.api.openai import OpenAI
+from cairn.api.page import Page
+from cairn.api.rate_limits import RateLimits
 from cairn.api.reply import Call, Disconnected, Receive, Scope, Send, internal, shown
 from cairn.api.responses import Responses
 from cairn.api.resumable import EventLogs
+from cairn.api.routing import Router
+from cairn.api.teams import TeamRoutes
 from cairn.api.tokens import Tokens
 from cairn.api.unserved import body_of, canonical, no_route
+from cairn.api.workflows import WorkflowRoutes
 from cairn.config import Config
 from cairn.errors import CairnError, MethodNotAllowed, Unavailable, trace
 from cairn.seams import Rng
+from cairn.service.models import Models
 from cairn.service.service import Service
 from cairn.system import SystemClock, SystemRng
 
@@ -70,10 +87,10 @@ STARTING_RETRY = 2.0
 
 
 class App:
-    """The application of one server. `service` is None until the model is loaded; `draining` refuses new work."""
+    """The application of one server. `models` are None until the first is loaded; `draining` refuses new work."""
 
-    def __init__(self, service: Service | None, config: Config, rng: Rng | None = None) -> None:
-        self.service = service
+    def __init__(self, models: Models | None, config: Config, rng: Rng | None = None) -> None:
+        self.models: Models | None = None
         self.config = config
         self.draining = False
         self._rng = rng or SystemRng()
@@ -89,10 +106,16 @@ class App:
         anthropic = Anthropic(config, exchanges, self.attribution)
         ollama = Ollama(config, exchanges, self.attribution)
         admin = self._admin = Admin(config, calls, logs)
+        self._ollama_models = OllamaModels(config)
         tokens = Tokens(config)
+        self._rates = RateLimits(config, SystemClock())
+        self._model_admin, self._stored = ModelAdmin(config), StoredRoutes(config)
         self._responses = Responses(config, exchanges, logs, self.attribution)
-        self._health = health.routes()
+        self._health = health.routes() | Page(config, self.described).routes()
         self._agent_routes = AgentRoutes(config, exchanges, self.attribution, agents_folder(config, os.environ))
+        self._team_routes = TeamRoutes(config, logs, self.attribution)
+        self._workflow_routes = WorkflowRoutes(config, logs, self.attribution)
+        self._collections = CollectionRoutes(config, logs, self.attribution, agents_folder(config, os.environ))
         self._exact: dict[str, dict[str, Endpoint]] = {
             "/v1/chat/completions": {"POST": openai.chat},
             "/v1/completions": {"POST": openai.complete},
@@ -102,15 +125,37 @@ class App:
             "/api/generate": {"POST": ollama.generate},
             **Llama(config, exchanges, self.attribution).routes(),
             **OllamaEmbeddings(config).routes(),
-            **OllamaModels(config).routes(),
+            **self._ollama_models.routes(),
             "/v1/models": {"GET": admin.models},
+            "/v1/events": {"GET": self._changes().follow},
+            "/v1/savings": {"GET": SavingsRoutes(self.attribution).show},
             "/tokenize": {"POST": tokens.tokenize},
             "/detokenize": {"POST": tokens.detokenize},
             "/props": {"GET": Props(config).show},
             "/metrics": {"GET": admin.metrics},
             **Embeddings(config).routes(),
-            **StoredRoutes(config).routes(),
+            **self._stored.routes(),
+            **self._model_admin.routes(),
         }
+        if models is not None:
+            self.open(models)
+
+    def open(self, models: Models) -> None:
+        """From now on requests are served, by these."""
+        self.models, self._router = models, Router(models, self.attribution)
+        every = (self._admin, self._model_admin, self._ollama_models, self._stored, self._collections)
+        for routes in every:
+            routes.registry = models
+
+    @property
+    def service(self) -> Service | None:
+        """The one that answers where nothing says which; None before there is any."""
+        return None if self.models is None else self.models.services.first
+
+    @service.setter
+    def service(self, service: Service) -> None:
+        """The only model of the server."""
+        self.open(Models.of(service, self.config))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI 3. Only HTTP is served; a lifespan is acknowledged and does nothing."""
@@ -149,14 +194,37 @@ class App:
         self._access.check(call)
         if answering is not None:
             _allow(call, {"GET", "HEAD"})
-            await answering(call, health.State(self.service, self.draining, self.attribution.troubles(), self._folders))
+            await answering(call, health.State(self.models, self.draining, self.attribution.troubles(), self._folders))
             return
         endpoint = self._route(call)
-        if self.service is None:
+        if self.models is None:
             raise Unavailable("the model is still being loaded; ask again shortly", retry_after=STARTING_RETRY)
         if self.draining and call.scope["method"] == "POST" and not call.path.endswith("/cancel"):
             raise Unavailable("the server is shutting down", retry_after=max(1.0, self.config.shutdown_grace))
-        await endpoint(call, self.service)
+        with self._rates.counted(call):
+            async with self._router.chosen(call) as service:
+                await endpoint(call, service)
+
+    def _changes(self) -> ChangeFeeds:
+        return ChangeFeeds(
+            self.config,
+            self._access,
+            self.attribution,
+            self._rng,
+            lambda: list(self.models.services) if self.models is not None else [],
+            lambda: self.draining,
+        )
+
+    def described(self, path: str) -> dict[str, str]:
+        """What each method of a route does, as its docstring says; nothing for what is no route."""
+        if path in self._health:
+            return {"GET": self._health[path].__doc__ or ""}
+        return {method: endpoint.__doc__ or "" for method, endpoint in (self._methods(path) or {}).items()}
+
+    @property
+    def fixed_paths(self) -> list[str]:
+        """Every route without an id in its path."""
+        return [*self._health, *self._exact]
 
     def _methods(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of a route, or None for what is none."""
@@ -164,7 +232,8 @@ class App:
 
     def _more(self, path: str) -> dict[str, Endpoint] | None:
         """The methods of routes that have an id in their path."""
-        return self._agent_routes.routes(path) or self._responses.routes(path)
+        rooms = (self._agent_routes, self._team_routes, self._workflow_routes, self._collections, self._responses)
+        return next((found for room in rooms if (found := room.routes(path)) is not None), None)
 
     def _served(self, path: str) -> bool:
         return path in self._health or self._methods(path) is not None
@@ -186,8 +255,8 @@ class App:
 
 
 def build_app(service: Service | None, config: Config) -> App:
-    """The ASGI application for a service; with None it answers 503 until `app.service` is set."""
-    return App(service, config)
+    """The ASGI application for a service; with None it answers 503 until `app.open` gives it models."""
+    return App(None if service is None else Models.of(service, config), config)
 
 
 def _allow(call: Call, methods: set[str]) -> None:

@@ -18,11 +18,15 @@ from cairn.api.reply import Call, Headers, shown
 from cairn.config import Config, Secret
 from cairn.errors import ConfigError, Forbidden, InvalidRequest, Unauthorized
 
-OPEN = frozenset({"/", "/v1/health", "/health", "/health/live", "/health/ready", "/health/startup"})
+OPEN = frozenset({"/", "/docs", "/v1/health", "/health", "/health/live", "/health/ready", "/health/startup"})
 """Routes that need no key."""
-ADMIN = ("/metrics", "/v1/cache", "/api/pull", "/api/delete")
+OPEN_FILES = "/web/"
+"""Below it lie the files of the page, the same everywhere: what it shows needs the key."""
+ADMIN = ("/metrics", "/v1/admin", "/v1/cache", "/v1/models/load", "/v1/models/unload", "/api/pull", "/api/delete")
 """Routes that need the admin key on a server with keys, with all below them."""
 AGENT = b"x-cairn-agent"
+ADMIN_KEY = b"x-cairn-admin-key"
+"""Header for the admin key beside that of a tenant."""
 KEY_LABEL = b"cairn tenant salt 1\0"
 NAME_LABEL = b"cairn tenant name 1\0"
 _BRACKETED = re.compile(r"\[([^\[\]]*)\](?::(.*))?")
@@ -56,7 +60,7 @@ class Access:
     def check(self, call: Call) -> None:
         """Let the call pass and give it its tenant, or raise Unauthorized or Forbidden."""
         call.share = _client(call)
-        if call.path in OPEN:
+        if call.path in OPEN or call.path.startswith(OPEN_FILES):
             return
         if any(call.path == route or call.path.startswith(f"{route}/") for route in ADMIN):
             self._check_admin(call)
@@ -72,6 +76,18 @@ class Access:
             raise _unauthorized("an API key is needed" if not _credential(call) else "the API key is not known here")
         call.tenant = call.share = found.name
         call.salt = found.salt
+
+    def may_administer(self, call: Call) -> bool:
+        """Whether the call may see what is of all tenants: with the admin key, beside its own key or in its place, and
+        anybody on a server without keys. Unauthorized for a wrong admin key."""
+        given = call.header(ADMIN_KEY)
+        if self._admin is None:
+            return not self._tenants
+        if given is None:
+            return hmac.compare_digest(_digest(_credential(call)), self._admin)
+        if not hmac.compare_digest(_digest(given.strip()), self._admin):
+            raise Unauthorized("the key in X-Cairn-Admin-Key is not the admin key")
+        return True
 
     def cors(self, call: Call) -> None:
         """Add the CORS headers if the page's origin is one of the configured ones; never reflect another."""

@@ -188,6 +188,8 @@ class Exchange:
                 try:
                     async for batch in found:
                         data += self._say(batch, say, keep_logprobs=not stream) if batch else self.adapter.heartbeat()
+                        if self.over and self.attribution is not None:
+                            await self.attribution.kept()
                         if say and self.over:
                             data += self.adapter.end()
                         if data and say:

@@ -120,7 +120,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
     },
     "ollama": {
         "Ollama": (
-            Row("keep_alive", "a model stays loaded"),
+            Row("keep_alive", "how long one of several models stays loaded; the only one stays"),
             Row("truncate shift", "nothing is cut; a prompt that is too long is refused"),
             Row("template", "the template is the model's, or the server's --chat-template", ("",)),
             Row("images", "this model reads texts alone", ([],)),
@@ -163,7 +163,7 @@ ACCEPTED: Mapping[Place, Mapping[str, tuple[Row, ...]]] = {
             Row("embed_dtype endianness", _FORM, ("float32", "native", "little")),
         ),
         "Ollama": (
-            Row("keep_alive", "a model stays loaded"),
+            Row("keep_alive", "how long one of several models stays loaded; the only one stays"),
             Row("options", "options stand beside the texts", ({},)),
         ),
     },

@@ -10,7 +10,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from cairn import __version__
 from cairn.api.reply import JSON, Call, encode
 from cairn.api.unserved import no_route
-from cairn.service.service import SHUTTING_DOWN, Service
+from cairn.service.models import Models
+from cairn.service.service import SHUTTING_DOWN
 
 LOADING = "the model is still being loaded"
 LOADING_RETRY = 2
@@ -22,19 +23,21 @@ Answering = Callable[[Call, "State"], Awaitable[None]]
 class State:
     """What is known of the server when it is asked."""
 
-    def __init__(self, service: Service | None, draining: bool, more: Sequence[str], folders: Sequence[str]) -> None:
-        """`more`: troubles beside the service's own. `folders`: not to be named; the log names them."""
-        self.loading = service is None
-        reasons = [LOADING] if service is None else service.unready()
+    def __init__(self, models: Models | None, draining: bool, more: Sequence[str], folders: Sequence[str]) -> None:
+        """`more`: troubles beside the models' own. `folders`: not to be named; the log names them."""
+        self.loading = models is None
+        reasons = [LOADING] if models is None else models.unready()
         if draining and SHUTTING_DOWN not in reasons:
             reasons = [*reasons, SHUTTING_DOWN]
-        troubles = [*(service.troubles() if service is not None else ()), *more]
+        troubles = [*(models.troubles() if models is not None else ()), *more]
         for folder in folders:
             troubles = [trouble.replace(folder, "its folder") for trouble in troubles]
         self.reasons = reasons
         """Why new requests would not be served well now."""
         self.troubles = troubles
         """What does not work although they are."""
+        self.partly = models is not None and models.several and bool(models.troubles())
+        """Whether one of several models is not as it should be."""
 
 
 def routes() -> dict[str, Answering]:
@@ -51,7 +54,7 @@ def routes() -> dict[str, Answering]:
 
 
 async def root(call: Call, state: State) -> None:
-    """GET /: what clients of Ollama know a server by. A browser finds no page."""
+    """GET /: what clients of Ollama know a server by. A browser finds nothing: the page is switched off."""
     if b"text/html" in (call.header(b"accept") or b""):
         host = (call.header(b"host") or b"").decode("latin-1")
         raise no_route(call.path, host, lambda path: False)
@@ -61,10 +64,12 @@ async def root(call: Call, state: State) -> None:
 async def health(call: Call, state: State) -> None:
     """GET /health: 200 with status ok, or 503 while the model loads or new requests would not be served well.
 
+    Of several models some may not be well: then the status is `degraded`, the code still 200, and `troubles` say which.
+
     `status`, and `error` beside it, are what clients of llama-server look for.
     """
     if not state.reasons:
-        await call.json({"status": "ok", "reasons": [], "troubles": state.troubles})
+        await call.json({"status": "degraded" if state.partly else "ok", "reasons": [], "troubles": state.troubles})
         return
     message = "Loading model" if state.loading else "; ".join(state.reasons)
     error = {"code": 503, "message": message, "type": "unavailable_error"}

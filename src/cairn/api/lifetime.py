@@ -25,7 +25,9 @@ from cairn.config import Config
 from cairn.errors import ConfigError
 from cairn.seams import Network
 from cairn.service.launch import ENDING, KILL_SECONDS, First
+from cairn.service.models import Models
 from cairn.service.requests import sampling_defaults, sentence
+from cairn.service.served_model import ServedModel, weights_of
 from cairn.service.service import Service
 from cairn.service.supervisor import STORE_SECONDS
 from cairn.system import SystemClock, SystemFiles, SystemNetwork, SystemRng
@@ -45,49 +47,51 @@ AGENTS_SECONDS = 10.0
 """Between two attempts to open the usual folder of agents."""
 
 
-def run(config: Config, sock: socket.socket, first: First) -> None:
-    """Serve on a bound socket, with the first worker on its way, until a signal ends it."""
+def run(config: Config, sock: socket.socket, every: list[ServedModel], first: First) -> None:
+    """Serve on a bound socket, with the first model's worker on its way, until a signal ends it."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, sock, first))
+        runner.run(_serve(config, sock, every, first))
 
 
-async def _serve(config: Config, sock: socket.socket, first: First) -> None:
+async def _serve(config: Config, sock: socket.socket, every: list[ServedModel], first: First) -> None:
+    models = Models(config, every, weights=weights_of(config))
     stop = Signals()
     app = build_app(None, config)
     listener = Listener(app, config)
     await listener.start(sock)
-    url = address(config.host, sock)
-    _say(f"Cairn listens on [bold]{url}[/bold] and loads {escape(config.model)} ...")
-    service: Service | None = None
+    url = address(config.host, sock, tls=config.tls_cert is not None)
+    _say(f"Cairn listens on [bold]{url}[/bold] and loads {escape(models.first.reference)} ...")
     opening: asyncio.Task[None] | None = None
     try:
-        service = await _until(Service.start(config, first), stop.first)
+        service = await _until(models.start(first), stop.first)
         if service is None:
             return
-        opening = await _until(_open_agents(app, service, config), stop.first)  # its disk may hang
+        opening = await _until(_open_agents(app, models, config), stop.first)  # its disk may hang
         if stop.first.is_set():
             return
-        app.service = service
+        app.open(models)
         gc.enable()  # a command may have started without
         gc.collect()
         gc.freeze()  # modules and tables stay; a collection that looks through them all holds every stream up for 30 ms
         others = elsewhere(config, sock.getsockname()[1], SystemNetwork())
         _announce(url, others, service, config)
+        if models.several:
+            _say("Models: " + ", ".join(escape(f"{one.name} ({one.state})") for one in models.models))
         await stop.first.wait()
-        await _drain(app, service, config, stop)
+        await _drain(app, models, config, stop)
     finally:
         await listener.close(HASTY_FLUSH_SECONDS if stop.second.is_set() else FLUSH_SECONDS)
         if opening is not None:
             opening.cancel()
             await asyncio.gather(opening, return_exceptions=True)
-        for one, seconds in ((app.attribution.agents, LOG_SECONDS), (service, CLOSE_SECONDS)):
+        for one, seconds in ((app.attribution.agents, LOG_SECONDS), (models, CLOSE_SECONDS)):
             if one is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(one.close(), seconds)
         stop.close()
 
 
-async def _open_agents(app: App, service: Service, config: Config) -> asyncio.Task[None] | None:
+async def _open_agents(app: App, models: Models, config: Config) -> asyncio.Task[None] | None:
     """Let the application have agents.
 
     Where their folder is only the usual one and cannot be had, the server goes on without, says so in its readiness,
@@ -96,7 +100,9 @@ async def _open_agents(app: App, service: Service, config: Config) -> asyncio.Ta
 
     async def attempt() -> None:
         folder = agents_folder(config, os.environ)
-        opened = await Agents.open(service, SystemFiles(), folder, SystemClock(), SystemRng(), config, salts(config))
+        services, clock, draw = models.services, SystemClock(), SystemRng()
+        every = services if models.several else None
+        opened = await Agents.open(services.first, SystemFiles(), folder, clock, draw, config, salts(config), every)
         app.attribution.opened(opened)
 
     async def insist() -> None:
@@ -116,14 +122,14 @@ async def _open_agents(app: App, service: Service, config: Config) -> asyncio.Ta
     return None
 
 
-async def _drain(app: App, service: Service, config: Config, stop: Signals) -> None:
+async def _drain(app: App, models: Models, config: Config, stop: Signals) -> None:
     app.draining = True
-    running = service.stats().running + service.stats().waiting
+    running = models.requests
     if running:
         _say(f"Finishing {running} requests, at most {config.shutdown_grace:g} s; a second signal ends them now.")
-    await _until(service.drain(config.shutdown_grace), stop.second)
+    await _until(models.drain(config.shutdown_grace), stop.second)
     if stop.second.is_set():
-        await service.drain(0)  # streams end with an error event, also now
+        await models.drain(0)  # streams end with an error event, also now
 
 
 class Signals:
@@ -161,13 +167,14 @@ async def _until(work: Coroutine[Any, Any, Any], event: asyncio.Event) -> Any:
     return None
 
 
-def address(host: str, sock: socket.socket) -> str:
+def address(host: str, sock: socket.socket, *, tls: bool = False) -> str:
     """The URL that clients on this machine use."""
     port = sock.getsockname()[1]
     name = host.strip("[]")
     if name in ("0.0.0.0", "::"):
         name = "127.0.0.1"
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"
 
 
 def elsewhere(config: Config, port: int, network: Network) -> list[str]:
@@ -176,7 +183,8 @@ def elsewhere(config: Config, port: int, network: Network) -> list[str]:
     if name not in ("0.0.0.0", "::"):
         return []
     found = [one for one in network.addresses() if name == "::" or ":" not in one]
-    return [f"http://[{one}]:{port}" if ":" in one else f"http://{one}:{port}" for one in found]
+    scheme = "https" if config.tls_cert is not None else "http"
+    return [f"{scheme}://[{one}]:{port}" if ":" in one else f"{scheme}://{one}:{port}" for one in found]
 
 
 _TRY: Mapping[Kind, tuple[str, str]] = {
@@ -194,6 +202,8 @@ def _announce(url: str, others: Sequence[str], service: Service, config: Config)
     _say(f"Cairn serves [bold]{escape(service.name)}[/bold] at [bold]{url}/v1[/bold]. Ctrl-C ends it.")
     if others:
         _say(f"From other machines: {', '.join(f'{other}/v1' for other in others)}")
+    if config.page:
+        _say(f"In a browser, to chat and to see what is kept: [bold]{url}/[/bold]")
     if service.spec.kind == "chat":
         _say(f"Sampling where a request says nothing: {sentence(sampling_defaults(service.spec))}. Try:")
     else:

@@ -11,6 +11,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from cairn.api.guard import Guard
+from cairn.api.tls import tls_context
 from cairn.config import Config
 from cairn.seams import Rng
 from cairn.system import SystemRng
@@ -44,7 +45,12 @@ class Listener:
         """Begin to accept."""
         # Connections inherit it: what the kernel keeps for a client that does not read is bounded too.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.config.stream_buffer_kib << 10)
-        self._server = await self.loop.create_server(lambda: Guard(self), sock=sock, backlog=4096)
+        tls = tls_context(self.config)
+        # A client that does not finish its handshake has as long as for its headers.
+        patience = None if tls is None else self.config.header_timeout
+        self._server = await self.loop.create_server(
+            lambda: Guard(self), sock=sock, backlog=4096, ssl=tls, ssl_handshake_timeout=patience
+        )
         self._sweep()
 
     def _sweep(self) -> None:

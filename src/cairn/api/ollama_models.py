@@ -1,15 +1,17 @@
-"""Ollama's routes beside generation: the model that is served, and downloads on the server's machine.
+"""Ollama's routes beside generation: the models that are served, and downloads on the server's machine.
 
-Shapes: github.com/ollama/ollama, docs/api.md. One model is served, so one is listed. What changes downloads is for the
-server's owner (`auth.ADMIN`).
+Shapes: github.com/ollama/ollama, docs/api.md. What changes downloads is for the server's owner (`auth.ADMIN`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import math
 import threading
-from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from cairn import __version__
@@ -36,13 +38,20 @@ from cairn.models.facts import bytes_by_format
 from cairn.models.files import is_gguf
 from cairn.models.removal import plan, remove
 from cairn.models.weights import parameters
+from cairn.service.models import Models
 from cairn.service.requests import sampling_defaults
+from cairn.service.served_model import ServedModel
 from cairn.service.service import Service
+from cairn.types import ModelSpec
+
+log = logging.getLogger("cairn.api")
 
 Endpoint = Callable[[Call, Service], Awaitable[None]]
 
 SPEAKS = "0.14.0"
 """The version of Ollama whose API this is. Clients ask for a least one: 0.6.4 (Copilot), 0.13.4 (codex)."""
+DECADE = 10 * 365 * 86_400.0
+"""Seconds; clients read dates of the next centuries badly."""
 FOREVER = "9999-12-31T23:59:59Z"
 """When the model is unloaded."""
 PULLS = 2
@@ -65,8 +74,11 @@ class OllamaModels:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._facts: _Facts | None = None
+        self._facts: dict[str, _Facts] = {}
+        """By where a model lies."""
         self._pulling = 0
+        self.registry: Models
+        """Set before the first call."""
 
     def routes(self) -> dict[str, dict[str, Endpoint]]:
         """Every route, by path and method."""
@@ -85,22 +97,39 @@ class OllamaModels:
         await call.json({"version": SPEAKS, "cairn": __version__})
 
     async def tags(self, call: Call, service: Service) -> None:
-        """GET /api/tags: the model that is served."""
-        facts = await self._known(service)
-        await call.json({"models": [_model(service, facts) | {"modified_at": facts.modified}]})
+        """GET /api/tags: all models that can be asked for."""
+        shown = []
+        for model in self.registry.models:
+            if (facts := await self._known(model)) is not None:
+                shown.append(_model(model, facts) | {"modified_at": facts.modified})
+        await call.json({"models": shown})
 
     async def ps(self, call: Call, service: Service) -> None:
-        """GET /api/ps: the same model, which is loaded."""
-        facts = await self._known(service)
-        loaded = {"expires_at": FOREVER, "size_vram": 0, "context_length": service.info.context}
-        await call.json({"models": [_model(service, facts) | loaded]})
+        """GET /api/ps: those that are loaded, and when they are unloaded if nobody asks for them."""
+        shown = []
+        for model, loaded in self.registry.loaded():
+            if (facts := await self._known(model)) is not None:
+                expires = self.registry.expires_in(model)
+                at = (
+                    FOREVER
+                    if expires == math.inf
+                    else _iso(datetime.now(UTC) + timedelta(seconds=min(expires, DECADE)))
+                )
+                more = {"expires_at": at, "size_vram": 0, "context_length": loaded.service.info.context}
+                shown.append(_model(model, facts) | more)
+        await call.json({"models": shown})
 
     async def show(self, call: Call, service: Service) -> None:
         """POST /api/show. The context length is the served one, since clients fill what they are told of."""
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
-        if not _is_served(body.model, service):
-            raise _unknown(body.model, service)
-        facts = await self._known(service)
+        if not self._is_served(body.model):
+            raise self._unknown(body.model)
+        model = self.registry.find(body.model)
+        facts = await self._known(model)
+        if model.loaded is None or facts is None:
+            await call.json(_show_of_files(model, facts))
+            return
+        service = model.loaded.service
         said = {name: applied for name, applied in sampling_defaults(service.spec).items() if applied.source == "model"}
         await call.json(
             {
@@ -109,7 +138,7 @@ class OllamaModels:
                 "parameters": "\n".join(f"{name:<30} {applied.value:g}" for name, applied in said.items()),
                 "template": service.chat.template,
                 "details": facts.details,
-                "model_info": _info(service, facts),
+                "model_info": _info(service.spec, service.name, service.info.context, facts),
                 "capabilities": _capabilities(service),
                 "modified_at": facts.modified,
             }
@@ -120,7 +149,7 @@ class OllamaModels:
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
         self._check_owner()
         model = body.model.removesuffix(LATEST)
-        served = _is_served(model, service)
+        served = self._is_served(model)
         if not served and model != hub.DEMO and model not in KNOWN:
             _is_name(model)
         lines = _Lines(call, stream=body.stream is not False)
@@ -162,10 +191,10 @@ class OllamaModels:
         body = parse(NameBody, await read_plain(call, self._config), self._config, call)
         self._check_owner()
         model = body.model.removesuffix(LATEST)
-        if _is_served(model, service):
+        if self._is_served(model):
             raise Conflict(f"{shown(model)} is being served; end this server before its model is removed")
         try:
-            await asyncio.to_thread(_remove, model, self._config.model)
+            await asyncio.to_thread(_remove, model, [one.config.model for one in self.registry.models])
         except ModelError as error:
             raise UnknownModel(str(error), field="model") from None
         await call.respond(200, b"", [])
@@ -173,9 +202,9 @@ class OllamaModels:
     async def copy(self, call: Call, service: Service) -> None:
         """POST /api/copy: a model has the names that its server was started with, and gets no others."""
         body = parse(CopyBody, await read_plain(call, self._config), self._config, call)
-        if not _is_served(body.source, service):
-            raise _unknown(body.source, service)
-        if not _is_served(body.destination, service):
+        if not self._is_served(body.source):
+            raise self._unknown(body.source)
+        if not self._is_served(body.destination):
             raise InvalidRequest(
                 f"a model is called by its place: cairn serve --alias {shown(body.destination)} gives it that name too",
                 field="destination",
@@ -187,10 +216,27 @@ class OllamaModels:
         if not has_keys(self._config) and not is_local(self._config.host):
             raise Forbidden("downloads are changed over HTTP only by the admin key, or on this machine alone")
 
-    async def _known(self, service: Service) -> _Facts:
-        if self._facts is None:
-            self._facts = await asyncio.to_thread(_facts, self._config.model, service)
-        return self._facts
+    def _is_served(self, name: str) -> bool:
+        return self.registry.has(name)
+
+    def _unknown(self, name: str) -> UnknownModel:
+        error = self.registry.unknown(name)
+        return UnknownModel(
+            str(error).replace("there is no model", "model").replace("; this", " not found; this", 1), field="model"
+        )
+
+    async def _known(self, model: ServedModel) -> _Facts | None:
+        """What a model's files say; None where they cannot be read."""
+        if model.spec is None:
+            return None
+        place = str(model.place or model.config.model)
+        if place not in self._facts:
+            try:
+                self._facts[place] = await asyncio.to_thread(_facts, place, model.spec)
+            except ModelError as error:  # it is listed all the same
+                log.warning("%s: what its files hold cannot be told: %s", model.name, error)
+                self._facts[place] = _Facts(0, _iso(datetime.now(UTC)), {}, 0)
+        return self._facts[place]
 
 
 class _Lines:
@@ -257,13 +303,15 @@ class _Pull:
             raise Cancelled(f"{self._model} was not downloaded to its end: its client left")
 
 
-def _remove(model: str, served: str) -> None:
+def _remove(model: str, served: Sequence[str]) -> None:
     """Remove a download. ModelError where there is none, Conflict where the model that is served would go with it."""
     removal = plan(model)
-    place = hub.locate(served).absolute()
     gone = [removal.repository] if removal.whole else removal.links
-    if any(place.is_relative_to(path.absolute()) for path in gone):
-        raise Conflict(f"{removal.name} is being served; end this server before its model is removed")
+    for name in served:
+        with contextlib.suppress(ModelError):  # one that is not there any more cannot go
+            place = hub.locate(name).absolute()
+            if any(place.is_relative_to(path.absolute()) for path in gone):
+                raise Conflict(f"{removal.name} is being served; end this server before its model is removed")
     remove(removal)
 
 
@@ -274,20 +322,12 @@ def _is_name(model: str) -> None:
         raise InvalidRequest(str(error), field="model") from None
 
 
-def _is_served(name: str, service: Service) -> bool:
-    return name in service.names or name.removesuffix(LATEST) in service.names
-
-
-def _unknown(name: str, service: Service) -> UnknownModel:
-    return UnknownModel(f"model {shown(name)!r} not found; this server has: {service.name}", field="model")
-
-
-def _facts(model: str, service: Service) -> _Facts:
+def _facts(model: str, spec: ModelSpec) -> _Facts:
     place = hub.locate(model)
-    sizes = bytes_by_format(place, service.spec)
-    count = parameters(service.spec)
+    sizes = bytes_by_format(place, spec)
+    count = parameters(spec)
     kind = "gguf" if is_gguf(place) else "safetensors"
-    family = service.spec.architecture
+    family = spec.architecture
     details = {
         "parent_model": "",
         "format": kind,
@@ -296,27 +336,48 @@ def _facts(model: str, service: Service) -> _Facts:
         "parameter_size": f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M",
         "quantization_level": sizes.most_common(1)[0][0],
     }
-    modified = datetime.fromtimestamp(place.stat().st_mtime, UTC).isoformat().replace("+00:00", "Z")
+    modified = _iso(datetime.fromtimestamp(place.stat().st_mtime, UTC))
     return _Facts(sizes.total(), modified, details, count)
 
 
-def _model(service: Service, facts: _Facts) -> dict[str, Any]:
+def _iso(time: datetime) -> str:
+    return time.isoformat().replace("+00:00", "Z")
+
+
+def _model(model: ServedModel, facts: _Facts) -> dict[str, Any]:
     """A model as lists have it."""
-    digest = service.info.identity.hex() if service.info.identity else ""
+    identity = model.loaded.service.info.identity if model.loaded is not None else model.identity
     return {
-        "name": service.name,
-        "model": service.name,
+        "name": model.name,
+        "model": model.name,
         "size": facts.size,
-        "digest": digest,
+        "digest": identity.hex(),
         "details": facts.details,
     }
 
 
-def _info(service: Service, facts: _Facts) -> dict[str, Any]:
+def _show_of_files(model: ServedModel, facts: _Facts | None) -> dict[str, Any]:
+    """What is known of a model that is not loaded."""
+    spec = model.spec
+    context = min(spec.context, model.config.context or spec.context) if spec is not None else 0
+    kinds = {"chat": ["completion"], "embed": ["embedding"]}
+    return {
+        "license": "",
+        "modelfile": f"FROM {model.name}\n",
+        "parameters": "",
+        "template": "",
+        "details": facts.details if facts is not None else {},
+        "model_info": _info(spec, model.name, context, facts) if spec is not None and facts is not None else {},
+        "capabilities": kinds.get(model.kind, []),
+        "modified_at": facts.modified if facts is not None else "",
+    }
+
+
+def _info(spec: ModelSpec, name: str, context: int, facts: _Facts) -> dict[str, Any]:
     """By the names of GGUF's metadata."""
-    spec, family = service.spec, service.spec.architecture
+    family = spec.architecture
     shape = {
-        "context_length": service.info.context,
+        "context_length": context,
         "embedding_length": spec.hidden,
         "block_count": spec.layers,
         "feed_forward_length": spec.ffn,
@@ -326,7 +387,7 @@ def _info(service: Service, facts: _Facts) -> dict[str, Any]:
         "rope.freq_base": spec.rope_theta,
         "vocab_size": spec.vocab,
     }
-    general = {"architecture": family, "basename": service.name, "parameter_count": facts.parameters}
+    general = {"architecture": family, "basename": name, "parameter_count": facts.parameters}
     return {f"general.{name}": value for name, value in general.items()} | {
         f"{family}.{name}": value for name, value in shape.items()
     }

@@ -75,11 +75,13 @@ class Call:
     __slots__ = (
         "_budget",
         "_held",
+        "_peeked",
         "_receive",
         "_send",
         "ended",
         "headers",
         "id",
+        "identity",
         "name",
         "number",
         "path",
@@ -106,6 +108,8 @@ class Call:
         self.salt = b""
         self.share = ""
         """Whose share of the server it takes: the tenant's, or the client's where there are no keys."""
+        self.identity = b""
+        """Of the model that answers, once it was chosen."""
         self.started = False
         self.status = 0
         """The status of the answer, once it has begun."""
@@ -119,6 +123,7 @@ class Call:
         self._send = send
         self._budget = budget
         self._held = 0
+        self._peeked: bytes | None = None
 
     def header(self, name: bytes) -> bytes | None:
         """The value of a request header, the first if it came twice."""
@@ -132,12 +137,20 @@ class Call:
 
         It counts as held until `release`. Overloaded or Unavailable where too many bytes are held already.
         """
+        if self._peeked is not None:
+            peeked, self._peeked = self._peeked, None
+            return peeked
         parts: list[bytes] = []
         async for part in self.pieces():
             self._budget.take(self.share, len(part))
             self._held += len(part)
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def peek(self) -> bytes:
+        """The body, which `body` gives once more. Raises what that does."""
+        self._peeked = await self.body()
+        return self._peeked
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The request body as it arrives, never more than about 64 KiB of it; Disconnected if the client left."""

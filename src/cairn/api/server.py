@@ -17,9 +17,11 @@ import time
 from cairn.api.auth import check_exposure
 from cairn.api.folders import check_folders, usual_held
 from cairn.api.origins import Origins
+from cairn.api.tls import check_tls
 from cairn.config import Config
 from cairn.errors import ConfigError
-from cairn.service.launch import ENDING, launch_first
+from cairn.service.launch import ENDING
+from cairn.service.served_model import first_worker, served_models
 from cairn.system import SystemClock, SystemFiles, log_to_stderr
 
 log = logging.getLogger("cairn.api")
@@ -35,12 +37,13 @@ def serve(config: Config) -> None:
 
     The port answers at once, with 503 until the model is loaded. The first signal lets running requests finish within
     `config.shutdown_grace`; a second one ends them at once. Raises ConfigError (busy port, an address that needs a
-    key, folders that are not apart or that another server has, an origin that no page can have) or ModelError; both
-    carry exit code 2.
+    key, folders that are not apart or that another server has, an origin that no page can have, a certificate that
+    cannot be used) or ModelError; both carry exit code 2.
     """
     check_exposure(config)
     check_folders(config, os.environ)
     Origins(config)
+    check_tls(config)
     log_to_stderr(config.log_level)
     raise_file_limit(config.max_connections)
     # A signal waits until the loop takes it (`lifetime.Signals`): what it raised now could leave a worker behind, or be
@@ -51,11 +54,12 @@ def serve(config: Config) -> None:
             bind(config.host, config.port) as sock,
             usual_held(config, os.environ, SystemFiles(), SystemClock(), _pause, FOLDER_SECONDS),
         ):
-            first = launch_first(config)
+            models = served_models(config)
+            first = first_worker(config, models)
             try:
                 from cairn.api.lifetime import run
 
-                run(config, sock, first)
+                run(config, sock, models, first)
             finally:
                 first.end()
     finally:

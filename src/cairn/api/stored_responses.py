@@ -113,6 +113,7 @@ class StoredResponses:
                 share=call.share,
                 template_args=chat.template_args(service.chat.knows),
                 wanted=chat.wanted(),
+                service=service,
             )
         except BaseException:
             await agents.delete(call.tenant, id)
@@ -126,7 +127,7 @@ class StoredResponses:
         def keep(choice: Choice) -> None:
             sampled = service.chat.sampled(choice.request.prompt, choice.tokens, choice.said.message())
             if sampled is not None:
-                agents.keep(tenant, sampled, agent)
+                agents.keep(tenant, sampled, agent, service.spec.identity)
 
         return keep
 

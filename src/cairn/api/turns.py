@@ -26,6 +26,7 @@ from cairn.api.pace import Pace
 from cairn.api.parse import parse
 from cairn.api.reply import Call
 from cairn.api.schemas import contents, plain_messages
+from cairn.api.sse import cache_object
 from cairn.config import Config
 from cairn.errors import InvalidRequest
 from cairn.service.service import Service
@@ -73,6 +74,7 @@ class TurnRoutes:
                 fork_on_conflict=bool(body.fork_on_conflict),
                 template_args=body.template_args(service.chat.knows),
                 wanted=body.wanted(),
+                service=service,
             )
         await self._answer(call, service, running, body, body.include_usage)
 
@@ -155,5 +157,7 @@ async def _batches(running: RunningTurn, heartbeat: float | None) -> Batches:
 
 
 def turn_object(turn: TurnInfo) -> dict[str, Any]:
-    """A turn on the wire."""
-    return {"object": "agent.turn", **msgspec.to_builtins(turn)}
+    """A turn on the wire; `cairn` as in the usage of an answer."""
+    found: dict[str, Any] = msgspec.to_builtins(turn)
+    del found["cache"]
+    return {"object": "agent.turn", **found, "cairn": cache_object(turn.cache)}

@@ -28,6 +28,8 @@ from cairn.cli import (
     quantize,
     remote,
     serve,
+    team,
+    workflow,
 )
 from cairn.cli.output import printable
 from cairn.errors import CairnError, ConfigError
@@ -76,7 +78,23 @@ def _root(
     pass
 
 
-for _group in (serve, chat, generate, embed, models, quantize, remote, launch, agents, cache, doctor, bench, options):
+for _group in (
+    serve,
+    chat,
+    generate,
+    embed,
+    models,
+    quantize,
+    remote,
+    launch,
+    agents,
+    team,
+    workflow,
+    cache,
+    doctor,
+    bench,
+    options,
+):
     _group.register(app)
 
 

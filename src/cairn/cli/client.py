@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import httpx
 
-from cairn.cli.http_stream import HttpStream, why
+from cairn.cli.http_stream import HttpStream, read_events, why
 from cairn.config import Config
 from cairn.errors import CairnError, ConfigError, InvalidRequest, Unavailable, by_code
 from cairn.resolve import Resolved
@@ -38,6 +38,12 @@ def address(config: Config) -> str:
     bare = "127.0.0.1" if bare in ("0.0.0.0", "::") else bare
     host = f"[{bare}]" if ":" in bare else bare
     return f"http://{host}:{config.port}"
+
+
+def first_chat(models: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of a server's models the one to talk to: the first that is made for chats, a loaded one before others."""
+    chats = [one for one in models if one.get("kind") in (None, "chat")] or list(models)
+    return next((one for one in chats if one.get("state", "loaded") == "loaded"), chats[0])
 
 
 class Client:
@@ -125,6 +131,11 @@ class Client:
         """The whole answer of an agent's interrupted turn, as it comes."""
         return self._open(f"/v1/agents/{quote(agent, safe='')}/resume", {"stream": True})
 
+    def events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """POST JSON, and what is told of the work as it goes."""
+        with closing(self._begin("POST", path, body, patient=True)) as response:
+            yield from read_events(response, self.url)
+
     def model(self) -> str:
         """The name of the model to ask."""
         if self._model:
@@ -132,7 +143,7 @@ class Client:
         models = self.get("/v1/models").get("data")
         if not models:
             raise Unavailable(f"the server at {self.url} has no model")
-        self._model = str(models[0]["id"])
+        self._model = str(first_chat(models)["id"])
         return self._model
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **sampling: Any) -> HttpStream:

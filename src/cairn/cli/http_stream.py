@@ -106,6 +106,26 @@ class HttpStream:
         call[2] += function.get("arguments") or ""
 
 
+def read_events(response: httpx.Response, url: str) -> Iterator[dict[str, Any]]:
+    """The events of an answer that are objects, up to `[DONE]`. GenerationFailed for one that ends otherwise."""
+    try:
+        for line in _lines(response.iter_bytes()):
+            if not line.startswith(b"data:"):
+                continue
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                return
+            event = json.loads(data.decode())
+            if error := event.get("error"):
+                raise GenerationFailed(str(error.get("message", error) if isinstance(error, dict) else error))
+            yield event
+    except httpx.HTTPError as error:
+        raise GenerationFailed(f"the connection to {url} was lost: {why(error)}") from None
+    except (ValueError, AttributeError, RecursionError):
+        raise GenerationFailed(f"the server at {url} sent an event that cannot be read") from None
+    raise GenerationFailed(f"the server at {url} ended the answer without a conclusion")
+
+
 def _report(given: Mapping[str, Any] | None, usage: Usage) -> CacheReport:
     """Where the prompt's KV came from; of a server that does not say, the counts of its usage."""
     if not given:

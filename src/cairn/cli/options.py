@@ -16,14 +16,23 @@ from cairn.resolve import Resolved, resolve
 if TYPE_CHECKING:
     from cairn.cli.client import Client
 
-ALL = tuple(option.name for option in options())
+ALL = tuple(option.name for option in options() if option.name != "models")
+"""Every option but those models that are arguments."""
 LOCAL = local_options()
 """Options of a run without a server."""
 
 Host = Annotated[str | None, typer.Option(metavar="URL", help="The server; default: the configured address and port.")]
 """The flag of commands that need a running server."""
 
-_METAVARS = {"int": "N", "float": "X", "str": "TEXT", "secret": "KEY", "bool": "", "tenant": "NAME=KEY"}
+_METAVARS = {
+    "int": "N",
+    "float": "X",
+    "str": "TEXT",
+    "secret": "KEY",
+    "bool": "",
+    "tenant": "NAME=KEY",
+    "model": "MODEL",
+}
 
 Command = Callable[..., None]
 
@@ -36,9 +45,14 @@ def server(resolved: Resolved, host: str | None, model: str = "") -> Client:
 
 
 def configured(
-    names: Sequence[str], *, model: bool = True, more: Sequence[inspect.Parameter] = ()
+    names: Sequence[str],
+    *,
+    model: bool = True,
+    several: bool = False,
+    more: Sequence[inspect.Parameter] = (),
 ) -> Callable[[Command], Command]:
-    """Give a command the named options as flags, `--config`, and with `model` the optional argument MODEL.
+    """Give a command the named options as flags, `--config`, and with `model` the optional argument MODEL, which may
+    come more than once for `several`.
 
     The command is called with a `Resolved` first, then with the arguments of its own; those in `more` come as a
     dictionary of the ones that were given, named `sampling`.
@@ -48,7 +62,7 @@ def configured(
         own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
         known = {option.name: option for option in options()}
         flags = [_parameter(known[name]) for name in names if name != "model"]
-        first = [_model_parameter(known["model"])] if model else []
+        first = [_model_parameter(known["model"], several)] if model else []
         extra = [parameter.name for parameter in more]
         own = [parameter for parameter in own if parameter.name != "sampling"]
         generated = first + own + list(more) + flags + [_config_parameter()]
@@ -56,6 +70,8 @@ def configured(
 
         def run(**given: Any) -> None:
             chosen = {name: given.pop(name) for name in taken}
+            if several and (models := chosen.pop("model")):
+                chosen |= {"models": models} if len(models) > 1 else {"model": models[0]}
             if more:
                 asked = {name: given.pop(name) for name in extra}
                 given["sampling"] = {name: value for name, value in asked.items() if value not in (None, [])}
@@ -91,9 +107,11 @@ def _default(option: Option) -> str:
     return "" if option.default in (None, (), False) else f"default {_shown(option.default)}"
 
 
-def _model_parameter(option: Option) -> inspect.Parameter:
-    info = typer.Argument(metavar="MODEL", help=_help(option), show_default=False)
-    return _keyword("model", Annotated[str | None, info], None)
+def _model_parameter(option: Option, several: bool) -> inspect.Parameter:
+    more = " Several are served by name." if several else ""
+    info = typer.Argument(metavar="MODEL", help=_help(option) + more, show_default=False)
+    kind: Any = list[str] if several else str
+    return _keyword("model", Annotated[kind | None, info], None)
 
 
 def _config_parameter() -> inspect.Parameter:

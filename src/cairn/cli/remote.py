@@ -1,7 +1,8 @@
-"""`cairn status`, `ps` and `cancel`: a look at a running server."""
+"""`cairn status`, `ps` and `cancel`: a look at a running server; `load`, `unload` and `swap` change its models."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
@@ -15,10 +16,14 @@ if TYPE_CHECKING:
     from cairn.cli.client import Client
 
 _SERVER = ("api_key", "admin_key")
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model of the server, by a name of it.")]
+Grace = Annotated[
+    float | None, typer.Option(metavar="SECONDS", help="How long its requests may go on; default: shutdown_grace.")
+]
 
 
 def register(app: typer.Typer) -> None:
-    """Add `cairn status`, `ps`, `stop` and `cancel`."""
+    """Add `cairn status`, `ps`, `load`, `unload`, `swap`, `stop` and `cancel`."""
 
     @app.command(rich_help_panel="Running servers")
     @configured(_SERVER, model=False)
@@ -35,12 +40,39 @@ def register(app: typer.Typer) -> None:
     @app.command(rich_help_panel="Running servers")
     @configured(_SERVER, model=False)
     def ps(resolved: Resolved, host: Host = None) -> None:
-        """List the models that a running server has, with the requests that run and wait."""
+        """List the models that a running server has: state, requests that run and wait, memory."""
         from cairn.cli.output import table
 
         with server(resolved, host) as client:
             rows = _models(client)
-        table(("model", "context", "running", "waiting", "server"), rows)
+        table(("model", "state", "kind", "context", "running", "waiting", "memory", "server"), rows)
+
+    @app.command(rich_help_panel="Running servers")
+    @configured(_SERVER, model=False)
+    def load(resolved: Resolved, model: Model, host: Host = None) -> None:
+        """Load a model of a running server; others make room where it has to be."""
+        _change(resolved, host, "load", {"model": model})
+
+    @app.command(rich_help_panel="Running servers")
+    @configured(_SERVER, model=False)
+    def unload(resolved: Resolved, model: Model, grace: Grace = None, host: Host = None) -> None:
+        """Unload a model of a running server, once its requests are over; a request for it loads it again."""
+        _change(resolved, host, "unload", {"model": model, "grace": grace})
+
+    @app.command(rich_help_panel="Running servers")
+    @configured(_SERVER, model=False)
+    def swap(
+        resolved: Resolved,
+        model: Model,
+        to: Annotated[str, typer.Argument(metavar="TO", help="What takes its place: as for serve, or another's name.")],
+        grace: Grace = None,
+        host: Host = None,
+    ) -> None:
+        """Load another model in the place of one, under its names; its requests go on to their end."""
+        from cairn.cli.models import fetched
+
+        fetched(to)
+        _change(resolved, host, "swap", {"model": model, "to": _absolute(to), "grace": grace})
 
     @app.command(hidden=True)
     @configured(_SERVER, model=False)
@@ -55,7 +87,8 @@ def register(app: typer.Typer) -> None:
             what = model or "its model"
             raise ConfigError(
                 f"the server at {client.url} keeps {what} for as long as it runs; end it with Ctrl-C in its terminal "
-                "or SIGTERM to its process. One request is ended by: cairn cancel ID"
+                "or SIGTERM to its process. One request is ended by: cairn cancel ID; a model is unloaded by: "
+                "cairn unload MODEL"
             )
 
     @app.command(rich_help_panel="Running servers")
@@ -75,6 +108,23 @@ def register(app: typer.Typer) -> None:
 
 
 Rows = list[tuple[str, str]]
+
+
+def _absolute(place: str) -> str:
+    """A place as the server finds it, whose working folder is another."""
+    path = Path(place).expanduser()
+    return str(path.absolute()) if path.exists() else place
+
+
+def _change(resolved: Resolved, host: str | None, what: str, body: dict[str, Any]) -> None:
+    """Change a model of a server, and say what is true of it then."""
+    given = {name: value for name, value in body.items() if value is not None}
+    with server(resolved, host) as client:
+        found = client.post(f"/v1/admin/models/{what}", given, admin=True, patient=True)
+        seconds = f"{found['load_seconds']:.1f} s" if what != "unload" else ""
+        rows = [("model", str(found["id"])), ("state", str(found["state"])), ("is", str(found["model"]))]
+        rows += [("loaded in", seconds)] if seconds else []
+    _print(rows)
 
 
 def _path(request: str) -> str:
@@ -97,7 +147,8 @@ def _server(client: Client) -> Rows:
     rows += [("trouble", one) for one in health.get("troubles", ())]
     try:
         for model in client.get("/v1/models")["data"]:
-            rows.append(("model", f"{model['id']}, context {model['max_model_len']} tokens"))
+            state = "" if model.get("state", "loaded") == "loaded" else f", {model['state']}"
+            rows.append(("model", f"{model['id']}, context {model['max_model_len']} tokens{state}"))
         values = _metrics(client.text("/metrics", admin=True))
     except CairnError as error:
         return [*rows, ("load", f"not shown: {error}")]
@@ -111,23 +162,44 @@ def _server(client: Client) -> Rows:
 
 
 def _models(client: Client) -> list[tuple[str, ...]]:
-    """The models, each with the load of the server; "-" for what only the admin key shows."""
+    """The models, each with its load; "-" for what only the admin key shows."""
+    from cairn.cli.output import amount
+
     models = client.get("/v1/models")["data"]
     try:
-        values = _metrics(client.text("/metrics", admin=True))
-        load = tuple(f"{values.get(f'num_requests_{state}', 0):.0f}" for state in ("running", "waiting"))
+        samples = _samples(client.text("/metrics", admin=True))
     except CairnError:
-        load = ("-", "-")
-    return [(str(one["id"]), str(one["max_model_len"]), *load, client.url) for one in models]
+        samples = None
+    rows = []
+    for one in models:
+        of = f'model_name="{one["id"]}"' if len(models) > 1 else ""
+        load = tuple(
+            "-" if samples is None else f"{sum(v for n, labels, v in samples if n == name and of in labels):.0f}"
+            for name in ("num_requests_running", "num_requests_waiting")
+        )
+        memory = amount(one["memory_bytes"]) if one.get("memory_bytes") else "-"
+        state, kind = str(one.get("state", "loaded")), str(one.get("kind") or "-")
+        rows.append((str(one["id"]), state, kind, str(one["max_model_len"] or "-"), *load, memory, client.url))
+    return rows
 
 
-def _metrics(text: str) -> dict[str, float]:
-    """Plain samples of Prometheus' text format, by name without prefix and labels."""
-    found = {}
+def _samples(text: str) -> list[tuple[str, str, float]]:
+    """Name without prefix, labels and value of the samples in Prometheus' text format."""
+    found = []
     for line in text.splitlines():
         head, _, value = line.rpartition(" ")
         if head and not line.startswith("#"):
-            found[head.partition("{")[0].partition(":")[2]] = float(value)
+            name, _, labels = head.partition("{")
+            found.append((name.partition(":")[2], labels, float(value)))
+    return found
+
+
+def _metrics(text: str) -> dict[str, float]:
+    """Plain samples by name, the sum over all models; of the share of the pool the largest."""
+    found: dict[str, float] = {}
+    for name, _, value in _samples(text):
+        largest = name == "kv_cache_usage_perc"
+        found[name] = max(found.get(name, 0.0), value) if largest else found.get(name, 0.0) + value
     return found
 
 

@@ -1,4 +1,4 @@
-"""`cairn serve`: one model over HTTP."""
+"""`cairn serve`: models over HTTP."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def register(app: typer.Typer) -> None:
     """Add `cairn serve`."""
 
     @app.command(rich_help_panel="Run a model")
-    @configured(ALL)
+    @configured(ALL, several=True)
     def serve(resolved: Resolved) -> None:
-        """Serve a model over HTTP with OpenAI's API. Ctrl-C finishes what runs and stops."""
+        """Serve a model, or several, over HTTP with OpenAI's API. Ctrl-C finishes what runs and stops."""
         # A tenth of a start would be looking for garbage among what stays; the server looks again once it is ready.
         collecting = gc.isenabled()
         gc.disable()
@@ -26,7 +26,8 @@ def register(app: typer.Typer) -> None:
             from cairn.cli.models import fetched
             from cairn.paths import with_folder
 
-            fetched(resolved.config.model)
+            for model in [one.model for one in resolved.config.models] or [resolved.config.model]:
+                fetched(model)
             serve_http(with_folder(resolved.config, os.environ))
         finally:
             if collecting:  # a start that failed does not come to that

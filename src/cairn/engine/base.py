@@ -19,7 +19,7 @@ T_co = TypeVar("T_co", covariant=True)
 NOT_FINITE = "the model gave numbers that are not finite"
 """What is wrong with a row of which a hidden state is wanted."""
 NO_BLOCK = -1
-"""An entry of a window group's table: a block that the window has passed and nobody may read."""
+"""An entry of a window or state group's table: a block that the window has passed, or where no state is kept."""
 
 
 class Pending(Protocol, Generic[T_co]):
@@ -35,6 +35,10 @@ class Row(msgspec.Struct, frozen=True):
 
     The KV of positions before `start` is already in the tables' blocks. Position p of group g lives in slot
     p % block_tokens of block tables[g][p // block_tokens]; each table covers at least `end` positions.
+
+    A block of a state group holds the state after the last computed position of its own. A row begins with the one at
+    tables[g][(start - 1) // block_tokens], or with zeros at 0, and leaves one at tables[g][(end - 1) // block_tokens].
+    Wherever else it fills a block, it leaves the state there if the table has one; other entries are ignored.
     """
 
     tokens: Sequence[int]

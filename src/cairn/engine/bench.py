@@ -133,13 +133,21 @@ class Bench:
         return max(self.now() - start, 1e-9)
 
     def _tables(self, first: int, tokens: int) -> tuple[Sequence[int], ...]:
-        return tuple(range(first, first + _blocks(tokens)) for _ in self.spec.groups)
+        count = _blocks(tokens)
+        own = 2 * (first // count)  # of the two states that each sequence has in turns
+        return tuple(
+            [own + place % 2 for place in range(count)] if group.kind == "state" else range(first, first + count)
+            for group in self.spec.groups
+        )
 
     def _figure(self, work: _Work, seconds: float) -> Figure:
         spec = self.spec
         # One of the steps wants logits.
         read, context = work.steps * self.weights.read(work.tokens / work.steps) + self.weights.head, 0
         for group, size in zip(spec.groups, self.engine.info.block_bytes, strict=True):
+            if group.kind == "state":
+                read += 2 * size * len(work.spans)  # read and written once
+                continue
             window = group.window or spec.context
             read += size // BLOCK_TOKENS * sum(stop - max(0, start + 1 - window) for start, stop in work.spans)
             pairs = sum(min(at + 1, window) for start, stop in work.spans for at in range(start, stop))
@@ -149,8 +157,9 @@ class Bench:
         if spec.experts is not None:
             one = 3 * spec.hidden * spec.experts.ffn * len(spec.experts.layers)
             inside -= one * (spec.experts.count - spec.experts.chosen)
-        attention = 4 * spec.heads * spec.head_dim * context
-        operations = 2 * inside * work.tokens + 2 * table * work.logits + attention
+        pair = 4 * spec.head_dim if spec.latent is None else 2 * (2 * spec.latent.rank + spec.turned)
+        attention = spec.heads * pair * context
+        operations = 2 * inside * work.tokens + 2 * table * work.logits + attention + _scanned(spec) * work.tokens
         return Figure(
             work=work.name,
             batch=work.batch,
@@ -183,7 +192,8 @@ def open_bench(
     step = max(*load.batch, min(load.prompt, STEP_TOKENS))
     config = msgspec.structs.replace(config, context=longest, max_running=max(load.batch), step_tokens=step)
     sequences = max(load.batch) * _blocks(max(1, depth) + load.decode)
-    blocks = (max(sequences, _blocks(depth + load.prompt)),) * len(spec.groups)
+    most = max(sequences, _blocks(depth + load.prompt))
+    blocks = tuple(2 * max(load.batch) + 2 if group.kind == "state" else most for group in spec.groups)
     taken = weight_memory(spec, weights, config.kernels)
     check_memory(spec, config, blocks, weights=taken)
     engine = CpuEngine(spec, weights, config, blocks)
@@ -192,6 +202,12 @@ def open_bench(
         page = memoryview(bytes(size))
         engine.write_blocks(group, range(blocks[group]), [page] * blocks[group]).wait()
     return Bench(spec, engine, load, taken, now, roofline)
+
+
+def _scanned(spec: ModelSpec) -> int:
+    """Operations of a token in its layers' states: each of their numbers is found, changed and asked for."""
+    kept = spec.recurrence
+    return 0 if kept is None else 7 * len(kept.layers) * kept.inner * kept.key_size
 
 
 def _blocks(tokens: int) -> int:

@@ -1,7 +1,8 @@
 """The engine that runs everywhere: the recorded decoder over the CPU's kernels, KV in main memory.
 
-KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32, bfloat16 or float16: a
-block is contiguous over its group's layers, so a page is a view. The engine holds weights, pools and step buffers, and
+KV of a group is one array [blocks, layers, 2, kv_heads, BLOCK_TOKENS, head_dim] of float32, bfloat16 or float16, with 1
+in the place of 2 where layers keep latents, and that of a state group is [blocks, layers, numbers] of float32: a block
+is contiguous over its group's layers, so a page is a view. The engine holds weights, pools and step buffers, and
 nothing about requests.
 """
 
@@ -23,7 +24,15 @@ from numpy.typing import NDArray
 from cairn.config import Config
 from cairn.engine.base import NO_BLOCK, NOT_FINITE, EngineInfo, Ready, Row, RowResult
 from cairn.engine.machine import cpu_count
-from cairn.engine.memory import WeightMemory, block_bytes, check_memory, kv_dtype, pool_blocks, weight_memory
+from cairn.engine.memory import (
+    WeightMemory,
+    block_bytes,
+    check_memory,
+    kv_dtype,
+    pool_blocks,
+    running_rows,
+    weight_memory,
+)
 from cairn.kernels.base import Kernels
 from cairn.kernels.choose import REFERENCE, chosen, described, load_kernels
 from cairn.kernels.program import Interpreted, Program
@@ -35,7 +44,7 @@ from cairn.models.projection import Projection, Step, open_projection
 from cairn.models.reach import fits_half, reach
 from cairn.models.weights import open_weights
 from cairn.sampling import sample
-from cairn.types import BLOCK_TOKENS, ModelSpec
+from cairn.types import BLOCK_TOKENS, CacheGroup, ModelSpec
 
 LAYOUT = "blocks-2"
 """Version of the KV layout above."""
@@ -77,14 +86,14 @@ class CpuEngine:
         state that is wanted goes through.
         """
         context = min(spec.context, config.context or spec.context)
-        max_rows = min(config.max_running, config.step_tokens)
+        spec = spec.served(context)
+        max_rows = running_rows(spec, config, blocks)
         self._kernels = load_kernels(config.kernels, config.threads or cpu_count())
         self._buffers = decoder.allocate(self._kernels, spec, config.step_tokens, max_rows, context)
-        page = (2, spec.kv_heads, BLOCK_TOKENS, spec.head_dim)
         dtype = kv_dtype(spec, config)
         self._kv: list[NDArray[Any]] = [
-            self._kernels.allocate((count, len(group.layers), *page), dtype)
-            for count, group in zip(blocks, spec.groups, strict=True)
+            self._kernels.allocate((count, len(group.layers), *spec.page(number)), _number(group, dtype))
+            for number, (count, group) in enumerate(zip(blocks, spec.groups, strict=True))
         ]
         with taken(self._kv, expected):
             built = build(self._kernels, spec, weights)
@@ -237,6 +246,9 @@ class CpuEngine:
                 filled = -(-row.end // BLOCK_TOKENS)
                 line[:filled] = row.tables[group][:filled]
                 line[filled:] = NO_BLOCK
+            if self.info.groups[group].kind == "state":
+                _check_states(rows, table)
+                continue
             found = table[numbers, blocks]
             if found.min() < 0:
                 raise ValueError("a row has a token without a block")
@@ -282,6 +294,18 @@ class CpuEngine:
             results[row] = result if results[row] is NOTHING else _joined(results[row], result)
 
 
+def _number(group: CacheGroup, dtype: str) -> str:
+    """numpy's name of the type of what a group keeps, where KV has `dtype`."""
+    return "float32" if group.kind == "state" else dtype
+
+
+def _check_states(rows: Sequence[Row], table: NDArray[np.int32]) -> None:
+    """A row begins with a state and leaves one; others of its table may be missing."""
+    for line, row in zip(table, rows, strict=False):
+        if line[(row.end - 1) // BLOCK_TOKENS] < 0 or (row.start and line[(row.start - 1) // BLOCK_TOKENS] < 0):
+            raise ValueError("a row has no block for its state")
+
+
 def _joined(before: RowResult, result: RowResult) -> RowResult:
     """What two runs of a row's positions gave, in order."""
     return msgspec.structs.replace(
@@ -324,7 +348,8 @@ def identity(spec: ModelSpec, kernels: Kernels, form: str, kv_dtype: str) -> byt
     """Root of the KV keys: the model, the form of its weights, the KV's type and layout, and all about these kernels
     that can move a bit."""
     facts = (LAYOUT, kv_dtype, BLOCK_TOKENS, kernels.numerics, quantize.VERSION, form)
-    return hashlib.sha256(spec.identity + repr(facts).encode()).digest()
+    own = repr(facts) + ("long rope" if spec.long else "")
+    return hashlib.sha256(spec.identity + own.encode()).digest()
 
 
 PAGE = 4096

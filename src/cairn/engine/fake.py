@@ -3,13 +3,15 @@
 Each KV slot holds a 64-bit digest of the whole prefix up to its position, chained from the digest that is *read* from
 the slot before it. The logits of a position come from all digests that it may attend to, read back through the block
 table: the whole prefix in a full-attention group, the window in a window group. So a wrong table, position, window,
-stale block or page changes the tokens. The real sampler picks them. `FakeEngine.oracle` knows the right answer without
-any KV: tests compare.
+stale block or page changes the tokens. Of a state group a block holds one digest alone: that of the prefix up to the
+position after which it was written, and the logits come from the digest of their own position. The real sampler picks
+the tokens. `FakeEngine.oracle` knows the right answer without any KV: tests compare.
 
 Arithmetic is modulo 2**64:
 
     digest[p]   = MULTIPLIER * digest[p - 1] + mix(token[p], p, group)
     state[p]    = mix(sum over groups of mix(sum over readable q <= p of weight[q] * digest[q]))
+                  of a state group only of weight[p] * digest[p]
     logits[p]   = a slice of fixed noise and a few peaks, both chosen by state[p]
 """
 
@@ -37,15 +39,19 @@ _NOISE = 4096
 _PEAKS = 8
 _HIDDEN = 8
 """Numbers of a hidden state, as `fake_spec` says."""
+STATE = -1
+"""In the place of a window: a group of recurrent states."""
 
 Words = NDArray[np.uint64]
 Floats = NDArray[np.float32]
 
 
 def fake_spec(vocab: int = 256, context: int = 2048, windows: Sequence[int] = (0,)) -> ModelSpec:
-    """A model spec for tests: one cache group an entry of `windows`, 0 for full attention."""
+    """A model spec for tests: one cache group an entry of `windows`, 0 for full attention, `STATE` for states."""
     groups = tuple(
-        CacheGroup(kind="window" if window else "full", layers=(layer,), window=window)
+        CacheGroup(kind="state", layers=(layer,), numbers=2)
+        if window == STATE
+        else CacheGroup(kind="window" if window else "full", layers=(layer,), window=window)
         for layer, window in enumerate(windows)
     )
     return ModelSpec(
@@ -97,7 +103,7 @@ class FakeEngine:
             groups=spec.groups,
             blocks=sizes,
             block_tokens=block_tokens,
-            block_bytes=(8 * block_tokens,) * len(sizes),
+            block_bytes=tuple(8 if group.kind == "state" else 8 * block_tokens for group in spec.groups),
             context=length,
             vocab=spec.vocab,
             max_rows=max_rows,
@@ -111,7 +117,12 @@ class FakeEngine:
         kinds = ("kv", "seeds", "salt", "weights", "noise")
         random = {kind: np.random.Generator(np.random.PCG64((20, n))) for n, kind in enumerate(kinds)}
         padded = -(-length // block_tokens)
-        self._kv = [random["kv"].integers(0, 1 << 64, (size, block_tokens), dtype=np.uint64) for size in sizes]
+        widths = [1 if group.kind == "state" else block_tokens for group in spec.groups]
+        self._kv = [
+            random["kv"].integers(0, 1 << 64, shape, dtype=np.uint64) for shape in zip(sizes, widths, strict=True)
+        ]
+        self._passed: dict[tuple[int, int], Words] = {}
+        """Digests of state groups that the rows of a call went through, by group and row."""
         self._seeds = random["seeds"].integers(0, 1 << 64, len(sizes), dtype=np.uint64)
         self._salt = random["salt"].integers(0, 1 << 64, padded * block_tokens, dtype=np.uint64)
         self._weights = random["weights"].integers(0, 1 << 64, (padded, block_tokens), dtype=np.uint64) | np.uint64(1)
@@ -132,8 +143,9 @@ class FakeEngine:
         if self._step_seconds:
             self._sleep(self._step_seconds)
         self._check(rows)
-        for number in range(len(self._kv)):
-            self._write(number, rows)
+        self._passed.clear()
+        for number, group in enumerate(self._info.groups):
+            self._advance(number, rows) if group.kind == "state" else self._write(number, rows)
         plain = [row for row in rows if row.want == "token"]
         wanted = [(row, p) for row in plain if row.logits_from is not None for p in range(row.logits_from, row.end)]
         if not wanted:
@@ -213,12 +225,18 @@ class FakeEngine:
         if len(rows) > info.max_rows or sum(row.end - row.start for row in rows) > info.max_tokens:
             raise ValueError("more rows or tokens in one call than the engine takes")
         written: list[tuple[int, int]] = []
+        begun = set[tuple[int, int]]()
         for row in rows:
             if not 0 <= row.start < row.end <= len(row.tokens) or row.end > info.context:
                 raise ValueError(f"a row of {len(row.tokens)} tokens cannot compute [{row.start}, {row.end})")
             if row.logits_from is not None and not row.start <= row.logits_from < row.end:
                 raise ValueError("logits are wanted outside the row")
             for number, (group, table) in enumerate(zip(info.groups, row.tables, strict=True)):
+                if group.kind == "state":
+                    written += self._check_state(number, row)
+                    if row.start and row.start % size == 0:
+                        begun.add((number, table[row.start // size - 1]))
+                    continue
                 first = max(0, row.start - group.window + 1) // size if group.window else 0
                 blocks = table[first : (row.end - 1) // size + 1]
                 if len(blocks) != (row.end - 1) // size + 1 - first or min(blocks) <= NO_BLOCK:
@@ -226,6 +244,43 @@ class FakeEngine:
                 written.extend((number, block) for block in table[row.start // size : (row.end - 1) // size + 1])
         if len(set(written)) != len(written):
             raise ValueError("two rows of one step write the same block")
+        if not begun.isdisjoint(written):
+            raise ValueError("a row writes over a state that is read")
+
+    def _check_state(self, number: int, row: Row) -> list[tuple[int, int]]:
+        """What a row writes in a state group; refuse one that lacks the block that it reads, or its last."""
+        size, table = self._block_tokens, row.tables[number]
+        first, last = row.start // size, (row.end - 1) // size
+        before = (row.start - 1) // size if row.start else last
+        if len(table) <= last or min(table[before], table[last]) <= NO_BLOCK:
+            raise ValueError("a block table lacks the state that the row reads or leaves")
+        return [(number, block) for block in table[first : last + 1] if block != NO_BLOCK]
+
+    def _advance(self, number: int, rows: Sequence[Row]) -> None:
+        """Carry the rows' states on from what their tables lead to, and leave them where the tables have a block."""
+        size, kv = self._block_tokens, self._kv[number].reshape(-1)
+        begun = [int(kv[row.tables[number][(row.start - 1) // size]]) for row in rows]
+        for row, digest in zip(rows, begun, strict=True):
+            table, parts = row.tables[number], self._parts(number, row, row.start)
+            digests = self._chained(digest if row.start else int(self._seeds[number]), parts)
+            self._passed[number, id(row)] = digests
+            for position in range(row.start, row.end):
+                if (position + 1) % size == 0 and table[position // size] != NO_BLOCK:
+                    kv[table[position // size]] = digests[position - row.start]
+            kv[table[(row.end - 1) // size]] = digests[-1]
+
+    def _parts(self, number: int, row: Row, first: int) -> Words:
+        """What each position of a row from `first` on adds to the digest before it."""
+        tokens = np.array(row.tokens[first : row.end], dtype=np.uint64)
+        return _mix(tokens + self._salt[first : row.end] + self._seeds[number])
+
+    def _chained(self, digest: int, parts: Words) -> Words:
+        """The digests that follow this one."""
+        digests = []
+        for part in parts.tolist():
+            digest = (digest * _MULTIPLIER + part) & _MASK
+            digests.append(digest)
+        return np.array(digests, dtype=np.uint64)
 
     def _write(self, number: int, rows: Sequence[Row]) -> None:
         """Compute and store the digests of the rows' positions in one group."""
@@ -245,20 +300,19 @@ class FakeEngine:
     def _write_rest(self, number: int, row: Row, digest: int) -> None:
         """The positions of a row after its first, each from the one before."""
         size, first, table = self._block_tokens, row.start + 1, row.tables[number]
-        parts = _mix(
-            np.array(row.tokens[first : row.end], dtype=np.uint64) + self._salt[first : row.end] + self._seeds[number]
-        )
-        digests = []
-        for part in parts.tolist():
-            digest = (digest * _MULTIPLIER + part) & _MASK
-            digests.append(digest)
+        digests = self._chained(digest, self._parts(number, row, first))
         positions = np.arange(first, row.end)
-        self._kv[number][np.array(table)[positions // size], positions % size] = np.array(digests, dtype=np.uint64)
+        self._kv[number][np.array(table)[positions // size], positions % size] = digests
 
     def _states(self, wanted: Sequence[tuple[Row, int]]) -> Words:
         """The state of each wanted position, from the digests that its table leads to."""
         size, total = self._block_tokens, np.zeros(len(wanted), dtype=np.uint64)
         for number, group in enumerate(self._info.groups):
+            if group.kind == "state":
+                passed = [self._passed[number, id(row)][position - row.start] for row, position in wanted]
+                weights = self._weights.reshape(-1)[[position for _, position in wanted]]
+                total += _mix(np.array(passed, dtype=np.uint64) * weights + self._seeds[number])
+                continue
             blocks, index, starts, ends = list[int](), list[int](), list[int](), list[int]()
             for row, position in wanted:
                 head = max(0, position - group.window + 1) // size if group.window else 0
@@ -308,6 +362,7 @@ class _Truth:
         total = 0
         for number, (group, sums) in enumerate(zip(self._groups, self._sums, strict=True)):
             first = max(0, len(tokens) - group.window) if group.window else 0
+            first = len(tokens) - 1 if group.kind == "state" else first
             total += _mix_int(sums[len(tokens)] - sums[first] + int(engine._seeds[number]))
         return _mix_int(total)
 

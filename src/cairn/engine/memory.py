@@ -25,6 +25,10 @@ GB = 10**9
 
 LEAST_CONTEXT = 512
 """Tokens of context that the pool must hold at least, or loading makes no sense."""
+LEAST_STATES = 4
+"""States of a state group's pool at least: two of a running sequence, and two snapshots."""
+SNAPSHOT_TOKENS = 1024
+"""Tokens of KV for which the pool has one state to come back to, where there is memory for it."""
 
 
 _KV_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
@@ -39,9 +43,12 @@ def kv_dtype(spec: ModelSpec, config: Config) -> str:
 
 
 def block_bytes(spec: ModelSpec, dtype: str) -> tuple[int, ...]:
-    """Bytes of one block of each group: keys and values of BLOCK_TOKENS tokens over the group's layers."""
-    token = 2 * spec.kv_heads * spec.head_dim * _WIDTHS[dtype]
-    return tuple(len(group.layers) * BLOCK_TOKENS * token for group in spec.groups)
+    """Bytes of one block of each group: keys and values of BLOCK_TOKENS tokens over the group's layers, or one state of
+    them."""
+    return tuple(
+        len(group.layers) * math.prod(spec.page(number)) * (4 if group.kind == "state" else _WIDTHS[dtype])
+        for number, group in enumerate(spec.groups)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +144,8 @@ def pool_blocks(
     `config.kv_gb`, or a quarter of the memory that is free beside the weights, at most what `max_running` full contexts
     need and at least one context of `LEAST_CONTEXT` tokens. Groups share the bytes so that each can hold the same
     number of contexts; where not one whole context fits, so that one sequence can be as long as possible: a window pool
-    below what it needs would bound every sequence, and what it does not need serves the full groups. Raises
-    `ModelError` with the figures for a `kv_gb` below that least.
+    below what it needs would bound every sequence, and what it does not need serves the full groups. Of a state group's
+    blocks see `_states`. Raises `ModelError` with the figures for a `kv_gb` below that least.
     """
     context = min(spec.context, config.context or spec.context)
     if spec.whole:  # nothing is kept
@@ -157,15 +164,58 @@ def pool_blocks(
                 f"{spec.name}: kv_gb is {config.kv_gb:g}, but {min(context, LEAST_CONTEXT)} tokens of context need "
                 f"{fewest / GB:.4f} GB"
             )
+    for number, group in enumerate(spec.groups):
+        needs[number], least[number] = (0, 0) if group.kind == "state" else (needs[number], least[number])
+    states = _states(spec, config, budget, budget - _bytes(spec, config, least))
+    budget -= _bytes(spec, config, [states.get(number, 0) for number in range(len(needs))])
+    found = _shared(spec, config, budget, needs, least)
+    return tuple(states.get(number, count) for number, count in enumerate(found))
+
+
+def _states(spec: ModelSpec, config: Config, budget: int, most: int) -> dict[int, int]:
+    """Blocks of a state group, by its number, out of a budget for all groups.
+
+    Two for each sequence that may run, where it is and where it goes next, two more, and one to come back to for each
+    `SNAPSHOT_TOKENS` of KV; no more than half of the budget, nor than `most` bytes; at least what one sequence needs.
+    """
+    sizes = block_bytes(spec, kv_dtype(spec, config))
+    token = sum(size for size, group in zip(sizes, spec.groups, strict=True) if group.kind == "full") / BLOCK_TOKENS
+    found = {}
+    for number, group in enumerate(spec.groups):
+        if group.kind == "state":
+            size, running = sizes[number], 2 * config.max_running + 2
+            # Their share of each token beside its KV.
+            kept = (budget - running * size) / (token * SNAPSHOT_TOKENS + size)
+            wanted = running + max(0, math.floor(kept))
+            found[number] = max(LEAST_STATES, min(wanted, min(budget // 2, most) // size))
+    return found
+
+
+def running_rows(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> int:
+    """How many sequences a step can have: fewer than may run where the pool has no two states for each."""
+    rows = min(config.max_running, config.step_tokens)
+    for group, count in zip(spec.groups, blocks, strict=True):
+        if group.kind == "state":
+            rows = max(1, min(rows, (count - 2) // 2))
+    return rows
+
+
+def _shared(spec: ModelSpec, config: Config, budget: int, needs: list[int], least: list[int]) -> tuple[int, ...]:
+    """A budget as blocks of the groups whose need grows with the context."""
+    context = min(spec.context, config.context or spec.context)
+    one = _bytes(spec, config, needs)
     if budget < one:
+        grow = [int(need > 0) for need in needs]
+
+        def blocks(tokens: int) -> list[int]:
+            return [one * _blocks_for(group, tokens, config) for one, group in zip(grow, spec.groups, strict=True)]
 
         def taken(tokens: int) -> int:
-            return _bytes(spec, config, [_blocks_for(group, tokens, config) for group in spec.groups])
+            return _bytes(spec, config, blocks(tokens))
 
         shortest = min(context, LEAST_CONTEXT)
-        fits = shortest + bisect_right(range(shortest + 1, context), budget, key=taken)
-        return tuple(_blocks_for(group, fits, config) for group in spec.groups)
-    return tuple(max(few, need * budget // one) for few, need in zip(least, needs, strict=True))
+        return tuple(blocks(shortest + bisect_right(range(shortest + 1, context), budget, key=taken)))
+    return tuple(max(few, need * budget // one if one else 0) for few, need in zip(least, needs, strict=True))
 
 
 def check_memory(
@@ -193,8 +243,15 @@ def check_memory(
         )
 
 
+def beside_weights(spec: ModelSpec, config: Config, blocks: Sequence[int]) -> tuple[int, int]:
+    """Bytes of pools of so many blocks, and of the buffers that steps are computed in."""
+    return _bytes(spec, config, blocks), _buffers(spec, config)
+
+
 def _blocks_for(group: CacheGroup, context: int, config: Config) -> int:
     """Blocks of a group that one sequence of `context` tokens holds at once."""
+    if group.kind == "state":
+        return LEAST_STATES
     tokens = min(context, group.window + config.step_tokens + BLOCK_TOKENS) if group.kind == "window" else context
     return -(-tokens // BLOCK_TOKENS) + 1
 

@@ -177,8 +177,8 @@ class Kernels(Protocol):
         ...
 
     def activate(self, x: Array, activation: str, out: Array) -> None:
-        """out[M, F] = act(x[M, F]): silu, tanh, gelu_tanh, or gelu, which is x times the normal distribution's Phi(x)
-        with an error below 2e-7; `out` may be `x`."""
+        """out[M, F] = act(x[M, F]): silu, tanh, relu2, which is max(x, 0)^2, gelu_tanh, or gelu, which is x times the
+        normal distribution's Phi(x) with an error below 2e-7; `out` may be `x`."""
         ...
 
     def gate(self, gates: Array, activation: str, out: Array) -> None:
@@ -208,14 +208,16 @@ class Kernels(Protocol):
         layer: int,
         slots: Array,
         query: Array,
+        late: bool = False,
     ) -> None:
-        """Split qkv[M, (Q + 2K) D], norm heads of q and k where there is a weight [D], rotate them, write q to
+        """Split qkv[M, (Q + 2K) D], or [M, (2Q + 2K) D] with a gate behind each query head (`gate_heads`), norm heads
+        of q and k where there is a weight [D], rotate them, write q to
         query[M, Q, D] and k, v into the KV pool kv[blocks, layers, 2, K, block_tokens, D] at slots[M]
         (block * block_tokens + offset), rounded to the pool's type: float32, bfloat16 or float16. Q is a multiple of
         K. The order within a block and head is the kernels' own.
 
         angles[M, 2, r / 2] turn the first r numbers of a head, in pairs (i, i + r / 2); None turns nothing. A weight
-        [Q D] or [K D] norms all heads of a token together."""
+        [Q D] or [K D] norms all heads of a token together. `late`: heads are turned first and normed then."""
         ...
 
     def attention(
@@ -243,6 +245,95 @@ class Kernels(Protocol):
         step has every token. Arithmetic is in float32, whatever the pool's type; native kernels may round
         queries and weights of a bfloat16 pool to bfloat16 where that is what the instruction set multiplies.
         """
+        ...
+
+    def gate_heads(self, x: Array, qkv: Array, size: int) -> None:
+        """x[M, Q D] *= sigmoid(gate) with the gates that stand behind the query heads of qkv[M, (2Q + 2K) D]."""
+        ...
+
+    def convolve(
+        self,
+        x: Array,
+        first: int,
+        weight: Array,
+        bias: Array | None,
+        silu: bool,
+        gated: bool,
+        states: Array,
+        layer: int,
+        rows: Array,
+        tables: Array,
+        out: Array,
+    ) -> None:
+        """out[M, C] = what each token's own and the last inputs of its row give, summed with weight[reach C], the
+        oldest first, with the bias [C] added, through silu where it is wanted.
+
+        The inputs are C numbers of x[M, W] from `first` on; of a `gated` one x is [M, 3C], the inputs are the first C
+        times the last, and the sum times those between is given.
+
+        What came before a row is in states[blocks, layers, N], float32, in the first (reach - 1) C numbers of a layer,
+        and so is what its end leaves behind. rows and tables are those of `attention`: block j of a row's table has
+        the state after the last computed token below position 16 (j + 1), or -1 where none is kept. A row that begins
+        at 0 begins with zeros, another one with the block of the position before it; the state is written to the
+        block of its last position, and to that of each position before a multiple of 16 that it passes.
+        """
+        ...
+
+    def delta(
+        self,
+        x: Array,
+        gates: Array,
+        first: int,
+        decay: Array,
+        time_bias: Array,
+        key_heads: int,
+        tiled: bool,
+        states: Array,
+        layer: int,
+        rows: Array,
+        tables: Array,
+        out: Array,
+    ) -> None:
+        """out[M, heads V] = the gated delta rule over x[M, q and k of the key heads, v of the heads].
+
+        A head h has the key head h // (heads / key_heads), or h % key_heads where they are `tiled`. q and k are divided
+        by their lengths, the root of the sum of squares + 1e-6, and q by the root of its size. With b and a, two times
+        `heads` numbers of gates[M, W] from `first` on, a head's matrix [K, V] is multiplied by
+        exp(decay softplus(a + time_bias)), then it gets sigmoid(b) (v - k @ matrix) under each number of k, and gives
+        q @ matrix. Matrices are the last numbers of a layer's state; places are as in `convolve`.
+        """
+        ...
+
+    def mamba2(
+        self,
+        x: Array,
+        gates: Array,
+        first: int,
+        decay: Array,
+        time_bias: Array,
+        skip: Array,
+        low: float,
+        high: float,
+        groups: int,
+        states: Array,
+        layer: int,
+        rows: Array,
+        tables: Array,
+        out: Array,
+    ) -> None:
+        """out[M, heads V] = Mamba 2's scan over x[M, v of the heads, B and C of the groups].
+
+        With a head's step s = softplus(gates[M, first + h] + time_bias), bound by `low` and `high`, its matrix [K, V]
+        is multiplied by exp(decay s), gets s v under each number of B, and gives C @ matrix + skip v. Neighbouring
+        heads share a group; matrices and places are as in `delta`.
+        """
+        ...
+
+    def gated_norm(
+        self, x: Array, gates: Array, first: int, weight: Array, size: int, eps: float, gate_first: bool, out: Array
+    ) -> None:
+        """out[M, N] = rms_norm of each `size` numbers of x[M, N], with a weight [size] for all or [N], times silu of N
+        numbers of gates[M, W] from `first` on; `gate_first`: before the norm. `out` may be `x`."""
         ...
 
     def project_add(self, x: Array, matrix: Matrix, hidden: Array) -> None:
@@ -279,6 +370,56 @@ class Kernels(Protocol):
         """query[M, Q, D] *= 1 + beta log(1 + floor(position / original)) of its positions[M]."""
         ...
 
+    def norm_heads(self, x: Array, first: int, heads: int, weight: Array, eps: float) -> None:
+        """Norm heads of the size D of weight[D] in x[M, W], in place: so many, from head `first` on."""
+        ...
+
+    def turn_heads(self, x: Array, angles: Array, query: Array) -> None:
+        """query[M, Q, D] = x[M, Q D], whose heads are turned by angles[M, 2, r / 2] as in `rope_write`."""
+        ...
+
+    def scale_by(self, hidden: Array, factor: Array) -> None:
+        """hidden[M, H] *= factor[1]."""
+        ...
+
+    def gate_with(self, x: Array, activation: str, by: Array, first: int, out: Array) -> None:
+        """out[M, P] = act(x[M, P]) * by[M, first : first + P]; `out` may be `x`."""
+        ...
+
+    def latent_write(
+        self,
+        x: Array,
+        angles: Array,
+        neighbours: bool,
+        norm: Array,
+        eps: float,
+        kv: Array,
+        layer: int,
+        slots: Array,
+    ) -> None:
+        """Norm the first numbers of x[M, L + r], as many as norm[L] has, turn the others by angles[M, 2, r / 2], and
+        write both into the pool kv[blocks, layers, 1, 1, block_tokens, L + r] at slots[M], rounded to the pool's type.
+
+        Turned are the pairs (2i, 2i + 1) of `neighbours`, or else (i, i + r / 2).
+        """
+        ...
+
+    def latent_queries(self, x: Array, keys: Sequence[Matrix], angles: Array, neighbours: bool, query: Array) -> None:
+        """query[M, Q, L + r] of x[M, Q (N + r)]: the first N numbers of a head @ keys[head], and behind that the
+        others, turned as in `latent_write`. Each of the keys is a matrix [L, N]."""
+        ...
+
+    def latent_attention(
+        self, query: Array, kv: Array, layer: int, rows: Array, tables: Array, scale: float, out: Array
+    ) -> None:
+        """out[M, Q, L] = `attention` of query[M, Q, L + r] over what `latent_write` wrote, which is the key of every
+        head; the value is its first L numbers. Arithmetic is in float32, whatever the pool's type."""
+        ...
+
+    def latent_values(self, x: Array, values: Sequence[Matrix], out: Array) -> None:
+        """out[M, Q V] = x[M, Q, L] @ values[head], head by head. Each of the values is a matrix [V, L]."""
+        ...
+
     def route(
         self,
         scores: Array,
@@ -312,7 +453,8 @@ class Kernels(Protocol):
         out: Array,
     ) -> None:
         """out[M, H] = sum over chosen[M, T], in that order from zero, of shares[M, T] * (act(g) * u) @ down[expert]
-        with g[F] beside u[F] = x[M, H] @ gate_up[expert], biases added. Experts ascend along T. Weights stay packed:
+        with g[F] beside u[F] = x[M, H] @ gate_up[expert], biases added; where there is no u, act(g) alone. Experts
+        ascend along T. Weights stay packed:
         each expert multiplies the rows that chose it as one matrix."""
         ...
 

@@ -32,7 +32,7 @@ VERSION = "native-5"
 """Version of the order of operations, of the KV layout and of packed matrices; a change that can move a bit gets a new
 one, here and in `csrc/module.cpp`."""
 
-INTERFACE = 5
+INTERFACE = 6
 """Version of what is called in the module; a change that moves no bit gets a new one, in both places too."""
 
 _MODULE = "cairn.kernels._native"
@@ -215,10 +215,11 @@ class NativeKernels:
         layer: int,
         slots: Any,
         query: Any,
+        late: bool = False,
     ) -> None:
         """As in `kernels.base`, but keys of a block and head are laid out [D, block_tokens]; bfloat16 in pairs: keys
         [D / 2, block_tokens, 2], values [block_tokens / 2, D, 2]."""
-        arguments = (qkv, angles, q_norm, k_norm, eps, kv, layer, slots, query)
+        arguments = (qkv, angles, q_norm, k_norm, eps, kv, layer, slots, query, late)
         self._run("rope_write", arguments, tokens=len(qkv))
 
     def attention(
@@ -237,6 +238,69 @@ class NativeKernels:
     ) -> None:
         arguments = (query, kv, layer, rows, tables, window, scale, out, softcap, both, sinks)
         self._run("attention", arguments, tokens=len(query), rows=len(rows))
+
+    def gate_heads(self, x: Any, qkv: Any, size: int) -> None:
+        self._run("gate_heads", (x, qkv, size), tokens=len(x))
+
+    def convolve(
+        self,
+        x: Any,
+        first: int,
+        weight: Any,
+        bias: Any,
+        silu: bool,
+        gated: bool,
+        states: Any,
+        layer: int,
+        rows: Any,
+        tables: Any,
+        out: Any,
+    ) -> None:
+        arguments = (x, first, weight, bias, silu, gated, states, layer, rows, tables, out)
+        self._run("convolve", arguments, tokens=len(x), rows=len(rows))
+
+    def delta(
+        self,
+        x: Any,
+        gates: Any,
+        first: int,
+        decay: Any,
+        time_bias: Any,
+        key_heads: int,
+        tiled: bool,
+        states: Any,
+        layer: int,
+        rows: Any,
+        tables: Any,
+        out: Any,
+    ) -> None:
+        arguments = (x, gates, first, decay, time_bias, key_heads, tiled, states, layer, rows, tables, out)
+        self._run("delta", arguments, tokens=len(x), rows=len(rows))
+
+    def mamba2(
+        self,
+        x: Any,
+        gates: Any,
+        first: int,
+        decay: Any,
+        time_bias: Any,
+        skip: Any,
+        low: float,
+        high: float,
+        groups: int,
+        states: Any,
+        layer: int,
+        rows: Any,
+        tables: Any,
+        out: Any,
+    ) -> None:
+        arguments = (x, gates, first, decay, time_bias, skip, low, high, groups, states, layer, rows, tables, out)
+        self._run("mamba2", arguments, tokens=len(x), rows=len(rows))
+
+    def gated_norm(
+        self, x: Any, gates: Any, first: int, weight: Any, size: int, eps: float, gate_first: bool, out: Any
+    ) -> None:
+        self._run("gated_norm", (x, gates, first, weight, size, eps, gate_first, out), tokens=len(x))
 
     def project_add(self, x: Any, matrix: Any, hidden: Any) -> None:
         self._run("project_add", (x, matrix, hidden), tokens=len(hidden))
@@ -263,6 +327,32 @@ class NativeKernels:
 
     def scale_queries(self, query: Any, positions: Any, beta: float, original: float) -> None:
         self._run("scale_queries", (query, positions, beta, original), tokens=len(query))
+
+    def norm_heads(self, x: Any, first: int, heads: int, weight: Any, eps: float) -> None:
+        self._run("norm_heads", (x, first, heads, weight, eps), tokens=len(x))
+
+    def turn_heads(self, x: Any, angles: Any, query: Any) -> None:
+        self._run("turn_heads", (x, angles, query), tokens=len(x))
+
+    def scale_by(self, hidden: Any, factor: Any) -> None:
+        self._run("scale_by", (hidden, factor), tokens=len(hidden))
+
+    def gate_with(self, x: Any, activation: str, by: Any, first: int, out: Any) -> None:
+        self._run("gate_with", (x, activation, by, first, out), tokens=len(x))
+
+    def latent_write(
+        self, x: Any, angles: Any, neighbours: bool, norm: Any, eps: float, kv: Any, layer: int, slots: Any
+    ) -> None:
+        self._run("latent_write", (x, angles, neighbours, norm, eps, kv, layer, slots), tokens=len(x))
+
+    def latent_queries(self, x: Any, keys: Sequence[Any], angles: Any, neighbours: bool, query: Any) -> None:
+        self._run("latent_queries", (x, keys, angles, neighbours, query), tokens=len(x))
+
+    def latent_attention(self, query: Any, kv: Any, layer: int, rows: Any, tables: Any, scale: float, out: Any) -> None:
+        self._run("latent_attention", (query, kv, layer, rows, tables, scale, out), tokens=len(query), rows=len(rows))
+
+    def latent_values(self, x: Any, values: Sequence[Any], out: Any) -> None:
+        self._run("latent_values", (x, values, out), tokens=len(x))
 
     def route(
         self,

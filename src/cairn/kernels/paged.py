@@ -132,8 +132,10 @@ class _Pages:
         # The pool as one run of [block_tokens * D] parts in the order (block, layer, key or value, head): a plain
         # `take` copies them twenty times faster than indexing by (block, layer, which, head) does.
         self._parts = kv.reshape(-1, self._block_tokens * self._size)
-        first = (ids[:, None, :] * kv.shape[1] + layer) * 2 * self._kv_heads
+        first = (ids[:, None, :] * kv.shape[1] + layer) * kv.shape[2] * self._kv_heads
         self._keys_at = first + np.arange(self._kv_heads)[:, None]
+        # What is kept once is both.
+        self._values_at = self._keys_at + (self._kv_heads if kv.shape[2] == 2 else 0)
         positions = piece.base[:, None] + np.arange(piece.spans * SPAN)
         hidden = positions >= (_ends(piece, window) if both else piece.starts + piece.count)[:, None]
         if window:
@@ -147,7 +149,7 @@ class _Pages:
     def values(self, spans: slice) -> Floats:
         """[R, K, spans, SPAN, D]. Positions that no query of the piece may see are zero: a weight of zero would not
         silence a NaN that an earlier owner left in a block."""
-        found = self._take(self._keys_at + self._kv_heads, spans)
+        found = self._take(self._values_at, spans)
         hidden = self._hidden[:, spans]
         for row, span in np.argwhere(hidden.any(axis=2)):
             found[row, :, span, hidden[row, span]] = 0

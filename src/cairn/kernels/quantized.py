@@ -85,13 +85,18 @@ class Segments:
     out: int
 
     @property
+    def inner(self) -> int:
+        """Width of the input."""
+        return int(self.parts[0][1].panels.shape[1])
+
+    @property
     def nbytes(self) -> int:
         """How many bytes the panels take."""
         return sum(part.panels.nbytes for _, part in self.parts)
 
     def rows(self, which: NDArray[Any]) -> Floats:
         """The weights of some outputs [n, in]."""
-        found = np.empty((len(which), self.parts[0][1].panels.shape[1]), np.float32)
+        found = np.empty((len(which), self.inner), np.float32)
         first = 0
         for _, part in self.parts:
             inside = (which >= first) & (which < first + part.out)

@@ -4,6 +4,7 @@ How the law of the same answer is kept:
 
     matrices    `kernels.blas`: zero-padded tiles of 8 rows; `kernels.quantized` rounds activations row by row
     attention   `kernels.paged`: spans of positions at fixed places
+    states      `kernels.recurrent`: token by token
     the rest    elementwise, or a sum along one contiguous row
 """
 
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_info
 
+from cairn.kernels import latent, recurrent
 from cairn.kernels.base import Quantized
 from cairn.kernels.blas import TILE, one_blas_thread, project
 from cairn.kernels.fusion import fuse
@@ -51,6 +53,11 @@ def _gelu_tanh(x: Floats) -> Floats:
     return out
 
 
+def _relu2(x: Floats) -> Floats:
+    out: Floats = np.square(np.maximum(x, np.float32(0)))
+    return out
+
+
 _GELU: tuple[float, ...] = (
     *(0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807),
     *(-0.18628806, 0.09678418, 0.37409196, 1.00002368, -1.26551223),
@@ -74,6 +81,7 @@ ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "gelu_tanh": _gelu_tanh,
     "gelu": _gelu,
     "tanh": np.tanh,
+    "relu2": _relu2,
 }
 
 
@@ -177,18 +185,20 @@ class ReferenceKernels:
         layer: int,
         slots: Ints,
         query: Floats,
+        late: bool = False,
     ) -> None:
         _, heads, size = query.shape
         kv_heads, block_tokens = kv.shape[3], kv.shape[4]
         split = qkv.reshape(len(qkv), -1, size)
-        q, k, v = split[:, :heads], split[:, heads : heads + kv_heads], split[:, heads + kv_heads :]
-        if q_norm is not None:
-            q = _norm_heads(q, q_norm, eps)
-        if k_norm is not None:
-            k = _norm_heads(k, k_norm, eps)
-        _rotate(q, angles, query)
+        wide = split.shape[1] - 2 * kv_heads
+        q, k, v = split[:, : wide : wide // heads], split[:, wide : wide + kv_heads], split[:, wide + kv_heads :]
         keys = np.empty((len(qkv), kv_heads, size), np.float32)
-        _rotate(k, angles, keys)
+        for x, norm, turned in ((q, q_norm, query), (k, k_norm, keys)):
+            if late:
+                _rotate(x, angles, turned)
+                turned[:] = turned if norm is None else _norm_heads(turned, norm, eps)
+            else:
+                _rotate(x if norm is None else _norm_heads(x, norm, eps), angles, turned)
         block, offset = np.divmod(slots, block_tokens)
         kv[block, layer, 0, :, offset] = keys
         kv[block, layer, 1, :, offset] = v
@@ -208,6 +218,67 @@ class ReferenceKernels:
         sinks: Floats | None = None,
     ) -> None:
         attend(query, kv, layer, rows, tables, window, scale, out, softcap, both, sinks)
+
+    def gate_heads(self, x: Floats, qkv: Floats, size: int) -> None:
+        recurrent.gate_heads(x, qkv, size)
+
+    def convolve(
+        self,
+        x: Floats,
+        first: int,
+        weight: Floats,
+        bias: Floats | None,
+        silu: bool,
+        gated: bool,
+        states: Floats,
+        layer: int,
+        rows: Ints,
+        tables: Ints,
+        out: Floats,
+    ) -> None:
+        recurrent.convolve(x, first, weight, bias, silu, gated, states, layer, rows, tables, out)
+
+    def delta(
+        self,
+        x: Floats,
+        gates: Floats,
+        first: int,
+        decay: Floats,
+        time_bias: Floats,
+        key_heads: int,
+        tiled: bool,
+        states: Floats,
+        layer: int,
+        rows: Ints,
+        tables: Ints,
+        out: Floats,
+    ) -> None:
+        recurrent.delta(x, gates, first, decay, time_bias, key_heads, tiled, states, layer, rows, tables, out)
+
+    def mamba2(
+        self,
+        x: Floats,
+        gates: Floats,
+        first: int,
+        decay: Floats,
+        time_bias: Floats,
+        skip: Floats,
+        low: float,
+        high: float,
+        groups: int,
+        states: Floats,
+        layer: int,
+        rows: Ints,
+        tables: Ints,
+        out: Floats,
+    ) -> None:
+        places = (states, layer, rows, tables)
+        recurrent.mamba2(x, gates, first, decay, time_bias, skip, low, high, groups, *places, out)
+
+    def gated_norm(
+        self, x: Floats, gates: Floats, first: int, weight: Floats, size: int, eps: float, gate_first: bool, out: Floats
+    ) -> None:
+        recurrent.gated_norm(x, gates, first, weight, size, eps, gate_first, out)
 
     def project_add(self, x: Floats, matrix: Segments, hidden: Floats) -> None:
         hidden += self._project(x, matrix)
@@ -244,6 +315,46 @@ class ReferenceKernels:
     def scale_queries(self, query: Floats, positions: Ints, beta: float, original: float) -> None:
         turns = np.floor(positions.astype(np.float32) / np.float32(original))
         query *= (1 + np.float32(beta) * np.log(1 + turns))[:, None, None]
+
+    def norm_heads(self, x: Floats, first: int, heads: int, weight: Floats, eps: float) -> None:
+        size = len(weight)
+        part = x[:, first * size : (first + heads) * size]
+        part[:] = rms_norm(np.ascontiguousarray(part).reshape(len(x), heads, size), weight, eps).reshape(part.shape)
+
+    def turn_heads(self, x: Floats, angles: Floats, query: Floats) -> None:
+        _rotate(x.reshape(query.shape), angles, query)
+
+    def scale_by(self, hidden: Floats, factor: Floats) -> None:
+        hidden *= factor
+
+    def gate_with(self, x: Floats, activation: str, by: Floats, first: int, out: Floats) -> None:
+        out[:] = ACTIVATIONS[activation](x) * by[:, first : first + x.shape[1]]
+
+    def latent_write(
+        self,
+        x: Floats,
+        angles: Floats,
+        neighbours: bool,
+        norm: Floats,
+        eps: float,
+        kv: NDArray[Any],
+        layer: int,
+        slots: Ints,
+    ) -> None:
+        latent.write(x, angles, neighbours, lambda one: rms_norm(one, norm, eps), kv, layer, slots)
+
+    def latent_queries(
+        self, x: Floats, keys: Sequence[Segments], angles: Floats, neighbours: bool, query: Floats
+    ) -> None:
+        latent.queries(x, keys, angles, neighbours, self._project, query)
+
+    def latent_attention(
+        self, query: Floats, kv: NDArray[Any], layer: int, rows: Ints, tables: Ints, scale: float, out: Floats
+    ) -> None:
+        latent.attention(query, kv, layer, rows, tables, scale, out)
+
+    def latent_values(self, x: Floats, values: Sequence[Segments], out: Floats) -> None:
+        latent.values(x, values, self._project, out)
 
     def route(
         self,
@@ -286,7 +397,9 @@ class ReferenceKernels:
         for expert in np.unique(chosen):
             rows, places = np.nonzero(chosen == expert)
             gates = self._project(x[rows], gate_up[expert])
-            out[rows] += shares[rows, places, None] * self._project(gated(gates, activation), down[expert])
+            both = gates.shape[1] == 2 * down[expert].inner
+            passed = gated(gates, activation) if both else ACTIVATIONS[activation](gates)
+            out[rows] += shares[rows, places, None] * self._project(passed, down[expert])
 
     def add_gated(self, x: Floats, gate: Floats, hidden: Floats) -> None:
         hidden += 1 / (1 + np.exp(-gate)) * x

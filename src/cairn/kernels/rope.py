@@ -33,7 +33,7 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> Rope:
         return Rope(_llama3(plain, scaling), 1.0)
     if scaling.kind == "yarn":
         return Rope(_yarn(plain, head_dim, theta, scaling), _yarn_factor(scaling))
-    return Rope(plain, 1.0)
+    return Rope(plain, 1.0 if scaling.attention_factor is None else scaling.attention_factor)
 
 
 def _llama3(plain: Floats, scaling: RopeScaling) -> Floats:

@@ -6,11 +6,18 @@ still read; `open` takes the longest such L. L is less than the sequence: one to
 logits are wanted. A shared block is never written to, so L ends on a block boundary, but for one case: where the very
 last block is found too, the sequence gets a copy of it (`copies`), of which it computes the last token again.
 
+Of a state group, position L reads the state after L - 1 alone, which lies in block (L - 1) // block_tokens, and what it
+leaves is written there or to the block after it. So its table is one of a window of two positions, but that few of its
+blocks are ever published, the snapshots (`kv.snapshots`), and that all else of it is `NO_BLOCK` from the start. A hit
+ends at a snapshot, so there are no copies. What the full groups have beyond it is computed again, and found to be there
+when it is published.
+
 Regions of one table (block_tokens = 4, window 6, computed = 18, reserved up to 24):
 
     window group   [  -1  |  -1  |  -1  | 12..15 | 16..19 ]            -1: passed, given back, still published
     full group     [ 0..3 | 4..7 | 8..11| 12..15 | 16..19 | 20..23 ]
                      published --------------------> private -------->
+    state group    [  -1  |  -1  |  -1  |  -1  | ..17 | ..23 ]                ..17: what position 18 reads
 """
 
 from __future__ import annotations
@@ -19,10 +26,11 @@ from collections.abc import Sequence
 
 from cairn.engine.base import NO_BLOCK, EngineInfo
 from cairn.figures import GroupUse, Miss
-from cairn.kv.attention_window import first_read, longest, window_blocks
+from cairn.kv.attention_window import first_read, lead, longest, window_blocks
 from cairn.kv.blocks import BlockPool, Copy
 from cairn.kv.prefix import Chain, root
 from cairn.kv.sequence_kv import BlockedOn, LowerTiers, Match, RecentKeys, SequenceKV
+from cairn.kv.snapshots import BOUNDARY, SPACING
 from cairn.kv.waiters import Waiters
 from cairn.types import CacheGroup
 
@@ -30,10 +38,17 @@ from cairn.types import CacheGroup
 class Cache:
     """All block pools of one engine. One thread."""
 
-    def __init__(self, info: EngineInfo) -> None:
+    def __init__(self, info: EngineInfo, spacing: int = SPACING) -> None:
+        """`spacing`: see `Snapshots`."""
         self.info = info
         self._groups = info.groups
         self._windows = any(group.kind == "window" for group in info.groups)
+        self._states = tuple(number for number, group in enumerate(info.groups) if group.kind == "state")
+        self._lead = lead(info.groups)
+        full = (number for number, group in enumerate(info.groups) if group.kind == "full")
+        self._skipping = tuple(full) if self._states else ()
+        """Groups of which a load does not read what their pools have: hits end before that for want of a state."""
+        self._spacing = spacing
         self._block_tokens = info.block_tokens
         self._identity = info.identity
         self.pools = tuple(BlockPool(blocks) for blocks in info.blocks)
@@ -42,8 +57,11 @@ class Cache:
         self._copies: list[Copy] = []
         self._waiters = Waiters()
         self._seen = RecentKeys()
-        """Keys that were published, to tell what is gone from what never was."""
+        """Keys of the leading group that were computed, to tell what is gone from what never was."""
         self.below: LowerTiers | None = None
+        self.turns = (0, 1) if self._states else (0,)
+        """How far into a block `publish` has something to do while single tokens are computed: at its beginning, and
+        after the first token, from where on nothing reads the state at the end of the block before."""
 
     @property
     def longest(self) -> int:
@@ -58,7 +76,7 @@ class Cache:
         """A context that holds nothing yet. Contexts of different salts share nothing."""
         size = self._block_tokens
         chains = tuple(Chain(root(self._identity, salt, group, size), size) for group in self._groups)
-        return SequenceKV(chains, durable, stored)
+        return SequenceKV(chains, durable, stored, self._spacing)
 
     @property
     def blocked(self) -> int:
@@ -106,17 +124,19 @@ class Cache:
         *,
         reuse: bool = True,
         spare: int = 0,
+        ahead: int = 0,
     ) -> int | None:
         """Hold the longest cached prefix of `tokens`, and blocks for all the rest of them in the full groups.
 
         Returns the tokens covered, once `copies` are made, or None with nothing held where that leaves fewer than
-        `spare` blocks available in a pool. Window groups grow as they are computed; here they only need room for one
-        window. Without `reuse` nothing cached is used, and everything is computed. `match`: what was found just now.
+        `spare` blocks available in a pool, and what a sequence with `ahead` blocks still needs of it. Window and state
+        groups grow as they are computed; here they only need room for one window. Without `reuse` nothing cached is
+        used, and everything is computed. `match`: what was found just now.
         """
         size = self._block_tokens
         hit = (self._hit(context, tokens) if match is None else match.covered // size) if reuse else 0
         wanted = -(-len(tokens) // size) - hit
-        if (short := self._hold_with_room(context, tokens, hit, spare)) is not None:
+        if (short := self._hold_with_room(context, tokens, hit, spare, ahead)) is not None:
             self._remember(context, tokens, hit, short)
             return None  # nor is another load begun: what the last one brought was overtaken, and would be again
         context.tried = False
@@ -125,9 +145,11 @@ class Cache:
                 table.extend(pool.take(wanted))
         self._measure(context)
         self._claim(context, tokens, hit, len(tokens) // size)
+        if self._states:
+            context.snapshots.begin((len(tokens) - 1) // size, self._reach(context, tokens, hit))
         if self.below is not None and hit:
             self.below.findable(context, tokens)
-        if reuse and len(tokens) == (hit + 1) * size and self._copy_last(context, tokens, hit):
+        if reuse and not self._states and len(tokens) == (hit + 1) * size and self._copy_last(context, tokens, hit):
             return len(tokens) - 1
         return hit * size
 
@@ -148,18 +170,34 @@ class Cache:
         context.loading = True
         return True
 
-    def extend(self, context: SequenceKV, end: int, groups: Sequence[int]) -> bool:
-        """Take blocks up to block `end` in the tables of `groups` and none in the others: all of it, or False."""
-        more = end - len(context.tables[0])
-        if any(more > self.pools[number].available for number in groups):
+    def extend(self, context: SequenceKV, tokens: Sequence[int], end: int, groups: Sequence[int]) -> bool:
+        """Take blocks up to block `end` in the tables of `groups` and none in the others: all of it, or False.
+
+        Of a state group it is the last block alone, which is a snapshot then. Where a load skips what the pool has
+        (`has`), that is held.
+        """
+        begin = len(context.tables[0])
+        more = end - begin
+        skipped = [number for number in self._skipping if number not in groups]
+        if not all(self.has(context, number, range(begin, end), tokens) for number in skipped):
+            return False
+        counts = [1 if number in self._states else more for number in range(len(self.pools))]
+        if any(counts[number] > self.pools[number].available for number in groups):
             return False
         for number, table in enumerate(context.tables):
-            table.extend(self.pools[number].take(more) if number in groups else [NO_BLOCK] * more)
+            if number in skipped:
+                self._hold_found(context, number, range(begin, end), tokens)
+                continue
+            count = counts[number] if number in groups else 0
+            table.extend([NO_BLOCK] * (more - count) + self.pools[number].take(count))
+        context.snapshots.want(end)
         return True
 
     def grow(self, context: SequenceKV, end: int) -> bool:
         """Make every table cover `end` positions: all of them, or none and False."""
         blocks = -(-end // self._block_tokens)
+        if self._states:
+            return self._grow_with_states(context, blocks)
         pairs = tuple(zip(self.pools, context.tables, strict=True))
         if any(blocks - len(table) > pool.available for pool, table in pairs):
             return False
@@ -172,11 +210,16 @@ class Cache:
     def publish(self, context: SequenceKV, tokens: Sequence[int], computed: int) -> None:
         """Let others find the full blocks of the first `computed` positions, and give back what a window has passed.
 
-        Call it after the step that computed them, never before. A partly filled block stays private.
+        Call it after the step that computed them, never before. A partly filled block stays private, and so does a
+        state that is no snapshot.
         """
         full, before = computed // self._block_tokens, context.published[0]
         for number, (group, pool, table) in enumerate(zip(self._groups, self.pools, context.tables, strict=True)):
             done = context.published[number]
+            if group.kind == "state":
+                self._publish_states(context, number, tokens, full)
+                self._give_back_states(pool, table, done, first_read(group, computed, self._block_tokens))
+                continue
             while done < full:
                 if table[done] != NO_BLOCK:
                     part = tokens[done * self._block_tokens : (done + 1) * self._block_tokens]
@@ -185,7 +228,7 @@ class Cache:
                     if block is None:
                         break
                     table[done] = block
-                    if number == 0:
+                    if number == self._lead:
                         self._seen.add(key)
                 done += 1
             context.published[number] = done
@@ -201,6 +244,9 @@ class Cache:
         """Give back everything. What was published stays findable until its blocks are needed."""
         self._waiters.wake(context)
         self._unclaim(context, tokens, context.claimed.stop)
+        if context.snapshots.passing and self.below is not None:
+            self.below.ended(context, tokens)
+        context.snapshots.clear()
         for pool, table in zip(self.pools, context.tables, strict=True):
             pool.release(block for block in reversed(table) if block != NO_BLOCK)
         context.tables = tuple([] for _ in self.pools)
@@ -230,6 +276,8 @@ class Cache:
             return None
         if context.declined:
             return Miss(position=covered, reason="faster to compute")
+        if self._states and self._reach(context, tokens, index) > index:
+            return Miss(position=covered, reason="no snapshot")
         if self.below is not None and self.below.not_stored_yet(context, index, tokens):
             return Miss(position=covered, reason="not stored yet")
         seen = context.chains[0].key(index, tokens) in self._seen
@@ -242,20 +290,39 @@ class Cache:
             if group.kind == "full":
                 hit = next((i for i in range(hit) if self._find(context, number, i, tokens) is None), hit)
         while hit:
-            gap = self._window_gap(context, tokens, hit)
+            gap = self._gap(context, tokens, hit)
             if gap is None:
                 return hit
             hit = gap
         return 0
 
-    def _window_gap(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> int | None:
-        """The last block that a window group lacks for a hit of `hit` blocks; any shorter hit must end before it."""
+    def _gap(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> int | None:
+        """The last block that a window group lacks for a hit of `hit` blocks; any shorter hit must end before it. Where
+        a state group has no snapshot, the boundary before."""
         for number, group in enumerate(self._groups):
             if group.kind == "window":
                 for index in range(hit - 1, first_read(group, hit * self._block_tokens, self._block_tokens) - 1, -1):
                     if self._find(context, number, index, tokens) is None:
                         return index
+            elif group.kind == "state" and not self._has_snapshot(context, number, hit, tokens):
+                return (hit - 1) // BOUNDARY * BOUNDARY
         return None
+
+    def _has_snapshot(self, context: SequenceKV, number: int, boundary: int, tokens: Sequence[int]) -> bool:
+        """Whether a state group's pool has the state after so many blocks."""
+        return boundary % BOUNDARY == 0 and self._find(context, number, boundary - 1, tokens) is not None
+
+    def _reach(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> int:
+        """How many blocks the pools have but for states; in a model without KV, how many were computed before."""
+        last, number = (len(tokens) - 1) // self._block_tokens, self._lead
+        if self._groups[number].kind == "full":
+            return next((i for i in range(hit, last) if self._find(context, number, i, tokens) is None), last)
+        key = context.chains[number].key
+        return next((i for i in range(hit, last) if key(i, tokens) not in self._seen), last)
+
+    def has(self, context: SequenceKV, number: int, indices: range, tokens: Sequence[int]) -> bool:
+        """Whether the pool of a group has all of these blocks."""
+        return all(self._find(context, number, index, tokens) is not None for index in indices)
 
     def _find(self, context: SequenceKV, number: int, index: int, tokens: Sequence[int]) -> int | None:
         key = context.chains[number].key(index, tokens)
@@ -264,18 +331,38 @@ class Cache:
     def _on_its_way(self, context: SequenceKV, tokens: Sequence[int], hit: int, last: int) -> bytes | None:
         """The key of the last of the blocks from `hit` up to `last` that the one that brings the first of them brings.
 
-        None where nobody does. It is published after all before it, so a waiter is woken once.
+        None where nobody does. It is published after all before it, so a waiter is woken once. With states it is the
+        block after which the other leaves the last snapshot that is of use here.
         """
-        key = context.chains[0].key
+        key, covered = context.chains[0].key, hit
+        if self._states:
+            hit = self._reach(context, tokens, hit)
         owner = self._computing.get(key(hit, tokens)) if hit < last else None
         if owner is None:
             return None
-        if owner.loading:
-            owner.wanted = True
         stop = min(last, owner.claimed.stop)
         while hit + 1 < stop and self._computing.get(key(hit + 1, tokens)) is owner:
             hit += 1
+        if self._states:
+            hit = self._coming(owner, covered, hit + 1) - 1
+            if hit < covered or self._computing.get(key(hit, tokens)) is not owner:
+                return None
+        if owner.loading:
+            owner.wanted = True
         return key(hit, tokens)
+
+    def _coming(self, owner: SequenceKV, low: int, high: int) -> int:
+        """The last boundary beyond block `low`, up to `high`, at which `owner` will leave a snapshot; 0 for none.
+
+        One that it has not come to is asked for. Those of a step that is planned are in its table.
+        """
+        table = owner.tables[self._states[0]]
+        for boundary in range(high // BOUNDARY * BOUNDARY, max(low, owner.published[0]), -BOUNDARY):
+            if boundary > len(table) and not owner.loading:
+                owner.snapshots.want(boundary)
+            if owner.snapshots.wanted(boundary) if boundary > len(table) else table[boundary - 1] != NO_BLOCK:
+                return boundary
+        return 0
 
     def _is_blocked(self, context: SequenceKV, running: bool) -> bool:
         """Whether what a context is blocked on is still to come from a load, or from one that is `running`."""
@@ -287,27 +374,33 @@ class Cache:
         """Keep what was found for a context until something happens.
 
         What is found grows when its first missing block is published; with windows also when a later one is, by one
-        that began when more was there.
+        that began when more was there; with states at boundaries, whoever comes to them.
         """
         last = (len(tokens) - 1) // self._block_tokens
         match = Match(hit * self._block_tokens, len(tokens) - hit * self._block_tokens, blocked_on)
         keys: list[bytes] = []
         if isinstance(blocked_on, bytes):
             keys = [blocked_on]
+        elif self._states and blocked_on != "load":
+            ends = range((hit // BOUNDARY + 1) * BOUNDARY, last + 1, BOUNDARY)
+            keys = [context.chains[0].key(end - 1, tokens) for end in ends]
         elif blocked_on != "load" and hit < last:
             key, more = context.chains[0].key, range(hit + 1, last) if self._windows else ()
             keys = [key(hit, tokens), *(one for index in more if (one := key(index, tokens)) in self._computing)]
         self._waiters.remember(context, match, keys)
         return match
 
-    def _hold_with_room(self, context: SequenceKV, tokens: Sequence[int], hit: int, spare: int) -> BlockPool | None:
+    def _hold_with_room(
+        self, context: SequenceKV, tokens: Sequence[int], hit: int, spare: int, ahead: int = 0
+    ) -> BlockPool | None:
         """Hold the first `hit` blocks if the rest has room beside them; else hold nothing, and return who has none."""
         self._hold_prefix(context, tokens, hit)
         wanted = -(-len(tokens) // self._block_tokens) - hit
         for group, pool in zip(self._groups, self.pools, strict=True):
             held = hit - first_read(group, hit * self._block_tokens, self._block_tokens)
             span = window_blocks(group, self._block_tokens)
-            if (min(wanted, span - held) if span else wanted) + spare > pool.available:
+            need = min(wanted, span - held) + min(ahead, span) if span else wanted + ahead
+            if need + spare > pool.available:
                 self.close(context, tokens)
                 return pool
         self._waiters.wake(context)
@@ -315,15 +408,20 @@ class Cache:
         return None
 
     def _hold_prefix(self, context: SequenceKV, tokens: Sequence[int], hit: int) -> None:
-        for number, (group, pool, table) in enumerate(zip(self._groups, self.pools, context.tables, strict=True)):
+        for number, (group, table) in enumerate(zip(self._groups, context.tables, strict=True)):
             first = first_read(group, hit * self._block_tokens, self._block_tokens)
             table.extend([NO_BLOCK] * first)
-            for index in range(first, hit):
-                block = self._find(context, number, index, tokens)
-                assert block is not None, "a block that _hit saw is gone"
-                pool.hold(block)
-                table.append(block)
-            context.published[number] = hit
+            self._hold_found(context, number, range(first, hit), tokens)
+
+    def _hold_found(self, context: SequenceKV, number: int, indices: range, tokens: Sequence[int]) -> None:
+        """Put blocks that were just found into a group's table, after which all of it is published."""
+        pool, table = self.pools[number], context.tables[number]
+        for index in indices:
+            block = self._find(context, number, index, tokens)
+            assert block is not None, "a block that was found is gone"
+            pool.hold(block)
+            table.append(block)
+        context.published[number] = len(table)
 
     def _copy_last(self, context: SequenceKV, tokens: Sequence[int], last: int) -> bool:
         """Have the block that ends `tokens` copied into the tables, if every group has it and room; else False."""
@@ -336,6 +434,63 @@ class Cache:
             copies.append(Copy(number, block, table[last]))
         self._copies += copies
         return True
+
+    def _grow_with_states(self, context: SequenceKV, blocks: int) -> bool:
+        """`grow`, where some tables have few blocks: the one of the last position, and the snapshots on the way there.
+
+        No snapshot is worth a preemption: those for which a pool has no room beside what the running sequences may
+        need are left out, the first ones first.
+        """
+        more: list[list[int]] = []
+        for number, (pool, table) in enumerate(zip(self.pools, context.tables, strict=True)):
+            places = list(range(len(table), blocks))
+            if number in self._states and places:
+                places = sorted({*context.snapshots.places(len(table), blocks), blocks - 1})
+                others = pool.held - bool(table)  # about as many as other sequences run
+                places = places[-max(1, pool.available - others) :]
+            if len(places) > pool.available:
+                return False
+            more.append(places)
+        for pool, table, places in zip(self.pools, context.tables, more, strict=True):
+            table.extend([NO_BLOCK] * (blocks - len(table)))
+            for place, block in zip(places, pool.take(len(places)), strict=True):
+                table[place] = block
+        self._measure(context)
+        return True
+
+    def _publish_states(self, context: SequenceKV, number: int, tokens: Sequence[int], full: int) -> None:
+        """Let others find the snapshots among the first `full` blocks, and forget those whose place they take."""
+        pool, table, chain = self.pools[number], context.tables[number], context.chains[number]
+        size, snapshots = self._block_tokens, context.snapshots
+        for index in range(context.published[number], full):
+            if number == self._lead:
+                self._seen.add(chain.key(index, tokens))
+            if table[index] == NO_BLOCK or not snapshots.wanted(index + 1):
+                continue
+            block = pool.publish(table[index], chain.key(index, tokens), tokens[index * size : (index + 1) * size])
+            if block is None:
+                continue
+            own, table[index] = block == table[index], block
+            if number == self._states[0]:
+                for boundary in snapshots.took(index + 1, own=own):
+                    self._forget_snapshot(context, boundary, tokens)
+        context.published[number] = full
+
+    def _forget_snapshot(self, context: SequenceKV, boundary: int, tokens: Sequence[int]) -> None:
+        """Give up the states after so many blocks, unless somebody holds them."""
+        for number in self._states:
+            block = self._find(context, number, boundary - 1, tokens)
+            if block is not None and not self.pools[number].holders(block):
+                if self.below is not None:
+                    self.below.unwanted(context.chains[number].key(boundary - 1, tokens))
+                self.pools[number].forget(block)
+
+    def _give_back_states(self, pool: BlockPool, table: list[int], done: int, first: int) -> None:
+        """Drop the blocks before `first`, which no position reads any more. All before `done` but the last are gone."""
+        for index in range(max(0, done - 1), first):
+            if table[index] != NO_BLOCK:
+                pool.release((table[index],))
+                table[index] = NO_BLOCK
 
     def _give_back_passed(self, group: CacheGroup, pool: BlockPool, table: list[int], computed: int) -> None:
         """Drop the blocks that no position from `computed` on reads. They stay findable."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from cairn.kv.attention_window import first_read
+from cairn.kv.attention_window import first_read, lead
 from cairn.kv.cache import Cache
 from cairn.kv.disk import DiskStore
 from cairn.kv.prefix import Chain, root
@@ -29,6 +29,7 @@ class ChunkLookup:
         self._cache = cache
         self._stores = stores
         self._groups = cache.info.groups
+        self._states = [number for number, group in enumerate(self._groups) if group.kind == "state"]
         self._block_tokens = cache.info.block_tokens
         self.chunk_tokens = CHUNK_BLOCKS * cache.info.block_tokens
 
@@ -36,9 +37,9 @@ class ChunkLookup:
         """What to read, a stretch of one chunk each, for the longest context that the stores can give.
 
         It begins with the chunk in which the pools' `hit` blocks end. Of a window group only what the token after the
-        last stretch still reads is wanted.
+        last stretch still reads is wanted, of a state group the state that it ends with, before the last token.
         """
-        first, stop = hit // CHUNK_BLOCKS, len(tokens) // self.chunk_tokens
+        first, stop = hit // CHUNK_BLOCKS, (len(tokens) - bool(self._states)) // self.chunk_tokens
         for number, group in enumerate(self._groups):
             if group.kind == "full":
                 stop = first + self._match_prefix(self.keys(context, number, tokens, first, stop))
@@ -48,7 +49,9 @@ class ChunkLookup:
         for index in range(first, stop):
             part = tuple(tokens[index * self.chunk_tokens : (index + 1) * self.chunk_tokens])
             groups = [
-                number for number in range(len(self._groups)) if index >= self._begin(number, tokens, first, stop)
+                number
+                for number in range(len(self._groups))
+                if index >= self._begin(number, tokens, first, stop) and not self._skips(context, number, index, tokens)
             ]
             parts.append(
                 tuple(Want(number, self.keys(context, number, tokens, index, index + 1)[0], part) for number in groups)
@@ -64,9 +67,19 @@ class ChunkLookup:
         return [context.chains[number].key((one + 1) * CHUNK_BLOCKS - 1, tokens) for one in range(first, stop)]
 
     def all_keys(self, context: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[bytes]:
-        """Keys of all whole chunks from number `first` on, of every group."""
+        """Keys of all whole chunks from number `first` on, of every group, and of all states that there might be."""
+        return self.kv_keys(context, tokens, first) + self.states(context, tokens, first)
+
+    def kv_keys(self, context: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[bytes]:
+        """Keys of all whole chunks from number `first` on, of every group that has KV."""
         stop = len(tokens) // self.chunk_tokens
-        return [key for number in range(len(self._groups)) for key in self.keys(context, number, tokens, first, stop)]
+        kept = (number for number in range(len(self._groups)) if number not in self._states)
+        return [key for number in kept for key in self.keys(context, number, tokens, first, stop)]
+
+    def states(self, context: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[bytes]:
+        """Keys of the states at the ends of all whole chunks from number `first` on; there are few of them."""
+        stop = len(tokens) // self.chunk_tokens
+        return [key for number in self._states for key in self.keys(context, number, tokens, first, stop)]
 
     def tails(self, context: SequenceKV, tokens: Sequence[int], first: int = 0) -> list[Tail]:
         """What follows the last whole chunk in every group, where that is known at all from number `first` on."""
@@ -93,12 +106,30 @@ class ChunkLookup:
 
     def counts(self, context: SequenceKV, tokens: Sequence[int]) -> dict[TierName, int]:
         """Leading tokens of a context in each store."""
-        full = next((number for number, group in enumerate(self._groups) if group.kind == "full"), 0)
-        keys = self.keys(context, full, tokens, 0, len(tokens) // self.chunk_tokens)
-        return {tier: store.match_prefix(keys) * self.chunk_tokens for tier, store in self._stores.items()}
+        number, stop = lead(self._groups), len(tokens) // self.chunk_tokens
+        keys = self.keys(context, number, tokens, 0, stop)
+        found: dict[TierName, int] = {}
+        for tier, store in self._stores.items():
+            count = stop if number in self._states else store.match_prefix(keys)
+            for state in self._states:
+                count = self._last_state((store,), self.keys(context, state, tokens, 0, count))
+            found[tier] = count * self.chunk_tokens
+        return found
+
+    def _last_state(self, stores: Collection[Store], keys: Sequence[bytes]) -> int:
+        """How many of these chunks end with the last that one of the stores has."""
+        for count in range(len(keys), 0, -1):
+            if any(store.match_prefix(keys[count - 1 : count]) for store in stores):
+                return count
+        return 0
 
     def _gap(self, context: SequenceKV, tokens: Sequence[int], first: int, stop: int) -> int | None:
-        """The chunk that a window group lacks for `stop` chunks: fewer, up to there, may do."""
+        """The chunk that a window group lacks for `stop` chunks: fewer, up to there, may do. Where there is no state at
+        their end, up to the last that there is."""
+        for number in self._states:
+            found = first + self._last_state(self._stores.values(), self.keys(context, number, tokens, first, stop))
+            if found < stop:
+                return found
         for number, group in enumerate(self._groups):
             if group.kind == "window":
                 begin = self._begin(number, tokens, first, stop)
@@ -106,6 +137,12 @@ class ChunkLookup:
                 if found < stop:
                     return found
         return None
+
+    def _skips(self, context: SequenceKV, number: int, index: int, tokens: Sequence[int]) -> bool:
+        """Whether a chunk need not be read, since the pool has it: with states hits may end before it all the same."""
+        blocks = range(index * CHUNK_BLOCKS, (index + 1) * CHUNK_BLOCKS)
+        skippable = bool(self._states) and self._groups[number].kind == "full"
+        return skippable and self._cache.has(context, number, blocks, tokens)
 
     def _begin(self, number: int, tokens: Sequence[int], first: int, stop: int) -> int:
         """The first chunk of a group that the token after `stop` chunks (or the last one) still reads."""

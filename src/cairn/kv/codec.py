@@ -1,13 +1,14 @@
 """How the pages of a chunk are written down: as they are, or as 8-bit integers.
 
 `raw` gives back the same bits. `q8` takes about a quarter of the room of float32 pages, half of that of 16-bit ones,
-and is lossy: whoever turns it on gives up the promise that a cached answer is the same answer. A store never gives
-chunks of one codec to a reader of another.
+and is lossy, but for states, which it leaves as they are: what a state loses, every later token would. Whoever turns it
+on gives up the promise that a cached answer is the same answer. A store never gives chunks of one codec to a reader of
+another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal, Protocol
 
 import ml_dtypes
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kv.store import CHUNK_BLOCKS
+from cairn.types import CacheGroup
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
@@ -38,6 +40,11 @@ class Codec(Protocol):
         """Whether `decode` gives back the very bits."""
         ...
 
+    @property
+    def state_sizes(self) -> frozenset[int]:
+        """Bytes of chunks of states as they are written down."""
+        ...
+
     def size(self, group: int) -> int:
         """Bytes of a chunk of the group as it is written down."""
         ...
@@ -57,12 +64,14 @@ class Raw:
     name = "raw"
     lossless = True
 
-    def __init__(self, block_bytes: Sequence[int]) -> None:
-        """`block_bytes`: of one block of each group, as `EngineInfo` says."""
-        self._sizes = tuple(CHUNK_BLOCKS * size for size in block_bytes)
+    def __init__(self, block_bytes: Sequence[int], states: Collection[int] = ()) -> None:
+        """`block_bytes`: of one block of each group, as `EngineInfo` says. `states`: numbers of those groups of whose
+        blocks a chunk has one."""
+        self._sizes = tuple((1 if at in states else CHUNK_BLOCKS) * size for at, size in enumerate(block_bytes))
+        self.state_sizes = frozenset(self._sizes[at] for at in states)
 
     def size(self, group: int) -> int:
-        """Four pages."""
+        """Four pages, or one."""
         return _checked(self._sizes, group)
 
     def encode(self, group: int, pages: bytes | memoryview) -> bytes | memoryview:
@@ -85,24 +94,41 @@ class Q8:
     name = "q8"
     lossless = False
 
-    def __init__(self, block_bytes: Sequence[int], head_dim: int, dtype: str = "float32") -> None:
-        """`block_bytes` as for `Raw`; the pages are rows of `head_dim` numbers: float32, bfloat16 or float16."""
+    def __init__(
+        self,
+        block_bytes: Sequence[int],
+        head_dim: int | Sequence[int],
+        dtype: str = "float32",
+        states: Collection[int] = (),
+    ) -> None:
+        """`block_bytes` and `states` as for `Raw`; the pages of all other groups are rows of `head_dim` numbers, of
+        each group or of all: float32, bfloat16 or float16."""
         self._dtype = _DTYPES[dtype]
-        row = self._dtype.itemsize * head_dim
-        if any(size % row for size in block_bytes):
-            raise ValueError(f"pages of {tuple(block_bytes)} bytes are not rows of {head_dim} {dtype} numbers")
-        self._head_dim, self._row = head_dim, row
-        self._rows = tuple(CHUNK_BLOCKS * size // row for size in block_bytes)
+        self._states, self._raw = frozenset(states), Raw(block_bytes, states)
+        self.state_sizes = self._raw.state_sizes
+        sizes = [head_dim] * len(block_bytes) if isinstance(head_dim, int) else head_dim
+        for at, (one, size) in enumerate(zip(sizes, block_bytes, strict=True)):
+            if size % (self._dtype.itemsize * one) and at not in self._states:
+                raise ValueError(f"pages of {tuple(block_bytes)} bytes are not rows of {one} {dtype} numbers")
+        self._head_dims = tuple(sizes)
+        self._rows = tuple(
+            CHUNK_BLOCKS * size // (self._dtype.itemsize * one) for one, size in zip(sizes, block_bytes, strict=True)
+        )
 
     def size(self, group: int) -> int:
         """`head_dim` + 4 bytes a row."""
-        return _checked(self._rows, group) * (self._head_dim + 4)
+        if group in self._states:
+            return self._raw.size(group)
+        return _checked(self._rows, group) * (self._head_dims[group] + 4)
 
     def encode(self, group: int, pages: bytes | memoryview) -> bytes | memoryview:
         """Infinite numbers and NaN are a `ValueError`: they would spoil their whole row."""
+        if group in self._states:
+            return self._raw.encode(group, pages)
         rows = _checked(self._rows, group)
-        numbers = np.frombuffer(_sized(pages, rows * self._row), dtype=self._dtype).astype(np.float32, copy=False)
-        numbers = numbers.reshape(rows, self._head_dim)
+        size = self._head_dims[group]
+        whole = _sized(pages, rows * size * self._dtype.itemsize)
+        numbers = np.frombuffer(whole, dtype=self._dtype).astype(np.float32, copy=False).reshape(rows, size)
         largest = np.abs(numbers).max(axis=1)
         if not np.isfinite(largest).all():
             raise ValueError("a page has a number that is not finite")
@@ -115,10 +141,12 @@ class Q8:
 
     def decode(self, group: int, data: memoryview) -> bytes | memoryview:
         """Pages in their type."""
+        if group in self._states:
+            return self._raw.decode(group, data)
         rows = _checked(self._rows, group)
         data = _sized(data, self.size(group))
         scales = np.frombuffer(data[: 4 * rows], dtype="<f4")
-        small = np.frombuffer(data[4 * rows :], dtype=np.int8).reshape(rows, self._head_dim)
+        small = np.frombuffer(data[4 * rows :], dtype=np.int8).reshape(rows, self._head_dims[group])
         pages: NDArray[np.float32] = small * scales[:, None]
         return pages.astype(self._dtype, copy=False).tobytes()
 
@@ -129,9 +157,21 @@ def error_bound(largest: float, dtype: str = "float32") -> float:
     return largest / 254 * (1 + 1e-4) + relative * largest + least + 127 * float(np.finfo(np.float32).tiny)
 
 
-def open_codec(name: Literal["raw", "q8"], block_bytes: Sequence[int], head_dim: int, dtype: str = "float32") -> Codec:
-    """The codec with this name, for pages of rows of `head_dim` numbers of this type."""
-    return Q8(block_bytes, head_dim, dtype) if name == "q8" else Raw(block_bytes)
+def open_codec(
+    name: Literal["raw", "q8"],
+    block_bytes: Sequence[int],
+    head_dim: int | Sequence[int],
+    dtype: str = "float32",
+    states: Collection[int] = (),
+) -> Codec:
+    """The codec with this name, for pages of rows of `head_dim` numbers, of each group or of all, of this type, but for
+    those of `states`."""
+    return Q8(block_bytes, head_dim, dtype, states) if name == "q8" else Raw(block_bytes, states)
+
+
+def state_groups(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
+    """Numbers of the groups that keep states."""
+    return tuple(number for number, group in enumerate(groups) if group.kind == "state")
 
 
 def _checked(sizes: tuple[int, ...], group: int) -> int:

@@ -26,7 +26,7 @@ import xxhash
 
 from cairn.engine.base import NO_BLOCK, Engine, EngineInfo, Row
 from cairn.errors import ModelError
-from cairn.kv.codec import Codec, Raw
+from cairn.kv.codec import Codec, Raw, state_groups
 from cairn.kv.store import CHUNK_BLOCKS
 from cairn.kv.store_folder import StoreFolder
 from cairn.seams import FileSystem
@@ -102,7 +102,7 @@ def compare(engine: Engine, codec: Codec, tokens: Sequence[int]) -> Comparison:
     """
     if len(tokens) < 2:
         raise ValueError("a text of one token foretells nothing")
-    plain = _read(engine, Raw(engine.info.block_bytes), tokens)
+    plain = _read(engine, Raw(engine.info.block_bytes, state_groups(engine.info.groups)), tokens)
     coded = _read(engine, codec, tokens)
     agreed = sum(one.top[0][0] == other.top[0][0] for one, other in zip(plain, coded, strict=True))
     apart = sorted(_divergence(one, other) for one, other in zip(plain, coded, strict=True))
@@ -190,11 +190,13 @@ def _read_piece(engine: Engine, codec: Codec, tokens: Sequence[int]) -> list[Tok
     info, last = engine.info, len(tokens) - 1
     size = CHUNK_BLOCKS * info.block_tokens
     scores: list[TokenLogprob] = []
+    state = 0
     for start in range(0, last, size):
         end = min(last, start + size)
         for low in range(start, end, info.max_tokens):
             high = min(end, low + info.max_tokens)
-            row = Row(tokens, low, high, _tables(info, low, high), low, len(tokens), _SCORED, 0)
+            row = Row(tokens, low, high, _tables(info, low, high, state), low, len(tokens), _SCORED, 0)
+            state = _left(info, low, high, state)
             (result,) = engine.prefill([row]).wait()
             if result.error:
                 raise ModelError(f"the model cannot read the text with {codec.name}: {result.error}")
@@ -205,8 +207,10 @@ def _read_piece(engine: Engine, codec: Codec, tokens: Sequence[int]) -> list[Tok
 
 
 def _store(engine: Engine, codec: Codec, first: int) -> None:
-    """Put the chunk that begins with the block in place `first` through the codec, in every group."""
+    """Put the chunk that begins with the block in place `first` through the codec, in every group that has KV."""
     for group, (pool, page) in enumerate(zip(engine.info.blocks, engine.info.block_bytes, strict=True)):
+        if engine.info.groups[group].kind == "state":
+            continue
         ids = [place % pool for place in range(first, first + CHUNK_BLOCKS)]
         pages = b"".join(engine.read_blocks(group, ids).wait())
         try:
@@ -217,12 +221,25 @@ def _store(engine: Engine, codec: Codec, first: int) -> None:
         engine.write_blocks(group, ids, views).wait()
 
 
-def _tables(info: EngineInfo, low: int, high: int) -> tuple[list[int], ...]:
-    """Blocks in the order of their numbers; a window goes round in its pool."""
+def _left(info: EngineInfo, low: int, high: int, state: int) -> int:
+    """The block in which a row leaves its state, that found it in this one."""
+    begun = (low - 1) // info.block_tokens if low else 0
+    return state if begun == (high - 1) // info.block_tokens else 1 - state
+
+
+def _tables(info: EngineInfo, low: int, high: int, state: int) -> tuple[list[int], ...]:
+    """Blocks in the order of their numbers; a window goes round in its pool, a state in two blocks: rows that are no
+    longer than a chunk begin and end in one block, or in two of which the one is `state`."""
     tables = []
     for group, pool in zip(info.groups, info.blocks, strict=True):
-        first = max(0, low - group.window + 1) // info.block_tokens if group.kind == "window" else 0
         count = -(-high // info.block_tokens)
+        if group.kind == "state":
+            table = [NO_BLOCK] * count
+            table[(low - 1) // info.block_tokens if low else 0] = state % pool
+            table[-1] = _left(info, low, high, state) % pool
+            tables.append(table)
+            continue
+        first = max(0, low - group.window + 1) // info.block_tokens if group.kind == "window" else 0
         tables.append([NO_BLOCK] * first + [place % pool for place in range(first, count)])
     return tuple(tables)
 
@@ -239,4 +256,6 @@ def _span(info: EngineInfo) -> int:
 
 def _needed(group: CacheGroup, block_tokens: int, chunk: int) -> float:
     """Blocks with which a group never runs out, however long the piece."""
+    if group.kind == "state":
+        return 1
     return -(-(group.window + chunk) // block_tokens) + 1 if group.kind == "window" else math.inf

@@ -53,6 +53,7 @@ class DiskStore:
         codec: Codec,
         clock: Clock,
         budget: int | None = None,
+        share: float = 1.0,
         ttl: float = TTL,
         reserve: int = RESERVE,
         fresh: bool = False,
@@ -62,14 +63,15 @@ class DiskStore:
         """Take the folder and read its names.
 
         `identity` and `model`: of the engine, and what people call it. `budget`: bytes on the disk for all models; None
-        for a fifth of what the disk has free or the store holds, at most `disk_maintenance.LARGEST_BUDGET`. `reserve`:
-        bytes of the disk that stay free. `fresh`: set a folder aside that can not be used. Raises `ConfigError` or
-        `Conflict` as `store_folder.open_folder` says. Call `tend` about once a second.
+        for `share` of a fifth of what the disk has free or the store holds, at most
+        `disk_maintenance.LARGEST_BUDGET`. `reserve`: bytes of the disk that stay free. `fresh`: set a folder aside that
+        can not be used. Raises `ConfigError` or `Conflict` as `store_folder.open_folder` says. Call `tend` about once a
+        second.
         """
         self._files, self._codec, self._identity = files, codec, identity
         self._tag = chunk_file.model_tag(identity, codec.name)
-        self._budget, self._ttl = budget, ttl
-        self._state = DiskState(StoreFolder(files, folder), clock, reserve)
+        self._budget, self._share, self._ttl = budget, share, ttl
+        self._state = DiskState(StoreFolder(files, folder), clock, reserve, self._tag, codec.state_sizes)
         self._writer = DiskWriter(self._state, identity=identity, model=model, codec=codec)
         self._pins = Pins(self._state.folder)
         self._chores = threading.Lock()
@@ -275,9 +277,9 @@ class DiskStore:
             found = state.folder.scan()
             pins = self._pins.load(found)
             held = sum(disk for _, disk, _ in found.chunks)
-            budget = (
-                disk_maintenance.default_budget(state.folder.free(), held) if self._budget is None else self._budget
-            )
+            budget = self._budget
+            if budget is None:
+                budget = int(self._share * disk_maintenance.default_budget(state.folder.free(), held))
             idle = state.now() - max((modified for _, _, modified in found.chunks), default=state.now())
         except BaseException:
             lock.release()

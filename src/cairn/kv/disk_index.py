@@ -24,6 +24,9 @@ CHEAP_DEPTH = 4096
 
 A round figure for small models; it only shapes the order of eviction.
 """
+STATE_SAVES = 32
+"""Chunks that are computed again where a state is missing, about: half of those between two snapshots of a long prompt.
+With that a state of the usual size goes about when the KV does that it belongs to, which is of little use without."""
 DOUBLE_SECONDS = 6 * 3600.0
 """How much longer a chunk stays than one that is half as dear: what is dear outlasts what is cheap, not for ever."""
 
@@ -50,11 +53,14 @@ class Entry:
     children: set[bytes] = field(default_factory=set)
     held: int = 0
     """How many are writing something that needs it."""
+    saves: int = 1
+    """Chunks that would have to be computed again for it, about."""
 
     @property
     def worth(self) -> float:
         """The time of its last use, later by some hours for each time that a byte of it is twice as dear to compute."""
-        return self.used + DOUBLE_SECONDS * math.frexp((CHEAP_DEPTH + self.name.depth) / max(1, self.disk))[1]
+        dear = (CHEAP_DEPTH + self.name.depth) * self.saves
+        return self.used + DOUBLE_SECONDS * math.frexp(dear / max(1, self.disk))[1]
 
 
 class DiskIndex:

@@ -42,9 +42,7 @@ def fill(state: DiskState, found: Found) -> list[tuple[Path, int]]:
     index.bytes = found.other
     entries: dict[bytes, Entry] = {}
     for name, disk, modified in sorted(found.chunks, key=lambda one: str(one[0])):
-        parent = name.tag + name.parent if name.parent else b""
-        used = min(modified, now)
-        entry = Entry(name.tag + name.key, parent, name, disk, used, used)
+        entry = state.entry(name, disk, min(modified, now))
         if modified > now:  # else it would look new at each start, until that time has come
             state.used[entry.id] = entry
         if entries.setdefault(entry.id, entry) is not entry:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import errno
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from cairn.figures import TierStats
-from cairn.kv.disk_index import DiskIndex, Entry
+from cairn.kv.chunk_file import Name
+from cairn.kv.disk_index import STATE_SAVES, DiskIndex, Entry
+from cairn.kv.store import OVERHEAD
 from cairn.kv.store_folder import StoreFolder
 from cairn.seams import Clock
 
@@ -39,9 +41,15 @@ up."""
 class DiskState:
     """One folder's chunks, in memory. Any thread."""
 
-    def __init__(self, folder: StoreFolder, clock: Clock, reserve: int) -> None:
-        """`reserve`: bytes of the disk that the store never grows into. Below a quarter of them it gives way."""
+    def __init__(
+        self, folder: StoreFolder, clock: Clock, reserve: int, tag: bytes = b"", state_sizes: Collection[int] = ()
+    ) -> None:
+        """`reserve`: bytes of the disk that the store never grows into. Below a quarter of them it gives way.
+
+        `tag`, `state_sizes`: of the store's own engine, and how large its states are as they are written down.
+        """
         self.folder, self.clock = folder, clock
+        self._tag, self._state_sizes = tag, tuple(state_sizes)
         self.mutex = threading.Lock()
         self.index = DiskIndex()
         self.budget = 0
@@ -67,6 +75,13 @@ class DiskState:
         self._epoch = clock.time_ns() / 1e9 - clock.now()
         self._jumped = 0.0
         """How far the wall clock was ahead of `now` when the times of all files were put right."""
+
+    def entry(self, name: Name, disk: int, used: float) -> Entry:
+        """A chunk for the index. Whether it is a state is told by its size, lest a start read every file."""
+        parent = name.tag + name.parent if name.parent else b""
+        beyond = (name.size - size for size in self._state_sizes if name.tag == self._tag)
+        saves = STATE_SAVES if any(0 < more <= OVERHEAD for more in beyond) else 1
+        return Entry(name.tag + name.key, parent, name, disk, used, used, saves=saves)
 
     def now(self) -> float:
         """Seconds since 1970, never going back."""

@@ -167,6 +167,6 @@ class DiskWriter:
                 return False
             now = state.now()
             state.reserved -= one.reserved
-            state.index.add(Entry(key, parent, name, one.disk, now, now))
+            state.index.add(state.entry(name, one.disk, now))
             state.count(written=name.size)
         return True

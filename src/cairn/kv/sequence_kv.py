@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from cairn.kv.blocks import BlockPool
 from cairn.kv.prefix import Chain
+from cairn.kv.snapshots import SPACING, Snapshots
 
 REMEMBERED_KEYS = 1 << 15
 """Keys that a `RecentKeys` holds."""
@@ -60,6 +61,7 @@ class SequenceKV:
         "match",
         "noted",
         "published",
+        "snapshots",
         "stored",
         "tables",
         "tried",
@@ -67,16 +69,20 @@ class SequenceKV:
         "watched",
     )
 
-    def __init__(self, chains: tuple[Chain, ...], durable: bool = False, stored: bool = True) -> None:
+    def __init__(
+        self, chains: tuple[Chain, ...], durable: bool = False, stored: bool = True, spacing: int = SPACING
+    ) -> None:
         self.chains = chains
         self.durable = durable
         """To be stored at first touch."""
         self.stored = stored
         """Whether it may go to stores at all."""
         self.tables: tuple[list[int], ...] = tuple([] for _ in chains)
-        """One table a group; `NO_BLOCK` where a window has passed, or a load needs nothing."""
+        """One table a group; `NO_BLOCK` where a window has passed, a load needs nothing, or no state is kept."""
         self.published = [0] * len(chains)
-        """Leading blocks of each table that keys find, or that a window has passed."""
+        """Leading blocks of each table that keys find, or that a window has passed; of states, that were computed."""
+        self.snapshots = Snapshots(spacing)
+        """Which states are kept."""
         self.noted = [0] * len(chains)
         """Leading chunks of each group about which was decided whether to store them."""
         self.breaks, self.looked = -1, -math.inf
@@ -133,6 +139,14 @@ class LowerTiers(Protocol):
 
     def stop(self, context: SequenceKV) -> None:
         """A context that was being loaded is closed."""
+        ...
+
+    def ended(self, context: SequenceKV, tokens: Sequence[int]) -> None:
+        """A context is about to be closed, and no later snapshot takes the place of its newest any more."""
+        ...
+
+    def unwanted(self, key: bytes) -> None:
+        """The snapshot with this key is about to be forgotten, and need not be stored."""
         ...
 
     def yield_blocks(self) -> bool:

@@ -1,4 +1,5 @@
-"""What keeps KV beyond the pool: chunks of four blocks under the key of their last block, behind one small seam.
+"""What keeps KV beyond the pool: chunks of four blocks under the key of their last block, behind one small seam. Of a
+recurrent state a chunk is the last block alone.
 
 A chunk belongs to one cache group (its chain of keys starts at a root that names the group). It is found by its key
 and used only if its tokens are the ones asked for; any doubt is a miss. A store answers how many *leading* keys it
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cairn.figures import TierStats
+from cairn.types import CacheGroup
 
 CHUNK_BLOCKS = 4
 """Blocks in a chunk: 64 tokens."""
@@ -19,19 +21,30 @@ OVERHEAD = 8192
 """Bytes that a chunk as it is kept may have beyond its pages, at most."""
 
 
+def chunk_pages(group: CacheGroup) -> int:
+    """Pages in a chunk of the group: of a state group only the last, which is the state at the end of the chunk."""
+    return 1 if group.kind == "state" else CHUNK_BLOCKS
+
+
+def chunk_sizes(groups: Sequence[CacheGroup], block_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Bytes of the pages of one chunk of each group."""
+    return tuple(chunk_pages(group) * size for group, size in zip(groups, block_bytes, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The KV of 64 tokens of one cache group."""
+    """The KV of 64 tokens of one cache group, or the state after them."""
 
     key: bytes
     """The key of its last block, which covers every token up to the end of the chunk and everything that could change
     a number."""
     parent: bytes
-    """Key of the chunk before it; empty for the first."""
+    """Key of the chunk before it; empty for the first. Of a state: of the KV of the same tokens, without which it is of
+    no use; where a model has none, of the state before it that is stored, if any."""
     tokens: tuple[int, ...]
     """The 64 tokens themselves."""
     depth: int
-    """Tokens before the chunk: what computing it again would need first."""
+    """Tokens before the chunk: what computing it again would need first. Of a state, the 64 too."""
     pages: bytes | memoryview
     """The blocks' pages, one after another, as `Engine.read_blocks` gave them."""
     group: int = 0

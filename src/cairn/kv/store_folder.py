@@ -4,6 +4,7 @@
     <folder>/.lock                 held by the process that has it open
     <folder>/pins/                 see `pins`
     <folder>/0/ ... <folder>/f/    chunks, by the first digit of their key; see `chunk_file`
+    <folder>/models/               of a server with several models: a store for each, which has all of this
 
 Files are written under a name that starts with `tmp-` and get their own name when they are durable. What carries such
 a name at a start is a leftover.
@@ -25,6 +26,7 @@ from cairn.seams import LOCK_FILE, Clock, Entry, FileSystem, Lock
 
 MARKER = "cairn-kv-store"
 PINS = "pins"
+OF_MODELS = "models"
 DIGITS = "0123456789abcdef"
 _TEMPORARY = "tmp-"
 _BLOCK = 4096
@@ -132,7 +134,7 @@ def _check(files: FileSystem, folder: Path) -> bool:
     except NotADirectoryError:
         raise ConfigError(f"kv_dir: {folder} is not a folder", field="kv_dir") from None
     if MARKER not in names:
-        if any(name != LOCK_FILE and not name.startswith(_TEMPORARY) for name in names):
+        if any(name not in (LOCK_FILE, OF_MODELS) and not name.startswith(_TEMPORARY) for name in names):
             raise ConfigError(f"kv_dir: {folder} is not empty and not a KV store of Cairn", field="kv_dir")
         return False
     file = files.open(folder / MARKER, "read")

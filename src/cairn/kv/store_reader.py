@@ -35,6 +35,8 @@ _HEAD_START = 0.05
 _FORGET_SECONDS = 60.0
 """How long a measured bandwidth is believed: a slow disk gets another chance."""
 _WEIGHT = 0.3
+_LARGE = 8 << 20
+"""Bytes from which one buffer of a size is kept, and no more: of states a load brings one."""
 
 
 class Want(NamedTuple):
@@ -109,16 +111,22 @@ class StoreReader:
     """Loads, first come first served; those that nobody waits for come after all others."""
 
     def __init__(
-        self, stores: Mapping[TierName, Store], size: int, gate: LoadPolicy, clock: Clock, wake: Callable[[], None]
+        self,
+        stores: Mapping[TierName, Store],
+        sizes: Sequence[int],
+        gate: LoadPolicy,
+        clock: Clock,
+        wake: Callable[[], None],
     ) -> None:
         """`stores` from the fastest down; `wake` is called from the thread whenever something has arrived.
 
-        `size`: bytes of the pages of the largest chunk.
+        `sizes`: bytes of the pages of a chunk of each group.
         """
         self._stores = stores
-        self._size = size + OVERHEAD
-        self._buffers: deque[memoryview] = deque()
-        """Those that nothing lies in. New memory is given out page by page, which takes longer than reading does."""
+        self._sizes = [size + OVERHEAD for size in sizes]
+        self._buffers: dict[int, deque[memoryview]] = {size: deque() for size in self._sizes}
+        """Those that nothing lies in, by size. New memory is given out page by page, which takes longer than reading
+        does."""
         self._load_policy = gate
         self._clock = clock
         self._wake = wake
@@ -143,8 +151,9 @@ class StoreReader:
 
     def taken(self, arrival: Arrival | None = None) -> None:
         """What had arrived was taken, or a load was cancelled: there may be work again."""
-        if arrival is not None and len(self._buffers) <= AHEAD:
-            self._buffers += arrival.buffers
+        for buffer in arrival.buffers if arrival is not None else ():
+            if len(kept := self._buffers[len(buffer)]) <= (AHEAD if len(buffer) <= _LARGE else 0):
+                kept.append(buffer)
         with self._changed:
             self._changed.notify()
 
@@ -204,7 +213,9 @@ class StoreReader:
         lowest: TierName = "ram" if wants else tuple(self._stores)[-1]
         began = self._clock.now()
         for want in wants:
-            buffers.append(self._buffers.popleft() if self._buffers else np.empty(self._size, np.uint8).data)
+            size = self._sizes[want.group]
+            kept = self._buffers[size]
+            buffers.append(kept.popleft() if kept else np.empty(size, np.uint8).data)
             tried = ((tier, store.fetch(want.key, want.tokens, buffers[-1])) for tier, store in self._stores.items())
             tier, chunk = next((one for one in tried if one[1] is not None), (None, None))
             if chunk is None:

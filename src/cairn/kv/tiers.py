@@ -15,14 +15,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from cairn.engine.base import Engine
+from cairn.engine.base import NO_BLOCK, Engine
 from cairn.errors import trace
 from cairn.figures import KvStats, Placed, Swept
 from cairn.kv.cache import Cache
 from cairn.kv.chunk_lookup import ChunkLookup
 from cairn.kv.disk import DiskStore
 from cairn.kv.sequence_kv import SequenceKV, TierName
-from cairn.kv.store import CHUNK_BLOCKS, Store
+from cairn.kv.store import CHUNK_BLOCKS, Store, chunk_sizes
 from cairn.kv.store_reader import Arrival, Load, LoadMode, LoadPolicy, StoreReader
 from cairn.kv.store_writer import StoreWriter
 from cairn.kv.write_behind import WriteBehind, WriteLimits
@@ -55,10 +55,10 @@ class Tiers:
         self._engine = engine
         self._clock = clock
         self._stores = stores
-        self._sizes = tuple(CHUNK_BLOCKS * size for size in cache.info.block_bytes)
+        self._sizes = chunk_sizes(cache.info.groups, cache.info.block_bytes)
         self.load_policy = LoadPolicy(load, clock)
         self.writer = StoreWriter(tuple(stores.values()), clock, wake, self._tend)
-        self.reader = StoreReader(stores, max(self._sizes), self.load_policy, clock, wake)
+        self.reader = StoreReader(stores, self._sizes, self.load_policy, clock, wake)
         *_, durable = stores.values()
         self.write_behind = WriteBehind(cache, engine, clock, durable, self.writer, limits or WriteLimits())
         self._lookup = ChunkLookup(cache, stores)
@@ -87,6 +87,14 @@ class Tiers:
     def not_stored_yet(self, context: SequenceKV, index: int, tokens: Sequence[int]) -> bool:
         """See `LowerTiers`."""
         return self.write_behind.not_stored_yet(context, index, tokens)
+
+    def ended(self, context: SequenceKV, tokens: Sequence[int]) -> None:
+        """See `LowerTiers`."""
+        self.write_behind.ended(context, tokens)
+
+    def unwanted(self, key: bytes) -> None:
+        """See `LowerTiers`."""
+        self.write_behind.unwanted(key)
 
     def load(self, context: SequenceKV, tokens: Sequence[int], hit: int, spare: int, most: int | None) -> bool:
         """See `LowerTiers`."""
@@ -182,22 +190,29 @@ class Tiers:
         views = [memoryview(chunk.pages).cast("B") for chunk in arrival.chunks]
         if any(len(view) != self._sizes[chunk.group] for view, chunk in zip(views, arrival.chunks, strict=True)):
             return False
-        if not self._cache.extend(context, end, [chunk.group for chunk in arrival.chunks]):
+        groups = [chunk.group for chunk in arrival.chunks]
+        if not self._cache.extend(context, tokens, end, groups):
             return False
         for view, chunk in zip(views, arrival.chunks, strict=True):
             page = self._cache.info.block_bytes[chunk.group]
             pages = [view[at : at + page] for at in range(0, len(view), page)]
-            blocks = context.tables[chunk.group][begin:]
-            self._engine.write_blocks(chunk.group, blocks, pages[CHUNK_BLOCKS - len(blocks) :]).wait()
+            blocks = [block for block in context.tables[chunk.group][begin:] if block != NO_BLOCK]
+            self._engine.write_blocks(chunk.group, blocks, pages[len(pages) - len(blocks) :]).wait()
         self._cache.publish(context, tokens, end * size)
-        context.bring(begin * size, end * size, arrival.tier)
+        if self._brings(groups):
+            context.bring(begin * size, end * size, arrival.tier)
+            self._loaded += (end - begin) * size
         if arrival.copies:
             self._stores["ram"].keep(arrival.copies)
         load.landed += 1
         load.heard = self._clock.now()
         context.load_seconds = load.heard - load.started
-        self._loaded += (end - begin) * size
         return True
+
+    def _brings(self, groups: Sequence[int]) -> bool:
+        """Whether chunks of these groups are all that a stretch needed, and its KV was not in the pool already."""
+        full = {number for number, group in enumerate(self._cache.info.groups) if group.kind == "full"}
+        return not full or not full.isdisjoint(groups)
 
     # ------------------------------------------------------------------------------------------- what is asked for
 
@@ -206,8 +221,13 @@ class Tiers:
         self.write_behind.flush(done)
 
     def pin(self, owner: str, tokens: Sequence[int], salt: bytes, done: Done) -> None:
-        """Pin a context's chunks in every store, in the place of what the owner pinned before."""
-        keys = self._lookup.all_keys(self._cache.context(salt), tokens)
+        """Pin a context's chunks in every store, in the place of what the owner pinned before.
+
+        Also chunks that are not there yet; of states only those that are, or wait to be stored.
+        """
+        context = self._cache.context(salt)
+        states = self._lookup.states(context, tokens)
+        keys = self._lookup.kv_keys(context, tokens) + [key for key in states if self.write_behind.has(key)]
         self.do(lambda store: store.pin(owner, keys), tuple(self._stores.values()), done)
 
     def prefetch(self, tokens: Sequence[int], salt: bytes, done: Done) -> None:

@@ -8,6 +8,9 @@ blocks, or when it has waited for `COPY_SECONDS`: what a crash loses of a loop t
 in bytes: while there is no room for more, chunks wait in the pool. One that the pool gives up meanwhile is not stored,
 nor is what extends it; those that were noted are counted. What a store refused, or dropped because it was told to, is
 noted once more when its context goes on, at most every `WAIT_SECONDS`.
+
+Of a state group there are chunks only where there are snapshots, each of one block. One that the next will take the
+place of waits for the end of its sequence: a state is too large to be stored every few seconds.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from cairn.engine.base import Engine
+from cairn.kv.attention_window import lead
 from cairn.kv.cache import Cache
 from cairn.kv.chunk_lookup import Tail
 from cairn.kv.prefix import extend
 from cairn.kv.sequence_kv import RecentKeys, SequenceKV
-from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store
+from cairn.kv.snapshots import BOUNDARY
+from cairn.kv.store import CHUNK_BLOCKS, Chunk, Store, chunk_pages, chunk_sizes
 from cairn.kv.store_writer import StoreWriter
 from cairn.seams import Clock
 
@@ -125,7 +130,9 @@ class _Noted:
 
     chunk: Chunk
     blocks: tuple[bytes, ...]
-    """Keys of its blocks."""
+    """Keys of the blocks whose pages it has."""
+    first: bytes
+    """The key of the first block of its tokens."""
     at: float
     """When it was noted."""
 
@@ -143,7 +150,11 @@ class WriteBehind:
         self._store = store
         self._writer = writer
         self._limits = limits
-        self._sizes = tuple(CHUNK_BLOCKS * size for size in cache.info.block_bytes)
+        self._sizes = chunk_sizes(cache.info.groups, cache.info.block_bytes)
+        self._pages = tuple(chunk_pages(group) for group in cache.info.groups)
+        self._lead = lead(cache.info.groups)
+        self._order = sorted(range(len(cache.pools)), key=lambda number: self._is_state(number))
+        """Numbers of groups, states last: they extend KV."""
         self._noted: OrderedDict[bytes, _Noted] = OrderedDict()
         """Parents before children, but for those that were lost and noted again."""
         self._users: dict[bytes, list[bytes]] = {}
@@ -196,17 +207,34 @@ class WriteBehind:
             context.breaks = self._breaks
         if context.durable and context.breaks != self._breaks and now - context.looked >= WAIT_SECONDS:
             context.noted, context.breaks, context.looked = [0] * len(context.noted), self._breaks, now
-        for number, published in enumerate(context.published):
-            while context.noted[number] < published // CHUNK_BLOCKS:
+        for number in self._order:
+            stop = context.published[number] // CHUNK_BLOCKS
+            while context.noted[number] < stop:
                 self._note(context, number, context.noted[number], tokens)
                 context.noted[number] += 1
 
+    def ended(self, context: SequenceKV, tokens: Sequence[int]) -> None:
+        """A context's newest snapshot is its last."""
+        index, context.snapshots.passing = context.snapshots.passing // BOUNDARY - 1, 0
+        for number in self._order:
+            if context.stored and self._is_state(number):
+                self._note(context, number, index, tokens)
+
+    def unwanted(self, key: bytes) -> None:
+        """Do not write a state that is forgotten, unless another that is noted extends it."""
+        if not any(one.chunk.parent == key for one in self._noted.values()):
+            self.forget((key,))
+
+    def has(self, key: bytes) -> bool:
+        """Whether a chunk is stored, or is to be."""
+        return key in self._outstanding or self._durable(key)
+
     def not_stored_yet(self, context: SequenceKV, index: int, tokens: Sequence[int]) -> bool:
-        """Whether the chunk with this block of the first group was seen and, as far as is remembered, never stored."""
+        """Whether the chunk with this block of the leading group was seen and, as far as one remembers, not stored."""
         last = (index // CHUNK_BLOCKS + 1) * CHUNK_BLOCKS - 1
         if (last + 1) * self._cache.info.block_tokens > len(tokens):
             return False
-        key = context.chains[0].key(last, tokens)
+        key = context.chains[self._lead].key(last, tokens)
         return key in self._touched and key not in self._stored
 
     def turn(self, idle: bool) -> bool:
@@ -257,7 +285,7 @@ class WriteBehind:
             for one in (*self._noted.values(), *(one for _, one in self._copied.values()))
             for tail in tails
             if one.chunk.tokens[: len(tail.tokens)] == tail.tokens
-            and one.blocks[0] == extend(tail.before, one.chunk.tokens[:size])
+            and one.first == extend(tail.before, one.chunk.tokens[:size])
         ]
 
     def drop_done(self) -> None:
@@ -327,6 +355,8 @@ class WriteBehind:
         """Decide about one whole chunk of a context: it is stored, outstanding, not wanted (yet), or noted now."""
         chain, last = context.chains[number], (index + 1) * CHUNK_BLOCKS - 1
         key = chain.key(last, tokens)
+        if self._is_state(number) and not self._is_there(context, number, last, tokens):
+            return
         if key in self._outstanding or (self._durable(key) and key not in self._going):
             return
         if any(key == one.chunk.parent for _, one in self._copied.values()):
@@ -339,7 +369,7 @@ class WriteBehind:
             if not self._budget.left:
                 self.budget_spent += 1
                 return
-        parent = chain.key(last - CHUNK_BLOCKS, tokens) if index else b""
+        parent = self._parent(context, number, index, tokens)
         if parent in self._going:
             self._going.add(key)
             return
@@ -347,23 +377,45 @@ class WriteBehind:
             return
         width = CHUNK_BLOCKS * self._cache.info.block_tokens
         part = tuple(tokens[index * width : (index + 1) * width])
-        blocks = tuple(chain.key(last - CHUNK_BLOCKS + 1 + one, tokens) for one in range(CHUNK_BLOCKS))
-        noted = _Noted(Chunk(key, parent, part, index * width, b"", number), blocks, self._clock.now())
+        blocks = tuple(chain.key(one, tokens) for one in range(last - self._pages[number] + 1, last + 1))
+        depth = (index + 1 if self._is_state(number) else index) * width
+        first = chain.key(index * CHUNK_BLOCKS, tokens)
+        noted = _Noted(Chunk(key, parent, part, depth, b"", number), blocks, first, self._clock.now())
         if self._find(noted) is None:
             return  # a window has left it behind, or it was counted when it was lost
         self._going.discard(key)
         self._noted[key] = noted
         for block in blocks:
             self._users.setdefault(block, []).append(key)
-        self._noted_blocks[number] += CHUNK_BLOCKS
+        self._noted_blocks[number] += len(blocks)
         self._serial += 1
         self._outstanding[key] = self._serial
+
+    def _is_state(self, number: int) -> bool:
+        return self._cache.info.groups[number].kind == "state"
+
+    def _is_there(self, context: SequenceKV, number: int, last: int, tokens: Sequence[int]) -> bool:
+        """Whether the pool has the state at the end of block `last`, and the next does not take its place."""
+        size, key = self._cache.info.block_tokens, context.chains[number].key(last, tokens)
+        found = self._cache.pools[number].find(key, tokens[last * size : (last + 1) * size])
+        return found is not None and context.snapshots.passing != last + 1
+
+    def _parent(self, context: SequenceKV, number: int, index: int, tokens: Sequence[int]) -> bytes:
+        """The key of what a chunk extends; empty for the first."""
+        last, key = (index + 1) * CHUNK_BLOCKS - 1, context.chains[number].key
+        if not self._is_state(number):
+            return key(last - CHUNK_BLOCKS, tokens) if index else b""
+        if not self._is_state(self._lead):
+            return context.chains[self._lead].key(last, tokens)
+        before = (key(one, tokens) for one in range(last - CHUNK_BLOCKS, -1, -CHUNK_BLOCKS))
+        return next((one for one in before if self._has_parent(one)), b"")
 
     def _find(self, noted: _Noted) -> list[int] | None:
         """The blocks of a noted chunk; None where the pool does not have all of them any more."""
         chunk, size = noted.chunk, self._cache.info.block_tokens
         pool = self._cache.pools[chunk.group]
-        parts = (chunk.tokens[at : at + size] for at in range(0, len(chunk.tokens), size))
+        begin = len(chunk.tokens) - len(noted.blocks) * size
+        parts = (chunk.tokens[at : at + size] for at in range(begin, len(chunk.tokens), size))
         blocks = [pool.find(key, part) for key, part in zip(noted.blocks, parts, strict=True)]
         found = [block for block in blocks if block is not None]
         return found if len(found) == len(blocks) else None
@@ -410,7 +462,7 @@ class WriteBehind:
             self._users[block].remove(key)
             if not self._users[block]:
                 del self._users[block]
-        self._noted_blocks[noted.chunk.group] -= CHUNK_BLOCKS
+        self._noted_blocks[noted.chunk.group] -= len(noted.blocks)
 
     def _give_up(self, noted: _Noted) -> None:
         """It will not be stored; neither will what extends it, because that lacks its parent when its turn comes."""

@@ -1,14 +1,15 @@
 """The forward pass, written once over kernels whose arrays are opaque, and recorded once into a program.
 
     tokens -> embed -> scale -> layers:
-        norm -> project to q, k, v -> rope and KV write -> attention -> project -> norm -> add
+        norm -> project to q, k, v -> rope and KV write -> attention -> gate -> project -> norm -> add
         norm -> project to gates -> gate -> project -> norm -> add
     hidden[wanted] -> norm and head -> softcap -> logits
 
 Families differ by data: which weights exist (a norm without one is left out), which group a layer's cache belongs to,
-which positions a group has. The kernels fuse neighbours of the list when it is recorded (`kernels.fusion`). `body` and
-`head` may not branch on values, so that what was recorded at load is what every step replays. Programs are
-symbolic in three sizes: M tokens, B rows and R logits rows of a step; every buffer is allocated once at its maximum.
+which positions a group has, which layers keep a state in the place of attention (`models.recurrent`). The kernels fuse
+neighbours of the list when it is recorded (`kernels.fusion`). `body` and `head` may not branch on values, so that what
+was recorded at load is what every step replays. Programs are symbolic in three sizes: M tokens, B rows and R logits
+rows of a step; every buffer is allocated once at its maximum.
 """
 
 from __future__ import annotations
@@ -20,6 +21,14 @@ from typing import Any
 
 from cairn.kernels.base import Array, Kernels, Matrix, Rope
 from cairn.kernels.program import Call, Program, Size, Slot
+from cairn.models.latent import (
+    LatentAttention,
+    LatentBuffers,
+    allocate_latent,
+    build_latent,
+    latent_numbers,
+    run_latent,
+)
 from cairn.models.mixture import (
     Mixture,
     MixtureBuffers,
@@ -27,6 +36,14 @@ from cairn.models.mixture import (
     build_mixture,
     mixture_numbers,
     run_mixture,
+)
+from cairn.models.recurrent import (
+    Recurrent,
+    RecurrentBuffers,
+    allocate_recurrent,
+    build_recurrent,
+    recurrent_numbers,
+    run_recurrent,
 )
 from cairn.types import BLOCK_TOKENS, ModelSpec
 
@@ -39,29 +56,40 @@ class Mlp:
     """A layer's plain MLP."""
 
     gate_up: Matrix
+    """Without gates where there are none: what it gives goes through the activation itself."""
     down: Matrix
 
 
 @dataclass(frozen=True, slots=True)
+class Attention:
+    """A layer's attention."""
+
+    window: int
+    turned: bool
+    """Whether it knows positions."""
+    qkv: Matrix
+    """Where what it gives goes through a gate, each query head has that behind it."""
+    q_norm: Array | None
+    k_norm: Array | None
+    out: Matrix
+    sinks: Array | None
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer's weights as the kernels packed them, and where its KV lives."""
+    """One layer's weights as the kernels packed them, and where its KV or its state lives."""
 
     group: int
     index: int
     """Place among the layers of its group."""
-    window: int
-    turned: bool
-    """Whether it knows positions."""
     attention_norm: Array | None
-    qkv: Matrix
-    q_norm: Array | None
-    k_norm: Array | None
-    out: Matrix
+    attention: Attention | LatentAttention | Recurrent | None
+    """None where the layer is an MLP alone."""
     attention_post_norm: Array | None
     mlp_norm: Array | None
-    mlp: Mlp | Mixture
+    mlp: Mlp | Mixture | None
+    """None where the layer is what stands before it alone."""
     mlp_post_norm: Array | None
-    sinks: Array | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +111,12 @@ class Decoder:
     logit_scale: float
     residual_scale: float
     query_scaling: tuple[float, float] | None
+    late_norms: bool
     both: bool
     """Whether tokens see what follows them too."""
+    mlp_gated: bool
+    gated: int
+    """Numbers of a head whose result goes through a gate of its own; 0: there are no gates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +148,8 @@ class Buffers:
     logits: Any
     """float32 [R, V]"""
     mixture: MixtureBuffers
+    latent: LatentBuffers
+    recurrent: RecurrentBuffers
 
 
 _PASSING = frozenset(("normed", "projected", "gates", "gated"))
@@ -146,13 +180,16 @@ def build(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any]) -> Deco
         logit_scale=spec.logit_scale,
         residual_scale=spec.residual_scale,
         query_scaling=spec.query_scaling,
+        late_norms=spec.late_norms,
         both=spec.both,
+        mlp_gated=spec.mlp_gated,
+        gated=spec.head_dim if spec.output_gate else 0,
     )
 
 
 def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer: int) -> Layer:
     prefix = f"model.layers.{layer}."
-    group = next(number for number, group in enumerate(spec.groups) if layer in group.layers)
+    group = next((number for number, group in enumerate(spec.groups) if layer in group.layers), -1)
 
     def matrix(*names: str) -> Matrix:
         found = [weights[f"{prefix}{name}.weight"] for name in names]
@@ -165,27 +202,42 @@ def _layer(kernels: Kernels, spec: ModelSpec, weights: Mapping[str, Any], layer:
     def vector(name: str) -> Array:
         return kernels.vector(weights[f"{prefix}{name}"])
 
-    def mlp() -> Mlp | Mixture:
+    def mlp() -> Mlp | Mixture | None:
+        if not spec.has_mlp(layer):
+            return None
         if spec.experts is not None and layer in spec.experts.layers:
             return build_mixture(matrix, vector, spec.experts)
-        return Mlp(gate_up=matrix("mlp.gate_proj", "mlp.up_proj"), down=matrix("mlp.down_proj"))
+        wide = matrix("mlp.gate_proj", "mlp.up_proj") if spec.mlp_gated else matrix("mlp.up_proj")
+        return Mlp(gate_up=wide, down=matrix("mlp.down_proj"))
+
+    def attention() -> Attention | LatentAttention | Recurrent | None:
+        if group < 0:
+            return None
+        if spec.recurrence is not None and spec.keeps_state(layer):
+            return build_recurrent(matrix, vector, spec.recurrence)
+        if spec.latent is not None:
+            return build_latent(matrix, vector, spec, spec.latent)
+        return Attention(
+            window=spec.groups[group].window,
+            turned=layer not in spec.unturned,
+            qkv=matrix("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            q_norm=norm("self_attn.q_norm"),
+            k_norm=norm("self_attn.k_norm"),
+            out=matrix("self_attn.o_proj"),
+            sinks=vector("self_attn.sinks") if spec.sinks else None,
+        )
 
     pre, post = spec.pre_norms, spec.post_norms
+    before = "pre_feedforward_layernorm" if post else "post_attention_layernorm"
     return Layer(
         group=group,
-        index=spec.groups[group].layers.index(layer),
-        window=spec.groups[group].window,
-        turned=layer not in spec.unturned,
+        index=spec.groups[group].layers.index(layer) if group >= 0 else 0,
         attention_norm=norm("input_layernorm"),
-        qkv=matrix("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        q_norm=norm("self_attn.q_norm"),
-        k_norm=norm("self_attn.k_norm"),
-        out=matrix("self_attn.o_proj"),
+        attention=attention(),
         attention_post_norm=norm("post_attention_layernorm", post),
-        mlp_norm=norm("pre_feedforward_layernorm" if post else "post_attention_layernorm", pre),
+        mlp_norm=norm("input_layernorm" if spec.mlp_layers is not None else before, pre),
         mlp=mlp(),
         mlp_post_norm=norm("post_feedforward_layernorm", post),
-        sinks=vector("self_attn.sinks") if spec.sinks else None,
     )
 
 
@@ -193,6 +245,8 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
     """Buffers for steps of at most `tokens` tokens and `rows` rows with contexts of at most `context` tokens."""
     width, groups = -(-context // BLOCK_TOKENS), range(len(spec.groups))
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    asked = 2 * query if spec.output_gate else query
+    own = 0 if spec.latent else 1  # latents have other buffers
     ropes = [spec.rope(group) for group in groups]
     angles = {rope: kernels.allocate((tokens, 2, spec.turned // 2), "float32") for rope in dict.fromkeys(ropes)}
     return Buffers(
@@ -205,14 +259,16 @@ def allocate(kernels: Kernels, spec: ModelSpec, tokens: int, rows: int, context:
         hidden=kernels.allocate((tokens, spec.hidden), "float32"),
         angles=tuple(angles[rope] for rope in ropes),
         normed=kernels.allocate((tokens, spec.hidden), "float32"),
-        qkv=kernels.allocate((tokens, query + 2 * kv), "float32"),
-        query=kernels.allocate((tokens, spec.heads, spec.head_dim), "float32"),
-        attended=kernels.allocate((tokens, query), "float32"),
+        qkv=kernels.allocate((tokens, own * (asked + 2 * kv)), "float32"),
+        query=kernels.allocate((tokens, own * spec.heads, spec.head_dim), "float32"),
+        attended=kernels.allocate((tokens, own * query), "float32"),
         gates=kernels.allocate((tokens, 2 * spec.ffn), "float32"),
         gated=kernels.allocate((tokens, spec.ffn), "float32"),
         projected=kernels.allocate((tokens, spec.hidden), "float32"),
         logits=kernels.allocate((LOGITS_ROWS, spec.vocab), "float32"),
         mixture=allocate_mixture(kernels, spec.experts, spec.hidden, tokens),
+        latent=allocate_latent(kernels, spec, tokens),
+        recurrent=allocate_recurrent(kernels, spec.recurrence, tokens),
     )
 
 
@@ -222,7 +278,8 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, score
     `scores`: whether they hold those of a whole context at once, as the reference kernels do.
     """
     wide = spec.hidden + 3 * spec.heads * spec.head_dim + 2 * spec.kv_heads * spec.head_dim + 4 * spec.ffn
-    wide += mixture_numbers(spec.experts, spec.hidden)
+    wide += mixture_numbers(spec.experts, spec.hidden) + recurrent_numbers(spec.recurrence) + latent_numbers(spec)
+    wide += spec.heads * spec.head_dim if spec.output_gate else 0
     tables = len(spec.groups) * rows * context // BLOCK_TOKENS
     held = 3 * spec.heads * context * min(tokens, 8) if scores else 0
     return 4 * (2 * tokens * wide + 3 * LOGITS_ROWS * spec.vocab + tables + held)
@@ -230,7 +287,6 @@ def buffer_bytes(spec: ModelSpec, tokens: int, rows: int, context: int, *, score
 
 def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
     """Every layer over the step's tokens: writes their KV and leaves their last hidden state in `b.hidden`."""
-    eps = decoder.eps
     k.embed(decoder.embedding, b.tokens, b.hidden)
     if decoder.embedding_scale != 1:
         k.scale(b.hidden, decoder.embedding_scale)
@@ -239,25 +295,67 @@ def body(k: Kernels, decoder: Decoder, kv: Sequence[Array], b: Buffers) -> None:
     }.values():
         k.rope_angles(rope, b.positions, angles)
     for layer in decoder.layers:
-        g = layer.group
-        k.project(_normed(k, decoder, layer.attention_norm, b), layer.qkv, b.qkv)
-        angles = b.angles[g] if layer.turned else None
-        k.rope_write(b.qkv, angles, layer.q_norm, layer.k_norm, eps, kv[g], layer.index, b.slots[g], b.query)
-        if decoder.query_scaling is not None:
-            k.scale_queries(b.query, b.positions, *decoder.query_scaling)
-        places = (kv[g], layer.index, b.rows, b.tables[g], layer.window)
-        how = (decoder.scale, b.attended, decoder.softcap, decoder.both, layer.sinks)
-        k.attention(b.query, *places, *how)
-        k.project(b.attended, layer.out, b.projected)
-        _add(k, decoder, layer.attention_post_norm, b)
-        x = _normed(k, decoder, layer.mlp_norm, b)
-        if isinstance(layer.mlp, Mixture):
-            run_mixture(k, layer.mlp, decoder.activation, x, b.mixture, b.projected)
-        else:
-            k.project(x, layer.mlp.gate_up, b.gates)
-            k.gate(b.gates, decoder.activation, b.gated)
-            k.project(b.gated, layer.mlp.down, b.projected)
-        _add(k, decoder, layer.mlp_post_norm, b)
+        if layer.attention is not None:
+            _mix(k, decoder, layer, layer.attention, kv, b)
+        if layer.mlp is not None:
+            _transform(k, decoder, layer, layer.mlp, b)
+
+
+def _mix(
+    k: Kernels,
+    decoder: Decoder,
+    layer: Layer,
+    own: Attention | LatentAttention | Recurrent,
+    kv: Sequence[Array],
+    b: Buffers,
+) -> None:
+    """The half of a layer in which tokens see each other."""
+    g = layer.group
+    x = _normed(k, decoder, layer.attention_norm, b)
+    if isinstance(own, Recurrent):
+        states = (kv[g], layer.index, b.rows, b.tables[g])
+        run_recurrent(k, own, x, decoder.eps, states, b.recurrent, b.projected)
+    elif isinstance(own, LatentAttention):
+        places = (b.angles[g], kv[g], layer.index, b.slots[g], b.rows, b.tables[g])
+        run_latent(k, own, x, *places, decoder.scale, b.latent, b.projected)
+    else:
+        _attend(k, decoder, layer, own, kv, x, b)
+    _add(k, decoder, layer.attention_post_norm, b)
+
+
+def _transform(k: Kernels, decoder: Decoder, layer: Layer, own: Mlp | Mixture, b: Buffers) -> None:
+    """The half of a layer in which each token is alone."""
+    x = _normed(k, decoder, layer.mlp_norm, b)
+    if isinstance(own, Mixture):
+        run_mixture(k, own, decoder.activation, x, b.mixture, b.projected)
+    elif decoder.mlp_gated:
+        k.project(x, own.gate_up, b.gates)
+        k.gate(b.gates, decoder.activation, b.gated)
+        k.project(b.gated, own.down, b.projected)
+    else:
+        k.project(x, own.gate_up, b.gated)
+        k.activate(b.gated, decoder.activation, b.gated)
+        k.project(b.gated, own.down, b.projected)
+    _add(k, decoder, layer.mlp_post_norm, b)
+
+
+def _attend(
+    k: Kernels, decoder: Decoder, layer: Layer, own: Attention, kv: Sequence[Array], x: Any, b: Buffers
+) -> None:
+    """What a layer's attention makes of x, in `b.projected`."""
+    g = layer.group
+    k.project(x, own.qkv, b.qkv)
+    angles = b.angles[g] if own.turned else None
+    norms = (own.q_norm, own.k_norm, decoder.eps)
+    k.rope_write(b.qkv, angles, *norms, kv[g], layer.index, b.slots[g], b.query, decoder.late_norms)
+    if decoder.query_scaling is not None:
+        k.scale_queries(b.query, b.positions, *decoder.query_scaling)
+    places = (kv[g], layer.index, b.rows, b.tables[g], own.window)
+    how = (decoder.scale, b.attended, decoder.softcap, decoder.both, own.sinks)
+    k.attention(b.query, *places, *how)
+    if decoder.gated:
+        k.gate_heads(b.attended, b.qkv, decoder.gated)
+    k.project(b.attended, own.out, b.projected)
 
 
 def _normed(k: Kernels, decoder: Decoder, norm: Array | None, b: Buffers) -> Any:
@@ -299,7 +397,7 @@ def with_slots(buffers: Buffers) -> Buffers:
 
     def symbol(name: str) -> Any:
         value, size = getattr(buffers, name), sizes.get(name, "tokens")
-        if isinstance(value, MixtureBuffers):
+        if isinstance(value, MixtureBuffers | LatentBuffers | RecurrentBuffers):
             return value.map(lambda array: Slot("tokens", array))
         if not isinstance(value, tuple):
             return Slot(size, value, name in _PASSING)
@@ -318,7 +416,7 @@ def cut(kernels: Kernels, buffers: Buffers, sizes: Mapping[Size, int]) -> Buffer
     def view(slot: Any) -> Any:
         if isinstance(slot, tuple):
             return tuple(map(view, slot))
-        if isinstance(slot, MixtureBuffers):
+        if isinstance(slot, MixtureBuffers | LatentBuffers | RecurrentBuffers):
             return slot.map(view)
         if id(slot) not in made:
             made[id(slot)] = kernels.first(slot.array, sizes[slot.size])

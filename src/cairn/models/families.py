@@ -44,7 +44,7 @@ class Family:
     multipliers: bool = False
     """Whether `embedding_multiplier`, `attention_multiplier`, `residual_multiplier` and `logits_scaling` count."""
     sinks: bool = False
-    activation: Literal["clamped_silu"] | None = None
+    activation: Literal["clamped_silu", "relu2"] | None = None
     """The MLP's, where no config says it."""
     rotary: bool = False
     """Whether `partial_rotary_factor` counts."""
@@ -54,10 +54,31 @@ class Family:
     """Whether layers with a window turn their heads without the scaling of the others."""
     query_scaling: bool = False
     """Whether `llama_4_scaling_beta` counts."""
+    late_norms: bool = False
+    """Whether queries and keys are turned before they are normed."""
+    stretched: bool = False
+    """Whether the rotary positions' `alpha` stretches their theta, which the config calls dynamic."""
+    long_rope: bool = False
+    """Whether rotary positions may be scaled by lists of factors, of which one is for long contexts."""
+    latent: bool = False
+    """Whether attention is over latents: see `latent_spec`."""
     packed: bool = False
     """Whether its safetensors may hold experts in MXFP4."""
     ahead: bool = False
     """Whether there may be layers behind the last, which guess further tokens: they are set aside."""
+    recurrence: str = ""
+    """The rule of `recurrent_spec` that says which layers keep a state in the place of attention; "": none."""
+    alone: bool = False
+    """Whether a layer is either what mixes tokens or an MLP."""
+    mlp_gated: bool = True
+    output_gate: bool = False
+    """Whether each head's query has a gate behind it, through which what attention gives goes."""
+    centred: bool = False
+    """Whether norms multiply by 1 + w, but those of layers that keep a state."""
+    positions: str = ""
+    """The field that says whether layers have rotary positions: none but for "rope"."""
+    sections: bool = False
+    """Whether positions may have sections for images, which say nothing where there is text alone."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Of fields that a config may leave out."""
 
@@ -99,8 +120,33 @@ _OLMO_2 = Family(
     post_norms=True,
     defaults={"rms_norm_eps": 1e-5},
 )
+_QWEN_3_5 = Family(
+    qkv_bias="attention_bias",
+    out_bias="attention_bias",
+    qk_norm=True,
+    head_dim=256,
+    kv_heads=4,
+    rotary=True,
+    ahead=True,
+    recurrence="delta",
+    output_gate=True,
+    centred=True,
+    sections=True,
+    defaults={"partial_rotary_factor": 0.25},
+)
+_QWEN_3_5_MOE = replace(_QWEN_3_5, kv_heads=2, mixture="qwen3.5")
+_LFM: dict[str, Any] = {"norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True}
+_LFM_2 = Family(qk_norm=True, kv_heads=8, recurrence="conv", defaults=_LFM)
 _ALWAYS_FULL: dict[str, Any] = {"sliding_window": None}
 """Where a config that says no window means none."""
+
+_DEEPSEEK_3 = Family(
+    latent=True,
+    mixture="deepseek3",
+    out_bias="attention_bias",
+    ahead=True,
+    defaults={"norm_topk_prob": True, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1},
+)
 
 FAMILIES = {
     "LlamaForCausalLM": Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
@@ -152,6 +198,13 @@ FAMILIES = {
             **{"rms_norm_eps": 1e-5},
         },
     ),
+    "DeepseekV2ForCausalLM": Family(
+        latent=True, mixture="deepseek2", out_bias="attention_bias", defaults={"norm_topk_prob": False}
+    ),
+    "DeepseekV3ForCausalLM": _DEEPSEEK_3,
+    "Glm4MoeLiteForCausalLM": replace(
+        _DEEPSEEK_3, mixture="glm4 lite", defaults={"norm_topk_prob": True, "rms_norm_eps": 1e-5, "n_shared_experts": 1}
+    ),
     "GraniteForCausalLM": Family(
         qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias", multipliers=True
     ),
@@ -174,13 +227,64 @@ FAMILIES = {
     "SeedOssForCausalLM": Family(
         qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias", defaults={"attention_bias": True}
     ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        qk_norm=True,
+        late_norms=True,
+        stretched=True,
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "Phi3ForCausalLM": Family(
+        window="all",
+        rotary=True,
+        long_rope=True,
+        defaults=_ALWAYS_FULL | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    ),
     "Ministral3ForCausalLM": Family(kv_heads=8, window="all", query_scaling=True, defaults=_ALWAYS_FULL),
+    "Qwen3_5ForCausalLM": _QWEN_3_5,
+    "Qwen3_5ForConditionalGeneration": replace(_QWEN_3_5, nested=True),
+    "Qwen3_5MoeForCausalLM": _QWEN_3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": replace(_QWEN_3_5_MOE, nested=True),
+    "Qwen3NextForCausalLM": replace(
+        _QWEN_3_5,
+        kv_heads=2,
+        mixture="qwen2",
+        defaults={"partial_rotary_factor": 0.25, "norm_topk_prob": True},
+    ),
+    "Lfm2ForCausalLM": _LFM_2,
+    "Lfm2MoeForCausalLM": replace(
+        _LFM_2, mixture="lfm2", defaults=_LFM | {"norm_topk_prob": True, "num_dense_layers": 2}
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        qkv_bias="attention_bias",
+        out_bias="attention_bias",
+        mixture="granite",
+        multipliers=True,
+        recurrence="mamba2",
+        positions="position_embedding_type",
+    ),
+    "NemotronHForCausalLM": Family(
+        head_dim=128,
+        kv_heads=8,
+        mixture="nemotron",
+        recurrence="nemotron",
+        positions="position_embedding_type",
+        alone=True,
+        mlp_gated=False,
+        activation="relu2",
+        mlp_bias="mlp_bias",
+        ahead=True,
+        defaults={"layer_norm_epsilon": 1e-5, "norm_topk_prob": True},
+    ),
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA_3, nested=True),
 }
 
 
+AHEAD = 8
+"""How many layers behind the last may guess further tokens."""
 MODULES = "modules.json"
 """The file by which a folder says that its model makes embeddings."""
 ENCODERS = (

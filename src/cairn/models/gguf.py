@@ -59,6 +59,13 @@ class Gguf:
         """Typed access to the metadata; errors name the file."""
         return Fields(self.metadata, self.paths[0])
 
+    @property
+    def own_fields(self) -> Fields:
+        """Those below the architecture's name."""
+        prefix = f"{self.metadata.get('general.architecture')}."
+        own = {key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)}
+        return Fields(own, self.paths[0], prefix)
+
     def blocks(self, name: str) -> NDArray[np.uint8]:
         """A tensor's bytes, mapped read-only from its file, as [blocks, bytes of a block]."""
         tensor = self.tensors[name]

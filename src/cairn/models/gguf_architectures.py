@@ -8,16 +8,27 @@ from typing import Literal
 
 from cairn.errors import ModelError
 from cairn.models.files import Fields
+from cairn.models.gguf_recurrent import CONV, DELTA, MAMBA2, Rule
+from cairn.models.latent_spec import KEYS, VALUES
 from cairn.models.mixture_spec import MAX_EXPERTS, checked
 from cairn.types import Experts
 
 EXPERT_KEYS = frozenset(
     (
         *("expert_count", "expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length"),
-        *("expert_weights_scale", "expert_weights_norm"),
+        *("expert_weights_scale", "expert_weights_norm", "leading_dense_block_count"),
     )
 )
 """What files say of experts, below their architecture's name."""
+
+
+MANY = (
+    *("expert_shared_count", "expert_gating_func", "expert_group_count", "expert_group_used_count"),
+    "nextn_predict_layers",
+)
+"""What files of models with shared experts, groups of experts and guesses of further tokens say."""
+_GATES: dict[int, Literal["softmax", "sigmoid", "chosen"]] = {1: "softmax", 2: "sigmoid", 3: "chosen"}
+"""`expert_gating_func` -> `Experts.scores`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +39,11 @@ class Router:
     normed: bool = False
     bias: bool = False
     shared_gate: bool = False
+    shared: bool = False
+    """Whether the file says how wide the shared expert is, which has no gate."""
+    many: bool = False
+    """Whether the file says how many shared experts there are, how scores are made and which groups are chosen of, and
+    may have a bias for the choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +52,10 @@ class Architecture:
 
     name: str
     """transformers' name of the same model."""
-    qk_norm: bool = False
+    qk_norm: bool | None = False
+    """None: where the file has the norms."""
+    late_norms: bool = False
+    """Whether queries and keys are turned before they are normed."""
     interleaved: bool = False
     """Whether rows of q and k are stored so that rotary pairs are neighbours."""
     gemma: bool = False
@@ -69,10 +88,32 @@ class Architecture:
     """transformers' name where there are experts, if it has another one then."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Tensors of a layer that are not called as in plain decoders: GGUF's name -> ours."""
+    latent: bool = False
+    """Whether attention is over latents: see `latent_spec`."""
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Tensors of a layer whose rows are those of several of ours, in order."""
+    ahead: bool = False
+    """Whether there may be layers behind the last, which guess further tokens: they are set aside."""
+    query_scaling: bool = False
+    """Whether the file may scale queries by their positions."""
+    log_multiplier: float = 0.0
+    """With what the file's multiplier of yarn's logarithm becomes `mscale_all_dim`; 0: it has none."""
+    rotary: bool = False
+    """Whether `rope.dimension_count` may be less than the head."""
+    long_rope: bool = False
+    """Whether two tensors of factors may scale the positions, one of them those of long contexts."""
     keys: tuple[str, ...] = ()
     """What is understood beside what all files may say."""
     untruncated: bool = False
     """Whether yarn's ramp begins and ends between whole dimensions."""
+    recurrence: Rule = ""
+    """How the file says which layers keep a state in the place of attention."""
+    tiled: bool = False
+    """Whether neighbouring heads of these have keys of different heads."""
+    output_gate: bool = False
+    """As `families.Family.output_gate`."""
+    ignored: tuple[str, ...] = ()
+    """Keys that say nothing where there is text alone."""
 
 
 _MLP_NORM = {"post_attention_norm": "post_attention_layernorm"}
@@ -82,6 +123,18 @@ _GEMMA_NORMS = {**_POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 
 _GEMMA_3 = Architecture(
     "Gemma3ForCausalLM", qk_norm=True, gemma=True, names=_GEMMA_NORMS, period=6, local_rope=True, by_width=62
+)
+
+_QWEN_3_5 = Architecture(
+    "Qwen3_5ForCausalLM",
+    qk_norm=True,
+    names=_MLP_NORM | DELTA,
+    rotary=True,
+    ahead=True,
+    recurrence="delta",
+    tiled=True,
+    output_gate=True,
+    ignored=("rope.dimension_sections",),
 )
 
 ARCHITECTURES = {
@@ -116,6 +169,78 @@ ARCHITECTURES = {
         names=_POST_NORMS,
         window_period=4,
     ),
+    "qwen35": _QWEN_3_5,
+    "qwen35moe": replace(_QWEN_3_5, name="Qwen3_5MoeForCausalLM", mixture=Router(normed=True, shared_gate=True)),
+    "qwen3next": replace(
+        _QWEN_3_5, name="Qwen3NextForCausalLM", mixture=Router(normed=True, shared_gate=True), tiled=False
+    ),
+    "lfm2": Architecture("Lfm2ForCausalLM", qk_norm=True, names=CONV, recurrence="conv"),
+    "lfm2moe": Architecture(
+        "Lfm2MoeForCausalLM",
+        qk_norm=True,
+        names=CONV,
+        recurrence="conv",
+        mixture=Router(scores="sigmoid", normed=True, many=True),
+        keys=MANY,
+    ),
+    "granitehybrid": Architecture(
+        "GraniteMoeHybridForCausalLM",
+        interleaved=True,
+        multipliers=True,
+        names=MAMBA2,
+        recurrence="mamba2",
+        mixture=Router(scores="chosen", shared=True),
+        mixture_name="GraniteMoeHybridForCausalLM",
+        keys=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
+    ),
+    "phi3": Architecture(
+        "Phi3ForCausalLM",
+        rotary=True,
+        long_rope=True,
+        fused={
+            "attn_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "ffn_up": ("mlp.gate_proj", "mlp.up_proj"),
+        },
+    ),
+    "glm4moe": Architecture(
+        "Glm4MoeForCausalLM",
+        qk_norm=None,
+        rotary=True,
+        ahead=True,
+        names=_MLP_NORM,
+        mixture=Router(scores="sigmoid", normed=True, many=True),
+        keys=MANY,
+    ),
+    "deepseek2": Architecture(
+        "DeepseekV2ForCausalLM",
+        latent=True,
+        rotary=True,
+        ahead=True,
+        log_multiplier=10.0,
+        names={
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_k_b": f"{KEYS}.{{}}",
+            "attn_v_b": f"{VALUES}.{{}}",
+        },
+        mixture=Router(many=True),
+        keys=(
+            *MANY,
+            *("attention.q_lora_rank", "attention.kv_lora_rank", "attention.key_length_mla"),
+            *("attention.value_length_mla", "rope.scaling.yarn_log_multiplier"),
+        ),
+    ),
+    "hunyuan-dense": Architecture("HunYuanDenseV1ForCausalLM", qk_norm=True, late_norms=True),
+    "mistral3": Architecture(
+        "Ministral3ForCausalLM",
+        interleaved=True,
+        query_scaling=True,
+        log_multiplier=1.0,
+        keys=("attention.temperature_scale", "rope.scaling.yarn_log_multiplier"),
+    ),
     "seed_oss": Architecture("SeedOssForCausalLM", names=_MLP_NORM),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM", qk_norm=True),
@@ -128,8 +253,14 @@ ARCHITECTURES = {
 """`general.architecture` -> what it means. Mistral's models call themselves llama."""
 
 
-def experts(keys: Fields, family: Architecture, layers: int) -> Experts | None:
-    """The experts that a file describes; None where it has none."""
+def layers(keys: Fields, family: Architecture) -> int:
+    """How many layers compute the next token."""
+    count = keys.integer("block_count", 1, 1 << 12)
+    return count - (keys.integer("nextn_predict_layers", 0, count - 1, 0) if family.ahead else 0)
+
+
+def experts(keys: Fields, family: Architecture, layers: int, corrected: bool) -> Experts | None:
+    """The experts that a file describes; None where it has none. `corrected`: whether it has a bias for the choice."""
     count = keys.integer("expert_count", 0, MAX_EXPERTS, 0)
     router = family.mixture
     if not count:
@@ -140,18 +271,31 @@ def experts(keys: Fields, family: Architecture, layers: int) -> Experts | None:
         raise ModelError(f"{keys.path}: {keys.prefix}expert_count is set, which is not supported")
     ffn = keys.integer("feed_forward_length", 1, 1 << 22, 1)
     shared = keys.integer("expert_shared_feed_forward_length", 0, 1 << 22, ffn) if router.shared_gate else 0
+    own = keys.integer("expert_feed_forward_length", 1, 1 << 22, ffn)
+    scores = router.scores
+    if router.shared:
+        shared = keys.integer("expert_shared_feed_forward_length", 0, 1 << 22, 0)
+    if router.many:
+        shared = own * keys.integer("expert_shared_count", 0, 1 << 10, 0)
+        gate = keys.integer("expert_gating_func", 0, 3, 0)
+        scores = _GATES.get(gate, "sigmoid" if corrected else scores)
+        if scores == "softmax" and keys.integer("expert_group_used_count", 0, count, 1) > 1:
+            raise ModelError(f"{keys.path}: {keys.prefix}expert_group_used_count with softmax is not supported")
     return checked(
         keys,
         Experts(
             count=count,
             chosen=keys.integer("expert_used_count", 1, count),
-            ffn=keys.integer("expert_feed_forward_length", 1, 1 << 22, ffn),
-            layers=tuple(range(layers)),
-            scores=router.scores,
+            ffn=own,
+            layers=tuple(range(keys.integer("leading_dense_block_count", 0, layers, 0), layers)),
+            scores=scores,
+            groups=keys.integer("expert_group_count", 0, count, 1) or 1,
+            chosen_groups=keys.integer("expert_group_used_count", 0, count, 1) or 1,
+            correction=corrected and router.many,
             normed=keys.flag("expert_weights_norm", router.normed),
             scale=keys.number_or_zero("expert_weights_scale", 1e-6, 1e6, 1.0) or 1.0,
             bias=router.bias,
             shared=shared,
-            shared_gate=shared > 0,
+            shared_gate=router.shared_gate and shared > 0,
         ),
     )

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from cairn.errors import ModelError, ModelFileError
@@ -19,23 +20,26 @@ from cairn.models.ends import ENDS, is_spelt_as_control, known_ends
 from cairn.models.files import Fields
 from cairn.models.gguf import Gguf
 from cairn.models.gguf_architectures import ARCHITECTURES, EXPERT_KEYS, Architecture, experts
+from cairn.models.gguf_architectures import layers as layers_of
+from cairn.models.gguf_positions import factors, long_rope
 from cairn.models.gguf_purpose import ENCODERS, purpose
 from cairn.models.gguf_purpose import KEYS as PURPOSE
+from cairn.models.gguf_recurrent import KEYS as RECURRENT
+from cairn.models.gguf_recurrent import by_heads, recurrence
 from cairn.models.hub import model_name
+from cairn.models.latent_spec import spec_fields
+from cairn.models.recurrent_spec import with_state
 from cairn.types import (
     MAX_CONTEXT,
     MAX_HEAD_DIM,
     MAX_VOCAB,
     SAMPLING_RANGES,
     CacheGroup,
+    Latent,
     ModelSpec,
     RopeScaling,
     RotaryPositions,
 )
-
-FACTORS = "rope_freqs.weight"
-"""The tensor that divides the rotary frequencies, as models with llama3's scaling have it."""
-
 
 _KEYS = frozenset(
     (
@@ -100,13 +104,21 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
     keys = _keys(gguf, family)
     hidden = keys.integer("embedding_length", 1, 1 << 20)
     heads = keys.integer("attention.head_count", 1, 1 << 14)
-    layers = keys.integer("block_count", 1, 1 << 12)
-    head_dim = keys.integer("attention.key_length", 2, MAX_HEAD_DIM, hidden // heads)
-    rope, context = _rope(keys, gguf, head_dim, truncate=not family.untruncated)
+    layers = layers_of(keys, family)
+    length = "attention.key_length_mla" if family.latent else "attention.key_length"
+    head_dim = keys.integer(length, 2, MAX_HEAD_DIM, None if family.latent else hidden // heads)
+    turned = keys.integer("rope.dimension_count", 2, head_dim, head_dim) if family.rotary else head_dim
+    long = long_rope(keys, gguf, turned) if family.long_rope else {}
+    if long:
+        rope, context = long["rope_scaling"], keys.integer("context_length", 2, MAX_CONTEXT)
+    else:
+        rope, context = _rope(keys, gguf, turned, family)
     if family.local_rope:
         context = keys.integer("context_length", 2, MAX_CONTEXT)  # which states the scaled length
     vocab = vocab_rows(gguf, hidden)
-    mixture = experts(keys, family, layers)
+    corrected = any(name.endswith(".exp_probs_b.bias") for name in gguf.tensors)
+    mixture = experts(keys, family, layers, corrected)
+    kept = recurrence(keys, family.recurrence, layers, hidden, gguf.tensors, tiled=family.tiled)
     spec = ModelSpec(
         name=model_name(gguf.paths[0]),
         architecture=family.mixture_name or family.name if mixture else family.name,
@@ -120,33 +132,61 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         context=context,
         norm_eps=keys.number("attention.layer_norm_rms_epsilon", 0.0, 1.0),
         rope_theta=keys.number("rope.freq_base", 1.0, 1e15, 1e6 if family.local_rope else 10000.0),
-        rope_scaling=rope,
+        **{"rope_scaling": rope, "rotary": None if turned == head_dim else turned, **long},
         **_multiplied(keys, family, hidden, heads, head_dim, layers),
-        qk_norm=family.qk_norm,
+        qk_norm="blk.0.attn_q_norm.weight" in gguf.tensors if family.qk_norm is None else family.qk_norm,
+        query_scaling=_query_scaling(keys, family),
         qk_norm_whole=family.qk_norm_whole,
+        late_norms=family.late_norms,
         pre_norms=family.pre_norms,
-        unturned=tuple(layer for layer in range(layers) if family.unturned and not (layer + 1) % family.unturned),
+        unturned=_unturned(keys, family, layers),
         sinks=family.sinks,
         experts=mixture,
-        qkv_bias="blk.0.attn_q.bias" in gguf.tensors,
-        out_bias="blk.0.attn_output.bias" in gguf.tensors,
+        qkv_bias=any(f"blk.{layer}.attn_q.bias" in gguf.tensors for layer in range(layers)),
+        out_bias=any(f"blk.{layer}.attn_output.bias" in gguf.tensors for layer in range(layers)),
         mlp_bias="blk.0.ffn_down.bias" in gguf.tensors,
         tied="output.weight" not in gguf.tensors,
-        groups=_groups(keys, family, layers, context, rope),
+        groups=with_state(_groups(keys, family, layers, context, rope), kept),
+        recurrence=kept,
+        output_gate=family.output_gate,
         eos_ids=_ends(gguf, vocab),
         bos_id=next(iter(named_ids(gguf, "bos", vocab, absent=True)), None),
         defaults=_defaults(gguf.fields),
         both=family.both,
         **purpose(keys, gguf, hidden, family.both),
     )
+    if family.latent:
+        return _with_latents(keys, spec, turned)
     if spec.heads % spec.kv_heads:
         raise keys.error("attention.head_count_kv", f"a divisor of the head count ({heads})")
-    if spec.head_dim % 2:
+    if spec.head_dim % 2 or turned % 2:
         raise keys.error("attention.key_length", "an even number, because rotary positions turn pairs")
-    for name, expected in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim)):
+    for name, expected in (("attention.value_length", head_dim), ("rope.dimension_count", turned)):
         if keys.integer(name, 0, 1 << 20, expected) != expected:
             raise ModelError(f"{keys.path}: {keys.prefix}{name} other than the head size {expected} is not supported")
     return spec
+
+
+def _unturned(keys: Fields, family: Architecture, layers: int) -> tuple[int, ...]:
+    """The layers that know no positions."""
+    if family.recurrence == "mamba2" and not keys.flag("rope.scaling.finetuned", True):
+        return tuple(range(layers))
+    return tuple(layer for layer in range(layers) if family.unturned and not (layer + 1) % family.unturned)
+
+
+def _with_latents(keys: Fields, spec: ModelSpec, turned: int) -> ModelSpec:
+    """The spec with what the file says of its latents."""
+    latent = Latent(
+        rank=keys.integer("attention.kv_lora_rank", 1, MAX_HEAD_DIM),
+        query_rank=keys.integer("attention.q_lora_rank", 0, 1 << 20, 0),
+        plain=keys.integer("attention.key_length_mla", turned + 1, MAX_HEAD_DIM) - turned,
+        value=keys.integer("attention.value_length_mla", 1, MAX_HEAD_DIM),
+        bias=spec.out_bias,
+    )
+    corrected = spec.experts is not None and spec.experts.scores == "sigmoid"
+    name = "DeepseekV3ForCausalLM" if corrected else spec.architecture
+    own = spec_fields(keys, latent, turned, spec.layers, spec.rope_scaling)
+    return msgspec.structs.replace(spec, architecture=name, **own)
 
 
 def _keys(gguf: Gguf, family: Architecture) -> Fields:
@@ -161,10 +201,17 @@ def _keys(gguf: Gguf, family: Architecture) -> Fields:
         name, plain = key.removeprefix(prefix), value
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
             plain = value[0].item()
-        if name in _KEYS | EXPERT_KEYS or name in family.keys or (family.gemma and name in _GEMMA_KEYS):
+        if name in family.ignored:
+            continue
+        if (
+            name in _KEYS | EXPERT_KEYS
+            or name in (*family.keys, *RECURRENT[family.recurrence])
+            or (family.gemma and name in _GEMMA_KEYS)
+        ):
             found[name] = plain
         else:
             others[name] = key, plain
+    by_heads(found, family.recurrence)
     keys = Fields(found, gguf.paths[0], prefix)
     if keys.has("embedding_length") and keys.has("attention.head_count"):
         heads = keys.integer("attention.head_count", 1, 1 << 14)
@@ -203,7 +250,13 @@ def vocab_rows(gguf: Gguf, hidden: int) -> int:
     return tensor.shape[0]
 
 
-def _rope(keys: Fields, gguf: Gguf, head_dim: int, *, truncate: bool) -> tuple[RopeScaling, int]:
+def _query_scaling(keys: Fields, family: Architecture) -> tuple[float, float] | None:
+    """`ModelSpec.query_scaling`."""
+    beta = keys.number("attention.temperature_scale", 0.0, 1e3, 0.0) if family.query_scaling else 0.0
+    return (beta, float(keys.integer("rope.scaling.original_context_length", 1, MAX_CONTEXT))) if beta else None
+
+
+def _rope(keys: Fields, gguf: Gguf, head_dim: int, family: Architecture) -> tuple[RopeScaling, int]:
     """Rope scaling, and the context that it gives."""
     trained = keys.integer("context_length", 2, MAX_CONTEXT)
     kind: Literal["none", "linear", "yarn"] = "none"
@@ -219,39 +272,31 @@ def _rope(keys: Fields, gguf: Gguf, head_dim: int, *, truncate: bool) -> tuple[R
             f"{keys.path}: {keys.prefix}rope.scaling.attn_factor is {weight:g}, which without yarn's scaling by more "
             "than 1 is not supported"
         )
-    factors = _factors(gguf, head_dim)
+    divisors = factors(gguf, head_dim)
     if kind == "none":
-        return RopeScaling(factors=factors), trained
+        return RopeScaling(factors=divisors), trained
     if factor < 1e-3:
         raise keys.error("rope.scaling.factor", "a number from 0.001 to 1e+06")
     original = (
         trained if kind == "linear" else keys.integer("rope.scaling.original_context_length", 1, 1 << 24, trained)
     )
+    # As many digits as a float32 has: what was multiplied there is that number again.
+    all_dims = round(keys.number("rope.scaling.yarn_log_multiplier", 0.0, 1e6, 0.0) * family.log_multiplier, 6)
     scaling = RopeScaling(
         kind=kind,
         factor=factor,
-        factors=factors,
+        factors=divisors,
         original_context=original,
         beta_fast=keys.number_or_zero("rope.scaling.yarn_beta_fast", 1e-6, 1e6, 32.0),
         beta_slow=keys.number_or_zero("rope.scaling.yarn_beta_slow", 1e-6, 1e6, 1.0),
-        truncate=truncate,
+        truncate=not family.untruncated,
+        mscale=(all_dims if family.latent else 1.0) if all_dims else None,
+        mscale_all_dim=all_dims or None,
         attention_factor=weight * (0.1 * math.log(factor) + 1) if weight != 1 else None,
     )
     if kind == "yarn" and keys.number("rope.freq_base", 1.0, 1e15, 10000.0) <= 1:
         raise keys.error("rope.freq_base", "more than 1 for yarn")
     return scaling, min(max(trained, math.floor(original * factor)), MAX_CONTEXT)
-
-
-def _factors(gguf: Gguf, head_dim: int) -> tuple[float, ...]:
-    tensor = gguf.tensors.get(FACTORS)
-    if tensor is None:
-        return ()
-    if tensor.kind.name != "F32" or tensor.shape != (head_dim // 2,):
-        raise ModelFileError(f"{tensor.path}: {FACTORS} must be F32 of shape [{head_dim // 2}]")
-    values = gguf.blocks(FACTORS).view("<f4").reshape(-1)
-    if not ((values >= 1e-3) & (values <= 1e6)).all():
-        raise ModelFileError(f"{tensor.path}: {FACTORS} must hold numbers from 0.001 to 1e+06")
-    return tuple(values.tolist())
 
 
 def _multiplied(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,17 +19,22 @@ from cairn.errors import ModelFileError
 from cairn.kernels.base import Quantized
 from cairn.models.dequant import Kind, dequantize
 from cairn.models.gguf import Gguf, Tensor
+from cairn.models.gguf_architectures import Architecture, layers
 from cairn.models.gguf_encoder import encoder_name, is_encoder
+from cairn.models.gguf_positions import FACTORS, LONG, SHORT
 from cairn.models.gguf_purpose import DENSE, JUDGE
-from cairn.models.gguf_spec import FACTORS, architecture
-from cairn.models.mixture_spec import MAX_EXPERTS
+from cairn.models.gguf_recurrent import WHOLE, Change, Part, parts
+from cairn.models.gguf_spec import architecture
+from cairn.models.mixture_spec import CORRECTION, MAX_EXPERTS
 from cairn.models.outline import Outline, codes
 from cairn.models.outline import blocks as super_blocks
 from cairn.models.quantize import unpack
+from cairn.types import ModelSpec
 
 _WHOLE = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
+    "token_embd_norm": "model.norm",
     "output": "lm_head",
 }
 _LAYER = {
@@ -54,13 +59,14 @@ _LAYER = {
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 """Of a layer; {} stands for the number of an expert, all of which are one tensor."""
-_WITHOUT_END = {"attn_sinks": "self_attn.sinks"}
+_WITHOUT_END = {"attn_sinks": "self_attn.sinks", "exp_probs_b": CORRECTION}
 """Tensors whose names here have no `.weight`."""
 _BEHIND = {JUDGE: "judge.weight"} | {f"{name}.weight": f"{name}.weight" for name in DENSE}
 """What a pooled state goes through."""
-_NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?(\w+)\.(weight|bias)")
-_HARMLESS = re.compile(re.escape(FACTORS) + r"|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.weight")
+_NAME = re.compile(r"(?:blk\.(\d{1,5})\.)?([\w.]+?)(?:\.(weight|bias))?")
+_HARMLESS = re.compile("|".join((*map(re.escape, (FACTORS, SHORT, LONG)), r"blk\.\d+\.attn_rot_embd\.weight")))
 """Constants of the rotary positions; the spec holds those that matter."""
+_LAYER_OF = re.compile(r"blk\.(\d{1,5})\.")
 _TURNED = re.compile(r".*\.self_attn\.(q|k)_proj\.(weight|bias)")
 
 
@@ -76,20 +82,36 @@ def hub_name(name: str, others: Mapping[str, str] | None = None) -> str | None:
         return None
     layer, part, end = match.groups()
     if layer is None:
-        return f"{_WHOLE[part]}.{end}" if part in _WHOLE else None
+        return f"{_WHOLE[part]}.{end}" if part in _WHOLE and end else None
+    if (whole := f"{part}.{end}" if end else part) in WHOLE:
+        return f"model.layers.{int(layer)}.{WHOLE[whole]}"
+    if not end:
+        return None
     names = {**_LAYER, **(others or {})}
     if part in _WITHOUT_END:
         return f"model.layers.{int(layer)}.{_WITHOUT_END[part]}"
     return f"model.layers.{int(layer)}.{names[part]}.{end}" if part in names else None
 
 
+def hub_names(name: str, own: Architecture) -> tuple[str, ...]:
+    """The names of all of ours that a tensor holds; as `hub_name` each."""
+    match = _NAME.fullmatch(name)
+    if match is not None and match[1] is not None and match[3] and match[2] in own.fused:
+        return tuple(f"model.layers.{int(match[1])}.{one}.{match[3]}" for one in own.fused[match[2]])
+    found = hub_name(name, own.names)
+    return () if found is None else (found,)
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of ours in a tensor of the file: the whole of it, or one expert's share."""
+    """One of ours in a tensor of the file: the whole of it, or some of its rows."""
 
     tensor: Tensor
     shape: tuple[int, ...]
-    number: int = 0
+    start: int = 0
+    """Numbers before it."""
+    change: Change | None = None
+    """What makes ours of an array in the tensor's own shape."""
 
     @property
     def name(self) -> str:
@@ -100,28 +122,36 @@ class _Part:
         return self.tensor.kind
 
     def blocks(self, gguf: Gguf) -> NDArray[np.uint8]:
-        count = math.prod(self.shape) // self.kind.values
-        return gguf.blocks(self.name)[self.number * count : (self.number + 1) * count]
+        if self.change is not None:
+            return gguf.blocks(self.name)
+        first, count = self.start // self.kind.values, math.prod(self.shape) // self.kind.values
+        return gguf.blocks(self.name)[first : first + count]
 
 
 class GgufWeights(Mapping[str, NDArray[Any]]):
     """`weights.open_weights` for GGUF. An array that was asked for is not kept: ask once."""
 
-    def __init__(self, gguf: Gguf, expected: Mapping[str, tuple[int, ...]], head_dim: int) -> None:
+    def __init__(self, gguf: Gguf, expected: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> None:
         """Check that the file holds exactly the `expected` tensors with their shapes; `ModelFileError` otherwise."""
-        self._gguf, self._head_dim = gguf, head_dim
+        self._gguf, self._spec, self._head_dim = gguf, spec, spec.head_dim
         own = None if is_encoder(gguf) else architecture(gguf)
         self._interleaved = own is not None and own.interleaved
+        behind = layers(gguf.own_fields, own) if own is not None and own.ahead else 0
         self._found: dict[str, _Part] = {}
         for tensor in gguf.tensors.values():
-            name = (
-                encoder_name(gguf.metadata["general.architecture"], tensor.name)
-                if own is None
-                else hub_name(tensor.name, own.names)
-            )
-            if name is not None and name.format(0) in expected:
-                self._put(name, tensor, expected)
-            elif not _HARMLESS.fullmatch(tensor.name):
+            names: tuple[str, ...]
+            if own is None:
+                one = encoder_name(gguf.metadata["general.architecture"], tensor.name)
+                names = () if one is None else (one,)
+            else:
+                names = hub_names(tensor.name, own)
+            changed = list(parts(names[0], spec.recurrence, spec.hidden)) if names and spec.recurrence else []
+            if changed:
+                for part in changed:
+                    self._change(part, tensor, expected)
+            elif names and all(name.format(0) in expected for name in names):
+                self._put(names, tensor, expected)
+            elif not (_HARMLESS.fullmatch(tensor.name) or (behind and _set_aside(tensor.name, behind))):
                 family = gguf.metadata["general.architecture"]
                 raise ModelFileError(f"{tensor.path}: the tensor {tensor.name[:120]!r} is not part of a {family}")
         missing = next((name for name in expected if name not in self._found), None)
@@ -130,28 +160,42 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
                 f"{gguf.paths[0]}: the tensor for {missing} of shape {list(expected[missing])} is missing"
             )
 
-    def _put(self, name: str, tensor: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
-        shape, numbers = expected[name.format(0)], [0]
-        if "{}" in name:
-            numbers = list(range(sum(name.format(number) in expected for number in range(MAX_EXPERTS))))
-            shape = (len(numbers), *shape)
+    def _put(self, names: Sequence[str], tensor: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
+        every, shape = list(names), expected[names[0].format(0)]
+        if "{}" in names[0]:
+            numbered = (names[0].format(number) for number in range(MAX_EXPERTS))
+            every = [name for name in numbered if name in expected]
+            shape = (len(every), *shape)
+        elif len(names) > 1:
+            shape = (sum(expected[name][0] for name in names), *shape[1:])
+        self._fits(tensor, shape)
+        start = 0
+        for own in every:
+            if own in self._found:
+                raise ModelFileError(f"{tensor.path}: the tensors {self._found[own].name} and {tensor.name} are one")
+            self._found[own] = _Part(tensor, expected[own], start)
+            start += math.prod(expected[own])
+
+    @staticmethod
+    def _fits(tensor: Tensor, shape: tuple[int, ...]) -> None:
         if tensor.shape != shape and (1, *tensor.shape) != shape:
             raise ModelFileError(
                 f"{tensor.path}: the tensor {tensor.name} has the shape {list(tensor.shape)}, "
                 f"expected {list(shape)} from the metadata"
             )
-        for number in numbers:
-            own = name.format(number)
-            if own in self._found:
-                raise ModelFileError(f"{tensor.path}: the tensors {self._found[own].name} and {tensor.name} are one")
-            self._found[own] = _Part(tensor, expected[own], number)
+
+    def _change(self, part: Part, tensor: Tensor, expected: Mapping[str, tuple[int, ...]]) -> None:
+        self._fits(tensor, part.stored)
+        self._found[part.name] = _Part(tensor, expected[part.name], change=part.change)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
         tensor = self._found[name]
         blocks = tensor.blocks(self._gguf)
         kind = tensor.kind
         flat = blocks.view(kind.dtype) if kind.dtype is not None else dequantize(kind, blocks)
-        array = flat.reshape(tensor.shape)
+        array = (
+            flat.reshape(tensor.shape) if tensor.change is None else tensor.change(flat.reshape(tensor.tensor.shape))
+        )
         if self._turned(name):
             array = turn_back(array, self._head_dim)
         array.flags.writeable = False
@@ -162,13 +206,14 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
         tensor = self._found[name]
         dtype = tensor.kind.dtype if tensor.kind.dtype is not None else np.dtype(np.float32)
         size = math.prod(tensor.shape) * dtype.itemsize
-        return Outline(tensor.shape, str(dtype), size * ((tensor.kind.dtype is None) + self._turned(name)))
+        made = (tensor.kind.dtype is None) + self._turned(name) + (tensor.change is not None)
+        return Outline(tensor.shape, str(dtype), size * made)
 
     def packed_outline(self, name: str) -> Outline | None:
         """What `packed` gives; None for a vector, and for a tensor of single numbers."""
         tensor = self._found[name]
         kind = tensor.kind
-        if kind.dtype is not None or len(tensor.shape) != 2:
+        if kind.dtype is not None or len(tensor.shape) != 2 or tensor.change is not None:
             return None
         if kind.blocks and kind.bits != 8:
             found = super_blocks(tensor.shape, kind.bits)
@@ -201,6 +246,12 @@ class GgufWeights(Mapping[str, NDArray[Any]]):
 
     def __len__(self) -> int:
         return len(self._found)
+
+
+def _set_aside(name: str, layers: int) -> bool:
+    """Whether a tensor is of a layer behind the last, which guesses further tokens."""
+    match = _LAYER_OF.match(name)
+    return match is not None and int(match[1]) >= layers
 
 
 def turn_back(rows: NDArray[Any], head_dim: int) -> NDArray[Any]:

@@ -22,8 +22,9 @@ from cairn.models.dequant import KINDS, Kind, dequantize
 from cairn.models.files import is_gguf
 from cairn.models.gguf import Gguf, Tensor, read_gguf
 from cairn.models.gguf_architectures import ARCHITECTURES
+from cairn.models.gguf_positions import FACTORS
 from cairn.models.gguf_purpose import POOLINGS
-from cairn.models.gguf_spec import FACTORS, SAMPLING
+from cairn.models.gguf_spec import SAMPLING
 from cairn.models.gguf_weights import gguf_name, turn
 from cairn.models.weights import expected_tensors, open_weights
 from cairn.types import ModelSpec, RopeScaling

@@ -8,7 +8,7 @@
     int4     every matrix in codes of 4 bits, the embedding and the output in 8, as `cairn quantize` has them
 
 A matrix whose rows are no multiple of 32 is not rounded to codes. Vectors are never rounded, nor is what routes tokens
-to experts, which is held in float32.
+to experts or steers the memory of layers that keep a state, which is held in float32.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from cairn.models.digests import tell
 from cairn.models.mixture_spec import is_router
 from cairn.models.outline import Outline
 from cairn.models.quantize import rounded
+from cairn.models.recurrent_spec import is_step
 from cairn.models.weights import small
 from cairn.types import ModelSpec
 
@@ -80,7 +81,7 @@ class HeldWeights(Mapping[str, Any]):
     def __getitem__(self, name: str) -> NDArray[Any] | Quantized:
         tell("packing the weights", self._made, len(self.source))
         self._made += 1
-        if is_router(name):
+        if _is_exact(name):
             return self.source[name].astype(np.float32)
         if self._stays(name):
             return self._as_stored(name)
@@ -96,7 +97,7 @@ class HeldWeights(Mapping[str, Any]):
     def outline(self, name: str) -> Outline:
         """What `[name]` gives, and the bytes that it makes on the way."""
         plain = known.outline(self.source, name)
-        if is_router(name):
+        if _is_exact(name):
             return Outline(plain.shape, "float32", plain.made + 4 * math.prod(plain.shape))
         if self._stays(name):
             return self._packed(name) or plain
@@ -122,7 +123,7 @@ class HeldWeights(Mapping[str, Any]):
         kind, inexact = _KINDS.get(plain.dtype, plain.dtype), False
         if isinstance(self.source, _Packed):
             kind, inexact = self.source.kind(name)
-        if is_router(name):
+        if _is_exact(name):
             return kind, ""
         if self._stays(name):
             return kind, "int8" if inexact and len(plain.shape) == 2 else ""
@@ -181,6 +182,11 @@ class HeldWeights(Mapping[str, Any]):
         if wrong:
             self.errors[name] = math.sqrt(wrong / total)
         return held
+
+
+def _is_exact(name: str) -> bool:
+    """Whether a tensor is never rounded."""
+    return is_router(name) or is_step(name)
 
 
 def error_line(errors: Mapping[str, float], tensors: int) -> str | None:

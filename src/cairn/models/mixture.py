@@ -36,6 +36,7 @@ class Mixture:
     router: Matrix
     correction: Array | None
     gate_up: tuple[Matrix, ...]
+    """Without gates where there are none."""
     down: tuple[Matrix, ...]
     shared: Shared | None
 
@@ -70,7 +71,7 @@ def build_mixture(matrix: Pack, vector: Callable[[str], Array], experts: Experts
     shared = None
     if experts.shared:
         shared = Shared(
-            gate_up=matrix("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+            gate_up=matrix(*_first(experts, "mlp.shared_expert")),
             down=matrix("mlp.shared_expert.down_proj"),
             gate=matrix("mlp.shared_expert_gate") if experts.shared_gate else None,
         )
@@ -79,10 +80,15 @@ def build_mixture(matrix: Pack, vector: Callable[[str], Array], experts: Experts
         facts=experts,
         router=matrix("mlp.gate"),
         correction=vector(CORRECTION) if experts.correction else None,
-        gate_up=tuple(matrix(f"{name}.gate_proj", f"{name}.up_proj") for name in names),
+        gate_up=tuple(matrix(*_first(experts, name)) for name in names),
         down=tuple(matrix(f"{name}.down_proj") for name in names),
         shared=shared,
     )
+
+
+def _first(experts: Experts, name: str) -> list[str]:
+    """The matrices that an expert's input goes through."""
+    return [f"{name}.gate_proj", f"{name}.up_proj"] if experts.gated else [f"{name}.up_proj"]
 
 
 def allocate_mixture(kernels: Kernels, experts: Experts | None, hidden: int, tokens: int) -> MixtureBuffers:
@@ -118,8 +124,12 @@ def run_mixture(k: Kernels, layer: Mixture, activation: str, x: Any, b: MixtureB
     k.experts(x, b.chosen, b.shares, layer.gate_up, activation, layer.down, out)
     if layer.shared is None:
         return
-    k.project(x, layer.shared.gate_up, b.gates)
-    k.gate(b.gates, activation, b.gated)
+    if how.gated:
+        k.project(x, layer.shared.gate_up, b.gates)
+        k.gate(b.gates, activation, b.gated)
+    else:
+        k.project(x, layer.shared.gate_up, b.gated)
+        k.activate(b.gated, activation, b.gated)
     k.project(b.gated, layer.shared.down, b.shared)
     if layer.shared.gate is None:
         k.add(b.shared, out)

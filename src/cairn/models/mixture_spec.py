@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cairn.errors import ModelError
@@ -29,9 +29,20 @@ class Mixture:
     """Whether `decoder_sparse_step` and `mlp_only_layers` say which layers have one."""
     first: str = ""
     """How many layers before have none."""
+    scaled: bool = False
+    """Whether `routed_scaling_factor` counts."""
     grouped: bool = False
-    """Whether `n_group`, `topk_group` and `routed_scaling_factor` count."""
-    correction: bool = False
+    """Whether `n_group` and `topk_group` count."""
+    typed: bool = False
+    """Whether `mlp_layer_types` may say which layers have one."""
+    known: tuple[tuple[str, str | int | bool], ...] = ()
+    """Fields that may say this alone."""
+    listed: bool = False
+    """Whether a list of all layers' kinds says which have one; none may."""
+    gated: bool = True
+    correction: bool | str = False
+    optional: bool = False
+    """Whether there may be none, and the shared one alone is the MLP then."""
     bias: bool = False
     shared: str = ""
     """Width of the shared expert."""
@@ -39,6 +50,8 @@ class Mixture:
     """How many times as wide as the others it is."""
     shared_gate: bool = False
 
+
+_EVERY_LAYER = (("moe_layer_freq", 1),)
 
 MIXTURES = {
     "qwen3": Mixture(count="num_experts", ffn="moe_intermediate_size", by_layer=True),
@@ -52,16 +65,64 @@ MIXTURES = {
     "mixtral": Mixture(count="num_local_experts", ffn="intermediate_size", normed=True),
     "olmo": Mixture(count="num_experts", ffn="intermediate_size"),
     "gpt-oss": Mixture(count="num_local_experts", ffn="intermediate_size", scores="chosen", normed=False, bias=True),
+    "qwen3.5": Mixture(
+        count="num_experts",
+        ffn="moe_intermediate_size",
+        normed=True,
+        shared="shared_expert_intermediate_size",
+        shared_gate=True,
+    ),
+    "lfm2": Mixture(
+        count="num_experts",
+        ffn="moe_intermediate_size",
+        scores="sigmoid",
+        first="num_dense_layers",
+        scaled=True,
+        correction="use_expert_bias",
+    ),
+    "nemotron": Mixture(
+        count="n_routed_experts",
+        ffn="moe_intermediate_size",
+        scores="sigmoid",
+        scaled=True,
+        grouped=True,
+        correction=True,
+        shared="moe_shared_expert_intermediate_size",
+        listed=True,
+        gated=False,
+        known=(("moe_latent_size", 0), ("mlp_hidden_act", "relu2"), ("n_shared_experts", 1)),
+    ),
+    "granite": Mixture(
+        count="num_local_experts",
+        ffn="intermediate_size",
+        scores="chosen",
+        normed=False,
+        shared="shared_intermediate_size",
+        optional=True,
+    ),
     "glm4": Mixture(
         count="n_routed_experts",
         ffn="moe_intermediate_size",
         scores="sigmoid",
         first="first_k_dense_replace",
+        scaled=True,
         grouped=True,
         correction=True,
         shared_count="n_shared_experts",
     ),
+    "deepseek2": Mixture(
+        count="n_routed_experts",
+        ffn="moe_intermediate_size",
+        first="first_k_dense_replace",
+        scaled=True,
+        shared_count="n_shared_experts",
+        known=(*_EVERY_LAYER, ("topk_method", "greedy"), ("scoring_func", "softmax"), ("norm_topk_prob", False)),
+    ),
 }
+MIXTURES["deepseek3"] = replace(
+    MIXTURES["glm4"], known=(*_EVERY_LAYER, ("topk_method", "noaux_tc"), ("scoring_func", "sigmoid"))
+)
+MIXTURES["glm4 lite"] = replace(MIXTURES["deepseek3"], typed=True)
 _OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 """Newer configs may call a field so."""
 
@@ -71,8 +132,15 @@ def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
     if not family.mixture:
         return None
     row = MIXTURES[family.mixture]
+    for name, value in row.known:
+        if config.has(name) and config.values[name] != value:
+            raise ModelError(f"{config.path}: {config.prefix}{name} other than {value} is not supported")
+    if row.listed and "moe" not in layer_kinds(config, layers):
+        return None
     named = row.count if config.has(row.count) else _OTHER_NAMES.get(row.count, row.count)
-    count = config.integer(named, 1, MAX_EXPERTS)
+    count = config.integer(named, 0 if row.optional else 1, MAX_EXPERTS)
+    if not count:
+        return None
     ffn = config.integer(row.ffn, 1, 1 << 22)
     shared = config.integer(row.shared, 0, 1 << 22) if row.shared else 0
     if row.shared_count:
@@ -84,17 +152,35 @@ def mixture(config: Fields, family: Family, layers: int) -> Experts | None:
             chosen=config.integer(row.chosen, 1, count),
             ffn=ffn,
             layers=tuple(_layers(config, row, layers)),
+            gated=row.gated,
             scores=row.scores,
             normed=config.flag(row.normed, False) if isinstance(row.normed, str) else row.normed,
-            scale=config.number("routed_scaling_factor", 1e-6, 1e6, 1.0) if row.grouped else 1.0,
+            scale=config.number("routed_scaling_factor", 1e-6, 1e6, 1.0) if row.scaled else 1.0,
             groups=config.integer("n_group", 1, count, 1) if row.grouped else 1,
             chosen_groups=config.integer("topk_group", 1, count, 1) if row.grouped else 1,
-            correction=row.correction,
+            correction=config.flag(row.correction, True) if isinstance(row.correction, str) else row.correction,
             bias=row.bias,
             shared=shared,
             shared_gate=row.shared_gate and shared > 0,
         ),
     )
+
+
+_PATTERN = {"M": "mamba", "-": "mlp", "*": "attention", "E": "moe"}
+_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
+"""Other names of layers' kinds."""
+
+
+def layer_kinds(config: Fields, layers: int) -> list[str]:
+    """What each layer is, where it is one thing: mamba, attention, mlp or moe."""
+    key = next((name for name in ("layers_block_type", "layer_types") if config.has(name)), "hybrid_override_pattern")
+    said = config.values.get(key)
+    kinds = [_PATTERN.get(one) for one in said] if isinstance(said, str) else said
+    if isinstance(kinds, list):
+        kinds = [_KINDS.get(one, one) if isinstance(one, str) else None for one in kinds]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(one not in _PATTERN.values() for one in kinds):
+        raise config.error(key, f"the kinds of {layers} layers, each mamba, attention, mlp or moe")
+    return kinds
 
 
 def checked(config: Fields, experts: Experts) -> Experts:
@@ -107,6 +193,13 @@ def checked(config: Fields, experts: Experts) -> Experts:
 
 
 def _layers(config: Fields, row: Mixture, layers: int) -> list[int]:
+    if row.typed and config.has("mlp_layer_types"):
+        kinds = config.values["mlp_layer_types"]
+        if not isinstance(kinds, list) or len(kinds) != layers or any(one not in ("dense", "sparse") for one in kinds):
+            raise config.error("mlp_layer_types", f"a list of {layers} entries, each dense or sparse")
+        return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
+    if row.listed:
+        return [layer for layer, kind in enumerate(layer_kinds(config, layers)) if kind == "moe"]
     if row.first:
         return list(range(config.integer(row.first, 0, layers, 0), layers))
     if not row.by_layer:
@@ -129,11 +222,8 @@ def mixture_tensors(spec: ModelSpec, experts: Experts) -> dict[str, tuple[int, .
     if experts.shared:
         every.append(("mlp.shared_expert", experts.shared, False))
     for prefix, width, bias in every:
-        for name, out, inner in (
-            ("gate_proj", width, spec.hidden),
-            ("up_proj", width, spec.hidden),
-            ("down_proj", spec.hidden, width),
-        ):
+        parts = [("up_proj", width, spec.hidden), ("down_proj", spec.hidden, width)]
+        for name, out, inner in [("gate_proj", width, spec.hidden), *parts] if experts.gated else parts:
             found[f"{prefix}.{name}.weight"] = (out, inner)
             if bias:
                 found[f"{prefix}.{name}.bias"] = (out,)

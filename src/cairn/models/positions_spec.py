@@ -6,9 +6,10 @@ Field names and defaults are those of transformers (`modeling_rope_utils.py`).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Literal
 
-from cairn.errors import ModelError
+from cairn.errors import ModelError, ModelFileError
 from cairn.models.families import Family
 from cairn.models.files import Fields
 from cairn.types import MAX_CONTEXT, RopeScaling, RotaryPositions
@@ -22,6 +23,56 @@ ROPE_SCALINGS: dict[str, Literal["none", "linear", "llama3", "yarn"]] = {
 """`rope_type` as configs spell it -> `RopeScaling.kind`."""
 UNKNOWN_ROPE = frozenset({"mrope_section", "llama_4_scaling_beta"})
 """What rotary settings hold for other families, and would change every number here."""
+
+
+_LONG = ("longrope", "su", "yarn")
+"""What files of Phi-3 call longrope."""
+
+
+def long_rope(config: Fields, family: Family) -> RopeScaling | None:
+    """`ModelSpec.long_rope`; None where one scaling is for every context."""
+    old, new = config.object("rope_scaling"), config.object("rope_parameters")
+    rope = new if new.values else old
+    if not family.long_rope or rope.text("rope_type", rope.text("type", "default")) not in _LONG:
+        return None
+    return _longrope(config, rope, config.integer("max_position_embeddings", 2, MAX_CONTEXT))[1]
+
+
+def _longrope(config: Fields, rope: Fields, trained: int) -> tuple[RopeScaling, RopeScaling]:
+    """The scaling of contexts as long as the model was first trained for, and that of longer ones."""
+    place = rope if rope.has("original_max_position_embeddings") else config
+    original = place.integer("original_max_position_embeddings", 2, MAX_CONTEXT)
+    factor = rope.number("factor", 1e-3, 1e6, trained / original)
+    usual = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    weight = rope.number("attention_factor", 1e-6, 1e6, usual)
+    short, long = (
+        RopeScaling(factors=_divisors(rope, name), attention_factor=weight, original_context=original)
+        for name in ("short_factor", "long_factor")
+    )
+    return short, long
+
+
+def _divisors(rope: Fields, name: str) -> tuple[float, ...]:
+    found = rope.values.get(name)
+    if not isinstance(found, list) or not all(type(one) in (int, float) and 1e-3 <= one <= 1e6 for one in found):
+        raise rope.error(name, "a list of numbers from 0.001 to 1e+06")
+    return tuple(map(float, found))
+
+
+def check_divisors(config: Fields, scalings: Iterable[RopeScaling | None], turned: int) -> None:
+    """Raise `ModelFileError` where a scaling's factors are not one for each pair that is turned."""
+    for one in scalings:
+        if one is not None and one.factors and len(one.factors) != turned // 2:
+            raise ModelFileError(
+                f"{config.path}: short_factor and long_factor must have {turned // 2} numbers, found {len(one.factors)}"
+            )
+
+
+def stretched(config: Fields, family: Family) -> float:
+    """What a family's own scaling multiplies theta by, but for its exponent; 1 for nothing."""
+    new = config.object("rope_parameters")
+    rope = new if new.values else config.object("rope_scaling")
+    return rope.number("alpha", 1e-3, 1e9, 1.0) if family.stretched else 1.0
 
 
 def unturned(config: Fields, layers: int) -> tuple[int, ...]:
@@ -73,6 +124,12 @@ def local_positions(config: Fields, family: Family) -> RotaryPositions:
     return RotaryPositions(theta=theta, scaling=scaling)
 
 
+def _kind(rope: Fields, family: Family) -> str:
+    """What kind of scaling the settings name."""
+    named = rope.text("rope_type", rope.text("type", "default"))
+    return "default" if family.stretched and named == "dynamic" and rope.has("alpha") else named
+
+
 def rope_scaling(config: Fields, family: Family) -> tuple[RopeScaling, float, int]:
     """Rope scaling, theta, and the context that the scaling gives."""
     old, new = config.object("rope_scaling"), config.object("rope_parameters")
@@ -80,7 +137,7 @@ def rope_scaling(config: Fields, family: Family) -> tuple[RopeScaling, float, in
     if new.values and old.values and new.values != old.values:
         raise ModelError(f"{config.path}: rope_scaling and rope_parameters say different things; keep one of them")
     for key, value in rope.values.items():
-        known = family.query_scaling and key == "llama_4_scaling_beta"
+        known = family.query_scaling if key == "llama_4_scaling_beta" else family.sections
         if isinstance(value, dict) or (key in UNKNOWN_ROPE and not known):
             raise ModelError(f"{config.path}: {key[:80]} in its rotary settings is not supported")
     theta = (rope if rope.has("rope_theta") else config).number("rope_theta", 1.0, 1e15, 10000.0)
@@ -88,7 +145,9 @@ def rope_scaling(config: Fields, family: Family) -> tuple[RopeScaling, float, in
     for place in (rope, config):
         if not family.rotary and place.number("partial_rotary_factor", 0.0, 1.0, 1.0) != 1.0:
             raise ModelError(f"{config.path}: partial_rotary_factor other than 1 is not supported")
-    named = rope.text("rope_type", rope.text("type", "default"))
+    named = _kind(rope, family)
+    if family.long_rope and named in _LONG:
+        return _longrope(config, rope, trained)[0], theta, trained
     if named not in ROPE_SCALINGS:
         raise ModelError(
             f"{config.path}: rope scaling {named[:80]!r} is not supported; supported are {', '.join(ROPE_SCALINGS)}"

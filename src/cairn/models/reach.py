@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.kernels.rope import Floats, frequencies
-from cairn.types import ModelSpec
+from cairn.types import Latent, ModelSpec
 
 HALF = 65_504.0
 """The largest float16."""
@@ -32,8 +32,9 @@ def reach(spec: ModelSpec, weights: Mapping[str, NDArray[Any]]) -> float:
     with np.errstate(all="ignore"):
         ropes = [spec.rope(group) for group in range(len(spec.groups))]
         turned = max(abs(frequencies(spec.turned, rope.theta, rope.scaling).factor) for rope in ropes)
-        bounds = [_layer(spec, weights, f"model.layers.{layer}.", turned) for layer in range(spec.layers)]
-    return float(ROUNDING * np.max(bounds))  # not Python's, which loses NaN
+        layers = sorted(layer for group in spec.groups if group.kind != "state" for layer in group.layers)
+        bounds = [_layer(spec, weights, f"model.layers.{layer}.", turned) for layer in layers]
+    return float(ROUNDING * np.max(bounds, initial=0.0))  # not Python's, which loses NaN
 
 
 def fits_half(reached: float) -> bool:
@@ -45,6 +46,8 @@ def _layer(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], prefix: str, tu
     if not spec.pre_norms:
         return math.inf  # nothing bounds what attention takes
     norm = _wide(weights[f"{prefix}input_layernorm.weight"])
+    if spec.latent is not None:
+        return _latent(spec, spec.latent, weights, prefix, norm, turned)
     if spec.qk_norm:
         size = spec.head_dim * (spec.kv_heads if spec.qk_norm_whole else 1)
         keys = np.float32(math.sqrt(size)) * np.abs(_wide(weights[f"{prefix}self_attn.k_norm.weight"]))
@@ -56,6 +59,19 @@ def _layer(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], prefix: str, tu
         pairs = np.float32(math.sqrt(2)) * keys
     values = _products(spec, weights, f"{prefix}self_attn.v_proj", norm)
     return float(np.max([values.max(), turned * pairs.max()]))
+
+
+def _latent(
+    spec: ModelSpec, latent: Latent, weights: Mapping[str, NDArray[Any]], prefix: str, norm: Floats, turned: float
+) -> float:
+    """Of what is kept of a token: a normalised latent, and products that are turned in pairs."""
+    kept = np.float32(math.sqrt(latent.rank)) * np.abs(_wide(weights[f"{prefix}self_attn.kv_a_layernorm.weight"]))
+    name = f"{prefix}self_attn.kv_a_proj_with_mqa"
+    rows = _wide(weights[f"{name}.weight"])[latent.rank :] * norm
+    found: Floats = np.float32(math.sqrt(spec.hidden)) * np.sqrt(np.einsum("oi,oi->o", rows, rows))
+    if latent.bias:
+        found = found + np.abs(_wide(weights[f"{name}.bias"])[latent.rank :])
+    return float(np.max([kept.max(), turned * math.sqrt(2) * found.max()]))
 
 
 def _products(spec: ModelSpec, weights: Mapping[str, NDArray[Any]], name: str, norm: Floats) -> Floats:

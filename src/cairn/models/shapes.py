@@ -16,8 +16,9 @@ from cairn.kernels.base import BLOCK, GROUP, Quantized
 from cairn.models.gguf_spec import cache_groups
 from cairn.models.mixture_spec import is_router
 from cairn.models.outline import Outline, blocks, codes
+from cairn.models.recurrent_spec import MIXER, is_step, with_state
 from cairn.models.weights import DTYPES, expected_tensors
-from cairn.types import CacheGroup, Experts, ModelSpec, RotaryPositions
+from cairn.types import CacheGroup, Experts, ModelSpec, Recurrence, RotaryPositions
 
 _SIZES: dict[str, dict[str, Any]] = {
     "demo": {"layers": 8, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ffn": 608, "vocab": 2048},
@@ -42,6 +43,16 @@ _SIZES: dict[str, dict[str, Any]] = {
         **{"context": 40_960, "architecture": "Qwen3MoeForCausalLM"},
         "experts": {"count": 128, "chosen": 8, "ffn": 768, "normed": True},
     },
+    "qwen3.5-0.8b": {
+        **{"layers": 24, "hidden": 1024, "heads": 8, "kv_heads": 2, "head_dim": 256, "ffn": 3584, "vocab": 248_320},
+        **{"context": 262_144, "architecture": "Qwen3_5ForCausalLM", "rope_theta": 1e7, "rotary": 64},
+        **{"output_gate": True, "recurrence": {"heads": 16, "key_heads": 16}},
+    },
+    "qwen3.5-4b": {
+        **{"layers": 32, "hidden": 2560, "heads": 16, "kv_heads": 4, "head_dim": 256, "ffn": 9216, "vocab": 248_320},
+        **{"context": 262_144, "architecture": "Qwen3_5ForCausalLM", "rope_theta": 1e7, "rotary": 64},
+        **{"output_gate": True, "recurrence": {"heads": 32, "key_heads": 16}},
+    },
 }
 SHAPES = tuple(_SIZES)
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
@@ -59,6 +70,10 @@ def shape_spec(name: str) -> ModelSpec:
         sizes |= {"activation": "gelu_tanh", "post_norms": True, "embedding_scale": math.sqrt(sizes["hidden"])}
     else:
         groups = (CacheGroup(kind="full", layers=tuple(range(sizes["layers"]))),)
+    if gated := sizes.pop("recurrence", None):
+        apart = tuple(layer for layer in range(sizes["layers"]) if (layer + 1) % 4)
+        kept = Recurrence(kind="delta", layers=apart, reach=4, value_size=128, key_size=128, **gated)
+        sizes["recurrence"], groups = kept, with_state(groups, kept)
     if experts := sizes.pop("experts", None):
         sizes["experts"] = Experts(layers=tuple(range(sizes["layers"])), **experts)
     return ModelSpec(name=name, norm_eps=1e-6, tied=True, groups=groups, **sizes)
@@ -126,12 +141,15 @@ class RandomWeights(Mapping[str, Any]):
             return _drawn(rng, mold, shape[0], shape[1])
         size = math.prod(shape)
         drawn = rng.standard_normal(min(size, _PERIOD), dtype=np.float32)
-        drawn = 1 + 0.1 * drawn if "norm" in name else drawn / math.sqrt(shape[-1])
+        if name.endswith(f"{MIXER}decay"):
+            drawn = -np.exp(drawn)
+        else:
+            drawn = 1 + 0.1 * drawn if "norm" in name else drawn / math.sqrt(shape[-1])
         return np.resize(drawn.astype(_DTYPES[mold.dtype]), size).reshape(shape)
 
     def _mold(self, name: str) -> _Mold:
         shape, mold = self._shapes[name], _MOLDS[self.form]
-        if len(shape) == 1 or is_router(name):
+        if len(shape) == 1 or is_router(name) or is_step(name):
             return _Mold()
         if self.form == "q4_k_m":
             found = _LAYER.fullmatch(name)

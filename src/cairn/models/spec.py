@@ -26,15 +26,20 @@ from cairn.models.gguf_encoder import is_encoder as is_gguf_encoder
 from cairn.models.gguf_spec import SAMPLING, cache_groups, gguf_spec, suggested
 from cairn.models.hub import model_name
 from cairn.models.judge import with_judge
+from cairn.models.latent_spec import latent_fields
 from cairn.models.mixture_spec import mixture
 from cairn.models.positions_spec import (
+    check_divisors,
     global_positions,
     local_positions,
+    long_rope,
     query_scaling,
     rope_scaling,
     rotary,
+    stretched,
     unturned,
 )
+from cairn.models.recurrent_spec import mlp_layers, recurrence, with_state
 from cairn.models.weights import weight_files
 from cairn.types import (
     MAX_CONTEXT,
@@ -42,6 +47,7 @@ from cairn.types import (
     MAX_VOCAB,
     CacheGroup,
     Embedding,
+    Experts,
     Kind,
     ModelSpec,
     RotaryPositions,
@@ -116,7 +122,10 @@ def _load(folder: Path) -> ModelSpec:
     rope, theta, context = rope_scaling(global_positions(config) if family.local_rope else config, family)
     if family.local_rope:
         context = config.integer("max_position_embeddings", 2, MAX_CONTEXT)  # which states the scaled length
-    head_dim = config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
+    head_dim = 2 if family.latent else config.integer("head_dim", 2, MAX_HEAD_DIM, family.head_dim or hidden // heads)
+    kept = recurrence(config, family, layers, hidden)
+    alone = mlp_layers(config, layers) if family.alone else None
+    experts = mixture(config, family, layers)
     spec = ModelSpec(
         name=model_name(folder),
         architecture=architecture,
@@ -125,19 +134,21 @@ def _load(folder: Path) -> ModelSpec:
         heads=heads,
         kv_heads=config.integer("num_key_value_heads", 1, heads, _kv_heads(config, family) or heads),
         head_dim=head_dim,
-        ffn=config.integer("intermediate_size", 1, 1 << 22),
+        ffn=_ffn(config, family, experts),
         vocab=vocab,
         context=context,
-        norm_eps=config.number("rms_norm_eps", 0.0, 1.0, 1e-6),
-        rope_theta=theta,
+        norm_eps=config.number(_eps(config), 0.0, 1.0, 1e-6),
+        rope_theta=theta * stretched(config, family) ** (head_dim / max(1, head_dim - 2)),
         rope_scaling=rope,
+        long_rope=long_rope(config, family),
         activation=family.activation or _activation(config),
         qk_norm=_bias(config, family.qk_norm),
         qk_norm_whole=family.qk_norm_whole,
+        late_norms=family.late_norms,
         pre_norms=family.pre_norms,
         sinks=family.sinks,
-        experts=mixture(config, family, layers),
-        unturned=unturned(config, layers) if family.unturned else (),
+        experts=experts,
+        unturned=_unturned(config, family, layers),
         query_scaling=query_scaling(config) if family.query_scaling else None,
         rotary=rotary(config, head_dim) if family.rotary else None,
         qkv_bias=_bias(config, family.qkv_bias),
@@ -146,8 +157,14 @@ def _load(folder: Path) -> ModelSpec:
         **_multiplied(config, family, hidden, head_dim),
         both=sees_both(config),
         # The files of one that makes embeddings have no head, whatever its config says.
-        tied=config.flag("tie_word_embeddings", False) or kind == "embed",
-        groups=_groups(config, family, layers, context, RotaryPositions(theta=theta, scaling=rope)),
+        tied=config.flag(_tied(config), False) or kind == "embed",
+        groups=with_state(
+            _groups(config, family, layers, context, RotaryPositions(theta=theta, scaling=rope)), kept, alone or ()
+        ),
+        recurrence=kept,
+        mlp_layers=alone,
+        mlp_gated=family.mlp_gated,
+        output_gate=family.output_gate,
         eos_ids=_eos(config, folder, vocab),
         bos_id=next(iter(config.ids("bos_token_id", vocab, absent=True)), None),
         defaults=_defaults(folder),
@@ -155,7 +172,10 @@ def _load(folder: Path) -> ModelSpec:
         embedding=modules or Embedding(),
         judge=judge,
     )
+    if family.latent:
+        spec = msgspec.structs.replace(spec, **latent_fields(config, family, layers, rope))
     check_width(spec.embedding, hidden, folder)
+    check_divisors(config, (rope, spec.long_rope), spec.turned)
     if spec.heads % spec.kv_heads:
         raise config.error("num_key_value_heads", f"a divisor of num_attention_heads ({heads})")
     if spec.head_dim % 2:
@@ -163,9 +183,44 @@ def _load(folder: Path) -> ModelSpec:
     return spec
 
 
+def _eps(config: Fields) -> str:
+    """The field that says what is added in a norm."""
+    return next((name for name in ("norm_eps", "layer_norm_epsilon") if config.has(name)), "rms_norm_eps")
+
+
+def _tied(config: Fields) -> str:
+    """The field that says whether the head is the embedding."""
+    return "tie_embedding" if config.has("tie_embedding") else "tie_word_embeddings"
+
+
 def _kv_heads(config: Fields, family: Family) -> int | None:
     """The family's where the key is absent; an explicit null says as many as heads."""
     return None if "num_key_value_heads" in config.values else family.kv_heads
+
+
+def _ffn(config: Fields, family: Family, experts: Experts | None) -> int:
+    """Width of the plain MLP."""
+    if family.mixture == "granite" and experts is None:
+        return config.integer("shared_intermediate_size", 1, 1 << 22)
+    key = "block_ff_dim" if config.has("block_ff_dim") else "intermediate_size"
+    width = config.integer(key, 1, 1 << 22, experts.ffn if experts else None)
+    if family.recurrence != "conv" or family.mixture or not config.flag("block_auto_adjust_ff_dim", True):
+        return width
+    part, step = (
+        config.number("block_ffn_dim_multiplier", 1e-3, 1e3, 1.0),
+        config.integer("block_multiple_of", 1, 1 << 16, 256),
+    )
+    return -(-int(part * int(2 * width / 3)) // step) * step
+
+
+def _unturned(config: Fields, family: Family, layers: int) -> tuple[int, ...]:
+    """The layers that know no positions."""
+    if family.positions:
+        named = config.text(family.positions, "nope")
+        if named not in ("nope", "rope"):
+            raise config.error(family.positions, "rope or nope")
+        return tuple(range(layers)) if named == "nope" else ()
+    return unturned(config, layers) if family.unturned else ()
 
 
 def _bias(config: Fields, rule: bool | str) -> bool:
@@ -312,9 +367,13 @@ _LATER: dict[str, Any] = {
     **{"attention_softcap": 0.0, "logit_softcap": 0.0, "encoder": None},
     **{"pre_norms": True, "qk_norm_whole": False, "rotary": None, "unturned": (), "query_scaling": None},
     **{"sinks": False, "residual_scale": 1.0, "logit_scale": 1.0, "experts": None},
-    **{"both": False},
+    **{"both": False, "long_rope": None, "latent": None, "late_norms": False},
+    **{"recurrence": None, "output_gate": False, "mlp_layers": None, "mlp_gated": True},
 }
 """Facts that specs did not have from the beginning, with what they are where they change nothing."""
+
+
+_LATER_OF_GROUPS: dict[str, Any] = {"rope": None, "kv_heads": None, "head_dim": None, "once": False, "numbers": 0}
 
 
 def _facts(spec: ModelSpec) -> dict[str, Any]:
@@ -324,10 +383,13 @@ def _facts(spec: ModelSpec) -> dict[str, Any]:
     for name, plain in _LATER.items():
         if found[name] == plain:
             del found[name]
-    del found["kind"], found["embedding"], found["judge"]
+    del found["long"], found["kind"], found["embedding"], found["judge"]
+    if found.get("experts") and found["experts"]["gated"]:
+        del found["experts"]["gated"]
     for group in found["groups"]:
-        if group["rope"] is None:
-            del group["rope"]
+        for name, plain in _LATER_OF_GROUPS.items():
+            if group[name] == plain:
+                del group[name]
     return found
 
 

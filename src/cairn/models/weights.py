@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from cairn.errors import ModelFileError
 from cairn.models.encoder_spec import encoder_tensors
 from cairn.models.encoder_spec import own_name as encoder_name
-from cairn.models.families import FAMILIES
+from cairn.models.families import AHEAD, FAMILIES, Family
 from cairn.models.files import (
     INDEX,
     MAX_NAME_BYTES,
@@ -36,8 +36,10 @@ from cairn.models.files import (
 )
 from cairn.models.gguf import read_gguf
 from cairn.models.gguf_weights import GgufWeights
+from cairn.models.latent_spec import latent_tensors
 from cairn.models.mixture_spec import mixture_tensors
 from cairn.models.mxfp4 import PARTS, joined
+from cairn.models.recurrent_spec import MIXER, recurrent_tensors
 from cairn.models.stored import own_tensors
 from cairn.types import ModelSpec
 
@@ -61,8 +63,10 @@ _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|.*\.self_attn\.(bias|masked
 """Buffers that old checkpoints carry beside the weights and that the config determines."""
 
 _PART = re.compile(r"(?:model\.language_model\.|language_model\.model\.|language_model\.(?=lm_head\.))(.*)")
-_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|visual|multi_modal_projector)\.")
 """Of a model that also sees: images are not served."""
+_AHEAD = re.compile(r"mtp\..*")
+"""What guesses further tokens where that stands beside the layers."""
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -83,38 +87,51 @@ def expected_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if not spec.tied:
         shapes["lm_head.weight"] = (spec.vocab, spec.hidden)
     attention = {
-        "self_attn.q_proj": (query, spec.hidden, spec.qkv_bias),
+        "self_attn.q_proj": (2 * query if spec.output_gate else query, spec.hidden, spec.qkv_bias),
         "self_attn.k_proj": (kv, spec.hidden, spec.qkv_bias),
         "self_attn.v_proj": (kv, spec.hidden, spec.qkv_bias),
         "self_attn.o_proj": (spec.hidden, query, spec.out_bias),
     }
     mlp = {
-        "mlp.gate_proj": (spec.ffn, spec.hidden, spec.mlp_bias),
+        **({"mlp.gate_proj": (spec.ffn, spec.hidden, spec.mlp_bias)} if spec.mlp_gated else {}),
         "mlp.up_proj": (spec.ffn, spec.hidden, spec.mlp_bias),
         "mlp.down_proj": (spec.hidden, spec.ffn, spec.mlp_bias),
     }
+    latent = {} if spec.latent is None else latent_tensors(spec, spec.latent)
     norms = _norms(spec)
+    heads = {name: size for name, size in norms.items() if name.startswith("self_attn.")}
     mixture = {} if spec.experts is None else mixture_tensors(spec, spec.experts)
+    recurrent = {} if spec.recurrence is None else recurrent_tensors(spec, spec.recurrence)
     for layer in range(spec.layers):
         prefix = f"model.layers.{layer}."
+        attends, has_mlp = spec.attends(layer), spec.has_mlp(layer)
         sparse = spec.experts is not None and layer in spec.experts.layers
-        matrices = attention if sparse else attention | mlp
-        shapes |= {prefix + name: shape for name, shape in mixture.items() if sparse}
-        if spec.sinks:
-            shapes[f"{prefix}self_attn.sinks"] = (spec.heads,)
-        for name, (rows, columns, bias) in matrices.items():
-            shapes[f"{prefix}{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"{prefix}{name}.bias"] = (rows,)
-        for name, size in norms.items():
-            shapes[f"{prefix}{name}.weight"] = (size,)
+        plain = (attention if attends and not latent else {}) | (mlp if has_mlp and not sparse else {})
+        own: list[tuple[Mapping[str, tuple[int, ...]], bool]] = [
+            *((latent, attends), (mixture, sparse), (recurrent, spec.keeps_state(layer))),
+            ({"self_attn.sinks": (spec.heads,)}, spec.sinks and attends),
+            (_with_biases(plain), True),
+            ({f"{name}.weight": (size,) for name, size in norms.items() if attends or name not in heads}, True),
+        ]
+        shapes |= {prefix + name: shape for part, there in own if there for name, shape in part.items()}
     return shapes
+
+
+def _with_biases(matrices: Mapping[str, tuple[int, int, bool]]) -> dict[str, tuple[int, ...]]:
+    """The tensors of matrices (out, in, whether there is a bias)."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns, bias) in matrices.items():
+        found[f"{name}.weight"] = (rows, columns)
+        if bias:
+            found[f"{name}.bias"] = (rows,)
+    return found
 
 
 def _norms(spec: ModelSpec) -> dict[str, int]:
     """Name and size of a layer's norms."""
     query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    norms = {"post_attention_layernorm": spec.hidden}
+    # A layer that is one thing has one norm.
+    norms = {"post_attention_layernorm": spec.hidden} if spec.mlp_layers is None else {}
     if spec.pre_norms:
         norms["input_layernorm"] = spec.hidden
     if spec.post_norms:
@@ -170,13 +187,13 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
     folder without safetensors are a `ModelFileError`, raised before anything is returned.
     """
     if is_gguf(folder):
-        return GgufWeights(read_gguf(folder), expected_tensors(spec), spec.head_dim)
+        return GgufWeights(read_gguf(folder), expected_tensors(spec), spec)
     files = weight_files(folder)
     if not files:
         raise _no_weights(folder)
     homes = _weight_map(folder) if files != [folder / WEIGHTS] else None
     expected = expected_tensors(spec)
-    gemma = spec.encoder is None and FAMILIES[spec.architecture].gemma
+    family = None if spec.encoder is not None else FAMILIES[spec.architecture]
     found: dict[str, NDArray[Any]] = {}
     halves: dict[str, NDArray[Any]] = {}
     for path in files:
@@ -189,7 +206,7 @@ def open_weights(folder: Path, spec: ModelSpec) -> Mapping[str, NDArray[Any]]:
                     raise ModelFileError(f"{path}: the tensor {name[:120]!r} is there under two names")
                 if name in expected:
                     _check(path, name, part, expected[name])
-                    found[name] = 1 + part.astype(np.float32) if gemma and len(part.shape) == 1 else part
+                    found[name] = 1 + part.astype(np.float32) if family and _moved(family, name) else part
                 elif name.endswith(PARTS) and name.rpartition(".")[0] in expected and name not in halves:
                     halves[name] = part
                 elif not (_HARMLESS.fullmatch(name) or (spec.tied and name == "lm_head.weight") or not name):
@@ -208,7 +225,12 @@ def _parts(spec: ModelSpec, stored: str, array: NDArray[Any]) -> Iterator[tuple[
     name = own_name(stored, spec)
     if spec.encoder is not None:
         return iter([(name, array)])
-    return own_tensors(spec, bool(FAMILIES[spec.architecture].ahead) * 8, name, array)
+    return own_tensors(spec, bool(FAMILIES[spec.architecture].ahead) * AHEAD, name, array)
+
+
+def _moved(family: Family, name: str) -> bool:
+    """Whether a tensor is a norm's that multiplies by 1 + w."""
+    return (family.gemma or (family.centred and MIXER not in name)) and name.endswith("norm.weight")
 
 
 def _check(path: Path, name: str, array: NDArray[Any], shape: tuple[int, ...]) -> None:
@@ -231,7 +253,10 @@ def own_name(name: str, spec: ModelSpec) -> str:
     """The name of `expected_tensors` of a stored tensor; "" for one that is not used, its own for an unknown one."""
     if spec.encoder is not None:
         return encoder_name(spec, name)
-    if FAMILIES[spec.architecture].nested:
+    family = FAMILIES[spec.architecture]
+    if family.ahead and _AHEAD.fullmatch(name):
+        return ""
+    if family.nested:
         return _text_name(name)
     bare = spec.kind == "embed" and not name.startswith(("model.", "lm_head."))
     return f"model.{name}" if bare else name

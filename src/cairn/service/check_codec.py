@@ -13,7 +13,7 @@ import cairn
 from cairn.config import Config
 from cairn.engine.base import Engine
 from cairn.errors import ConfigError
-from cairn.kv.codec import Q8
+from cairn.kv.codec import Q8, state_groups
 from cairn.kv.codec_check import POSITIONS, Comparison, compare, remember
 from cairn.kv.store import CHUNK_BLOCKS
 from cairn.kv.store_folder import open_folder
@@ -65,12 +65,13 @@ def check_codec(config: Config, files: FileSystem, clock: Clock, env: Mapping[st
     finally:
         lock.release()
     chunk = CHUNK_BLOCKS * info.block_tokens
+    kept = [group for group in range(len(info.groups)) if group not in state_groups(info.groups)]
     return Checked(
         model=config.served_name or spec.name,
         folder=store,
         found=found,
-        raw_bytes=sum(info.block_bytes) // info.block_tokens,
-        bytes=sum(codec.size(group) for group in range(len(info.groups))) // chunk,
+        raw_bytes=sum(info.block_bytes[group] for group in kept) // info.block_tokens,
+        bytes=sum(codec.size(group) for group in kept) // chunk,
     )
 
 
@@ -91,7 +92,7 @@ def _load(config: Config, folder: Path) -> tuple[ModelSpec, Engine]:
 
 def _codec(spec: ModelSpec, engine: Engine) -> Q8:
     try:
-        return Q8(engine.info.block_bytes, spec.head_dim, engine.info.kv_dtype)
+        return Q8(engine.info.block_bytes, spec.head_dims, engine.info.kv_dtype, state_groups(engine.info.groups))
     except ValueError as error:
         raise ConfigError(f"q8 cannot hold the KV of {spec.name}: {error}", field="kv_codec") from error
 

@@ -91,6 +91,20 @@ class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Its place among the choices of one prompt."""
 
 
+class InFlight(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that waits or runs, in figures."""
+
+    id: int
+    state: Literal["waiting", "prefill", "running"]
+    """`prefill`: its prompt is being computed."""
+    seconds: float
+    """Since it arrived."""
+    prompt_tokens: int
+    cached_tokens: int | None
+    """None until that is known."""
+    completion_tokens: int
+
+
 class Flight:
     """A request from its admission to its end. One event loop's thread uses it."""
 
@@ -294,6 +308,22 @@ class Flight:
             error=str(self.error or ""),
             salt=self.request.salt,
             choice=self.request.choice,
+        )
+
+    def figures(self, now: float) -> InFlight:
+        """What it is doing `now`, without its text."""
+        state: Literal["waiting", "prefill", "running"] = "running"
+        if self.started_at is None:
+            state = "waiting"
+        elif not self.tokens:
+            state = "prefill"
+        return InFlight(
+            id=self.request.id,
+            state=state,
+            seconds=now - self.arrived,
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=None if self.cache is None else self.cache.cached,
+            completion_tokens=len(self.tokens),
         )
 
     def _state(self) -> State:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -64,13 +65,22 @@ class First:
                 self.worker.process.wait(KILL_SECONDS)
 
 
-def launch_first(config: Config, in_process: bool = False, folder: Path | None = None) -> First:
+def launch_first(
+    config: Config,
+    in_process: bool = False,
+    folder: Path | None = None,
+    blocks: tuple[int, ...] = (),
+    kv_part: float = 0.0,
+    weights: Mapping[str, float] | None = None,
+) -> First:
     """Start a worker that loads the model, which is in `folder` where that is known already.
+
+    `blocks`, `kv_part`, `weights`: as of `wire.Load`.
 
     Raises ModelError where the model or a worker cannot be had, ConfigError for an option that cannot be told to it.
     """
     found = folder or locate(config.model)
-    load = wire.Load(msgspec.structs.replace(config, api_key=(), tenants=(), admin_key=None), str(found))
+    load = wire.Load(plain(config), str(found), blocks, kv_part, dict(weights or {}))
     seen = b""
     if not in_process:
         with contextlib.suppress(OSError):  # one file that cannot be read is no reason not to serve
@@ -81,6 +91,11 @@ def launch_first(config: Config, in_process: bool = False, folder: Path | None =
         raise ModelError(f"the process that loads the model could not be started: {error}") from error
     except UnicodeEncodeError as error:  # a folder of the options or HOME, made with another encoding
         raise ConfigError(f"{error.object!a} is not UTF-8, as folders and other options must be") from None
+
+
+def plain(config: Config) -> Config:
+    """The options without what other processes must not know, or need not."""
+    return msgspec.structs.replace(config, api_key=(), tenants=(), admin_key=None, models=())
 
 
 def launch(load: wire.Load, in_process: bool = False) -> Worker:

@@ -22,10 +22,12 @@ from cairn.models.tokenizer_files import check_fits
 from cairn.seams import Clock
 from cairn.service import wire
 from cairn.service.admission import check_tokens
-from cairn.service.flight import PLAIN, Flight, RequestStatus
+from cairn.service.flight import PLAIN, Flight, InFlight, RequestStatus
+from cairn.service.last_hour import LastHour
 from cairn.service.launch import First, launch_first
 from cairn.service.link import Patience
 from cairn.service.recent import Told
+from cairn.service.services import RequestIds
 from cairn.service.stream import Stream
 from cairn.service.supervisor import Supervisor
 from cairn.service.traffic import Traffic
@@ -79,9 +81,17 @@ class Service:
     strict: bool
     """Whether they may call it nothing else."""
 
-    def __init__(self, config: Config, *, patience: Patience | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        patience: Patience | None = None,
+        clock: Clock | None = None,
+        ids: RequestIds | None = None,
+    ) -> None:
         self._config = config
         self._clock = clock or SystemClock()
+        self._ids = ids or RequestIds(self._clock)
         self._supervisor = Supervisor(
             patience=patience or Patience(),
             clock=self._clock,
@@ -98,7 +108,7 @@ class Service:
         self._trouble = ""
         self._logged: dict[str, str] = {}
         """The trouble of each store as the log has it."""
-        self._last_id = 0
+        self.hour = LastHour()
         self._loaded = False
         self._draining = False
         self._closed = False
@@ -113,13 +123,15 @@ class Service:
         in_process: bool = False,
         patience: Patience | None = None,
         clock: Clock | None = None,
+        ids: RequestIds | None = None,
     ) -> Service:
         """Load the model in a worker process (`in_process`: on a thread) and serve it.
 
-        `first`: a worker that was started with this configuration before. Raises ModelError (or what else the model's
+        `first`: a worker that was started with this configuration before. `ids`: where other services of the server
+        draw theirs, too. Raises ModelError (or what else the model's
         files deserve) with nothing left running.
         """
-        service = cls(config, patience=patience, clock=clock)
+        service = cls(config, patience=patience, clock=clock, ids=ids)
         if first is None:
             first = launch_first(config, in_process, await asyncio.to_thread(locate, config.model))
         try:
@@ -159,9 +171,8 @@ class Service:
     # ---------------------------------------------------------------------------------------------- for callers
 
     def next_id(self) -> int:
-        """A request id: strictly increasing, below 2**63, and beyond those of earlier runs (it follows the clock)."""
-        self._last_id = max(self._last_id + 1, self._clock.time_ns())
-        return self._last_id
+        """A request id: see `RequestIds`."""
+        return self._ids.draw()
 
     def check_generates(self) -> None:
         """InvalidRequest for a model that was not made to answer."""
@@ -202,6 +213,11 @@ class Service:
             return flight.status()
         return self._history.get(id)
 
+    def in_flight(self, salt: bytes) -> list[InFlight]:
+        """A tenant's requests that have not ended, the oldest first."""
+        now = self._clock.now()
+        return [flight.figures(now) for flight in self._flights.values() if flight.request.salt == salt]
+
     def stats(self) -> ServiceStats:
         """The numbers of this moment."""
         return ServiceStats(
@@ -211,6 +227,11 @@ class Service:
             worker_pid=self._supervisor.pid,
             worker_restarts=self._supervisor.restarts,
         )
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has requests."""
+        return bool(self._flights)
 
     def unready(self) -> list[str]:
         """Why new requests would not be served well now; empty when they would."""
@@ -385,5 +406,7 @@ class Service:
             try:
                 self._supervisor.look()
                 self._traffic.end_late()
+                if self._loaded:
+                    self.hour.note(self._clock, self.metrics)
             except Exception as error:
                 log.error("the periodic check failed: %s", trace(error))

@@ -11,19 +11,23 @@ from pathlib import Path
 from cairn.config import Config
 from cairn.engine.base import EngineInfo
 from cairn.errors import ConfigError, Conflict
-from cairn.kv.codec import Codec, open_codec
+from cairn.kv.codec import Codec, open_codec, state_groups
 from cairn.kv.codec_check import recall
 from cairn.kv.disk import DiskStore
 from cairn.kv.prefix import numerics
 from cairn.kv.ram import RamStore
 from cairn.kv.sequence_kv import TierName
 from cairn.kv.store import Store
-from cairn.kv.store_folder import held
+from cairn.kv.store_folder import OF_MODELS, held
 from cairn.paths import expanded, users_folder
 from cairn.seams import Clock, FileSystem
 from cairn.types import ModelSpec
 
 GB = 10**9
+NAME_DIGITS = 32
+"""Of a model's identity, in the name of its folder below the one that several share."""
+TWINS = ("", "-2", "-3", "-4")
+"""What is added to it where the same model is loaded more than once."""
 MOST_AHEAD = 1 << 30
 """Bytes of the KV pool whose memory is taken while the model loads, at most."""
 
@@ -45,14 +49,20 @@ def keyed(info: EngineInfo, codec: str) -> EngineInfo:
 
 
 def open_stores(
-    config: Config, spec: ModelSpec, info: EngineInfo, clock: Clock, files: FileSystem, env: Mapping[str, str]
+    config: Config,
+    spec: ModelSpec,
+    info: EngineInfo,
+    clock: Clock,
+    files: FileSystem,
+    env: Mapping[str, str],
+    part: float = 0.0,
 ) -> tuple[dict[TierName, Store], str]:
     """The fastest first, none where no option asks for one; and why there is no disk store although there should be.
 
-    `info` as `keyed`. Raises `ConfigError` for a folder that is no store of ours, for options that make no sense
-    together and for a codec that loses bits and was not compared with `raw` on this model or agrees too little with it,
-    and `Conflict` where another process holds the folder; but the user's own folder, which nobody named, is then done
-    without. A disk that does not work is no error: see `DiskStore`.
+    `info` as `keyed`; `part` as of `wire.Load`. Raises `ConfigError` for a folder that is no store of ours, for options
+    that make no sense together and for a codec that loses bits and was not compared with `raw` on this model or agrees
+    too little with it, and `Conflict` where another process holds the folder; but the user's own folder, which nobody
+    named, is then done without. A disk that does not work is no error: see `DiskStore`.
     """
     stores: dict[TierName, Store] = {}
     trouble = ""
@@ -70,17 +80,25 @@ def open_stores(
         except OSError as error:
             return stores, f"no KV is kept on the disk: what check-codec found cannot be read: {error}"
         try:
-            stores["disk"] = DiskStore(
-                files,
-                folder,
-                identity=info.identity,
-                model=config.served_name or spec.name,
-                codec=codec,
-                clock=clock,
-                budget=None if config.kv_disk_gb is None else int(config.kv_disk_gb * GB),
-                ttl=config.kv_ttl or math.inf,
-                fresh=config.kv_fresh,
-            )
+            places = _places(folder, spec, part)
+            for place in places:
+                try:
+                    stores["disk"] = DiskStore(
+                        files,
+                        place,
+                        identity=info.identity,
+                        model=config.served_name or spec.name,
+                        codec=codec,
+                        clock=clock,
+                        budget=None if config.kv_disk_gb is None else int((part or 1.0) * config.kv_disk_gb * GB),
+                        share=part or 1.0,
+                        ttl=config.kv_ttl or math.inf,
+                        fresh=config.kv_fresh,
+                    )
+                    break
+                except Conflict:  # the same model twice: each has a folder
+                    if place == places[-1]:
+                        raise
         except (ConfigError, Conflict) as error:
             if folder != users_folder(env).absolute():
                 raise
@@ -88,9 +106,15 @@ def open_stores(
     return stores, trouble
 
 
+def _places(folder: Path, spec: ModelSpec, part: float) -> list[Path]:
+    """Where the store of a model may be: the folder itself, or for one of several models a folder below it."""
+    own = folder / OF_MODELS / spec.identity.hex()[:NAME_DIGITS]
+    return [own.with_name(own.name + twin) for twin in TWINS] if part else [folder]
+
+
 def _codec(config: Config, spec: ModelSpec, info: EngineInfo, files: FileSystem, folder: Path) -> Codec:
     try:
-        codec = open_codec(config.kv_codec, info.block_bytes, spec.head_dim, info.kv_dtype)
+        codec = open_codec(config.kv_codec, info.block_bytes, spec.head_dims, info.kv_dtype, state_groups(info.groups))
     except ValueError as error:
         raise ConfigError(f"kv_codec: q8 cannot hold the KV of {spec.name}: {error}", field="kv_codec") from error
     if codec.lossless:

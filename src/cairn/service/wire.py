@@ -43,6 +43,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag="load"):
     folder: str
     blocks: tuple[int, ...] = ()
     """Blocks in the pool of each group, as the worker before had them; none: as many as the configuration gives."""
+    kv_part: float = 0.0
+    """Where several models share the folder of stored KV: this one's part of its bytes, in a folder of its own."""
+    weights: dict[str, float] = {}
+    """How many turns tenants have against others, by the share that their requests take; 1 where nothing is said."""
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):

@@ -311,7 +311,8 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
         told = with_tokenizer(spec, config.tokenizer)
         known = keyed(engine.info, config.kv_codec)
         generates = engine.info.generates
-        stores, trouble = open_stores(config, spec, known, clock, files, os.environ) if generates else ({}, "")
+        part = load.kv_part
+        stores, trouble = open_stores(config, spec, known, clock, files, os.environ, part) if generates else ({}, "")
     except Exception as error:
         if engine is not None:
             engine.close()
@@ -336,6 +337,7 @@ def _load(channel: wire.Channel, load: wire.Load) -> Loaded | None:
         step_seconds=config.step_seconds,
         max_queue=1 << 62,
         max_queue_tokens=1 << 62,
+        weights=load.weights,
     )
     scheduler: Planner = Scheduler(cache, limits, clock) if generates else TextQueue(known, limits, clock)
     info = wire.Info(

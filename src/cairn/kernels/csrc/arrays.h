@@ -29,4 +29,23 @@ inline Dtype dtype_of(const std::string& name) {
     throw std::invalid_argument("weights are float32, float16 or bfloat16, not " + name);
 }
 
+inline Activation activation_of(const std::string& name) {
+    if (name == "silu") return Activation::silu;
+    if (name == "gelu") return Activation::gelu;
+    if (name == "tanh") return Activation::tanh;
+    if (name == "clamped_silu") return Activation::clamped_silu;
+    if (name == "relu2") return Activation::relu2;
+    check(name == "gelu_tanh", "the activation is silu, gelu, gelu_tanh, tanh, clamped_silu or relu2");
+    return Activation::gelu_tanh;
+}
+
+// Of KV as numpy holds it: float32, float16, or bfloat16 as 16-bit integers.
+inline Dtype pool_dtype(const Pool& kv) {
+    if (kv.dtype() == nanobind::dtype<std::uint16_t>()) return Dtype::bf16;
+    if (kv.dtype().code == static_cast<std::uint8_t>(nanobind::dlpack::dtype_code::Float) && kv.dtype().bits == 16)
+        return Dtype::f16;
+    check(kv.dtype() == nanobind::dtype<float>(), "KV is float32, float16 or bfloat16");
+    return Dtype::f32;
+}
+
 }  // namespace cairn

@@ -117,6 +117,7 @@ void Program::experts(const float* x, const std::int32_t* chosen, const float* s
     const Index rows = std::min(most * each, std::max(most, LEAST_ROWS));
     need(padded(rows * gate_up[0].inner) + rows * gate_up[0].out);
     auto made = std::make_shared<Buckets>();
+    made->gated = gate_up[0].out == 2 * down[0].inner;
     made->gate_up = gate_up, made->down = down, made->activation = activation, made->each = each, made->most = rows;
     made->wide = inputs(gate_up, rows), made->back = inputs(down, rows);
     made->x = x, made->chosen = chosen, made->shares = shares, made->out = out;
@@ -127,7 +128,7 @@ void Program::experts(const float* x, const std::int32_t* chosen, const float* s
 }
 
 void Program::run_experts(Buckets& b, const Sizes& sizes) {
-    const Index size = b.gate_up[0].inner, width = b.gate_up[0].out / 2, count = static_cast<Index>(b.gate_up.size());
+    const Index size = b.gate_up[0].inner, width = b.down[0].inner, wide = b.gate_up[0].out, count = static_cast<Index>(b.gate_up.size());
     float *held = scratch(), *gates = held + padded(b.most * size);
     const auto tasks = [&](Index all, Index numbers, const auto& f) {
         if (worth(numbers) == 1)
@@ -186,18 +187,21 @@ void Program::run_experts(Buckets& b, const Sizes& sizes) {
             const ExpertRows part = part_of(tile);
             ready(rows_of(part, held, size, size, b.wide), {tile.first - part.first, tile.rows, 0, size}, b.wide);
         });
-        multiply(b.gate_up, held, size, b.wide, gates, 2 * width);
-        tasks(all, rows * 2 * width, [&](Index i) {
+        multiply(b.gate_up, held, size, b.wide, gates, wide);
+        tasks(all, rows * wide, [&](Index i) {
             const ExpertRows& tile = b.tiles[static_cast<std::size_t>(i)];
             for (Index row = tile.first; row < tile.first + tile.rows; row++) {
-                float* gate = gates + row * 2 * width;
-                kernels_.gate(gate, gate + width, width, b.activation, gate);
+                float* gate = gates + row * wide;
+                if (b.gated)
+                    kernels_.gate(gate, gate + width, width, b.activation, gate);
+                else
+                    kernels_.activate(gate, width, b.activation, gate);
             }
             const ExpertRows part = part_of(tile);
-            ready(rows_of(part, gates, 2 * width, width, b.back), {tile.first - part.first, tile.rows, 0, width}, b.back);
+            ready(rows_of(part, gates, wide, width, b.back), {tile.first - part.first, tile.rows, 0, width}, b.back);
         });
         // The inputs are done with: what the experts give takes their place.
-        multiply(b.down, gates, 2 * width, b.back, held, size);
+        multiply(b.down, gates, wide, b.back, held, size);
         each(sizes.tokens, size * b.each, [&](Index token, int) {
             float* out = b.out + token * size;
             for (Index i = token * b.each; i < (token + 1) * b.each; i++) {

@@ -13,6 +13,7 @@ struct ExpertRows {
 // One mixture's matrices, and a step's rows sorted by expert. Everything is as large as the largest step wants it.
 struct Buckets {
     std::vector<MatrixView> gate_up, down;
+    bool gated;  // whether an expert's first matrix has gates beside what they let through
     Activation activation;
     Index each;  // experts of a token
     Index most;  // rows that are held at once: a run is of experts whose rows are no more

@@ -21,7 +21,7 @@ constexpr Index SPAN = 64;          // positions of one softmax step, aligned at
 constexpr Index SEGMENT = 1024;     // positions whose softmax is computed by itself, aligned likewise
 
 enum class Dtype : int { f32, f16, bf16 };
-enum class Activation : int { silu, gelu_tanh, gelu, tanh, clamped_silu };
+enum class Activation : int { silu, gelu_tanh, gelu, tanh, clamped_silu, relu2 };
 
 // How a part of a matrix is stored; see Segment.
 enum class Form : int { f32, f16, bf16, int4, int8, q4_k, q5_k, q6_k };
@@ -194,6 +194,32 @@ struct RopeWrite {
     Index heads;
     Index turned;           // numbers of a head that are turned, from the first on
     bool q_whole, k_whole;  // whether a norm is over all heads together
+    bool late;              // whether norms come after turning
+    bool gated;             // whether a gate stands behind each query head
+};
+
+constexpr Index MOST_REACH = 16;  // tokens that a convolution sees at most
+
+// The convolution of one token: inputs, the oldest first, each times another where there is one; null ones are zero.
+struct Convolve {
+    const float *seen[MOST_REACH], *times[MOST_REACH];
+    const float *weight, *bias;  // [reach, channels], [channels]; a null bias is none
+    const float* gate;           // what the sum is multiplied by; or null
+    Index reach, channels;
+    bool silu;
+    float* out;
+};
+
+// One token of one head: to[keys, values] = decay * from + key (x) change, out = query @ to + skip * value, where change
+// is share * value. A corrected one is share * (value - decay * key @ from), with key and query divided by their lengths,
+// and query by the root of its size. `to` may be `from`.
+struct ScanStep {
+    const float *key, *query, *value;
+    float decay, share, skip;
+    bool corrected;
+    Index keys, values;
+    const float* from;
+    float *to, *out;
 };
 
 // Queries of one row that are computed together, for one key-value head.
@@ -220,6 +246,22 @@ struct Attend {
     Index high(Index at) const { return !both ? at + 1 : window && at + window < length ? at + window : length; }
 };
 
+// Norms and turns a token's latent and stores it: see `latent_write` in kernels/base.py. Of its pages, one row a token.
+struct LatentWrite {
+    const float *x, *angles, *norm;
+    float eps;
+    Pages kv;
+    const std::int32_t* slots;
+    Index turned;
+    bool neighbours;
+};
+
+// `attend.kv.heads` counts groups of query heads that are computed together, of which `attend.kv_head` is one.
+struct LatentAttend {
+    Attend attend;
+    Index rank;  // numbers of a row that are its value
+};
+
 struct Passes;  // sampler.h
 
 struct Variant {
@@ -240,6 +282,14 @@ struct Variant {
     void (*embed)(const void* row, Dtype dtype, Index size, float* out);
     void (*rope_write)(const RopeWrite&, Index token, Index kv_head);
     void (*attend)(const Attend&);
+    void (*convolve)(const Convolve&);
+    void (*scan)(const ScanStep&);
+    void (*gated_norm)(const float* x, const float* gate, const float* weight, Index size, float eps, bool gate_first,
+                       float* out);
+    void (*gate_row)(const float* gate, Index size, float* out);
+    void (*latent_write)(const LatentWrite&, Index token);
+    void (*turn_pairs)(const float* x, const float* cos, const float* sin, Index size, bool neighbours, float* out);
+    void (*latent_attend)(const LatentAttend&);
     // For the roofline: see probe.h. `chains` of 16 multiply-adds make one turn.
     float (*read_all)(const float* from, Index count);
     float (*multiply_add)(Index turns, float factor);

@@ -43,6 +43,10 @@ struct Routing {
 // Calls are added with buffers of their largest size (`most`: tokens, or logits rows for `logits`), which must outlive
 // the program, as weights must. See kernels/base.py for what each computes.
 struct Buckets;  // experts.h
+// recurrent.h
+struct Convolution;
+struct Scan;
+struct GatedNorm;
 
 class Program {
   public:
@@ -74,6 +78,23 @@ class Program {
     void softcap(float* logits, Index size, float cap);
     void scale_logits(float* logits, Index size, float factor);
     void scale_queries(float* query, Index size, const std::int32_t* positions, float beta, float original);
+    void latent_write(const LatentWrite& job);
+    // Queries of `wide` numbers, of which the last are turned, through their heads' keys; `kept` numbers of each.
+    void latent_queries(const float* x, Index wide, const std::vector<MatrixView>& keys, const float* angles,
+                        Index turned, bool neighbours, float* query, Index kept, Index most);
+    // As `attention`.
+    void latent_attention(const LatentAttend& job, const std::int32_t* rows, const std::int32_t* tables, Index width,
+                          Index most);
+    // Heads of rows of `wide` numbers, from number `from` on, in place.
+    void norm_heads(float* x, Index wide, Index from, Index heads, Norm norm);
+    void turn_heads(const float* x, Index heads, Index size, const float* angles, Index turned, float* out);
+    void scale_by(float* hidden, Index size, const float* factor);
+    // activation(x) times `size` numbers of rows of `wide`.
+    void gate_with(const float* x, Index size, Activation activation, const float* by, Index wide, Index from,
+                   float* out);
+    // Each head's x, of `wide` numbers, through its matrix.
+    void heads_product(const float* x, Index wide, const std::vector<MatrixView>& matrices, float* out, Index out_wide,
+                       Index most);
     // A null bias is none.
     void route(const float* scores, const float* bias, const Routing& routing, std::int32_t* chosen, float* shares);
     // `chosen` experts of each token, the matrices of all.
@@ -81,6 +102,11 @@ class Program {
                  const std::vector<MatrixView>& gate_up, Activation activation, const std::vector<MatrixView>& down,
                  float* out, Index most);
     void add_gated(const float* x, const float* gate, Index size, float* hidden);
+    void convolve(const Convolution& job, Index most);
+    void scan(const Scan& job);
+    void gated_norm(const GatedNorm& job);
+    // x[M, numbers] through gates behind the heads of a row of qkv, `width` numbers long.
+    void gate_heads(float* x, const float* qkv, Index width, Index numbers, Index size);
 
     // Not safe from two threads at once.
     void run(const Sizes& sizes);

@@ -6,8 +6,11 @@
 #include <nanobind/stl/vector.h>
 
 #include "arrays.h"
+#include "heads_module.h"
+#include "latent_module.h"
 #include "matrix.h"
 #include "program.h"
+#include "recurrent_module.h"
 #include "team.h"
 
 namespace nb = nanobind;
@@ -25,28 +28,11 @@ void fits(const ConstFloats& x, const Matrix& matrix, const Floats& out) {
     check(out.ndim() == 2 && static_cast<Index>(out.shape(1)) == matrix.view().out, "an output has the matrix's width");
 }
 
-Activation activation_of(const std::string& name) {
-    if (name == "silu") return Activation::silu;
-    if (name == "gelu") return Activation::gelu;
-    if (name == "tanh") return Activation::tanh;
-    if (name == "clamped_silu") return Activation::clamped_silu;
-    check(name == "gelu_tanh", "the activation is silu, gelu, gelu_tanh, tanh or clamped_silu");
-    return Activation::gelu_tanh;
-}
-
-// KV as numpy holds it: float32, float16, or bfloat16 as 16-bit integers.
 Pages pages_of(const Pool& kv, int layer) {
     check(kv.ndim() == 6 && kv.shape(2) == 2 && kv.shape(4) == BLOCK_TOKENS, "KV is [blocks, layers, 2, K, 16, D]");
     check(layer >= 0 && layer < static_cast<int>(kv.shape(1)), "the layer is in the KV");
     check(kv.shape(5) % 2 == 0 && kv.shape(5) <= MAX_HEAD, "a head has an even size of at most 1024");
-    Dtype dtype = Dtype::f32;
-    if (kv.dtype() == nb::dtype<std::uint16_t>())
-        dtype = Dtype::bf16;
-    else if (kv.dtype().code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float) && kv.dtype().bits == 16)
-        dtype = Dtype::f16;
-    else
-        check(kv.dtype() == nb::dtype<float>(), "KV is float32, float16 or bfloat16");
-    return {static_cast<std::byte*>(kv.data()), dtype, static_cast<Index>(kv.shape(1)), layer,
+    return {static_cast<std::byte*>(kv.data()), pool_dtype(kv), static_cast<Index>(kv.shape(1)), layer,
             static_cast<Index>(kv.shape(3)), static_cast<Index>(kv.shape(5))};
 }
 
@@ -133,11 +119,12 @@ void norm_project(Program& program, const ConstFloats& hidden, const ConstFloats
 
 void rope_write(Program& program, const ConstFloats& qkv, const std::optional<ConstFloats>& angles,
                 const std::optional<ConstFloats>& q_norm, const std::optional<ConstFloats>& k_norm, double eps,
-                const Pool& kv, int layer, const Ints& slots, const Floats& query) {
+                const Pool& kv, int layer, const Ints& slots, const Floats& query, bool late) {
     const Pages pages = pages_of(kv, layer);
     const Index heads = heads_of(query, pages);
-    check(qkv.ndim() == 2 && static_cast<Index>(qkv.shape(1)) == (heads + 2 * pages.heads) * pages.size,
-          "qkv is [M, (Q + 2K) D]");
+    const bool gated = qkv.ndim() == 2 && static_cast<Index>(qkv.shape(1)) == 2 * (heads + pages.heads) * pages.size;
+    check(gated || (qkv.ndim() == 2 && static_cast<Index>(qkv.shape(1)) == (heads + 2 * pages.heads) * pages.size),
+          "qkv is [M, (Q + 2K) D], or [M, (2Q + 2K) D] with gates");
     check(!angles || (angles->ndim() == 3 && static_cast<Index>(angles->shape(2)) * 2 <= pages.size),
           "angles are [M, 2, D / 2] or less");
     const auto whole = [&](const std::optional<ConstFloats>& norm, Index count) {
@@ -145,10 +132,11 @@ void rope_write(Program& program, const ConstFloats& qkv, const std::optional<Co
         check(size == pages.size || size == count * pages.size, "a norm has the size of a head or of all heads");
         return size != pages.size;
     };
+    check(!gated || !whole(q_norm, heads), "a norm of all heads together has no gates between them");
     program.rope_write({qkv.data(), angles ? angles->data() : nullptr, q_norm ? q_norm->data() : nullptr,
                         k_norm ? k_norm->data() : nullptr, static_cast<float>(eps), pages, slots.data(), query.data(),
                         heads, angles ? static_cast<Index>(angles->shape(2)) * 2 : 0, whole(q_norm, heads),
-                        whole(k_norm, pages.heads)});
+                        whole(k_norm, pages.heads), late, gated});
 }
 
 void attention(Program& program, const ConstFloats& query, const Pool& kv, int layer, const Ints& rows,
@@ -236,7 +224,7 @@ std::vector<MatrixView> views(const std::vector<const Matrix*>& matrices, Index 
     std::vector<MatrixView> found;
     for (const Matrix* one : matrices) {
         found.push_back(one->view());
-        check(found.back().out == out && found.back().inner == inner, "gate_up are [2F, H] and down [H, F], all alike");
+        check(found.back().out == out && found.back().inner == inner, "gate_up are [2F, H] or [F, H] and down [H, F], all alike");
     }
     return found;
 }
@@ -249,7 +237,7 @@ void experts(Program& program, const ConstFloats& x, const Ints& chosen, const C
     check(chosen.ndim() == 2 && shares.ndim() == 2 && chosen.shape(1) == shares.shape(1), "a share for each choice");
     const auto size = static_cast<Index>(x.shape(1)), width = down[0]->view().inner;
     program.experts(x.data(), chosen.data(), shares.data(), static_cast<Index>(chosen.shape(1)),
-                    views(gate_up, 2 * width, size), activation_of(activation), views(down, size, width), out.data(),
+                    views(gate_up, gate_up[0]->view().out == width ? width : 2 * width, size), activation_of(activation), views(down, size, width), out.data(),
                     static_cast<Index>(x.shape(0)));
 }
 
@@ -265,8 +253,11 @@ void bind_program(nb::module_& module, const Variant& (*find)(const std::string&
     // A converted array would be a copy that dies while the program still points into it.
     const auto array = nb::arg().noconvert();
     const auto maybe = nb::arg().noconvert().none();
-    nb::class_<Program>(module, "Program")
-        .def("__init__", [find](Program* self, const std::string& variant,
+    nb::class_<Program> program(module, "Program");
+    bind_recurrent(program);
+    bind_latent(program);
+    bind_heads(program);
+    program.def("__init__", [find](Program* self, const std::string& variant,
                             std::shared_ptr<Team> team) { new (self) Program(find(variant), std::move(team)); })
         .def("embed", &embed, array, nb::arg(), array, array)
         .def("embed", &look_up, nb::arg(), array, array)
@@ -279,7 +270,8 @@ void bind_program(nb::module_& module, const Variant& (*find)(const std::string&
         .def("gate", &gate, array, nb::arg(), array)
         .def("add", &add, array, array)
         .def("norm_project", &norm_project, array, array, nb::arg(), nb::arg(), array)
-        .def("rope_write", &rope_write, array, maybe, maybe, maybe, nb::arg(), array, nb::arg(), array, array)
+        .def("rope_write", &rope_write, array, maybe, maybe, maybe, nb::arg(), array, nb::arg(), array, array,
+             nb::arg() = false)
         .def("attention", &attention, array, array, nb::arg(), array, array, nb::arg(), nb::arg(), array,
              nb::arg() = 0.0, nb::arg() = false, maybe = nb::none())
         .def("project_add", &project_add, array, nb::arg(), array)

@@ -51,6 +51,11 @@ inline void layer_norm(const float* x, const float* weight, const float* bias, I
 
 inline Vec silu(const Vec& x) { return x / (set(1.0f) + exp(set(0.0f) - x)); }
 
+inline Vec relu2(const Vec& x) {
+    const Vec positive = larger(x, set(0.0f));
+    return positive * positive;
+}
+
 inline Vec gelu_tanh(const Vec& x) {
     const Vec inner = set(0.7978845608f) * (x + set(0.044715f) * (x * x * x));
     return set(0.5f) * x * (set(1.0f) + tanh(inner));
@@ -74,6 +79,7 @@ inline Vec activate(const Vec& x, Activation activation) {
         case Activation::silu: return silu(x);
         case Activation::gelu: return gelu(x);
         case Activation::tanh: return tanh(x);
+        case Activation::relu2: return relu2(x);
         case Activation::clamped_silu:  // a gate's alone
         case Activation::gelu_tanh: break;
     }
@@ -128,10 +134,11 @@ inline void embed(const void* row, Dtype dtype, Index size, float* out) {
 }
 
 // Head x[size], times `scale` and `weight` where there is one, with the pairs (i, i + turned / 2) of its first `turned`
-// numbers turned: to out[size].
-inline void turn(const float* x, const float* weight, float scale, const float* cos, const float* sin, Index turned,
-                 Index size, float* out) {
+// numbers turned: to out[size]. `late`: the weight is multiplied with what is turned.
+inline void turn(const float* x, const float* all, float scale, const float* cos, const float* sin, Index turned,
+                 Index size, bool late, float* out) {
     const Index half = turned / 2;
+    const float* weight = late ? nullptr : all;
     const auto normed = [&](Index at, Index count) {
         const Vec value = count == LANES ? load(x + at) : load_first(x + at, count);
         if (!weight) return value;
@@ -155,11 +162,14 @@ inline void turn(const float* x, const float* weight, float scale, const float* 
         else
             store_first(out + at, normed(at, count), count);
     }
+    // Turning changes no length, so the scale is that of what was turned.
+    for (Index at = 0; late && all && at < size; at++) out[at] = all[at] * (out[at] * scale);
 }
 
 inline void rope_write(const RopeWrite& job, Index token, Index kv_head) {
     const Index size = job.kv.size, kv_heads = job.kv.heads, fan = job.heads / kv_heads;
-    const float* x = job.qkv + token * (job.heads + 2 * kv_heads) * size;
+    const Index each = job.gated ? 2 * size : size;  // from one query head to the next
+    const float* x = job.qkv + token * (job.heads * each + 2 * kv_heads * size);
     const float *cos = job.turned ? job.angles + token * job.turned : nullptr, *sin = cos + job.turned / 2;
     // Of one head, or of all heads whatever head it is.
     const auto scale = [&](const float* weight, bool whole, const float* head, const float* all, Index heads) {
@@ -167,16 +177,16 @@ inline void rope_write(const RopeWrite& job, Index token, Index kv_head) {
     };
     for (Index head = kv_head * fan; head < (kv_head + 1) * fan; head++) {
         const float* weight = job.q_whole ? job.q_norm + head * size : job.q_norm;
-        turn(x + head * size, weight, scale(job.q_norm, job.q_whole, x + head * size, x, job.heads), cos, sin, job.turned,
-             size, job.query + (token * job.heads + head) * size);
+        turn(x + head * each, weight, scale(job.q_norm, job.q_whole, x + head * each, x, job.heads), cos, sin, job.turned,
+             size, job.late, job.query + (token * job.heads + head) * size);
     }
-    const float* keys = x + job.heads * size;
+    const float* keys = x + job.heads * each;
     const Index block = job.slots[token] / BLOCK_TOKENS, place = job.slots[token] % BLOCK_TOKENS;
-    x += (job.heads + kv_head) * size;
+    x = keys + kv_head * size;
     with_form(job.kv.dtype, [&](auto form) {
         float key[MAX_HEAD];
         turn(x, job.k_whole ? job.k_norm + kv_head * size : job.k_norm, scale(job.k_norm, job.k_whole, x, keys, kv_heads),
-             cos, sin, job.turned, size, key);
+             cos, sin, job.turned, size, job.late, key);
         form.write_keys(job.kv.keys(block, kv_head), place, key, size);
         form.write_values(job.kv.values(block, kv_head), place, x + kv_heads * size, size);
     });

@@ -1,0 +1,255 @@
+"""Journals: what several agents or requests work on together, step by step, as the token log keeps it.
+
+A journal has a head, which says what it is about and is written anew when that changes, and entries, which are only
+added. Whoever is told of an entry can rely on it: it is durable then. One that nobody was told of yet may be appended
+without waiting (`note`); it is durable once anything after it is, since the log is written in order.
+
+What heads and entries hold is the business of the room that made them; here they are bytes until that room reads them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from cairn.agents.index import Kind
+from cairn.agents.pending_writes import PendingWrites
+from cairn.agents.records import EntryRecord, JournalRecord, check, decode
+from cairn.agents.segment import Record
+from cairn.agents.writer import Writer
+from cairn.errors import Conflict, NotFound, Overloaded
+from cairn.seams import Rng
+
+MAX_JOURNALS = 1_000
+"""How many of one room a tenant may have."""
+
+
+class Entry(NamedTuple):
+    """One entry."""
+
+    number: int
+    """Its place: later entries have higher ones."""
+    key: int
+    value: Any
+
+
+class Journal:
+    """A head and its entries, by number."""
+
+    def __init__(self, key: int, record: JournalRecord) -> None:
+        self.key, self.record = key, record
+        self.entries: list[Entry] = []
+        self.pending: set[int] = set()
+        """Numbers of entries that are being made durable."""
+        self.gone = False
+        """It was removed: nothing more is written of it."""
+        self._next = 1
+        self._read = False
+
+    @property
+    def id(self) -> str:
+        """The name by which clients know it."""
+        return self.record.id
+
+    @property
+    def tenant(self) -> str:
+        """The tenant that it belongs to."""
+        return self.record.tenant
+
+    def read(self, kind: Any) -> list[Entry]:
+        """The entries with their values as that type; what is none is left out, as damage is."""
+        if not self._read:
+            self._read = True
+            self.entries = [found for one in self.entries if (found := _decoded(one, kind)) is not None]
+        return self.entries
+
+    @property
+    def told(self) -> int:
+        """The number up to which every entry is there: none of a lower one will come."""
+        last = self.entries[-1].number if self.entries else 0
+        return min(last, min(self.pending) - 1) if self.pending else last
+
+    def take(self) -> int:
+        """The number of the next entry."""
+        self._next += 1
+        return self._next - 1
+
+    def add(self, entry: Entry) -> None:
+        """Put an entry in its place."""
+        insort(self.entries, entry, key=lambda one: one.number)
+        self._next = max(self._next, entry.number + 1)
+
+
+def _decoded(entry: Entry, kind: Any) -> Entry | None:
+    if not isinstance(entry.value, bytes):
+        return entry
+    try:
+        return entry._replace(value=msgspec.msgpack.decode(entry.value, type=kind))
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+
+
+class Journals:
+    """All journals of one log."""
+
+    def __init__(self, writer: Writer, pending: PendingWrites, rng: Rng, recovered: Sequence[Record]) -> None:
+        self._writer, self._pending, self._rng = writer, pending, rng
+        self._journals: dict[tuple[str, str, str], Journal] = {}
+        """By room, tenant and id."""
+        self._load(recovered)
+
+    def _load(self, recovered: Sequence[Record]) -> None:
+        keyed: dict[int, Journal] = {}
+        for record in recovered:
+            if record.kind == Kind.JOURNAL and (head := decode(record.payload, JournalRecord)) is not None:
+                keyed[record.key] = Journal(record.key, head)
+        strays = []
+        for record in recovered:
+            if record.kind != Kind.ENTRY:
+                continue
+            entry = decode(record.payload, EntryRecord)
+            journal = None if entry is None else keyed.get(entry.journal)
+            if entry is None or journal is None:
+                strays.append(record.key)
+            else:
+                journal.add(Entry(entry.number, record.key, entry.body))
+        for journal in keyed.values():
+            self._journals[journal.record.room, journal.tenant, journal.id] = journal
+        self._pending.erase_later(strays)
+
+    def now(self) -> float:
+        """Seconds since 1970, by the clock that dates the log's records."""
+        return self._pending.now()
+
+    def seed(self) -> int:
+        """A number that nobody can foresee."""
+        return self._rng.bits64()
+
+    def find(self, room: str, tenant: str, id: str) -> Journal:
+        """One journal. NotFound for one that is not there or is another tenant's."""
+        journal = self._journals.get((room, tenant, id))
+        if journal is None:
+            raise NotFound(f"there is no {room} {id}", field="id")
+        return journal
+
+    def model_of(self, room: str, tenant: str, id: str) -> str | None:
+        """The model that a journal was made with; None where there is none, or no such journal."""
+        journal = self._journals.get((room, tenant, id))
+        return None if journal is None else journal.record.model or None
+
+    def of(self, room: str, tenant: str) -> list[Journal]:
+        """A tenant's journals of a room, most recently created first."""
+        found = [one for (where, whose, _), one in self._journals.items() if (where, whose) == (room, tenant)]
+        return sorted(found, key=lambda one: (-one.record.created, one.id))
+
+    async def create(
+        self,
+        room: str,
+        tenant: str,
+        id: str | None,
+        body: msgspec.Struct,
+        entries: Sequence[Entry] = (),
+        *,
+        model: str = "",
+    ) -> Journal:
+        """A new journal, made with a `model`, with entries that keep their numbers. Conflict if the id is taken,
+        Overloaded if there are too many."""
+        if len(self.of(room, tenant)) >= MAX_JOURNALS:
+            raise Overloaded(f"there are {MAX_JOURNALS} {room}s, the limit; delete some", retry_after=60.0)
+        id = f"{room}-{self._rng.bits64():016x}" if id is None else id
+        if (room, tenant, id) in self._journals:
+            raise Conflict(f"there is a {room} {id} already", field="id")
+        check(msgspec.to_builtins(body), room)
+        head = JournalRecord(
+            room=room,
+            tenant=tenant,
+            id=id,
+            created=self.now(),
+            model=model,
+            body=msgspec.msgpack.encode(body),
+        )
+        record = self._writer.record(Kind.JOURNAL, head)
+        journal = Journal(record.key, head)
+        self._journals[room, tenant, id] = journal
+        copies = [(entry, self._record(journal, entry.number, entry.value)) for entry in entries]
+        for entry, copy in copies:
+            journal.add(entry._replace(key=copy.key))
+        try:
+            await self._pending.sync(*(copy for _, copy in copies), record)
+        except BaseException:
+            del self._journals[room, tenant, id]
+            self._pending.erase_later([record.key, *(copy.key for _, copy in copies)])
+            raise
+        return journal
+
+    async def update(self, journal: Journal, body: msgspec.Struct) -> None:
+        """The journal is about something else now. On Unavailable nothing has changed."""
+        check(msgspec.to_builtins(body), journal.record.room)
+        before = journal.record
+        journal.record = msgspec.structs.replace(before, body=msgspec.msgpack.encode(body))
+        try:
+            await self._pending.sync(self._writer.record(Kind.JOURNAL, journal.record, journal.key))
+        except BaseException:
+            journal.record = before
+            raise
+
+    async def append(self, journal: Journal, value: msgspec.Struct) -> Entry:
+        """Add an entry; durable, and in the journal, on return. NotFound where the journal was removed."""
+        self._check_there(journal)
+        number = journal.take()
+        record = self._record(journal, number, value)
+        journal.pending.add(number)
+        try:
+            await self._pending.sync(record)
+        except BaseException:
+            self._pending.erase_later([record.key])
+            raise
+        finally:
+            journal.pending.discard(number)
+        entry = Entry(number, record.key, value)
+        journal.add(entry)
+        return entry
+
+    def note(self, journal: Journal, value: msgspec.Struct) -> Entry:
+        """Add an entry that may be lost in a crash, unless anything after it is durable."""
+        self._check_there(journal)
+        number = journal.take()
+        record = self._record(journal, number, value)
+        self._writer.append(record)
+        entry = Entry(number, record.key, value)
+        journal.add(entry)
+        return entry
+
+    def _check_there(self, journal: Journal) -> None:
+        if journal.gone:
+            raise NotFound(f"there is no {journal.record.room} {journal.id}", field="id")
+
+    def _record(self, journal: Journal, number: int, value: msgspec.Struct) -> Record:
+        body = msgspec.msgpack.encode(value)
+        return self._writer.record(Kind.ENTRY, EntryRecord(journal=journal.key, number=number, body=body))
+
+    async def cut(self, journal: Journal, after: int) -> None:
+        """Erase every entry of a higher number. Unavailable where the disk refuses: they are gone all the same, and
+        their bytes go as soon as it works."""
+        at = bisect_right(journal.entries, after, key=lambda one: one.number)
+        gone, journal.entries = journal.entries[at:], journal.entries[:at]
+        if gone:
+            await self._pending.erase([entry.key for entry in gone])
+
+    async def drop(self, journal: Journal, gone: Sequence[Entry]) -> None:
+        """Erase these entries; as `cut`."""
+        keys = {entry.key for entry in gone}
+        journal.entries = [entry for entry in journal.entries if entry.key not in keys]
+        if keys:
+            await self._pending.erase(sorted(keys))
+
+    async def remove(self, journal: Journal) -> None:
+        """Erase a journal with all that it holds; as `cut`."""
+        journal.gone = True
+        self._journals.pop((journal.record.room, journal.tenant, journal.id), None)
+        keys = [journal.key, *(entry.key for entry in journal.entries)]
+        journal.entries = []
+        await self._pending.erase(keys)

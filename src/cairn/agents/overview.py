@@ -1,0 +1,68 @@
+"""All agents of a tenant at a glance, and which of them are different since the last look.
+
+A look is a comparison and needs no word from whoever changes an agent, so none can be forgotten. While the log was
+given nothing and no turn runs, it costs one comparison of numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from cairn.agents.agent_registry import AgentRegistry
+from cairn.agents.info import AgentInfo
+from cairn.agents.turn_tree import Agent
+from cairn.agents.writer import Writer
+
+
+class Changes(NamedTuple):
+    """What a look found."""
+
+    changed: list[AgentInfo]
+    """New and changed ones, as they are now."""
+    gone: list[str]
+    """Ids of those that are there no more."""
+
+
+class Overview:
+    """What one follower has seen of a tenant's agents."""
+
+    def __init__(self, registry: AgentRegistry, writer: Writer, tenant: str, now: Callable[[], float]) -> None:
+        self._registry, self._writer, self._tenant, self._now = registry, writer, tenant, now
+        self._seen: dict[str, tuple[Any, ...]] = {}
+        self._given = -1
+        self._busy = False
+        self._until = math.inf
+        """When the time of some agent may run out although nothing happens."""
+        self.requests: dict[int, str] = {}
+        """Which agent's turn a running request is."""
+
+    def all(self) -> Iterator[AgentInfo]:
+        """Every agent, most recently created first. The registry may change between two of them."""
+        for agent in self._registry.of(self._tenant):
+            if agent in self._registry and not agent.over(self._now()):
+                yield agent.info()
+
+    def look(self) -> Changes:
+        """What has changed since the last look; at the first all there is."""
+        given = self._writer.given
+        now, seen = self._now(), self._seen
+        if given == self._given and not self._busy and now < self._until:
+            return Changes([], [])
+        self._given = given
+        here = [agent for agent in self._registry.of(self._tenant) if not agent.over(now)]
+        running = [agent.running for agent in here if agent.running is not None]
+        self.requests = {turn.request.id: turn.agent.id for turn in running}
+        self._busy = any(agent.busy or agent.open_requests for agent in here)
+        ends = [agent.used + agent.record.ttl for agent in here if agent.record.ttl is not None]
+        self._until = min(ends, default=math.inf)
+        self._seen = {agent.id: _mark(agent) for agent in here}
+        changed = [agent.info() for agent in here if seen.get(agent.id) != self._seen[agent.id]]
+        return Changes(changed, [id for id in seen if id not in self._seen])
+
+
+def _mark(agent: Agent) -> tuple[Any, ...]:
+    """All that is told of an agent, by what it depends on; frozen values that did not change are the same ones."""
+    head = agent.head
+    return agent.key, agent.record, agent.savings, agent.used, agent.busy, head.key, head.state, head.size

@@ -1,0 +1,157 @@
+"""Addresses and bodies of the collections' routes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from cairn.api.reply import Call
+from cairn.api.schemas import Body, Count, Number, Several, Stop
+from cairn.errors import InvalidRequest
+from cairn.rag.definition import CHUNK, MAX_FOUND, MIN_SCORE, OVERLAP, Collection, DocumentKind, StoredDocument
+from cairn.service.requests import SamplingOptions
+
+PATH = "/v1/collections"
+ANSWER_TOKENS = 512
+"""Tokens of an answer at most where the question says nothing of it."""
+
+
+class CollectionBody(Body):
+    """POST /v1/collections."""
+
+    id: str | None = None
+    chunk: Count = None
+    """Characters of a chunk at most."""
+    overlap: Count = None
+    metadata: dict[str, str] | None = None
+
+    def sizes(self) -> tuple[int, int]:
+        """Characters of a chunk, and of what it repeats."""
+        chunk = CHUNK if self.chunk is None else self.chunk
+        if not 100 <= chunk <= 20_000:
+            raise InvalidRequest(f"chunk must be 100 to 20000 characters; it is {chunk}", field="chunk")
+        overlap = min(OVERLAP, chunk // 4) if self.overlap is None else self.overlap
+        if not 0 <= overlap <= chunk // 2:
+            raise InvalidRequest(f"overlap must be 0 to {chunk // 2}, half a chunk; it is {overlap}", field="overlap")
+        return chunk, overlap
+
+
+class CollectionDocumentBody(Body):
+    """POST /v1/collections/{id}/documents."""
+
+    id: str | None = None
+    name: str
+    text: str
+    type: DocumentKind | None = None
+    """Default: by the ending of the name, else txt."""
+    metadata: dict[str, str] | None = None
+    embedding_model: str | None = None
+
+    def kind(self) -> DocumentKind:
+        """How the text is read."""
+        if self.type is not None:
+            return self.type
+        ending = self.name.lower().rpartition(".")[2]
+        kinds: dict[str, DocumentKind] = {"md": "md", "markdown": "md", "html": "html", "htm": "html"}
+        return kinds.get(ending, "txt")
+
+
+class SearchFilters(Body):
+    """Which documents are looked at."""
+
+    documents: Several[str] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class SearchBody(Body):
+    """POST /v1/collections/{id}/search."""
+
+    within: ClassVar[dict[str, type[Body]]] = {"filters": SearchFilters}
+
+    query: str
+    top_k: Count = None
+    min_score: Number = None
+    filters: SearchFilters | None = None
+    embedding_model: str | None = None
+
+    least: ClassVar[float] = -1.0
+    """The score that a chunk has to reach unless the body says otherwise."""
+
+    def wanted(self) -> dict[str, Any]:
+        """What is searched for beside the question."""
+        top_k = 5 if self.top_k is None else self.top_k
+        if not 1 <= top_k <= MAX_FOUND:
+            raise InvalidRequest(f"top_k must be 1 to {MAX_FOUND}, the limit; it is {top_k}", field="top_k")
+        least = self.least if self.min_score is None else float(self.min_score)
+        if not -1 <= least <= 1:
+            raise InvalidRequest(f"min_score must be -1 to 1; it is {least:g}", field="min_score")
+        if not self.query.strip():
+            raise InvalidRequest("query is empty", field="query")
+        filters = self.filters or SearchFilters()
+        return {
+            "top_k": top_k,
+            "min_score": least,
+            "documents": filters.documents or [],
+            "metadata": filters.metadata or {},
+        }
+
+
+class AskCollectionBody(SearchBody):
+    """POST /v1/collections/{id}/ask."""
+
+    synonyms: ClassVar[dict[str, str]] = {"question": "query"}
+    least: ClassVar[float] = MIN_SCORE
+
+    model: str | None = None
+    stream: bool | None = None
+    max_tokens: Count = None
+    temperature: Number = None
+    top_p: Number = None
+    seed: Count = None
+    stop: Stop | None = None
+    reasoning_budget: Count = None
+
+    def options(self) -> SamplingOptions:
+        """How the answer is sampled."""
+        return SamplingOptions(
+            max_tokens=ANSWER_TOKENS if self.max_tokens is None else self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            stop=self.stop,
+            reasoning_budget=self.reasoning_budget,
+        )
+
+
+def collection_of(call: Call) -> str:
+    """Which collection a path below /v1/collections is about."""
+    return call.path.removeprefix(PATH + "/").partition("/")[0]
+
+
+def collection_object(found: Collection) -> dict[str, Any]:
+    """A collection on the wire."""
+    return {
+        "id": found.id,
+        "object": "collection",
+        "created": found.created,
+        "chunk": found.chunk,
+        "overlap": found.overlap,
+        "embedding_model": found.model or None,
+        "dimensions": found.width or None,
+        "metadata": found.metadata,
+        "documents": found.documents,
+        "chunks": found.chunks,
+    }
+
+
+def document_object(found: StoredDocument) -> dict[str, Any]:
+    """A document on the wire, without its text."""
+    return {
+        "id": found.id,
+        "object": "collection.document",
+        "name": found.name,
+        "type": found.kind,
+        "created": found.created,
+        "bytes": found.size,
+        "chunks": found.chunks,
+        "metadata": found.metadata,
+    }

@@ -1,0 +1,156 @@
+"""`cairn workflow`: runs of workflows on a running server, and pictures of their graphs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from cairn.cli.options import Host, configured, server
+from cairn.errors import CairnError, ConfigError
+from cairn.resolve import Resolved
+
+_SERVER = ("api_key",)
+_Format = Annotated[str, typer.Option("--format", metavar="mermaid|svg", help="How the graph is drawn.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add `cairn workflow` and its commands."""
+    workflow = typer.Typer(help="Run workflows, and draw them.", no_args_is_help=True)
+    app.add_typer(workflow, name="workflow", rich_help_panel="Running servers")
+    _register_runs(workflow)
+    _register_looks(workflow)
+
+
+def _register_runs(workflow: typer.Typer) -> None:
+    @workflow.command()
+    @configured(_SERVER, model=False)
+    def run(
+        resolved: Resolved,
+        file: Annotated[Path, typer.Argument(metavar="FILE", help="A workflow: a YAML file.")],
+        given: Annotated[
+            list[str] | None, typer.Option("--input", "-i", metavar="NAME=TEXT", help="An input; @FILE reads a file.")
+        ] = None,
+        seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="The same answers again.")] = None,
+        host: Host = None,
+    ) -> None:
+        """Run a workflow and print its result as JSON; what it does is told on stderr."""
+        from cairn.cli.yaml_files import load_yaml
+        from cairn.workflows.checks import check_workflow
+        from cairn.workflows.definition import workflow_of
+
+        plain = load_yaml(file)
+        check_workflow(workflow_of(plain))  # wrong files are told of without a server
+        body = {"workflow": plain, "inputs": _inputs(given or ()), "stream": True}
+        body |= {} if seed is None else {"seed": seed}
+        with server(resolved, host) as client:
+            _follow(client.events("/v1/workflows/runs", body))
+
+    @workflow.command()
+    @configured(_SERVER, model=False)
+    def resume(
+        resolved: Resolved, id: Annotated[str, typer.Argument(metavar="ID", help="The run.")], host: Host = None
+    ) -> None:
+        """Go on with a run that was cut off, or that failed."""
+        with server(resolved, host) as client:
+            _follow(client.events(f"/v1/workflows/runs/{quote(id, safe='')}/resume", {"stream": True}))
+
+
+def _register_looks(workflow: typer.Typer) -> None:
+    @workflow.command(name="list")
+    @configured(_SERVER, model=False)
+    def list_(resolved: Resolved, host: Host = None) -> None:
+        """List the runs, most recently created first."""
+        from cairn.cli.output import table
+
+        with server(resolved, host) as client:
+            runs = client.get("/v1/workflows/runs?limit=100")["data"]
+        table(("run", "name", "state"), [(one["id"], one["name"], one["state"]) for one in runs])
+
+    @workflow.command()
+    @configured(_SERVER, model=False)
+    def show(
+        resolved: Resolved,
+        what: Annotated[str, typer.Argument(metavar="FILE|ID", help="A workflow's file, or a run of the server.")],
+        form: _Format = "mermaid",
+        host: Host = None,
+    ) -> None:
+        """Draw the graph of a workflow, or of a run with its state."""
+        if form not in ("mermaid", "svg"):
+            raise ConfigError("--format must be mermaid or svg")
+        if not Path(what).is_file():
+            with server(resolved, host) as client:
+                print(client.text(f"/v1/workflows/runs/{quote(what, safe='')}/graph?format={form}"), end="")
+            return
+        from cairn.cli.yaml_files import load_yaml
+        from cairn.workflows.definition import workflow_of
+        from cairn.workflows.drawing import mermaid, svg
+
+        draw = svg if form == "svg" else mermaid
+        print(draw(workflow_of(load_yaml(Path(what)))), end="")
+
+    @workflow.command()
+    @configured(_SERVER, model=False)
+    def rm(
+        resolved: Resolved, id: Annotated[str, typer.Argument(metavar="ID", help="The run.")], host: Host = None
+    ) -> None:
+        """Delete a run with all that it holds."""
+        with server(resolved, host) as client:
+            client.delete(f"/v1/workflows/runs/{quote(id, safe='')}")
+
+
+def _inputs(given: Sequence[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for one in given:
+        name, mark, value = one.partition("=")
+        if not mark or not name:
+            raise ConfigError(f"--input {one[:64]!r} should look like NAME=TEXT")
+        if value.startswith("@"):
+            try:
+                value = Path(value[1:]).read_text()
+            except (OSError, UnicodeError) as error:
+                raise ConfigError(f"{value[1:]} cannot be read: {error}") from None
+        found[name] = value
+    return found
+
+
+def _follow(events: Any) -> None:
+    """Tell of a run on stderr and print its result. CairnError where it failed."""
+    from cairn.cli.output import printable, talk
+
+    console = talk()
+    ended: Mapping[str, Any] = {}
+    for event in events:
+        line = _line(event)
+        if line:
+            console.print(printable(line), markup=False, soft_wrap=True)
+        if event["type"] == "run.done":
+            ended = event
+    if not ended:
+        raise CairnError("the run was interrupted; go on with: cairn workflow resume ID")
+    if ended["state"] == "failed":
+        raise CairnError(f"the run has failed: {ended['why']}")
+    for conflict in ended.get("conflicts", ()):
+        won, lost = json.dumps(conflict["value"]), json.dumps(conflict["other"])
+        said = f"conflict: {conflict['field']} is {won} by {conflict['won']}, not {lost} by {conflict['lost']}"
+        console.print(printable(f"{said}: {conflict['why']}"), markup=False, soft_wrap=True)
+    print(json.dumps(ended.get("result"), ensure_ascii=False, indent=1))
+
+
+def _line(event: Mapping[str, Any]) -> str:
+    match event["type"]:
+        case "run.started":
+            return f"run {event['run']}" + (" goes on" if event["resumed"] else "")
+        case "node.started":
+            return f"{event['key']} begins" + (f" ({event['role']})" if event["role"] else "")
+        case "node.retry":
+            return f"{event['key']} is asked again: {event['why']}"
+        case "node.done":
+            return f"{event['key']} is done"
+        case "node.skipped" | "node.failed":
+            return f"{event['key']} {'is skipped' if event['type'] == 'node.skipped' else 'has failed'}: {event['why']}"
+    return ""

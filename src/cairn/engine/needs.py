@@ -1,0 +1,56 @@
+"""What a model would take, told from the headers of its files before anything of it is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from cairn.config import Config
+from cairn.engine import memory
+from cairn.models.held import HeldWeights, form_of
+from cairn.models.judge import with_judge
+from cairn.models.spec import load_spec
+from cairn.models.weights import open_weights
+
+
+class Needs(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of a loaded model, and the pools that they are for."""
+
+    weights: int
+    pool: int
+    buffers: int
+    loading: int = 0
+    """What loading takes for a while beside the weights."""
+    blocks: tuple[int, ...] = ()
+    """How many blocks the pool of each group has."""
+
+    @property
+    def held(self) -> int:
+        """Bytes for as long as it is loaded."""
+        return self.weights + self.pool + self.buffers
+
+    @property
+    def most(self) -> int:
+        """Bytes at the worst moment of loading."""
+        return self.weights + max(self.pool + self.buffers, self.loading)
+
+
+def needs(config: Config, place: Path, free: int, blocks: tuple[int, ...] = ()) -> Needs:
+    """Of the model at `place`, whose pool is made for so many `free` bytes unless its `blocks` are given. Raises
+    `ModelError` where it cannot be served."""
+    spec = with_judge(load_spec(place, identify=False), place, config.kind)
+    if config.engine == "fake":  # which holds no weights; they count as if it did
+        taken = memory.WeightMemory(memory.weight_bytes(spec), 0)
+    else:
+        held = HeldWeights(open_weights(place, spec), form_of(spec, config.weights))
+        taken = memory.weight_memory(spec, held, config.kernels)
+    blocks = blocks or memory.pool_blocks(spec, config, free, taken)
+    pool, buffers = memory.beside_weights(spec, config, blocks)
+    return Needs(
+        weights=taken.held,
+        pool=pool,
+        buffers=buffers,
+        loading=taken.passing,
+        blocks=blocks,
+    )

@@ -1,0 +1,45 @@
+// Calls of a program over the heads of rows that lie in wider ones: norms, turns, gates.
+#include "program.h"
+
+namespace cairn {
+
+void Program::norm_heads(float* x, Index wide, Index from, Index heads, Norm norm) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        each(sizes.tokens, heads * norm.size, [=, this](Index token, int) {
+            float* row = x + token * wide + from;
+            for (Index at = 0; at < heads * norm.size; at += norm.size)
+                kernels_.norm(row + at, norm.weight, norm.size, norm.eps, 0, norm.size, row + at);
+        });
+    });
+}
+
+void Program::turn_heads(const float* x, Index heads, Index size, const float* angles, Index turned, float* out) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        each(sizes.tokens, heads * size, [=, this](Index token, int) {
+            const float* from = angles + token * turned;
+            for (Index at = token * heads * size; at < (token + 1) * heads * size; at += size) {
+                kernels_.turn_pairs(x + at, from, from + turned / 2, turned, false, out + at);
+                for (Index i = turned; i < size; i++) out[at + i] = x[at + i];
+            }
+        });
+    });
+}
+
+void Program::scale_by(float* hidden, Index size, const float* factor) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        each(sizes.tokens, size, [=](Index row, int) {
+            for (Index i = row * size; i < (row + 1) * size; i++) hidden[i] *= *factor;
+        });
+    });
+}
+
+void Program::gate_with(const float* x, Index size, Activation activation, const float* by, Index wide, Index from,
+                        float* out) {
+    calls_.push_back([=, this](const Sizes& sizes) {
+        each(sizes.tokens, size, [=, this](Index row, int) {
+            kernels_.gate(x + row * size, by + row * wide + from, size, activation, out + row * size);
+        });
+    });
+}
+
+}  // namespace cairn

@@ -1,0 +1,189 @@
+"""Collections as their callers use them: documents are read, cut and embedded; questions are searched and answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from cairn.errors import Conflict, InvalidRequest, TooLarge
+from cairn.rag.chunking import chunks
+from cairn.rag.citations import CitationFilter
+from cairn.rag.definition import MAX_BYTES, MAX_CHUNKS, Collection, DocumentKind, Found, StoredDocument
+from cairn.rag.document_store import DocumentStore
+from cairn.rag.reading import sections
+from cairn.service.embeddings import Asking, finished, vectors
+from cairn.service.requests import SamplingOptions
+from cairn.service.service import Service
+from cairn.text.grammar import ANYTHING
+from cairn.types import Delta
+from cairn.workflows.answerer import Answerer, Asker
+
+if TYPE_CHECKING:
+    from cairn.service.embeddings import Vector
+
+AT_ONCE = 256
+"""Chunks that are embedded in one go."""
+QUERY_PROMPTS, DOCUMENT_PROMPTS = ("query", "search_query"), ("document", "passage", "search_document")
+"""What models call the words that they put before questions and before documents."""
+NO_ANSWER = "There is no answer in the documents."
+TOLD = (
+    "Answer from the sources below and from nothing else, and name the source of each statement by its number in "
+    "brackets, such as [1]. If they do not answer the question, say so."
+)
+
+
+class Embedder(NamedTuple):
+    """What makes vectors, and for whom."""
+
+    service: Service
+    asking: Asking
+
+    async def made(self, texts: Sequence[str], prompts: Sequence[str]) -> list[Vector]:
+        """The vectors of texts, of length 1; the first of `prompts` that the model knows stands before each."""
+        known = self.service.spec.embedding.prompts
+        name = next((one for one in prompts if one in known), None)
+        asking = self.asking if name is None else _named(self.asking, name)
+        found: list[Vector] = []
+        for at in range(0, len(texts), AT_ONCE):
+            made, _ = await vectors(self.service, texts[at : at + AT_ONCE], asking)
+            found += finished(made)
+        return found
+
+
+def _named(asking: Asking, prompt: str) -> Asking:
+    return replace(asking, prompt_name=prompt)
+
+
+class SourcedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer with its sources."""
+
+    answer: str
+    answered: bool
+    """False: nothing in the documents was near enough to the question."""
+    sources: list[dict[str, Any]]
+    """The chunks that were given, by their number from 1; `cited` says which are named in the answer."""
+    citations_removed: int = 0
+    """Numbers in the answer that named no source."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reason: str = "stop"
+
+
+class Collections:
+    """The collections of a server. What is slow runs on other threads."""
+
+    def __init__(self, store: DocumentStore, answerer: Answerer) -> None:
+        self.store, self._answerer = store, answerer
+
+    async def add(
+        self,
+        tenant: str,
+        id: str,
+        embedder: Embedder,
+        *,
+        document: str,
+        name: str,
+        text: str,
+        kind: DocumentKind,
+        metadata: Mapping[str, str],
+    ) -> StoredDocument:
+        """Read, cut and embed a document. TooLarge for one that is, InvalidRequest for one without text."""
+        size = len(text.encode("utf-8", "replace"))
+        if size > MAX_BYTES:
+            raise TooLarge(f"text has {size} bytes; the limit of a document is {MAX_BYTES}", field="text")
+        collection = await asyncio.to_thread(self.store.collection, tenant, id)
+
+        def cut() -> list[Any]:
+            return list(chunks(sections(text, kind), collection.chunk, collection.overlap))
+
+        pieces = await asyncio.to_thread(cut)
+        if not pieces:
+            raise InvalidRequest("text holds no text that could be found", field="text")
+        if len(pieces) > MAX_CHUNKS:
+            raise InvalidRequest(f"text has {len(pieces)} chunks; the limit is {MAX_CHUNKS}", field="text")
+        texts = [f"{piece.heading}\n{piece.text}" if piece.heading else piece.text for piece in pieces]
+        made = await embedder.made(texts, DOCUMENT_PROMPTS)
+        spec = embedder.service.spec
+        model = (embedder.service.name, spec.identity, len(made[0]))
+        return await asyncio.to_thread(
+            self.store.add, collection, document, name, kind, size, metadata, pieces, made, model
+        )
+
+    async def search(
+        self, tenant: str, id: str, embedder: Embedder, question: str, wanted: Mapping[str, Any]
+    ) -> list[Found]:
+        """The chunks that fit a question best. Conflict where their vectors are of another model."""
+        collection = await asyncio.to_thread(self.store.collection, tenant, id)
+        if not collection.chunks:
+            return []
+        _check_model(collection, embedder.service)
+        (vector,) = await embedder.made([question], QUERY_PROMPTS)
+        return await asyncio.to_thread(self.store.search, collection, question, vector, wanted)
+
+    async def ask(
+        self,
+        asker: Asker,
+        question: str,
+        found: Sequence[Found],
+        options: SamplingOptions,
+        emit: Callable[[dict[str, Any]], object],
+    ) -> SourcedAnswer:
+        """Answer a question from chunks that were found, with citations that name them.
+
+        Sources stand in the order of their documents and the question last, so questions that find the same sources
+        share the beginning of their prompts.
+        """
+        ordered = sorted(found, key=lambda one: one.chunk.key)
+        sources = [{"number": number, **one.plain(), "cited": False} for number, one in enumerate(ordered, 1)]
+        emit({"type": "sources", "sources": sources})
+        if not sources:
+            answer = SourcedAnswer(answer=NO_ANSWER, answered=False, sources=[])
+            emit({"type": "answer.done", **msgspec.to_builtins(answer)})
+            return answer
+        checked, said = CitationFilter(len(sources)), list[str]()
+
+        def tell(text: str) -> None:
+            if text:
+                said.append(text)
+                emit({"type": "answer.delta", "content": text})
+
+        def hear(delta: Delta) -> None:
+            tell(checked.push(delta.text))
+
+        answered = await self._answerer.answer(asker, _messages(question, sources), options, ANYTHING, hear)
+        tell(checked.finish())
+        for source in sources:
+            source["cited"] = source["number"] in checked.cited
+        answer = SourcedAnswer(
+            answer="".join(said),
+            answered=True,
+            sources=sources,
+            citations_removed=checked.removed,
+            prompt_tokens=answered.prompt_tokens,
+            cached_tokens=answered.cached_tokens,
+            completion_tokens=answered.completion_tokens,
+            finish_reason=answered.finish_reason,
+        )
+        emit({"type": "answer.done", **msgspec.to_builtins(answer)})
+        return answer
+
+
+def _messages(question: str, sources: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    told = [TOLD]
+    for one in sources:
+        where = f"{one['name']}: {one['heading']}" if one["heading"] else one["name"]
+        told.append(f"[{one['number']}] ({where})\n{one['text']}")
+    return [{"role": "system", "content": "\n\n".join(told)}, {"role": "user", "content": question}]
+
+
+def _check_model(collection: Collection, service: Service) -> None:
+    if collection.identity != service.spec.identity:
+        raise Conflict(
+            f"the vectors of collection {collection.id} are of the model {collection.model}, and {service.name} is "
+            "asked; name that model, or make the collection anew"
+        )

@@ -1,0 +1,108 @@
+"""What a collection, a document and a chunk are, and their limits."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+import msgspec
+
+from cairn.errors import InvalidRequest
+
+DocumentKind = Literal["txt", "md", "html"]
+
+MAX_COLLECTIONS = 1_000
+"""Collections of one tenant."""
+MAX_DOCUMENTS = 10_000
+"""Documents of one collection."""
+MAX_CHUNKS = 50_000
+"""Chunks of one collection: the vectors of those that are asked for are held in memory."""
+MAX_BYTES = 50 << 20
+"""Bytes of one document, in UTF-8."""
+MAX_FOUND = 50
+"""Chunks that one search gives."""
+CHUNK = 1_200
+"""Characters of a chunk at most, unless its collection says otherwise."""
+OVERLAP = 150
+"""Characters that a chunk repeats of the one before it, where both are of one section."""
+MIN_SCORE = 0.25
+"""The least score with which a chunk is a source of an answer, unless a question says otherwise."""
+ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class Collection(msgspec.Struct, frozen=True, kw_only=True):
+    """A collection."""
+
+    key: int
+    id: str
+    created: float
+    chunk: int
+    overlap: int
+    model: str
+    """The name of the model that makes its vectors; empty before there are any."""
+    identity: bytes
+    width: int
+    metadata: dict[str, str]
+    documents: int = 0
+    chunks: int = 0
+
+
+class StoredDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """A document of a collection."""
+
+    key: int
+    id: str
+    name: str
+    kind: str
+    created: float
+    size: int
+    """Bytes of its text."""
+    chunks: int
+    metadata: dict[str, str]
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """A piece of a document."""
+
+    key: int
+    document: str
+    name: str
+    """The document's."""
+    number: int
+    """Its place in the document, from 0."""
+    heading: str
+    """The headings above it, the highest first."""
+    text: str
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """A chunk that was found."""
+
+    chunk: Chunk
+    score: float
+    """The cosine of its vector and the question's."""
+    rank: float
+    """By both lists, that of vectors and that of words: reciprocal rank fusion."""
+
+    def plain(self) -> dict[str, Any]:
+        """As it is told."""
+        one = self.chunk
+        return {
+            "document": one.document,
+            "name": one.name,
+            "chunk": one.number,
+            "heading": one.heading,
+            "text": one.text,
+            "score": round(self.score, 6),
+            "rank": round(self.rank, 6),
+        }
+
+
+def check_name(id: str, what: str) -> str:
+    """The id. InvalidRequest for what is none."""
+    if not ID.fullmatch(id):
+        raise InvalidRequest(
+            f"{what} has 1 to 64 letters, digits, dots, underscores and hyphens, and begins with a letter or digit",
+            field="id",
+        )
+    return id

@@ -1,0 +1,307 @@
+"""Collections in one SQLite file: documents, chunks, an index of words, and vectors.
+
+Whatever is erased is overwritten (`secure_delete`), and the index of words is written anew without it. Vectors are
+compared exactly, all of a collection with the question's. Any thread may call; one works at a time.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from cairn.errors import Conflict, NotFound, Overloaded, Unavailable
+from cairn.rag.chunking import Piece
+from cairn.rag.definition import MAX_CHUNKS, MAX_COLLECTIONS, MAX_DOCUMENTS, Chunk, Collection, Found, StoredDocument
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Vector = NDArray[np.float32]
+
+VERSION = 1
+SHARE = 60
+"""Of reciprocal rank fusion: how much the first places count before others."""
+CANDIDATES = 100
+"""Chunks that each of the two lists names."""
+_WORDS = re.compile(r"\w+")
+MAX_WORDS = 64
+"""Words of a question that are looked for."""
+_SCHEMA = """
+CREATE TABLE collections (key INTEGER PRIMARY KEY, tenant TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL,
+  chunk INTEGER NOT NULL, overlap INTEGER NOT NULL, model TEXT NOT NULL DEFAULT '', identity BLOB NOT NULL DEFAULT x'',
+  width INTEGER NOT NULL DEFAULT 0, metadata BLOB NOT NULL, UNIQUE (tenant, id));
+CREATE TABLE documents (key INTEGER PRIMARY KEY, collection INTEGER NOT NULL, id TEXT NOT NULL, name TEXT NOT NULL,
+  kind TEXT NOT NULL, created REAL NOT NULL, size INTEGER NOT NULL, metadata BLOB NOT NULL, UNIQUE (collection, id));
+CREATE TABLE chunks (key INTEGER PRIMARY KEY, collection INTEGER NOT NULL, document INTEGER NOT NULL,
+  number INTEGER NOT NULL, heading TEXT NOT NULL, text TEXT NOT NULL, vector BLOB NOT NULL);
+CREATE INDEX chunks_of_collection ON chunks (collection);
+CREATE INDEX chunks_of_document ON chunks (document);
+CREATE VIRTUAL TABLE words USING fts5(heading, text);
+"""
+
+
+class DocumentStore:
+    """One file. Every method may raise Unavailable where the disk refuses it."""
+
+    def __init__(self, path: Path, now: Callable[[], float]) -> None:
+        self._now, self._lock = now, threading.Lock()
+        self._matrices: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        """Keys and vectors of the chunks of a collection, by its key."""
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            path.chmod(0o600)
+            self._db.executescript("PRAGMA journal_mode=TRUNCATE; PRAGMA synchronous=FULL; PRAGMA secure_delete=ON;")
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                self._db.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version={VERSION}; COMMIT;")
+            elif version > VERSION:
+                raise Unavailable(f"{path}: written by a newer Cairn (format {version})")
+        except (sqlite3.Error, OSError) as error:
+            raise Unavailable(f"{path}: the collections cannot be opened: {error}") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._db.close()
+
+    @contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        """A transaction: all of it is durable on return, or nothing of it is there."""
+        with self._read() as db:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+                db.execute("COMMIT")
+            except BaseException:
+                db.execute("ROLLBACK")
+                raise
+
+    @contextmanager
+    def _read(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            try:
+                yield self._db
+            except sqlite3.Error as error:
+                raise Unavailable(f"the collections cannot be used: {error}", retry_after=10.0) from error
+
+    # -------------------------------------------------------------------------------------------------- collections
+
+    def create(self, tenant: str, id: str, chunk: int, overlap: int, metadata: Mapping[str, str]) -> Collection:
+        """A new collection. Conflict if its id is taken, Overloaded if there are too many."""
+        with self._change() as db:
+            (count,) = db.execute("SELECT count(*) FROM collections WHERE tenant=?", (tenant,)).fetchone()
+            if count >= MAX_COLLECTIONS:
+                raise Overloaded(f"there are {MAX_COLLECTIONS} collections, the limit; delete some", retry_after=60.0)
+            try:
+                db.execute(
+                    "INSERT INTO collections (tenant, id, created, chunk, overlap, metadata) VALUES (?,?,?,?,?,?)",
+                    (tenant, id, self._now(), chunk, overlap, msgspec.json.encode(metadata)),
+                )
+            except sqlite3.IntegrityError:
+                raise Conflict(f"there is a collection {id} already", field="id") from None
+            return self._collection(db, tenant, id)
+
+    def collection(self, tenant: str, id: str) -> Collection:
+        """One collection. NotFound for one that is not there or is another tenant's."""
+        with self._read() as db:
+            return self._collection(db, tenant, id)
+
+    def collections(self, tenant: str) -> list[Collection]:
+        """A tenant's, most recently created first."""
+        with self._read() as db:
+            ids = db.execute(
+                "SELECT id FROM collections WHERE tenant=? ORDER BY created DESC, id", (tenant,)
+            ).fetchall()
+            return [self._collection(db, tenant, id) for (id,) in ids]
+
+    def _collection(self, db: sqlite3.Connection, tenant: str, id: str) -> Collection:
+        row = db.execute(
+            "SELECT key, id, created, chunk, overlap, model, identity, width, metadata FROM collections "
+            "WHERE tenant=? AND id=?",
+            (tenant, id),
+        ).fetchone()
+        if row is None:
+            raise NotFound(f"there is no collection {id[:64]}", field="id")
+        (documents,) = db.execute("SELECT count(*) FROM documents WHERE collection=?", row[:1]).fetchone()
+        (chunks,) = db.execute("SELECT count(*) FROM chunks WHERE collection=?", row[:1]).fetchone()
+        names = ("key", "id", "created", "chunk", "overlap", "model", "identity", "width")
+        given = dict(zip(names, row, strict=False))
+        metadata = msgspec.json.decode(row[8], type=dict[str, str])
+        return Collection(**given, metadata=metadata, documents=documents, chunks=chunks)
+
+    def delete(self, tenant: str, id: str) -> None:
+        """Erase a collection with all that it holds."""
+        with self._change() as db:
+            found = self._collection(db, tenant, id)
+            self._erase_chunks(db, "collection", found.key)
+            db.execute("DELETE FROM documents WHERE collection=?", (found.key,))
+            db.execute("DELETE FROM collections WHERE key=?", (found.key,))
+            self._matrices.pop(found.key, None)
+
+    # ---------------------------------------------------------------------------------------------------- documents
+
+    def add(
+        self,
+        collection: Collection,
+        id: str,
+        name: str,
+        kind: str,
+        size: int,
+        metadata: Mapping[str, str],
+        pieces: Sequence[Piece],
+        made: Sequence[Vector],
+        model: tuple[str, bytes, int],
+    ) -> StoredDocument:
+        """A document with its chunks and their vectors, which `model` (name, identity, width) has made.
+
+        Conflict if its id is taken, or if other documents of the collection have vectors of another model.
+        """
+        with self._change() as db:
+            self._check_room(db, collection, len(pieces), model)
+            db.execute("UPDATE collections SET model=?, identity=?, width=? WHERE key=?", (*model, collection.key))
+            try:
+                key = db.execute(
+                    "INSERT INTO documents (collection, id, name, kind, created, size, metadata) "
+                    "VALUES (?,?,?,?,?,?,?)",
+                    (collection.key, id, name, kind, self._now(), size, msgspec.json.encode(metadata)),
+                ).lastrowid
+            except sqlite3.IntegrityError:
+                raise Conflict(f"there is a document {id} already", field="id") from None
+            for number, (piece, vector) in enumerate(zip(pieces, made, strict=True)):
+                row = db.execute(
+                    "INSERT INTO chunks (collection, document, number, heading, text, vector) VALUES (?,?,?,?,?,?)",
+                    (collection.key, key, number, piece.heading, piece.text, vector.astype("<f4").tobytes()),
+                ).lastrowid
+                db.execute("INSERT INTO words (rowid, heading, text) VALUES (?,?,?)", (row, piece.heading, piece.text))
+            self._matrices.pop(collection.key, None)
+            return self._document(db, collection, id)
+
+    def _check_room(
+        self, db: sqlite3.Connection, collection: Collection, more: int, model: tuple[str, bytes, int]
+    ) -> None:
+        row = db.execute("SELECT model, identity FROM collections WHERE key=?", (collection.key,)).fetchone()
+        if row is None:
+            raise NotFound(f"there is no collection {collection.id}", field="id")
+        (documents,) = db.execute("SELECT count(*) FROM documents WHERE collection=?", (collection.key,)).fetchone()
+        (chunks,) = db.execute("SELECT count(*) FROM chunks WHERE collection=?", (collection.key,)).fetchone()
+        if documents >= MAX_DOCUMENTS:
+            raise Conflict(f"collection {collection.id} has {MAX_DOCUMENTS} documents, the limit", field="id")
+        if chunks + more > MAX_CHUNKS:
+            raise Conflict(
+                f"collection {collection.id} would have {chunks + more} chunks; the limit is {MAX_CHUNKS}", field="text"
+            )
+        if chunks and row[1] != model[1]:
+            raise Conflict(f"the vectors of collection {collection.id} are of the model {row[0]}, not of {model[0]}")
+
+    def document(self, collection: Collection, id: str) -> StoredDocument:
+        """One document. NotFound for one that is not there."""
+        with self._read() as db:
+            return self._document(db, collection, id)
+
+    def documents(self, collection: Collection) -> list[StoredDocument]:
+        """All documents, in the order in which they were added."""
+        with self._read() as db:
+            rows = db.execute("SELECT id FROM documents WHERE collection=? ORDER BY key", (collection.key,)).fetchall()
+            return [self._document(db, collection, id) for (id,) in rows]
+
+    def _document(self, db: sqlite3.Connection, collection: Collection, id: str) -> StoredDocument:
+        row = db.execute(
+            "SELECT key, id, name, kind, created, size, metadata FROM documents WHERE collection=? AND id=?",
+            (collection.key, id),
+        ).fetchone()
+        if row is None:
+            raise NotFound(f"collection {collection.id} has no document {id[:64]}", field="id")
+        (chunks,) = db.execute("SELECT count(*) FROM chunks WHERE document=?", row[:1]).fetchone()
+        given = dict(zip(("key", "id", "name", "kind", "created", "size"), row, strict=False))
+        return StoredDocument(**given, chunks=chunks, metadata=msgspec.json.decode(row[6], type=dict[str, str]))
+
+    def remove(self, collection: Collection, id: str) -> None:
+        """Erase a document with its chunks."""
+        with self._change() as db:
+            found = self._document(db, collection, id)
+            self._erase_chunks(db, "document", found.key)
+            db.execute("DELETE FROM documents WHERE key=?", (found.key,))
+            self._matrices.pop(collection.key, None)
+
+    def _erase_chunks(self, db: sqlite3.Connection, of: str, key: int) -> None:
+        db.execute(f"DELETE FROM words WHERE rowid IN (SELECT key FROM chunks WHERE {of}=?)", (key,))
+        db.execute(f"DELETE FROM chunks WHERE {of}=?", (key,))
+        db.execute("INSERT INTO words (words) VALUES ('optimize')")  # what was erased is in the index until then
+
+    # ------------------------------------------------------------------------------------------------------- search
+
+    def search(self, collection: Collection, question: str, vector: Vector, wanted: Mapping[str, Any]) -> list[Found]:
+        """The chunks that fit best. `wanted`: `top_k`, `min_score`, and as filters `documents` and `metadata`."""
+        with self._read() as db:
+            allowed = self._allowed(db, collection, wanted)
+            keys, scores = self._scores(db, collection, vector)
+            score_of = dict(zip(keys.tolist(), scores.tolist(), strict=True))
+            by_vector = sorted(score_of, key=lambda key: (-score_of[key], key))
+            by_words = self._by_words(db, collection, question)
+            if allowed is not None:
+                by_vector = [key for key in by_vector if key in allowed]
+                by_words = [key for key in by_words if key in allowed]
+            ranks: dict[int, float] = {}
+            for listed in (by_vector, by_words):
+                for place, key in enumerate(listed[:CANDIDATES], 1):
+                    ranks[key] = ranks.get(key, 0.0) + 1 / (SHARE + place)
+            good = [key for key in ranks if score_of[key] >= wanted["min_score"]]
+            best = sorted(good, key=lambda key: (-ranks[key], key))[: wanted["top_k"]]
+            return [Found(chunk=self._chunk(db, key), score=score_of[key], rank=ranks[key]) for key in best]
+
+    def _allowed(self, db: sqlite3.Connection, collection: Collection, wanted: Mapping[str, Any]) -> set[int] | None:
+        """The chunks that the filters let through; None for all."""
+        if not wanted.get("documents") and not wanted.get("metadata"):
+            return None
+        found: set[int] = set()
+        for key, id, metadata in db.execute(
+            "SELECT key, id, metadata FROM documents WHERE collection=?", (collection.key,)
+        ).fetchall():
+            given = msgspec.json.decode(metadata, type=dict[str, str])
+            fits = all(given.get(name) == value for name, value in (wanted.get("metadata") or {}).items())
+            if fits and id in (wanted.get("documents") or [id]):
+                found |= {one for (one,) in db.execute("SELECT key FROM chunks WHERE document=?", (key,))}
+        return found
+
+    def _scores(
+        self, db: sqlite3.Connection, collection: Collection, vector: Vector
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """The cosine of every chunk with the question."""
+        import numpy as np
+
+        if collection.key not in self._matrices:
+            rows = db.execute("SELECT key, vector FROM chunks WHERE collection=?", (collection.key,)).fetchall()
+            keys = np.array([key for key, _ in rows], np.int64)
+            flat = np.frombuffer(b"".join(one for _, one in rows), "<f4")
+            self._matrices[collection.key] = keys, flat.reshape(len(rows), -1) if rows else flat.reshape(0, len(vector))
+        keys, matrix = self._matrices[collection.key]
+        return keys, matrix @ vector
+
+    def _by_words(self, db: sqlite3.Connection, collection: Collection, question: str) -> list[int]:
+        words = list(dict.fromkeys(_WORDS.findall(question.lower())))[:MAX_WORDS]
+        if not words:
+            return []
+        query = " OR ".join(f'"{word}"' for word in words)
+        rows = db.execute(
+            "SELECT words.rowid FROM words JOIN chunks ON chunks.key = words.rowid "
+            "WHERE words MATCH ? AND chunks.collection = ? ORDER BY bm25(words), words.rowid LIMIT ?",
+            (query, collection.key, CANDIDATES),
+        )
+        return [key for (key,) in rows.fetchall()]
+
+    def _chunk(self, db: sqlite3.Connection, key: int) -> Chunk:
+        row = db.execute(
+            "SELECT chunks.key, documents.id, documents.name, chunks.number, chunks.heading, chunks.text FROM chunks "
+            "JOIN documents ON documents.key = chunks.document WHERE chunks.key=?",
+            (key,),
+        ).fetchone()
+        return Chunk(**dict(zip(("key", "document", "name", "number", "heading", "text"), row, strict=True)))

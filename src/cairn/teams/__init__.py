@@ -1,0 +1,1 @@
+"""Teams: several agents, forks of one shared beginning, that speak in rounds."""

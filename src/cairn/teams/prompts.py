@@ -1,0 +1,111 @@
+"""What members are told: the shared beginning, their role, and what was said since they last spoke.
+
+The beginning is the same for all members and comes first; what differs, a member's name and role, comes after it, in
+the first message. So the prompts of all members begin with the same tokens, which are computed once.
+
+A whisper reaches a member here or nowhere: `visible` is the only way from the journal into a prompt.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from cairn.agents.journals import Entry
+from cairn.teams.definition import Member, Team
+from cairn.teams.entries import Ballot, Chose, Posted, Stated, StepOpened, Voted
+
+
+def beginning(team: Team) -> list[dict[str, Any]]:
+    """The messages that every member's context begins with."""
+    names = ", ".join(team.names)
+    parts = [team.system] if team.system else []
+    parts += [f"# {document.name}\n\n{document.text}" for document in team.documents]
+    parts.append(f"You are one of a team: {names}. Each message tells you what was said since you last spoke.")
+    return [{"role": "system", "content": "\n\n".join(parts)}]
+
+
+def introduction(member: Member) -> str:
+    """What a member is told once, before anything else."""
+    role = f" {member.role.strip()}" if member.role.strip() else ""
+    return f"You are {member.name}.{role}"
+
+
+def visible(entry: Entry, member: str) -> str | None:
+    """An entry as a member is told of it; None for one that it is not told of."""
+    match entry.value:
+        case Posted(sender=sender, content=content, to=to):
+            if sender == member:
+                return f"You whispered to {_to(to)}: {content}" if to else f"You said: {content}"
+            if to and member not in to:
+                return None
+            return f"{sender} whispers to {_to(to)}: {content}" if to else f"{sender}: {content}"
+        case Stated(member=speaker, content=content):
+            return None if speaker == member else f"{speaker}: {content}"
+        case Voted() as vote:
+            return f"Vote: {vote.question} {_outcome(vote)}"
+    return None
+
+
+def _to(names: Sequence[str]) -> str:
+    return " and ".join(names)
+
+
+def _outcome(vote: Voted) -> str:
+    counts = ", ".join(f"{option} {number:g}" for option, number in vote.counts[-1].items()) if vote.counts else ""
+    return f"Decision: {vote.decision or 'none'} ({counts}; {vote.why})."
+
+
+def in_order(entries: Iterable[Entry], names: Sequence[str]) -> list[Entry]:
+    """Entries as they were said: of those who speak at once in the order of the members, whoever was done first."""
+    opened: dict[tuple[int, int], int] = {}
+    found: list[tuple[int, int, Entry]] = []
+    for entry in entries:
+        match entry.value:
+            case StepOpened() as step:
+                opened[step.round, step.step] = entry.number
+            case Stated() | Chose() | Ballot() as one:
+                at = opened.get((one.round, one.step), entry.number)
+                found.append((at, 1 + names.index(one.member) if one.member in names else 0, entry))
+                continue
+        found.append((entry.number, 0, entry))
+    return [entry for _, _, entry in sorted(found, key=lambda one: one[:2])]
+
+
+def since(entries: Sequence[Entry], names: Sequence[str], member: str, told: int) -> list[str]:
+    """What a member is to be told up to entry `told`: all that is visible since it was last told."""
+    known = _known(entries, member, told)
+    first = bisect_right(entries, known, key=_number)
+    new = in_order(entries[first : bisect_right(entries, told, key=_number)], names)
+    return [text for entry in new if (text := visible(entry, member)) is not None]
+
+
+def _known(entries: Sequence[Entry], member: str, told: int) -> int:
+    """The last entry that a member was told of when it last spoke: its step says so. 0 before it has spoken."""
+    spoken: tuple[int, int] | None = None
+    for entry in reversed(entries[: bisect_right(entries, told, key=_number)]):
+        match entry.value:
+            case Stated() as said if spoken is None and said.member == member:
+                spoken = said.round, said.step
+            case StepOpened() as step if spoken == (step.round, step.step):
+                return step.told
+    return 0
+
+
+def _number(entry: Entry) -> int:
+    return entry.number
+
+
+def has_spoken(entries: Sequence[Entry], member: str, told: int) -> bool:
+    """Whether a member has spoken before, so that it knows who it is."""
+    said = reversed(entries[: bisect_right(entries, told, key=_number)])
+    return any(isinstance(one.value, Stated) and one.value.member == member for one in said)
+
+
+def message(team: Team, member: str, entries: Sequence[Entry], told: int, instruction: str) -> list[dict[str, Any]]:
+    """The new messages of a member's turn, or of a question to it."""
+    parts = [] if has_spoken(entries, member, told) else [introduction(team.member(member))]
+    parts += since(entries, team.names, member, told)
+    parts.append(instruction)
+    return [{"role": "user", "content": "\n\n".join(parts)}]

@@ -1,0 +1,213 @@
+"""A scenario: a team, what it is told, how many rounds it has, and what is expected of it; a YAML file.
+
+It is played against a `Stage`, one round after the other, so it can put in messages between them. Payoffs make a game
+of statements that are one of a few: what all said in a round is looked up in a table, and the points are told to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from cairn.errors import ConfigError
+
+MAX_FILE = 1 << 22
+"""Bytes of a text that a scenario names."""
+
+
+class _Form(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class ScenarioMessage(_Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A message, or a whisper, before a round."""
+
+    content: str
+    to: tuple[str, ...] = ()
+    sender: str = msgspec.field(default="user", name="from")
+    before_round: int = 1
+
+
+class Payoff(_Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What members get who say this in one round."""
+
+    answers: dict[str, str]
+    points: dict[str, float]
+
+
+class Expectation(_Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is expected; each field that is given is one expectation."""
+
+    rounds: int | None = None
+    """So many rounds were done."""
+    speakers: tuple[str, ...] | None = None
+    """Who spoke in `round`, in this order."""
+    round: int = 1
+    decision_in: tuple[str, ...] | None = None
+    """The last decision is one of these."""
+    choices_in: tuple[str, ...] | None = None
+    """Every statement is one of these."""
+    shared_tokens: int | None = None
+    """The contexts of all members who spoke begin with at least so many same tokens."""
+    computed_share: float | None = None
+    """At most this part of all prompt tokens was computed."""
+
+
+class Scenario(_Form, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A scenario."""
+
+    name: str
+    about: str = ""
+    team: dict[str, Any]
+    """What POST /v1/teams takes; a document may name a `file` beside the scenario in the place of its `text`."""
+    messages: tuple[ScenarioMessage, ...] = ()
+    rounds: int = 1
+    vote: dict[str, Any] | None = None
+    """A vote at the end of each round."""
+    stop_at: str = ""
+    """The stop rule: no more rounds once one has decided this."""
+    payoffs: tuple[Payoff, ...] = ()
+    expect: tuple[Expectation, ...] = ()
+
+
+class Stage(Protocol):
+    """Where a scenario is played: a server."""
+
+    def make(self, team: Mapping[str, Any]) -> str:
+        """A new team; its id."""
+        ...
+
+    def post(self, id: str, body: Mapping[str, Any]) -> None:
+        """A message."""
+        ...
+
+    def round(self, id: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """A round, event by event."""
+        ...
+
+    def show(self, id: str) -> dict[str, Any]:
+        """The team as it is now."""
+        ...
+
+
+class Met(msgspec.Struct, frozen=True):
+    """An expectation, and what became of it."""
+
+    what: str
+    met: bool
+    found: str
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a scenario."""
+
+    id: str
+    """The team's."""
+    rounds: int
+    decision: str | None
+    points: dict[str, float]
+    met: list[Met]
+
+
+def scenario_of(given: Any, file: Path) -> Scenario:
+    """The scenario that a file holds, with the texts of its documents. ConfigError for what is none."""
+    try:
+        scenario = msgspec.convert(given, type=Scenario)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file} is no scenario: {error}") from None
+    documents = scenario.team.get("documents")
+    if not isinstance(documents, list):
+        return scenario
+    read = [_with_text(file, one) if isinstance(one, dict) else one for one in documents]
+    return msgspec.structs.replace(scenario, team={**scenario.team, "documents": read})
+
+
+def _with_text(path: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    name = document.get("file")
+    if not isinstance(name, str):
+        return dict(document)
+    file = path.parent / name
+    try:
+        text = file.read_bytes()[: MAX_FILE + 1].decode()
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{file}, a document of {path}, cannot be read: {error}") from None
+    if len(text) > MAX_FILE:
+        raise ConfigError(f"{file} has more than {MAX_FILE} characters, the limit")
+    return {"name": document.get("name", name), "text": text}
+
+
+def play(scenario: Scenario, stage: Stage, show: Callable[[dict[str, Any]], object]) -> Outcome:
+    """Play a scenario to its end. `show` gets every event, and `points` after each round of a game."""
+    id = stage.make(scenario.team)
+    points: dict[str, float] = {}
+    said: list[list[tuple[str, str]]] = []
+    decision = None
+    for number in range(1, scenario.rounds + 1):
+        for one in scenario.messages:
+            if one.before_round == number:
+                stage.post(id, {"content": one.content, "to": list(one.to), "sender": one.sender})
+                show({"type": "message", "sender": one.sender, "content": one.content, "to": list(one.to)})
+        vote = {"vote": scenario.vote} if scenario.vote is not None else {}
+        statements = []
+        for event in stage.round(id, {"rounds": 1, "stream": True, **vote}):
+            show(event)
+            if event["type"] == "turn.done":
+                statements.append((event["step"], event["member"], event["content"]))
+            elif event["type"] == "round.done":
+                decision = decision if event["decision"] is None else event["decision"]
+        order = list(dict.fromkeys(member["name"] for member in scenario.team.get("members", ())))
+        statements.sort(key=lambda one: (one[0], order.index(one[1]) if one[1] in order else 0))
+        said.append([(member, content) for _, member, content in statements])
+        if scenario.payoffs:
+            _score(scenario, stage, show, id, points, dict(said[-1]))
+        if scenario.stop_at and decision == scenario.stop_at:
+            break
+    team = stage.show(id)
+    met = [one for expected in scenario.expect for one in _met(expected, team, said)]
+    return Outcome(id=id, rounds=len(said), decision=team["decision"], points=points, met=met)
+
+
+def _score(
+    scenario: Scenario,
+    stage: Stage,
+    show: Callable[[dict[str, Any]], object],
+    id: str,
+    points: dict[str, float],
+    statements: Mapping[str, str],
+) -> None:
+    """The points of a round, told to all before the next."""
+    won = next((one.points for one in scenario.payoffs if one.answers == statements), {})
+    for name, number in won.items():
+        points[name] = points.get(name, 0) + number
+    told = "; ".join(f"{name} said {answer} and gets {won.get(name, 0):g}" for name, answer in statements.items())
+    totals = ", ".join(f"{name} {number:g}" for name, number in points.items()) or "none yet"
+    stage.post(id, {"content": f"Points of this round: {told}. Points so far: {totals}."})
+    show({"type": "points", "won": dict(won), "points": dict(points)})
+
+
+def _met(expected: Expectation, team: Mapping[str, Any], said: Sequence[Sequence[tuple[str, str]]]) -> Iterator[Met]:
+    """What of an expectation is met."""
+    if expected.rounds is not None:
+        yield Met(f"rounds: {expected.rounds}", len(said) == expected.rounds, str(len(said)))
+    if expected.speakers is not None:
+        at = expected.round
+        spoke = [member for member, _ in said[at - 1]] if 1 <= at <= len(said) else []
+        what = f"speakers of round {at}: {', '.join(expected.speakers)}"
+        yield Met(what, spoke == list(expected.speakers), ", ".join(spoke) or "nobody")
+    if expected.decision_in is not None:
+        decision = team["decision"]
+        yield Met(f"decision in {', '.join(expected.decision_in)}", decision in expected.decision_in, str(decision))
+    if expected.choices_in is not None:
+        others = sorted({content for one in said for _, content in one if content not in expected.choices_in})
+        yield Met(f"choices in {', '.join(expected.choices_in)}", not others, ", ".join(others)[:200] or "all of them")
+    report = team["report"]
+    if expected.shared_tokens is not None:
+        shared = report["shared_tokens"] or 0
+        yield Met(f"shared tokens: {expected.shared_tokens} or more", shared >= expected.shared_tokens, str(shared))
+    if expected.computed_share is not None:
+        share = report["computed_tokens"] / max(1, report["prompt_tokens"])
+        what = f"computed share: {expected.computed_share:g} or less"
+        yield Met(what, share <= expected.computed_share, f"{share:.3f}")

@@ -1,0 +1,342 @@
+"""All teams of a server. A team is a journal of the token log, its members are agents.
+
+A round that was cut off - by a crash, a client that went, an interrupt or an error - goes on with the next rounds that
+are asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from cairn.agents.agents import Agents
+from cairn.agents.journals import Entry, Journal
+from cairn.agents.records import check
+from cairn.errors import CairnError, Conflict, InvalidRequest, NotFound
+from cairn.teams import prompts
+from cairn.teams.definition import (
+    MAX_OPTIONS,
+    MAX_RANKED,
+    MAX_ROUNDS,
+    USER,
+    Team,
+    check_options,
+    check_rule,
+    check_team,
+    check_text,
+)
+from cairn.teams.entries import Ask, Item, Posted, RoundBegan, RoundDone, Voted
+from cairn.teams.team_round import Emit, TeamRound, last_turn
+from cairn.teams.voice import AgentVoice, Caller, Voice
+
+ROOM = "team"
+KIND = "team.member"
+"""`object` in the metadata of an agent that is a member."""
+
+
+class TeamState(msgspec.Struct, frozen=True, kw_only=True):
+    """What callers are told of a team."""
+
+    team: Team
+    created: float
+    model: str
+    """The name of the model that it was made with."""
+    rounds: int
+    """Rounds that are done."""
+    state: str
+    """`running`, `interrupted` where a round was cut off, or `idle`."""
+    decision: str | None
+    """What was decided last."""
+    report: dict[str, Any]
+    """Tokens of all prompts, and how many of them were computed."""
+
+
+class Teams:
+    """All teams. Every method runs on the event loop; where a team is named, NotFound for one that is not there."""
+
+    def __init__(self, agents: Agents, voice: Voice | None = None) -> None:
+        self._agents, self._journals = agents, agents.journals
+        self._voice = voice or AgentVoice(agents)
+        self._running: dict[int, asyncio.Task[Any]] = {}
+        """The task of what a team does now, by its journal's key."""
+
+    # ------------------------------------------------------------------------------------------------------ to look
+
+    def get(self, tenant: str, id: str) -> TeamState:
+        """One team as it is now."""
+        return self._state(self._find(tenant, id))
+
+    def list(self, tenant: str) -> list[TeamState]:
+        """A tenant's teams, most recently created first."""
+        return [self._state(journal) for journal in self._journals.of(ROOM, tenant)]
+
+    def entries(self, tenant: str, id: str, member: str = "") -> tuple[Team, Sequence[Entry]]:
+        """A team and what its journal holds. InvalidRequest for a `member` that it has not."""
+        journal = self._find(tenant, id)
+        team = _team(journal)
+        if member:
+            team.member(member)
+        return team, journal.read(Item)
+
+    async def shared_tokens(self, tenant: str, id: str) -> int | None:
+        """How many leading tokens the contexts of all members who have spoken share; None before two have."""
+        journal = self._find(tenant, id)
+        team, contexts = _team(journal), []
+        for name in team.names:
+            if last_turn(journal.read(Item), name):
+                contexts.append(await self._agents.context(tenant, team.agent(name)))
+        if len(contexts) < 2:
+            return None
+        least = min(contexts)
+        most = max(contexts)
+        return next((at for at, pair in enumerate(zip(least, most, strict=False)) if pair[0] != pair[1]), len(least))
+
+    def _state(self, journal: Journal) -> TeamState:
+        entries = journal.read(Item)
+        values = [entry.value for entry in entries]
+        asked = [one for one in values if hasattr(one, "prompt_tokens")]
+        prompt, cached = sum(one.prompt_tokens for one in asked), sum(one.cached_tokens for one in asked)
+        decided = [one.decision for one in values if isinstance(one, Voted | RoundDone) and one.decision is not None]
+        state = "running" if journal.key in self._running else "interrupted" if _cut_off(entries) else "idle"
+        return TeamState(
+            team=_team(journal),
+            created=journal.record.created,
+            model=journal.record.model,
+            rounds=_rounds(entries),
+            state=state,
+            decision=decided[-1] if decided else None,
+            report={"prompt_tokens": prompt, "computed_tokens": prompt - cached, "cached_tokens": cached},
+        )
+
+    def _find(self, tenant: str, id: str) -> Journal:
+        return self._journals.find(ROOM, tenant, id)
+
+    def _idle(self, tenant: str, id: str) -> Journal:
+        journal = self._find(tenant, id)
+        if journal.key in self._running:
+            raise Conflict(f"team {id} is at work; wait for its round, or interrupt it")
+        return journal
+
+    # ---------------------------------------------------------------------------------------------------- to change
+
+    async def create(self, tenant: str, team: Team, model: str = "") -> TeamState:
+        """A new team, which `model` answers unless a call names another. Conflict if its id, or an agent's that it
+        needs, is taken."""
+        if not team.id:
+            team = msgspec.structs.replace(team, id=f"team-{self._journals.seed():016x}")
+        if not team.seed:
+            team = msgspec.structs.replace(team, seed=self._journals.seed() >> 11)  # JSON's numbers hold 53 bits
+        check_team(team)
+        check(team.metadata, "metadata")
+        journal = await self._journals.create(ROOM, tenant, team.id, team, model=model)
+        try:
+            async with self._at_work(journal):
+                await self._make_agents(tenant, team, model)
+        except BaseException:
+            await self._drop(tenant, journal)
+            raise
+        return self._state(journal)
+
+    async def _make_agents(self, tenant: str, team: Team, model: str = "") -> None:
+        """Make those of the team's agents that are not there: the beginning, and a fork of it for each member."""
+        if not self._there(tenant, team.shared_agent, team):
+            metadata = {"object": "team.beginning", "team": team.id}
+            messages = prompts.beginning(team)
+            await self._agents.create(tenant, id=team.shared_agent, messages=messages, metadata=metadata, model=model)
+        missing = [name for name in team.names if not self._there(tenant, team.agent(name), team)]
+        made = await asyncio.gather(
+            *(
+                self._agents.fork(
+                    tenant,
+                    team.shared_agent,
+                    new_id=team.agent(name),
+                    metadata={"object": KIND, "team": team.id, "member": name},
+                )
+                for name in missing
+            ),
+            return_exceptions=True,
+        )
+        for one in made:
+            if isinstance(one, BaseException):
+                raise one
+
+    def _there(self, tenant: str, agent: str, team: Team) -> bool:
+        """Whether an agent of the team is there. Conflict where another has its id."""
+        try:
+            owner = self._agents.get(tenant, agent).metadata.get("team")
+        except NotFound:
+            return False
+        if owner != team.id:
+            raise Conflict(f"there is an agent {agent} already, which is no member of team {team.id}", field="id")
+        return True
+
+    async def post(self, tenant: str, id: str, content: str, to: Sequence[str] = (), sender: str = USER) -> Entry:
+        """A message to all, or a whisper to those named. It is heard by who speaks next, also in a round that runs."""
+        journal = self._find(tenant, id)
+        team = _team(journal)
+        check_text(content, "content")
+        check(content, "content")
+        for name in to:
+            team.member(name)
+        if sender != USER:
+            team.member(sender)
+        posted = Posted(round=_rounds(journal.read(Item)), sender=sender, content=content, to=tuple(dict.fromkeys(to)))
+        return await self._journals.append(journal, posted)
+
+    def check_vote(self, tenant: str, id: str, ask: Ask) -> None:
+        """InvalidRequest for a vote that cannot be held."""
+        team = _team(self._find(tenant, id))
+        check_text(ask.question, "question")
+        check_options(ask.options, "options", MAX_RANKED if ask.rule == "ranked" else MAX_OPTIONS)
+        check_rule(team, ask.rule, ask.coordinator, "coordinator")
+        for name in ask.voters:
+            team.member(name)
+        if ask.voters and ask.rule == "coordinator":
+            raise InvalidRequest("voters: by the rule coordinator that member alone decides", field="voters")
+
+    async def vote(self, caller: Caller, id: str, ask: Ask, emit: Emit) -> Voted:
+        """A vote beside the rounds. Conflict while a round runs or one was cut off."""
+        self.check_vote(caller.tenant, id, ask)
+        journal = self._idle(caller.tenant, id)
+        if _cut_off(journal.read(Item)):
+            raise Conflict(f"a round of team {id} was cut off; let it go on, or roll back, before the team votes")
+        async with self._at_work(journal):
+            await self._make_agents(caller.tenant, _team(journal), journal.record.model)
+            return await self._round(journal, caller, _rounds(journal.read(Item)), emit).hold_beside(ask)
+
+    async def rounds(
+        self, caller: Caller, id: str, many: int, emit: Emit, *, vote: Ask | None = None, stop_at: str = ""
+    ) -> None:
+        """Rounds, of which one that was cut off is the first; no more once a round has decided `stop_at`."""
+        journal = self._idle(caller.tenant, id)
+        self.check_rounds(caller.tenant, id, many)
+        async with self._at_work(journal):
+            await self._make_agents(caller.tenant, _team(journal), journal.record.model)
+            for _ in range(many):
+                number = 1 + _rounds(journal.read(Item))
+                decision = await self._round(journal, caller, number, emit).run(vote)
+                if stop_at and decision == stop_at:
+                    break
+
+    def check_idle(self, tenant: str, id: str) -> None:
+        """Conflict while the team is at work."""
+        self._idle(tenant, id)
+
+    def check_rounds(self, tenant: str, id: str, many: int) -> None:
+        """InvalidRequest where so many rounds are too many."""
+        room = MAX_ROUNDS - _rounds(self._find(tenant, id).read(Item))
+        if not 1 <= many <= room:
+            raise InvalidRequest(
+                f"rounds must be 1 to {room}: a team has {MAX_ROUNDS} rounds at most, the limit", field="rounds"
+            )
+
+    def _round(self, journal: Journal, caller: Caller, number: int, emit: Emit) -> TeamRound:
+        return TeamRound(_team(journal), self._journals, journal, self._voice, caller, number, emit)
+
+    def interrupt(self, tenant: str, id: str) -> bool:
+        """End what the team does now; it goes on with the next rounds. Whether it did anything."""
+        task = self._running.get(self._find(tenant, id).key)
+        if task is not None:
+            task.cancel()
+        return task is not None
+
+    async def rollback(self, tenant: str, id: str, to: int) -> TeamState:
+        """Go back behind a round, 0 for the beginning: what came after it is erased."""
+        journal = self._idle(tenant, id)
+        async with self._at_work(journal):
+            await self._journals.cut(journal, _end(journal.read(Item), to))
+            team = _team(journal)
+            for name in team.names:
+                with contextlib.suppress(CairnError):  # its next turn sees to it otherwise
+                    turn = last_turn(journal.read(Item), name)
+                    await self._agents.rollback(tenant, team.agent(name), turn=turn)
+        return self._state(journal)
+
+    async def fork(self, tenant: str, id: str, new_id: str | None, at: int | None) -> TeamState:
+        """A new team that shares this one's history up to a round; the members' contexts are not copied."""
+        journal = self._idle(tenant, id)
+        entries, old = journal.read(Item), _team(journal)
+        at = _rounds(entries) if at is None else at
+        last = _end(entries, at)
+        kept = [entry for entry in entries if entry.number <= last]
+        new_id = f"team-{self._journals.seed():016x}" if new_id is None else new_id
+        team = msgspec.structs.replace(old, id=new_id, origin=old.id, origin_round=at)
+        check_team(team)
+        async with self._at_work(journal):
+            made = await self._journals.create(ROOM, tenant, team.id, team, kept, model=journal.record.model)
+            try:
+                pairs = [(name, old.agent(name), last_turn(kept, name)) for name in old.names]
+                for name, source, turn in [("", old.shared_agent, 0), *pairs]:
+                    target = team.agent(name) if name else team.shared_agent
+                    metadata = {"object": KIND, "team": team.id, "member": name}
+                    await self._agents.fork(tenant, source, turn=turn, new_id=target, metadata=metadata)
+            except BaseException:
+                await self._drop(tenant, made)
+                raise
+        return self._state(made)
+
+    async def delete(self, tenant: str, id: str) -> None:
+        """End what runs, and erase the team with its members' agents."""
+        journal = self._find(tenant, id)
+        task = self._running.get(journal.key)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task}, timeout=10)
+        await self._drop(tenant, journal)
+
+    async def _drop(self, tenant: str, journal: Journal) -> None:
+        team = _team(journal)
+        agents = [*(team.agent(name) for name in team.names), team.shared_agent]
+        ours = [agent for agent in agents if self._ours(tenant, agent, team)]
+        await self._journals.remove(journal)
+        for agent in ours:
+            with contextlib.suppress(NotFound):
+                await self._agents.delete(tenant, agent)
+
+    def _ours(self, tenant: str, agent: str, team: Team) -> bool:
+        """Whether the agent of that id is the team's own: a client may have had one before."""
+        try:
+            return self._agents.get(tenant, agent).metadata.get("team") == team.id
+        except NotFound:
+            return False
+
+    @contextlib.asynccontextmanager
+    async def _at_work(self, journal: Journal) -> AsyncIterator[None]:
+        """While entered, the team does nothing else; `interrupt` cancels the task that entered."""
+        task = asyncio.current_task()
+        assert task is not None
+        if journal.key in self._running:
+            raise Conflict(f"team {journal.id} is at work; wait for its round, or interrupt it")
+        self._running[journal.key] = task
+        try:
+            yield
+        finally:
+            del self._running[journal.key]
+
+
+def _team(journal: Journal) -> Team:
+    return msgspec.msgpack.decode(journal.record.body, type=Team)
+
+
+def _rounds(entries: Sequence[Entry]) -> int:
+    """How many rounds are done."""
+    return sum(isinstance(entry.value, RoundDone) for entry in entries)
+
+
+def _cut_off(entries: Sequence[Entry]) -> bool:
+    """Whether a round began and is not done."""
+    return sum(isinstance(entry.value, RoundBegan) for entry in entries) > _rounds(entries)
+
+
+def _end(entries: Sequence[Entry], round: int) -> int:
+    """The number of the entry that ends a round, 0 for the beginning. NotFound for a round that is not done."""
+    if round == 0:
+        return 0
+    for entry in entries:
+        if isinstance(entry.value, RoundDone) and entry.value.round == round:
+            return entry.number
+    raise NotFound(f"the team has done no round {round}", field="round")

@@ -1,0 +1,62 @@
+"""What was said in a team, as values and as Markdown; all of it, or what one member was told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from cairn.agents.journals import Entry
+from cairn.teams.definition import Team
+from cairn.teams.entries import Chose, Posted, RoundBegan, RoundDone, Stated, Voted
+from cairn.teams.prompts import in_order
+
+SHOWN = (Posted, RoundBegan, Stated, Chose, Voted, RoundDone)
+
+
+def listed(team: Team, entries: Iterable[Entry], member: str = "") -> list[dict[str, Any]]:
+    """The entries that tell of what was said; of a `member` no whispers to others."""
+    return [
+        {"number": entry.number, **msgspec.to_builtins(entry.value)}
+        for entry in in_order(entries, team.names)
+        if isinstance(entry.value, SHOWN) and not (member and _hidden(entry.value, member))
+    ]
+
+
+def _hidden(value: Any, member: str) -> bool:
+    return isinstance(value, Posted) and bool(value.to) and member not in (*value.to, value.sender)
+
+
+def markdown(team: Team, entries: Iterable[Entry], member: str = "") -> str:
+    """The transcript as Markdown. What was said is quoted, so none of it looks like a heading of ours."""
+    lines = [f"# {team.id}", ""]
+    for one in team.members:
+        lines += [f"- **{one.name}**: {' '.join(one.role.split()) or 'no role'}"]
+    lines.append("")
+    for entry in in_order(entries, team.names):
+        if isinstance(entry.value, SHOWN) and not (member and _hidden(entry.value, member)):
+            lines += _told(entry.value)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _told(value: Any) -> Iterator[str]:
+    match value:
+        case RoundBegan():
+            yield from (f"## Round {value.round}", "")
+        case Posted():
+            to = f" whispers to {' and '.join(value.to)}" if value.to else ""
+            yield from (f"**{value.sender}**{to}", "", *_quoted(value.content), "")
+        case Stated():
+            yield from (f"**{value.member}**", "", *_quoted(value.content), "")
+        case Chose():
+            yield from (f"*{value.member} ({value.about}): {value.choice}*", "")
+        case Voted():
+            yield from (f"**Vote** ({value.rule}): {' '.join(value.question.split())}", "")
+            for name, ranking in value.ballots.items():
+                yield f"- {name}: {' > '.join(ranking)}"
+            yield from ("", f"Decision: **{value.decision or 'none'}** ({value.why})", "")
+
+
+def _quoted(text: str) -> list[str]:
+    return [f"> {line}".rstrip() for line in text.splitlines() or [""]]

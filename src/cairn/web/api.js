@@ -1,0 +1,81 @@
+// The way to the server: requests with the key, and streams of events.
+
+export const keys = {
+  get user() { return sessionStorage.getItem("cairn.key") ?? ""; },
+  set user(value) { keep("cairn.key", value); },
+  get admin() { return sessionStorage.getItem("cairn.admin") ?? ""; },
+  set admin(value) { keep("cairn.admin", value); },
+};
+
+function keep(name, value) {
+  if (value) sessionStorage.setItem(name, value);
+  else sessionStorage.removeItem(name);
+}
+
+/** What the server refuses, in its own words. */
+export class ApiError extends Error {
+  constructor(status, body) {
+    const told = body?.error;
+    super((typeof told === "string" ? told : told?.message) ?? `the server answered ${status}`);
+    this.status = status;
+    this.code = told?.code;
+  }
+}
+
+/** A request; the response, if it is a good one. `admin`: with the admin key in the place of the other. */
+export async function ask(method, path, body, { admin, headers, signal, raw } = {}) {
+  const key = admin ? keys.admin || keys.user : keys.user;
+  const sent = { ...headers };
+  if (key) sent.Authorization = `Bearer ${key}`;
+  if (body !== undefined && !raw) sent["Content-Type"] = "application/json";
+  const given = body === undefined || raw ? body : JSON.stringify(body);
+  const response = await fetch(path, { method, headers: sent, body: given, signal, cache: "no-store" });
+  if (response.ok) return response;
+  throw new ApiError(response.status, await response.json().catch(() => null));
+}
+
+export const get = async (path, more) => (await ask("GET", path, undefined, more)).json();
+export const post = async (path, body = {}, more) => (await ask("POST", path, body, more)).json();
+export const remove = async (path, more) => (await ask("DELETE", path, undefined, more)).json();
+
+/** The path of an agent, or of what is below it. */
+export const agentPath = (id, rest = "") => `/v1/agents/${encodeURIComponent(id)}${rest && "/" + rest}`;
+
+/** The events of a response: {id, event, data}. Comments are passed over; `heard` is called for whatever comes. */
+export async function* events(response, heard = () => {}) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      heard();
+      const from = Math.max(0, rest.length - 1);
+      rest += value;
+      if (rest.indexOf("\n\n", from) < 0) continue;
+      const whole = rest.split("\n\n");
+      rest = whole.pop();
+      for (const text of whole) {
+        const found = parseEvent(text);
+        if (found) yield found;
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+export function parseEvent(text) {
+  const found = { id: "", event: "message", data: null };
+  const data = [];
+  for (const line of text.split("\n")) {
+    const at = line.indexOf(":");
+    if (at <= 0) continue;
+    const name = line.slice(0, at);
+    const value = line.slice(line[at + 1] === " " ? at + 2 : at + 1);
+    if (name === "data") data.push(value);
+    else if (name === "id" || name === "event") found[name] = value;
+  }
+  found.data = data.join("\n");
+  return data.length ? found : null;
+}

@@ -1,0 +1,95 @@
+// The start of the page: which view is shown, the keys, light and dark, and how the connection is.
+
+import { keys } from "/web/api.js";
+import { chatView } from "/web/chat.js";
+import { contextsView } from "/web/contexts.js";
+import { button, dialog, field, h, put } from "/web/dom.js";
+import { fetchModels, nowView } from "/web/now.js";
+import { savingsView } from "/web/savings.js";
+import { connect, on, store } from "/web/store.js";
+import { teamsView } from "/web/teams.js";
+
+const VIEWS = { chat: chatView, contexts: contextsView, teams: teamsView, now: nowView, savings: savingsView };
+const THEMES = ["", "light", "dark"];
+const main = document.getElementById("main");
+let shown = null;
+
+function route() {
+  const [, name, id] = /^#\/(\w+)\/?(.*)$/.exec(location.hash) ?? [];
+  const known = VIEWS[name] ? name : "chat";
+  shown?.end();
+  let given = "";
+  try {
+    given = decodeURIComponent(id ?? "");
+  } catch { /* nobody's id */ }
+  shown = VIEWS[known](given);
+  put(main, shown.node);
+  shown.focus?.();
+  document.title = `${known[0].toUpperCase()}${known.slice(1)} · Cairn`;
+  for (const link of document.querySelectorAll("#nav a")) {
+    if (link.getAttribute("href") === `#/${known}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------- the keys
+
+let asking = null;
+
+function askForKeys(why = "") {
+  if (asking) return;
+  const user = h("input", { type: "password", autocomplete: "off", name: "key" });
+  const admin = h("input", { type: "password", autocomplete: "off", name: "admin" });
+  user.value = keys.user;
+  admin.value = keys.admin;
+  asking = dialog("Keys", (close) => h("form", { onsubmit: (event) => {
+    event.preventDefault();
+    keys.user = user.value.trim();
+    keys.admin = admin.value.trim();
+    close();
+    begin();
+  } },
+  why && h("p", { class: "warn", role: "alert" }, why),
+  field("API key", user, "Needed where the server was started with keys."),
+  field("Admin key", admin, "Optional: for figures of the whole server, and for its models."),
+  h("p", { class: "soft" }, "They stay in this tab until it is closed."),
+  h("div", { class: "row end" }, button("Cancel", close), h("button", { type: "submit", class: "primary" }, "Use them"))));
+  asking.addEventListener("close", () => { asking = null; });
+  user.focus();
+}
+
+// --------------------------------------------------------------------------------------------------- the connection
+
+const LINKS = { connecting: "connecting …", live: "live", loading: "loading the model …", lost: "no connection", key: "needs a key" };
+
+function showLink() {
+  const node = document.getElementById("link");
+  node.textContent = LINKS[store.link];
+  node.className = `link ${store.link}`;
+  node.title = store.why;
+  if (store.link === "key") askForKeys(keys.user || keys.admin ? store.why : "This server needs a key.");
+  if (store.link === "live") fetchModels().catch(() => {});
+}
+
+function begin() {
+  connect();
+  route();
+}
+
+// ----------------------------------------------------------------------------------------------------- light and dark
+
+function theme(change) {
+  let at = Math.max(0, THEMES.indexOf(localStorage.getItem("cairn.theme") ?? ""));
+  if (change) at = (at + 1) % THEMES.length;
+  localStorage.setItem("cairn.theme", THEMES[at]);
+  document.documentElement.dataset.theme = THEMES[at];
+  document.getElementById("theme").title = THEMES[at] || "as the system";
+}
+
+on("link", showLink);
+window.addEventListener("hashchange", route);
+document.getElementById("keys").addEventListener("click", () => askForKeys());
+document.getElementById("theme").addEventListener("click", () => theme(true));
+theme(false);
+connect();
+route();

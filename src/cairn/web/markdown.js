@@ -1,0 +1,273 @@
+// Markdown as DOM nodes. Nothing of a text ever becomes HTML: what is not known here stays text.
+//
+// Known: paragraphs, headings, lists, quotes, code in fences and lines, tables, rules, emphasis, links to http, https
+// and mailto. Pictures are shown as links, for the page asks no other host for anything.
+
+import { button, h } from "/web/dom.js";
+
+const LONGEST = 60000; // characters of a block that are shown unasked
+const DEEPEST = 8;
+const SCHEMES = new Set(["http:", "https:", "mailto:"]);
+
+/** The blocks of a text: {kind, text, ...}, each with `start`, where it begins. */
+export function blocks(text) {
+  const found = [];
+  let at = 0;
+  const lineAt = (from) => {
+    const end = text.indexOf("\n", from);
+    return end < 0 ? text.length : end;
+  };
+  const line = () => text.slice(at, lineAt(at));
+  const next = () => { at = lineAt(at) + 1; };
+  while (at < text.length) {
+    const start = at;
+    const here = line();
+    if (!here.trim()) { next(); continue; }
+    const fence = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]{0,40})/.exec(here);
+    if (fence) {
+      next();
+      const from = at;
+      let end = -1;
+      while (at < text.length) {
+        const one = line().trim();
+        if (one.startsWith(fence[1]) && one.replaceAll(fence[1][0], "") === "") { end = at; next(); break; }
+        next();
+      }
+      const body = text.slice(from, end < 0 ? text.length : end);
+      found.push({ kind: "code", start, text: body.replace(/\n$/, ""), language: fence[2], closed: end >= 0 });
+      continue;
+    }
+    const heading = /^ {0,3}(#{1,6})\s+(.*)$/.exec(here);
+    if (heading) {
+      found.push({ kind: "heading", start, level: heading[1].length, text: heading[2].replace(/\s+#+\s*$/, "") });
+      next();
+      continue;
+    }
+    if (/^ {0,3}([-*_])( *\1){2,} *$/.test(here)) { found.push({ kind: "rule", start }); next(); continue; }
+    if (/^ {0,3}>/.test(here)) {
+      const lines = [];
+      while (at < text.length && /^ {0,3}>/.test(line())) { lines.push(line().replace(/^ {0,3}> ?/, "")); next(); }
+      found.push({ kind: "quote", start, text: lines.join("\n") });
+      continue;
+    }
+    if (item(here)) {
+      found.push({ kind: "list", start, ...list() });
+      continue;
+    }
+    if (here.includes("|")) {
+      const under = text.slice(lineAt(at) + 1, lineAt(lineAt(at) + 1));
+      if (/^[\s|:-]+$/.test(under) && under.includes("-") && under.includes("|")) {
+        const rows = [];
+        while (at < text.length && line().includes("|")) { rows.push(cells(line())); next(); }
+        found.push({ kind: "table", start, head: rows[0], rows: rows.slice(2) });
+        continue;
+      }
+    }
+    const lines = [];
+    while (at < text.length) {
+      const one = line();
+      if (!one.trim() || (lines.length && /^ {0,3}(#{1,6}\s|>|`{3,}|~{3,}|[-*+] |1[.)] )/.test(one))) break;
+      lines.push(one.trimEnd());
+      next();
+    }
+    found.push({ kind: "paragraph", start, text: lines.join("\n") });
+  }
+  return found;
+
+  function list() {
+    const first = item(line());
+    const items = [];
+    while (at < text.length) {
+      const one = line();
+      const mark = item(one);
+      if (mark && mark.indent <= first.indent + 1) {
+        if (mark.ordered !== first.ordered) break;
+        items.push([mark.text]);
+        next();
+      } else if (!one.trim()) {
+        const after = text.slice(lineAt(at) + 1, lineAt(lineAt(at) + 1));
+        const goesOn = item(after) || /^\s{2,}\S/.test(after);
+        if (!goesOn) break;
+        items.at(-1).push("");
+        next();
+      } else if (/^\s{2,}/.test(one) || !/^ {0,3}(#{1,6}\s|>|`{3,}|~{3,})/.test(one)) {
+        items.at(-1).push(one.replace(/^( {1,4}|\t)/, ""));
+        next();
+      } else break;
+    }
+    return { ordered: first.ordered, first: first.number, items: items.map((lines) => lines.join("\n")) };
+  }
+}
+
+function item(line) {
+  const found = /^( *)([-*+]|(\d{1,9})[.)])(?: +|$)(.*)$/.exec(line);
+  if (!found) return null;
+  return { indent: found[1].length, ordered: found[3] !== undefined, number: Number(found[3] ?? 1), text: found[4] };
+}
+
+function cells(line) {
+  const parts = line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|");
+  return parts.slice(0, 40).map((one) => one.trim());
+}
+
+/** Where a link may lead, or null. */
+export function safe(address) {
+  try {
+    const url = new URL(address);
+    return SCHEMES.has(url.protocol) ? url.href : null;
+  } catch {
+    return null;
+  }
+}
+
+/** The nodes of a line's text. */
+export function inline(text, depth = 0) {
+  const found = [];
+  const none = new Set(); // marks that no other closes: looked for once
+  let from = 0;
+  let at = 0;
+  const flush = (end) => { if (end > from) found.push(text.slice(from, end)); };
+  const close = (mark, start) => {
+    if (none.has(mark)) return -1;
+    const end = text.indexOf(mark, start);
+    if (end < 0) none.add(mark);
+    return end;
+  };
+  const take = (node, end) => { flush(at); found.push(node); from = at = end; };
+  const wrapped = (mark, tag) => {
+    const end = close(mark, at + mark.length);
+    if (end <= at + mark.length || depth >= DEEPEST) return false;
+    const inner = text.slice(at + mark.length, end);
+    if (/^\s|\s$/.test(inner)) return false;
+    take(h(tag, null, inline(inner, depth + 1)), end + mark.length);
+    return true;
+  };
+  while (at < text.length) {
+    const char = text[at];
+    if (char === "\\" && /[\\`*_{}[\]()#+.!|~<>-]/.test(text[at + 1] ?? "")) {
+      flush(at);
+      found.push(text[at + 1]);
+      from = at = at + 2;
+    } else if (char === "`") {
+      let marks = 1;
+      while (text[at + marks] === "`") marks++;
+      const mark = "`".repeat(Math.min(marks, 64));
+      const end = close(mark, at + marks);
+      if (end < 0) at += marks;
+      else take(h("code", null, text.slice(at + marks, end).replace(/^ (.*) $/s, "$1")), end + mark.length);
+    } else if (char === "*" || char === "_") {
+      const word = char === "_" && /\w/.test(text[at - 1] ?? "");
+      const twice = text[at + 1] === char;
+      if (word || !(twice ? wrapped(char + char, "strong") : wrapped(char, "em"))) at += twice ? 2 : 1;
+    } else if (char === "~" && text[at + 1] === "~") {
+      if (!wrapped("~~", "del")) at += 2;
+    } else if (char === "[" || (char === "!" && text[at + 1] === "[")) {
+      if (!linked(at + (char === "!" ? 2 : 1))) at++;
+    } else if (char === "h" && /^https?:\/\//.test(text.slice(at, at + 8)) && !/\w/.test(text[at - 1] ?? "")) {
+      const address = /^[^\s<>"'`*|]{1,2000}/.exec(text.slice(at, at + 2000))[0].replace(/[.,;:!?)\]]+$/, "");
+      const url = safe(address);
+      if (url) take(anchor(url, [address]), at + address.length);
+      else at++;
+    } else if (char === "\n") {
+      take(h("br"), at + 1);
+    } else at++;
+  }
+  flush(at);
+  return found;
+
+  function linked(start) {
+    const middle = start + text.slice(start, start + 1000).indexOf("](");
+    if (middle < start || depth >= DEEPEST) return false;
+    const end = middle + text.slice(middle, middle + 2000).indexOf(")");
+    if (end < middle) return false;
+    const address = text.slice(middle + 2, end).trim().split(/\s/)[0];
+    const label = inline(text.slice(start, middle), DEEPEST - 1);
+    const url = safe(address);
+    // A link that leads nowhere good is shown as what it is.
+    take(url ? anchor(url, label.length ? label : [address]) : h("span", null, label, ` (${address})`), end + 1);
+    return true;
+  }
+}
+
+const anchor = (url, label) => h("a", { href: url, rel: "noopener noreferrer nofollow", target: "_blank" }, label);
+
+/** Copy a text, and show for a moment that it is done. */
+export function copier(text) {
+  const node = button("Copy", async () => {
+    await navigator.clipboard?.writeText(typeof text === "function" ? text() : text);
+    node.textContent = "Copied";
+    setTimeout(() => { node.textContent = "Copy"; }, 1500);
+  }, { class: "quiet small" });
+  return node;
+}
+
+/** A text, and where it is very long its beginning with a button for the rest. */
+function bounded(text, make) {
+  if (text.length <= LONGEST) return make(text);
+  const box = h("div", null, make(text.slice(0, LONGEST)));
+  const rest = text.length - LONGEST;
+  box.append(button(`Show ${rest.toLocaleString("en")} more characters`, () => box.replaceChildren(h("pre", { class: "plain" }, text))));
+  return box;
+}
+
+/** The node of a block. */
+export function block(one, depth = 0) {
+  switch (one.kind) {
+    case "code":
+      return h("figure", { class: "code" },
+        h("figcaption", null, h("span", null, one.language || "text"), copier(one.text)),
+        bounded(one.text, (text) => h("pre", { tabindex: 0 }, h("code", null, text))));
+    case "heading":
+      return h(`h${Math.min(6, one.level + 1)}`, null, inline(one.text.slice(0, 2000)));
+    case "rule":
+      return h("hr");
+    case "quote":
+      return h("blockquote", null, depth < DEEPEST ? nodes(one.text, depth + 1) : one.text);
+    case "list":
+      return h(one.ordered ? "ol" : "ul", one.ordered && one.first !== 1 ? { start: one.first } : null,
+        one.items.map((text) => h("li", null, tight(text, depth))));
+    case "table":
+      return h("div", { class: "wide", tabindex: 0, role: "group", "aria-label": "Table" }, h("table", null,
+        h("thead", null, h("tr", null, one.head.map((cell) => h("th", { scope: "col" }, inline(cell))))),
+        h("tbody", null, one.rows.map((row) => h("tr", null, row.map((cell) => h("td", null, inline(cell))))))));
+    default:
+      return bounded(one.text, (text) => h("p", null, inline(text)));
+  }
+}
+
+function tight(text, depth) {
+  if (depth >= DEEPEST) return text;
+  const found = blocks(text);
+  if (found.length === 1 && found[0].kind === "paragraph") return inline(found[0].text);
+  if (found[0]?.kind === "paragraph") return [inline(found[0].text), found.slice(1).map((one) => block(one, depth + 1))];
+  return found.map((one) => block(one, depth + 1));
+}
+
+/** The nodes of a text. */
+export const nodes = (text, depth = 0) => blocks(text).map((one) => block(one, depth));
+
+/** A text that grows: blocks that are over are made once. */
+export class Growing {
+  constructor(node) {
+    this.node = node;
+    this.text = "";
+    this.from = 0; // where the last block begins, which is made again
+    this.last = [];
+  }
+
+  show(text) {
+    if (text === this.text) return;
+    if (!text.startsWith(this.text.slice(0, this.from))) {
+      this.from = 0;
+      this.last = [];
+      this.node.replaceChildren();
+    }
+    this.text = text;
+    const found = blocks(text.slice(this.from));
+    for (const one of this.last) one.remove();
+    const made = found.map((one) => block(one));
+    this.node.append(...made);
+    this.last = made.slice(-1);
+    if (found.length) this.from += found.at(-1).start;
+  }
+}

@@ -1,0 +1,139 @@
+"""Who answers a node's prompt: the model of this server; tests have one of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from cairn.config import Config
+from cairn.errors import GenerationFailed, Overloaded
+from cairn.service.recent import told_of
+from cairn.service.requests import SamplingOptions, requests
+from cairn.service.service import Service
+from cairn.text.grammar import Wanted
+from cairn.text.said import Said
+from cairn.types import Delta, Done
+
+PATIENCE = 60
+"""How often a node that found the queue full is tried."""
+
+Heard = Callable[[Delta], object]
+
+
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer."""
+
+    text: str
+    finish_reason: str = "stop"
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Asker(NamedTuple):
+    """Who asked for the run."""
+
+    tenant: str
+    salt: bytes = b""
+    share: str = ""
+    """Whose share of the server it takes."""
+    service: Service | None = None
+    """Of the model that answers."""
+
+
+class Answerer(Protocol):
+    """What answers prompts."""
+
+    async def answer(
+        self,
+        asker: Asker,
+        messages: Sequence[dict[str, Any]],
+        options: SamplingOptions,
+        wanted: Wanted,
+        heard: Heard,
+    ) -> Answered:
+        """The answer to a chat. `heard` gets it as it comes."""
+        ...
+
+
+class ServiceAnswerer:
+    """The asker's model. Nothing of a node's chat is kept but its answer, in the run's journal."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    async def answer(
+        self,
+        asker: Asker,
+        messages: Sequence[dict[str, Any]],
+        options: SamplingOptions,
+        wanted: Wanted,
+        heard: Heard,
+    ) -> Answered:
+        """As `Answerer.answer`; it waits while the queue is full."""
+        for tried in range(PATIENCE):
+            try:
+                return await self._answer(asker, messages, options, wanted, heard)
+            except Overloaded as error:
+                if tried == PATIENCE - 1:
+                    raise
+                await asyncio.sleep(min(error.retry_after or 1.0, 5.0))
+        raise AssertionError
+
+    async def _answer(
+        self,
+        asker: Asker,
+        messages: Sequence[dict[str, Any]],
+        options: SamplingOptions,
+        wanted: Wanted,
+        heard: Heard,
+    ) -> Answered:
+        service = asker.service
+        assert service is not None
+        chat = service.chat
+        plain = options.reasoning_budget == 0 and chat.knows("enable_thinking")
+        prompt = await chat.prompt(
+            list(messages),
+            None,
+            tenant=asker.tenant,
+            share=asker.share,
+            template_args={"enable_thinking": False} if plain else None,
+            wanted=wanted,
+        )
+        (request,) = requests(
+            service.spec,
+            prompt.tokens,
+            options,
+            ids=service.next_id,
+            context=service.info.context,
+            controls=service.controls,
+            sampler_order=self._config.sampler_order,
+            encode=service.tokenizer.encode,
+            max_choices=1,
+            output=prompt.output,
+            grammar=prompt.grammar,
+            salt=asker.salt,
+            share=asker.share,
+            timeout=self._config.request_timeout,
+        )
+        said, done = Said(), None
+        async with contextlib.aclosing(service.generate(request, told_of(messages))) as stream:
+            async for event in stream:
+                if isinstance(event, Done):
+                    done = event
+                else:
+                    said.add(event)
+                    heard(event)
+        if done is None:
+            raise GenerationFailed("the answer of a node ended without a conclusion")
+        return Answered(
+            text=said.text,
+            finish_reason=done.reason.value,
+            prompt_tokens=done.usage.prompt_tokens,
+            cached_tokens=done.usage.cached_tokens,
+            completion_tokens=done.usage.completion_tokens,
+        )

@@ -1,0 +1,339 @@
+"""What is wrong with a workflow, found before anything runs: dependencies that are not there, cycles, outputs that no
+contract has, contracts that do not fit what reads them, nodes that can never run, and limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cairn.errors import InvalidRequest
+from cairn.option import closest
+from cairn.workflows.contracts import TEXT, TYPES, Breach, at, check_contract, check_value, kind_of
+from cairn.workflows.definition import (
+    MAX_ITEMS,
+    MAX_LOOP,
+    MAX_NODES,
+    MAX_RETRIES,
+    SAMPLING,
+    Condition,
+    Loop,
+    Node,
+    Workflow,
+)
+from cairn.workflows.paths import INDEX, INPUTS, ITEM, MISSING, PREVIOUS, check_condition, check_path, paths_of, read
+
+RESERVED = frozenset({INPUTS, ITEM, INDEX, PREVIOUS})
+_INTEGER: Mapping[str, Any] = {"type": "integer"}
+
+
+class Graph(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes in the order in which they can run, each with those that it waits for."""
+
+    nodes: tuple[Node, ...]
+    needs: dict[str, frozenset[str]]
+    bodies: dict[str, Graph]
+    """The graphs of loops."""
+
+
+def check_workflow(workflow: Workflow) -> Graph:
+    """The graph of a workflow that can run. InvalidRequest for what is wrong first; it names the node and the limit."""
+    _check_ids(workflow)
+    if not 1 <= workflow.at_once <= 64:
+        raise InvalidRequest("at_once must be 1 to 64", field="at_once")
+    scope = _Scope(workflow.nodes, frozenset(workflow.inputs), {}, loop=False)
+    graph = scope.graph("workflow")
+    if workflow.merge is not None:
+        _check_merge(workflow, scope)
+    return graph
+
+
+def every_node(nodes: Iterable[Node]) -> Iterator[Node]:
+    """All nodes, those of loops too."""
+    for node in nodes:
+        yield node
+        if node.loop is not None:
+            yield from every_node(node.loop.nodes)
+
+
+def _check_ids(workflow: Workflow) -> None:
+    nodes = list(every_node(workflow.nodes))
+    if not 1 <= len(nodes) <= MAX_NODES:
+        raise InvalidRequest(
+            f"nodes holds {len(nodes)} nodes; a workflow has 1 to {MAX_NODES}, the limit", field="nodes"
+        )
+    seen: set[str] = set()
+    for node in nodes:
+        if node.id in RESERVED or node.id in seen:
+            why = "is a word of templates" if node.id in RESERVED else "names two nodes"
+            raise InvalidRequest(f"nodes: {node.id} {why}", field=f"nodes.{node.id}")
+        seen.add(node.id)
+        _check_node(node)
+
+
+def _check_node(node: Node) -> None:
+    where = f"nodes.{node.id}"
+    if node.loop is not None:
+        if node.prompt or node.output is not None or node.each is not None or node.role or node.takes:
+            raise InvalidRequest(f"{where}: a loop has nodes, and no prompt, output, each, role or takes", field=where)
+        _check_loop(node.loop, where)
+    elif not node.prompt.strip():
+        raise InvalidRequest(f"{where}.prompt is missing", field=f"{where}.prompt")
+    if not 0 <= node.retries <= MAX_RETRIES:
+        raise InvalidRequest(f"{where}.retries must be 0 to {MAX_RETRIES}, the limit", field=f"{where}.retries")
+    if node.each is not None and not 1 <= node.each.limit <= MAX_ITEMS:
+        raise InvalidRequest(f"{where}.each.limit must be 1 to {MAX_ITEMS}, the limit", field=f"{where}.each.limit")
+    unknown = sorted(node.sampling.keys() - SAMPLING)
+    if unknown:
+        known = ", ".join(sorted(SAMPLING))
+        raise InvalidRequest(f"{where}.sampling has no {unknown[0][:64]}; there are {known}", field=f"{where}.sampling")
+    if node.output is not None:
+        check_contract(node.output, f"{where}.output")
+    if node.when is not None:
+        check_condition(node.when, f"{where}.when")
+    for path, kind in node.takes.items():
+        check_path(path, f"{where}.takes")
+        if kind not in TYPES:
+            raise InvalidRequest(f"{where}.takes.{path} must be one of {', '.join(TYPES)}", field=f"{where}.takes")
+
+
+def _check_loop(loop: Loop, where: str) -> None:
+    if not 1 <= loop.limit <= MAX_LOOP:
+        raise InvalidRequest(f"{where}.loop.limit must be 1 to {MAX_LOOP}, the limit", field=f"{where}.loop.limit")
+    if not loop.nodes:
+        raise InvalidRequest(f"{where}.loop.nodes is empty; it must hold at least one", field=f"{where}.loop.nodes")
+    inner = next((one for one in loop.nodes if one.loop is not None), None)
+    if inner is not None:
+        raise InvalidRequest(f"{where}.loop holds the loop {inner.id}; loops are not nested", field=f"{where}.loop")
+    if loop.until is not None:
+        check_condition(loop.until, f"{where}.loop.until")
+
+
+class _Scope:
+    """Nodes that know of each other: those of the workflow, or those of a loop, which know the outer ones too."""
+
+    def __init__(
+        self, nodes: Sequence[Node], inputs: frozenset[str], outer: Mapping[str, Mapping[str, Any]], *, loop: bool
+    ) -> None:
+        self._nodes, self._inputs, self._outer, self._loop = nodes, inputs, outer, loop
+        self.contracts = {node.id: contract_of(node) for node in nodes}
+
+    def graph(self, where: str) -> Graph:
+        """The nodes in order."""
+        needs = {node.id: frozenset(self._needs(node)) for node in self._nodes}
+        ordered = _ordered(self._nodes, needs, where)
+        known = {**self._outer, **self.contracts}
+        bodies = {}
+        for node in ordered:
+            self._check_reachable(node, known)
+            if node.loop is not None:
+                outer = {name: known[name] for name in known if name != node.id}
+                body = _Scope(node.loop.nodes, self._inputs, outer, loop=True)
+                bodies[node.id] = body.graph(f"the loop {node.id}")
+                if node.loop.until is not None:
+                    body.check_until(node)
+        return Graph(nodes=tuple(ordered), needs=needs, bodies=bodies)
+
+    def check_until(self, node: Node) -> None:
+        """The condition that ends a loop looks at its nodes, or at what was there before."""
+        assert node.loop is not None and node.loop.until is not None
+        for path in paths_of(node.loop.until):
+            self._find(check_path(path, f"{node.id}.loop.until"), f"{node.id}.loop.until", node)
+
+    def _needs(self, node: Node) -> Iterator[str]:
+        """What a node waits for, in its scope."""
+        for paths, field in _reads(node):
+            for index, path in enumerate(paths):
+                root = path.partition(".")[0]
+                schema, optional = self._find(path, field, node)
+                if root in self.contracts:
+                    yield root
+                if root == PREVIOUS and index == len(paths) - 1 and field.endswith(".prompt"):
+                    raise InvalidRequest(
+                        f"{field} reads {path}, which is not there when the loop runs first: give another, as in "
+                        f"{{{{ {path} or ... }}}}",
+                        field=field,
+                    )
+                if optional and len(paths) == 1 and not field.endswith(".when"):
+                    raise InvalidRequest(
+                        f"{field} reads {path}, which its contract does not require: require it, or give another, as "
+                        f"in {{{{ {path} or ... }}}}",
+                        field=field,
+                    )
+                self._check_kind(node, path, field, schema)
+        for name in node.needs:
+            if name not in self.contracts:
+                raise self._unknown(name, f"{node.id}.needs")
+            yield name
+
+    def _check_kind(self, node: Node, path: str, field: str, schema: Mapping[str, Any] | None) -> None:
+        if schema is None:
+            return
+        if field.endswith(".each.in") and kind_of(schema) != "array":
+            raise InvalidRequest(
+                f"{field} must be a list; by its contract {path} is of type {kind_of(schema)}", field=field
+            )
+        wanted = node.takes.get(path)
+        found = kind_of(schema)
+        if wanted is not None and found != wanted and (wanted, found) != ("number", "integer"):
+            raise InvalidRequest(
+                f"contract mismatch: {node.id} takes {path} as {wanted}, and its contract says {found}",
+                field=f"{node.id}.takes",
+            )
+
+    def _find(self, path: str, field: str, node: Node) -> tuple[Mapping[str, Any] | None, bool]:
+        """The contract of what stands at a path, None where none is known, and whether it may be missing."""
+        root, *rest = path.split(".")
+        if root == INPUTS:
+            if not rest or rest[0] not in self._inputs:
+                listed = ", ".join(sorted(self._inputs)) or "none"
+                raise InvalidRequest(f"{field} reads {path}, which is no input; inputs are: {listed}", field=field)
+            return None, False
+        if root in (ITEM, INDEX):
+            if node.each is None:
+                raise InvalidRequest(f"{field} reads {path}, and {node.id} fans out over nothing", field=field)
+            return self._item(path, field, node) if root == ITEM else _INTEGER, False
+        if root == PREVIOUS:
+            if not self._loop or not rest or rest[0] not in self.contracts:
+                raise InvalidRequest(f"{field} reads {path}, and is in no loop with such a node", field=field)
+            return self._of(rest[0], rest[1:], path, field)
+        if root not in self.contracts and root not in self._outer:
+            raise self._unknown(root, field)
+        return self._of(root, rest, path, field)
+
+    def _item(self, path: str, field: str, node: Node) -> Mapping[str, Any] | None:
+        """The contract of the items over which a node fans out."""
+        assert node.each is not None
+        schema, _ = self._find(check_path(node.each.items, f"{node.id}.each.in"), f"{node.id}.each.in", node)
+        if schema is None or kind_of(schema) != "array":
+            return None
+        found = at(schema["items"], path.split(".")[1:])
+        if found is None:
+            raise InvalidRequest(f"{field} reads {path}, which the contract of the items has not", field=field)
+        return found
+
+    def _of(self, name: str, rest: Sequence[str], path: str, field: str) -> tuple[Mapping[str, Any], bool]:
+        schema = self.contracts.get(name) or self._outer[name]
+        found = at(schema, rest)
+        if found is None:
+            why = (
+                "whose output is a text: it has no contract" if schema is TEXT else "whose contract has no such output"
+            )
+            raise InvalidRequest(f"missing output: {field} reads {path} of {name}, {why}", field=field)
+        return found, _may_miss(schema, rest)
+
+    def _unknown(self, name: str, field: str) -> InvalidRequest:
+        near = closest(name, [*self.contracts, *self._outer])
+        return InvalidRequest(
+            f"unknown dependency: {field} names {name[:64]}, and there is no such node{near}", field=field
+        )
+
+    def _check_reachable(self, node: Node, known: Mapping[str, Mapping[str, Any]]) -> None:
+        """InvalidRequest for a node whose condition no contract lets hold."""
+        if node.when is not None and not _can_hold(node.when, known):
+            raise InvalidRequest(
+                f"unreachable node: {node.id} never runs, for by the contracts its condition never holds",
+                field=f"{node.id}.when",
+            )
+
+
+def _reads(node: Node) -> Iterator[tuple[tuple[str, ...], str]]:
+    yield from read(node)
+    if node.loop is None:
+        return
+    inner = {one.id for one in node.loop.nodes}
+    for one in node.loop.nodes:  # a loop waits for what its nodes read of others
+        for paths, field in read(one):
+            outside = tuple(path for path in paths if path.partition(".")[0] not in {*inner, *RESERVED})
+            for path in outside:
+                yield (path, path), field
+
+
+def contract_of(node: Node) -> Mapping[str, Any]:
+    """What a node's output fits: of a fan-out a list, of a loop the outputs of its last run by node."""
+    if node.loop is not None:
+        properties = {one.id: contract_of(one) for one in node.loop.nodes}
+        always = [one.id for one in node.loop.nodes if one.when is None]
+        more = {"runs": _INTEGER, "done": {"type": "boolean"}}
+        return {"type": "object", "properties": properties | more, "required": [*always, *more]}
+    one = TEXT if node.output is None else node.output
+    return one if node.each is None else {"type": "array", "items": one}
+
+
+def _may_miss(schema: Mapping[str, Any], rest: Sequence[str]) -> bool:
+    """Whether what stands at a path may be missing although the value fits."""
+    for part in rest:
+        if part in schema.get("properties", {}):
+            if part not in schema.get("required", ()):
+                return True
+            schema = schema["properties"][part]
+        else:
+            return True  # an item of a list of any length
+    return False
+
+
+def _can_hold(condition: Condition, known: Mapping[str, Mapping[str, Any]]) -> bool:
+    if condition.every is not MISSING:
+        return all(_can_hold(one, known) for one in condition.every or ())
+    if condition.some is not MISSING:
+        return any(_can_hold(one, known) for one in condition.some or ())
+    root, *rest = condition.output.split(".")
+    schema = at(known[root], rest) if root in known else None
+    if schema is None:
+        return True
+    if condition.above is not MISSING or condition.below is not MISSING:
+        return kind_of(schema) in ("number", "integer")
+    if condition.equals is not MISSING:
+        return _fits(schema, condition.equals)
+    if condition.one_of is not MISSING:
+        return any(_fits(schema, one) for one in condition.one_of or ())
+    return True
+
+
+def _fits(schema: Mapping[str, Any], value: Any) -> bool:
+    try:
+        check_value(schema, value, "value")
+    except Breach:
+        return False
+    return True
+
+
+def _ordered(nodes: Sequence[Node], needs: Mapping[str, frozenset[str]], where: str) -> list[Node]:
+    """The nodes, each behind what it needs, else as they are listed. InvalidRequest names a cycle in full."""
+    done: dict[str, Node] = {}
+    left = list(nodes)
+    while left:
+        ready = [node for node in left if needs[node.id] <= done.keys()]
+        if not ready:
+            cycle = " -> ".join(_cycle(left[0].id, needs, done.keys()))
+            raise InvalidRequest(f"{where} has a cycle: {cycle}", field="nodes")
+        done |= {node.id: node for node in ready}
+        left = [node for node in left if node.id not in done]
+    return list(done.values())
+
+
+def _cycle(start: str, needs: Mapping[str, frozenset[str]], done: Iterable[str]) -> list[str]:
+    """A cycle among nodes each of which waits for another, from the name that is first in the alphabet."""
+    gone, path = set(done), [start]
+    while path[-1] not in path[:-1]:
+        path.append(min(needs[path[-1]] - gone))
+    ring = path[path.index(path[-1]) : -1]
+    at = ring.index(min(ring))
+    return [*ring[at:], *ring[:at], ring[at]]
+
+
+def _check_merge(workflow: Workflow, scope: _Scope) -> None:
+    assert workflow.merge is not None
+    for name in workflow.merge.precedence:
+        contract = scope.contracts.get(name)
+        if contract is None:
+            raise InvalidRequest(
+                f"unknown dependency: merge names {name[:64]}, and there is no such node", field="merge"
+            )
+        inner = contract["items"] if contract.get("type") == "array" else contract
+        if inner.get("type") != "object":
+            raise InvalidRequest(f"merge: the output of {name} has no fields; its contract is no object", field="merge")
+    if len(set(workflow.merge.precedence)) != len(workflow.merge.precedence) or not workflow.merge.precedence:
+        raise InvalidRequest("merge.precedence names nodes, each once", field="merge.precedence")

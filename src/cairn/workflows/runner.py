@@ -1,0 +1,237 @@
+"""A run of a workflow: nodes that wait for nothing run at once, each as soon as what it needs is done.
+
+What a node is asked depends on the outputs that it reads and on the run's seed, so neither the order in which nodes end
+nor a restart in between changes an answer. What is done is in the journal, and not done again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cairn.agents.at_once import together
+from cairn.agents.journals import Journal, Journals
+from cairn.errors import CairnError, Cancelled, Unavailable
+from cairn.service.requests import SamplingOptions
+from cairn.text.grammar import ANYTHING, Structure, Wanted
+from cairn.types import Delta
+from cairn.workflows.answerer import Answered, Answerer, Asker
+from cairn.workflows.checks import Graph, check_workflow
+from cairn.workflows.contracts import Breach, grammar_schema, read_answer
+from cairn.workflows.definition import NODE_TOKENS, Node
+from cairn.workflows.merging import merge
+from cairn.workflows.paths import INDEX, INPUTS, ITEM, MISSING, PREVIOUS, fill, holds, lookup
+from cairn.workflows.records import NodeEnded, Run, RunEnded, RunItem
+
+Emit = Callable[[dict[str, Any]], object]
+PASSING = (Unavailable, Cancelled)
+"""What says nothing of a node: the run is cut off, and goes on another time."""
+
+
+class WorkflowRun:
+    """One run, from wherever its journal says it is."""
+
+    def __init__(
+        self, run: Run, journals: Journals, journal: Journal, answerer: Answerer, asker: Asker, emit: Emit
+    ) -> None:
+        self._run, self._workflow = run, run.workflow
+        self._journals, self._journal, self._answerer, self._asker = journals, journal, answerer, asker
+        self._emit = emit
+        self._graph = check_workflow(run.workflow)
+        self._turn = asyncio.Semaphore(run.workflow.at_once)
+        self._known = {one.value.key: one.value for one in journal.read(RunItem) if isinstance(one.value, NodeEnded)}
+
+    async def work(self) -> RunEnded:
+        """The run to its end."""
+        self._emit({"type": "run.started", "run": self._run.id, "resumed": bool(self._known)})
+        values: dict[str, Any] = {INPUTS: self._run.inputs}
+        ended = await self._nodes(self._graph, values, "")
+        over = self._result(ended, values)
+        await self._journals.append(self._journal, over)
+        self._emit({**msgspec.to_builtins(over), "type": "run.done"})
+        return over
+
+    def _result(self, ended: Mapping[str, NodeEnded], values: Mapping[str, Any]) -> RunEnded:
+        failed = [one for one in ended.values() if one.state == "failed"]
+        if failed:
+            return RunEnded(state="failed", why="; ".join(f"{one.key}: {one.why}" for one in failed))
+        if self._workflow.merge is not None:
+            merged = merge(self._workflow.merge.precedence, values)
+            conflicts = tuple(conflict._asdict() for conflict in merged.conflicts)
+            return RunEnded(state="finished", result=merged.values, sources=merged.sources, conflicts=conflicts)
+        read = frozenset[str]().union(*self._graph.needs.values())
+        last = {node.id: values[node.id] for node in self._graph.nodes if node.id not in read and node.id in values}
+        return RunEnded(state="finished", result=last)
+
+    async def _nodes(self, graph: Graph, values: dict[str, Any], prefix: str) -> dict[str, NodeEnded]:
+        """Run nodes, whose outputs go into `values`; how each ended, in the graph's order."""
+        ended: dict[str, NodeEnded] = {}
+        over = {node.id: asyncio.Event() for node in graph.nodes}
+
+        async def run(node: Node) -> None:
+            for name in sorted(graph.needs[node.id]):
+                await over[name].wait()
+            needed = [ended[name] for name in sorted(graph.needs[node.id])]
+            lost = [one.key for one in needed if one.lost or one.state == "failed"]
+            one = await self._node(graph, node, values, prefix, lost)
+            if one.state == "done":
+                values[node.id] = one.output
+            ended[node.id] = one
+            over[node.id].set()
+
+        await together([run(node) for node in graph.nodes])
+        return {node.id: ended[node.id] for node in graph.nodes}
+
+    async def _node(
+        self, graph: Graph, node: Node, values: Mapping[str, Any], prefix: str, lost: Sequence[str]
+    ) -> NodeEnded:
+        """One node with all its items, or its loop."""
+        key = prefix + node.id
+        if (known := self._known.get(key)) is not None:
+            self._tell_end(known, node)
+            return known
+        if lost:
+            return await self._end(NodeEnded(key=key, state="skipped", why=f"{lost[0]} failed", lost=True), node)
+        if node.when is not None and not holds(node.when, values):
+            return await self._end(NodeEnded(key=key, state="skipped", why="its condition does not hold"), node)
+        if node.loop is not None:
+            return await self._loop(graph, node, values, key)
+        if node.each is None:
+            return await self._ask(node, values, key)
+        return await self._fan_out(node, values, key)
+
+    async def _loop(self, graph: Graph, node: Node, values: Mapping[str, Any], key: str) -> NodeEnded:
+        """The nodes of a loop, again and again; its output is what they said last."""
+        assert node.loop is not None
+        latest: dict[str, Any] = {}
+        done = node.loop.until is None
+        runs = 0
+        for runs in range(1, node.loop.limit + 1):
+            inner = {**values, PREVIOUS: dict(latest)}
+            ended = await self._nodes(graph.bodies[node.id], inner, f"{key}#{runs}/")
+            failed = [one for one in ended.values() if one.state == "failed"]
+            if failed:
+                why = f"{failed[0].key}: {failed[0].why}"
+                return await self._end(NodeEnded(key=key, state="failed", why=why), node)
+            latest |= {name: inner[name] for name in ended if name in inner}
+            if node.loop.until is not None and holds(node.loop.until, inner):
+                done = True
+                break
+        return await self._end(NodeEnded(key=key, state="done", output={**latest, "runs": runs, "done": done}), node)
+
+    async def _fan_out(self, node: Node, values: Mapping[str, Any], key: str) -> NodeEnded:
+        """The node once for each item; its output is the list of theirs, in the items' order."""
+        assert node.each is not None
+        items = lookup(values, node.each.items)
+        if not isinstance(items, list):
+            why = f"{node.each.items} is " + ("not there" if items is MISSING else "no list")
+            return await self._end(NodeEnded(key=key, state="skipped" if items is MISSING else "failed", why=why), node)
+        if len(items) > node.each.limit:
+            why = f"{node.each.items} holds {len(items)} items; the limit is {node.each.limit}"
+            return await self._end(NodeEnded(key=key, state="failed", why=why), node)
+
+        async def one(index: int, item: Any) -> NodeEnded:
+            known = self._known.get(f"{key}.{index}")
+            if known is not None:
+                self._tell_end(known, node)
+                return known
+            return await self._ask(node, {**values, ITEM: item, INDEX: index}, f"{key}.{index}")
+
+        ended = await together([one(index, item) for index, item in enumerate(items)])
+        bad = next((one for one in ended if one.state != "done"), None)
+        if bad is not None:
+            return await self._end(NodeEnded(key=key, state=bad.state, why=f"{bad.key}: {bad.why}"), node)
+        return await self._end(NodeEnded(key=key, state="done", output=[one.output for one in ended]), node)
+
+    async def _ask(self, node: Node, values: Mapping[str, Any], key: str) -> NodeEnded:
+        """Ask, and ask again while the answer breaks the contract."""
+        try:
+            prompt = fill(node.prompt, values)
+        except KeyError as error:
+            why = f"{error.args[0]} is not there: what makes it was skipped"
+            return await self._end(NodeEnded(key=key, state="skipped", why=why), node)
+        async with self._turn:
+            self._emit({"type": "node.started", "node": node.id, "key": key, "role": node.role})
+            try:
+                ended = await self._attempts(node, prompt, key)
+            except PASSING:
+                raise
+            except CairnError as error:  # a prompt that is too long, an answer that cannot be held to its contract
+                ended = NodeEnded(key=key, state="failed", why=str(error))
+        return await self._end(ended, node)
+
+    async def _attempts(self, node: Node, prompt: str, key: str) -> NodeEnded:
+        messages = [*self._told(node), {"role": "user", "content": prompt}]
+        answers: list[Answered] = []
+        why = ""
+        for attempt in range(1, node.retries + 2):
+            answered = await self._answerer.answer(
+                self._asker,
+                messages,
+                self._options(node, key, attempt),
+                _wanted(node),
+                lambda delta: self._tell_delta(node, key, delta),
+            )
+            answers.append(answered)
+            try:
+                value = read_answer(node.output, answered.text, answered.finish_reason)
+            except Breach as breach:
+                why = str(breach)
+            else:
+                return NodeEnded(key=key, state="done", output=value, **_figures(answers))
+            self._emit({"type": "node.retry", "node": node.id, "key": key, "attempt": attempt, "why": why})
+            again = f"That breaks the contract: {why}. Answer again, with nothing but JSON that fits it."
+            messages = [
+                *messages,
+                {"role": "assistant", "content": answered.text},
+                {"role": "user", "content": again},
+            ]
+        return NodeEnded(key=key, state="failed", why=f"{why}, {len(answers)} times", **_figures(answers))
+
+    def _told(self, node: Node) -> list[dict[str, Any]]:
+        """What is the same for every node comes first, so that nodes share the beginning of their prompts."""
+        role = self._workflow.roles.get(node.role, f"You are the {node.role}." if node.role else "")
+        told = "\n\n".join(text for text in (self._workflow.system, role) if text)
+        return [{"role": "system", "content": told}] if told else []
+
+    def _options(self, node: Node, key: str, attempt: int) -> SamplingOptions:
+        thinking = {} if node.output is None else {"reasoning_budget": 0}
+        given = {"max_tokens": NODE_TOKENS, **thinking, **node.sampling}
+        mixed = f"{self._run.seed} {given.pop('seed', '')} {key} {attempt}"
+        seed = int.from_bytes(hashlib.sha256(mixed.encode()).digest()[:7], "big")
+        return SamplingOptions(**given, seed=seed)
+
+    async def _end(self, ended: NodeEnded, node: Node) -> NodeEnded:
+        await self._journals.append(self._journal, ended)
+        self._tell_end(ended, node)
+        return ended
+
+    def _tell_end(self, ended: NodeEnded, node: Node) -> None:
+        self._emit({**msgspec.to_builtins(ended), "type": f"node.{ended.state}", "node": node.id})
+
+    def _tell_delta(self, node: Node, key: str, delta: Delta) -> None:
+        if delta.reasoning:
+            self._emit({"type": "node.delta", "node": node.id, "key": key, "reasoning": delta.reasoning})
+        if delta.text:
+            self._emit({"type": "node.delta", "node": node.id, "key": key, "content": delta.text})
+
+
+def _wanted(node: Node) -> Wanted:
+    if node.output is None:
+        return ANYTHING
+    text = json.dumps(grammar_schema(node.output), ensure_ascii=False)
+    return Wanted(structure=Structure(kind="json", text=text, field=f"nodes.{node.id}.output"))
+
+
+def _figures(answers: Sequence[Answered]) -> dict[str, Any]:
+    return {
+        "attempts": len(answers),
+        "prompt_tokens": sum(one.prompt_tokens for one in answers),
+        "cached_tokens": sum(one.cached_tokens for one in answers),
+        "completion_tokens": sum(one.completion_tokens for one in answers),
+    }

@@ -1,0 +1,158 @@
+"""All runs of workflows of a server. A run is a journal of the token log, and goes on node by node after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from cairn.agents.journals import Journal, Journals
+from cairn.errors import Conflict, InvalidRequest
+from cairn.workflows.answerer import Answerer, Asker
+from cairn.workflows.checks import check_workflow
+from cairn.workflows.definition import Workflow
+from cairn.workflows.records import NodeEnded, Run, RunEnded, RunItem, RunStatus
+from cairn.workflows.runner import Emit, WorkflowRun
+
+ROOM = "run"
+
+
+class RunState(msgspec.Struct, frozen=True, kw_only=True):
+    """What callers are told of a run."""
+
+    run: Run
+    created: float
+    model: str
+    """The name of the model that it was begun with."""
+    state: RunStatus
+    nodes: dict[str, NodeEnded]
+    """What is over, by key."""
+    ended: RunEnded | None
+    report: dict[str, int]
+    """Tokens of all prompts, and how many of them were computed."""
+
+
+class Runs:
+    """All runs. Where one is named, NotFound for one that is not there or is another tenant's."""
+
+    def __init__(self, journals: Journals, answerer: Answerer) -> None:
+        self._journals, self._answerer = journals, answerer
+        self._running: dict[int, asyncio.Task[Any]] = {}
+        """The task of what a run does now, by its journal's key."""
+
+    async def create(
+        self,
+        tenant: str,
+        workflow: Workflow,
+        inputs: dict[str, Any],
+        *,
+        id: str | None = None,
+        seed: int | None = None,
+        model: str = "",
+    ) -> RunState:
+        """A run that has not begun; InvalidRequest where the workflow cannot run, or an input is missing."""
+        check_workflow(workflow)
+        given = _inputs(workflow, inputs)
+        if seed is None:
+            seed = self._journals.seed() >> 11  # JSON's numbers hold 53 bits
+        id = f"run-{self._journals.seed():016x}" if id is None else id
+        run = Run(id=id, workflow=workflow, inputs=given, seed=seed)
+        return self._state(await self._journals.create(ROOM, tenant, id, run, model=model))
+
+    def get(self, tenant: str, id: str) -> RunState:
+        """One run as it is now."""
+        return self._state(self._find(tenant, id))
+
+    def list(self, tenant: str) -> list[RunState]:
+        """A tenant's runs, most recently created first."""
+        return [self._state(journal) for journal in self._journals.of(ROOM, tenant)]
+
+    def check_open(self, tenant: str, id: str) -> None:
+        """Conflict for a run that is at work, or over."""
+        state = self.get(tenant, id).state
+        if state in ("running", "finished"):
+            raise Conflict(f"run {id} is {state}")
+
+    async def work(self, asker: Asker, id: str, emit: Emit) -> RunEnded:
+        """Run to the end what is not over. A run that failed tries what failed once more."""
+        self.check_open(asker.tenant, id)
+        journal = self._find(asker.tenant, id)
+        async with self._at_work(journal):
+            await self._forget_failures(journal)
+            run = msgspec.msgpack.decode(journal.record.body, type=Run)
+            return await WorkflowRun(run, self._journals, journal, self._answerer, asker, emit).work()
+
+    async def _forget_failures(self, journal: Journal) -> None:
+        """What failed, what was skipped for it and the end of the run count no more."""
+        entries = journal.read(RunItem)
+        if any(isinstance(entry.value, RunEnded) for entry in entries):
+            lost = [entry for entry in entries if _is_lost(entry.value)]
+            await self._journals.drop(journal, lost)
+
+    def interrupt(self, tenant: str, id: str) -> bool:
+        """Cut a run off; it goes on another time. Whether it was running."""
+        task = self._running.get(self._find(tenant, id).key)
+        if task is not None:
+            task.cancel()
+        return task is not None
+
+    async def delete(self, tenant: str, id: str) -> None:
+        """End a run, and erase all that it holds."""
+        journal = self._find(tenant, id)
+        task = self._running.get(journal.key)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task}, timeout=10)
+        await self._journals.remove(journal)
+
+    def _find(self, tenant: str, id: str) -> Journal:
+        return self._journals.find(ROOM, tenant, id)
+
+    def _state(self, journal: Journal) -> RunState:
+        values = [entry.value for entry in journal.read(RunItem)]
+        nodes = {one.key: one for one in values if isinstance(one, NodeEnded)}
+        ended = next((one for one in values if isinstance(one, RunEnded)), None)
+        running = journal.key in self._running
+        state: RunStatus = "running" if running else ended.state if ended is not None else "interrupted"
+        prompt = sum(one.prompt_tokens for one in nodes.values())
+        cached = sum(one.cached_tokens for one in nodes.values())
+        return RunState(
+            run=msgspec.msgpack.decode(journal.record.body, type=Run),
+            created=journal.record.created,
+            model=journal.record.model,
+            state=state,
+            nodes=nodes,
+            ended=ended,
+            report={"prompt_tokens": prompt, "computed_tokens": prompt - cached, "cached_tokens": cached},
+        )
+
+    @contextlib.asynccontextmanager
+    async def _at_work(self, journal: Journal) -> AsyncIterator[None]:
+        """While entered, the run is at work; `interrupt` cancels the task that entered."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[journal.key] = task
+        try:
+            yield
+        finally:
+            del self._running[journal.key]
+
+
+def _is_lost(value: NodeEnded | RunEnded) -> bool:
+    return isinstance(value, RunEnded) or value.state == "failed" or value.lost
+
+
+def _inputs(workflow: Workflow, given: dict[str, Any]) -> dict[str, Any]:
+    """What a run is given, defaults included."""
+    unknown = sorted(given.keys() - workflow.inputs.keys())
+    if unknown:
+        listed = ", ".join(sorted(workflow.inputs)) or "none"
+        raise InvalidRequest(f"inputs.{unknown[0][:64]} is no input; inputs are: {listed}", field="inputs")
+    found = workflow.inputs | given
+    missing = [name for name, value in found.items() if value is None]
+    if missing:
+        raise InvalidRequest(f"inputs.{missing[0]} is missing", field=f"inputs.{missing[0]}")
+    return found

@@ -1,0 +1,92 @@
+"""The routes of collections over a real socket, on the fake engine, which makes vectors of what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.agents.house import talking_model
+from tests.api.homes import home, plain
+
+TEXT = "# Cairns\n\nA cairn is a heap of stones.\n\n# Bread\n\nBread is made of flour.\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return talking_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@asynccontextmanager
+async def shelf(folder: Path, tmp_path: Path, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with home(folder, agents_dir=str(tmp_path / "agents"), **options) as (_, http):
+        yield http
+
+
+async def test_a_collection_from_creation_to_deletion(folder: Path, tmp_path: Path) -> None:
+    async with shelf(folder, tmp_path) as http:
+        made = await http.post("/v1/collections", json={"id": "c", "chunk": 200, "metadata": {"a": "b"}})
+        assert made.status_code == 201 and (made.json()["chunks"], made.json()["overlap"]) == (0, 50)
+        added = await http.post("/v1/collections/c/documents", json={"id": "d", "name": "cairns.md", "text": TEXT})
+        assert added.status_code == 201, added.text
+        assert (added.json()["type"], added.json()["chunks"]) == ("md", 2)
+        page = "<h1>Rivers</h1><p>A river flows.</p>"
+        await http.post("/v1/collections/c/documents", json={"name": "r.html", "text": page, "metadata": {"x": "y"}})
+        shown = (await http.get("/v1/collections/c")).json()
+        assert (shown["documents"], shown["chunks"]) == (2, 3) and shown["dimensions"] > 0
+        listed = (await http.get("/v1/collections/c/documents", params={"limit": 1})).json()
+        assert [one["id"] for one in listed["data"]] == ["d"] and listed["has_more"]
+        hits = (await http.post("/v1/collections/c/search", json={"query": "What is flour for?", "top_k": 3})).json()
+        assert len(hits["data"]) == 3 and all(-1.01 <= one["score"] <= 1.01 for one in hits["data"])
+        assert {(one["name"], one["heading"]) for one in hits["data"]} == {
+            ("cairns.md", "Cairns"),
+            ("cairns.md", "Bread"),
+            ("r.html", "Rivers"),
+        }
+        only = {"query": "flour", "filters": {"metadata": {"x": "y"}}}
+        assert [one["name"] for one in (await http.post("/v1/collections/c/search", json=only)).json()["data"]] == [
+            "r.html"
+        ]
+        asked = {"query": "What is a cairn?", "min_score": -1, "max_tokens": 12, "seed": 4, "temperature": 0.8}
+        answer = (await http.post("/v1/collections/c/ask", json=asked)).json()
+        assert answer["object"] == "collection.answer" and answer["answered"] is True
+        assert [one["number"] for one in answer["sources"]] == [1, 2, 3]
+        assert answer["completion_tokens"] <= 12 and answer["prompt_tokens"] > 100
+        found = plain((await http.post("/v1/collections/c/ask", json=asked | {"stream": True})).text)
+        assert found[0]["type"] == "sources" and len(found[0]["sources"]) == 3
+        said = "".join(event["content"] for event in found if event["type"] == "answer.delta")
+        assert said == answer["answer"] == found[-1]["answer"]
+        assert found[-1]["cached_tokens"] > 100  # the sources stand before the question
+        nothing = (await http.post("/v1/collections/c/ask", json={"query": "Zebra?", "min_score": 1})).json()
+        assert nothing["answered"] is False and nothing["sources"] == [] and "no answer" in nothing["answer"]
+        assert (await http.delete("/v1/collections/c/documents/d")).json()["deleted"] is True
+        assert (await http.get("/v1/collections/c/documents/d")).status_code == 404
+        assert (await http.get("/v1/collections")).json()["data"][0]["documents"] == 1
+        assert (await http.delete("/v1/collections/c")).json()["deleted"] is True
+        assert (await http.get("/v1/collections/c")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("", {"id": "x y"}, 400, "a collection's id has 1 to 64"),
+        ("", {"chunk": 50}, 400, "100 to 20000"),
+        ("", {"id": "c"}, 409, "a collection c already"),
+        ("/c/documents", {"name": "x", "text": " "}, 400, "text holds no text"),
+        ("/c/documents", {"name": "x.pdf", "text": "x", "type": "pdf"}, 400, "type"),
+        ("/c/search", {"query": "x", "top_k": 51}, 400, "1 to 50, the limit"),
+        ("/c/search", {"query": "x", "min_score": 2}, 400, "min_score must be -1 to 1"),
+        ("/c/ask", {"query": " "}, 400, "query is empty"),
+        ("/nowhere/documents", {"name": "x", "text": "x"}, 404, "no collection nowhere"),
+    ],
+)
+async def test_what_is_wrong_is_named(
+    folder: Path, tmp_path: Path, path: str, body: dict[str, Any], status: int, said: str
+) -> None:
+    async with shelf(folder, tmp_path) as http:
+        await http.post("/v1/collections", json={"id": "c"})
+        answer = await http.post("/v1/collections" + path, json=body)
+        assert answer.status_code == status and said in answer.json()["error"]["message"], answer.text

@@ -1,0 +1,77 @@
+"""The loop of an exchange: what has happened before a client hears that its answer is over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from cairn.api.exchange import Batches, Choice, Exchange
+from cairn.figures import CacheReport
+from cairn.types import Delta, Done, FinishReason, Request, SamplingParams, Usage
+
+ENDED = Done(reason=FinishReason.STOP, usage=Usage(prompt_tokens=1, completion_tokens=1), cache=CacheReport())
+
+
+class Plain:
+    """An adapter that says what it is asked to say."""
+
+    def begin(self) -> bytes:
+        return b"begin "
+
+    def delta(self, index: int, delta: Delta, /) -> bytes:
+        return delta.text.encode()
+
+    def finish(self, index: int, done: Done, reason: str, /) -> bytes:
+        return b" finish"
+
+    def end(self) -> bytes:
+        return b" end"
+
+    def whole(self) -> str:
+        return "whole"
+
+
+class Slow:
+    """What keeps the answer on a disk that takes its time."""
+
+    def __init__(self) -> None:
+        self.asked, self.written = asyncio.Event(), asyncio.Event()
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        yield
+
+    async def kept(self) -> None:
+        self.asked.set()
+        await self.written.wait()
+
+
+async def test_no_client_hears_of_an_end_whose_tokens_a_killed_server_would_not_know() -> None:
+    """It sends the answer back at once, and other ids for it would be another prompt."""
+    request = Request(id=1, prompt=(1,), sampling=SamplingParams(max_tokens=1))
+    for stream in (True, False):
+        disk: Any = Slow()
+        adapter: Any = Plain()
+        kept: list[Choice] = []
+
+        async def source(_: float | None) -> Batches:
+            yield []
+            yield [(0, Delta(text="hi", tokens=(5,)))]
+            yield [(0, ENDED)]
+
+        exchange = Exchange([Choice(request)], adapter, source, lambda: None, kept.append, disk)
+        said: list[bytes] = []
+
+        async def read(exchange: Exchange = exchange, stream: bool = stream, said: list[bytes] = said) -> None:
+            said += [data async for data in exchange.chunks(stream=stream)]
+
+        reading = asyncio.create_task(read())
+        await asyncio.wait_for(disk.asked.wait(), 10)
+        assert kept, "it is given to the disk first"
+        await asyncio.sleep(0)
+        assert not reading.done()
+        disk.written.set()
+        await reading
+        assert b"".join(said) == (b"begin hi finish end" if stream else b"")

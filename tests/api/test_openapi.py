@@ -1,0 +1,71 @@
+"""The API's description: valid, whole, and of the types that check what is sent."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import openapi_spec_validator
+import pytest
+
+from cairn.api.app import App, build_app
+from cairn.api.openapi import ROUTES, document
+from cairn.api.schemas import ChatBody
+from cairn.api.unserved import canonical
+from cairn.config import Config
+
+
+@pytest.fixture(scope="module")
+def app() -> App:
+    return build_app(None, Config())
+
+
+@pytest.fixture(scope="module")
+def described(app: App) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(document(app.described))
+    return found
+
+
+def test_it_is_valid(described: dict[str, Any]) -> None:
+    openapi_spec_validator.validate(described)
+
+
+def test_it_names_every_route_and_no_other(app: App, described: dict[str, Any]) -> None:
+    fixed = {path for path in app.fixed_paths if not path.startswith("/web/")}
+    assert fixed <= set(described["paths"]) == set(ROUTES)
+
+
+def test_it_names_every_route_that_a_module_says_it_has(described: dict[str, Any]) -> None:
+    """Those with an id in their path stand in the docstrings of the modules that serve them."""
+    from cairn.api import agents, app, collections, conversations, responses, teams, workflows
+
+    said = " ".join(
+        str(module.__doc__) for module in (agents, app, collections, conversations, responses, teams, workflows)
+    )
+    named = set(re.findall(r"(/v1/[a-z_]+(?:/(?:{\w+}|[a-z_]+))+)", said))
+    assert len(named) > 15 and {canonical(path) for path in named} <= set(described["paths"])
+
+
+def test_every_method_that_a_route_has_is_told(app: App, described: dict[str, Any]) -> None:
+    operations = [(path, method) for path, methods in described["paths"].items() for method in methods]
+    assert ("/v1/conversations/{id}", "delete") in operations and ("/v1/agents/{id}/turns", "get") in operations
+    names = [one["operationId"] for methods in described["paths"].values() for one in methods.values()]
+    assert len(names) == len(set(names)) == len(operations)
+    assert all(len(one["summary"]) > 5 for methods in described["paths"].values() for one in methods.values())
+
+
+def test_every_post_says_what_it_takes(described: dict[str, Any]) -> None:
+    posts = [methods["post"] for methods in described["paths"].values() if "post" in methods]
+    assert len(posts) > 30 and all("requestBody" in one for one in posts)
+
+
+def test_a_body_is_the_type_that_checks_it(described: dict[str, Any]) -> None:
+    chat = described["components"]["schemas"]["ChatBody"]
+    assert set(chat["properties"]) == set(ChatBody.model_fields)
+    assert chat["required"] == ["messages"] and chat["additionalProperties"] is False
+
+
+def test_what_is_not_served_is_not_described() -> None:
+    found = json.loads(document(build_app(None, Config(page=False, docs=False)).described))
+    assert "/docs" not in found["paths"] and "/v1/agents" in found["paths"]

@@ -1,0 +1,128 @@
+"""`cairn team` and `cairn workflow` against a real server on the fake engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.api.process import Served, served
+from tests.cli.test_cli_agents import rows, run
+
+from cairn.cli.team_view import _live as team_view_of_a_terminal
+from cairn.cli.team_view import line_of
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served() as process:
+        yield process
+
+
+SCENARIO = """
+name: Two speak
+team:
+  id: two
+  members:
+    - {name: ada, role: "Be first.", max_tokens: 6}
+    - {name: bob, max_tokens: 6}
+messages:
+  - {content: psst, to: [bob]}
+rounds: 2
+expect:
+  - {rounds: 2, speakers: [ada, bob]}
+"""
+FLOW = """
+inputs: {task: null}
+nodes:
+  - {id: plan, role: planner, prompt: "Plan {{ inputs.task }}", sampling: {max_tokens: 6}}
+  - {id: code, role: coder, prompt: "Code {{ plan }}", sampling: {max_tokens: 6}}
+"""
+
+
+def test_a_scenario_is_played_kept_and_played_again(server: Served, tmp_path: Path) -> None:
+    file, saved = tmp_path / "two.yaml", tmp_path / "two.json"
+    file.write_text(SCENARIO)
+    code, out, err = run(server, "team", "run", str(file), "--save", str(saved))
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0] == "user whispers to bob: psst" and lines[1] == "== round 1" and lines[2].startswith("ada: ")
+    assert "met\trounds: 2 (2)" in lines and "met\tspeakers of round 1: ada, bob (ada, bob)" in lines
+    told = [line for line in lines if line.startswith(("ada: ", "bob: "))]
+    assert len(told) == 4
+    for what in ("two", str(saved)):
+        code, out, err = run(server, "team", "replay", what)
+        again = [line for line in out.splitlines() if line.startswith(("ada: ", "bob: "))]
+        assert (code, again) == (0, told), err
+    assert rows(server, "team", "list") == [["two", "2", "round_robin", "2", "idle"]]
+    shown = dict(rows(server, "team", "show", "two"))
+    assert shown["member ada"] == "Be first." and shown["rounds"] == "2"
+    assert rows(server, "team", "say", "two", "Well?", "--to", "ada") == []
+    assert rows(server, "team", "rounds", "two")[0] == ["== round 3"]
+    assert rows(server, "team", "rollback", "two", "1") == []
+    assert dict(rows(server, "team", "show", "two"))["rounds"] == "1"
+    assert rows(server, "team", "rm", "two") == []
+    code, _, err = run(server, "team", "show", "two")
+    assert code == 1 and "there is no team two" in err
+
+
+def test_an_expectation_that_is_not_met_is_told(server: Served, tmp_path: Path) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(SCENARIO.replace("rounds: 2, speakers: [ada, bob]", "rounds: 3"))
+    code, out, err = run(server, "team", "run", str(file), "--rm")
+    assert code == 1 and "NOT MET\trounds: 3 (2)" in out and "1 of 1 expectations are not met: rounds: 3" in err
+    assert rows(server, "team", "list") == []
+
+
+def test_a_workflow_is_drawn_and_run(server: Served, tmp_path: Path) -> None:
+    file = tmp_path / "flow.yaml"
+    file.write_text(FLOW)
+    code, out, _ = run(server, "workflow", "show", str(file))
+    assert code == 0 and out.startswith("flowchart LR\n") and "n_plan --> n_code" in out
+    code, out, err = run(server, "workflow", "run", str(file), "--input", "task=x", "--seed", "4")
+    assert code == 0, err
+    assert set(json.loads(out)) == {"code"} and "plan begins (planner)" in err and "code is done" in err
+    assert json.loads(run(server, "workflow", "run", str(file), "-i", "task=x", "--seed", "4")[1]) == json.loads(out)
+    first, second = rows(server, "workflow", "list")
+    assert first[2] == second[2] == "finished"
+    code, out, _ = run(server, "workflow", "show", first[0], "--format", "svg")
+    assert code == 0 and out.startswith("<svg")
+    assert rows(server, "workflow", "rm", first[0]) == []
+    code, _, err = run(server, "workflow", "run", str(file))
+    assert code == 1 and "inputs.task is missing" in err
+    file.write_text(FLOW.replace("Plan {{ inputs.task }}", "{{ code }}"))
+    code, _, err = run(server, "workflow", "run", str(file))
+    assert code == 1 and "workflow has a cycle: code -> plan -> code" in err
+    code, _, err = run(server, "workflow", "resume", second[0])
+    assert code == 1 and "is finished" in err
+
+
+def test_the_examples_are_drawn() -> None:
+    assert "n_test" in run_alone("workflow", "show", str(EXAMPLES / "workflow.yaml"))
+
+
+def run_alone(*arguments: str) -> str:
+    """Without a server."""
+    code, out, err = run(type("Nowhere", (), {"url": "http://127.0.0.1:9"})(), *arguments)
+    assert code == 0, err
+    return out
+
+
+def test_what_a_model_says_cannot_steer_the_terminal() -> None:
+    line = line_of({"type": "turn", "member": "ada", "content": "\x1b[2Jgone\nnext"})
+    assert line == "ada: \N{REPLACEMENT CHARACTER}[2Jgone next"
+
+
+def test_the_live_view_shows_who_speaks_and_what_was_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with team_view_of_a_terminal(0.0) as show:
+        show({"type": "round.started", "round": 1})
+        show({"type": "turn.started", "member": "ada"})
+        show({"type": "turn.delta", "member": "ada", "content": "Hel"})
+        show({"type": "turn.done", "member": "ada", "content": "Hello \x1b[2J [bold]"})
+        show({"type": "points", "points": {"ada": 3.0}})
+    out = capsys.readouterr().out
+    assert "== round 1" in out and "points: ada 3" in out
+    assert "Hello \N{REPLACEMENT CHARACTER}[2J [bold]" in out

@@ -1,0 +1,108 @@
+"""Collections in their file: what is found, whose it is, and that what is erased is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cairn.errors import Conflict, NotFound
+from cairn.rag.chunking import Piece
+from cairn.rag.definition import Collection
+from cairn.rag.document_store import DocumentStore
+
+MODEL = ("m", b"1", 3)
+
+
+def vector(*numbers: float) -> Any:
+    made = np.array(numbers, np.float32)
+    return made / np.linalg.norm(made)
+
+
+class Shelf:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.open()
+
+    def open(self) -> None:
+        self.store = DocumentStore(self.path, lambda: 1000.0)
+
+    def add(self, collection: Collection, id: str, *texts: str, vectors: Any = None, **metadata: str) -> None:
+        made = vectors or [vector(1, 0, 0)] * len(texts)
+        pieces = [Piece("", text) for text in texts]
+        self.store.add(collection, id, f"{id}.txt", "txt", 9, metadata, pieces, made, MODEL)
+
+    def found(self, collection: Collection, question: str, asked: Any, **wanted: Any) -> list[str]:
+        given = {"top_k": 5, "min_score": -1.0, **wanted}
+        return [one.chunk.text for one in self.store.search(collection, question, asked, given)]
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Iterator[Shelf]:
+    made = Shelf(tmp_path / "c" / "collections.sqlite")
+    yield made
+    made.store.close()
+
+
+def test_vectors_and_words_are_searched_together(shelf: Shelf) -> None:
+    one = shelf.store.create("me", "c", 1000, 100, {})
+    near = [vector(1, 0.1, 0), vector(1, 1, 0), vector(0, 0, 1)]
+    shelf.add(one, "a", "of stones", "of bread", "a zebra", vectors=near)
+    assert shelf.found(one, "nothing", vector(1, 0, 0)) == ["of stones", "of bread", "a zebra"]
+    assert shelf.found(one, "the zebra", vector(1, 0, 0))[0] == "a zebra"  # third and first beat first alone
+    assert shelf.found(one, "the zebra", vector(1, 0, 0), min_score=0.5) == ["of stones", "of bread"]
+    assert shelf.found(one, 'what" OR *(', vector(1, 0, 0), top_k=1) == ["of stones"]
+
+
+def test_filters_let_documents_through(shelf: Shelf) -> None:
+    one = shelf.store.create("me", "c", 1000, 100, {})
+    shelf.add(one, "a", "old stones", year="1")
+    shelf.add(one, "b", "new stones", year="2")
+    asked = vector(1, 0, 0)
+    assert shelf.found(one, "stones", asked, documents=["b"]) == ["new stones"]
+    assert shelf.found(one, "stones", asked, metadata={"year": "1"}) == ["old stones"]
+    assert shelf.found(one, "stones", asked, metadata={"year": "1"}, documents=["b"]) == []
+
+
+def test_collections_are_a_tenants_own_and_survive(shelf: Shelf) -> None:
+    one = shelf.store.create("me", "c", 1000, 100, {"a": "b"})
+    other = shelf.store.create("you", "c", 1000, 100, {})
+    shelf.add(one, "a", "mine")
+    assert shelf.found(other, "mine", vector(1, 0, 0)) == []
+    with pytest.raises(NotFound):
+        shelf.store.document(other, "a")
+    with pytest.raises(Conflict, match="a collection c already"):
+        shelf.store.create("me", "c", 1000, 100, {})
+    shelf.store.close()
+    shelf.open()
+    again = shelf.store.collection("me", "c")
+    assert (again.documents, again.chunks, again.model, again.metadata) == (1, 1, "m", {"a": "b"})
+    assert shelf.found(again, "mine", vector(1, 0, 0)) == ["mine"]
+
+
+def test_what_is_erased_is_gone_from_the_disk(shelf: Shelf) -> None:
+    one = shelf.store.create("me", "c", 1000, 100, {})
+    shelf.add(one, "a", "a secretword here")
+    shelf.add(one, "b", "another hiddenword")
+    assert b"secretword" in shelf.path.read_bytes()
+    shelf.store.remove(one, "a")
+    assert b"secret" not in shelf.path.read_bytes() and b"hiddenword" in shelf.path.read_bytes()
+    assert shelf.found(one, "secretword", vector(1, 0, 0)) == ["another hiddenword"]
+    shelf.store.delete("me", "c")
+    assert b"hiddenword" not in shelf.path.read_bytes()
+    assert not [path for path in shelf.path.parent.iterdir() if b"word" in path.read_bytes() and path != shelf.path]
+
+
+def test_a_document_that_cannot_be_added_leaves_nothing(shelf: Shelf) -> None:
+    one = shelf.store.create("me", "c", 1000, 100, {})
+    shelf.add(one, "a", "first")
+    with pytest.raises(Conflict, match="a document a already"):
+        shelf.add(one, "a", "second")
+    with pytest.raises(Conflict, match="of the model m, not of n"):
+        pieces, made = [Piece("", "third")], [vector(1, 0, 0)]
+        shelf.store.add(one, "b", "b", "txt", 1, {}, pieces, made, ("n", b"2", 3))
+    assert shelf.found(one, "second third", vector(1, 0, 0)) == ["first"]
+    assert shelf.store.collection("me", "c").model == "m"

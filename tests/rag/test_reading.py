@@ -1,0 +1,75 @@
+"""Documents by their structure, and the chunks that are cut of them."""
+
+from __future__ import annotations
+
+import random
+
+from cairn.rag.chunking import chunks
+from cairn.rag.citations import CitationFilter
+from cairn.rag.reading import Section, sections
+
+MARKDOWN = """Before.
+
+# Cairns
+
+A heap of stones.
+
+## Paths ##
+
+They mark paths.
+
+```
+# no heading
+```
+
+# Bread
+Flour.
+"""
+HTML = """<html><head><title>No</title><style>p {}</style><body><script>evil()</script>
+<h1>Cairns &amp; <b>paths</b></h1><p>A heap
+ of   stones.</p><p>They mark paths.</p><h2>Old</h2><ul><li>One<li>Two</ul><h1>Bread</h1><pre>a
+  b</pre>"""
+
+
+def test_markdown_is_read_by_its_headings() -> None:
+    assert sections(MARKDOWN, "md") == [
+        Section("", "Before."),
+        Section("Cairns", "A heap of stones."),
+        Section("Cairns > Paths", "They mark paths.\n\n```\n# no heading\n```"),
+        Section("Bread", "Flour."),
+    ]
+
+
+def test_html_is_read_without_what_is_not_shown() -> None:
+    assert sections(HTML, "html") == [
+        Section("Cairns & paths", "A heap of stones.\n\nThey mark paths."),
+        Section("Cairns & paths > Old", "One\n\nTwo"),
+        Section("Bread", "a\n  b"),
+    ]
+    assert sections("  \n", "txt") == [] and sections(" x ", "txt") == [Section("", "x")]
+
+
+def test_chunks_have_all_of_a_text_and_are_no_longer_than_they_may_be() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        words = [rng.choice(["a", "stone", "cairn.", "path,\n\n", "x" * rng.randint(1, 60)]) for _ in range(200)]
+        text = " ".join(words).strip()
+        most = rng.randint(100, 400)
+        overlap = rng.randint(0, most // 2)
+        found = [piece.text for piece in chunks([Section("h", text)], most, overlap)]
+        assert all(0 < len(piece) <= most for piece in found)
+        at = covered = 0
+        for piece in found:
+            at = text.index(piece, at)
+            assert not text[covered:at].strip(), "a part of the text is in no chunk"
+            covered = max(covered, at + len(piece))
+        assert not text[covered:].strip()
+
+
+def test_citations_of_nothing_are_taken_out_and_counted() -> None:
+    text = "Yes [1], no [3][2, 9] or [0]; [x] [12 and [ 2 ] [99999999999"
+    for size in (1, 2, 3, 7, 100):
+        checked = CitationFilter(2)
+        told = "".join(checked.push(text[at : at + size]) for at in range(0, len(text), size)) + checked.finish()
+        assert told == "Yes [1], no [2] or ; [x] [12 and [2] [99999999999", size
+        assert checked.cited == {1, 2} and checked.removed == 3

@@ -1,0 +1,282 @@
+"""Several models of one server: names, loading on demand, room, unloading and swaps."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from several import make_models, several
+from tiny import collect, request, until
+
+from cairn.config import Config, ModelOptions
+from cairn.errors import ConfigError, Conflict, InvalidRequest, ModelError, Unavailable, UnknownModel
+from cairn.service import fit as fitting
+from cairn.service.fit import Fit
+from cairn.service.models import Models
+from cairn.service.served_model import served_models
+from cairn.service.service import Service
+
+
+def states(models: Models) -> str:
+    return " ".join(f"{one.name}:{one.state}" for one in models.models)
+
+
+async def answered(service: Service, text: str = "hello") -> str:
+    return (await collect(service.generate(request(service, text)))).text
+
+
+async def test_a_model_is_loaded_when_it_is_asked_for(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta") as models:
+        await until(lambda: models.models[1].spec)
+        assert states(models) == "alpha:loaded beta:on disk"
+        async with models.using(models.find("beta")) as service:
+            assert service.name == "beta" and await answered(service)
+        assert states(models) == "alpha:loaded beta:loaded"
+        assert {one.name for one in models.services} == {"alpha", "beta"}
+        async with models.using(models.find("alpha")) as service:
+            assert service.name == "alpha"
+
+
+async def test_an_unknown_name_is_told_those_there_are(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta") as models:
+        await until(lambda: models.models[1].spec)
+        with pytest.raises(UnknownModel, match="no model 'gpt-4'; this server has: alpha, beta"):
+            models.find("gpt-4")
+        assert models.find("beta:latest") is models.models[1]
+        assert models.find(str(tmp_path / "beta")) is models.models[1]
+        assert models.find(None) is models.models[0]
+        assert models.find(None, "embed") is models.models[0]  # which says that it makes none
+
+
+async def test_what_was_not_used_for_longest_makes_room(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta gamma", max_loaded=2) as models:
+        for name in ("beta", "alpha", "gamma"):
+            async with models.using(models.find(str(tmp_path / name))) as service:
+                assert await answered(service)
+        assert states(models) == "alpha:loaded beta:on disk gamma:loaded"
+
+
+async def test_a_pinned_model_and_one_in_use_make_no_room(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta", max_loaded=1, pin="alpha", load_timeout=2) as models:
+        with pytest.raises(Unavailable, match="no room for beta") as refused:
+            async with models.using(models.find("beta")):
+                raise AssertionError("it was loaded")
+        assert refused.value.retry_after
+    async with several(tmp_path, "alpha beta", max_loaded=1, load_timeout=0.5) as models:
+        async with models.using(models.find("alpha")) as service:
+            with pytest.raises(
+                Unavailable, match=r"alpha would have to make room for beta, and is in use|being loaded"
+            ):
+                async with models.using(models.find("beta")):
+                    raise AssertionError("it was loaded")
+            assert await answered(service)
+        assert states(models) == "alpha:loaded beta:on disk"
+
+
+async def test_a_request_that_waits_gets_the_model_once_the_other_is_free(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta", max_loaded=1) as models:
+        free = asyncio.Event()
+
+        async def hold() -> str:
+            async with models.using(models.find("alpha")) as service:
+                await free.wait()
+                return await answered(service)
+
+        async def want() -> str:
+            async with models.using(models.find("beta")) as service:
+                return service.name
+
+        holding = asyncio.create_task(hold())
+        await until(lambda: models.models[0].loaded and models.models[0].loaded.users)
+        wanting = asyncio.create_task(want())
+        await until(lambda: models.models[0].state == "unloading")
+        later = asyncio.create_task(hold())  # a call for the one that goes waits, and loads it again
+        free.set()
+        assert await holding and await wanting == "beta" and await later
+        assert states(models) == "alpha:loaded beta:on disk"
+
+
+async def test_memory_is_counted_before_anything_is_loaded(tmp_path: Path) -> None:
+    alpha, _ = make_models(tmp_path, "alpha beta")
+    found = fitting.fit(Config(engine="fake", kv_gb=0.01), alpha, 1 << 30)
+    assert found.held > 0.01e9 and found.most >= found.held and found.blocks
+    budget = 1.5 * found.held / 1e9
+    async with several(tmp_path, "alpha beta", memory_gb=budget) as models:
+        async with models.using(models.find("beta")) as service:
+            assert service.info.blocks == found.blocks
+        assert states(models) == "alpha:on disk beta:loaded"
+        assert sum(one.held for one in models.models) <= models.budget  # type: ignore[operator]
+    async with several(tmp_path, "alpha beta", memory_gb=budget, load_timeout=0.3) as models:
+        models.models[1].config = Config(model=str(tmp_path / "beta"), engine="fake", kv_gb=1.0)
+        with pytest.raises(Unavailable, match=r"beta .*(needs 1|being loaded)"):
+            async with models.using(models.find("beta")):
+                raise AssertionError("it was loaded")
+        await until(lambda: models.models[1].failure)
+        assert "of memory" in models.models[1].failure and models.models[1].state == "failed"
+        assert any("beta cannot be loaded" in one for one in models.troubles()) and not models.unready()
+
+
+async def test_the_process_that_measures_says_the_same(tmp_path: Path) -> None:
+    (alpha,) = make_models(tmp_path, "alpha")
+    config = Config(engine="fake", kv_gb=0.01)
+    assert await fitting.measure(config, alpha, 1 << 30) == fitting.fit(config, alpha, 1 << 30)
+    (alpha / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        await fitting.measure(config, alpha, 1 << 30)
+
+
+async def test_what_cannot_be_loaded_is_said_and_tried_again_later(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta") as models:
+        beta = models.models[1]
+        await until(lambda: beta.spec)
+        (tmp_path / "beta" / "config.json").rename(tmp_path / "away")
+        with pytest.raises(ModelError):
+            await models.load(beta)
+        with pytest.raises(Unavailable, match="beta cannot be loaded"):
+            async with models.using(beta):
+                raise AssertionError("it was loaded")
+        (tmp_path / "away").rename(tmp_path / "beta" / "config.json")
+        beta.failed_at -= 60
+        async with models.using(beta) as service:
+            assert await answered(service)
+        assert beta.failures == 1 and not beta.failure
+
+
+async def test_an_unloaded_model_is_loaded_again_and_one_that_is_idle_goes(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta", model_ttl=1.2) as models:
+        alpha = models.models[0]
+        before = models.services.first
+        await models.unload(alpha, 5.0)
+        assert alpha.state == "on disk" and not list(models.services) and models.services.first is before
+        with pytest.raises(Conflict, match="not loaded"):
+            await models.unload(alpha, 5.0)
+        async with models.using(alpha) as service:
+            assert service is not before and await answered(service)
+        assert models.services.first is service
+        await until(lambda: alpha.state == "on disk")
+
+
+async def test_a_swap_moves_the_names_and_what_runs_goes_on(tmp_path: Path) -> None:
+    async with several(tmp_path, "alpha beta gamma") as models:
+        await until(lambda: models.models[2].spec)
+        alpha = models.models[0]
+        async with models.using(alpha) as old:
+            stream = old.generate(request(old, "hello", 64))
+            await models.swap(alpha, "beta", 20.0)
+            async with models.using(models.find("alpha")) as new:
+                assert new is not old and new.name == "alpha" and new.spec.identity != old.spec.identity
+                assert await answered(new)
+            assert (await collect(stream)).done
+        await until(lambda: old not in list(models.services))
+        assert alpha.swaps == 1 and alpha.state == "loaded" and models.services.first is new
+        with pytest.raises(InvalidRequest, match="is already"):
+            await models.swap(alpha, "alpha", 1.0)
+        await models.load(models.find("gamma"))
+        with pytest.raises(Conflict, match="loaded already"):
+            await models.swap(alpha, "gamma", 1.0)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["beside", "after"])
+async def test_a_swap_under_fifty_streams_loses_none_and_mixes_none(tmp_path: Path, after: bool) -> None:
+    async with several(tmp_path, "alpha beta", max_loaded=1 if after else 8, kv_gb=0.1) as models:
+        await until(lambda: models.models[1].spec)
+        alone: dict[str, str] = {}
+        identities: list[bytes] = []
+
+        async def ask(number: int) -> None:
+            async with models.using(models.find("alpha")) as service:
+                identities.append(service.spec.identity)
+                text = (await collect(service.generate(request(service, f"question {number % 5}", 40)))).text
+            who = f"{service.spec.identity.hex()} {number % 5}"
+            assert text and alone.setdefault(who, text) == text
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(50):
+                group.create_task(ask(number))
+            await until(lambda: models.requests >= 50)
+            swapping = group.create_task(models.swap(models.find("alpha"), "beta", 60.0))
+            await asyncio.sleep(0)
+            if after:  # calls that come meanwhile wait for the new one
+                await until(lambda: models.models[0].state != "loaded")
+                group.create_task(ask(50))
+            await swapping
+            for number in range(51, 61):
+                group.create_task(ask(number))
+        old, new = dict.fromkeys(identities)
+        assert identities.count(old) == 50 and identities.count(new) == (11 if after else 10)
+
+
+class Planted(Exception):
+    """Nothing that anybody foresaw."""
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["beside", "after"])
+@pytest.mark.parametrize("failure", ["missing", "broken", "too large", "crash", "cancelled"])
+async def test_a_swap_that_fails_leaves_the_old_model(
+    tmp_path: Path, failure: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with several(tmp_path, "alpha beta", max_loaded=1 if after else 8) as models:
+        alpha, identity = models.models[0], models.models[0].identity
+        start = Service.start
+        to = "beta"
+        if failure == "missing":
+            to = str(tmp_path / "nowhere")
+        elif failure == "broken":
+            (tmp_path / "beta" / "tokenizer.json").write_bytes(b"{")
+        elif failure == "too large":
+
+            async def measured(config: Config, place: Path, free: int, **more: Any) -> Fit:
+                if place.name == "beta":
+                    return Fit(1 << 50, 1 << 50, ())
+                return fitting.fit(config, place, free, more.get("blocks", ()))
+
+            monkeypatch.setattr("cairn.service.models.measure", measured)
+        else:
+
+            async def crash(config: Config, *rest: object, **more: object) -> Service:
+                if config.model.endswith("beta"):
+                    first = rest[0]
+                    first.end()  # type: ignore[attr-defined]
+                    await asyncio.sleep(3600 if failure == "cancelled" else 0)
+                    raise Planted
+                return await start(config, *rest, **more)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(Service, "start", crash)
+        swapping = asyncio.create_task(models.swap(alpha, to, 5.0))
+        if failure == "cancelled":
+            await asyncio.sleep(0.5)
+            swapping.cancel()
+        with pytest.raises((ModelError, Unavailable, asyncio.CancelledError)):
+            await swapping
+        async with models.using(models.find("alpha")) as service:
+            assert service.spec.identity == identity and service.name == "alpha" and await answered(service)
+        assert alpha.swaps == 0 and alpha.config.model == str(tmp_path / "alpha")
+
+
+async def test_models_of_a_folder_can_be_asked_for(tmp_path: Path) -> None:
+    make_models(tmp_path, "alpha beta sub/gamma")
+    config = Config(models_dir=str(tmp_path), engine="fake", kv_gb=0.01, kv_disk=False)
+    models = Models(config, in_process=True, free=lambda: 8 << 30)
+    try:
+        await models.start()
+        assert states(models) == "alpha:loaded beta:on disk sub/gamma:on disk"
+        async with models.using(models.find("sub/gamma")) as service:
+            assert service.name == "sub/gamma"
+    finally:
+        await models.close()
+
+
+def test_what_options_of_several_models_may_not_say(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no models"):
+        served_models(Config(models_dir=str(tmp_path)))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        served_models(Config(models_dir=str(tmp_path / "nowhere")))
+    two = (ModelOptions(model="a"), ModelOptions(model="b"))
+    with pytest.raises(ConfigError, match="served_name and alias are for a server with one model"):
+        served_models(Config(models=two, served_name="x"))
+    with pytest.raises(ConfigError, match=r"kv_share: models have 1\.5 of the bytes"):
+        served_models(Config(models=(ModelOptions(model="a", kv_share=0.9), ModelOptions(model="b", kv_share=0.6))))
+    parts = [one.part for one in served_models(Config(models=(*two, ModelOptions(model="c", kv_share=0.5))))]
+    assert parts == [0.25, 0.25, 0.5]

@@ -1,0 +1,226 @@
+"""Teams whose members are agents of a service on the fake engine, which answers by every token of a context."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.agents.house import House, house, talking_model
+
+from cairn.engine.fake import FakeEngine
+from cairn.errors import Conflict, InvalidRequest, NotFound
+from cairn.teams.definition import Member, Team, TeamDocument, Topology
+from cairn.teams.entries import Ask, Posted, Stated
+from cairn.teams.teams import Teams
+from cairn.teams.voice import Caller
+
+CALLER = Caller(tenant="default")
+SAMPLING: dict[str, Any] = {"temperature": 0.8, "max_tokens": 8}
+NAMES = ("ada", "bob", "cy")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return talking_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def some(id: str = "t", kind: Any = "broadcast", names: tuple[str, ...] = NAMES, **more: Any) -> Team:
+    members = tuple(Member(name=name, role=f"The {name}.", sampling=SAMPLING) for name in names)
+    more = {"system": "Work together.", "topology": Topology(kind=kind), "seed": 5} | more
+    return Team(id=id, members=members, **more)
+
+
+class Company:
+    """Teams of a house."""
+
+    def __init__(self, at: House) -> None:
+        self.at = at
+        self.teams = Teams(at.agents)
+        self.events: list[dict[str, Any]] = []
+
+    async def rounds(self, id: str = "t", many: int = 1, **more: Any) -> None:
+        await self.teams.rounds(CALLER, id, many, self.events.append, **more)
+
+    async def again(self, seed: int = 1, *, clean: bool = False) -> None:
+        await self.at.again(seed, clean=clean)
+        self.teams = Teams(self.at.agents)
+
+    def said(self, id: str = "t") -> list[tuple[int, str, str]]:
+        _, entries = self.teams.entries("default", id)
+        found = [one.value for one in entries if isinstance(one.value, Stated)]
+        return sorted((one.round, one.member, one.content) for one in found)
+
+
+@contextlib.asynccontextmanager
+async def company(folder: Path, **options: Any) -> AsyncIterator[Company]:
+    async with house(folder, **options) as at:
+        yield Company(at)
+
+
+async def test_members_share_the_beginning_and_it_is_computed_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[int] = []
+    decode = FakeEngine.decode
+
+    def noted(self: FakeEngine, some: Any) -> Any:
+        rows.append(len(some))
+        return decode(self, some)
+
+    monkeypatch.setattr(FakeEngine, "decode", noted)
+    text = "All of us know this. " * 40
+    names = tuple(f"m{number}" for number in range(8))
+    async with company(folder) as at:
+        await at.teams.create("default", some(names=names, documents=(TeamDocument(name="facts", text=text),)))
+        await at.rounds()
+        shared = await at.teams.shared_tokens("default", "t")
+        report = at.teams.get("default", "t").report
+        assert shared is not None and shared > len(text)
+        whole = shared // 16 * 16  # KV is shared in blocks
+        assert report["computed_tokens"] <= report["prompt_tokens"] - 7 * whole
+        assert report["computed_tokens"] + report["cached_tokens"] == report["prompt_tokens"]
+        assert max(rows) == 8  # all members in one step
+        for name in names:
+            info = at.at.agents.get("default", f"t.{name}")
+            assert (info.origin, info.turns, info.metadata["member"]) == ("t..shared", 1, name)
+
+
+async def test_what_a_round_tells_is_what_the_agents_hold(folder: Path) -> None:
+    async with company(folder) as at:
+        await at.teams.create("default", some(kind="round_robin"))
+        await at.teams.post("default", "t", "psst", ["bob"])
+        await at.rounds(many=2)
+        told = {
+            name: "".join(
+                one["content"] for turn in await at.at.agents.turns("default", f"t.{name}") for one in turn.messages
+            )
+            for name in NAMES
+        }
+        assert "psst" in told["bob"] and "psst" not in told["ada"] + told["cy"]
+        done = [event for event in at.events if event["type"] == "turn.done"]
+        assert [event["member"] for event in done] == ["ada", "bob", "cy", "bob", "cy", "ada"]
+        for event in done:
+            deltas = [
+                one.get("content", "")
+                for one in at.events
+                if one["type"] == "turn.delta" and (one["round"], one["step"]) == (event["round"], event["step"])
+            ]
+            assert "".join(deltas) == event["content"]
+
+
+async def test_votes_are_held_to_their_options_and_leave_no_trace_in_a_context(folder: Path) -> None:
+    async with company(folder) as at:
+        await at.teams.create("default", some())
+        await at.rounds()
+        before = [at.at.agents.get("default", f"t.{name}").tokens for name in NAMES]
+        ask = Ask(question="Which way?", options=("left", "right", "straight on"), rule="ranked")
+        vote = await at.teams.vote(CALLER, "t", ask, at.events.append)
+        assert set(vote.ballots) == set(NAMES)
+        assert all(sorted(ballot) == ["left", "right", "straight on"] for ballot in vote.ballots.values())
+        assert vote.decision in ask.options
+        assert [at.at.agents.get("default", f"t.{name}").tokens for name in NAMES] == before
+        assert at.teams.get("default", "t").decision == vote.decision
+
+
+async def interrupted(at: Company, deltas: int) -> None:
+    """A round that is cut off once so much was said."""
+
+    def emit(event: dict[str, Any]) -> None:
+        at.events.append(event)
+        if sum(one["type"] == "turn.delta" for one in at.events) == deltas:
+            assert at.teams.interrupt("default", "t")
+
+    with pytest.raises(asyncio.CancelledError):
+        await at.teams.rounds(CALLER, "t", 1, emit)
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "round_robin"])
+async def test_a_round_that_was_cut_off_says_what_it_would_have_said(folder: Path, kind: str) -> None:
+    async with company(folder) as at:
+        await at.teams.create("default", some(kind=kind))
+        await at.rounds(many=2)
+        expected = at.said()
+    async with company(folder) as at:
+        await at.teams.create("default", some(kind=kind))
+        await interrupted(at, 3)
+        assert at.teams.get("default", "t").state == "interrupted"
+        await at.again()  # a loss of power
+        assert at.teams.get("default", "t").state == "interrupted"
+        at.events.clear()
+        await at.rounds(many=2)
+        assert at.said() == expected
+        assert at.events[0]["resumed"] and at.teams.get("default", "t").rounds == 2
+
+
+async def test_a_team_goes_back_and_is_forked(folder: Path) -> None:
+    async with company(folder) as at:
+        await at.teams.create("default", some())
+        await at.rounds(many=3)
+        expected = at.said()
+        fork = await at.teams.fork("default", "t", "u", 1)
+        assert (fork.rounds, fork.team.origin, fork.team.origin_round) == (1, "t", 1)
+        assert at.said("u") == [one for one in expected if one[0] == 1]
+        back = await at.teams.rollback("default", "t", 1)
+        assert back.rounds == 1 and at.said() == at.said("u")
+        await at.rounds(many=2)
+        assert at.said() == expected  # the same seeds and the same contexts
+        await at.rounds("u", many=2)
+        assert at.said("u") == expected
+        await at.again(clean=True)
+        assert at.said("u") == expected == at.said()
+
+
+async def test_deleting_a_team_erases_every_byte_of_it(folder: Path) -> None:
+    async with company(folder) as at:
+        await at.teams.create("default", some(system="a secret beginning"))
+        await at.teams.post("default", "t", "a secret message")
+        await at.rounds()
+        assert any(b"secret" in data for data in at.at.files.files().values())
+        await at.teams.delete("default", "t")
+        assert not any(b"secret" in data for data in at.at.files.files().values())
+        with pytest.raises(NotFound):
+            at.teams.get("default", "t")
+        assert not at.at.agents.page("default").agents
+
+
+async def test_teams_are_a_tenants_own(folder: Path) -> None:
+    async with company(folder) as at:
+        await at.teams.create("default", some())
+        with pytest.raises(NotFound):
+            at.teams.get("other", "t")
+        assert at.teams.list("other") == []
+        await at.teams.create("other", some())
+
+
+async def test_an_agent_of_that_name_is_left_alone(folder: Path) -> None:
+    async with company(folder) as at:
+        await at.at.agents.create("default", id="t.bob")
+        with pytest.raises(Conflict):
+            await at.teams.create("default", some())
+        assert [one.id for one in at.at.agents.page("default").agents] == ["t.bob"]
+        assert at.teams.list("default") == []
+
+
+async def test_limits_are_named(folder: Path) -> None:
+    async with company(folder) as at:
+        with pytest.raises(InvalidRequest, match="1 to 32"):
+            await at.teams.create("default", some(names=tuple(f"m{number}" for number in range(33))))
+        await at.teams.create("default", some())
+        with pytest.raises(InvalidRequest, match="1000 rounds"):
+            await at.rounds(many=1001)
+        with pytest.raises(InvalidRequest, match="2 to 6"):
+            ask = Ask(question="?", options=tuple("abcdefg"), rule="ranked")
+            await at.teams.vote(CALLER, "t", ask, at.events.append)
+
+
+async def test_a_message_that_was_acknowledged_survives_a_crash(folder: Path) -> None:
+    async with company(folder) as at:
+        await at.teams.create("default", some())
+        await at.teams.post("default", "t", "remember this")
+        await at.again()
+        _, entries = at.teams.entries("default", "t")
+        assert [one.value.content for one in entries if isinstance(one.value, Posted)] == ["remember this"]

@@ -1,0 +1,76 @@
+"""What is in deploy/ names only what there is: options, commands, routes and metrics. Nothing is built here: no
+container engine runs in the tests, and none is asked for."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+from pathlib import Path
+
+import yaml
+
+from cairn.api.app import build_app
+from cairn.api.unserved import canonical
+from cairn.cli import app
+from cairn.config import Config
+from cairn.metrics import Metrics, ServerMetrics
+from cairn.option import options
+from cairn.service.models import Models
+from cairn.service.served_model import served_models
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+FLAGS = {option.flag for option in options()}
+VARIABLES = {option.variable for option in options()} | {"CAIRN_CONFIG"}
+
+
+def metric_names() -> set[str]:
+    """All that /metrics can name, with the endings of histograms and counters."""
+    models = Models(Config(), served_models(Config()))
+    models.models[0].loads = 1
+    text = ServerMetrics("cairn", lambda: [Metrics("cairn", "m")], models.metrics).render().decode()
+    return {line.split(" ")[0].partition("{")[0] for line in text.splitlines() if not line.startswith("#")}
+
+
+def test_every_metric_of_the_dashboard_and_the_alerts_is_there() -> None:
+    known = metric_names()
+    dashboard = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+    told = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    told += [variable["query"] for variable in dashboard["templating"]["list"]]
+    rules = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"][0]["rules"]
+    told += [rule["expr"] for rule in rules]
+    used = {name for text in told for name in re.findall(r"cairn:[a-z_]+", text)}
+    assert len(used) > 20 and used <= known, used - known
+    assert all(rule["annotations"]["summary"] and rule["labels"]["severity"] for rule in rules)
+
+
+def test_the_unit_names_options_and_commands_that_there_are() -> None:
+    unit = configparser.ConfigParser(strict=False, delimiters=("=",), interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read(DEPLOY / "cairn.service")
+    assert {"Unit", "Service", "Install"} <= set(unit.sections())
+    text = (DEPLOY / "cairn.service").read_text()
+    assert set(re.findall(r"CAIRN_[A-Z_]+", text)) <= VARIABLES
+    program, command, *flags = shlex.split(unit["Service"]["ExecStart"])
+    assert program.endswith("/cairn") and command in commands() and set(flags) <= FLAGS
+    assert float(unit["Service"]["TimeoutStopSec"]) > Config().shutdown_grace
+
+
+def test_the_container_names_options_commands_and_routes_that_there_are() -> None:
+    text = (DEPLOY / "Containerfile").read_text()
+    assert set(re.findall(r"CAIRN_[A-Z_]+", text)) <= VARIABLES
+    (command,) = re.findall(r"^CMD (\[.*\])$", text, re.M)
+    assert json.loads(command)[0] in commands()
+    (route,) = re.findall(r"127\.0\.0\.1:\d+(/[a-z/]+)", text)
+    assert build_app(None, Config())._served(canonical(route))
+    assert f"EXPOSE {Config().port}" in text
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["cairn"]
+    assert set(compose["environment"]) <= VARIABLES
+    assert {word for word in compose["command"] if word.startswith("--")} <= FLAGS
+    assert (DEPLOY / compose["build"]["context"] / compose["build"]["dockerfile"]).exists()
+
+
+def commands() -> set[str]:
+    return {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}

@@ -1,0 +1,541 @@
+"""What a person does with the page, done in headless Chromium against a real server.
+
+These take longer than other tests: a browser, and servers that load a model, are started for them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.api.process import Served
+from tests.web.browser import WAIT, Home, Visit, browser, missing, scripted
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+__all__ = ["browser"]
+
+HOSTILE = (
+    "Hello <script>window.hit = 1</script> and <img src=x onerror=alert(2)> or [click](javascript:alert(3)) with "
+    "[good](https://example.com/a) ![pixel](https://evil.example/p.png) <svg onload=alert(4)> `code <b>` **bold** "
+    "<a href=data:text/html,x>no</a>."
+)
+TALK = "# Stones\n\nA **cairn** is a heap of `stones`.\n\n- one\n- two\n\n```python\nprint(1)\n```\n\nThat is all."
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page-models")
+    scripted(folder / "talk.gguf", TALK)
+    scripted(folder / "hostile.gguf", HOSTILE)
+    scripted(folder / "long.gguf", "Numbers one two three four five six. ", end=None, context=30_000)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def talking(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    home = Home(tmp_path_factory.mktemp("talking"), models / "talk.gguf")
+    try:
+        yield home.ready()
+    finally:
+        home.end()
+
+
+@pytest.fixture(scope="module")
+def endless(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    home = Home(tmp_path_factory.mktemp("endless"), models / "long.gguf", kv_gb=0.1)
+    try:
+        yield home.ready()
+    finally:
+        home.end()
+
+
+@pytest.fixture
+def visit(browser: Any, talking: Home) -> Iterator[Visit]:
+    made = Visit(browser, talking.url)
+    yield made
+    made.close()
+    assert made.errors == [] and made.dialogs == []
+    assert [url for url in made.asked if not url.startswith(talking.url + "/")] == []
+
+
+def agent_of(visit: Visit) -> str:
+    found = re.search(r"#/chat/([\w.-]+)$", visit.page.url)
+    assert found, visit.page.url
+    return found[1]
+
+
+def test_a_first_visit(visit: Visit) -> None:
+    visit.open()
+    assert visit.page.title() == "Chat · Cairn"
+    assert visit.page.get_by_role("heading", name="What is on your mind?").is_visible()
+    assert visit.page.evaluate("document.activeElement.tagName") == "TEXTAREA"
+    assert visit.page.get_by_label("Model", exact=True).input_value() == "talk"
+    for name in ("Contexts", "Now", "Savings", "Chat"):
+        visit.page.get_by_role("link", name=name, exact=True).click()
+        visit.page.wait_for_selector(f"#nav a[aria-current]:has-text('{name}')")
+
+
+def test_a_chat_is_shown_well_kept_and_found_again(visit: Visit, talking: Home) -> None:
+    visit.open().send("What is a cairn?")
+    assert visit.last(".answer h2") == "Stones" and visit.last(".answer strong") == "cairn"
+    assert visit.last(".answer p code") == "stones" and "print(1)" in visit.last(".answer figure.code pre")
+    assert visit.page.locator(".turn:last-child .answer li").all_inner_texts() == ["one", "two"]
+    first = visit.last(".provenance")
+    assert "computed now" in first and "tokens/s" in visit.last(".facts")
+    visit.send("And what is it for?")
+    assert "from the pool" in visit.last(".provenance")
+    visit.page.reload()
+    visit.page.wait_for_selector(".turn:nth-child(2) .answer h2")
+    assert "from the pool" in visit.last(".provenance")
+    names = visit.page.locator(".names .name").all_inner_texts()
+    assert "What is a cairn?" in names
+    turns = httpx.get(f"{talking.url}/v1/agents/{agent_of(visit)}/turns", trust_env=False).json()["data"]
+    assert [turn["answer"]["content"] for turn in turns] == [TALK, TALK]
+
+
+def test_an_answer_is_copied_as_it_was_written(visit: Visit) -> None:
+    visit.open().send("Say it.")
+    visit.page.locator(".turn:last-child .actions").last.get_by_role("button", name="Copy").click()
+    visit.page.wait_for_function("() => navigator.clipboard.readText().then((text) => text.startsWith('# Stones'))")
+    visit.page.locator(".turn:last-child figcaption button").click()
+    visit.page.wait_for_function("() => navigator.clipboard.readText().then((text) => text === 'print(1)')")
+
+
+def test_a_message_is_edited_and_its_versions_are_kept(visit: Visit) -> None:
+    visit.open().send("First")
+    visit.send("Second")
+    visit.page.locator(".turn:first-child").get_by_role("button", name="Edit").click()
+    visit.page.locator("dialog textarea").fill("Other first")
+    visit.page.locator("dialog").get_by_role("button", name="Send").click()
+    visit.page.wait_for_selector(".versions:has-text('version 2 of 2')")
+    visit.answered()
+    assert visit.page.locator(".asked .text").all_inner_texts() == ["Other first"]
+    visit.button("Previous version").click()
+    visit.page.wait_for_selector(".versions:has-text('version 1 of 2')")
+    assert visit.page.locator(".asked .text").all_inner_texts() == ["First", "Second"]
+
+
+def test_an_answer_is_asked_for_again(visit: Visit) -> None:
+    visit.open().send("Again and again")
+    visit.button("Again").click()
+    visit.page.wait_for_selector(".versions:has-text('version 2 of 2')")
+    visit.answered()
+    assert visit.page.locator(".asked .text").all_inner_texts() == ["Again and again"]
+
+
+def test_a_branch_goes_its_own_way(visit: Visit) -> None:
+    visit.open().send("The trunk")
+    trunk = agent_of(visit)
+    visit.button("Branch").click()
+    visit.page.wait_for_url(lambda url: "#/chat/" in url and trunk not in url)
+    visit.page.wait_for_selector(".turn .answer h2")
+    visit.send("The branch")
+    assert visit.page.locator(".asked .text").all_inner_texts() == ["The trunk", "The branch"]
+    visit.open(f"#/chat/{trunk}")
+    visit.page.wait_for_selector(".turn")
+    assert visit.page.locator(".asked .text").all_inner_texts() == ["The trunk"]
+
+
+def test_settings_are_sent_and_kept(visit: Visit) -> None:
+    visit.open()
+    visit.page.get_by_text("Settings").click()
+    visit.page.get_by_label("System prompt").fill("Be brief.")
+    visit.page.get_by_label("Most tokens", exact=True).fill("3")
+    assert visit.page.get_by_label("Temperature").get_attribute("placeholder") == "0.8"
+    visit.page.get_by_text("Settings").click()
+    visit.send("Short")
+    assert "3 tokens" in visit.last(".facts") and "cut at the token limit" in visit.last(".facts")
+    assert "Be brief." in visit.page.locator("details.aside").text_content()
+    visit.page.reload()
+    visit.page.get_by_text("Settings").click()
+    assert visit.page.get_by_label("Most tokens", exact=True).input_value() == "3"
+
+
+def test_streaming_stop_and_going_on(browser: Any, endless: Home) -> None:
+    visit = Visit(browser, endless.url).open()
+    visit.send("Count", wait=False)
+    lengths = []
+    for _ in range(3):
+        visit.page.wait_for_function(
+            "n => document.querySelector('.answer .text:not(.reasoning .text)')?.innerText.length > n",
+            arg=lengths[-1] if lengths else 0,
+        )
+        lengths.append(len(visit.last(".answer > .text")))
+    assert lengths == sorted(set(lengths))
+    visit.button("Stop").click()
+    visit.page.wait_for_selector(".status:has-text('This answer was interrupted.')")
+    cut = visit.last(".answer > .text")
+    assert 0 < len(cut) < 20_000
+    visit.button("Go on").click()
+    visit.page.wait_for_function(
+        "n => document.querySelector('.answer > .text').innerText.length > n", arg=len(cut) + 20
+    )
+    visit.button("Stop").click()
+    visit.page.wait_for_selector(".status:has-text('This answer was interrupted.')")
+    assert visit.last(".answer > .text").startswith(cut[:200])
+    visit.send("Something else", wait=False)  # what was cut is left where it was
+    visit.button("Stop").click()
+    visit.page.wait_for_selector(".status:has-text('This answer was interrupted.')")
+    assert visit.page.locator(".asked .text").all_inner_texts() == ["Something else"]
+    assert visit.page.locator(".versions").inner_text() == "version 2 of 2"
+    assert visit.errors == []
+    visit.close()
+
+
+def test_an_answer_goes_on_after_a_reload_and_shows_under_now(browser: Any, endless: Home) -> None:
+    visit, other = Visit(browser, endless.url).open(), Visit(browser, endless.url).open("#/now")
+    visit.send("Count", wait=False)
+    visit.page.wait_for_function("() => document.querySelector('.answer > .text')?.innerText.length > 50")
+    visit.page.reload()
+    visit.page.wait_for_function(
+        "() => document.querySelector('.log[aria-busy] .answer > .text')?.innerText.length > 50"
+    )
+    other.page.get_by_role("cell", name="answers").wait_for()
+    other.button("Cancel").click()
+    other.page.get_by_text("Nothing runs and nothing waits.").wait_for()
+    visit.page.wait_for_selector(".status:has-text('This answer was interrupted.')")
+    assert visit.errors == [] and other.errors == []
+    visit.close()
+    other.close()
+
+
+def test_a_server_that_goes_and_comes_back(browser: Any, models: Path, tmp_path: Path) -> None:
+    home = Home(tmp_path, models / "talk.gguf").ready()
+    try:
+        visit = Visit(browser, home.url).open()
+        visit.send("A question that is long enough for a whole chunk of the store: " + "stone " * 30)
+        home.end(clean=True)
+        visit.page.wait_for_selector("#link:not(.live)")
+        visit.page.get_by_label("Message", exact=True).fill("Are you there?")
+        visit.page.get_by_label("Message", exact=True).press("Enter")
+        visit.page.wait_for_selector(".turn.refused, .status .warn")
+        assert visit.page.get_by_label("Message", exact=True).input_value() == "Are you there?"
+        home.start()
+        visit.page.wait_for_selector("#link.live", timeout=60_000)
+        visit.button("Send").click()
+        visit.page.wait_for_selector(".turn:not(.refused):nth-last-child(1) .provenance")
+        visit.answered()
+        assert "from the disk" in visit.last(".provenance")
+        visit.close()
+    finally:
+        home.end()
+
+
+def test_the_tree_by_keys(visit: Visit, talking: Home) -> None:
+    with httpx.Client(base_url=talking.url, trust_env=False, timeout=20) as http:
+        http.post("/v1/agents", json={"id": "tree", "metadata": {"title": "A tree"}})
+        turn = {"messages": [{"role": "user", "content": "leaf"}], "max_tokens": 3}
+        for _ in range(2):
+            http.post("/v1/agents/tree/turns", json=turn).raise_for_status()
+        page = visit.open("#/contexts").page
+        page.keyboard.press("/")
+        page.keyboard.type("a tree")
+        page.get_by_role("treeitem").nth(0).wait_for()
+        page.wait_for_function("() => document.querySelectorAll('[role=treeitem]').length === 1")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowDown")
+        page.keyboard.press("ArrowRight")
+        page.get_by_role("treeitem").nth(2).wait_for()
+        assert page.locator(".node[aria-selected=true]").get_attribute("aria-expanded") == "true"
+        page.locator(".chip:has-text('pool')").first.wait_for()
+        page.keyboard.press("p")
+        page.locator(".node .tag:has-text('pinned')").wait_for()
+        assert http.get("/v1/agents/tree").json()["pinned"] is True
+        page.keyboard.press("p")
+        page.locator(".node .tag:has-text('pinned')").wait_for(state="detached")
+        page.keyboard.press("e")
+        page.keyboard.press("ArrowDown")  # turn 1
+        page.keyboard.press("r")
+        page.locator(".node .tag:has-text('left')").wait_for()
+        assert http.get("/v1/agents/tree").json()["head"] == 1
+        page.keyboard.press("f")
+        page.locator("dialog input").fill("tree-2")
+        page.locator("dialog").get_by_role("button", name="Fork").click()
+        page.locator("dialog").wait_for(state="detached")
+        assert http.get("/v1/agents/tree-2").json()["origin"] == "tree"
+        with page.expect_download() as download:
+            page.get_by_role("button", name="Export").click()
+        assert download.value.suggested_filename in ("tree.cairn", "tree-2.cairn")
+        page.locator("[aria-label='Search contexts']").fill("")
+        page.get_by_role("treeitem").filter(has_text="A tree").first.click()
+        selected = page.locator(".node[aria-selected=true]")
+        before = httpx.get(f"{talking.url}/v1/agents", trust_env=False).json()["data"]
+        selected.wait_for()
+        page.get_by_role("tree").press("Delete")
+        page.locator("dialog").get_by_role("button", name="Delete it").click()
+        page.locator("dialog").wait_for(state="detached")
+        for _ in range(100):
+            after = http.get("/v1/agents").json()["data"]
+            if len(after) < len(before):
+                break
+            time.sleep(0.05)
+        assert len(after) == len(before) - 1
+        for id in ("tree", "tree-2"):
+            http.delete(f"/v1/agents/{id}")
+
+
+def test_a_change_of_somebody_else_shows_at_once(visit: Visit, talking: Home) -> None:
+    page = visit.open("#/contexts").page
+    with httpx.Client(base_url=talking.url, trust_env=False, timeout=20) as http:
+        http.post("/v1/agents", json={"id": "from-elsewhere"}).raise_for_status()
+        page.get_by_role("treeitem").filter(has_text="from-elsewhere").wait_for(timeout=WAIT)
+        http.delete("/v1/agents/from-elsewhere").raise_for_status()
+        page.get_by_role("treeitem").filter(has_text="from-elsewhere").wait_for(state="detached", timeout=WAIT)
+
+
+def test_savings_are_shown(visit: Visit) -> None:
+    visit.open().send("To be counted: " + "stone " * 20)
+    visit.send("And once more")
+    page = visit.page
+    page.get_by_role("link", name="Savings").click()
+    page.locator("dl.cards dd").first.wait_for()
+    assert page.locator(".chart rect").count() >= 1
+    assert page.get_by_role("link", name="To be counted").first.is_visible()
+
+
+def test_a_key_is_asked_for_and_a_wrong_one_refused(browser: Any, tmp_path: Path) -> None:
+    server = Served(api_key=["right"], admin_key="root", agents_dir=str(tmp_path / "agents"))
+    try:
+        server.wait_ready()
+        visit = Visit(browser, server.url).open(live=False)
+        page = visit.page
+        page.get_by_role("dialog", name="Keys").wait_for()
+        page.get_by_label("API key").fill("wrong")
+        page.get_by_role("button", name="Use them").click()
+        page.get_by_text("the API key is not known here").first.wait_for()
+        page.get_by_label("API key").fill("right")
+        page.get_by_role("button", name="Use them").click()
+        page.wait_for_selector("#link.live")
+        page.get_by_role("link", name="Now").click()
+        page.get_by_text("Figures of the whole server need its admin key").wait_for()
+        page.get_by_role("button", name="Keys").click()
+        page.get_by_label("Admin key").fill("root")
+        page.get_by_role("button", name="Use them").click()
+        page.get_by_text("room for").wait_for()
+        assert page.evaluate("[sessionStorage.length, JSON.stringify(localStorage).includes('right')]") == [2, False]
+        other = Visit(browser, server.url).open(live=False)
+        other.page.get_by_role("dialog", name="Keys").wait_for()  # another tab knows nothing of it
+        other.close()
+        visit.close()
+    finally:
+        server.end()
+
+
+# ------------------------------------------------------------------------------------------------- hostile answers
+
+
+def test_a_hostile_answer_does_nothing(browser: Any, models: Path, tmp_path: Path) -> None:
+    home = Home(tmp_path, models / "hostile.gguf").ready()
+    try:
+        visit = Visit(browser, home.url).open()
+        visit.send("<img src=x onerror=alert(0)>")
+        assert "<script>window.hit = 1</script>" in visit.last(".answer > .text")
+        assert visit.page.evaluate("window.hit") is None
+        assert visit.page.locator(".log script, .log img, .log svg, .log b").count() == 0
+        links = visit.page.locator(".log a").evaluate_all("links => links.map(one => [one.href, one.rel, one.target])")
+        assert [link[0] for link in links] == ["https://example.com/a", "https://evil.example/p.png"]
+        assert all("noopener" in rel and target == "_blank" for _, rel, target in links)
+        visit.page.goto(f"{home.url}/#/contexts/{agent_of(visit)}")
+        visit.page.locator(".node.turn").click()
+        visit.page.get_by_role("heading", name="Turn 1").wait_for()
+        assert (visit.errors, visit.dialogs) == ([], [])
+        assert all(url.startswith(home.url) for url in visit.asked)
+        visit.close()
+    finally:
+        home.end()
+
+
+RENDER = """async (text) => {
+  const { nodes, Growing } = await import("/web/markdown.js");
+  const box = document.createElement("div");
+  document.querySelector("main").append(box);
+  const began = performance.now();
+  box.append(...nodes(text));
+  const took = performance.now() - began;
+  const grown = document.createElement("div");
+  const growing = new Growing(grown);
+  if (text.length < 5000) for (let end = 0; end <= text.length; end++) growing.show(text.slice(0, end));
+  else growing.show(text);
+  const names = [...box.querySelectorAll("*")].map((one) => one.tagName.toLowerCase());
+  const attributes = [...box.querySelectorAll("*")].flatMap((one) => [...one.attributes].map((at) => at.name));
+  const links = [...box.querySelectorAll("a")].map((one) => one.protocol);
+  const found = { took, names: [...new Set(names)], attributes: [...new Set(attributes)], links: [...new Set(links)],
+    shown: box.textContent.length, same: grown.innerHTML === box.innerHTML };
+  box.remove();
+  return found;
+}"""
+TAGS = set(
+    re.findall(
+        r"\w+",
+        "p h2 h3 h4 h5 h6 ul ol li blockquote pre code figure figcaption span button strong em del a br hr div table "
+        "thead tbody tr th td",
+    )
+)
+ATTRIBUTES = {"class", "tabindex", "type", "href", "rel", "target", "start", "scope", "role", "aria-label"}
+NASTY = [
+    HOSTILE,
+    "[a](java\nscript:alert(1)) [b](JaVaScRiPt:alert(1)) [c](&#106;avascript:alert(1)) [d]( javascript:alert(1))",
+    "[e](data:text/html;base64,PHNjcmlwdD4=) [f](vbscript:x) [g](//evil.example) [h](/v1/agents) [i](https://ok.example)",
+    '<https://a.example> <javascript:alert(1)> http://x.example/"onmouseover=alert(1) https://user:pw@evil.example',
+    '![x](javascript:alert(1)) ![y](x" onerror="alert(1)) [![z](https://i.example)](javascript:alert(1))',
+    "| <b>a</b> | b |\n|---|---|\n| <img src=x onerror=alert(1)> | [x](javascript:alert(1)) |",
+    "```html onload=alert(1)\n<script>alert(1)</script>\n```\n~~~\nopen",
+    "> " * 40 + "deep\n" + "- " * 40 + "deep",
+    "**" * 500 + "a" + "__" * 500,
+    "# " + "*_`~[" * 200,
+    "1. one\n2. two\n\n   more\n\n   ```\n   code\n   ```\n3. three\n- other\n  - nested\n\ntext",
+    "a" * 1_000_000,
+    "[" * 200_000,
+    "*a " * 100_000,
+    "`" * 100_000 + "x",
+    "|" * 100_000 + "\n" + "|-" * 1000 + "\n" + "|x" * 50_000,
+    "\n" * 200_000 + "end",
+    "- a\n" * 20_000,
+    "\u202e\u0000\ud83d\ufffd" * 100,
+]
+
+
+def test_whatever_a_model_writes_becomes_harmless_nodes_in_linear_time(visit: Visit) -> None:
+    visit.open()
+    for text in NASTY:
+        found = visit.page.evaluate(RENDER, text)
+        assert set(found["names"]) <= TAGS and set(found["attributes"]) <= ATTRIBUTES, (text[:60], found)
+        assert set(found["links"]) <= {"https:", "http:", "mailto:"}, (text[:60], found)
+        assert found["took"] < 3000, (text[:20], found["took"])
+        assert found["same"], text[:60]  # what grew piece by piece is what is made at once
+    assert visit.page.evaluate("window.hit") is None
+
+
+def test_a_huge_line_is_shown_in_part_until_all_is_asked_for(visit: Visit) -> None:
+    visit.open()
+    found = visit.page.evaluate(RENDER, "a" * 1_000_000)
+    assert 50_000 < found["shown"] < 70_000
+
+
+def test_text_cannot_become_html_on_this_page_at_all(visit: Visit) -> None:
+    visit.open()
+    refused = visit.page.evaluate(
+        "() => { try { document.createElement('p').innerHTML = '<b>x</b>'; return ''; } catch (e) { return e.name; } }"
+    )
+    assert refused == "TypeError"
+    visit.errors.clear()  # the console tells of the refusal
+
+
+# ------------------------------------------------------------------------------------------------ for all, and much
+
+
+@pytest.mark.parametrize(("size", "scheme"), [((1200, 800), "light"), ((380, 700), "dark")])
+def test_an_accessibility_check_finds_nothing(browser: Any, talking: Home, size: tuple[int, int], scheme: str) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    visit = Visit(browser, talking.url, size=size, scheme=scheme).open()
+    visit.send("What is a cairn?")
+    id = agent_of(visit)
+    for place in (f"#/chat/{id}", f"#/contexts/{id}", "#/now", "#/savings", "docs", "#/chat"):
+        visit.open(place, live=place != "docs")
+        visit.page.wait_for_timeout(400)
+        if place == "docs":
+            visit.page.locator("summary").first.click()
+        found = Axe().run(visit.page).response["violations"]
+        told = [(one["id"], one["impact"], [node["html"][:120] for node in one["nodes"]][:3]) for one in found]
+        assert told == [], (place, scheme, told)
+        wide = visit.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert wide <= 0, (place, wide)
+    visit.close()
+
+
+def test_the_narrow_page_has_its_list_of_chats_behind_a_button(browser: Any, talking: Home) -> None:
+    visit = Visit(browser, talking.url, size=(380, 700)).open()
+    visit.send("On a small screen")
+    assert not visit.page.locator(".side").is_visible()
+    visit.button("Chats").click()
+    assert visit.page.locator(".side").is_visible()
+    visit.close()
+
+
+AGENTS, TURNS = 5000, 20
+
+
+def test_thousands_of_agents_open_within_a_second(browser: Any, models: Path, tmp_path: Path) -> None:
+    """5,000 agents of 20 turns each, written into the log as the server writes them."""
+    from tests.web.many_agents import write_agents
+
+    write_agents(tmp_path / "agents", AGENTS, TURNS)
+    home = Home(tmp_path, models / "talk.gguf").ready()
+    try:
+        visit = Visit(browser, home.url).open("#/now")
+        page = visit.page
+        page.wait_for_timeout(1500)
+        opened = page.evaluate(
+            """async () => {
+              const began = performance.now();
+              location.hash = "#/contexts";
+              while (document.querySelectorAll("[role=treeitem]").length < 10) await new Promise(requestAnimationFrame);
+              return performance.now() - began;
+            }"""
+        )
+        assert page.get_by_text(f"{AGENTS:,} agents").is_visible()
+        assert page.get_by_role("treeitem").count() < 100
+        cold = page.evaluate(
+            """async () => {
+              const began = performance.now();
+              const { connect, store } = await import("/web/store.js");
+              store.agents = new Map();
+              await connect();
+              while (store.agents.size < 5000) await new Promise((go) => setTimeout(go, 5));
+              return performance.now() - began;
+            }"""
+        )
+        page.get_by_role("tree").focus()
+        page.keyboard.press("End")
+        page.locator(f"[aria-posinset='{AGENTS - AGENTS // 10}']").wait_for()  # the others hang below these
+        page.keyboard.press("ArrowRight")
+        page.locator(".node.turn").first.wait_for()
+        page.keyboard.press("End")
+        page.locator(f".node.turn[aria-selected=true] .number:has-text('{TURNS}')").wait_for()
+        frames = page.evaluate(
+            """async () => {
+              const box = document.querySelector("[role=tree]");
+              const times = [];
+              let last = performance.now();
+              for (let n = 0; n < 60; n++) {
+                box.scrollTop = (box.scrollHeight * n) / 60;
+                await new Promise(requestAnimationFrame);
+                const now = performance.now();
+                times.push(now - last);
+                last = now;
+              }
+              return times.sort((a, b) => a - b)[55];
+            }"""
+        )
+        print("figures", opened, cold, frames)
+        assert opened < 1000 and cold < 3000 and frames < 150, (opened, cold, frames)
+        assert _idle_share(home, page) < 0.01
+        assert visit.errors == []
+        visit.close()
+    finally:
+        home.end()
+
+
+def _idle_share(home: Home, page: Any) -> float:
+    """The share of a core that the front takes more with the page open than without it."""
+
+    def used() -> float:
+        parts = Path(f"/proc/{home.server.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(parts[11]) + int(parts[12])) / 100
+
+    def over(seconds: float) -> float:
+        before = used()
+        time.sleep(seconds)
+        return (used() - before) / seconds
+
+    page.wait_for_timeout(3000)
+    shown = over(5)
+    page.goto("about:blank")
+    time.sleep(1)
+    return shown - over(5)

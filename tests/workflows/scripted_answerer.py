@@ -1,0 +1,110 @@
+"""Nodes whose answers a test says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tests.agents.desk import FOLDER, Draw, Time
+from tests.files import CrashFiles
+
+from cairn.agents.agent_registry import AgentRegistry
+from cairn.agents.journals import Journals
+from cairn.agents.log import Log
+from cairn.agents.pending_writes import PendingWrites
+from cairn.agents.replay_records import ReplayRecords
+from cairn.agents.writer import Writer
+from cairn.service.requests import SamplingOptions
+from cairn.text.grammar import Wanted
+from cairn.types import Delta
+from cairn.workflows.answerer import Answered, Asker, Heard
+from cairn.workflows.definition import workflow_of
+from cairn.workflows.records import RunEnded
+from cairn.workflows.runs import Runs, RunState
+
+ASKER = Asker(tenant="me")
+
+
+class KilledError(Exception):
+    """The process was killed here."""
+
+
+class ScriptedAnswerer:
+    """`script(prompt)` gives a value, which is said as JSON, or a text."""
+
+    def __init__(self, script: Callable[[str], Any]) -> None:
+        self.script = script
+        self.asked: list[tuple[str, int | None]] = []
+        """(the last message, seed) in order."""
+        self.chats: list[list[dict[str, Any]]] = []
+        self.rng: random.Random | None = None
+        """Answers come after different times, drawn by this."""
+        self.at_once = self.most_at_once = 0
+        self.die_at: int | None = None
+
+    async def answer(
+        self, asker: Asker, messages: Sequence[dict[str, Any]], options: SamplingOptions, wanted: Wanted, heard: Heard
+    ) -> Answered:
+        prompt = messages[-1]["content"]
+        if self.die_at is not None and len(self.asked) >= self.die_at:
+            raise KilledError
+        self.asked.append((prompt, options.seed))
+        self.chats.append(list(messages))
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        for _ in range(self.rng.randint(1, 20) if self.rng else 1):
+            await asyncio.sleep(0.0005 if self.rng else 0)
+        self.at_once -= 1
+        said = self.script(prompt)
+        text = said if isinstance(said, str) else json.dumps(said)
+        heard(Delta(text=text))
+        return Answered(text=text, prompt_tokens=10, cached_tokens=4, completion_tokens=2)
+
+
+class Bench:
+    """Runs over a token log of the test. `again` opens the log as a restart does after a loss of power."""
+
+    def __init__(self, script: Callable[[str], Any]) -> None:
+        self.answerer, self.files = ScriptedAnswerer(script), CrashFiles()
+        self.events: list[dict[str, Any]] = []
+        self._open()
+
+    def _open(self) -> None:
+        log = Log.open(self.files, FOLDER, Draw())
+        assert log is not None
+        self.writer = Writer(log)
+        pending = PendingWrites(AgentRegistry(), self.writer, Time(), ReplayRecords())
+        self.runs = Runs(Journals(self.writer, pending, Draw(), log.recovered), self.answerer)
+
+    async def begin(self, workflow: dict[str, Any], **inputs: Any) -> None:
+        await self.runs.create("me", workflow_of(workflow), inputs, id="r", seed=3)
+
+    async def work(self) -> RunEnded:
+        return await self.runs.work(ASKER, "r", self.events.append)
+
+    @property
+    def state(self) -> RunState:
+        return self.runs.get("me", "r")
+
+    async def again(self) -> None:
+        after = self.files.crash(random.Random(1))
+        await self.close()
+        self.files = after
+        self._open()
+
+    async def close(self) -> None:
+        await self.writer.close()
+
+
+async def run(workflow: dict[str, Any], script: Callable[[str], Any], **inputs: Any) -> Bench:
+    """A run to its end; the bench is closed."""
+    bench = Bench(script)
+    try:
+        await bench.begin(workflow, **inputs)
+        await bench.work()
+        return bench
+    finally:
+        await bench.close()
