@@ -296,7 +296,7 @@ BUGS = (
     Bug("a load that begins inside a chunk takes its first pages", TIERS, "Tiers._bring", "pages[len(pages) - len(blocks):]", "pages[:len(blocks)]"),
     Bug("a load that ended keeps its blocks", TIERS, "Tiers._land", "self._cache.close(context, tokens)", "self._cache.close(context, tokens) if not load.landed else self._loads.pop(context)"),
     Bug("a load is never late", TIERS, "Tiers._land", "load.landed == before and self.load_policy.late(load, self.reader.alive) and (not load.over)", "False"),
-    Bug("a buffer is read into while its chunk waits", STORE_READER, "StoreReader._fetch", "self._load_policy.read(size, self._clock.now() - began)", "self._load_policy.read(size, self._clock.now() - began)\nself._buffers += buffers"),
+    Bug("a buffer is read into while its chunk waits", STORE_READER, "StoreReader._fetch", "self._load_policy.read(size, self._clock.now() - began)", "self._load_policy.read(size, self._clock.now() - began)\nfor buffer in buffers:\n    self._buffers[len(buffer)].append(buffer)"),
     Bug("the store in memory keeps what lies in a buffer", STORE_READER, "StoreReader._fetch", "dataclasses.replace(chunk, pages=bytes(chunk.pages))", "chunk"),
     Bug("a load that stands still is never late", STORE_READER, "LoadPolicy.late", "if now - max(load.started, load.heard, alive) > STALL_SECONDS:\n    return True", "pass"),
     Bug("nobody hears that a load has ended", TIERS, "Tiers.stop", "self._answers += load.done", "pass"),
@@ -414,7 +414,7 @@ BUGS = (
     # -------------------------------------------------------------------------------------------------------- agents
     Bug("a message is not on the disk before its answer", AGENT_SERVICE, "AgentService.begin", "await self.pending.sync(record)", "self.writer.append(record)"),
     Bug("a turn's end is told before it is on the disk", RUNNING, "RunningTurn._end", "await self._keeper.sync()", "pass"),
-    Bug("the log's thread never syncs", WRITER, "Writer._group", "bool(waited)", "False"),
+    Bug("the log's thread never syncs", WRITER, "Writer._group", "any((job.sync for job in waited))", "False"),
     Bug("a rollback is not on the disk", AGENT_SERVICE, "AgentService.move", "await self.pending.sync(self.pending.note(agent))", "pass"),
     Bug("a rollback is undone by a restart", AGENT_REGISTRY, "AgentRegistry._seat", "[turn for turn in agent.own if turn.key > lsn]", "list(agent.own)"),
     Bug("after a restart an agent stands where it was noted last", AGENT_REGISTRY, "AgentRegistry._seat", "later[-1] if later else self._turns.get(record.head)", "self._turns.get(record.head)"),
