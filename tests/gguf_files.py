@@ -30,6 +30,7 @@ NAMES |= {"DeepseekV3ForCausalLM": "deepseek2", "Glm4MoeLiteForCausalLM": "deeps
 INTERLEAVED = ("llama", "granite", "granitehybrid", "smollm3", "mistral3")
 NAMES |= {"Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe", "Qwen3NextForCausalLM": "qwen3next"}
 NAMES |= {"Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2moe", "GraniteMoeHybridForCausalLM": "granitehybrid"}
+NAMES |= {"NemotronHForCausalLM": "nemotron_h"}
 PLAIN = 1
 
 Choose = Callable[[str, np.ndarray], Type]
@@ -55,7 +56,7 @@ def write_gguf(
     `parts` the file is split; the path of the first part comes back.
     """
     config = json.loads((folder / "config.json").read_text())
-    own = NAMES[config["architectures"][0]]
+    own = named(config)
     arch = arch or own
     per_part = -(-len(tensors := hub_tensors(folder, config) | dict(more or {})) // parts)
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=per_part if parts > 1 else 0)
@@ -89,6 +90,12 @@ def write_tokenizer(folder: Path, path: Path, *, pre: str = "qwen2", **extra: An
     return path
 
 
+def named(config: Mapping[str, Any]) -> str:
+    """GGUF's name of a config's architecture."""
+    own = NAMES[config["architectures"][0]]
+    return "nemotron_h_moe" if own == "nemotron_h" and config.get("n_routed_experts") else own
+
+
 def put(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
     for key, value in values.items():
         if isinstance(value, bool):
@@ -107,7 +114,7 @@ def put(writer: gguf.GGUFWriter, values: Mapping[str, Any]) -> None:
 
 def metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     """What llama.cpp's converter writes for a config.json."""
-    arch, heads = NAMES[config["architectures"][0]], config["num_attention_heads"]
+    arch, heads = named(config), config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
     found: dict[str, Any] = {
         "block_count": config["num_hidden_layers"],
@@ -160,11 +167,12 @@ def others(config: Mapping[str, Any], arch: str) -> dict[str, Any]:
             "expert_gating_func": 1 if config["architectures"] == ["DeepseekV2ForCausalLM"] else 2,
             "expert_shared_count": config["n_shared_experts"],
             "expert_weights_scale": config["routed_scaling_factor"],
-            "expert_weights_norm": config["norm_topk_prob"],
+            "expert_weights_norm": config.get("norm_topk_prob", True),
             "expert_group_count": config["n_group"],
             "expert_group_used_count": config["topk_group"],
-            "leading_dense_block_count": config.get("first_k_dense_replace", 1),
         }
+        if arch != "nemotron_h_moe":
+            found["leading_dense_block_count"] = config.get("first_k_dense_replace", 1)
     if count:
         found |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
         found["expert_feed_forward_length"] = config.get("moe_intermediate_size") or config["intermediate_size"]
@@ -219,7 +227,7 @@ def permuted(rows: np.ndarray, heads: int) -> np.ndarray:
 
 def hub_tensors(folder: Path, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """The folder's tensors under GGUF's names, and llama3's rope factors."""
-    arch = NAMES[config["architectures"][0]]
+    arch = named(config)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[arch], config["num_hidden_layers"])
     found, spec = {}, load_spec(folder)

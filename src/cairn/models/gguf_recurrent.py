@@ -52,14 +52,35 @@ WHOLE = {"ssm_a": f"{MIXER}decay", "ssm_dt.bias": f"{MIXER}dt_bias", "ssm_d": f"
 """The same of those whose ends differ too."""
 
 
+MLP = "mlp_layers"
+"""A key of our own: which layers are an MLP alone."""
+
+
 def by_heads(found: dict[str, Any], rule: Rule) -> None:
-    """Say with a key of its own which layers have no heads of keys, where a list of the others' says so."""
-    counts = found.get("attention.head_count_kv")
-    if rule in _BY_HEADS and isinstance(counts, np.ndarray):
-        some = {one for one in counts.tolist() if one}
-        if len(some) == 1:
-            found["attention.head_count_kv"] = some.pop()
-            found["attention.recurrent_layers"] = counts == 0
+    """Say with keys of their own which layers have no heads of keys, and which are an MLP alone, where lists of what
+    each layer has say so."""
+    counts, widths = found.get("attention.head_count_kv"), found.get("feed_forward_length")
+    if rule not in _BY_HEADS or not isinstance(counts, np.ndarray):
+        return
+    idle = counts == 0
+    if isinstance(widths, np.ndarray) and len(widths) == len(counts):
+        found[MLP] = widths > 0
+        idle = idle & (widths == 0)
+        _alike(found, "feed_forward_length", widths)
+    _alike(found, "attention.head_count_kv", counts)
+    found["attention.recurrent_layers"] = idle
+
+
+def _alike(found: dict[str, Any], name: str, counts: NDArray[Any]) -> None:
+    some = {one for one in counts.tolist() if one}
+    if len(some) == 1:
+        found[name] = some.pop()
+
+
+def mlp_layers(keys: Fields, layers: int) -> tuple[int, ...] | None:
+    """The layers that are an MLP, where a layer is one thing."""
+    listed = keys.values.get(MLP)
+    return None if listed is None else tuple(layer for layer in range(layers) if listed[layer])
 
 
 def recurrence(

@@ -25,7 +25,7 @@ from cairn.models.gguf_positions import factors, long_rope
 from cairn.models.gguf_purpose import ENCODERS, purpose
 from cairn.models.gguf_purpose import KEYS as PURPOSE
 from cairn.models.gguf_recurrent import KEYS as RECURRENT
-from cairn.models.gguf_recurrent import by_heads, recurrence
+from cairn.models.gguf_recurrent import by_heads, mlp_layers, recurrence
 from cairn.models.hub import model_name
 from cairn.models.latent_spec import spec_fields
 from cairn.models.recurrent_spec import with_state
@@ -144,9 +144,11 @@ def gguf_spec(gguf: Gguf) -> ModelSpec:
         experts=mixture,
         qkv_bias=any(f"blk.{layer}.attn_q.bias" in gguf.tensors for layer in range(layers)),
         out_bias=any(f"blk.{layer}.attn_output.bias" in gguf.tensors for layer in range(layers)),
-        mlp_bias="blk.0.ffn_down.bias" in gguf.tensors,
+        mlp_bias=any(f"blk.{layer}.ffn_down.bias" in gguf.tensors for layer in range(layers)),
         tied="output.weight" not in gguf.tensors,
-        groups=with_state(_groups(keys, family, layers, context, rope), kept),
+        groups=with_state(_groups(keys, family, layers, context, rope), kept, mlp_layers(keys, layers) or ()),
+        mlp_layers=mlp_layers(keys, layers),
+        mlp_gated=family.mlp_gated,
         recurrence=kept,
         output_gate=family.output_gate,
         eos_ids=_ends(gguf, vocab),

@@ -194,7 +194,9 @@ class Teams {
 
   async drop(name, path) {
     if (!(await sure("Delete", `${name} goes from the disk, with all its text.`, "Delete it"))) return;
-    await remove(path).then(() => { location.hash = "#/teams"; }, complain);
+    const id = this.id;
+    this.id = ""; // nobody looks at what is going
+    await remove(path).then(() => { location.hash = "#/teams"; }, (error) => { this.id = id; complain(error); });
   }
 
   // ----------------------------------------------------------------------------------------------------------- a run
